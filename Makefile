@@ -1,0 +1,66 @@
+# Everything a person or CI does here. Needs Python 3.11-3.13 with venv and pip, nothing else.
+#   make run            the environment, the package, the demo      (ARGS="..." is handed to `run`)
+#   make test           the same for the tests                       (ARGS="..." is handed to pytest)
+# PYTHON picks the interpreter, VENV the environment's folder, PIP_ARGS goes to every pip install.
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/cpu.txt $(PIP_ARGS)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: help run test test-all soak check format bench clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */	/' | expand -t 12
+
+run: $(VENV)/.installed  ## install what is missing, then run the demo
+	$(BIN)/run $(ARGS)
+
+test: $(VENV)/.installed-dev  ## the fast tests
+	$(PYTEST) $(ARGS)
+
+test-all: $(VENV)/.installed-dev  ## fast and slow tests
+	$(PYTEST) -m "not soak" $(ARGS)
+
+soak: $(VENV)/.installed-dev  ## the full fault batteries, all seeds
+	$(PYTEST) -m soak --timeout 7200 --hypothesis-profile soak $(ARGS)
+
+check: $(VENV)/.installed-dev  ## format, lint, types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(VENV)/.installed-dev  ## rewrite the code in the house's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.installed-dev  ## the benchmark, side by side with other loops
+	$(BIN)/python benchmarks/sft.py $(ARGS)
+
+clean:  ## remove what make and the tools made; outputs/ stays
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find runner tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+	  || { echo 'Python 3.11, 3.12 or 3.13 is needed; name one: make PYTHON=python3.12 run'; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: where a CPU build of this version is on offer, pip prefers it.
+$(VENV)/.torch: constraints/cpu.txt | $(BIN)/python
+	$(INSTALL) torch
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/.torch
+	$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml $(VENV)/.torch
+	$(INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.installed

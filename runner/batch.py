@@ -1,0 +1,133 @@
+"""Ragged batches: rows end to end, without padding.
+
+Legend: N rows, T tokens in all rows.
+
+    token channels  [T, ...]   ids, positions, parent, weight
+    row channels    [N, ...]   lengths, unit
+
+`parent[t]` is the index in the batch of the token before t, -1 at a root. Every [T] output belongs
+to the predicted token: `logprobs[t] = log p(ids[t] | its ancestors)`, read at `parent[t]`; at a root
+it is 0 and its weight is 0. A *unit* is what must not be cut: rows with equal `unit` are contiguous.
+`totals` counts the whole optimizer step over all data ranks, so that a loss can divide by the total
+it means and nothing divides later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+TOTALS = ("tokens", "rows", "units")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A frozen ragged batch; see the module's legend.
+
+    tokens: ids int64 [T], positions int64 [T], parent int64 [T], weight float32 [T], ...
+    rows:   lengths int64 [N], unit int64 [N], ...
+    totals: counts over the whole optimizer step: tokens (those with weight), rows, units.
+    """
+
+    tokens: Mapping[str, Tensor]
+    rows: Mapping[str, Tensor]
+    totals: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.tokens["ids"].shape[0])
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return int(self.rows["lengths"].shape[0])
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch with every channel on `device`."""
+        return replace(
+            self,
+            tokens={k: v.to(device, non_blocking=True) for k, v in self.tokens.items()},
+            rows={k: v.to(device, non_blocking=True) for k, v in self.rows.items()},
+        )
+
+    def slice_rows(self, start: int, stop: int) -> Batch:
+        """Rows start..stop with all their tokens; `parent` is re-based, `totals` are kept."""
+        lengths = self.rows["lengths"]
+        first = int(lengths[:start].sum())
+        last = first + int(lengths[start:stop].sum())
+        tokens = {k: v[first:last] for k, v in self.tokens.items()}
+        tokens["parent"] = torch.where(tokens["parent"] < 0, -1, tokens["parent"] - first)
+        return replace(self, tokens=tokens, rows={k: v[start:stop] for k, v in self.rows.items()})
+
+    def count(self) -> dict[str, int]:
+        """This batch's own contribution to `totals`."""
+        unit = self.rows["unit"]
+        return {
+            "tokens": int((self.tokens["weight"] != 0).sum()),
+            "rows": self.num_rows,
+            "units": int(torch.unique_consecutive(unit).shape[0]),
+        }
+
+
+def pack(ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> Batch:
+    """Lay rows end to end, each row its own unit; the weight of each row's first token is set to 0.
+
+    ids and weights have N rows of equal lengths. Raises ValueError for an empty row.
+    """
+    if not ids or any(len(row) == 0 for row in ids):
+        raise ValueError("a batch needs at least one row and no row may be empty")
+    lengths = torch.tensor([len(row) for row in ids], dtype=torch.int64)
+    flat = torch.tensor([t for row in ids for t in row], dtype=torch.int64)
+    weight = torch.tensor([w for row in weights for w in row], dtype=torch.float32)
+    starts = torch.cumsum(lengths, 0) - lengths
+    index = torch.arange(flat.shape[0])
+    positions = index - torch.repeat_interleave(starts, lengths)
+    weight[starts] = 0.0
+    return Batch(
+        tokens={
+            "ids": flat,
+            "positions": positions,
+            "parent": torch.where(positions == 0, -1, index - 1),
+            "weight": weight,
+        },
+        rows={"lengths": lengths, "unit": torch.arange(len(ids))},
+    )
+
+
+def with_totals(batch: Batch, totals: Mapping[str, int]) -> Batch:
+    """The same batch, knowing the counts of the whole optimizer step."""
+    return replace(batch, totals=dict(totals))
+
+
+def unit_spans(batch: Batch) -> list[tuple[int, int, int]]:
+    """(first row, row after the last, tokens) of each unit, in order."""
+    counts = torch.unique_consecutive(batch.rows["unit"], return_counts=True)[1].tolist()
+    lengths = batch.rows["lengths"].tolist()
+    spans, row = [], 0
+    for rows in counts:
+        spans.append((row, row + rows, sum(lengths[row : row + rows])))
+        row += rows
+    return spans
+
+
+def micro_batches(batch: Batch, budget: int) -> Iterator[Batch]:
+    """Cut between units so that each piece has at most `budget` tokens; a larger unit runs alone."""
+    start, stop, tokens = 0, 0, 0
+    for first, last, size in unit_spans(batch):
+        if tokens and tokens + size > budget:
+            yield batch.slice_rows(start, stop)
+            start, tokens = first, 0
+        stop, tokens = last, tokens + size
+    yield batch.slice_rows(start, stop)
+
+
+def split_rows(batch: Batch, parts: int) -> list[Batch]:
+    """Cut a batch of units into `parts` runs of consecutive units whose counts differ by at most one."""
+    spans = unit_spans(batch)
+    edges = [len(spans) * i // parts for i in range(parts + 1)]
+    return [batch.slice_rows(spans[a][0], spans[b - 1][1]) for a, b in pairwise(edges) if a < b]

@@ -1,0 +1,108 @@
+"""What a user can set of the data."""
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field
+
+from runner.spec.base import ComponentConfig, Names, Numbers, absolute_if_local
+
+
+class DataConfig(ComponentConfig):
+    """Items, how they become tokens, and in which order they come."""
+
+    group: ClassVar[str] = "data"
+    max_length: int = Field(default=1024, ge=2, description="Longest tokenised item in tokens.")
+    overlong: Literal["error", "skip", "truncate_left", "truncate_right", "split"] = Field(
+        default="error",
+        description="What happens to an item above max_length (split: plain text only); what was cut is counted and said.",
+    )
+    shuffle: bool = Field(default=True, description="A new order in each epoch, from the seed; false = as in the file.")
+
+    def absolute(self) -> Self:
+        """The same config with the paths of local files made absolute."""
+        return self
+
+    def preflight(self) -> None:
+        """Raise DataError for what can be seen without reading far; imports neither torch nor a tokenizer."""
+
+
+class DemoConfig(DataConfig):
+    """Generated on this machine: sort the digits of a number. Held-out questions never occur in training."""
+
+    factory: ClassVar[str] = "runner.data.demo:build"
+    name: Literal["demo"] = "demo"
+    digits: int = Field(default=4, ge=2, le=12, description="Digits to sort; more is harder.")
+    items: int = Field(default=4000, ge=16, description="Training conversations.")
+    held_out: int = Field(default=256, ge=1, description="Held-out conversations for evaluation.")
+
+
+class SourceConfig(DataConfig):
+    """What file and hub have in common."""
+
+    weights: Numbers | None = Field(
+        default=None, description="Share of each source in a mixture, e.g. [0.7,0.3]; null = by their sizes."
+    )
+    loss_on: Literal["assistant", "last_assistant", "all"] = Field(
+        default="assistant",
+        description="Which tokens of a conversation are learnt (completions count as the assistant's).",
+    )
+    eval_items: int | None = Field(
+        default=256, ge=1, description="Most held-out items used per evaluation; null = all."
+    )
+    cache: bool = Field(default=True, description="Keep the tokenised data on disk and use it again.")
+
+    def sources(self) -> tuple[str, ...]:
+        """The places the training items come from."""
+        raise NotImplementedError
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        if self.weights is None:
+            return []
+        if len(self.weights) != len(self.sources()):
+            return [("data.weights", f"{len(self.weights)} weights for {len(self.sources())} sources; give one each")]
+        if min(self.weights) <= 0:
+            return [("data.weights", "every weight must be above 0; leave out a source that is not wanted")]
+        return []
+
+
+class FileConfig(SourceConfig):
+    """Files of the user's: JSONL, JSON, CSV, Parquet, or a folder of them."""
+
+    factory: ClassVar[str] = "runner.data.file:build"
+    name: Literal["file"] = "file"
+    path: str | Annotated[Names, Field(min_length=1)] = Field(
+        description="A file or folder, or a list of them (a mixture)."
+    )
+    eval_path: str | None = Field(default=None, description="Held-out file or folder; null = no evaluation.")
+
+    def absolute(self) -> Self:
+        paths = tuple(absolute_if_local(p) for p in self.sources())
+        return self.model_copy(
+            update={
+                "path": paths[0] if isinstance(self.path, str) else paths,
+                "eval_path": self.eval_path and absolute_if_local(self.eval_path),
+            }
+        )
+
+    def sources(self) -> tuple[str, ...]:
+        return (self.path,) if isinstance(self.path, str) else self.path
+
+
+class HubConfig(SourceConfig):
+    """Data sets of the Hugging Face hub, loaded with `datasets` (no script of the data set is run)."""
+
+    factory: ClassVar[str] = "runner.data.hub:build"
+    name: Literal["hub"] = "hub"
+    path: str | Annotated[Names, Field(min_length=1)] = Field(
+        description="A hub name, e.g. openai/gsm8k, or a list of them (a mixture)."
+    )
+    subset: str | None = Field(default=None, description="The data set's configuration name, e.g. main.")
+    split: str = Field(default="train", min_length=1, description="Split to train on.")
+    eval_split: str | None = Field(default=None, description="Split to evaluate on; null = no evaluation.")
+    revision: str | None = Field(default=None, description="Branch, tag or commit; null = the default branch.")
+
+    def sources(self) -> tuple[str, ...]:
+        return (self.path,) if isinstance(self.path, str) else self.path
+
+
+COMPONENTS = (DemoConfig, FileConfig, HubConfig)

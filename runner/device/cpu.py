@@ -1,0 +1,43 @@
+"""The processor as a device."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import Any
+
+import torch
+
+from runner.device.config import CpuConfig
+from runner.protocols import Decide
+
+
+class Cpu:
+    """The processor, with a fixed number of threads, because bits depend on it."""
+
+    name = "cpu"
+
+    def __init__(self, config: CpuConfig, *, decide: Decide) -> None:
+        self.config = config
+        self.torch_device = torch.device("cpu")
+
+    def prepare(self) -> None:
+        """Fix what results depend on."""
+        torch.set_num_threads(self.config.threads)
+        torch.use_deterministic_algorithms(self.config.deterministic)
+
+    def synchronize(self) -> None:
+        """Nothing runs behind the processor's back."""
+
+    def peak_memory_bytes(self) -> int:
+        """Largest resident set of this process so far."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+    def describe(self) -> dict[str, Any]:
+        """What exactness depends on, for the manifest and for resume."""
+        return {
+            "device": "cpu",
+            "threads": torch.get_num_threads(),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        }

@@ -1,0 +1,49 @@
+"""NVIDIA GPUs as a device."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from runner.device.config import CudaConfig
+from runner.errors import EnvironmentProblem
+from runner.protocols import Decide
+
+
+class Cuda:
+    """One NVIDIA GPU of this process. Raises EnvironmentProblem where there is none."""
+
+    name = "cuda"
+
+    def __init__(self, config: CudaConfig, *, decide: Decide) -> None:
+        if not torch.cuda.is_available():
+            built = torch.version.cuda or "none: this is a CPU build of torch"
+            raise EnvironmentProblem(
+                f"device=cuda: torch {torch.__version__} sees no GPU (CUDA of the build: {built}).\n"
+                "  in order: 1. nvidia-smi must list a GPU  2. CUDA_VISIBLE_DEVICES must not be empty  "
+                "3. install a CUDA build of torch\n  or run it here: device=cpu"
+            )
+        self.config = config
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+
+    def prepare(self) -> None:
+        """Choose precision and determinism; the cuBLAS workspace must be set before its first use."""
+        if self.config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(self.config.deterministic)
+        torch.backends.cuda.matmul.allow_tf32 = self.config.tf32
+        torch.backends.cudnn.allow_tf32 = self.config.tf32
+
+    def synchronize(self) -> None:
+        """Wait for the GPU, so that times mean something."""
+        torch.cuda.synchronize()
+
+    def peak_memory_bytes(self) -> int:
+        """Largest number of bytes that tensors held so far."""
+        return torch.cuda.max_memory_allocated()
+
+    def describe(self) -> dict[str, Any]:
+        """What exactness depends on."""
+        return {"device": "cuda", "card": torch.cuda.get_device_name(), "cuda": torch.version.cuda}

@@ -1,0 +1,114 @@
+"""Every error a user can meet, and the exit code it ends with.
+
+    RunnerError                     1   our own bug, unless a subclass says otherwise
+    ├── SpecError                   2   the job spec is wrong (carries every problem found)
+    ├── EnvironmentProblem          2   a device, a package or a permission is missing
+    ├── DataError                   3   the data cannot be used as it is
+    ├── CheckpointError             4   checkpoints exist and none is whole, or one does not fit
+    ├── TrainingDiverged            5   a numeric guard stopped the run
+    ├── DeadlineExceeded            6   something hung
+    ├── StorageError                7   disk full, read-only, I/O error
+    ├── SecurityRefusal             8   something asked to run code or to leak a secret
+    ├── OutOfMemory                75   worth a retry with smaller micro-batches
+    └── Interrupted           130/143   SIGINT or SIGTERM; a checkpoint was written
+
+A message says what is wrong, where it was set, and what to type next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class RunnerError(Exception):
+    """Base of all errors that are worded for the user; `exit_code` is what the process ends with."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a job spec: the key, what is wrong with it, and who set it."""
+
+    key: str
+    message: str
+    origin: str = ""
+
+
+class SpecError(RunnerError):
+    """The job spec is wrong; `problems` lists everything found, not only the first."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(render_problems(self.problems))
+
+
+class EnvironmentProblem(RunnerError):
+    """This machine lacks a device, a package or a permission that the spec asks for."""
+
+    exit_code = 2
+
+
+class DataError(RunnerError):
+    """The data cannot be used as it is; the message names file, line and what was expected."""
+
+    exit_code = 3
+
+
+class CheckpointError(RunnerError):
+    """Checkpoints exist and none is whole, or one does not fit this job."""
+
+    exit_code = 4
+
+
+class TrainingDiverged(RunnerError):
+    """A loss, gradient or weight is not finite; nothing was updated with it."""
+
+    exit_code = 5
+
+
+class DeadlineExceeded(RunnerError):
+    """Something did not answer within its deadline."""
+
+    exit_code = 6
+
+
+class StorageError(RunnerError):
+    """The disk is full, read-only or failing."""
+
+    exit_code = 7
+
+
+class SecurityRefusal(RunnerError):
+    """A config, model or data file asked to run code or to write a secret to disk."""
+
+    exit_code = 8
+
+
+class OutOfMemory(RunnerError):
+    """The device's memory is exhausted; a retry with smaller micro-batches may work."""
+
+    exit_code = 75
+
+
+class Interrupted(RunnerError):
+    """SIGINT or SIGTERM arrived; the step was finished and a checkpoint written."""
+
+    def __init__(self, signal_number: int, message: str) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
+
+
+def render_problems(problems: Sequence[Problem]) -> str:
+    """The table of problems as the user sees it: key and message left, who set it right."""
+    count = len(problems)
+    head = f"the job spec has {count} problem{'s' if count != 1 else ''}"
+    bodies = [f"{p.key}: {p.message}" if p.key else p.message for p in problems]
+    width = min(max(map(len, bodies), default=0), 100)
+    lines = [
+        f"  {b.ljust(width)}  [{p.origin}]" if p.origin else f"  {b}" for b, p in zip(bodies, problems, strict=True)
+    ]
+    return "\n".join([head, *lines])

@@ -1,0 +1,42 @@
+"""Connects the standard library's logging to the screen and to run.log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from runner.tracker.console import Console
+
+LOGGER = "runner"
+
+
+class _ToConsole(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.message(record.getMessage(), record.levelname.lower())
+
+
+@contextmanager
+def on_screen(path: Path) -> Iterator[Console]:
+    """A console that also shows what is logged under "runner", and Python's warnings, until the block ends."""
+    console = Console(path)
+    handler = _ToConsole(console)
+    loggers = [logging.getLogger(LOGGER), logging.getLogger("py.warnings")]
+    logging.captureWarnings(True)
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.propagate = False
+    loggers[0].setLevel(logging.INFO)
+    try:
+        yield console
+    finally:
+        console.stop([])
+        logging.captureWarnings(False)
+        for logger in loggers:
+            logger.removeHandler(handler)
+            logger.propagate = True

@@ -1,0 +1,167 @@
+"""One attempt at a run, from its lock to what its end says.
+
+lock ─▶ status: running ─▶ checkpoint ─▶ trackers ─▶ build ─▶ loop ─▶ export ─▶ status: done
+                              └──────── any error ────────▶ status: failed, with the exit code
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from runner import manifest
+from runner.decisions import Decisions
+from runner.errors import Interrupted, OutOfMemory, RunnerError
+from runner.folder import RunFolder, lock, shown, write_json
+from runner.launch.screen import on_screen
+from runner.registry import default_registry
+from runner.signals import StopSignal
+from runner.spec.job import JobSpec
+from runner.tracker.console import Console
+from runner.tracker.jsonl import JsonlTracker, cut_back
+
+if TYPE_CHECKING:
+    from runner.build import Built
+    from runner.checkpoint.store import CheckpointStore, Loaded
+    from runner.protocols import Tracker
+
+
+@dataclass(slots=True)
+class Session:
+    """An attempt at `spec` in `folder`; `attempt` counts from 1, and every later one resumes."""
+
+    spec: JobSpec
+    folder: RunFolder
+    attempt: int
+    stop: StopSignal = field(default_factory=StopSignal)
+
+    def run(self) -> int:
+        """Run to the end; returns 0. Raises RunnerError for everything that is worded for the user."""
+        handle = lock(self.folder)
+        try:
+            with on_screen(self.folder.log) as console, self._status():
+                self.stop.install()
+                self._run(console)
+        finally:
+            os.close(handle)
+        return 0
+
+    @contextmanager
+    def _status(self) -> Iterator[None]:
+        self._write_status("running")
+        try:
+            yield
+        except Interrupted as error:
+            self._write_status("interrupted", error.exit_code, str(error))
+            raise
+        except RunnerError as error:
+            self._write_status("failed", error.exit_code, str(error))
+            raise
+        except BaseException as error:
+            self._write_status("failed", 1, f"{type(error).__name__}: {error}")
+            raise
+        self._write_status("done", 0)
+
+    def _write_status(self, state: str, exit_code: int | None = None, error: str | None = None) -> None:
+        record = {"state": state, "attempt": self.attempt, "pid": os.getpid(), "exit_code": exit_code, "error": error}
+        write_json(self.folder.status, record)
+
+    def _run(self, console: Console) -> None:
+        console.message(f"folder   {shown(self.folder.root)}")
+        from runner import build  # torch is imported here: folder, spec and status exist by now
+
+        decide = Decisions(self.spec.strict)
+        store = build.build_store(self.spec, self.folder)
+        loaded = self._load(store, console)
+        tracker = self._tracker(0 if loaded is None else loaded.step, console)
+        outlets = self._outlets(build.Outlets, tracker, console)
+        ending = "failed"
+        try:
+            with _memory_errors(self.spec):
+                built = build.build(self.spec, self.folder, store, decide, self.stop, outlets)
+                if loaded is not None:
+                    built.restore(loaded.state)
+                self._write_manifest(built, decide)
+                seconds = self._loop(built, 0 if loaded is None else loaded.step, console)
+            ending = "done"
+        finally:
+            tracker_lines = tracker.finish(ending)
+        console.stop([*self._ending(built, seconds), *tracker_lines])
+
+    def _load(self, store: CheckpointStore, console: Console) -> Loaded | None:
+        """The newest whole checkpoint, if this is a resume; what was written after it is cut away and kept."""
+        if self.attempt == 1:
+            return None
+        loaded = store.load()
+        step = 0 if loaded is None else loaded.step
+        cut_back(self.folder, step, self.attempt)
+        if loaded is None:
+            console.message("resume   no checkpoint was written yet: starting at step 0")
+        else:
+            console.message(f"resume   after step {step} of {self.spec.steps}")
+        return loaded
+
+    def _tracker(self, first: int, console: Console) -> Tracker:
+        tracker: Tracker = default_registry().factory(self.spec.tracker)(
+            self.spec.tracker,
+            folder=self.folder,
+            spec=self.spec.model_dump(mode="json"),
+            run_id=f"{self.folder.root.parent.name}-{self.folder.root.name}",
+            name=self.folder.root.name,
+            first_step=first,
+            console=console,
+        )
+        return tracker
+
+    def _outlets(self, outlets: Any, tracker: Tracker, console: Console) -> Any:
+        jsonl = JsonlTracker(self.folder)
+
+        def samples(step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+            jsonl.samples(step, rows)
+            tracker.samples(step, rows)
+            for row in rows[:1]:
+                console.sample(row)
+
+        return outlets(step=(jsonl.log, tracker.log, console.step), samples=samples, say=console.message)
+
+    def _write_manifest(self, built: Built, decide: Decisions) -> None:
+        device = built.job.device.describe()
+        spec = self.spec.model_dump(mode="json")
+        write_json(self.folder.manifest, manifest.collect(spec, decide.records(), device))
+
+    def _loop(self, built: Built, first: int, console: Console) -> float:
+        from runner.loop import run
+
+        title = {"name": self.spec.name, "device": built.job.device.name, "seed": self.spec.seed}
+        console.start(title | {"folder": shown(self.folder.root)}, self.spec.steps)
+        begin = time.perf_counter()
+        run(built.job, first)
+        return time.perf_counter() - begin
+
+    def _ending(self, built: Built, seconds: float) -> list[str]:
+        lines = [f"done     {self.spec.steps} steps in {seconds:.0f} s"]
+        if self.spec.checkpoint.export:
+            built.model.save(self.folder.export)
+            lines.append(f"model    {shown(self.folder.export)}")
+        lines.append(f'try it   run infer latest "{built.example}"' if built.example else "try it   run infer latest")
+        lines.append(f"go on    run resume latest steps={self.spec.steps * 2}")
+        return lines
+
+
+@contextmanager
+def _memory_errors(spec: JobSpec) -> Iterator[None]:
+    """Word an exhausted device memory."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"the device's memory is exhausted: {str(error).splitlines()[0]}\n"
+            f"  lower algorithm.micro_batch_tokens (now {spec.algorithm.micro_batch_tokens}; same update), "
+            "or set model.gradient_checkpointing=true"
+        ) from error

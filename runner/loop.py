@@ -1,0 +1,75 @@
+"""The one loop.
+
+    collect ─▶ prepare ─▶ forward_backward · optim_step ─▶ publish ─▶ callbacks
+    (feed)     (trainer)   (per mini-batch and role)
+
+It knows no algorithm, no device and no file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from runner.feed import Feed
+from runner.metrics import Metrics
+from runner.protocols import Algorithm, Callback, Device, Learner, Model, Ranks, Role, StepEnd
+from runner.signals import StopSignal
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Everything a run needs, built; `models` holds the learners too, under their roles."""
+
+    steps: int
+    device: Device
+    ranks: Ranks
+    algorithm: Algorithm
+    learners: Mapping[Role, Learner]
+    models: Mapping[Role, Model]
+    callbacks: Sequence[Callback]
+    stop: StopSignal
+
+
+def run(job: Job, first: int) -> None:
+    """Run steps first … steps-1 (0-based). Raises Interrupted, after the callbacks saved, when a signal arrived."""
+    for callback in job.callbacks:
+        callback.on_start(first)
+    with Feed(job.algorithm.collect, first, job.steps, job.algorithm.lag) as feed:
+        for step in range(first, job.steps):
+            end = StepEnd(step + 1, _one_step(job, feed, step), last=step + 1 == job.steps)
+            feed.published(step)
+            end.stopping = job.stop.requested
+            for callback in job.callbacks:
+                callback.on_step(end)
+            job.stop.raise_if_requested(end.step, job.steps)
+    for callback in job.callbacks:
+        callback.on_end()
+
+
+def _one_step(job: Job, feed: Feed[object], step: int) -> dict[str, float]:
+    """Collect, learn, and measure; returns the step's numbers."""
+    begin = time.perf_counter()
+    experience = feed.take(step)
+    collected = time.perf_counter()
+    metrics, tokens, learnt = Metrics(), 0, 0
+    for learner in job.learners.values():
+        learner.begin_step(step)
+    for batch in job.algorithm.prepare(experience, job.models, job.ranks):
+        tokens += batch.num_tokens
+        learnt += batch.totals["tokens"]
+        for role, loss in job.algorithm.losses.items():
+            metrics.merge(job.learners[role].forward_backward(batch, loss)[0])
+            metrics.merge(job.learners[role].optim_step())
+    job.device.synchronize()
+    end = time.perf_counter()
+    values = metrics.result()
+    return values | {
+        "train/tokens": float(learnt),
+        "perf/tokens_per_s": tokens / (end - begin),
+        "perf/step_s": end - begin,
+        "perf/peak_memory_bytes": float(job.device.peak_memory_bytes()),
+        "time/collect_s": collected - begin,
+        "time/update_s": end - collected,
+    }

@@ -1,0 +1,53 @@
+"""Metrics that add up: (sum, count) pairs and maxima, so that micro-batches and ranks make one number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+Scalar = float | int | Tensor
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Sums with their counts, and maxima; tensors stay on their device until `result` reads them."""
+
+    sums: dict[str, tuple[Scalar, Scalar]] = field(default_factory=dict)
+    maxima: dict[str, Scalar] = field(default_factory=dict)
+
+    def add(self, name: str, total: Scalar, count: Scalar = 1) -> None:
+        """Add `total` over `count` things to the mean called `name`."""
+        old_total, old_count = self.sums.get(name, (0, 0))
+        self.sums[name] = (old_total + total, old_count + count)
+
+    def peak(self, name: str, value: Scalar) -> None:
+        """Keep the largest value seen under `name`."""
+        if name not in self.maxima or float(value) > float(self.maxima[name]):
+            self.maxima[name] = value
+
+    def merge(self, other: Metrics) -> None:
+        """Take in another record of the same step."""
+        for name, (total, count) in other.sums.items():
+            self.add(name, total, count)
+        for name, value in other.maxima.items():
+            self.peak(name, value)
+
+    def result(self) -> dict[str, float]:
+        """Plain numbers: means (NaN where nothing was counted) and maxima."""
+        means = {n: float(t) / float(c) if float(c) else float("nan") for n, (t, c) in self.sums.items()}
+        return means | {n: float(v) for n, v in self.maxima.items()}
+
+
+def merged(records: Iterable[Metrics]) -> Metrics:
+    """One record out of several."""
+    out = Metrics()
+    for record in records:
+        out.merge(record)
+    return out
+
+
+def prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+    """The same numbers under `prefix/`."""
+    return {f"{prefix}/{k}": v for k, v in values.items()}

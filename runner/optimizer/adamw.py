@@ -1,0 +1,24 @@
+"""AdamW from torch, fused where the device has the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from runner.optimizer.config import AdamWConfig
+from runner.optimizer.groups import decay_groups
+from runner.protocols import Decide
+
+FUSED_DEVICES = frozenset({"cpu", "cuda"})
+
+
+def build(config: AdamWConfig, *, parameters: Mapping[str, nn.Parameter], decide: Decide) -> torch.optim.Optimizer:
+    """The optimizer over `parameters` (name → parameter)."""
+    kinds = {p.device.type for p in parameters.values()}
+    fused = config.fused and kinds <= FUSED_DEVICES
+    if config.fused and not fused:
+        decide("optimizer", "fused AdamW", "foreach AdamW", f"torch has no fused kernel for {', '.join(sorted(kinds))}")
+    groups = decay_groups(parameters, config.weight_decay)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused or None)

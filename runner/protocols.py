@@ -1,0 +1,195 @@
+"""The seams: what the loop, the learner and the algorithms know of one another.
+
+Legend: N rows, T tokens (see `runner.batch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from runner.batch import Batch
+from runner.metrics import Metrics
+
+Outputs = Mapping[str, Tensor]  # name → [T] (or [N]) tensor
+State = dict[str, Any]  # JSON-able values; tensors only under the key "tensors"
+Role = str  # "policy", "critic", ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss's value (a scalar that has been divided by the total it means) and its metrics."""
+
+    total: Tensor
+    metrics: Metrics
+
+
+class LossFn(Protocol):
+    """A pure function of a micro-batch and the model's outputs on it."""
+
+    needs: frozenset[str]
+
+    def __call__(self, batch: Batch, outputs: Outputs) -> Loss: ...
+
+
+@runtime_checkable
+class LinearLossFn(Protocol):
+    """A loss linear in the logprobs: total = Σ coefficients · logprobs, so that the LM head's gradient
+    is made in the chunk that made the logits."""
+
+    needs: frozenset[str]
+
+    def __call__(self, batch: Batch, outputs: Outputs) -> Loss: ...
+
+    def coefficients(self, batch: Batch) -> Tensor: ...  # float32 [T], constant
+
+
+class Model(Protocol):
+    """Anything that scores a ragged batch without gradient."""
+
+    def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs: ...
+
+
+class Learner(Model, Protocol):
+    """One trained model: scores, learns and steps."""
+
+    def begin_step(self, step: int) -> None: ...  # 0-based: sets the learning rate and the dropout streams
+
+    def forward_backward(
+        self, batch: Batch, loss: LossFn, keep: frozenset[str] = frozenset()
+    ) -> tuple[Metrics, Outputs]: ...
+
+    def optim_step(self) -> Metrics: ...
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: State) -> None: ...
+
+
+class Ranks(Protocol):
+    """The data ranks, as an algorithm sees them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def sum(self, counts: Mapping[str, int]) -> dict[str, int]: ...
+
+
+Experience = Any  # what one step learns from; picklable
+
+
+class Algorithm(Protocol):
+    """How a step learns, with no model in sight."""
+
+    losses: Mapping[Role, LossFn]
+
+    @property
+    def lag(self) -> int: ...
+
+    def collect(self, step: int) -> Experience: ...
+
+    def prepare(self, experience: Experience, models: Mapping[Role, Model], ranks: Ranks) -> Iterator[Batch]: ...
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: State) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A tokenised row of data: ids and weights of equal length (weight 1 = learnt, 0 = context)."""
+
+    ids: tuple[int, ...]
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A held-out item: its tokens, and, where it has an answer, what to ask and what to expect.
+
+    `prompt_ids` is empty for plain text, of which only the loss can be measured.
+    """
+
+    item: Item
+    prompt_ids: tuple[int, ...] = ()
+    prompt: str = ""
+    answer: str = ""
+
+
+class Data(Protocol):
+    """Items as a pure function of the step."""
+
+    @property
+    def fingerprint(self) -> str: ...  # sha256 of everything that the items depend on
+
+    def __len__(self) -> int: ...
+
+    def take(self, step: int, count: int) -> Sequence[Item]: ...  # items step·count … of the endless seeded order
+
+    def held_out(self) -> Sequence[Question]: ...  # empty if there are none
+
+
+class Device(Protocol):
+    """Where tensors live."""
+
+    name: str
+    torch_device: torch.device
+
+    def prepare(self) -> None: ...  # threads, determinism, current device
+
+    def synchronize(self) -> None: ...
+
+    def peak_memory_bytes(self) -> int: ...
+
+    def describe(self) -> dict[str, Any]: ...
+
+
+class Decide(Protocol):
+    """Records an automatic decision: printed, in the manifest, an error under strict=true."""
+
+    def __call__(self, feature: str, wanted: str, got: str, reason: str) -> None: ...
+
+
+@dataclass(slots=True)
+class StepEnd:
+    """A finished step on its way through the callbacks, which may add numbers.
+
+    step counts finished steps (1-based); `last` is true at the end of the run; `stopping` when a signal
+    asked to end here.
+    """
+
+    step: int
+    values: dict[str, float]
+    last: bool
+    stopping: bool = False
+
+
+class Callback(Protocol):
+    """Hangs on the loop: sees the start, each finished step and the end; may own state that is checkpointed."""
+
+    def on_start(self, step: int) -> None: ...
+
+    def on_step(self, end: StepEnd) -> None: ...
+
+    def on_end(self) -> None: ...
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: State) -> None: ...
+
+
+class Tracker(Protocol):
+    """A sink for metrics; must never raise because of an outage, and never block a step."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def finish(self, status: str) -> list[str]: ...  # lines to print at the end, e.g. how to sync

@@ -1,0 +1,49 @@
+"""What every config is: frozen, strict, and made of fields that explain themselves."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Config(BaseModel):
+    """A frozen record of plain values; an unknown key, a wrong type, NaN or infinity is an error."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=False, defer_build=True
+    )
+
+
+class ComponentConfig(Config):
+    """The config of a registered component: its type picks the factory.
+
+    A subclass per group sets `group`; a subclass of that per component narrows `name` to a
+    `Literal` and names its factory lazily as `"module:attribute"`, so that reading a config
+    never imports what it configures.
+    """
+
+    group: ClassVar[str]
+    factory: ClassVar[str]
+    name: str = Field(description="Which registered component of this group to use.")
+
+    @classmethod
+    def component_name(cls) -> str:
+        """The one name that selects this component."""
+        return str(cls.model_fields["name"].default)
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        """Contradictions between this component and the rest of the job, as (key, message)."""
+        return []
+
+
+def absolute_if_local(path: str) -> str:
+    """A path that exists here as an absolute one, so that a spec runs from any folder; a hub id stays as it is."""
+    return os.path.abspath(path) if os.path.exists(path) else path
+
+
+# YAML and command lines have lists only; a tuple field accepts one.
+Pair = Annotated[tuple[float, float], Field(strict=False)]
+Names = Annotated[tuple[str, ...], Field(strict=False)]
+Numbers = Annotated[tuple[float, ...], Field(strict=False)]

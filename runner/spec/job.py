@@ -1,0 +1,70 @@
+"""The job spec: everything that defines a run, frozen, and knowing neither torch nor hydra."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import Field
+
+from runner.adapter.config import AdapterConfig
+from runner.algorithm.config import AlgorithmConfig
+from runner.checkpoint.config import CheckpointConfig
+from runner.data.config import DataConfig
+from runner.device.config import DeviceConfig
+from runner.launch.config import LaunchConfig
+from runner.model.config import ModelConfig
+from runner.optimizer.config import OptimizerConfig
+from runner.parallelism.config import ParallelismConfig
+from runner.sampler.config import SamplerConfig
+from runner.schedule.config import ScheduleConfig
+from runner.spec.base import Config
+from runner.tracker.config import TrackerConfig
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
+
+
+class EvaluationConfig(Config):
+    """When and how the model is asked held-out questions."""
+
+    every: int = Field(
+        default=50, ge=0, description="Steps between evaluations; one is also made at the end. 0 = never."
+    )
+    max_new_tokens: int = Field(default=64, ge=1, description="Longest greedy answer in tokens.")
+    batch_size: int = Field(default=64, ge=1, description="Questions answered at once.")
+    samples: int = Field(default=8, ge=0, description="Answers per evaluation that are written to samples.jsonl.")
+
+
+class WatchConfig(Config):
+    """Guards that look at a run from outside its mathematics."""
+
+    stall_s: float = Field(
+        default=1800.0,
+        gt=0,
+        description="Seconds a step may take before every thread's stack is written to stacks.log.",
+    )
+
+
+class JobSpec(Config):
+    """One run. `job_model` narrows each group to the union of its registered components."""
+
+    name: Annotated[str, Field(pattern=rf"^{NAME.pattern}$")] = Field(
+        default="job", description="Name of the run; part of its folder's name."
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Every random stream is derived from it.")
+    steps: int = Field(default=100, ge=1, description="Loop steps.")
+    strict: bool = Field(default=False, description="Make every automatic decision (kernel, dtype, fallback) an error.")
+    device: DeviceConfig
+    parallelism: ParallelismConfig
+    launch: LaunchConfig
+    model: ModelConfig
+    adapter: AdapterConfig
+    data: DataConfig
+    algorithm: AlgorithmConfig
+    sampler: SamplerConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    tracker: TrackerConfig
+    checkpoint: CheckpointConfig
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Held-out evaluation.")
+    watch: WatchConfig = Field(default_factory=WatchConfig, description="Guards.")

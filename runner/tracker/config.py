@@ -1,0 +1,47 @@
+"""Where metrics go, beside metrics.jsonl and the screen, which are always there."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from runner.spec.base import ComponentConfig, Names
+
+
+class TrackerConfig(ComponentConfig):
+    """A sink for metrics and samples; an outage of it never stops a run."""
+
+    group: ClassVar[str] = "tracker"
+
+
+class NoTrackerConfig(TrackerConfig):
+    """metrics.jsonl and the screen only."""
+
+    factory: ClassVar[str] = "runner.tracker.none:build"
+    name: Literal["none"] = "none"
+
+
+class WandbConfig(TrackerConfig):
+    """Weights & Biases, in a process of its own."""
+
+    factory: ClassVar[str] = "runner.tracker.wandb:build"
+    name: Literal["wandb"] = "wandb"
+    mode: Literal["offline", "online"] = Field(
+        default="offline", description="offline writes files that `wandb sync` uploads later."
+    )
+    project: str = Field(default="runner", min_length=1, description="W&B project.")
+    entity: str | None = Field(default=None, description="W&B user or team; null = the default of the key.")
+    run_group: str | None = Field(default=None, description="W&B group that this run belongs to.")
+    tags: Names = Field(default=(), description="W&B tags.")
+    deadline_s: float = Field(
+        default=30.0, gt=0, description="Seconds that the end of a run waits for the sink, at most."
+    )
+
+
+class TensorboardConfig(TrackerConfig):
+    """TensorBoard event files in the run folder."""
+
+    factory: ClassVar[str] = "runner.tracker.tensorboard:build"
+    name: Literal["tensorboard"] = "tensorboard"
+
+
+COMPONENTS = (NoTrackerConfig, WandbConfig, TensorboardConfig)

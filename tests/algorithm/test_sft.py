@@ -1,0 +1,59 @@
+"""The cross-entropy of sft and cpt against a direct computation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from runner.algorithm.config import CptConfig, SftConfig
+from runner.algorithm.sft import CrossEntropy, build
+from runner.batch import micro_batches, pack, with_totals
+from runner.parallelism.config import SingleConfig
+from runner.parallelism.single import SingleRank
+from runner.protocols import Item, Question
+
+ITEMS = [Item((1, 2, 3), (0.0, 1.0, 1.0)), Item((4, 5), (0.0, 1.0)), Item((6, 7, 8, 9), (0.0, 0.0, 0.0, 1.0))]
+
+
+class ThreeItems:
+    fingerprint = "x"
+
+    def __len__(self) -> int:
+        return 3
+
+    def take(self, step: int, count: int) -> Sequence[Item]:
+        return [ITEMS[(step * count + i) % 3] for i in range(count)]
+
+    def held_out(self) -> Sequence[Question]:
+        return []
+
+
+def test_the_loss_is_the_mean_over_the_steps_tokens_however_it_is_cut() -> None:
+    batch = pack([i.ids for i in ITEMS], [i.weights for i in ITEMS])
+    batch = with_totals(batch, batch.count())
+    logprobs = torch.log(torch.rand(9, generator=torch.Generator().manual_seed(0)))
+    direct = -logprobs[batch.tokens["weight"] > 0].mean()
+    loss = CrossEntropy()
+    for budget in (1, 5, 100):
+        total, start = torch.zeros(()), 0
+        for micro in micro_batches(batch, budget):
+            part = logprobs[start : start + micro.num_tokens]
+            value = loss(micro, {"logprobs": part}).total
+            torch.testing.assert_close(value, (loss.coefficients(micro) * part).sum())
+            total, start = total + value, start + micro.num_tokens
+        torch.testing.assert_close(total, direct)
+
+
+@pytest.mark.parametrize(("config", "tokens"), [(SftConfig, 4), (CptConfig, 6)])
+def test_cpt_learns_every_token_and_sft_the_answers(config: type, tokens: int) -> None:
+    algorithm = build(config(batch_size=3), data=ThreeItems())
+    (batch,) = algorithm.prepare(algorithm.collect(0), {}, SingleRank(SingleConfig()))
+    assert batch.totals == {"tokens": tokens, "rows": 3, "units": 3}
+
+
+def test_mini_batches_know_their_own_totals() -> None:
+    algorithm = build(SftConfig(batch_size=2, mini_batches=2), data=ThreeItems())
+    parts = list(algorithm.prepare(algorithm.collect(0), {}, SingleRank(SingleConfig())))
+    assert [p.totals["tokens"] for p in parts] == [2, 1]

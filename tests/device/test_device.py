@@ -1,0 +1,50 @@
+"""Devices: what the processor promises, and what is said where a device is missing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from runner.decisions import Decisions
+from runner.device.auto import pick
+from runner.device.config import AutoConfig, CpuConfig, CudaConfig, NpuConfig
+from runner.device.cpu import Cpu
+from runner.device.cuda import Cuda
+from runner.errors import EnvironmentProblem
+
+
+def test_the_processor_fixes_its_threads() -> None:
+    device = Cpu(CpuConfig(threads=1), decide=Decisions())
+    device.prepare()
+    assert torch.get_num_threads() == 1 and device.describe()["threads"] == 1
+    assert 10e6 < device.peak_memory_bytes() < 100e9, "bytes, not kilobytes"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
+def test_cuda_without_a_gpu_says_what_to_do() -> None:
+    with pytest.raises(EnvironmentProblem, match="device=cpu") as caught:
+        Cuda(CudaConfig(), decide=Decisions())
+    assert caught.value.exit_code == 2
+
+
+def test_npu_without_a_card_lists_what_is_missing_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCEND_TOOLKIT_HOME", "/nowhere")
+    with pytest.raises(EnvironmentProblem) as caught:
+        NpuConfig().preflight()
+    text = str(caught.value)
+    assert caught.value.exit_code == 2
+    assert text.index("/dev/davinci") < text.index("no CANN toolkit at /nowhere") < text.index("device=cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
+def test_auto_says_what_it_chose() -> None:
+    decisions = Decisions()
+    assert pick(AutoConfig(), decide=decisions).name == "cpu"
+    assert [d.got for d in decisions.made] == ["cpu"]
+
+
+def test_strict_refuses_a_fallback_and_not_a_confirmation() -> None:
+    decide = Decisions(strict=True)
+    decide("attention", "packed", "packed", "supported")
+    with pytest.raises(EnvironmentProblem, match="strict=true refuses"):
+        decide("attention", "packed", "padded", "softcap")

@@ -1,0 +1,240 @@
+"""The rules of the house, as tests: what the code may not contain, how large a room may be, which way imports point."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = sorted((ROOT / "runner").rglob("*.py"))
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+# Calls that run code named by data, that deserialise code, or that are otherwise never what is meant.
+FORBIDDEN_CALLS = {
+    "eval": "runs code",
+    "exec": "runs code",
+    "pickle.load": "pickle runs code",
+    "pickle.loads": "pickle runs code",
+    "torch.load": "pickle runs code; use safetensors",
+    "torch.save": "writes a pickle; use safetensors",
+    "yaml.load": "may run code; use yaml.safe_load",
+    "yaml.unsafe_load": "runs code",
+    "hydra.utils.instantiate": "a config names components, never code",
+    "hydra.utils.call": "a config names components, never code",
+    "hydra.utils.get_object": "a config names components, never code",
+    "hydra.utils.get_class": "a config names components, never code",
+    "hydra.utils.get_method": "a config names components, never code",
+    "tempfile.mktemp": "a race; use tempfile.mkdtemp or NamedTemporaryFile",
+    "os.system": "a shell; use subprocess.run with a list",
+    "os.popen": "a shell; use subprocess.run with a list",
+    "time.time": "a clock that jumps; time.monotonic or perf_counter for durations, datetime for dates",
+}
+FORBIDDEN_IMPORTS = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
+FORBIDDEN_KEYWORDS = {("shell", True), ("trust_remote_code", True)}
+MACHINE_PATH = re.compile(r"(?<![\w./])/(?:home|root|Users|work|mnt)/\w+")
+TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".cfg", ".json", ".sh", ""}
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def place(path: Path, node: ast.AST) -> str:
+    return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+
+
+def imported_names(tree: ast.Module) -> dict[str, str]:
+    """Local name → dotted name that an import statement bound it to."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {
+                (a.asname or a.name.partition(".")[0]): (a.name if a.asname else a.name.partition(".")[0])
+                for a in node.names
+            }
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {(a.asname or a.name): f"{node.module}.{a.name}" for a in node.names}
+    return names
+
+
+def dotted(node: ast.expr, names: dict[str, str]) -> str:
+    """`t.load` after `import torch as t` → `torch.load`; empty where the callee is no plain name."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id, node.id)
+    if isinstance(node, ast.Attribute):
+        owner = dotted(node.value, names)
+        return f"{owner}.{node.attr}" if owner else ""
+    return ""
+
+
+def swallows(handler: ast.ExceptHandler) -> bool:
+    """A handler so broad that it hides our own bugs, and whose body does nothing."""
+    broad = isinstance(handler.type, ast.Name) and handler.type.id in ("Exception", "BaseException")
+    idle = all(
+        isinstance(s, ast.Pass | ast.Continue) or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
+        for s in handler.body
+    )
+    return handler.type is None or (broad and idle)
+
+
+def offences(path: Path) -> Iterator[str]:
+    """Every forbidden construct of one module, with its place."""
+    tree = parse(path)
+    names = imported_names(tree)
+    for node in ast.walk(tree):
+        at = place(path, node)
+        if isinstance(node, ast.Import):
+            yield from (f"{at} imports {a.name}" for a in node.names if a.name.partition(".")[0] in FORBIDDEN_IMPORTS)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in FORBIDDEN_IMPORTS:
+            yield f"{at} imports {node.module}"
+        elif isinstance(node, ast.ExceptHandler) and swallows(node):
+            yield f"{at} swallows every exception"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "0.0.0.0" in node.value:
+            yield f"{at} listens to the whole world"
+        elif isinstance(node, ast.Call):
+            name = dotted(node.func, names)
+            if name in FORBIDDEN_CALLS:
+                yield f"{at} {name}(): {FORBIDDEN_CALLS[name]}"
+            for keyword in node.keywords:
+                value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+                if (keyword.arg, value) in FORBIDDEN_KEYWORDS:
+                    yield f"{at} {keyword.arg}=True"
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """Each function of a module with its length in lines."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{place(path, node)} {node.name}", (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def tracked() -> list[Path]:
+    """Files that git knows or would add; every file of the source tree where there is no git."""
+    found = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if found.returncode:
+        pytest.skip("not a git checkout")
+    return [p for name in found.stdout.split("\0") if name and (p := ROOT / name).is_file() and p.suffix in TEXT]
+
+
+def test_forbidden_constructs_are_absent() -> None:
+    assert [o for path in MODULES for o in offences(path)] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch as t\nt.load('x')",
+        "from hydra.utils import instantiate\ninstantiate({})",
+        "import pickle",
+        "from cloudpickle import dumps",
+        "eval('1')",
+        "import yaml\nyaml.load('x')",
+        "import subprocess\nsubprocess.run('ls', shell=True)",
+        "f(trust_remote_code=True)",
+        "try:\n    f()\nexcept Exception:\n    pass",
+        "try:\n    f()\nexcept:\n    raise",
+        "import time\ntime.time()",
+        "from time import time\ntime()",
+        "from tempfile import mktemp\nmktemp()",
+        "bind('0.0.0.0')",
+    ],
+)
+def test_the_rules_can_be_broken(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    (tmp_path / "bad.py").write_text(source)
+    assert list(offences(tmp_path / "bad.py"))
+
+
+def test_no_file_and_no_function_is_too_large() -> None:
+    files = {str(p.relative_to(ROOT)): n for p in MODULES if (n := p.read_text().count("\n")) > MAX_FILE_LINES}
+    large = {name: n for path in MODULES for name, n in functions(path) if n > MAX_FUNCTION_LINES}
+    assert (files, large) == ({}, {})
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [str(p.relative_to(ROOT)) for p in MODULES if p.read_text().strip() and not ast.get_docstring(parse(p))]
+    assert silent == []
+
+
+def test_no_machine_path_in_tracked_files() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {match.group()}"
+        for path in tracked()
+        if path != Path(__file__).resolve()
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1)
+        for match in MACHINE_PATH.finditer(line)
+    ]
+    assert found == []
+
+
+def test_import_contracts_hold() -> None:
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from importlinter.cli import lint_imports_command; lint_imports_command()",
+            "--no-logo",
+            "--no-cache",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_nothing_on_the_way_to_a_decoded_spec_imports_torch() -> None:
+    configs = [f"runner.{p.parent.name}.config" for p in (ROOT / "runner").glob("*/config.py")]
+    cli = [f"runner.cli.{p.stem}" for p in (ROOT / "runner" / "cli").glob("*.py") if p.stem != "__init__"]
+    program = (
+        "import importlib, sys\n"
+        f"for name in {['runner.errors', 'runner.registry', 'runner.spec.job', 'runner.folder', *configs, *cli]!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    heavy = {'torch', 'transformers', 'datasets', 'peft', 'wandb', 'numpy', 'torch_npu'} & set(sys.modules)\n"
+        "    assert not heavy, (name, heavy)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_torch_npu_is_never_a_hard_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert not [d for d in project["dependencies"] if "npu" in d]
+
+
+def test_every_dependency_has_a_constraint() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [d for name, group in project["optional-dependencies"].items() if name != "npu" for d in group]
+    wanted = {re.match(r"[\w.-]+", d).group().lower().replace("_", "-") for d in [*project["dependencies"], *extras]}
+    lines = (ROOT / "constraints" / "cpu.txt").read_text().splitlines()
+    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines if not line.startswith("#")}
+    assert wanted - pinned == set()
+
+
+def test_the_wheel_carries_conf_and_recipes(tmp_path: Path) -> None:
+    from hatchling.builders.wheel import WheelBuilder
+
+    [wheel] = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = {
+        f"runner/_{folder}/{p.relative_to(ROOT / folder).as_posix()}"
+        for folder in ("conf", "recipes")
+        for p in (ROOT / folder).rglob("*.yaml")
+    }
+    assert expected <= names
+    assert {str(p.relative_to(ROOT)) for p in MODULES} <= names
+    assert not [n for n in names if n.startswith(("tests/", "conf/", "recipes/"))]

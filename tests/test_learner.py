@@ -1,0 +1,163 @@
+"""The learner: the update does not depend on the cut, guards fire before weights change, state round-trips."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.algorithm.sft import CrossEntropy
+from runner.batch import Batch, pack, with_totals
+from runner.errors import CheckpointError, TrainingDiverged
+from runner.learner import LocalLearner
+from runner.metrics import Metrics
+from runner.protocols import Loss, Outputs
+from tests.toys import Bigram
+
+
+def learner(
+    model: Bigram | None = None, *, budget: int = 1000, kind: str = "adamw", clip: float | None = 1.0
+) -> LocalLearner:
+    model = model or Bigram()
+    optimizer = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind](list(model.trainable().values()), lr=0.1)
+    return LocalLearner(
+        model,
+        optimizer,
+        lr=0.1,
+        clip_norm=clip,
+        factor=lambda step: 1.0 / (step + 1),
+        budget=budget,
+        seed=3,
+        device=torch.device("cpu"),
+    )
+
+
+def batch(rows: list[list[int]] | None = None) -> Batch:
+    rows = rows or [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [2, 3]]
+    packed = pack(rows, [[1.0] * len(row) for row in rows])
+    return with_totals(packed, packed.count())
+
+
+@dataclass(frozen=True)
+class SquaredLogprobs:
+    """A loss that is not linear in the logprobs, so that the general path runs."""
+
+    needs: frozenset[str] = frozenset({"logprobs"})
+
+    def __call__(self, batch: Batch, outputs: Outputs) -> Loss:
+        return Loss((outputs["logprobs"] ** 2).sum() / batch.totals["tokens"], Metrics())
+
+
+def trained(budget: int, kind: str, loss: object, data: Batch, steps: int = 3) -> torch.Tensor:
+    subject = learner(budget=budget, kind=kind)
+    for step in range(steps):
+        subject.begin_step(step)
+        subject.forward_backward(data, loss)  # type: ignore[arg-type]
+        subject.optim_step()
+    return subject.model.trainable()["table"].detach()
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.lists(st.integers(0, 11), min_size=2, max_size=9), min_size=1, max_size=8),
+    st.integers(1, 20),
+    st.sampled_from(["adamw", "sgd"]),
+    st.sampled_from([CrossEntropy(), SquaredLogprobs()]),
+)
+def test_the_update_does_not_depend_on_the_micro_batches(
+    rows: list[list[int]], budget: int, kind: str, loss: object
+) -> None:
+    data = batch(rows)
+    torch.testing.assert_close(
+        trained(budget, kind, loss, data), trained(10_000, kind, loss, data), rtol=1e-9, atol=1e-12
+    )
+
+
+def test_the_gradient_is_that_of_the_whole_batchs_mean() -> None:
+    model, data = Bigram(), batch()
+    subject = learner(model, budget=4, clip=None)
+    metrics, _ = subject.forward_backward(data, CrossEntropy())
+    table = model.table.detach().clone().requires_grad_()
+    ids, parent = data.tokens["ids"], data.tokens["parent"]
+    keep = parent >= 0
+    direct = torch.nn.functional.cross_entropy(table[ids[parent[keep]]], ids[keep])
+    direct.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(model.table.grad, table.grad)
+    assert metrics.result()["train/loss"] == pytest.approx(float(direct))
+
+
+def test_clipping_is_by_the_global_norm() -> None:
+    subject = learner(kind="sgd", clip=0.01)
+    before = subject.model.trainable()["table"].detach().clone()
+    subject.begin_step(0)
+    subject.forward_backward(batch(), CrossEntropy())
+    norm = subject.optim_step().result()["train/grad_norm"]
+    change = (subject.model.trainable()["table"].detach() - before).norm()
+    assert norm > 0.01 and float(change) == pytest.approx(0.1 * 0.01, rel=1e-4)
+
+
+def test_the_learning_rate_is_a_function_of_the_step() -> None:
+    subject = learner()
+    subject.begin_step(4)
+    subject.forward_backward(batch(), CrossEntropy())
+    assert subject.optim_step().result()["train/lr"] == pytest.approx(0.1 / 5)
+
+
+def test_kept_outputs_cover_the_mini_batch_in_order() -> None:
+    subject, data = learner(budget=4), batch()
+    _, kept = subject.forward_backward(data, CrossEntropy(), keep=frozenset({"logprobs"}))
+    torch.testing.assert_close(kept["logprobs"], subject.forward(data, frozenset({"logprobs"}))["logprobs"])
+
+
+def test_a_non_finite_loss_or_gradient_changes_no_weight() -> None:
+    subject = learner()
+    with torch.no_grad():
+        subject.model.trainable()["table"][2, 3] = float("inf")
+    before = subject.model.trainable()["table"].detach().clone()
+    with pytest.raises(TrainingDiverged, match="step 1: the loss is"):
+        subject.forward_backward(batch(), CrossEntropy())
+    subject = learner()
+    subject.forward_backward(batch(), CrossEntropy())
+    subject.model.trainable()["table"].grad[0, 0] = float("nan")  # type: ignore[index]
+    before = subject.model.trainable()["table"].detach().clone()
+    with pytest.raises(TrainingDiverged, match="gradient norm"):
+        subject.optim_step()
+    assert torch.equal(before, subject.model.trainable()["table"].detach())
+
+
+def test_an_oversized_unit_runs_alone_and_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="runner"):
+        learner(budget=3).forward_backward(batch(), CrossEntropy())
+    assert "a unit of 5 tokens is above algorithm.micro_batch_tokens=3 and runs alone" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("cut", [1, 2])
+def test_state_round_trips_to_the_same_bits(kind: str, cut: int) -> None:
+    straight, first = (learner(Bigram(dropout=0.3), kind=kind) for _ in range(2))
+    second = learner(Bigram(dropout=0.3), kind=kind)
+
+    def advance(subject: LocalLearner, steps: range) -> None:
+        for step in steps:
+            subject.begin_step(step)
+            subject.forward_backward(batch(), CrossEntropy())
+            subject.optim_step()
+
+    advance(straight, range(4))
+    advance(first, range(cut))
+    saved = {k: v.clone() for k, v in first.state_dict()["tensors"].items()}
+    torch.manual_seed(99)
+    second.load_state_dict({"tensors": saved})
+    advance(second, range(cut, 4))
+    assert torch.equal(straight.model.trainable()["table"], second.model.trainable()["table"])
+
+
+def test_a_checkpoint_of_another_model_is_refused() -> None:
+    state = learner().state_dict()
+    with pytest.raises(CheckpointError, match="differ in 1 parameters"):
+        learner().load_state_dict({"tensors": {**state["tensors"], "param/extra": torch.ones(1)}})
+    with pytest.raises(CheckpointError, match=r"table: torch.float64\[12, 12\] in the checkpoint"):
+        learner(Bigram(vocab=13)).load_state_dict(state)
