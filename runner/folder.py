@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -81,64 +82,104 @@ class RunFolder:
 def create(name: str, outputs: Path = OUTPUTS) -> RunFolder:
     """Make a new run's folder, unique under concurrent starts. Raises StorageError where it cannot."""
     now = datetime.now()
-    day = outputs / now.strftime("%Y-%m-%d")
-    while True:
-        root = day / f"{now.strftime('%H%M%S')}-{name}-{secrets.token_hex(2)}"
-        try:
-            root.mkdir(parents=True)
-            return RunFolder(root.absolute())
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise StorageError(
-                f"cannot make the run folder {root}: {error.strerror}; run from a folder you can write to"
-            ) from error
+    root = day = outputs / now.strftime("%Y-%m-%d")
+    try:
+        day.mkdir(parents=True, exist_ok=True)
+        while True:
+            root = day / f"{now.strftime('%H%M%S')}-{name}-{secrets.token_hex(2)}"
+            with suppress(FileExistsError):  # another start drew the same name in the same second: draw again
+                root.mkdir()
+                return RunFolder(root.absolute())
+    except OSError as error:
+        raise StorageError(
+            f"cannot make the run folder {root}: {error.strerror}; run from a folder you can write to"
+        ) from error
 
 
 def point_latest(folder: RunFolder, outputs: Path = OUTPUTS) -> None:
-    """Make outputs/latest point to `folder`, atomically."""
-    link = outputs / f".latest-{secrets.token_hex(4)}"
-    link.symlink_to(os.path.relpath(folder.root, outputs))
-    os.replace(link, outputs / "latest")
+    """Make outputs/latest point to `folder`, atomically. Raises StorageError where it cannot."""
+    latest, staged = outputs / "latest", outputs / f".latest-{secrets.token_hex(4)}"
+    try:
+        # Both resolved: the kernel reads a relative link from where outputs really is, not from where it is linked.
+        staged.symlink_to(os.path.relpath(folder.root.resolve(), outputs.resolve()))
+        os.replace(staged, latest)
+    except OSError as error:
+        staged.unlink(missing_ok=True)
+        raise StorageError(
+            f"cannot make {latest} a link to the run: {error.strerror}; is something else there?"
+        ) from error
 
 
 def find(where: str, outputs: Path = OUTPUTS) -> RunFolder:
     """The run called `where`: `latest`, or a folder. Raises EnvironmentProblem when it is no run."""
     root = outputs / "latest" if where == "latest" else Path(where)
-    if not (root / "spec.yaml").is_file():
+    try:
+        known = (root / "spec.yaml").is_file()
+    except (OSError, ValueError) as error:  # a name no file can have, or a folder that may not be entered
+        raise EnvironmentProblem(f"{root}: cannot be read ({error})") from error
+    if not known:
         raise EnvironmentProblem(f"{root}: no run there (no spec.yaml); `latest` or the folder of a run is expected")
     return RunFolder(root.resolve())
 
 
 def lock(folder: RunFolder) -> int:
-    """Hold the run's folder for this process until it ends; the kernel frees it however that happens."""
-    handle = os.open(folder.root / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    """Hold the run's folder for this process until it ends; the kernel frees it however that happens.
+
+    Returns the open descriptor. Raises EnvironmentProblem if another process holds it, StorageError if it cannot.
+    """
+    try:
+        handle = os.open(folder.root / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise StorageError(f"cannot write in {folder.root}: {error.strerror}") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, str(os.getpid()).encode(), 0)
     except BlockingIOError:
-        owner = os.read(handle, 64).decode(errors="replace") or "unknown"
+        owner = os.pread(handle, 64, 0).decode(errors="replace") or "unknown"
         os.close(handle)
         raise EnvironmentProblem(
             f"{folder.root}: process {owner} is running this job; wait for it or stop it"
         ) from None
-    os.ftruncate(handle, 0)
-    os.write(handle, str(os.getpid()).encode())
+    except OSError as error:
+        os.close(handle)
+        raise StorageError(f"cannot lock {folder.root}: {error.strerror}") from error
     return handle
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace `path` by `text` so that a reader, or a crash, sees the old or the new and nothing else."""
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    with staged.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(staged, path)
+    """Replace `path` by `text` so that a reader, or a crash, sees the old or the new and nothing else.
+
+    Raises StorageError where it cannot; the old file is then untouched and nothing is left beside it.
+    """
+    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with staged.open("x", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staged, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Put the folder's list of names on the disk: without it a rename may be lost with the power."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`write_atomic` of readable JSON."""
-    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+    """`write_atomic` of readable JSON; NaN or infinity is a ValueError."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n"
+    # A file name that is not UTF-8 holds lone surrogates; as \udcXX they are legal JSON.
+    write_atomic(path, text.encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
 def shown(path: Path) -> str:

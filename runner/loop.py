@@ -43,7 +43,8 @@ def run(job: Job, first: int) -> None:
             end.stopping = job.stop.requested
             for callback in job.callbacks:
                 callback.on_step(end)
-            job.stop.raise_if_requested(end.step, job.steps)
+            if end.stopping:  # a signal that came during the callbacks waits for the next step, which will be saved
+                job.stop.raise_if_requested(end.step, job.steps)
     for callback in job.callbacks:
         callback.on_end()
 

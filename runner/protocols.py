@@ -31,7 +31,8 @@ class Loss:
 class LossFn(Protocol):
     """A pure function of a micro-batch and the model's outputs on it."""
 
-    needs: frozenset[str]
+    @property
+    def needs(self) -> frozenset[str]: ...
 
     def __call__(self, batch: Batch, outputs: Outputs) -> Loss: ...
 
@@ -41,7 +42,8 @@ class LinearLossFn(Protocol):
     """A loss linear in the logprobs: total = Σ coefficients · logprobs, so that the LM head's gradient
     is made in the chunk that made the logits."""
 
-    needs: frozenset[str]
+    @property
+    def needs(self) -> frozenset[str]: ...
 
     def __call__(self, batch: Batch, outputs: Outputs) -> Loss: ...
 

@@ -1,4 +1,4 @@
-"""What every test starts from: no account, no network, one thread, no cache of the user's, and nothing left by the last test."""
+"""What every test starts from: no account, network, or cache of the user's; one thread; nothing of the last test."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -46,7 +48,7 @@ def test_micro_batches_keep_every_row_whole_and_in_order(ids: list[list[int]], b
 @given(rows, st.integers(1, 40))
 def test_micro_batches_are_as_full_as_the_budget_allows(ids: list[list[int]], budget: int) -> None:
     pieces = list(micro_batches(packed(ids), budget))
-    for left, right in zip(pieces, pieces[1:], strict=False):
+    for left, right in pairwise(pieces):
         assert left.num_tokens + int(right.rows["lengths"][0]) > budget
 
 

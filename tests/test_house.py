@@ -117,6 +117,18 @@ def functions(path: Path) -> Iterator[tuple[str, int]]:
             yield f"{place(path, node)} {node.name}", (node.end_lineno or node.lineno) - node.lineno + 1
 
 
+def requirement_name(line: str) -> str:
+    """`PyYAML>=6` → `pyyaml`."""
+    return re.split(r"[^\w.-]", line, maxsplit=1)[0].lower().replace("_", "-")
+
+
+def top_level_imports(tree: ast.Module) -> set[str]:
+    """The packages that a module imports, anywhere in it."""
+    nodes = list(ast.walk(tree))
+    plain = {a.name.partition(".")[0] for n in nodes if isinstance(n, ast.Import) for a in n.names}
+    return plain | {n.module.partition(".")[0] for n in nodes if isinstance(n, ast.ImportFrom) and n.module}
+
+
 def tracked() -> list[Path]:
     """Files that git knows or would add; every file of the source tree where there is no git."""
     found = subprocess.run(
@@ -219,10 +231,19 @@ def test_torch_npu_is_never_a_hard_dependency() -> None:
 def test_every_dependency_has_a_constraint() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [d for name, group in project["optional-dependencies"].items() if name != "npu" for d in group]
-    wanted = {re.match(r"[\w.-]+", d).group().lower().replace("_", "-") for d in [*project["dependencies"], *extras]}
     lines = (ROOT / "constraints" / "cpu.txt").read_text().splitlines()
-    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines if not line.startswith("#")}
-    assert wanted - pinned == set()
+    pinned = {requirement_name(line) for line in lines if not line.startswith("#")}
+    assert {requirement_name(d) for d in [*project["dependencies"], *extras]} - pinned == set()
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {requirement_name(d) for d in [*project["dependencies"], *project["optional-dependencies"]["npu"]]}
+    declared |= {requirement_name(d) for d in project["optional-dependencies"]["tensorboard"]}
+    imported = {name for path in MODULES for name in top_level_imports(parse(path))}
+    ours = {"runner", *sys.stdlib_module_names}
+    distributions = {"hydra": "hydra-core", "yaml": "pyyaml", "torch_npu": "torch-npu"}
+    assert {distributions.get(name, name) for name in imported - ours} - declared == set()
 
 
 def test_the_wheel_carries_conf_and_recipes(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_the_gradient_is_that_of_the_whole_batchs_mean() -> None:
     direct = torch.nn.functional.cross_entropy(table[ids[parent[keep]]], ids[keep])
     direct.backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(model.table.grad, table.grad)
-    assert metrics.result()["train/loss"] == pytest.approx(float(direct))
+    assert metrics.result()["train/loss"] == pytest.approx(direct.item())
 
 
 def test_clipping_is_by_the_global_norm() -> None:

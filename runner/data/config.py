@@ -35,6 +35,15 @@ class DemoConfig(DataConfig):
     items: int = Field(default=4000, ge=16, description="Training conversations.")
     held_out: int = Field(default=256, ge=1, description="Held-out conversations for evaluation.")
 
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        found = []
+        if self.items + self.held_out > 10**self.digits:
+            numbers = f"the {10**self.digits} numbers of data.digits={self.digits}"
+            found.append(("data.items", f"{self.items} and data.held_out={self.held_out} are more than {numbers}; ask for fewer"))
+        if self.overlong != "error":
+            found.append(("data.overlong", "the items of data=demo are of one length, too long all or none; only error applies"))
+        return found
+
 
 class SourceConfig(DataConfig):
     """What file and hub have in common."""

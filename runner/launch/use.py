@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from runner import build
 from runner.decisions import Decisions
@@ -17,15 +17,15 @@ from runner.spec.job import JobSpec
 log = logging.getLogger("runner")
 
 
-def load_model(folder: RunFolder, spec: JobSpec, checkpoint: int | str | None) -> tuple[Any, int]:
+def load_model(folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best"] | None) -> tuple[Any, int]:
     """The model of a run at a checkpoint (a step, "best", or the newest), in evaluation mode, and its step.
 
     Raises CheckpointError if there is none.
     """
     decide = Decisions(spec.strict)
     store = build.build_store(spec, folder)
-    step = store.best() if checkpoint == "best" else checkpoint
-    if checkpoint == "best" and step is None:
+    step = checkpoint if isinstance(checkpoint, int) else None
+    if checkpoint == "best" and (step := store.best()) is None:
         raise CheckpointError(
             f"{shown(folder.root)}: no best checkpoint; checkpoint.best names no metric that was seen"
         )
@@ -51,7 +51,7 @@ def answer(
     yield from model.stream(ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
 
 
-def export(folder: RunFolder, spec: JobSpec, checkpoint: int | str | None, out: Path | None) -> Path:
+def export(folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best"] | None, out: Path | None) -> Path:
     """Write a Hugging Face folder or a PEFT adapter from a checkpoint; returns where."""
     target = out or folder.export
     if out is not None and out.exists() and any(out.iterdir()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -22,7 +23,7 @@ def test_rises_to_the_peak_and_falls_to_the_final_ratio(shape, config) -> None: 
     values = [factor(step) for step in range(100)]
     assert 0 < values[0] < values[9] < 1 and values[10] == pytest.approx(1.0)
     assert values[-1] == pytest.approx(0.1)
-    assert all(a >= b - 1e-12 for a, b in zip(values[10:], values[11:], strict=False))
+    assert all(a >= b - 1e-12 for a, b in pairwise(values[10:]))
 
 
 def test_cosine_is_the_formula() -> None:

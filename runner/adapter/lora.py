@@ -1,0 +1,61 @@
+"""Low-rank adapters through peft: the base model is frozen, small matrices beside its linear layers learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from runner.adapter.config import LoraConfig
+from runner.errors import Problem, SpecError
+from runner.model.build import drawn
+from runner.model.causal import CausalLM
+from runner.protocols import Decide
+
+
+def attach(config: LoraConfig, model: CausalLM, *, decide: Decide) -> CausalLM:
+    """`model` inside a peft model; the adapter is drawn from the model's seed, float32 whatever the base's type.
+
+    Use the result instead of `model`, whose modules it has changed. Raises SpecError for module names that the
+    model does not have, or that peft cannot adapt.
+    """
+    import peft
+
+    _check_names(config, model.causal)
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # declared int, used as a float
+        lora_dropout=config.dropout,
+        target_modules=config.targets if isinstance(config.targets, str) else list(config.targets),
+        modules_to_save=list(config.modules_to_save) or None,
+        use_dora=config.dora,
+        use_rslora=config.rslora,
+    )
+    try:
+        module: Any = drawn(lambda: peft.get_peft_model(model.causal, settings), model.seed + 1)
+    except ValueError as error:
+        raise SpecError([Problem("adapter.targets", f"peft cannot adapt this: {error}")]) from error
+    return model.wrapped(module, decide=decide)
+
+
+def _check_names(config: LoraConfig, causal: nn.Module) -> None:
+    """peft passes over an unknown name as long as another one is known; here each must name something."""
+    wanted = {"adapter.modules_to_save": config.modules_to_save}
+    if not isinstance(config.targets, str):
+        wanted["adapter.targets"] = config.targets
+    names = [name for name, _ in causal.named_modules()]
+    found = [
+        Problem(key, f"no module named {target!r} in the model; it has {', '.join(_adaptable(causal))}")
+        for key, targets in wanted.items()
+        for target in targets
+        if not any(name == target or name.endswith(f".{target}") for name in names)
+    ]
+    if found:
+        raise SpecError(found)
+
+
+def _adaptable(causal: nn.Module) -> Iterable[str]:
+    kinds = (nn.Linear, nn.Embedding)
+    return sorted({name.rpartition(".")[2] for name, module in causal.named_modules() if isinstance(module, kinds)})

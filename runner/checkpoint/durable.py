@@ -1,0 +1,70 @@
+"""Files that are on the disk, not only in its cache, once a function returns."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
+OS_ERROR = re.compile(r"\(os error ([0-9]+)\)")  # how safetensors passes an errno on
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's list of names, to the disk. Raises OSError where that fails."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_new(path: Path, content: bytes) -> None:
+    """Write and flush a file that must not exist yet."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sha256(path: Path) -> str:
+    """The hex digest of a file, read in blocks."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def free_bytes(folder: Path) -> int:
+    """What this user may still write to the disk that `folder` is, or would be, on."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def inodes_left(folder: Path) -> bool:
+    """Whether another few files can be made, where the file system counts them."""
+    status = os.statvfs(_existing(folder))
+    return status.f_files == 0 or status.f_favail > 4
+
+
+def reason(error: Exception) -> str:
+    """Why an operation failed, in words."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and (said := OS_ERROR.search(str(error))):
+        number = int(said[1])
+    return str(error) if number is None else FULL.get(number) or os.strerror(number)
+
+
+def human(num_bytes: int) -> str:
+    """A size as people read it, e.g. 3.2 MiB."""
+    size = float(num_bytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.1f} {unit}" if unit != "bytes" else f"{num_bytes} bytes"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return folder if folder.exists() else _existing(folder.parent)

@@ -1,0 +1,198 @@
+"""A run's checkpoints: written aside, renamed into place, verified, and kept to a number.
+
+    .staging-… ─ files, fsync ─ MANIFEST, fsync ─▶ rename ─ fsync ─▶ step-00000100 ─ verify ─▶ retention
+                                                                     old ones ─ rename ─▶ .trash-… ─▶ gone
+
+A process that dies at any instant leaves the checkpoints before it as they were, and at most a folder whose name
+begins with a dot, which the next save removes. One process writes: the one that holds the run's lock.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from runner.checkpoint import durable, manifest, reader, retention, sections
+from runner.checkpoint.config import CheckpointConfig
+from runner.checkpoint.manifest import Damaged, Manifest
+from runner.checkpoint.reader import Loaded, folder_name
+from runner.errors import CheckpointError, StorageError
+from runner.failpoint import failpoint
+from runner.protocols import State
+
+__all__ = ["CheckpointStore", "Loaded"]
+
+LEFTOVER = re.compile(r"\.(staging|trash)-[0-9]{8,}-[0-9a-f]{8}")
+
+
+class CheckpointStore:
+    """The checkpoints/ folder `root` of one run; `report` is told, in one line, what was not as expected."""
+
+    def __init__(self, config: CheckpointConfig, *, root: Path, report: Callable[[str], None]) -> None:
+        self._config, self._root, self._report = config, root, report
+        self._verified: dict[int, Manifest | None] = {}  # None = not whole; each is read in full once per process
+        self._swept = False
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending."""
+        return reader.steps(self._root)
+
+    def load(self, step: int | None = None) -> Loaded | None:
+        """See `reader.load`."""
+        return reader.load(self._root, step, report=self._report)
+
+    def best(self) -> int | None:
+        """The step that is best by `checkpoint.best` among those there; None where none was measured."""
+        described: dict[int, Manifest] = {}
+        for step in self.steps():
+            try:
+                described[step] = manifest.read(self._root / folder_name(step))
+            except CheckpointError as error:
+                self._report(f"checkpoint {folder_name(step)}: {error}; not considered as the best")
+        return self._best(described)
+
+    def save(self, step: int, state: Mapping[str, State], metrics: Mapping[str, float]) -> Path:
+        """Commit the state after `step` and let older checkpoints go; returns the new folder.
+
+        Raises TrainingDiverged when a tensor is not finite, CheckpointError when this step or a later one is there
+        already, StorageError when the disk is full, read-only or failing: what was there before is then untouched.
+        """
+        contents = sections.split(state)
+        target = self._root / folder_name(step)
+        with self._worded(step, contents.num_bytes):
+            self._root.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+            self._make_way(step)
+            self._require_space(step, contents.num_bytes)
+            with self._staging(step) as staging:
+                _write(staging, step, contents, metrics)
+                failpoint("checkpoint.before_rename")
+                os.rename(staging, target)
+            failpoint("checkpoint.after_rename")
+            durable.sync(self._root)
+            self._confirm(step)
+            self._retain()
+        return target
+
+    @contextmanager
+    def _worded(self, step: int, need: int) -> Iterator[None]:
+        """Turn what the disk answers into a StorageError that says what to do."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise StorageError(
+                f"checkpoint of step {step} in {self._root}: {durable.reason(error)}; "
+                f"{self._space(need)}. {self._next()}"
+            ) from error
+
+    def _require_space(self, step: int, need: int) -> None:
+        """Twice the size: the file system's own needs and other writers are not known."""
+        if durable.free_bytes(self._root) < 2 * need:
+            raise StorageError(
+                f"checkpoint of step {step} in {self._root}: not enough space; {self._space(2 * need)}. {self._next()}"
+            )
+
+    def _space(self, need: int) -> str:
+        free = durable.free_bytes(self._root)
+        files = "" if durable.inodes_left(self._root) else ", and the disk has no inodes for more files"
+        return f"needed {need} bytes ({durable.human(need)}), free {free} bytes ({durable.human(free)}){files}"
+
+    def _next(self) -> str:
+        return f"Make space or mend the disk, then: run resume {self._root.parent}"
+
+    def _sweep(self) -> None:
+        """Remove what a process left that died while saving; only the run's one writer may, so not when reading."""
+        if self._swept:
+            return
+        for path in sorted(self._root.iterdir()):
+            if LEFTOVER.fullmatch(path.name):
+                shutil.rmtree(path)
+                self._report(f"checkpoints: removed {path.name}, left by a process that died")
+        self._swept = True
+
+    def _make_way(self, step: int) -> None:
+        """Refuse to go behind a whole checkpoint; set a damaged one of the same step aside."""
+        for present in (n for n in self.steps() if n >= step):
+            if self._whole(present) is not None:
+                says = "exists already" if present == step else f"would be older than that of step {present}"
+                raise CheckpointError(
+                    f"{self._root}: the checkpoint of step {step} {says}; nothing is overwritten: "
+                    f"resume from step {present}, or move {folder_name(present)} away"
+                )
+        target = self._root / folder_name(step)
+        if target.exists():
+            aside = self._root / f"damaged-{target.name}-{secrets.token_hex(4)}"
+            os.rename(target, aside)
+            self._verified.pop(step, None)
+            self._report(f"checkpoints: the damaged {target.name} is now {aside.name}; delete it when you like")
+
+    @contextmanager
+    def _staging(self, step: int) -> Iterator[Path]:
+        """A folder beside the checkpoints that is gone afterwards, unless it was renamed."""
+        staging = self._root / f".staging-{step:08d}-{secrets.token_hex(4)}"
+        staging.mkdir()
+        try:
+            yield staging
+        finally:
+            if staging.exists():
+                shutil.rmtree(staging)
+
+    def _confirm(self, step: int) -> None:
+        """Read the new checkpoint back; nothing older is deleted before."""
+        try:
+            self._verified[step] = reader.verify(self._root, step)
+        except Damaged as error:
+            raise StorageError(
+                f"the checkpoint just written reads back wrong: {folder_name(step)}: {error}. "
+                f"The disk or the memory is failing; older checkpoints are untouched. {self._next()}"
+            ) from error
+
+    def _retain(self) -> None:
+        """Delete whole checkpoints that are neither among the newest nor the best; damaged ones count for nothing."""
+        whole = {s: m for s in self.steps() if (m := self._whole(s)) is not None}
+        for step in sorted(whole.keys() - retention.kept(whole, self._config.keep, self._best(whole))):
+            trash = self._root / f".trash-{step:08d}-{secrets.token_hex(4)}"
+            failpoint("checkpoint.before_trash")
+            os.rename(self._root / folder_name(step), trash)
+            durable.sync(self._root)
+            failpoint("checkpoint.in_trash")
+            shutil.rmtree(trash)
+
+    def _best(self, described: Mapping[int, Manifest]) -> int | None:
+        if self._config.best is None:
+            return None
+        values = {s: m.metrics for s, m in described.items()}
+        return retention.best_step(values, self._config.best, self._config.best_mode)
+
+    def _whole(self, step: int) -> Manifest | None:
+        if step not in self._verified:
+            try:
+                self._verified[step] = reader.verify(self._root, step)
+            except CheckpointError as error:
+                self._report(f"checkpoint {folder_name(step)}: {error}; left alone")
+                self._verified[step] = None
+        return self._verified[step]
+
+
+def _write(staging: Path, step: int, contents: sections.Contents, metrics: Mapping[str, float]) -> None:
+    """Every file of a checkpoint, on the disk; the manifest last."""
+    failpoint("checkpoint.write")
+    values = staging / sections.VALUES
+    durable.write_new(values, contents.values)
+    for name, tensors in contents.tensors.items():
+        path = staging / f"{name}{sections.SUFFIX}"
+        sections.write_tensors(path, tensors)
+        shutil.copymode(values, path)  # safetensors makes files that only their owner may read
+        durable.sync(path)
+        failpoint("checkpoint.mid_write")
+    failpoint("checkpoint.before_manifest")
+    durable.write_new(staging / manifest.FILE, manifest.encode(manifest.describe(staging, step, metrics)))
+    failpoint("checkpoint.after_manifest")
+    durable.sync(staging)

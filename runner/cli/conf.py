@@ -1,0 +1,73 @@
+"""Writes conf/<group>/<name>.yaml and the recipes' editor schema from the config classes, so that they cannot differ.
+
+    python -m runner.cli.conf --write | --check
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from runner.cli.sources import options, plain, session
+from runner.paths import conf_dir, recipes_dir
+from runner.registry import Registry, default_registry
+from runner.spec.base import ComponentConfig
+from runner.spec.schema import groups_of, model_schema, recipe_schema
+from runner.spec.words import expectation
+
+SCHEMA = ".schema.json"
+
+
+def component_file(cls: type[ComponentConfig]) -> str:
+    """The YAML of a component: every option with its default, each under its description and what it takes."""
+    about = " ".join((cls.__doc__ or "").split())
+    lines = [f"# {about}", f"name: {cls.component_name()}"]
+    for name, info in cls.model_fields.items():
+        if name == "name":
+            continue
+        default = "???" if info.is_required() else scalar(plain(info.get_default(call_default_factory=True)))
+        lines += [f"# {info.description}  [{expectation(model_schema(cls)[name])}]", f"{name}: {default}"]
+    return "\n".join(lines) + "\n"
+
+
+def scalar(value: Any) -> str:
+    """A value on one line of YAML."""
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
+
+
+def files(registry: Registry) -> Iterator[tuple[Path, str]]:
+    """(path, content) of everything that is generated."""
+    for group in groups_of(registry):
+        for name, cls in registry.classes(group).items():
+            if cls.__module__.startswith("runner."):
+                yield conf_dir() / group / f"{name}.yaml", component_file(cls)
+    yield recipes_dir() / SCHEMA, json.dumps(recipe_schema(choices(registry), registry), indent=1) + "\n"
+
+
+def choices(registry: Registry) -> dict[str, list[str]]:
+    """What can be chosen for each group here and now."""
+    with session(registry) as loader:
+        return {group: options(loader.get_sources(), group) for group in groups_of(registry)}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the files, or say which are out of date."""
+    if list(argv) not in (["--write"], ["--check"]):
+        print("usage: python -m runner.cli.conf --write | --check", file=sys.stderr)
+        return 2
+    stale = [(p, t) for p, t in files(default_registry()) if not p.is_file() or p.read_text(encoding="utf-8") != t]
+    for path, text in stale:
+        print(f"{path}: {'written' if argv[0] == '--write' else 'differs from its schema'}")
+        if argv[0] == "--write":
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    return 1 if stale and argv[0] == "--check" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,123 @@
+"""What was typed, read with Hydra's grammar: choices of components, values, and mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.cli.sources import GROUP
+from runner.errors import Problem
+from runner.spec import suggest
+from runner.spec.decode import unknown_name
+from runner.spec.origin import COMMAND_LINE
+
+DEMO = "sft_demo"
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """One override: `key=value`. A choice names components of a group (a list of recipes); a value is any value."""
+
+    line: str
+    key: str
+    value: Any
+    choice: bool
+
+    @property
+    def names(self) -> list[str]:
+        """The components chosen."""
+        return [str(v) for v in self.value] if isinstance(self.value, list) else [str(self.value)]
+
+
+def problem(key: str, message: str) -> Problem:
+    """A problem of the command line's."""
+    return Problem(key, message, COMMAND_LINE)
+
+
+def read(words: Iterable[str], groups: Collection[str]) -> tuple[list[Typed], list[Problem]]:
+    """The overrides among `words`, and what is wrong with the others."""
+    typed: dict[str, Typed] = {}
+    problems: list[Problem] = []
+    for word in words:
+        override = _parse(word)
+        got = override if isinstance(override, Problem) else _judge(override, word, groups)
+        if isinstance(got, Problem):
+            problems.append(got)
+        elif got.key in typed:
+            several = f"; several recipes are written +recipe=[{typed[got.key].value},{got.value}]" if got.key == GROUP else ""
+            problems.append(problem(got.key, f"given twice, as {typed[got.key].line} and as {word}{several}"))
+        else:
+            typed[got.key] = got
+    return list(typed.values()), problems
+
+
+def _parse(word: str) -> Override | Problem:
+    try:
+        return OverridesParser.create().parse_override(word)
+    except HydraException:
+        key, equals, value = word.partition("=")
+        if not equals:
+            return problem(word, f"not an override; write {word.lstrip('+~')}=VALUE")
+        return problem(key.lstrip("+"), f"cannot read {value or 'an empty value'}; quote it: '{key}=\"{value}\"'")
+
+
+def _judge(override: Override, word: str, groups: Collection[str]) -> Typed | Problem:
+    """An override that this runner takes, or why not."""
+    key, value = override.key_or_group, override.value()
+    if key == "hydra" or override.is_hydra_override():
+        return problem(key, "Hydra's own settings are not used; more config folders are added with --config-dir")
+    if override.is_delete():
+        return problem(word, "nothing can be removed; set another value, or null")
+    if override.package is not None or "/" in key:
+        return problem(word, f"there is no such group; groups are {', '.join(groups)}")
+    if override.is_sweep_override():
+        return problem(key, f"{override.get_value_string()} is several values; a list is written [1,2], sweeps are not part of this version")
+    choice = key in (*groups, GROUP) and not isinstance(value, dict)
+    if choice and isinstance(value, list) and key != GROUP:
+        return problem(key, "takes one choice, not a list")
+    return Typed(word, key, "null" if choice and value is None else value, choice)
+
+
+def with_demo(typed: Sequence[Typed]) -> tuple[list[Typed], tuple[str, ...]]:
+    """Add the demo where the command line chooses no recipe, model or data, and a line that says so."""
+    if any(t.choice and t.key in (GROUP, "model", "data") for t in typed):
+        return list(typed), ()
+    note = f"no recipe, model or data chosen: taking +{GROUP}={DEMO}"
+    return [Typed(f"+{GROUP}={DEMO}", GROUP, DEMO, True), *typed], (note,)
+
+
+def check(choice: Typed, known: Collection[str]) -> tuple[Typed | None, list[Problem]]:
+    """The choice with the nearest name where one is unknown (None if nothing is near), and a problem for each."""
+    kept, problems = [], []
+    for name in choice.names:
+        if name in known:
+            kept.append(name)
+            continue
+        meant = suggest.name(choice.key, name, known)
+        kept += [meant] if meant else []
+        problems.append(problem(choice.key, unknown_name(choice.key, name, known) + _as_path(choice.key, name)))
+    value = kept if choice.key == GROUP else kept[0] if kept else None
+    return (Typed(choice.line, choice.key, value, True) if kept else None), problems
+
+
+def _as_path(group: str, name: str) -> str:
+    member = {"model": "hf", "data": "file"}.get(group)
+    return f"; a path is given with {group}={member} {group}.path={name}" if member and ("/" in name or "." in name) else ""
+
+
+def apply(config: DictConfig, values: Iterable[Typed]) -> list[Problem]:
+    """Set the values in `config`, known keys and unknown ones: the decoder judges them. Returns what cannot be set."""
+    problems = []
+    for typed in values:
+        try:
+            OmegaConf.update(config, typed.key, typed.value, merge=True, force_add=True)
+        except (OmegaConfBaseException, ValueError, TypeError) as error:
+            problems.append(problem(typed.key, str(error).splitlines()[0]))
+    return problems

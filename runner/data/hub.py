@@ -1,0 +1,76 @@
+"""data=hub: data sets of the Hugging Face hub, through `datasets`; no code of a data set is ever run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import datasets
+
+from runner.data.config import HubConfig
+from runner.data.prepare import Preparation, build_data
+from runner.data.readers import without_nulls
+from runner.data.rows import Place, Problems, Row
+from runner.data.store import sha256
+from runner.errors import DataError, EnvironmentProblem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from runner.protocols import Data, Decide
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """One split of a hub data set."""
+
+    name: str
+    split: str
+    table: datasets.Dataset
+    key: str = "data.path"
+
+    def digest(self) -> str:
+        """sha256 over the Arrow files that `datasets` keeps, and the rows that the split takes from them."""
+        files = [sha256(Path(file["filename"])) for file in self.table.cache_files]
+        parts = [files, self.split, len(self.table), self.table.column_names]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def rows(self, problems: Problems) -> Iterator[Row]:
+        """Rows as plain values; the nulls that Arrow fills missing keys with are taken out."""
+        number = 0
+        for number, value in enumerate(self.table, 1):
+            yield Row(Place(f"{self.name}[{self.split}]", number, "row"), without_nulls(value))
+        if not number:
+            problems.add(f"{self.name}[{self.split}]", "no rows; expected at least one")
+
+
+def load(config: HubConfig, path: str, split: str, key: str = "data.path") -> HubSource:
+    """Load a split. Raises EnvironmentProblem if the hub cannot be reached, DataError if it has no such data."""
+    if Path(path).expanduser().exists():  # `datasets` would read it, and turn text that looks like numbers into numbers
+        raise DataError(f"{key}={path} is a file or folder on this machine; read it with: data=file data.path={path}")
+    try:
+        table = datasets.load_dataset(path, config.subset, split=split, revision=config.revision)
+    except ConnectionError as error:
+        raise EnvironmentProblem(
+            f"{key}={path}: the Hugging Face hub cannot be reached, and the data set is not in its cache here ({error})\n"
+            "  check the network (or HF_ENDPOINT, HF_HUB_OFFLINE), or fetch the files elsewhere and: data=file data.path=..."
+        ) from error
+    except Exception as error:  # the hub, parsers and builders raise what they like; the user needs the name and a way out
+        raise DataError(
+            f"{key}={path}: cannot be loaded (subset {config.subset}, split {split}, revision {config.revision}): "
+            f"{type(error).__name__}: {error}\n  check data.path, data.subset, data.split and data.revision, or use data=file"
+        ) from error
+    return HubSource(path, split, table, key)
+
+
+def build(config: HubConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, decide: Decide, cache_dir: Path) -> Data:
+    """The data of the hub's data sets. Raises DataError, EnvironmentProblem, StorageError."""
+    training = [load(config, path, config.split) for path in config.sources()]
+    held_out = None
+    if config.eval_split is not None:
+        held_out = load(config, config.sources()[0], config.eval_split, "data.eval_split of data.path")
+    return build_data(Preparation(config, tokenizer, decide, cache_dir), training, held_out, seed)

@@ -1,0 +1,59 @@
+"""What makes a list of messages a conversation that can be learnt."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from runner.data.json_reader import kind
+
+Message = Mapping[str, Any]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def is_messages(value: Any) -> bool:
+    """Whether `value` is a list of objects; an empty list counts, so that it is reported as empty."""
+    return isinstance(value, list) and all(isinstance(v, dict) for v in value)
+
+
+def conversation_fault(messages: Sequence[Message], names: Sequence[str], context: int) -> str | None:
+    """What is wrong with the conversation, or None; `names[i]` is what the user calls `messages[i]`.
+
+    The first `context` messages are the prompt's; what is learnt must come after them.
+    """
+    for message, name in zip(messages, names, strict=True):
+        fault = _message_fault(message)
+        if fault:
+            return f"{name}{fault}"
+    if any(message["role"] == "assistant" for message in messages[context:]):
+        return None
+    where = "the completion" if context else "the conversation"
+    found = ", ".join(m["role"] for m in messages[context:]) or "no message"
+    return f"{where} has no assistant turn; expected a message with role assistant, found {found}"
+
+
+def _message_fault(message: Message) -> str | None:
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        return _role_fault(message)
+    if content is None and message.get("tool_calls"):
+        return None
+    if "content" not in message:
+        return f": no content; expected the keys role and content, found {', '.join(message)}"
+    if not isinstance(content, str):
+        return f".content: expected text, found {kind(content)}"
+    if not content.strip() and role in ("user", "assistant") and not message.get("tool_calls"):
+        return f".content: the {role}'s turn is empty; expected text"
+    return None
+
+
+def _role_fault(message: Message) -> str:
+    if "role" not in message:
+        sharegpt = "; rename from/value to role/content" if "from" in message else ""
+        return f": no role; expected the keys role and content, found {', '.join(message) or 'none'}{sharegpt}"
+    role = message["role"]
+    if not isinstance(role, str):
+        return f".role: expected text, found {kind(role)}"
+    close = difflib.get_close_matches(role, ROLES, n=1)
+    return f".role: unknown role {role!r}{f'; did you mean {close[0]!r}?' if close else ''} ({', '.join(ROLES)})"

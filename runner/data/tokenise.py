@@ -1,0 +1,175 @@
+"""Examples to tokens: ids, which of them are learnt, and where the last answer stands.
+
+    Chat  ──chat.segments──▶ text, learnt?  ──┐
+    Plain ─────────────────▶ text, learnt?  ──┴─ one batch call ──▶ Encoded
+
+What is learnt follows from the segment a token came from, never from its value: an end-of-sequence token is
+learnt although it may also be the padding token. The first token of a row is never learnt: nothing predicts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from runner.data.chat import ChatTemplate, LossOn, NotPrefixStable, Segment
+from runner.data.formats import Chat, Example, Plain
+from runner.data.rows import Place, Problems
+from runner.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+VERSION = 1  # raise it when the same rows give other tokens, so that no old cache is used
+UNSTABLE = (
+    "the chat template writes an assistant turn in another way once the conversation goes on (some drop earlier "
+    "thinking), and has no {% generation %} marks, so its turns cannot be told apart"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A tokenised example; `answer` is the half-open span of the last assistant turn, (0, 0) if there is none."""
+
+    place: Place
+    ids: list[int]
+    learnt: list[int]  # 1 = learnt, 0 = context
+    answer: tuple[int, int] = (0, 0)
+
+
+class Tokeniser:
+    """A tokenizer with the choices that turn examples into tokens; `notes` says what was noticed on the way."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn = "assistant") -> None:
+        self.tokenizer = tokenizer
+        self.loss_on: LossOn = loss_on
+        self.notes: set[str] = set()
+        self._template: ChatTemplate | None = None
+        self._bos, self._eos = special_ends(tokenizer)
+        self._anchor = _anchor(tokenizer)
+        self._special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
+
+    def encode(self, examples: Sequence[Example], problems: Problems) -> list[Encoded]:
+        """Tokens of each example in order; one that cannot be encoded goes to `problems`. Raises DataError."""
+        plans: list[tuple[Example, list[Segment] | Encoded]] = []
+        for example in examples:
+            try:
+                plans.append((example, self._plan(example)))
+            except NotPrefixStable:
+                problems.add(example.place, UNSTABLE, self._way_out())
+        parts = iter(self._tokens([s for _, plan in plans if isinstance(plan, list) for s in _flagged(plan)]))
+        return [p if isinstance(p, Encoded) else self._assemble(e, p, [next(parts) for _ in p]) for e, p in plans]
+
+    def _plan(self, example: Example) -> list[Segment] | Encoded:
+        if isinstance(example, Plain):
+            return self._plain(example)
+        if self._template is None:
+            self._template = ChatTemplate(self.tokenizer)
+        try:
+            return self._template.segments(example, self.loss_on)
+        except NotPrefixStable:
+            return self._by_marks(self._template, example)
+
+    def _plain(self, example: Plain) -> list[Segment]:
+        if example.prompt is None:
+            if self.loss_on == "last_assistant":
+                raise DataError(f"data.loss_on=last_assistant: {example.place} is plain text without turns; use assistant or all")
+            return [Segment(example.completion, learnt=True)]
+        return [Segment(example.prompt, self.loss_on == "all"), Segment(example.completion, learnt=True, answer=True)]
+
+    def _by_marks(self, template: ChatTemplate, chat: Chat) -> Encoded:
+        """The template's own marks say where the assistant speaks; they know nothing of a prompt's turns."""
+        marked = template.marked(chat) if self.loss_on == "assistant" and not chat.context else None
+        if marked is None:
+            raise NotPrefixStable
+        ids, mask = marked
+        mask[0] = 0
+        self._note_end([i for i, m in zip(ids, mask, strict=True) if m])
+        return Encoded(chat.place, ids, mask, _last_run(mask))
+
+    def _way_out(self) -> str:
+        if self.loss_on == "assistant":
+            return "set data.loss_on=last_assistant: the last turn alone is learnt"
+        return "use another chat template, or give `prompt` and `completion` as plain text"
+
+    def _tokens(self, texts: Sequence[tuple[str, bool]]) -> list[list[int]]:
+        """Ids of each (text, whether it continues a row), each distinct text tokenised once, all in one call."""
+        known = list(dict.fromkeys(texts))
+        if not known:
+            return []
+        anchor, ids_of_anchor = self._anchor
+        full = [anchor + text if goes_on else text for text, goes_on in known]
+        found = self.tokenizer(full, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        cut = len(ids_of_anchor)
+        ids = {key: row[cut:] if key[1] else row for key, row in zip(known, found, strict=True)}
+        return [ids[key] for key in texts]
+
+    def _assemble(self, example: Example, segments: Sequence[Segment], parts: Sequence[list[int]]) -> Encoded:
+        ids, learnt, answer = list[int](), list[int](), (0, 0)
+        if isinstance(example, Plain) and self._bos and parts[0][:1] != self._bos[:1]:
+            ids, learnt = list(self._bos), [int(segments[0].learnt)] * len(self._bos)
+        for segment, part in zip(segments, parts, strict=True):
+            if segment.answer:
+                answer = (len(ids), len(ids) + len(part))
+            ids += part
+            learnt += [int(segment.learnt)] * len(part)
+        if isinstance(example, Plain):
+            ids, learnt, answer = self._closed(ids, learnt, answer)
+        elif segments and answer[1]:
+            self._note_end(ids[answer[0] : answer[1]])
+        learnt[:1] = [0] * len(learnt[:1])
+        return Encoded(example.place, ids, learnt, answer)
+
+    def _closed(self, ids: list[int], learnt: list[int], answer: tuple[int, int]) -> tuple[list[int], list[int], tuple[int, int]]:
+        """With the end-of-sequence token as a learnt token, so that the model learns to stop."""
+        if self._eos is None:
+            self.notes.add("the tokenizer has no end-of-sequence token: where a text ends is not learnt")
+            return ids, learnt, answer
+        if ids[-1:] == [self._eos]:
+            return ids, learnt, answer
+        return [*ids, self._eos], [*learnt, 1], (answer[0], answer[1] + 1) if answer[1] else answer
+
+    def _note_end(self, ids: Sequence[int]) -> None:
+        if ids and ids[-1] not in self._special:
+            self.notes.add("the chat template ends an assistant turn without a special token: where it ends is not learnt")
+
+
+def special_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int | None]:
+    """(what the tokenizer puts before a plain text by itself, its end-of-sequence id)."""
+    whole = list(tokenizer("a", verbose=False)["input_ids"])
+    bare = list(tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"])
+    starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
+    eos = tokenizer.eos_token_id
+    return (whole[: starts[0]] if starts else []), (eos if isinstance(eos, int) else None)
+
+
+def _anchor(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
+    """A text to put before a segment that goes on, and the ids to take off again.
+
+    Empty for most. Some SentencePiece tokenizers put a space before every text they are given; behind a line
+    break they do not, so that the segments join without a space that nobody wrote.
+    """
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    if tokenizer.decode(ids("a") + ids("b")) == "ab":
+        return "", []
+    start = ids("\n")
+    joined = ids("\nb")
+    works = joined[: len(start)] == start and tokenizer.decode(ids("a") + joined[len(start) :]) == "ab"
+    return ("\n", start) if works else ("", [])
+
+
+def _flagged(segments: Sequence[Segment]) -> list[tuple[str, bool]]:
+    return [(segment.text, at > 0) for at, segment in enumerate(segments)]
+
+
+def _last_run(mask: Sequence[int]) -> tuple[int, int]:
+    """The last stretch of ones, half-open."""
+    stop = max((i + 1 for i, m in enumerate(mask) if m), default=0)
+    start = stop
+    while start and mask[start - 1]:
+        start -= 1
+    return start, stop

@@ -1,0 +1,164 @@
+"""Attention over rows that lie end to end, without a [T, T] mask.
+
+    q, k, v [1, heads, T, d] ──cut at row ends──▶ causal attention per row or bucket of rows ──▶ [1, T, heads, d]
+
+Legend: N rows, T tokens in all rows, d head size. The function is registered with transformers under the name
+`ragged`; having no mask function of that name, transformers builds no mask, and the row ends travel as the
+keyword `ragged` through the model's forward. On the CPU each row is one kernel call, which is fastest there
+(no copy, no padding); elsewhere rows of like lengths share a call, because calls are what costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+NAME = "ragged"
+# Keywords that models hand to an attention function and that do not change what is computed.
+HARMLESS = frozenset(
+    {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "output_router_logits"}
+)
+
+
+class UnsupportedAttention(Exception):
+    """The model asks of attention what this function cannot do; its text is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Rows of like lengths: where each of their rows·width tokens lies in the batch, padded by repeating the last."""
+
+    index: Tensor  # int64 [rows * width]
+    rows: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where rows end. `buckets` is empty if each row is to be attended alone; `inverse` [T] undoes the buckets."""
+
+    lengths: tuple[int, ...]
+    buckets: tuple[Bucket, ...] = ()
+    inverse: Tensor | None = None
+
+
+def rows_of(lengths: Tensor) -> Rows:
+    """The plan for one batch from its lengths, int64 [N]: row by row on the CPU, in buckets elsewhere."""
+    sizes = tuple(lengths.tolist())
+    return Rows(sizes) if lengths.device.type == "cpu" else bucketed(sizes, lengths.device)
+
+
+def bucketed(lengths: Sequence[int], device: torch.device) -> Rows:
+    """Rows grouped so that within a bucket none is shorter than half the longest: padding is less than the data."""
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    groups: list[list[int]] = []
+    for row in order:
+        if groups and lengths[row] * 2 >= lengths[groups[-1][0]]:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    sizes = torch.tensor(lengths)
+    starts = torch.cumsum(sizes, 0) - sizes
+    inverse = torch.empty(sum(lengths), dtype=torch.int64)
+    buckets, offset = [], 0
+    for group in groups:
+        width = lengths[group[0]]
+        column = torch.arange(width)
+        source = starts[group][:, None] + torch.minimum(column, sizes[group][:, None] - 1)
+        real = column < sizes[group][:, None]
+        inverse[source[real]] = offset + torch.arange(source.numel()).view_as(source)[real]
+        buckets.append(Bucket(source.flatten().to(device), len(group), width))
+        offset += source.numel()
+    return Rows(tuple(lengths), tuple(buckets), inverse.to(device))
+
+
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, dropout: float, scale: float | None
+) -> Tensor:
+    """[n, heads, L, d] → [n, L, heads, d]; a token sees the last `window` tokens, itself included, or all."""
+    length = query.shape[2]
+    mask = None
+    if window is not None and length > window:
+        ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
+        mask = ones.tril().triu(1 - window)
+    out = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        dropout_p=dropout,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2)
+
+
+def _by_row(query: Tensor, key: Tensor, value: Tensor, rows: Rows, *options: Any) -> Tensor:
+    # split, whose gradient is one concatenation, and not slices, whose gradient is N tensors of T tokens
+    cut = [tensor.split(rows.lengths, dim=2) for tensor in (query, key, value)]
+    return torch.cat([_causal(q, k, v, *options) for q, k, v in zip(*cut, strict=True)], dim=1)
+
+
+def _by_bucket(query: Tensor, key: Tensor, value: Tensor, rows: Rows, *options: Any) -> Tensor:
+    flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    done = []
+    for bucket in rows.buckets:
+        shape = (bucket.rows, bucket.width)
+        block = [f.index_select(0, bucket.index).unflatten(0, shape).transpose(1, 2) for f in flat]
+        done.append(_causal(block[0], block[1], block[2], *options).flatten(0, 1))
+    assert rows.inverse is not None
+    return torch.cat(done).index_select(0, rows.inverse)[None]
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, rows: Rows, window: int | None, dropout: float, scale: float | None
+) -> Tensor:
+    """Causal attention inside each row.
+
+    query [1, heads, T, d]; key, value [1, kv heads, T, d]; window in tokens or None. Returns [1, T, heads, d].
+    """
+    return (_by_bucket if rows.buckets else _by_row)(query, key, value, rows, window, dropout, scale)
+
+
+def _check(module: nn.Module, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
+    """Raise UnsupportedAttention for anything that would otherwise be ignored."""
+    unknown = sorted(key for key, value in options.items() if value is not None and key not in HARMLESS)
+    if unknown:
+        raise UnsupportedAttention(f"its attention uses {', '.join(unknown)}")
+    if attention_mask is not None:
+        raise UnsupportedAttention("it makes an attention mask of its own")
+
+
+def ragged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    ragged: Rows | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The function that transformers calls in every attention layer; see `attend` for shapes."""
+    if "sliding_window" not in options and getattr(getattr(module, "config", None), "sliding_window", None):
+        raise UnsupportedAttention("it does not hand its sliding window to the attention function")
+    window = options.pop("sliding_window", None)
+    _check(module, attention_mask, options)
+    if ragged is None:
+        raise UnsupportedAttention("it does not hand keywords on to its attention layers")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedAttention("its attention is not causal")
+    return attend(query, key, value, ragged, window, dropout, scaling), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, ragged_attention)

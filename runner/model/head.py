@@ -1,0 +1,193 @@
+"""The LM head in chunks: log-probabilities of given ids without ever holding all logits.
+
+    hidden [S, H] ──chunk by chunk──▶ logits [chunk, V] ──log-softmax in float32──▶ logprobs [S]
+
+Legend: S predicted tokens (hidden states of their parents), H hidden size, V vocabulary. Three ways:
+`logprobs` of a linear head makes the logits again in the backward pass; `linear` knows the gradient of its
+result beforehand and makes the head's gradient while the logits are there; any other head module is called
+chunk by chunk under checkpointing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+
+def is_plain(head: nn.Module) -> bool:
+    """Whether the head is nothing but hidden · weightᵀ + bias, so that its gradient can be written down."""
+    return type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
+
+
+def logprobs(
+    head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int, compute: torch.dtype | None = None
+) -> Tensor:
+    """log p(targets | hidden), differentiable in hidden and head.
+
+    hidden [S, H], targets int64 [S]; `compute` is the data type of the matrix products (None: that of the
+    weight). Returns [S] float32 (float64 for a float64 head).
+    """
+    if not is_plain(head):
+        return _called_in_chunks(head, hidden, targets, chunk)
+    result: Tensor = _Logprobs.apply(hidden, head.weight, head.bias, targets, chunk, compute)
+    return result
+
+
+def linear(
+    head: nn.Module,
+    hidden: Tensor,
+    targets: Tensor,
+    coefficients: Tensor,
+    chunk: int,
+    compute: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Σ coefficients · logprobs, differentiable once in hidden and head, and the logprobs, detached.
+
+    Shapes as in `logprobs`; coefficients float [S], constant.
+    """
+    if not (is_plain(head) and torch.is_grad_enabled()):
+        values = logprobs(head, hidden, targets, chunk, compute)
+        return (values * coefficients).sum(), values.detach()
+    total, values = _Linear.apply(hidden, head.weight, head.bias, targets, coefficients, chunk, compute)
+    return total, values
+
+
+def gather_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+    """logits [S, V], targets int64 [S] → log-softmax at the targets, [S], in float32 or better."""
+    return _log_softmax(logits).gather(1, targets[:, None])[:, 0]
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def _called_in_chunks(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    def piece(states: Tensor, ids: Tensor) -> Tensor:
+        return gather_logprobs(head(states), ids)
+
+    pairs = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    if not torch.is_grad_enabled():
+        return torch.cat([piece(h, t) for h, t in pairs])
+    return torch.cat([checkpoint(piece, h, t, use_reentrant=False) for h, t in pairs])
+
+
+class _Operands:
+    """The head's tensors in the data type of the matrix products, and buffers for their gradients."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, compute: torch.dtype | None) -> None:
+        dtype = compute or weight.dtype
+        self.hidden = hidden.detach().to(dtype)
+        self.weight = weight.detach().to(dtype)
+        self.bias = None if bias is None else bias.detach().to(dtype)
+        self.types = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        self.grads: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+
+    def want(self, needed: tuple[bool, ...]) -> None:
+        """Make gradient buffers; those that sum over chunks hold at least float32."""
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        self.grads = (
+            torch.empty_like(self.hidden) if needed[0] else None,
+            torch.zeros_like(self.weight, dtype=wide) if needed[1] else None,
+            torch.zeros_like(self.bias, dtype=wide) if needed[2] and self.bias is not None else None,
+        )
+
+    def log_softmax(self, span: slice) -> Tensor:
+        """[chunk, V] of one chunk of tokens."""
+        return _log_softmax(F.linear(self.hidden[span], self.weight, self.bias))
+
+    def accumulate(self, span: slice, log_softmax: Tensor, targets: Tensor, grad: Tensor) -> None:
+        """Add one chunk's gradients, given `grad` [chunk] of its logprobs; overwrites `log_softmax`."""
+        d_logits = log_softmax.exp_().mul_(-grad[:, None])
+        d_logits.scatter_add_(1, targets[:, None], grad[:, None])
+        d_hidden, d_weight, d_bias = self.grads
+        if d_bias is not None:
+            d_bias += d_logits.sum(0)
+        d_logits = d_logits.to(self.weight.dtype)
+        if d_hidden is not None:
+            torch.mm(d_logits, self.weight, out=d_hidden[span])
+        if d_weight is not None and d_weight.dtype == d_logits.dtype:
+            d_weight.addmm_(d_logits.t(), self.hidden[span])
+        elif d_weight is not None:
+            d_weight += d_logits.t() @ self.hidden[span]
+
+    def results(self) -> tuple[Tensor | None, ...]:
+        """Gradients in the data types of what they belong to."""
+        return tuple(None if g is None else g.to(t) for g, t in zip(self.grads, self.types, strict=True))
+
+
+def _spans(count: int, chunk: int) -> Iterator[slice]:
+    return (slice(start, start + chunk) for start in range(0, count, chunk))
+
+
+class _Logprobs(torch.autograd.Function):
+    """Logits are made twice: forward for the logprobs, backward for the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        chunk: int,
+        compute: torch.dtype | None,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.chunk, ctx.compute = chunk, compute
+        operands = _Operands(hidden, weight, bias, compute)
+        out = hidden.new_empty(len(targets), dtype=torch.promote_types(operands.weight.dtype, torch.float32))
+        for span in _spans(len(targets), chunk):
+            out[span] = operands.log_softmax(span).gather(1, targets[span, None])[:, 0]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        operands = _Operands(hidden, weight, bias, ctx.compute)
+        operands.want(ctx.needs_input_grad[:3])
+        for span in _spans(len(targets), ctx.chunk):
+            operands.accumulate(span, operands.log_softmax(span), targets[span], grad[span])
+        return (*operands.results(), None, None, None)
+
+
+class _Linear(torch.autograd.Function):
+    """Logits are made once: the gradient of Σ coefficients · logprobs is known up to a scalar."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        coefficients: Tensor,
+        chunk: int,
+        compute: torch.dtype | None,
+    ) -> tuple[Tensor, Tensor]:
+        operands = _Operands(hidden, weight, bias, compute)
+        operands.want(ctx.needs_input_grad[:3])
+        out = hidden.new_empty(len(targets), dtype=torch.promote_types(operands.weight.dtype, torch.float32))
+        factors = coefficients.to(out.dtype)
+        for span in _spans(len(targets), chunk):
+            log_softmax = operands.log_softmax(span)
+            out[span] = log_softmax.gather(1, targets[span, None])[:, 0]
+            operands.accumulate(span, log_softmax, targets[span], factors[span])
+        ctx.grads = operands.results()
+        ctx.mark_non_differentiable(out)
+        return (out * factors).sum(), out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.grads is None:
+            raise RuntimeError("the linear loss can be differentiated once only: its gradients have been given away")
+        scaled = tuple(None if g is None else g.mul_(grad) for g in ctx.grads)
+        ctx.grads = None
+        return (*scaled, None, None, None, None)

@@ -1,0 +1,88 @@
+"""What a model can do, found out at build time on a handful of tokens instead of assumed.
+
+    head_objection     may the LM head be applied to the backbone's hidden states in chunks?
+    packed_objection   does the packed layout give what the model's own attention gives?
+
+Both answer with the reason why not, or None. No weight, mode or random stream is changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.batch import pack
+from runner.model.attention import NAME, UnsupportedAttention
+from runner.model.layout import packed
+
+PROBE_ROWS = ([3, 1, 4, 1, 5], [2, 6, 5])
+CUTTABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; 0.05 for anything coarser
+
+
+def _close(got: Tensor, wanted: Tensor) -> bool:
+    limit = TOLERANCE.get(wanted.dtype, 0.05) * float(wanted.abs().max())
+    return got.shape == wanted.shape and float((got - wanted).abs().max()) <= limit
+
+
+@torch.no_grad()
+def head_objection(causal: Any, device: torch.device) -> str | None:
+    """Why logits are not simply head(hidden). Replaces the head's output by a ramp for one call: whatever the
+    model does to its logits (soft cap, scale) or to the head's input becomes visible, also on small weights."""
+    head = causal.get_output_embeddings()
+    if head is None or causal.base_model is causal:
+        return "the model does not show its backbone and its LM head"
+    seen: list[Tensor] = []
+
+    def replace(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        seen.append(inputs[0])
+        return torch.linspace(-100, 100, output.numel(), device=output.device).view_as(output).to(output.dtype)
+
+    ids = torch.tensor([PROBE_ROWS[0]], device=device)
+    handle = head.register_forward_hook(replace)
+    try:
+        logits = causal(input_ids=ids, use_cache=False).logits
+    finally:
+        handle.remove()
+    ramp = torch.linspace(-100, 100, logits.numel(), device=device).view_as(logits)
+    if not seen or not torch.allclose(logits.float(), ramp, rtol=1e-2, atol=1e-2):
+        return "the model changes its logits after the LM head"
+    hidden = causal.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    return None if _close(seen[0], hidden) else "the model changes the hidden states before the LM head"
+
+
+def _static_objection(causal: Any) -> str | None:
+    parameters = inspect.signature(causal.base_model.forward).parameters
+    if "position_ids" not in parameters or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return "its forward does not accept positions and further keywords"
+    strange = set(getattr(causal.config.get_text_config(), "layer_types", None) or ()) - CUTTABLE_LAYERS
+    if strange:
+        return f"it has layers of type {', '.join(sorted(strange))}"
+    causal.set_attn_implementation(NAME)
+    return None if causal.config._attn_implementation == NAME else "its attention cannot be exchanged"
+
+
+@torch.no_grad()
+def packed_objection(causal: Any, device: torch.device) -> str | None:
+    """Why the packed layout will not do. Leaves the attention function `ragged` in place on None, else the own one."""
+    own = causal.config._attn_implementation
+
+    def forward(**keywords: Any) -> Tensor:
+        hidden: Tensor = causal.base_model(use_cache=False, **keywords).last_hidden_state
+        return hidden
+
+    wanted = torch.cat([forward(input_ids=torch.tensor([row], device=device))[0] for row in PROBE_ROWS])
+    reason = _static_objection(causal)
+    if reason is None:
+        batch = pack(PROBE_ROWS, [[1.0] * len(row) for row in PROBE_ROWS]).to(device)
+        try:
+            got = packed(forward, batch)
+            reason = None if _close(got, wanted) else "its packed rows do not give what single rows give"
+        except UnsupportedAttention as error:
+            reason = str(error)
+    if reason is not None:
+        causal.set_attn_implementation(own)
+    return reason

@@ -1,0 +1,200 @@
+"""From plain data to a job spec, with every problem found at once.
+
+    data ──▶ the class of each group, by name ──▶ one model of these classes ──▶ contradictions ──▶ JobSpec
+                    unknown names                unknown keys, types, ranges      between parts
+
+Only the classes that were chosen are built by pydantic, so that an answer takes milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel, ValidationError, create_model
+
+from runner.errors import Problem, SecurityRefusal, SpecError
+from runner.registry import Registry, default_registry
+from runner.spec import suggest
+from runner.spec.base import ComponentConfig
+from runner.spec.job import JobSpec
+from runner.spec.origin import COMMAND_LINE, at, leaves, origin_of
+from runner.spec.schema import Keys, groups_of, model_schema
+from runner.spec.words import complaint, shown
+
+MISSING = "???"
+Path = tuple[str, ...]
+Found = tuple[str, str]  # key, message
+
+
+def decode(data: Mapping[str, Any], origins: Mapping[str, str], registry: Registry | None = None) -> JobSpec:
+    """The job that `data` describes.
+
+    `origins` says who set each dotted key. Raises SpecError with every problem, and SecurityRefusal for data
+    that asks to run code.
+    """
+    known = registry or default_registry()
+    refuse_code(data, origins)
+    chosen, found = _choose(data, known)
+    data, missing = _missing(data, chosen)
+    job, wrong = _validate(data, chosen, Keys(known))
+    found += missing + wrong
+    if job is not None:
+        found += _contradictions(job)
+    if found:
+        raise SpecError(with_origins(found, origins))
+    assert job is not None  # no problem was found
+    return job
+
+
+def refuse_code(data: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+    """Raise SecurityRefusal if `data` names code to run, or trusts a model's code anywhere but on the command line."""
+    for key, value in leaves(data):
+        if any(part in ("_target_", "_partial_") for part in key.split(".")) or _names_target(value):
+            raise SecurityRefusal(
+                f"{key}: a config names registered components, never code to run "
+                f"(set by: {origin_of(key, origins) or 'a file'})\n"
+                "  remove it; to add a component, register its config class (entry-point group runner.components)"
+            )
+        if key.endswith("trust_remote_code") and value is True and origin_of(key, origins) != COMMAND_LINE:
+            raise SecurityRefusal(
+                f"{key}: only the command line may allow a model to run its own code, "
+                f"not {origin_of(key, origins) or 'a file'}\n  if you have read that code, type {key}=true"
+            )
+
+
+def with_origins(found: Iterable[Found], origins: Mapping[str, str]) -> list[Problem]:
+    """Problems in the order found, the first of each key, with who set it."""
+    first: dict[str, str] = {}
+    for key, message in found:
+        first.setdefault(key, message)
+    return [Problem(key, message, origin_of(key, origins)) for key, message in first.items()]
+
+
+@cache
+def job_model(classes: tuple[tuple[str, type[ComponentConfig] | None], ...]) -> type[JobSpec]:
+    """JobSpec with each group narrowed to its chosen class; None leaves a group that could not be chosen unchecked."""
+    fields: dict[str, Any] = {group: (Any if cls is None else cls, None if cls is None else ...) for group, cls in classes}
+    return create_model("JobSpec", __base__=JobSpec, __module__=__name__, **fields)
+
+
+Classes = dict[str, type[ComponentConfig] | None]
+
+
+def _choose(data: Mapping[str, Any], registry: Registry) -> tuple[Classes, list[Found]]:
+    """The class of each group, None where the data names none."""
+    chosen: Classes = {}
+    found: list[Found] = []
+    for group in groups_of(registry):
+        members = registry.classes(group)
+        section = data.get(group)
+        name = section.get("name") if isinstance(section, Mapping) else None
+        chosen[group] = members.get(name) if isinstance(name, str) else None
+        if section is not None and not isinstance(section, Mapping):
+            found.append((group, f"expected a section of options, got {shown(section)}"))
+        elif name is None:
+            found.append((group, f"nothing is chosen; type {group}=NAME ({', '.join(sorted(members))})"))
+        elif chosen[group] is None:
+            found.append((group, unknown_name(group, str(name), members)))
+    return chosen, found
+
+
+def unknown_name(group: str, name: str, members: Iterable[str]) -> str:
+    """`no device named 'gpu'; did you mean 'cuda'? (auto, cpu, cuda, npu)`."""
+    members = sorted(members)
+    meant = suggest.name(group, name, members)
+    hint = f"; did you mean '{meant}'?" if meant else ""
+    return f"no {group} named '{name}'{hint} ({', '.join(members)})"
+
+
+def _missing(data: Mapping[str, Any], chosen: Classes) -> tuple[dict[str, Any], list[Found]]:
+    """The data without its `???`, and a problem for each."""
+    found = []
+    for key, value in leaves(data):
+        if value == MISSING:
+            group, _, field = key.partition(".")
+            found.append((key, _must_be_given(key, (chosen.get(group), field))))
+    return _without(data, [tuple(key.split(".")) for key, _ in found]), found
+
+
+def _must_be_given(key: str, where: tuple[type[BaseModel] | None, str]) -> str:
+    model, field = where
+    info = model.model_fields.get(field) if model else None
+    return f"must be given: {key}=…" + (f"  ({info.description})" if info and info.description else "")
+
+
+def _validate(data: Mapping[str, Any], chosen: Classes, keys: Keys) -> tuple[JobSpec | None, list[Found]]:
+    """The job, if nothing but unknown keys is wrong, and what is wrong."""
+    model = job_model(tuple(chosen.items()))
+    try:
+        job = model.model_validate(data)
+        return (job if None not in chosen.values() else None), []
+    except ValidationError as error:
+        errors = [_Error.of(e["type"], e["loc"], model) for e in error.errors(include_url=False, include_input=False)]
+    found = [(e.key, _message(e, data, chosen, keys)) for e in errors if chosen.get(e.path[0], True) is not None]
+    if all(e.kind == "extra_forbidden" for e in errors):
+        job, _ = _validate(_without(data, [e.path for e in errors]), chosen, keys)
+        return job, found
+    return None, found
+
+
+@dataclass(frozen=True, slots=True)
+class _Error:
+    """One of pydantic's errors: its type and the path of the option it is about."""
+
+    kind: str
+    path: Path
+    model: type[BaseModel]  # whose field `path[-1]` is, or would be
+
+    @classmethod
+    def of(cls, kind: str, loc: Sequence[int | str], model: type[BaseModel]) -> _Error:
+        """Cut pydantic's location, which goes on into unions and list items, to the option itself."""
+        for depth, part in enumerate(loc, 1):
+            info = model.model_fields.get(str(part))
+            inner = info.annotation if info else None
+            if depth == len(loc) or not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+                return cls(kind if depth == len(loc) else "value", tuple(map(str, loc[:depth])), model)
+            model = inner
+        return cls(kind, (), model)
+
+    @property
+    def key(self) -> str:
+        return ".".join(self.path)
+
+
+def _message(error: _Error, data: Mapping[str, Any], chosen: Classes, keys: Keys) -> str:
+    leaf, section = error.path[-1], ".".join(error.path[:-1])
+    if leaf not in error.model.model_fields:
+        cls = chosen.get(section)
+        return unknown_key(section, cls.component_name() if cls else "", leaf, keys)
+    if error.kind == "missing":
+        return _must_be_given(error.key, (error.model, leaf))
+    return complaint(model_schema(error.model)[leaf], error.key, at(data, error.key))
+
+
+def unknown_key(section: str, member: str, leaf: str, keys: Keys) -> str:
+    """`not an option of algorithm=grpo; did you mean 'group_size'?`."""
+    owner = f"{section}={member}" if member else section or "a job"
+    hint = suggest.key(section, member, leaf, keys.options)
+    return f"not an option of {owner}" + (f"; {hint}" if hint else "")
+
+
+def _contradictions(job: JobSpec) -> list[Found]:
+    parts = [getattr(job, name) for name in type(job).model_fields]
+    return [problem for part in parts if isinstance(part, ComponentConfig) for problem in part.problems(job)]
+
+
+def _names_target(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return "_target_" in value or any(map(_names_target, value.values()))
+    return isinstance(value, list | tuple) and any(map(_names_target, value))
+
+
+def _without(data: Mapping[str, Any], paths: Iterable[Path]) -> dict[str, Any]:
+    """A copy of `data` without the leaves at `paths`."""
+    gone = set(paths)
+    inner = {p[0]: {q[1:] for q in gone if len(q) > 1 and q[0] == p[0]} for p in gone if len(p) > 1}
+    kept = {name: value for name, value in data.items() if (name,) not in gone}
+    return {name: _without(value, inner[name]) if name in inner else value for name, value in kept.items()}

@@ -1,0 +1,93 @@
+"""The schema of a job as data: for editors (JSON Schema), for suggestions, and for `run explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache, cached_property, reduce
+from operator import or_
+from typing import Any
+
+from pydantic import BaseModel, Field, create_model
+
+from runner.registry import Registry, default_registry
+from runner.spec.base import ComponentConfig
+from runner.spec.job import JobSpec
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def groups_of(registry: Registry) -> tuple[str, ...]:
+    """The groups that a job has, in the order of its fields."""
+    known = registry.groups()
+    return tuple(name for name in JobSpec.model_fields if name in known)
+
+
+def sections() -> dict[str, type[BaseModel]]:
+    """The parts of a job that are no group: evaluation, watch."""
+    annotations = {name: info.annotation for name, info in JobSpec.model_fields.items()}
+    return {
+        name: cls
+        for name, cls in annotations.items()
+        if isinstance(cls, type) and issubclass(cls, BaseModel) and not issubclass(cls, ComponentConfig)
+    }
+
+
+@cache
+def model_schema(model: type[BaseModel]) -> dict[str, dict[str, Any]]:
+    """JSON Schema of each option of a config class."""
+    properties: dict[str, dict[str, Any]] = model.model_json_schema()["properties"]
+    return properties
+
+
+class Keys:
+    """Every option there is: section → member → names; sections that are no group have one member, ""."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+
+    @cached_property
+    def options(self) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
+        """section → member → option names; the section "" is the top level."""
+        found: dict[str, dict[str, tuple[str, ...]]] = {"": {"": tuple(JobSpec.model_fields)}}
+        for group in groups_of(self.registry):
+            found[group] = {name: tuple(cls.model_fields) for name, cls in self.registry.classes(group).items()}
+        found |= {name: {"": tuple(cls.model_fields)} for name, cls in sections().items()}
+        return found
+
+
+def job_schema(registry: Registry | None = None) -> dict[str, Any]:
+    """JSON Schema of a whole job (spec.yaml): in each group a union of its components, discriminated by `name`."""
+    known = registry or default_registry()
+    fields: dict[str, Any] = {group: _union(group, known) for group in groups_of(known)}
+    model = create_model("Job", __base__=JobSpec, __doc__="One run: everything that defines it.", **fields)
+    return {"$schema": DIALECT, **model.model_json_schema()}
+
+
+def recipe_schema(options: Mapping[str, list[str]], registry: Registry | None = None) -> dict[str, Any]:
+    """JSON Schema of a recipe: a job of which anything may be left out, with a defaults list that picks from `options`."""
+    schema = job_schema(registry)
+    for definition in schema["$defs"].values():
+        definition.pop("required", None)
+    for field in schema["properties"].values():
+        # A recipe's section has no name: it fits every component that has its options.
+        field.pop("discriminator", None)
+        if "oneOf" in field:
+            field["anyOf"] = field.pop("oneOf")
+    del schema["required"]
+    overrides = {f"override /{group}": {"enum": names} for group, names in options.items()}
+    choice = {"type": "object", "properties": overrides, "additionalProperties": False, "maxProperties": 1}
+    defaults = {
+        "description": "Which component each group uses; a plain name extends another recipe.",
+        "type": "array",
+        "items": {"anyOf": [{"type": "string"}, choice]},
+    }
+    schema["properties"] = {"defaults": defaults, **schema["properties"]}
+    return schema | {"title": "Recipe", "description": "A runnable experiment."}
+
+
+def _union(group: str, registry: Registry) -> tuple[Any, Any]:
+    classes = list(registry.classes(group).values())
+    about = (JobSpec.model_fields[group].annotation or JobSpec).__doc__
+    if len(classes) == 1:
+        return classes[0], Field(description=about)
+    return reduce(or_, classes[1:], classes[0]), Field(discriminator="name", description=about)

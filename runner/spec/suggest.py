@@ -1,0 +1,127 @@
+"""What the user probably meant: other frameworks' words first, then the same key elsewhere, then the nearest spelling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+# What other frameworks, and people, call our options.
+KEYS = {
+    **dict.fromkeys(
+        ("max_steps", "num_steps", "total_steps", "train_steps", "iterations", "iters", "total_training_steps"), "steps"
+    ),
+    **dict.fromkeys(("epoch", "epochs", "num_epochs", "num_train_epochs", "total_epochs"), "steps"),
+    **dict.fromkeys(("run_name", "experiment_name", "job_name"), "name"),
+    **dict.fromkeys(("random_seed", "manual_seed"), "seed"),
+    **dict.fromkeys(("learning_rate", "max_lr", "peak_lr"), "optimizer.lr"),
+    **dict.fromkeys(("wd", "decay"), "optimizer.weight_decay"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip", "clip_grad", "gradient_clipping", "max_norm"), "optimizer.clip_norm"),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "beta1", "beta2"), "optimizer.betas"),
+    **dict.fromkeys(("adam_epsilon", "adam_eps", "epsilon"), "optimizer.eps"),
+    **dict.fromkeys(("optim", "optimiser"), "optimizer"),
+    **dict.fromkeys(("scheduler", "lr_scheduler", "lr_scheduler_type", "lr_schedule"), "schedule"),
+    **dict.fromkeys(("warmup", "warmup_ratio", "num_warmup_steps", "warm_up_steps"), "schedule.warmup_steps"),
+    **dict.fromkeys(("min_lr", "min_lr_ratio", "lr_min", "end_lr"), "schedule.final_ratio"),
+    **dict.fromkeys(("lora_rank", "lora_r", "r"), "adapter.rank"),
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    **dict.fromkeys(("lora_target", "lora_targets", "target_modules", "lora_target_modules"), "adapter.targets"),
+    "use_dora": "adapter.dora",
+    "use_rslora": "adapter.rslora",
+    **dict.fromkeys(("peft", "lora"), "adapter"),
+    **dict.fromkeys(
+        ("max_seq_length", "max_seq_len", "max_len", "seq_len", "seq_length", "cutoff_len", "context_length"),
+        "data.max_length",
+    ),
+    "max_lenght": "data.max_length",
+    **dict.fromkeys(("dataset", "datasets", "dataset_name", "dataset_path", "train_file", "train_files"), "data.path"),
+    **dict.fromkeys(("eval_dataset", "eval_file", "val_files", "validation_file", "test_file"), "data.eval_path"),
+    **dict.fromkeys(
+        ("train_batch_size", "per_device_train_batch_size", "global_batch_size", "bs"), "algorithm.batch_size"
+    ),
+    **dict.fromkeys(
+        ("micro_batch_size", "gradient_accumulation_steps", "grad_accum", "max_token_len_per_gpu"),
+        "algorithm.micro_batch_tokens",
+    ),
+    **dict.fromkeys(("model_name_or_path", "model_name", "model_path", "pretrained"), "model.path"),
+    **dict.fromkeys(("bf16", "fp16", "torch_dtype", "precision"), "model.dtype"),
+    "packing": "model.layout",
+    "activation_checkpointing": "model.gradient_checkpointing",
+    **dict.fromkeys(("save_steps", "save_freq", "save_every", "save_interval"), "checkpoint.every"),
+    **dict.fromkeys(("save_total_limit", "max_to_keep"), "checkpoint.keep"),
+    **dict.fromkeys(("metric_for_best_model", "best_metric"), "checkpoint.best"),
+    **dict.fromkeys(("eval_steps", "test_freq", "eval_interval", "eval_every"), "evaluation.every"),
+    **dict.fromkeys(("num_gpus", "gpus", "nproc_per_node", "n_gpus_per_node", "world_size"), "launch.devices"),
+    **dict.fromkeys(("report_to", "logger", "wandb"), "tracker"),
+    **dict.fromkeys(("project_name", "wandb_project"), "tracker.project"),
+    "wandb_mode": "tracker.mode",
+}
+NAMES = {
+    "device": {"gpu": "cuda", "nvidia": "cuda", "ascend": "npu", "huawei": "npu"},
+    "adapter": {"full": "none", "null": "none", "qlora": "lora"},
+    "tracker": {"null": "none", "off": "none", "tb": "tensorboard", "wb": "wandb"},
+    "sampler": {"null": "none"},
+    "optimizer": {"adam": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw"},
+    "data": {"jsonl": "file", "json": "file", "csv": "file", "parquet": "file", "local": "file", "huggingface": "hub"},
+    "model": {"huggingface": "hf", "transformers": "hf", "auto": "hf", "qwen3": "qwen3_0_6b"},
+    "algorithm": {"pt": "cpt", "pretrain": "cpt", "finetune": "sft"},
+    "launch": {"single": "local"},
+}
+
+# (group, member) → its option names; a group "" holds the top level, and sections that are no group have one member "".
+Options = Mapping[str, Mapping[str, Iterable[str]]]
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known word closest in spelling, if any is close."""
+    by_lower = {k.lower(): k for k in known}
+    found = get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[found[0]] if found else None
+
+
+def name(group: str, wrong: str, known: Iterable[str]) -> str | None:
+    """The member of `group` that `wrong` probably means."""
+    known = list(known)
+    other = NAMES.get(group, {}).get(wrong.lower())
+    return other if other in known else nearest(wrong, known)
+
+
+def key(section: str, chosen: str, wrong: str, options: Options) -> str:
+    """What to say about the unknown key `section.wrong`, e.g. `did you mean 'optimizer.lr'?`; empty if nothing is close.
+
+    `chosen` is the section's chosen member; `options` lists every option there is.
+    """
+    own = list(options.get(section, {}).get(chosen, ()))
+    if (other := KEYS.get(wrong.lower())) and (found := _synonym(section, chosen, other, options)):
+        return found
+    if members := [m for m, names in options.get(section, {}).items() if m and wrong in set(names)]:
+        return "an option of " + ", ".join(f"{section}={m}" for m in members)
+    if places := [place for place in options if place != section and _has(options, place, wrong)]:
+        return "did you mean " + " or ".join(f"'{_join(p, wrong)}'" for p in places) + "?"
+    if close := nearest(wrong, own):
+        return f"did you mean '{close}'?"
+    anywhere = {n: p for p, members in options.items() for names in members.values() for n in names}
+    if close := nearest(wrong, anywhere, cutoff=0.75):
+        return f"did you mean '{_join(anywhere[close], close)}'?"
+    return ""
+
+
+def _synonym(section: str, chosen: str, target: str, options: Options) -> str:
+    place, _, leaf = target.rpartition(".")
+    members = [m for m, names in options.get(place, {}).items() if leaf in set(names)]
+    if not members:
+        return ""
+    if place == section and chosen in members:
+        return f"did you mean '{leaf}'?"
+    partial = len(members) < len(options[place])  # say which component has it
+    owners = " of " + " or ".join(f"{place}={m}" for m in members) if partial else ""
+    aside = " (the length of a run is given in steps)" if target == "steps" else ""
+    return f"did you mean '{target}'{owners}{aside}?"
+
+
+def _has(options: Options, place: str, leaf: str) -> bool:
+    return any(leaf in set(names) for names in options[place].values())
+
+
+def _join(place: str, leaf: str) -> str:
+    return f"{place}.{leaf}" if place else leaf

@@ -1,0 +1,189 @@
+"""metrics.jsonl and samples.jsonl: the truth about a run, which every other sink is replayed from.
+
+    log(step, metrics) ─▶ one write of one line ─▶ metrics.jsonl        {"step": 7, "train/loss": 0.5, ...}
+    cut_back(folder, step, attempt): lines after `step`, and a torn last one ─▶ attempts/<attempt>/*.jsonl
+
+A line holds numbers only, "step" (finished steps, counted from 1) first. JSON has no NaN and no infinity:
+a number that is not finite is written as null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.errors import RunnerError, StorageError
+from runner.folder import RunFolder, write_atomic
+from runner.manifest import redacted
+
+# Terminals obey these as they do escape sequences; JSON leaves them as they are.
+_C1 = re.compile("[\x7f-\x9f]")
+
+
+class JsonlTracker:
+    """Appends to the two files of `folder`; a line is in the kernel's hands, whole, when a call returns.
+
+    Raises RunnerError if a step repeats or goes backwards, or a metric is no number (our own mistakes),
+    StorageError if the disk refuses.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._metrics = _Appender(folder.metrics)
+        self._samples = _Appender(folder.samples)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the line of a finished step."""
+        if step <= self._metrics.last:
+            raise RunnerError(f"{self._metrics.path}: step {step} after step {self._metrics.last}")
+        self._metrics.write(step, [_record(step, {name: _number(name, value) for name, value in metrics.items()})])
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write one line per row, with anything that looks like a secret masked."""
+        if step < self._samples.last:
+            raise RunnerError(f"{self._samples.path}: step {step} after step {self._samples.last}")
+        if rows:
+            self._samples.write(step, [_record(step, redacted(_finite(row))) for row in rows])
+
+    def finish(self, status: str) -> list[str]:
+        """Put both files on the disk and close them; nothing needs saying."""
+        for file in (self._metrics, self._samples):
+            file.close()
+        return []
+
+
+def cut_back(folder: RunFolder, step: int, attempt: int) -> int:
+    """Prepare both files for going on after `step`: what lies beyond moves to attempts/<attempt>/.
+
+    A torn last line, or one that is not JSON, moves too. At step 0 nothing is kept, for the run begins anew. A crash
+    at any moment loses nothing, and calling again is harmless. Returns the number of lines of metrics.jsonl moved.
+    """
+    moved = 0
+    for path in (folder.metrics, folder.samples):
+        if not path.exists():
+            continue
+        kept, cut = _split(path.read_bytes(), step)
+        if not cut:
+            continue
+        _keep(folder.attempts / str(attempt) / path.name, "".join(cut))
+        write_atomic(path, "".join(kept))
+        moved += len(cut) if path == folder.metrics else 0
+    return moved
+
+
+def _split(content: bytes, step: int) -> tuple[list[str], list[str]]:
+    """Lines of steps up to `step`, and all others; each ends with a newline."""
+    kept: list[str] = []
+    cut: list[str] = []
+    for raw in content.decode("utf-8", "backslashreplace").split("\n"):
+        if raw:
+            at = _step_of(raw)
+            (kept if step > 0 and at is not None and at <= step else cut).append(raw + "\n")
+    return kept, cut
+
+
+def _step_of(line: str) -> int | None:
+    """The step of a line, None if it is damaged."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    at = record.get("step") if isinstance(record, dict) else None
+    return at if isinstance(at, int) else None
+
+
+def _keep(path: Path, text: str) -> None:
+    """Add `text` to what `path` holds, once: a crash between here and the cut makes us come again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}") from error
+    if not before.endswith(text):
+        write_atomic(path, before + text)
+
+
+def _record(step: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+    if "step" in fields:
+        raise RunnerError('no metric and no field of a sample may be called "step"')
+    return {"step": step, **fields}
+
+
+def _finite(value: Any) -> Any:
+    """The same plain data with null for numbers that are not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _number(name: str, value: float) -> float | None:
+    """The value as JSON can hold it: null where it is not finite."""
+    if not isinstance(value, int | float):
+        raise RunnerError(f"metric {name!r} is a {type(value).__name__}, not a number")
+    if isinstance(value, bool):
+        return int(value)
+    return value if math.isfinite(value) else None
+
+
+class _Appender:
+    """An append-only file of JSON lines that knows its last step; -1 if it is empty."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.last = max(_steps(path), default=-1)
+        try:
+            self._handle: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror}") from error
+
+    def write(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Append one line per record. Raises StorageError."""
+        text = "".join(_line(record) for record in records)
+        rest = memoryview(text.encode("utf-8", "backslashreplace"))
+        if self._handle is None:
+            raise RunnerError(f"{self.path}: written to after the end of the run")
+        try:
+            while rest:
+                rest = rest[os.write(self._handle, rest) :]
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {self.path}: {error.strerror}; free some space and: run resume"
+            ) from error
+        self.last = step
+
+    def close(self) -> None:
+        """Flush to the disk and close, once. Raises StorageError."""
+        if self._handle is None:
+            return
+        handle, self._handle = self._handle, None
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            raise StorageError(f"cannot write {self.path}: {error.strerror}") from error
+        finally:
+            os.close(handle)
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False, default=str)
+    return _C1.sub(lambda m: f"\\u{ord(m[0]):04x}", text) + "\n"
+
+
+def _steps(path: Path) -> Iterator[int]:
+    """The step of each line. Raises RunnerError at a damaged one: `cut_back` comes first."""
+    if not path.exists():
+        return
+    content = path.read_text(encoding="utf-8", errors="replace")
+    if content and not content.endswith("\n"):
+        raise RunnerError(f"{path}: the last line is torn; a resume has to cut it back first")
+    for number, raw in enumerate(content.split("\n")[:-1], 1):
+        at = _step_of(raw)
+        if at is None:
+            raise RunnerError(f"{path}:{number}: not a line of a step; a resume has to cut it back first")
+        yield at

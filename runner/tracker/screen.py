@@ -1,0 +1,166 @@
+"""What the live screen shows, as a pure function of what is known.
+
+Progress (numbers, gathered step by step) ─▶ panel() ─▶ a rich renderable of at most `width` columns
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from runner.tracker.text import duration, number, rate, size, sparkline, visible
+
+if TYPE_CHECKING:
+    from rich.panel import Panel
+    from rich.text import Text
+
+Better = Literal["less", "more"]
+
+# Metrics that get a curve of their own, where a run has them: name, word on the screen, which direction is better.
+CURVES: tuple[tuple[str, str, Better], ...] = (
+    ("reward/mean", "reward", "more"),
+    ("train/loss", "loss", "less"),
+    ("eval/loss", "eval loss", "less"),
+    ("eval/exact_match", "exact match", "more"),
+    ("eval/accuracy", "accuracy", "more"),
+)
+# Metrics that a plain line shows, in this order.
+PLAIN = (
+    *(name for name, _, _ in CURVES), "train/grad_norm", "train/lr", "perf/tokens_per_s", "perf/peak_memory_bytes",
+)  # fmt: skip
+SAMPLE_CHARACTERS = 400
+POINTS = 512  # of a curve; beyond, neighbours are merged
+RECENT = 50  # steps from which the time to go is estimated
+
+
+@dataclass(slots=True)
+class Curve:
+    """The course of one metric in at most POINTS means, its last value and its best."""
+
+    better: Better
+    points: list[float] = field(default_factory=list)
+    last: float = math.nan
+    best: float = math.nan
+    best_step: int = 0
+    _stride: int = 1
+    _pending: list[float] = field(default_factory=list)
+
+    def add(self, step: int, value: float) -> None:
+        """Take in the value of a step; constant time on average."""
+        self.last = value
+        if not math.isfinite(value):
+            return
+        if math.isnan(self.best) or (value < self.best if self.better == "less" else value > self.best):
+            self.best, self.best_step = value, step
+        self._pending.append(value)
+        if len(self._pending) == self._stride:
+            self.points.append(math.fsum(self._pending) / self._stride)
+            self._pending.clear()
+        if len(self.points) >= POINTS:
+            self.points = [(a + b) / 2 for a, b in zip(self.points[::2], self.points[1::2], strict=True)]
+            self._stride *= 2
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run has come; `times` are seconds of a monotonic clock."""
+
+    title: Mapping[str, Any]
+    steps: int
+    begin: float = field(default_factory=time.monotonic)
+    step: int = 0
+    latest: dict[str, float] = field(default_factory=dict)
+    curves: dict[str, Curve] = field(default_factory=dict)
+    last_sample: str = ""
+    times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def update(self, step: int, metrics: Mapping[str, float], now: float) -> None:
+        """Take in a finished step."""
+        self.step = step
+        self.latest.update(metrics)
+        self.times.append((step, now))
+        for name, _, better in CURVES:
+            if name in metrics:
+                self.curves.setdefault(name, Curve(better)).add(step, metrics[name])
+
+    def remaining_s(self) -> float:
+        """Seconds to go at the pace of the last steps; NaN before two steps are known."""
+        if len(self.times) < 2:
+            return math.nan
+        (first, begin), (last, end) = self.times[0], self.times[-1]
+        return (self.steps - self.step) * (end - begin) / max(last - first, 1)
+
+
+def plain_line(progress: Progress, now: float) -> str:
+    """One line of key=value for a step."""
+    pairs = [f"step={progress.step}/{progress.steps}"]
+    pairs += [f"{name}={number(progress.latest[name])}" for name in PLAIN if name in progress.latest]
+    pairs += [f"elapsed={duration(now - progress.begin).replace(' ', '')}"]
+    return " ".join([*pairs, f"eta={duration(progress.remaining_s()).replace(' ', '')}"])
+
+
+def sample_line(row: Mapping[str, Any]) -> str:
+    """One line of a sample: prompt → answer (and what was expected, or its reward), control characters written out."""
+    if "prompt" not in row or "answer" not in row:
+        return _shortened("  ".join(f"{k}={v}" for k, v in row.items()))
+    line = f"{row['prompt']} → {row['answer']}"
+    if row.get("expected") not in (None, "", row["answer"]):
+        line += f"  (expected {row['expected']})"
+    if isinstance(row.get("reward"), int | float):
+        line += f"  reward {number(row['reward'])}"
+    return _shortened(line)
+
+
+def _shortened(text: str) -> str:
+    return visible(text if len(text) <= SAMPLE_CHARACTERS else text[: SAMPLE_CHARACTERS - 1] + "…")
+
+
+def panel(progress: Progress, now: float, width: int) -> Panel:
+    """The live screen."""
+    from rich.box import ROUNDED
+    from rich.panel import Panel
+    from rich.text import Text
+
+    inner = max(width - 4, 20)
+    rows = [*_curve_rows(progress, inner), *_figure_rows(progress)]
+    if progress.last_sample:
+        rows.append(Text.assemble((f"{'last':12}", "dim"), progress.last_sample))
+    for row in rows:
+        row.truncate(inner, overflow="ellipsis")
+    clock = f"{duration(now - progress.begin)} · ETA {duration(progress.remaining_s())}"
+    state = f"step {progress.step}/{progress.steps} · {clock}"
+    name = visible(str(progress.title.get("name", "run")))
+    title = Text(f" {name} · {state} ")
+    title.truncate(max(width - 6, 10), overflow="ellipsis")
+    return Panel(Text("\n").join(rows), title=title, title_align="left", box=ROUNDED, width=width, border_style="dim")
+
+
+def _curve_rows(progress: Progress, width: int) -> list[Text]:
+    from rich.text import Text
+
+    rows = []
+    for name, word, _ in CURVES:
+        if curve := progress.curves.get(name):
+            bars = sparkline([*curve.points, curve.last] if curve.points else [curve.last], max(width - 48, 8))
+            best = f"best {number(curve.best)} @ {curve.best_step}" if not math.isnan(curve.best) else ""
+            rows.append(Text.assemble((f"{word:12}", "dim"), f"{number(curve.last):>10}  ", (bars, "cyan"), "  ", best))
+    return rows or [Text("waiting for the first step", "dim")]
+
+
+def _figure_rows(progress: Progress) -> list[Text]:
+    from rich.text import Text
+
+    shown = (
+        ("speed", "perf/tokens_per_s", lambda v: f"{rate(v)} tokens/s"),
+        ("step time", "perf/step_s", lambda v: f"{number(v)} s"),
+        ("memory", "perf/peak_memory_bytes", size),
+        ("lr", "train/lr", number),
+        ("grad norm", "train/grad_norm", number),
+    )
+    cells = [(word, worded(progress.latest[name])) for word, name, worded in shown if name in progress.latest]
+    lines = [cells[i : i + 3] for i in range(0, len(cells), 3)]
+    return [Text.assemble(*(part for w, v in line for part in ((f"{w:12}", "dim"), f"{v:13}"))) for line in lines]

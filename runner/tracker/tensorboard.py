@@ -1,0 +1,78 @@
+"""TensorBoard event files in the run folder, under tensorboard/."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner.errors import EnvironmentProblem
+from runner.folder import RunFolder, shown
+from runner.manifest import redacted
+
+if TYPE_CHECKING:
+    from runner.tracker.config import TensorboardConfig
+    from runner.tracker.console import Console
+
+INSTALL = 'pip install tensorboard, or: pip install "posttrain-run[tensorboard]"'
+
+
+class TensorboardTracker:
+    """Writes scalars, and samples as text; the first write error ends the sink and is said, the run goes on."""
+
+    def __init__(self, folder: Path, writer: Any, console: Console) -> None:
+        self._folder, self._writer, self._console = folder, writer, console
+        self._lost = ""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One scalar per metric."""
+        self._try(lambda: [self._writer.add_scalar(name, value, step) for name, value in metrics.items()])
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """The rows as one text, each a block of JSON."""
+        blocks = [json.dumps(redacted(row), indent=2, ensure_ascii=False, default=str) for row in rows]
+        text = "\n\n".join("    " + block.replace("\n", "\n    ") for block in blocks)  # four spaces: shown as it is
+        self._try(lambda: self._writer.add_text("samples", text, step))
+
+    def finish(self, status: str) -> list[str]:
+        """Close the file; returns how to look at it."""
+        self._try(self._writer.close)
+        if self._lost:
+            return [f"tensorboard   incomplete: {self._lost}"]
+        return [f"tensorboard   tensorboard --logdir {shown(self._folder)}"]
+
+    def _try(self, write: Any) -> None:
+        if self._lost:
+            return
+        try:
+            write()
+        except (OSError, ValueError, RuntimeError) as error:  # what its writer thread passes on: a full or lost disk
+            self._lost = f"{type(error).__name__}: {error}"
+            self._console.message(f"tensorboard stops: {self._lost}; metrics.jsonl goes on", "warning")
+
+
+def build(
+    config: TensorboardConfig,
+    *,
+    folder: RunFolder,
+    spec: Mapping[str, Any],
+    run_id: str,
+    name: str,
+    first_step: int,
+    console: Console,
+) -> TensorboardTracker:
+    """A writer that hides what an earlier attempt wrote after `first_step`.
+
+    Raises EnvironmentProblem if the package is missing.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"tracker=tensorboard needs a package that is not here ({error}); {INSTALL}"
+        ) from error
+    where = folder.root / "tensorboard"
+    # The last step an earlier attempt may show is `first_step`; TensorBoard drops what it has from purge_step on.
+    writer = SummaryWriter(str(where), purge_step=first_step + 1 if first_step else 0, flush_secs=10)
+    return TensorboardTracker(where, writer, console)

@@ -1,0 +1,74 @@
+"""Numbers and foreign text as a person can read them in one line of a terminal. Pure functions."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Sequence
+from itertools import pairwise
+
+BARS = "▁▂▃▄▅▆▇█"
+# What a terminal would obey instead of show: controls, line and paragraph separators, halves of characters, and marks
+# that reverse the direction of text.
+HIDDEN = frozenset({"Cc", "Cs", "Zl", "Zp"})
+BIDI = frozenset(map(chr, (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))))
+
+
+def visible(text: str) -> str:
+    """The text on one line with every control character written out, such as \\n or \\x1b."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_escaped(c) if unicodedata.category(c) in HIDDEN or c in BIDI else c for c in text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def number(value: float) -> str:
+    """Four significant digits: 0.01234, 1.2e-05, 12345."""
+    if isinstance(value, int) or (math.isfinite(value) and value == int(value) and abs(value) < 1e9):
+        return str(int(value))
+    if math.isfinite(value) and abs(value) >= 1000:
+        return f"{value:.0f}" if abs(value) < 1e9 else f"{value:.3e}"
+    return f"{value:.4g}"
+
+
+def rate(value: float) -> str:
+    """A count per second: 950, 12.3k, 4.56M."""
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+def size(value: float) -> str:
+    """Bytes: 512 B, 3.4 MB, 41.2 GB (powers of 1000)."""
+    for limit, suffix in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= limit:
+            return f"{value / limit:.3g} {suffix}"
+    return f"{value:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """00:11, 1:02:03, 3d 04:05."""
+    if not math.isfinite(seconds):
+        return "--:--"
+    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours:02}:{minutes:02}"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """At most `width` bars from the smallest to the largest value; what is not finite is left out."""
+    finite = [v for v in values if math.isfinite(v)]
+    if not finite or width < 1:
+        return ""
+    count = min(width, len(finite))
+    edges = [len(finite) * i // count for i in range(count + 1)]
+    means = [math.fsum(finite[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, span = min(means), max(means) - min(means)
+    return "".join(BARS[int((v - low) / span * (len(BARS) - 1) + 0.5)] if span > 0 else BARS[0] for v in means)

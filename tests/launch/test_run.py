@@ -1,0 +1,178 @@
+"""A run as its user sees it: real processes, the folder they leave, resume, infer, export, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+SMALL = (
+    "+recipe=sft_demo",
+    "steps=6",
+    "algorithm.batch_size=8",
+    "data.items=64",
+    "data.held_out=8",
+    "model.hidden_size=32",
+    "model.intermediate_size=32",
+    "model.layers=2",
+    "tracker=none",
+    "evaluation.every=3",
+    "evaluation.max_new_tokens=6",
+    "checkpoint.every=2",
+    "schedule.warmup_steps=1",
+)
+VOLATILE = ("perf/", "time/")
+
+
+def runner(cwd: Path, *arguments: str, code: int = 0) -> str:
+    """Run the command line in `cwd`; returns what it printed and checks its exit code."""
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def curve(run: Path) -> list[dict[str, float]]:
+    """metrics.jsonl without what no two runs share."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(VOLATILE)} for row in rows]
+
+
+def weights(run: Path, step: int) -> bytes:
+    """The bytes of a checkpoint's parameters and optimizer state."""
+    return (run / "checkpoints" / f"step-{step:08d}" / "policy.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which one small run was made."""
+    cwd = tmp_path_factory.mktemp("work")
+    out = runner(cwd, *SMALL)
+    assert "eval/exact_match" in out and "run infer latest" in out
+    return cwd
+
+
+def test_the_folder_holds_what_it_should(finished: Path) -> None:
+    run = (finished / "outputs/latest").resolve()
+    rows = curve(run)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows if "eval/exact_match" in row] == [3, 6]
+    status = json.loads((run / "status.json").read_text())
+    assert status["state"] == "done" and status["exit_code"] == 0
+    assert [p.name for p in sorted((run / "checkpoints").glob("step-*"))][-1] == "step-00000006"
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert "torch" in json.dumps(manifest) and (run / "run.log").stat().st_size > 0
+    spec = yaml.safe_load((run / "spec.yaml").read_text())
+    assert spec["steps"] == 6 and spec["optimizer"]["betas"], "defaults are filled in"
+
+
+def test_the_spec_runs_again_by_itself_to_the_same_bits(finished: Path) -> None:
+    first = (finished / "outputs/latest").resolve()
+    again = finished / "again"
+    again.mkdir()
+    runner(again, "--spec", str(first / "spec.yaml"))
+    second = (again / "outputs/latest").resolve()
+    assert curve(second) == curve(first) and weights(second, 6) == weights(first, 6)
+
+
+def test_the_export_loads_with_transformers_and_answers_as_infer_does(finished: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    export = finished / "outputs/latest/export"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(export), AutoTokenizer.from_pretrained(export)
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "sort 5031"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    ids = model.generate(**chat, max_new_tokens=6, do_sample=False)[0, chat["input_ids"].shape[1] :]
+    answer = tokenizer.decode(ids, skip_special_tokens=True)
+    shown = runner(finished, "infer", "latest", "sort 5031", "--max-new-tokens", "6")
+    assert answer.strip() in shown
+
+
+def test_resuming_a_finished_run_says_so(finished: Path) -> None:
+    assert "finished after 6 steps" in runner(finished, "resume", "latest")
+
+
+def test_a_resume_may_not_change_the_job(finished: Path) -> None:
+    out = runner(finished, "resume", "latest", "optimizer.lr=1", "seed=4", code=2)
+    assert "optimizer" in out and "seed" in out and "fixed when the run began" in out
+
+
+def test_an_export_of_an_earlier_checkpoint(finished: Path) -> None:
+    runner(finished, "export", "latest", "--checkpoint", "4", "--out", "earlier")
+    assert (finished / "earlier/model.safetensors").stat().st_size > 0
+    assert "not empty" in runner(finished, "export", "latest", "--out", "earlier", code=2)
+
+
+def interrupted(cwd: Path, number: int, after: int, *arguments: str) -> tuple[int, Path]:
+    """Start a run, send a signal once `after` steps are on record; returns its exit code and folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "runner", *arguments], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    metrics, deadline = cwd / "outputs/latest/metrics.jsonl", time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and metrics.read_text().count("\n") >= after:
+            break
+        time.sleep(0.01)
+    os.kill(process.pid, number)
+    process.communicate(timeout=60)
+    return process.returncode, (cwd / "outputs/latest").resolve()
+
+
+LONG = (*SMALL, "steps=60", "checkpoint.every=7", "checkpoint.export=false", "evaluation.every=0")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A longer run that nothing interrupted."""
+    cwd = tmp_path_factory.mktemp("straight")
+    runner(cwd, *[a for a in LONG if a != "steps=6"])
+    return (cwd / "outputs/latest").resolve()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_interrupted_and_resumed_is_the_same_run_bit_for_bit(
+    tmp_path: Path, straight: Path, number: int, code: int
+) -> None:
+    returned, run = interrupted(tmp_path, number, 3, *[a for a in LONG if a != "steps=6"])
+    assert returned == code
+    out = runner(tmp_path, "resume", "latest")
+    assert "resume" in out
+    assert curve(run) == curve(straight) and weights(run, 60) == weights(straight, 60)
+
+
+def test_a_second_process_may_not_enter_a_running_job(tmp_path: Path) -> None:
+    from runner.folder import RunFolder, lock
+
+    runner(tmp_path, *SMALL)
+    handle = lock(RunFolder((tmp_path / "outputs/latest").resolve()))
+    try:
+        assert "is running this job" in runner(tmp_path, "resume", "latest", "steps=8", code=2)
+    finally:
+        os.close(handle)
+    out = runner(tmp_path, "resume", "latest", "steps=8")
+    assert "after step 6 of 8" in out
+    assert [r["step"] for r in curve((tmp_path / "outputs/latest").resolve())] == list(range(1, 9))
+
+
+def test_npu_without_a_card_exits_2_and_leaves_no_folder(tmp_path: Path) -> None:
+    out = runner(tmp_path, "+recipe=sft_npu", code=2)
+    assert "/dev/davinci" in out and not (tmp_path / "outputs").exists()
+
+
+def test_a_nan_ends_the_run_with_5_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    out = runner(tmp_path, *SMALL, "optimizer.lr=1e30", "optimizer.clip_norm=null", code=5)
+    assert "nothing was updated with it" in out

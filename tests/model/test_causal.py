@@ -1,0 +1,244 @@
+"""CausalLM against the plain model: every architecture, both layouts, both paths, with and without checkpointing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from runner.batch import micro_batches, pack
+from runner.decisions import Decisions
+from runner.errors import EnvironmentProblem, SpecError
+from tests.model.zoo import LENGTHS, LOGPROBS, batch, causal, gradients, module, reference, relative, rows
+
+PACKABLE = ["llama", "qwen2", "qwen3", "mistral", "gpt2"]
+
+
+@pytest.mark.parametrize("kind", [*PACKABLE, "gemma2"])
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_logprobs_equal_the_plain_model(kind: str, layout: str) -> None:
+    model = causal(kind, layout=layout)
+    wanted = reference(module(kind), rows()).float()
+    with torch.no_grad():
+        got = model.outputs(batch(), LOGPROBS)["logprobs"]
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, wanted.detach(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", PACKABLE)
+def test_packed_needs_no_decision(kind: str) -> None:
+    decisions = Decisions()
+    model = causal(kind, decisions)
+    assert (model.layout, model.chunked, decisions.made) == ("packed", True, [])
+
+
+def test_a_soft_capped_model_falls_back_and_says_so() -> None:
+    decisions = Decisions()
+    model = causal("gemma2", decisions)
+    assert (model.layout, model.chunked) == ("padded", False)
+    said = {d.feature: d for d in decisions.made}
+    assert said["lm_head"].got == "full logits"
+    assert "softcap" in said["model.layout"].reason
+    with pytest.raises(EnvironmentProblem, match="strict"):
+        causal("gemma2", Decisions(strict=True))
+
+
+@pytest.mark.parametrize("kind", [*PACKABLE, "gemma2"])
+def test_gradients_equal_the_plain_model(kind: str) -> None:
+    data = batch()
+    model = causal(kind, double=True)
+    plain = module(kind).double()
+    c = torch.randn(data.num_tokens, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    (reference(plain, rows()) * c * data.tokens["weight"]).sum().backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    for linear in (True, False):
+        assert relative(gradients(model, linear, data), wanted) < 1e-12
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("other", [{"layout": "padded"}, {"gradient_checkpointing": True}, {"head_chunk_tokens": 3}])
+def test_gradients_do_not_depend_on_how_it_is_run(tied: bool, other: dict[str, object]) -> None:
+    data = batch()
+    wanted = gradients(causal("qwen2", tie_word_embeddings=tied), True, data)
+    assert relative(gradients(causal("qwen2", tie_word_embeddings=tied, **other), True, data), wanted) < 1e-6
+    assert relative(gradients(causal("qwen2", tie_word_embeddings=tied, **other), False, data), wanted) < 1e-6
+    double = gradients(causal("qwen2", double=True, tie_word_embeddings=tied), True, data)
+    again = gradients(causal("qwen2", double=True, tie_word_embeddings=tied, **other), True, data)
+    assert relative(again, double) < 1e-12
+
+
+def test_checkpointing_is_really_on() -> None:
+    data, counts = batch(), {}
+    for on in (False, True):
+        model = causal("qwen2", gradient_checkpointing=on)
+        calls: list[int] = []
+        model.causal.model.layers[0].mlp.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        gradients(model, True, data)
+        counts[on] = len(calls)
+    assert counts == {False: 1, True: 2}
+
+
+def test_gradients_add_up_over_micro_batches() -> None:
+    data = batch()
+    model = causal("qwen3", double=True)
+    c = data.tokens["weight"].double()
+    model.linear(data, c)[0].backward()
+    whole = {n: p.grad.clone() for n, p in model.trainable().items()}
+    for budget in (1, 25):
+        model.module.zero_grad()
+        for piece in micro_batches(data, budget):
+            model.linear(piece, piece.tokens["weight"].double())[0].backward()
+        assert relative({n: p.grad for n, p in model.trainable().items()}, whole) < 1e-12
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_row_order_changes_nothing(layout: str) -> None:
+    model, ids = causal("mistral", layout=layout), rows()
+    order = [3, 5, 0, 2, 4, 1]
+    with torch.no_grad():
+        one = model.outputs(pack(ids, [[1.0] * len(r) for r in ids]), LOGPROBS)["logprobs"].split(LENGTHS)
+        shuffled = [ids[i] for i in order]
+        two = model.outputs(pack(shuffled, [[1.0] * len(r) for r in shuffled]), LOGPROBS)["logprobs"]
+    torch.testing.assert_close(two, torch.cat([one[i] for i in order]), atol=1e-5, rtol=1e-5)
+
+
+def test_linear_gives_the_logprobs_where_it_has_coefficients() -> None:
+    model, data = causal("llama"), batch()
+    c = -data.tokens["weight"] / 7
+    total, outputs = model.linear(data, c)
+    wanted = model.outputs(data, LOGPROBS)["logprobs"].detach()
+    torch.testing.assert_close(outputs["logprobs"], wanted * (c != 0), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(total.detach(), (wanted * c).sum())
+    assert not outputs["logprobs"].requires_grad
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_a_batch_without_weight_has_zero_gradients(kind: str, layout: str) -> None:
+    model = causal(kind, layout=layout)
+    data = pack([[1, 2, 3], [4]], [[0.0] * 3, [0.0]])
+    total, outputs = model.linear(data, data.tokens["weight"])
+    total.backward()
+    assert float(total.detach()) == 0 and not outputs["logprobs"].any()
+    assert all(p.grad is not None and not p.grad.any() for p in model.trainable().values())
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_rows_of_one_token_have_nothing_to_predict(layout: str) -> None:
+    model = causal("llama", layout=layout)
+    got = model.outputs(pack([[1], [2]], [[1.0], [1.0]]), LOGPROBS)["logprobs"]
+    assert got.tolist() == [0, 0]
+    got.sum().backward()
+
+
+def test_an_unknown_output_is_named() -> None:
+    with pytest.raises(SpecError, match=r"entropy.*makes logprobs"):
+        causal("llama").outputs(batch(), frozenset({"logprobs", "entropy"}))
+
+
+def test_autocast_is_near_and_its_gradients_are_in_the_weights_type() -> None:
+    wanted = causal("qwen2", initializer_range=0.05).outputs(batch(), LOGPROBS)["logprobs"]
+    model = causal("qwen2", autocast="bfloat16", initializer_range=0.05)
+    got = model.outputs(batch(), LOGPROBS)["logprobs"]
+    assert got.dtype == torch.float32 and not torch.equal(got, wanted)
+    torch.testing.assert_close(got, wanted, atol=0.02, rtol=0.02)
+    assert all(g.dtype == torch.float32 for g in gradients(model, True, batch()).values())
+
+
+def test_generate_equals_the_likeliest_token_again_and_again() -> None:
+    model, prompts = causal("qwen2"), rows((5, 1, 11))
+    got = model.generate(prompts, 12)
+    for prompt, answer in zip(prompts, got, strict=True):
+        ids = list(prompt)
+        for _ in range(12):
+            token = int(module("qwen2")(input_ids=torch.tensor([ids])).logits[0, -1].argmax())
+            if token == 258:
+                break
+            ids.append(token)
+        assert answer == ids[len(prompt) :]
+    assert model.generate([], 3) == []
+
+
+def test_generate_stops_before_the_end_token() -> None:
+    model, prompts = causal("qwen2"), rows((5, 3))
+    free = model.generate(prompts, 12)
+    model.causal.generation_config.eos_token_id = [free[0][3], 299]
+    cut = free[0].index(free[0][3])
+    assert model.generate(prompts, 12)[0] == free[0][:cut]
+
+
+def test_generate_ignores_sampling_options_of_the_model() -> None:
+    model, prompts = causal("qwen2"), rows((5, 3))
+    wanted = model.generate(prompts, 8)
+    before = model.causal.generation_config
+    before.update(do_sample=True, temperature=3.0, repetition_penalty=5.0, num_beams=2)
+    assert model.generate(prompts, 8) == wanted
+    assert model.causal.generation_config is before
+
+
+def test_stream_at_temperature_zero_is_generate() -> None:
+    model, prompt = causal("qwen2"), rows((5,))[0]
+    ids = model.generate([prompt], 20)[0]
+    text = "".join(model.stream(prompt, 20, 0.0, 1.0, seed=0))
+    assert text == model.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_stream_draws_from_its_seed_only() -> None:
+    model, prompt = causal("qwen2"), rows((5,))[0]
+    state = torch.get_rng_state()
+    texts = ["".join(model.stream(prompt, 20, 1.0, 0.9, seed=s)) for s in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(ValueError, match="at least one token"):
+        model.stream([], 1, 0.0, 1.0, 0)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_evaluation_in_between_changes_training_by_no_bit(layout: str, tmp_path: Path) -> None:
+    def trained(disturb: bool) -> list[torch.Tensor]:
+        model, data = causal("qwen2", layout=layout, attention_dropout=0.3), batch()
+        optimizer = torch.optim.SGD(model.trainable().values(), lr=0.01)
+        torch.manual_seed(3)
+        for step in range(2):
+            if disturb:
+                with torch.no_grad():
+                    model.outputs(data, LOGPROBS)
+                model.generate(rows((4, 2)), 3)
+                next(iter(model.stream([1, 2], 4, 1.0, 1.0, 0)), "")
+                model.save(tmp_path / f"{step}")
+            model.linear(data, data.tokens["weight"])[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.trainable().values()]
+
+    assert all(torch.equal(a, b) for a, b in zip(trained(False), trained(True), strict=True))
+
+
+def test_dropout_is_on_in_training_passes_alone() -> None:
+    model, data = causal("qwen2", attention_dropout=0.5), batch()
+    first, second = (model.outputs(data, LOGPROBS)["logprobs"].detach() for _ in range(2))
+    assert not torch.equal(first, second)
+    with torch.no_grad():
+        quiet = model.outputs(data, LOGPROBS)["logprobs"]
+    torch.testing.assert_close(quiet, reference(module("qwen2"), rows()).float().detach(), atol=1e-5, rtol=1e-5)
+    assert torch.equal(model.eval().outputs(data, LOGPROBS)["logprobs"].detach(), quiet)
+    assert not torch.equal(model.train().outputs(data, LOGPROBS)["logprobs"].detach(), quiet)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_saved_model_loads_with_transformers(tied: bool, tmp_path: Path) -> None:
+    model = causal("qwen2", tie_word_embeddings=tied)
+    model.save(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config._attn_implementation == "sdpa"
+    wanted = dict(model.causal.named_parameters())
+    assert all(torch.equal(p, wanted[name]) for name, p in loaded.named_parameters())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4 ☃"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == model.tokenizer.apply_chat_template(chat, tokenize=False)
+    prompt = rows((6,))[0]
+    out = loaded.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False)[0, 6:].tolist()
+    assert [i for i in out if i != 258] == model.generate([prompt], 5)[0]
+    assert not list(tmp_path.glob("*.bin"))

@@ -1,0 +1,136 @@
+"""The chunked head against the plain log-softmax, by value, by gradient and by what it allocates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from runner.model import head
+
+
+def parts(tokens: int, bias: bool, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[nn.Linear, Tensor, Tensor]:
+    torch.manual_seed(seed)
+    made = nn.Linear(6, 11, bias=bias, dtype=dtype)
+    return made, torch.randn(tokens, 6, dtype=dtype, requires_grad=True), torch.randint(0, 11, (tokens,))
+
+
+def plain(made: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    return torch.log_softmax(made(hidden), -1).gather(1, targets[:, None])[:, 0]
+
+
+@given(tokens=st.integers(0, 9), chunk=st.integers(1, 10), bias=st.booleans(), seed=st.integers(0, 99))
+@settings(max_examples=30, deadline=None)
+def test_both_ways_equal_the_plain_computation(tokens: int, chunk: int, bias: bool, seed: int) -> None:
+    made, hidden, targets = parts(tokens, bias, seed=seed)
+    c = torch.randn(tokens, dtype=torch.float64)
+    wanted = plain(made, hidden, targets)
+    inputs = [hidden, *made.parameters()]
+    wanted_grads = torch.autograd.grad((wanted * c).sum(), inputs)
+    for total, values in (
+        ((lambda v: (v * c).sum())(v := head.logprobs(made, hidden, targets, chunk)), v),
+        head.linear(made, hidden, targets, c, chunk),
+    ):
+        torch.testing.assert_close(values, wanted)
+        torch.testing.assert_close(torch.autograd.grad(total, inputs), wanted_grads)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradcheck(bias: bool) -> None:
+    made, hidden, targets = parts(5, bias)
+    c = torch.randn(5, dtype=torch.float64)
+    leaves = (hidden, *made.parameters())
+
+    def rebuilt(h: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        return head._Logprobs.apply(h, w, b, targets, 2, None)
+
+    def summed(h: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        return 3.0 * head._Linear.apply(h, w, b, targets, c, 2, None)[0]
+
+    assert torch.autograd.gradcheck(rebuilt, leaves)
+    assert torch.autograd.gradcheck(summed, leaves)
+
+
+def test_frozen_weight_gets_no_gradient_and_hidden_the_same() -> None:
+    made, hidden, targets = parts(7, bias=True)
+    c = torch.randn(7, dtype=torch.float64)
+    wanted = torch.autograd.grad((plain(made, hidden, targets) * c).sum(), hidden)[0]
+    made.requires_grad_(False)
+    for total in (
+        (head.logprobs(made, hidden, targets, 3) * c).sum(),
+        head.linear(made, hidden, targets, c, 3)[0],
+    ):
+        torch.testing.assert_close(torch.autograd.grad(total, hidden)[0], wanted)
+    assert made.weight.grad is None and made.bias.grad is None
+
+
+def test_frozen_hidden_trains_the_head_alone() -> None:
+    made, hidden, targets = parts(7, bias=False)
+    total, _ = head.linear(made, hidden.detach(), targets, torch.ones(7), 3)
+    total.backward()
+    got = made.weight.grad
+    made.weight.grad = None
+    plain(made, hidden.detach(), targets).sum().backward()
+    torch.testing.assert_close(got, made.weight.grad)
+
+
+def test_the_linear_total_can_be_differentiated_once_only() -> None:
+    made, hidden, targets = parts(4, bias=False)
+    total, _ = head.linear(made, hidden, targets, torch.ones(4), 2)
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="once only"):
+        total.backward()
+
+
+def test_a_wrapped_head_is_called_and_not_bypassed() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    torch.manual_seed(0)
+    made = Doubled(6, 11, dtype=torch.float64)
+    _, hidden, targets = parts(7, bias=False)
+    assert not head.is_plain(made)
+    wanted = plain(made, hidden, targets)
+    got = head.logprobs(made, hidden, targets, 3)
+    torch.testing.assert_close(got, wanted)
+    inputs = [hidden, *made.parameters()]
+    torch.testing.assert_close(torch.autograd.grad(got.sum(), inputs), torch.autograd.grad(wanted.sum(), inputs))
+
+
+def test_a_hooked_head_is_not_plain() -> None:
+    made = nn.Linear(2, 3)
+    assert head.is_plain(made)
+    made.register_forward_hook(lambda *_: None)
+    assert not head.is_plain(made)
+
+
+def test_bfloat16_products_keep_a_float32_softmax() -> None:
+    torch.manual_seed(0)
+    made = nn.Linear(16, 1000, bias=False)
+    hidden, targets = torch.randn(8, 16), torch.randint(0, 1000, (8,))
+    rounded = made(hidden.double().float()).detach()
+    got = head.logprobs(made, hidden, targets, 3, torch.bfloat16)
+    assert got.dtype == torch.float32
+    logits = torch.nn.functional.linear(hidden.bfloat16(), made.weight.bfloat16())
+    torch.testing.assert_close(got, torch.log_softmax(logits.double(), -1).gather(1, targets[:, None])[:, 0].float())
+    assert (got - torch.log_softmax(rounded, -1).gather(1, targets[:, None])[:, 0]).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("way", ["logprobs", "linear"])
+def test_all_logits_are_never_held(way: str) -> None:
+    vocab, tokens, chunk = 4096, 512, 16
+    made = nn.Linear(8, vocab, bias=False)
+    hidden = torch.randn(tokens, 8, requires_grad=True)
+    targets, c = torch.randint(0, vocab, (tokens,)), torch.randn(tokens)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        total = (
+            head.linear(made, hidden, targets, c, chunk)[0]
+            if way == "linear"
+            else (head.logprobs(made, hidden, targets, chunk) * c).sum()
+        )
+        total.backward()
+    largest = max(event.cpu_memory_usage for event in profile.events() if event.name == "[memory]")
+    assert 0 < largest <= 2 * chunk * vocab * 4 < tokens * vocab * 4 / 8

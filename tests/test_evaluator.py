@@ -1,0 +1,66 @@
+"""Evaluation: the loss and the exact match against direct counting, and no trace in training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from runner.batch import pack
+from runner.evaluator import Evaluator
+from runner.protocols import Item, Question
+from tests.test_learner import batch, learner
+
+
+class Digits:
+    """Decodes ids to digits; answers every prompt with its ids in order."""
+
+    class tokenizer:
+        @staticmethod
+        def decode(ids: Sequence[int], skip_special_tokens: bool) -> str:
+            return "".join(map(str, ids))
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        return [sorted(p)[:max_new_tokens] for p in prompts]
+
+
+def question(prompt: tuple[int, ...], answer: tuple[int, ...]) -> Question:
+    item = Item(prompt + answer, (0.0,) * len(prompt) + (1.0,) * len(answer))
+    return Question(item, prompt, "".join(map(str, prompt)), "".join(map(str, answer)))
+
+
+QUESTIONS = [question((3, 1), (1, 3)), question((2, 1), (2, 1)), question((5, 4, 6), (4, 5, 6))]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 10])
+def test_numbers_do_not_depend_on_the_batch_size(batch_size: int) -> None:
+    subject = learner()
+    report = Evaluator(QUESTIONS, batch_size, 8).evaluate(subject, Digits())
+    whole = pack([q.item.ids for q in QUESTIONS], [q.item.weights for q in QUESTIONS])
+    logprobs = subject.forward(whole, frozenset({"logprobs"}))["logprobs"]
+    weight = whole.tokens["weight"]
+    assert report.values["eval/loss"] == pytest.approx(float(-(weight * logprobs).sum() / weight.sum()))
+    assert report.values["eval/exact_match"] == pytest.approx(2 / 3)
+    assert [s["exact"] for s in report.samples] == [True, False, True]
+
+
+def test_plain_text_has_a_loss_and_no_answers() -> None:
+    report = Evaluator([Question(Item((1, 2, 3), (0.0, 1.0, 1.0)))], 4, 8).evaluate(learner(), Digits())
+    assert "eval/loss" in report.values and "eval/exact_match" not in report.values and report.samples == []
+
+
+def test_evaluating_changes_no_bit_of_training() -> None:
+    from runner.algorithm.sft import CrossEntropy
+
+    def train(evaluate: bool) -> torch.Tensor:
+        subject = learner()
+        for step in range(3):
+            subject.begin_step(step)
+            subject.forward_backward(batch(), CrossEntropy())
+            subject.optim_step()
+            if evaluate:
+                Evaluator(QUESTIONS, 2, 8).evaluate(subject, Digits())
+        return subject.model.trainable()["table"].detach()
+
+    assert torch.equal(train(True), train(False))
