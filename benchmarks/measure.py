@@ -41,7 +41,8 @@ class Arm:
 
 
 PADDED = Arm("bare loop, padded", "arms.bare", ("padded",))
-FLAT = Arm("bare loop, no padding", "arms.bare", ("flat",))
+FLAT = Arm("bare loop, no padding, block mask", "arms.bare", ("flat",))
+ROWS = Arm("bare loop, no padding, by row", "arms.bare", ("rows",))
 RUNNER = Arm("this runner", "arms.runner_cli")
 TRL = Arm("TRL SFTTrainer", "arms.trl_sft", (), str(TRL_VENV / "bin" / "python"))
 

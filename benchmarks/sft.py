@@ -1,4 +1,4 @@
-"""Supervised fine-tuning side by side: this runner, two bare PyTorch loops, and TRL.
+"""Supervised fine-tuning side by side: this runner, bare PyTorch loops, and TRL.
 
     python benchmarks/sft.py [--quick] [--trl] [--out FILE]
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import measure
 import report
-from measure import FLAT, PADDED, RUNNER, TRL, Arm, Settings
+from measure import FLAT, PADDED, ROWS, RUNNER, TRL, Arm, Settings
 
 FULL = Settings(
     rounds=3,
@@ -61,7 +61,7 @@ def compare(arms: Sequence[Arm], settings: Settings, folder: Path) -> dict[str, 
     results: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
     for arm, result in measure.side_by_side(arms, settings, folder):
         results[arm.name].append(result)
-        say(f"  {arm.name:24}{result['conversations_per_cpu_s']:7.1f} conv./cpu-s")
+        say(f"  {arm.name:36}{result['conversations_per_cpu_s']:7.1f} conv./cpu-s")
     return results
 
 
@@ -100,9 +100,11 @@ def everything(arms: Sequence[Arm], settings: Settings, folder: Path) -> dict[st
 def show(measured: dict[str, Any]) -> None:
     """The tables, to stdout."""
     results = measured["results"]
-    print("\n" + report.speed(results, PADDED.name))
-    against = report.ratio(results, RUNNER.name, FLAT.name, "conversations_per_cpu_s")
-    print(f"\nthis runner / bare loop without padding: {against:.2f}\n\n{report.losses(results)}")
+    print("\n" + report.speed(results, PADDED.name) + "\n")
+    for loop in (FLAT, ROWS):
+        against = report.ratio(results, RUNNER.name, loop.name, "conversations_per_cpu_s")
+        print(f"{RUNNER.name} / {loop.name}: {against:.2f}")
+    print("\n" + report.losses(results))
     print("\n" + report.seconds({**measured["start_up_s"], **measured["first_step_s"]}))
     if measured["growth"]:
         print(f"\none step; memory above model and optimizer state; the runner's head takes {CHUNK} tokens at once")
@@ -126,7 +128,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Exit code 0, or 1 if an arm failed or the arms do not learn the same."""
     arguments = parser().parse_args()
-    arms = [PADDED, FLAT, RUNNER, *([TRL] if arguments.trl else [])]
+    arms = [PADDED, FLAT, ROWS, RUNNER, *([TRL] if arguments.trl else [])]
     try:
         if arguments.trl:
             measure.install_trl()

@@ -110,6 +110,9 @@ def build_model(spec: JobSpec, tokenizer: Any, device: Device, decide: Decisions
 def build_learner(spec: JobSpec, model: Any, device: Device, decide: Decisions) -> LocalLearner:
     """The learner over the model's trainable parameters."""
     registry = default_registry()
+    if spec.schedule.warmup_steps >= spec.steps:
+        reason = f"schedule.warmup_steps={spec.schedule.warmup_steps} and steps={spec.steps}"
+        decide("schedule", spec.schedule.name, "warm-up only", reason)
     return LocalLearner(
         model,
         registry.factory(spec.optimizer)(spec.optimizer, parameters=model.trainable(), decide=decide),

@@ -1,9 +1,10 @@
-"""A bare PyTorch loop, padded or flat: what a careful person writes by hand for one model and one data set.
+"""A bare PyTorch loop in three layouts: what a careful person writes by hand for one model and one data set.
 
-    python -m arms.bare padded|flat WORKLOAD RESULT STEPS BATCH LR
+    python -m arms.bare padded|flat|rows WORKLOAD RESULT STEPS BATCH LR
 
     padded   [N, L] with an attention mask
-    flat     [1, T], rows end to end under one block mask: no token is computed that is not learnt from
+    flat     [1, T], rows end to end under one block mask: no padding, but attention is still made for all T² pairs
+    rows     [1, T], rows end to end, one attention call per row: nothing is computed in vain
 
 Legend: N rows, T tokens in all, L longest row, V vocabulary.
 """
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from arms import stamps, workload
 from arms.workload import Rows
@@ -50,23 +52,48 @@ def padded(model: Any, rows: Rows) -> tuple[Tensor, Tensor]:
     return logits.flatten(0, 1), target.flatten()
 
 
-def flat(model: Any, rows: Rows) -> tuple[Tensor, Tensor]:
-    """logits [T, V] and labels [T]."""
+def _end_to_end(rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """ids, positions, row of each token, labels; all [T]."""
     lengths = torch.tensor([len(row) for row in rows.ids])
     owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    index = torch.arange(len(owner))
-    block = (owner[:, None] == owner) & (index[:, None] >= index)
-    positions = index - (torch.cumsum(lengths, 0) - lengths)[owner]
+    positions = torch.arange(len(owner)) - (torch.cumsum(lengths, 0) - lengths)[owner]
     ids = torch.tensor([t for row in rows.ids for t in row])
     pairs = zip(rows.ids, rows.mask, strict=True)
-    target = torch.tensor([t for row, mask in pairs for t in _labels(row, mask)])
+    return ids, positions, owner, torch.tensor([t for row, mask in pairs for t in _labels(row, mask)])
+
+
+def flat(model: Any, rows: Rows) -> tuple[Tensor, Tensor]:
+    """logits [T, V] and labels [T]."""
+    ids, positions, owner, target = _end_to_end(rows)
+    index = torch.arange(len(ids))
+    block = (owner[:, None] == owner) & (index[:, None] >= index)
     logits = model(
         input_ids=ids[None], position_ids=positions[None], attention_mask=block[None, None], use_cache=False
     ).logits
     return logits[0], target
 
 
-FORWARDS: dict[str, Forward] = {"padded": padded, "flat": flat}
+def by_row(model: Any, rows: Rows) -> tuple[Tensor, Tensor]:
+    """logits [T, V] and labels [T]."""
+    ids, positions, _, target = _end_to_end(rows)
+    model.config._attn_implementation = BY_ROW
+    lengths = [len(row) for row in rows.ids]
+    logits = model(input_ids=ids[None], position_ids=positions[None], row_lengths=lengths, use_cache=False).logits
+    return logits[0], target
+
+
+def _attend_by_row(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, row_lengths: list[int], **_: Any
+) -> tuple[Tensor, None]:
+    """query, key, value [1, heads, T, d] → [1, T, heads, d]."""
+    cut = [tensor.split(row_lengths, dim=2) for tensor in (query, key, value)]
+    out = [F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in zip(*cut, strict=True)]
+    return torch.cat(out, dim=2).transpose(1, 2), None
+
+
+BY_ROW = "by_row"
+ALL_ATTENTION_FUNCTIONS.register(BY_ROW, _attend_by_row)
+FORWARDS: dict[str, Forward] = {"padded": padded, "flat": flat, "rows": by_row}
 
 
 def one_step(model: Any, optimizer: torch.optim.Optimizer, forward: Forward, rows: Rows) -> float:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import warnings
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import nn
 
 from runner.adapter.config import LoraConfig
 from runner.errors import Problem, SpecError
-from runner.model.build import drawn
-from runner.model.causal import CausalLM
 from runner.protocols import Decide
+from runner.randomness import derive
+
+M = TypeVar("M", bound="Wrappable")
 
 
-def attach(config: LoraConfig, model: CausalLM, *, decide: Decide) -> CausalLM:
-    """`model` inside a peft model; the adapter is drawn from the model's seed, float32 whatever the base's type.
+class Wrappable(Protocol):
+    """What this adapter needs of a model: the transformers model, the seed of its weights, and how to be wrapped."""
+
+    causal: Any
+    seed: int
+
+    def wrapped(self: M, module: nn.Module, *, decide: Decide) -> M: ...
+
+
+def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
+    """`model` inside a peft model; the adapter is drawn from the model's seed, in float32 whatever the base's type.
 
     Use the result instead of `model`, whose modules it has changed. Raises SpecError for module names that the
     model does not have, or that peft cannot adapt.
@@ -34,7 +45,11 @@ def attach(config: LoraConfig, model: CausalLM, *, decide: Decide) -> CausalLM:
         use_rslora=config.rslora,
     )
     try:
-        module: Any = drawn(lambda: peft.get_peft_model(model.causal, settings), model.seed + 1)
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():  # peft draws on the CPU
+            # peft asks transformers under an older name; nothing a user could do about
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            torch.manual_seed(derive(model.seed, "adapter"))
+            module: Any = peft.get_peft_model(model.causal, settings)
     except ValueError as error:
         raise SpecError([Problem("adapter.targets", f"peft cannot adapt this: {error}")]) from error
     return model.wrapped(module, decide=decide)
@@ -56,6 +71,6 @@ def _check_names(config: LoraConfig, causal: nn.Module) -> None:
         raise SpecError(found)
 
 
-def _adaptable(causal: nn.Module) -> Iterable[str]:
+def _adaptable(causal: nn.Module) -> list[str]:
     kinds = (nn.Linear, nn.Embedding)
     return sorted({name.rpartition(".")[2] for name, module in causal.named_modules() if isinstance(module, kinds)})

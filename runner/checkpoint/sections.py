@@ -90,7 +90,8 @@ def read(folder: Path, files: Mapping[str, Any]) -> dict[str, State]:
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            # Copies: a mapped file that is deleted or replaced later would change, or kill, who uses its tensors.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a mapping
             aliases = json.loads((file.metadata() or {}).get(ALIASES, "{}"))
     except (OSError, ValueError, SafetensorError) as error:
         raise Damaged(f"{path.name}: {error}") from error

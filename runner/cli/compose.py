@@ -1,13 +1,13 @@
 """From a command line, or a run's spec.yaml, to a decoded job and who set each value.
 
-    words ─▶ read ─▶ choices ─▶ Hydra ─▶ values on top ─▶ interpolations ─▶ decode ─▶ Composed
-                       └────────── everything wrong on the way is reported at once ─────┘
+words ─▶ read ─▶ choices ─▶ Hydra ─▶ values on top ─▶ interpolations ─▶ decode ─▶ Composed
+                   └────────── everything wrong on the way is reported at once ─────┘
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,19 @@ from typing import Any
 import yaml
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.default_element import ResultDefault
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigSource
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.cli.overrides import Typed, apply, check, read, with_demo
+from runner.cli.mishaps import worded
+from runner.cli.overrides import Typed, apply, check, problem, read, with_demo
 from runner.cli.resolve import escaped, resolve
 from runner.cli.sources import GROUP, holders, options, session
 from runner.errors import EnvironmentProblem, Problem, SpecError
 from runner.registry import Registry, default_registry
-from runner.spec.decode import decode, unknown_name
+from runner.spec.decode import decode
 from runner.spec.job import JobSpec
 from runner.spec.origin import COMMAND_LINE, leaves
 from runner.spec.schema import groups_of
@@ -99,7 +100,9 @@ def draft(words: Sequence[str], config_dir: Path | None = None) -> Draft:
         choices, wrong, unsure = _checked([t for t in typed if t.choice], loader.get_sources(), groups)
         problems += wrong
         files = _compose(loader, choices, problems)
-    result = _overlaid(files, typed, problems + _misplaced(files, groups))
+    misplaced = _misplaced(files, groups)
+    unsure |= {p.key.removesuffix(".name") for p in misplaced}
+    result = _overlaid(files, typed, problems + misplaced)
     return Draft(result.data, result.origins, result.overrides, result.problems, unsure, notes + files.notes)
 
 
@@ -127,7 +130,8 @@ def _checked(
     choices: Iterable[Typed], sources: Sequence[ConfigSource], groups: Sequence[str]
 ) -> tuple[list[Typed], list[Problem], frozenset[str]]:
     """The choices that can be composed, what is wrong with the others, and the groups that are in doubt by that."""
-    kept, problems, unsure = [], [], set()
+    kept, problems = [], []
+    unsure: set[str] = set()
     for choice in choices:
         good, wrong = check(choice, options(sources, choice.key))
         problems += wrong
@@ -138,14 +142,15 @@ def _checked(
     return kept, problems, frozenset(unsure)
 
 
-def _compose(loader: ConfigLoader, choices: Iterable[Typed], problems: Sequence[Problem]) -> _Files:
+def _compose(loader: ConfigLoader, choices: Sequence[Typed], problems: Sequence[Problem]) -> _Files:
     lines = [_line(choice) for choice in choices]
     sources = loader.get_sources()
     try:
         entries = loader.compute_defaults_list(JOB, lines, RunMode.RUN).defaults
         return _merged([e for e in entries if e.config_path and not e.config_path.startswith("hydra/")], sources)
-    except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
-        raise SpecError([*problems, _worded(error, sources)]) from error
+    except (HydraException, OmegaConfBaseException, ValueError, RecursionError, yaml.YAMLError) as error:
+        recipes = [f"{GROUP}/{name}" for choice in choices if choice.key == GROUP for name in choice.names]
+        raise SpecError([*problems, worded(error, sources, recipes)]) from error
 
 
 def _merged(entries: Sequence[ResultDefault], sources: Sequence[ConfigSource]) -> _Files:
@@ -173,13 +178,14 @@ def _line(choice: Typed) -> str:
 
 
 def _misplaced(files: _Files, groups: Sequence[str]) -> list[Problem]:
-    """Components chosen by writing `name`, which would leave the old one's options behind; Hydra's settings in files."""
+    """Components chosen by writing `name`, which leaves the old one's options behind; Hydra's settings."""
     found = []
     for group in groups:
-        who = files.origins.get(f"{group}.name", "")
+        key = f"{group}.name"
+        who = files.origins.get(key, "")
         if who and not who.startswith(f"{group}/"):
-            chosen = OmegaConf.select(files.config, f"{group}.name")
-            found.append(Problem(f"{group}.name", f"a file chooses with 'override /{group}: {chosen}' in its defaults list", who))
+            chosen = OmegaConf.select(files.config, key)
+            found.append(Problem(key, f"a file chooses with 'override /{group}: {chosen}' in its defaults list", who))
     for key, who in files.origins.items():
         if key.startswith("hydra.") and who != JOB:
             found.append(Problem(key, "Hydra's own settings are not used", who))
@@ -188,20 +194,33 @@ def _misplaced(files: _Files, groups: Sequence[str]) -> list[Problem]:
 
 def _overlaid(files: _Files, typed: Sequence[Typed], problems: Sequence[Problem]) -> Draft:
     """The command line's values on top of the files', all interpolations resolved."""
-    values = [t for t in typed if not t.choice]
-    found = [*problems]
-    for value in [t for t in values if t.key.endswith(".name") and files.origins.get(t.key)]:
-        group = value.key.removesuffix(".name")
-        found.append(Problem(value.key, f"a component is chosen with {group}={value.value}", COMMAND_LINE))
-        values.remove(value)
-    found += apply(files.config, values)
+    named = {key: name for t in typed if not t.choice for key, name in leaves(t.value, t.key) if _is_choice(key)}
+    wrong = [
+        problem(key, f"a component is chosen with {key.removesuffix('.name')}={name}") for key, name in named.items()
+    ]
+    values = [t for t in typed if not t.choice and not any(f"{key}.".startswith(f"{t.key}.") for key in named)]
+    found = [*problems, *wrong, *apply(files.config, values)]
     of_files = {key: who for key, who in files.origins.items() if not key.startswith("hydra.")}
-    origins = of_files | {key: COMMAND_LINE for t in values for key, _ in leaves(t.value, t.key)}
+    origins = of_files | {key: COMMAND_LINE for t in values for key in _touched(t, of_files)}
     data, broken = resolve(files.config, origins)
     return Draft(data, origins, [t.line for t in typed], found + broken)
 
 
-def _sections(choices: Sequence[Typed], registry: Registry, config: DictConfig, origins: dict[str, str]) -> list[Problem]:
+def _touched(typed: Typed, origins: Mapping[str, str]) -> set[str]:
+    """The keys that a value sets, and the single value that it makes a section of, if there is one."""
+    parts = typed.key.split(".")
+    above = {".".join(parts[:depth]) for depth in range(1, len(parts))}
+    return {key for key, _ in leaves(typed.value, typed.key)} | (above & origins.keys())
+
+
+def _is_choice(key: str) -> bool:
+    group, _, leaf = key.partition(".")
+    return leaf == "name" and group in groups_of(default_registry())
+
+
+def _sections(
+    choices: Sequence[Typed], registry: Registry, config: DictConfig, origins: dict[str, str]
+) -> list[Problem]:
     """Put newly chosen components in place of a spec's."""
     with session(registry) as loader:
         kept, problems, _ = _checked(choices, loader.get_sources(), groups_of(registry))
@@ -220,23 +239,9 @@ def _load_spec(path: Path) -> DictConfig:
     try:
         config = OmegaConf.load(path)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SpecError([_worded(error, ())]) from error
+        raise SpecError([worded(error, (), ())]) from error
     content = OmegaConf.to_container(config)
     if not isinstance(content, dict):
         raise SpecError([Problem("", f"{path}: expected the sections of a job")])
-    return OmegaConf.create(escaped(content))
-
-
-def _worded(error: Exception, sources: Sequence[ConfigSource]) -> Problem:
-    """Why files cannot be composed, without Hydra's advice to type `+`."""
-    text = str(error)
-    where = re.search(r"In '([^']+)'", text)
-    origin = where.group(1) if where else ""
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, name = error.missing_cfg_file.removesuffix(".yaml").rpartition("/")
-        return Problem(group, unknown_name(group, name, options(sources, group)), origin)
-    if several := re.search(r"Multiple values for (\S+?)\.", text):
-        group = several.group(1)
-        return Problem(group, f"a recipe chooses with 'override /{group}: NAME', at the end of its defaults list", origin)
-    lines = [line.strip() for line in text.splitlines() if line.strip() and "To append" not in line]
-    return Problem("", " ".join(lines), "")
+    spec: DictConfig = OmegaConf.create(escaped(content))
+    return spec

@@ -1,6 +1,6 @@
 """Writes conf/<group>/<name>.yaml and the recipes' editor schema from the config classes, so that they cannot differ.
 
-    python -m runner.cli.conf --write | --check
+python -m runner.cli.conf --write | --check
 """
 
 from __future__ import annotations

@@ -51,7 +51,11 @@ def read(words: Iterable[str], groups: Collection[str]) -> tuple[list[Typed], li
         if isinstance(got, Problem):
             problems.append(got)
         elif got.key in typed:
-            several = f"; several recipes are written +recipe=[{typed[got.key].value},{got.value}]" if got.key == GROUP else ""
+            several = (
+                f"; several recipes are written +recipe=[{typed[got.key].value},{got.value}]"
+                if got.key == GROUP
+                else ""
+            )
             problems.append(problem(got.key, f"given twice, as {typed[got.key].line} and as {word}{several}"))
         else:
             typed[got.key] = got
@@ -78,7 +82,8 @@ def _judge(override: Override, word: str, groups: Collection[str]) -> Typed | Pr
     if override.package is not None or "/" in key:
         return problem(word, f"there is no such group; groups are {', '.join(groups)}")
     if override.is_sweep_override():
-        return problem(key, f"{override.get_value_string()} is several values; a list is written [1,2], sweeps are not part of this version")
+        several = f"{override.get_value_string()} is several values"
+        return problem(key, f"{several}; write a list as [1,2]; sweeps are not part of this version")
     choice = key in (*groups, GROUP) and not isinstance(value, dict)
     if choice and isinstance(value, list) and key != GROUP:
         return problem(key, "takes one choice, not a list")
@@ -109,7 +114,11 @@ def check(choice: Typed, known: Collection[str]) -> tuple[Typed | None, list[Pro
 
 def _as_path(group: str, name: str) -> str:
     member = {"model": "hf", "data": "file"}.get(group)
-    return f"; a path is given with {group}={member} {group}.path={name}" if member and ("/" in name or "." in name) else ""
+    return (
+        f"; a path is given with {group}={member} {group}.path={name}"
+        if member and ("/" in name or "." in name)
+        else ""
+    )
 
 
 def apply(config: DictConfig, values: Iterable[Typed]) -> list[Problem]:

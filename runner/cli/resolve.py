@@ -34,7 +34,8 @@ def resolve(config: DictConfig, origins: Mapping[str, str]) -> tuple[dict[str, A
                     value = _value(config, key)
                 except OmegaConfBaseException as error:
                     _raise_refusal(error, key, origins)
-                    problems.append(Problem(key, f"{value}: {str(error).splitlines()[0]}", origin_of(key, origins)))
+                    why = str(error).splitlines()[0].rpartition("raised while resolving interpolation: ")[2]
+                    problems.append(Problem(key, f"{value}: {why}", origin_of(key, origins)))
                     value = MISSING
             _put(data, key, value)
     return data, problems

@@ -49,7 +49,7 @@ class RecipesSource(ConfigSource):
 
     def is_group(self, config_path: str) -> bool:
         place = self._place(config_path)
-        return place is not None and place.is_dir()
+        return self.available() if config_path == "" else place is not None and place.is_dir()
 
     def is_config(self, config_path: str) -> bool:
         place = self._place(self._normalize_file_name(config_path))
@@ -59,10 +59,13 @@ class RecipesSource(ConfigSource):
         place = self._place(self._normalize_file_name(config_path))
         if place is None or not place.is_file():
             raise ConfigLoadError(f"no recipe at {self.full_path()}: {config_path}")
-        with place.open(encoding="utf-8") as file:
-            header = self._get_header_dict(file.read(2048))
-            file.seek(0)
-            config = OmegaConf.load(file)
+        try:
+            with place.open(encoding="utf-8") as file:
+                header = self._get_header_dict(file.read())
+                file.seek(0)
+                config = OmegaConf.load(file)
+        except UnicodeDecodeError as error:
+            raise ConfigLoadError(f"{place}: not UTF-8 (byte {error.start})") from error
         # A recipe is about the whole job, also when its author forgot to say so.
         header["package"] = header["package"] or "_global_"
         return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header=header)
@@ -159,7 +162,10 @@ def _store_components_without_file(registry: Registry, sources: Sequence[ConfigS
         for name, cls in registry.classes(group).items():
             if not holders(sources, f"{group}/{name}"):
                 fields = cls.model_fields.items()
-                node = {key: "???" if info.is_required() else plain(info.get_default(call_default_factory=True)) for key, info in fields}
+                node = {
+                    key: "???" if info.is_required() else plain(info.get_default(call_default_factory=True))
+                    for key, info in fields
+                }
                 ConfigStore.instance().store(group=group, name=name, node=node)
 
 

@@ -10,7 +10,8 @@ those that generation gets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LossOn = Literal["assistant", "last_assistant", "all"]
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.chat_template:
             raise DataError(
-                "the data are conversations and the tokenizer has no chat template, so it is not known how to write one\n"
+                "the data are conversations and the tokenizer has no chat template, so they cannot be written as text\n"
                 "  use a model that has one (an instruct or chat model: model.path=..., or model.tokenizer=...),\n"
                 "  or give `prompt` and `completion` (or `text`) as plain text"
             )
@@ -57,6 +59,9 @@ class ChatTemplate:
 
     def marked(self, chat: Chat) -> tuple[list[int], list[int]] | None:
         """(ids, 1 where the assistant speaks) by the template's own generation marks, or None if it has none."""
+        tools: Any = list(chat.tools) or None
+        if not MARKS.search(self.tokenizer.get_chat_template(tools=tools)):
+            return None
         out = self._apply(chat, chat.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         mask = out["assistant_masks"]
         return (list(out["input_ids"]), list(mask)) if any(mask) else None
@@ -90,9 +95,9 @@ class ChatTemplate:
         return [Segment(body, learnt=True, answer=last), Segment(text[len(body) :], learnt=False)]
 
     def _apply(self, chat: Chat, messages: Sequence[Message], **options: Any) -> Any:
-        tools: list[Mapping[str, Any]] | None = list(chat.tools) or None
+        tools: Any = list(chat.tools) or None
         try:
-            return self.tokenizer.apply_chat_template(list(messages), tools=tools, **options)
+            return self.tokenizer.apply_chat_template([dict(m) for m in messages], tools=tools, **options)
         except Exception as error:  # a template is a foreign program and may fail in any way; the row is named instead
             raise DataError(
                 f"{chat.place}: the chat template refuses the conversation: {type(error).__name__}: {error}\n"

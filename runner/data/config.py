@@ -14,7 +14,8 @@ class DataConfig(ComponentConfig):
     max_length: int = Field(default=1024, ge=2, description="Longest tokenised item in tokens.")
     overlong: Literal["error", "skip", "truncate_left", "truncate_right", "split"] = Field(
         default="error",
-        description="What happens to an item above max_length (split: plain text only); what was cut is counted and said.",
+        description="What happens to an item above max_length (split: plain text only); "
+        "what was cut is counted and said.",
     )
     shuffle: bool = Field(default=True, description="A new order in each epoch, from the seed; false = as in the file.")
 
@@ -38,10 +39,10 @@ class DemoConfig(DataConfig):
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = []
         if self.items + self.held_out > 10**self.digits:
-            numbers = f"the {10**self.digits} numbers of data.digits={self.digits}"
-            found.append(("data.items", f"{self.items} and data.held_out={self.held_out} are more than {numbers}; ask for fewer"))
+            space = f"the {10**self.digits} numbers of data.digits={self.digits}; ask for fewer"
+            found.append(("data.items", f"{self.items} and data.held_out={self.held_out} are more than {space}"))
         if self.overlong != "error":
-            found.append(("data.overlong", "the items of data=demo are of one length, too long all or none; only error applies"))
+            found.append(("data.overlong", "the items of data=demo are all of one length, so only error applies"))
         return found
 
 
@@ -92,6 +93,12 @@ class FileConfig(SourceConfig):
                 "eval_path": self.eval_path and absolute_if_local(self.eval_path),
             }
         )
+
+    def preflight(self) -> None:
+        """Raise DataError for a missing file, and for what is wrong with the first 10,000 rows of each."""
+        from runner.data.sources import validate
+
+        validate(self)
 
     def sources(self) -> tuple[str, ...]:
         return (self.path,) if isinstance(self.path, str) else self.path

@@ -38,7 +38,9 @@ def _records(file: Path, problems: Problems) -> Iterator[tuple[Place, list[str]]
                 yield Place(str(file), first), fields
             first = reader.line_num + 1
     except csv.Error as error:
-        problems.add(Place(str(file), first), f"broken CSV in the row that begins here: {error}; expected quotes in pairs")
+        problems.add(
+            Place(str(file), first), f"broken CSV in the row that begins here: {error}; expected quotes in pairs"
+        )
 
 
 def _header_is_sound(header: tuple[Place, list[str]], problems: Problems) -> bool:

@@ -1,6 +1,6 @@
 """data=demo: conversations made on this machine, "sort 5031" → "0135"; held-out numbers never occur in training.
 
-    seed ──numbers──▶ distinct strings of digits ──▶ held-out first, then training ──▶ chat template ──▶ items
+seed ──numbers──▶ distinct strings of digits ──▶ held-out first, then training ──▶ chat template ──▶ items
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DemoData:
         """Every number makes a conversation of as many bytes, and a token is a byte at least: if the bytes of one
         fit, all items do; else all are measured. Raises DataError for items above data.max_length."""
         first = self._rows([0])[0]
-        if len(self.tokeniser.tokenizer.decode(first.ids).encode()) > self.config.max_length:
+        if len(str(self.tokeniser.tokenizer.decode(first.ids)).encode()) > self.config.max_length:
             problems, tally, limit = Problems("data", "demo"), Tally(), Limit(self.config.max_length, "error")
             for row in self._rows(range(len(self._numbers))):
                 list(limit.apply(row, tally, problems))
@@ -94,7 +94,9 @@ def numbers(digits: int, count: int, seed: int) -> list[str]:
     return [str(number).zfill(digits) for number in islice(drawn, count)]
 
 
-def build(config: DemoConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, decide: Decide, cache_dir: Path) -> DemoData:
+def build(
+    config: DemoConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, decide: Decide, cache_dir: Path
+) -> DemoData:
     """The demo's data; `cache_dir` is not used, as generating is faster than reading.
 
     Raises DataError where the tokenizer has no chat template or items are too long.

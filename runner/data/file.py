@@ -1,74 +1,23 @@
-"""data=file: the user's own files, checked before anything heavy is loaded."""
+"""data=file: the user's own files."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.data.config import FileConfig
-from runner.data.formats import FormatCheck
-from runner.data.readers import FileList, find_files, read_file
-from runner.data.rows import Problems, Row
+from runner.data.prepare import Preparation, build_data
+from runner.data.sources import find_sources
+from runner.protocols import Data, Decide
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from runner.protocols import Data, Decide
 
-PREFLIGHT_ROWS = 10_000  # of each file: all of a small one, and a fraction of a second of a large one
-
-
-@dataclass(frozen=True)
-class FileSource:
-    """A file or a folder of files, in the order of their names."""
-
-    name: str
-    list: FileList
-    key: str = "data.path"
-
-    def digest(self) -> str:
-        """sha256 over the names and bytes of all files."""
-        total = hashlib.sha256()
-        for file in self.list.files:
-            with file.open("rb") as handle:
-                total.update(f"{file.name}:{hashlib.file_digest(handle, 'sha256').hexdigest()}\n".encode())
-        return total.hexdigest()
-
-    def rows(self, problems: Problems, most: int | None = None) -> Iterator[Row]:
-        """The rows of every file, of each the first `most`."""
-        for file in self.list.files:
-            yield from islice(read_file(file, problems), most)
-
-
-def find_sources(config: FileConfig) -> tuple[list[FileSource], FileSource | None]:
-    """(training sources, held-out source). Raises DataError for a path where no data file is."""
-    training = [FileSource(path, find_files(path)) for path in config.sources()]
-    if config.eval_path is None:
-        return training, None
-    return training, FileSource(config.eval_path, find_files(config.eval_path, "data.eval_path"), "data.eval_path")
-
-
-def validate(config: FileConfig) -> None:
-    """Check that the files exist and that their first 10,000 rows are sound; imports neither torch nor a tokenizer.
-
-    Raises DataError with everything wrong with the first faulty source. `build` checks the remaining rows.
-    """
-    training, held_out = find_sources(config)
-    for source in [*training, *([held_out] if held_out else [])]:
-        problems = Problems(source.key, source.name)
-        for _ in FormatCheck(problems).examples(source.rows(problems, PREFLIGHT_ROWS)):
-            pass
-        problems.raise_if_any()
-
-
-def build(config: FileConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, decide: Decide, cache_dir: Path) -> Data:
+def build(
+    config: FileConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, decide: Decide, cache_dir: Path
+) -> Data:
     """The data of the user's files. Raises DataError, StorageError."""
-    from runner.data.prepare import Preparation, build_data
-
     training, held_out = find_sources(config)
     for source in [*training, *([held_out] if held_out else [])]:
         if source.list.ignored:

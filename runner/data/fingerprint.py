@@ -20,7 +20,9 @@ def digest(*parts: Any) -> str:
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """sha256 of all of a tokenizer that can change the ids: its algorithm, vocabulary, special tokens and template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    algorithm = json.loads(backend.to_str()) if backend is not None else [type(tokenizer).__name__, tokenizer.get_vocab()]
+    algorithm: Any = (
+        json.loads(backend.to_str()) if backend is not None else [type(tokenizer).__name__, tokenizer.get_vocab()]
+    )
     if backend is not None:  # left by whoever used the tokenizer last; every call sets them anew
         algorithm.update(truncation=None, padding=None)
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}

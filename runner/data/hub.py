@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import datasets
+import datasets  # type: ignore[import-untyped]
 
 from runner.data.config import HubConfig
 from runner.data.prepare import Preparation, build_data
@@ -28,24 +28,26 @@ if TYPE_CHECKING:
 class HubSource:
     """One split of a hub data set."""
 
-    name: str
-    split: str
+    name: str  # with its split: owner/name[train]
     table: datasets.Dataset
     key: str = "data.path"
 
     def digest(self) -> str:
         """sha256 over the Arrow files that `datasets` keeps, and the rows that the split takes from them."""
+        if not self.table.cache_files:  # held in memory: there is nothing but the rows
+            rows = (json.dumps(row, sort_keys=True, default=str).encode() for row in self.table)
+            return hashlib.sha256(b"\n".join(rows)).hexdigest()
         files = [sha256(Path(file["filename"])) for file in self.table.cache_files]
-        parts = [files, self.split, len(self.table), self.table.column_names]
+        parts = [files, self.name, len(self.table), self.table.column_names]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def rows(self, problems: Problems) -> Iterator[Row]:
         """Rows as plain values; the nulls that Arrow fills missing keys with are taken out."""
         number = 0
         for number, value in enumerate(self.table, 1):
-            yield Row(Place(f"{self.name}[{self.split}]", number, "row"), without_nulls(value))
+            yield Row(Place(self.name, number, "row"), without_nulls(value))
         if not number:
-            problems.add(f"{self.name}[{self.split}]", "no rows; expected at least one")
+            problems.add(self.name, "no rows; expected at least one")
 
 
 def load(config: HubConfig, path: str, split: str, key: str = "data.path") -> HubSource:
@@ -56,15 +58,16 @@ def load(config: HubConfig, path: str, split: str, key: str = "data.path") -> Hu
         table = datasets.load_dataset(path, config.subset, split=split, revision=config.revision)
     except ConnectionError as error:
         raise EnvironmentProblem(
-            f"{key}={path}: the Hugging Face hub cannot be reached, and the data set is not in its cache here ({error})\n"
-            "  check the network (or HF_ENDPOINT, HF_HUB_OFFLINE), or fetch the files elsewhere and: data=file data.path=..."
+            f"{key}={path}: the hub cannot be reached, and the data set is not in the cache here ({error})\n"
+            "  check the network (or HF_ENDPOINT, HF_HUB_OFFLINE), or fetch the files and use data=file data.path=..."
         ) from error
-    except Exception as error:  # the hub, parsers and builders raise what they like; the user needs the name and a way out
+    except Exception as error:  # hub and parsers raise what they like; name and way out are what helps
         raise DataError(
             f"{key}={path}: cannot be loaded (subset {config.subset}, split {split}, revision {config.revision}): "
-            f"{type(error).__name__}: {error}\n  check data.path, data.subset, data.split and data.revision, or use data=file"
+            f"{type(error).__name__}: {error}\n"
+            "  check data.path, data.subset, data.split and data.revision, or use data=file"
         ) from error
-    return HubSource(path, split, table, key)
+    return HubSource(f"{path}[{split}]", table, key)
 
 
 def build(config: HubConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, decide: Decide, cache_dir: Path) -> Data:

@@ -16,7 +16,9 @@ def item(ids: Sequence[int], learnt: Sequence[int]) -> Item:
     return Item(tuple(ids), tuple(map(float, learnt)))
 
 
-def question(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], learnt: Sequence[int], answer: tuple[int, int]) -> Question:
+def question(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], learnt: Sequence[int], answer: tuple[int, int]
+) -> Question:
     """What to ask and what to expect: all before the last assistant turn, and what a perfect answer decodes to.
 
     `answer` is the turn's half-open span, (0, 0) for plain text and for a turn that was cut: then only the item

@@ -47,7 +47,9 @@ def _raw_lines(file: Path, problems: Problems, limit: int | None) -> Iterator[tu
             if limit is None or len(raw) <= limit:
                 yield number, start, raw
                 continue
-            problems.add(Place(str(file), number), f"a row of more than {limit >> 20} MiB; expected one training example")
+            problems.add(
+                Place(str(file), number), f"a row of more than {limit >> 20} MiB; expected one training example"
+            )
             while raw and not raw.endswith(b"\n"):
                 raw = handle.readline(most)
                 offset += len(raw)
@@ -55,4 +57,5 @@ def _raw_lines(file: Path, problems: Problems, limit: int | None) -> Iterator[tu
 
 def _not_utf8(raw: bytes, error: UnicodeDecodeError, start: int) -> str:
     utf16 = "; it looks like UTF-16" if start == 0 and raw[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
-    return f"not UTF-8 at byte offset {start + error.start} of the file (0x{raw[error.start]:02x}); save it as UTF-8{utf16}"
+    at = f"byte offset {start + error.start} (0x{raw[error.start]:02x})"
+    return f"not UTF-8 at {at}; save the file as UTF-8{utf16}"

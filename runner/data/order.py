@@ -98,10 +98,14 @@ class Mixture:
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool) -> None:
         self._counts = shares(weights, BLOCK)
         if not min(self._counts):
-            raise DataError(f"data.weights={list(weights)}: a share below 1 in {BLOCK} is not drawn; raise it or leave it out")
+            raise DataError(
+                f"data.weights={list(weights)}: a share below 1 in {BLOCK} is not drawn; raise it or leave it out"
+            )
         self._epochs = [Epochs(size, shuffle, seed, source) for source, size in enumerate(sizes)]
         even = spread(self._counts)
-        self._block = lru_cache(maxsize=2)(lambda block: _visits(even[permutation(BLOCK, seed, block, "mixture")] if shuffle else even))
+        self._block = lru_cache(maxsize=2)(
+            lambda block: _visits(even[permutation(BLOCK, seed, block, "mixture")] if shuffle else even)
+        )
 
     def at(self, position: int) -> Spot:
         """The spot at `position`."""

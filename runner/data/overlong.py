@@ -1,16 +1,16 @@
 """What happens to examples above `data.max_length`, counted so that nothing disappears unsaid.
 
-    error            a problem that names row and length
-    skip             left out
-    truncate_left    the last max_length tokens stay        truncate_right    the first ones stay
-    split            pieces of max_length tokens, each beginning with the last token of the one before it,
-                     which is context there: every token but the first is learnt exactly once
+error            a problem that names row and length
+skip             left out
+truncate_left    the last max_length tokens stay        truncate_right    the first ones stay
+split            pieces of max_length tokens, each beginning with the last token of the one before it,
+                 which is context there: every token but the first is learnt exactly once
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from runner.data.rows import Problems
@@ -33,11 +33,7 @@ class Tally:
     left_out: int = 0  # rows skipped, or cut so far that nothing to learn was left
 
     def __str__(self) -> str:
-        return f"{self.items} items, {self.tokens} tokens, {self.learnt} of them learnt; the longest row has {self.longest}"
-
-    def as_dict(self) -> dict[str, int]:
-        """Plain counts."""
-        return asdict(self)
+        return f"{self.items} items, {self.tokens} tokens, {self.learnt} of them learnt; longest row {self.longest}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +75,20 @@ class Limit:
         return [_slice(row, at, at + self.max_length) for at in range(0, length - 1, self.max_length - 1)]
 
     def _way_out(self) -> str:
-        return "raise data.max_length, or choose data.overlong=skip, truncate_left or truncate_right (split for plain text)"
+        return (
+            "raise data.max_length, or set data.overlong to skip, truncate_left, truncate_right (or split: plain text)"
+        )
 
     def report(self, tally: Tally) -> str:
         """What the rule did, in words; empty if no row was too long."""
         if not tally.overlong:
             return ""
         done = {"skip": "left out", "split": "split"}.get(self.rule, f"cut by {tally.cut_tokens} tokens in all")
-        lost = f", {tally.left_out} of them left out, as nothing to learn remained" if self.rule != "skip" and tally.left_out else ""
+        lost = (
+            f", {tally.left_out} of them left out, as nothing to learn remained"
+            if self.rule != "skip" and tally.left_out
+            else ""
+        )
         return f"{tally.overlong} of {tally.rows} rows were longer than data.max_length={self.max_length}: {done}{lost}"
 
 

@@ -1,12 +1,11 @@
 """Sources of rows to the data of a job.
 
-    Source.rows ──FormatCheck──▶ Example ──Tokeniser──▶ Encoded ──Limit──▶ Table (cached) ──▶ TokenisedData
-                      └──────────────── Problems ─────────────────┘   one DataError for all of a source's faults
+Source.rows ──FormatCheck──▶ Example ──Tokeniser──▶ Encoded ──Limit──▶ Table (cached) ──▶ TokenisedData
+                  └──────────────── Problems ─────────────────┘   one DataError for all of a source's faults
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -24,7 +23,7 @@ from runner.data.formats import FormatCheck
 from runner.data.order import BySize, Mixture, Order
 from runner.data.overlong import Limit, Tally
 from runner.data.rows import Problems, Row
-from runner.data.tokenise import Encoded, Tokeniser
+from runner.data.tokenise import Tokeniser
 from runner.errors import DataError
 from runner.protocols import Decide
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BATCH = 512  # rows tokenised in one call
-log = logging.getLogger("runner")
 
 
 class Source(Protocol):
@@ -105,7 +103,11 @@ class Preparation:
         where = f"{source.key}={source.name}"
         self._state("data.format", summary["format"], f"{where}: {summary['counts']}")
         if summary["ignored"]:
-            self._state("data.columns", f"not read: {', '.join(summary['ignored'])}", f"{where}: {summary['format']} has no use for them")
+            self._state(
+                "data.columns",
+                f"not read: {', '.join(summary['ignored'])}",
+                f"{where}: {summary['format']} has no use for them",
+            )
         if summary["overlong"]:
             self._state("data.overlong", self.config.overlong, f"{where}: {summary['overlong']}")
         for note in summary["notes"]:
@@ -129,9 +131,7 @@ def _summary(check: FormatCheck, tokeniser: Tokeniser, limit: Limit, tally: Tall
     }
 
 
-def build_data(
-    prepare: Preparation, sources: Sequence[Source], held_out: Source | None, seed: int
-) -> TokenisedData:
+def build_data(prepare: Preparation, sources: Sequence[Source], held_out: Source | None, seed: int) -> TokenisedData:
     """Tokenise (or read from the cache) all sources and put an order over them. Raises DataError, StorageError."""
     config = prepare.config
     keys = [prepare.key(source) for source in sources]

@@ -43,7 +43,9 @@ def find_files(path: str, key: str = "data.path") -> FileList:
     if not root.exists():
         raise DataError(f"{key}={path}: no such file or folder{_nearest(root)}")
     if _suffix(root) not in READERS:
-        raise DataError(f"{key}={path}: a file of this kind is not read; expected {', '.join(READERS)}, or a folder of them")
+        raise DataError(
+            f"{key}={path}: a file of this kind is not read; expected {', '.join(READERS)}, or a folder of them"
+        )
     return FileList((root,))
 
 

@@ -1,6 +1,6 @@
 """Rows of data, the places they stand at, and the list of what is wrong with them.
 
-    Row = (Place, columns)          Problems: every fault found, raised as one DataError
+Row = (Place, columns)          Problems: every fault found, raised as one DataError
 """
 
 from __future__ import annotations

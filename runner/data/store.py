@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import datasets
+import datasets  # type: ignore[import-untyped]
 import pyarrow as pa
 
 from runner.data.tokenise import Encoded
@@ -71,7 +71,7 @@ def on_disk(folder: Path, fill: Fill, damaged: Callable[[str], None]) -> tuple[T
         summary: Summary = json.loads((folder / "summary.json").read_text())["summary"]
     except OSError as error:
         raise StorageError(
-            f"cannot write the token cache {folder}: {error.strerror or error}; free space there, or set data.cache=false"
+            f"cannot write the token cache {folder}: {error.strerror or error}; free space, or set data.cache=false"
         ) from error
     return Table(datasets.Dataset.from_file(str(folder / "tokens.arrow"))), summary
 
@@ -104,8 +104,15 @@ def _write(sink: IO[bytes] | pa.NativeFile, fill: Fill) -> Summary:
     with pa.ipc.new_stream(sink, SCHEMA) as writer:
 
         def write(rows: Sequence[Encoded]) -> None:
-            columns = [[r.ids for r in rows], [r.learnt for r in rows], [r.answer[0] for r in rows], [r.answer[1] for r in rows]]
-            writer.write_batch(pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], SCHEMA))
+            columns = [
+                [r.ids for r in rows],
+                [r.learnt for r in rows],
+                [r.answer[0] for r in rows],
+                [r.answer[1] for r in rows],
+            ]
+            writer.write_batch(
+                pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], SCHEMA)
+            )
 
         return fill(write)
 

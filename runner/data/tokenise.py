@@ -48,7 +48,10 @@ class Tokeniser:
         self._template: ChatTemplate | None = None
         self._bos, self._eos = special_ends(tokenizer)
         self._anchor = _anchor(tokenizer)
-        self._special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
+        self._special = {
+            *tokenizer.all_special_ids,
+            *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special),
+        }
 
     def encode(self, examples: Sequence[Example], problems: Problems) -> list[Encoded]:
         """Tokens of each example in order; one that cannot be encoded goes to `problems`. Raises DataError."""
@@ -74,19 +77,27 @@ class Tokeniser:
     def _plain(self, example: Plain) -> list[Segment]:
         if example.prompt is None:
             if self.loss_on == "last_assistant":
-                raise DataError(f"data.loss_on=last_assistant: {example.place} is plain text without turns; use assistant or all")
+                raise DataError(
+                    f"data.loss_on=last_assistant: {example.place} is plain text without turns; use assistant or all"
+                )
             return [Segment(example.completion, learnt=True)]
         return [Segment(example.prompt, self.loss_on == "all"), Segment(example.completion, learnt=True, answer=True)]
 
     def _by_marks(self, template: ChatTemplate, chat: Chat) -> Encoded:
-        """The template's own marks say where the assistant speaks; they know nothing of a prompt's turns."""
+        """The template's own marks say where the assistant speaks; they know nothing of a prompt's turns.
+
+        The last turn is an answer to ask for only if generation would see the very ids that stand before it.
+        """
         marked = template.marked(chat) if self.loss_on == "assistant" and not chat.context else None
         if marked is None:
             raise NotPrefixStable
         ids, mask = marked
         mask[0] = 0
-        self._note_end([i for i, m in zip(ids, mask, strict=True) if m])
-        return Encoded(chat.place, ids, mask, _last_run(mask))
+        first, last = _last_run(mask)
+        self._note_end(ids[first:last])
+        turn = max(i for i, m in enumerate(chat.messages) if m["role"] == "assistant")
+        [asked] = self._tokens([(template.render(chat, chat.messages[:turn], prompt=True), False)])
+        return Encoded(chat.place, ids, mask, (first, last) if ids[:first] == asked else (0, 0))
 
     def _way_out(self) -> str:
         if self.loss_on == "assistant":
@@ -121,7 +132,9 @@ class Tokeniser:
         learnt[:1] = [0] * len(learnt[:1])
         return Encoded(example.place, ids, learnt, answer)
 
-    def _closed(self, ids: list[int], learnt: list[int], answer: tuple[int, int]) -> tuple[list[int], list[int], tuple[int, int]]:
+    def _closed(
+        self, ids: list[int], learnt: list[int], answer: tuple[int, int]
+    ) -> tuple[list[int], list[int], tuple[int, int]]:
         """With the end-of-sequence token as a learnt token, so that the model learns to stop."""
         if self._eos is None:
             self.notes.add("the tokenizer has no end-of-sequence token: where a text ends is not learnt")
@@ -132,7 +145,9 @@ class Tokeniser:
 
     def _note_end(self, ids: Sequence[int]) -> None:
         if ids and ids[-1] not in self._special:
-            self.notes.add("the chat template ends an assistant turn without a special token: where it ends is not learnt")
+            self.notes.add(
+                "the chat template ends an assistant turn without a special token: where it ends is not learnt"
+            )
 
 
 def special_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int | None]:

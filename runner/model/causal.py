@@ -69,7 +69,9 @@ class CausalLM:
         if not self.config.gradient_checkpointing:
             return
         if self.causal.supports_gradient_checkpointing:
-            self.causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            # the older name, until transformers 5.5 is no longer supported
+            enable = getattr(self.causal, "activation_checkpointing_enable", None)
+            (enable or self.causal.gradient_checkpointing_enable)({"use_reentrant": False})
         else:
             decide("model.gradient_checkpointing", "on", "off", f"{type(self.causal).__name__} does not support it")
 
@@ -78,14 +80,13 @@ class CausalLM:
         self.causal.set_attn_implementation(self.own_attention)
         return CausalLM(module, self.tokenizer, self.config, seed=self.seed, decide=decide)
 
-    def train(self, mode: bool = True) -> CausalLM:
-        """Let passes with gradient run in training mode (the default), or none (`mode=False`)."""
-        self._training = mode
-        return self
+    def train(self) -> None:
+        """Let passes with gradient run in training mode, as they do from the start."""
+        self._training = True
 
-    def eval(self) -> CausalLM:
+    def eval(self) -> None:
         """Let every pass run in evaluation mode."""
-        return self.train(False)
+        self._training = False
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that learn, by the names they have in `module`; tied ones once."""

@@ -1,6 +1,6 @@
 """How the learning rate changes over the run: a pure function of the step."""
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -12,11 +12,6 @@ class ScheduleConfig(ComponentConfig):
 
     group: ClassVar[str] = "schedule"
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear rise from 0 to the peak.")
-
-    def problems(self, job: Any) -> list[tuple[str, str]]:
-        if self.warmup_steps < job.steps:
-            return []
-        return [("schedule.warmup_steps", f"{self.warmup_steps} steps of warm-up in a run of steps={job.steps}")]
 
 
 class ConstantConfig(ScheduleConfig):

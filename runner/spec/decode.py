@@ -76,7 +76,9 @@ def with_origins(found: Iterable[Found], origins: Mapping[str, str]) -> list[Pro
 @cache
 def job_model(classes: tuple[tuple[str, type[ComponentConfig] | None], ...]) -> type[JobSpec]:
     """JobSpec with each group narrowed to its chosen class; None leaves a group that could not be chosen unchecked."""
-    fields: dict[str, Any] = {group: (Any if cls is None else cls, None if cls is None else ...) for group, cls in classes}
+    fields: dict[str, Any] = {
+        group: (Any if cls is None else cls, None if cls is None else ...) for group, cls in classes
+    }
     return create_model("JobSpec", __base__=JobSpec, __module__=__name__, **fields)
 
 
@@ -129,8 +131,8 @@ def _validate(data: Mapping[str, Any], chosen: Classes, keys: Keys) -> tuple[Job
     """The job, if nothing but unknown keys is wrong, and what is wrong."""
     model = job_model(tuple(chosen.items()))
     try:
-        job = model.model_validate(data)
-        return (job if None not in chosen.values() else None), []
+        whole = model.model_validate(data)
+        return (whole if None not in chosen.values() else None), []
     except ValidationError as error:
         errors = [_Error.of(e["type"], e["loc"], model) for e in error.errors(include_url=False, include_input=False)]
     found = [(e.key, _message(e, data, chosen, keys)) for e in errors if chosen.get(e.path[0], True) is not None]

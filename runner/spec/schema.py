@@ -64,7 +64,7 @@ def job_schema(registry: Registry | None = None) -> dict[str, Any]:
 
 
 def recipe_schema(options: Mapping[str, list[str]], registry: Registry | None = None) -> dict[str, Any]:
-    """JSON Schema of a recipe: a job of which anything may be left out, with a defaults list that picks from `options`."""
+    """JSON Schema of a recipe: a job with anything left out, and a defaults list that picks from `options`."""
     schema = job_schema(registry)
     for definition in schema["$defs"].values():
         definition.pop("required", None)

@@ -1,4 +1,4 @@
-"""What the user probably meant: other frameworks' words first, then the same key elsewhere, then the nearest spelling."""
+"""What the user probably meant: another framework's word, the same key elsewhere, or the nearest spelling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ KEYS = {
     **dict.fromkeys(("random_seed", "manual_seed"), "seed"),
     **dict.fromkeys(("learning_rate", "max_lr", "peak_lr"), "optimizer.lr"),
     **dict.fromkeys(("wd", "decay"), "optimizer.weight_decay"),
-    **dict.fromkeys(("max_grad_norm", "grad_clip", "clip_grad", "gradient_clipping", "max_norm"), "optimizer.clip_norm"),
+    **dict.fromkeys(
+        ("max_grad_norm", "grad_clip", "clip_grad", "gradient_clipping", "max_norm"), "optimizer.clip_norm"
+    ),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "beta1", "beta2"), "optimizer.betas"),
     **dict.fromkeys(("adam_epsilon", "adam_eps", "epsilon"), "optimizer.eps"),
     **dict.fromkeys(("optim", "optimiser"), "optimizer"),
@@ -87,12 +89,12 @@ def name(group: str, wrong: str, known: Iterable[str]) -> str | None:
 
 
 def key(section: str, chosen: str, wrong: str, options: Options) -> str:
-    """What to say about the unknown key `section.wrong`, e.g. `did you mean 'optimizer.lr'?`; empty if nothing is close.
+    """What to say about the unknown key `section.wrong`: `did you mean 'optimizer.lr'?`; empty if nothing is close.
 
     `chosen` is the section's chosen member; `options` lists every option there is.
     """
     own = list(options.get(section, {}).get(chosen, ()))
-    if (other := KEYS.get(wrong.lower())) and (found := _synonym(section, chosen, other, options)):
+    if wrong.lower() in KEYS and (found := _synonym(section, chosen, wrong, options)):
         return found
     if members := [m for m, names in options.get(section, {}).items() if m and wrong in set(names)]:
         return "an option of " + ", ".join(f"{section}={m}" for m in members)
@@ -106,17 +108,17 @@ def key(section: str, chosen: str, wrong: str, options: Options) -> str:
     return ""
 
 
-def _synonym(section: str, chosen: str, target: str, options: Options) -> str:
+def _synonym(section: str, chosen: str, wrong: str, options: Options) -> str:
+    target = KEYS[wrong.lower()]
     place, _, leaf = target.rpartition(".")
     members = [m for m, names in options.get(place, {}).items() if leaf in set(names)]
     if not members:
         return ""
-    if place == section and chosen in members:
-        return f"did you mean '{leaf}'?"
     partial = len(members) < len(options[place])  # say which component has it
     owners = " of " + " or ".join(f"{place}={m}" for m in members) if partial else ""
-    aside = " (the length of a run is given in steps)" if target == "steps" else ""
-    return f"did you mean '{target}'{owners}{aside}?"
+    aside = " (a run's length is given in steps)" if "epoch" in wrong.lower() else ""
+    own = place == section and chosen in members
+    return f"did you mean '{leaf}'?" if own else f"did you mean '{target}'{owners}{aside}?"
 
 
 def _has(options: Options, place: str, leaf: str) -> bool:

@@ -29,6 +29,13 @@ def expectation(schema: Mapping[str, Any]) -> str:
     return " ".join(filter(None, (TYPES.get(str(schema.get("type")), ("a section", ""))[0], limits(schema))))
 
 
+def span(schema: Mapping[str, Any]) -> str:
+    """The values a field takes within its type: `above 0`, `one of a, b`; empty if all."""
+    if "anyOf" in schema:
+        return "; ".join(filter(None, map(span, schema["anyOf"])))
+    return expectation(schema) if "enum" in schema or "const" in schema else limits(schema)
+
+
 def limits(schema: Mapping[str, Any]) -> str:
     """The range of a field in words; empty if it has none."""
     low, high = schema.get("minimum"), schema.get("maximum")

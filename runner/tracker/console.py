@@ -42,7 +42,7 @@ class Console:
         self._log_path = log_path
         self._stream = sys.stdout if stream is None else stream
         self._live_wanted = self._stream.isatty() and os.environ.get("TERM") != "dumb"
-        # Guards Progress only. It is never held while rich writes: its redrawing thread holds rich's lock and wants this one.
+        # Guards Progress only, and is never held while rich writes: rich's own thread has its lock and wants this one.
         self._lock = RLock()
         self._progress: Progress | None = None
         self._live: Live | None = None

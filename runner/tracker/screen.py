@@ -64,6 +64,10 @@ class Curve:
             self.points = [(a + b) / 2 for a, b in zip(self.points[::2], self.points[1::2], strict=True)]
             self._stride *= 2
 
+    def series(self) -> list[float]:
+        """The means so far, the unfinished one included."""
+        return [*self.points, math.fsum(self._pending) / len(self._pending)] if self._pending else self.points
+
 
 @dataclass(slots=True)
 class Progress:
@@ -145,7 +149,7 @@ def _curve_rows(progress: Progress, width: int) -> list[Text]:
     rows = []
     for name, word, _ in CURVES:
         if curve := progress.curves.get(name):
-            bars = sparkline([*curve.points, curve.last] if curve.points else [curve.last], max(width - 48, 8))
+            bars = sparkline(curve.series(), max(width - 48, 8))
             best = f"best {number(curve.best)} @ {curve.best_step}" if not math.isnan(curve.best) else ""
             rows.append(Text.assemble((f"{word:12}", "dim"), f"{number(curve.last):>10}  ", (bars, "cyan"), "  ", best))
     return rows or [Text("waiting for the first step", "dim")]
@@ -155,7 +159,7 @@ def _figure_rows(progress: Progress) -> list[Text]:
     from rich.text import Text
 
     shown = (
-        ("speed", "perf/tokens_per_s", lambda v: f"{rate(v)} tokens/s"),
+        ("speed", "perf/tokens_per_s", lambda v: f"{rate(v)} tok/s"),
         ("step time", "perf/step_s", lambda v: f"{number(v)} s"),
         ("memory", "perf/peak_memory_bytes", size),
         ("lr", "train/lr", number),

@@ -78,6 +78,15 @@ def test_loaded_tensors_can_be_changed_without_changing_the_file(open_store: Ope
     assert_is(open_store().load(), 1)
 
 
+def test_loaded_tensors_do_not_live_in_the_file(open_store: Open, root: Path) -> None:
+    """The optimizer keeps some of them, and the checkpoint they come from is deleted later."""
+    open_store().save(1, {"policy": {"tensors": {"w": torch.ones(100_000)}}}, {})
+    loaded = open_store().load()
+    with (root / "step-00000001" / "policy.safetensors").open("r+b") as file:
+        file.write(bytes(400_000))
+    assert loaded is not None and bool((loaded.state["policy"]["tensors"]["w"] == 1).all())
+
+
 @pytest.mark.parametrize(
     "name", ["step-10.bak", "step-00000010.bak", "xstep-00000010", "step-1", "step-0000000010", "step-00000010 "]
 )

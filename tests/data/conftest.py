@@ -20,7 +20,9 @@ CHATML = (
 )
 
 
-def byte_tokenizer(template: str | None = CHATML, merges: list[tuple[str, str]] | None = None, bos: bool = False) -> Any:
+def byte_tokenizer(
+    template: str | None = CHATML, merges: list[tuple[str, str]] | None = None, bos: bool = False
+) -> Any:
     """Bytes (and the given merges) as tokens; with `bos`, a beginning-of-sequence token before every text."""
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     for left, right in merges or []:

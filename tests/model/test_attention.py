@@ -32,7 +32,9 @@ def masked(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | No
     buckets=st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
-def test_equals_the_mask_in_value_and_gradient(lengths: list[int], window: int | None, kv_heads: int, buckets: bool) -> None:
+def test_equals_the_mask_in_value_and_gradient(
+    lengths: list[int], window: int | None, kv_heads: int, buckets: bool
+) -> None:
     torch.manual_seed(len(lengths))
     shape = (1, 4, sum(lengths), 8)
     q = torch.randn(shape, dtype=torch.float64, requires_grad=True)
@@ -41,7 +43,9 @@ def test_equals_the_mask_in_value_and_gradient(lengths: list[int], window: int |
     got, wanted = attend(q, k, v, plan, window, 0.0, None), masked(q, k, v, lengths, window)
     torch.testing.assert_close(got, wanted)
     c = torch.randn_like(got)
-    torch.testing.assert_close(torch.autograd.grad((got * c).sum(), (q, k, v)), torch.autograd.grad((wanted * c).sum(), (q, k, v)))
+    torch.testing.assert_close(
+        torch.autograd.grad((got * c).sum(), (q, k, v)), torch.autograd.grad((wanted * c).sum(), (q, k, v))
+    )
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=60))

@@ -53,8 +53,9 @@ def test_gradients_equal_the_plain_model(kind: str) -> None:
     c = torch.randn(data.num_tokens, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     (reference(plain, rows()) * c * data.tokens["weight"]).sum().backward()
     wanted = {name: p.grad for name, p in plain.named_parameters()}
+    limit = 1e-6 if kind == "gemma2" else 1e-12  # whose own attention has a float32 softmax
     for linear in (True, False):
-        assert relative(gradients(model, linear, data), wanted) < 1e-12
+        assert relative(gradients(model, linear, data), wanted) < limit
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -74,7 +75,7 @@ def test_checkpointing_is_really_on() -> None:
     for on in (False, True):
         model = causal("qwen2", gradient_checkpointing=on)
         calls: list[int] = []
-        model.causal.model.layers[0].mlp.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        model.causal.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         gradients(model, True, data)
         counts[on] = len(calls)
     assert counts == {False: 1, True: 2}
@@ -223,8 +224,10 @@ def test_dropout_is_on_in_training_passes_alone() -> None:
     with torch.no_grad():
         quiet = model.outputs(data, LOGPROBS)["logprobs"]
     torch.testing.assert_close(quiet, reference(module("qwen2"), rows()).float().detach(), atol=1e-5, rtol=1e-5)
-    assert torch.equal(model.eval().outputs(data, LOGPROBS)["logprobs"].detach(), quiet)
-    assert not torch.equal(model.train().outputs(data, LOGPROBS)["logprobs"].detach(), quiet)
+    model.eval()
+    torch.testing.assert_close(model.outputs(data, LOGPROBS)["logprobs"].detach(), quiet)
+    model.train()
+    assert not torch.allclose(model.outputs(data, LOGPROBS)["logprobs"].detach(), quiet)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -237,7 +240,9 @@ def test_a_saved_model_loads_with_transformers(tied: bool, tmp_path: Path) -> No
     assert all(torch.equal(p, wanted[name]) for name, p in loaded.named_parameters())
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4 ☃"}]
-    assert tokenizer.apply_chat_template(chat, tokenize=False) == model.tokenizer.apply_chat_template(chat, tokenize=False)
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == model.tokenizer.apply_chat_template(
+        chat, tokenize=False
+    )
     prompt = rows((6,))[0]
     out = loaded.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False)[0, 6:].tolist()
     assert [i for i in out if i != 258] == model.generate([prompt], 5)[0]

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from runner.model import head
 
 
-def parts(tokens: int, bias: bool, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[nn.Linear, Tensor, Tensor]:
+class Largest(TorchDispatchMode):
+    """Watches every operation, of backward passes too, for the largest tensor that comes out."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.elements = max(self.elements, leaf.numel())
+        return out
+
+
+def parts(
+    tokens: int, bias: bool, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> tuple[nn.Linear, Tensor, Tensor]:
     torch.manual_seed(seed)
     made = nn.Linear(6, 11, bias=bias, dtype=dtype)
     return made, torch.randn(tokens, 6, dtype=dtype, requires_grad=True), torch.randint(0, 11, (tokens,))
@@ -28,29 +47,24 @@ def test_both_ways_equal_the_plain_computation(tokens: int, chunk: int, bias: bo
     c = torch.randn(tokens, dtype=torch.float64)
     wanted = plain(made, hidden, targets)
     inputs = [hidden, *made.parameters()]
-    wanted_grads = torch.autograd.grad((wanted * c).sum(), inputs)
+    wanted_grads = torch.autograd.grad(3 * (wanted * c).sum(), inputs)
     for total, values in (
         ((lambda v: (v * c).sum())(v := head.logprobs(made, hidden, targets, chunk)), v),
         head.linear(made, hidden, targets, c, chunk),
     ):
         torch.testing.assert_close(values, wanted)
-        torch.testing.assert_close(torch.autograd.grad(total, inputs), wanted_grads)
+        torch.testing.assert_close(torch.autograd.grad(3 * total, inputs), wanted_grads)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_gradcheck(bias: bool) -> None:
     made, hidden, targets = parts(5, bias)
-    c = torch.randn(5, dtype=torch.float64)
     leaves = (hidden, *made.parameters())
 
     def rebuilt(h: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         return head._Logprobs.apply(h, w, b, targets, 2, None)
 
-    def summed(h: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-        return 3.0 * head._Linear.apply(h, w, b, targets, c, 2, None)[0]
-
     assert torch.autograd.gradcheck(rebuilt, leaves)
-    assert torch.autograd.gradcheck(summed, leaves)
 
 
 def test_frozen_weight_gets_no_gradient_and_hidden_the_same() -> None:
@@ -125,12 +139,11 @@ def test_all_logits_are_never_held(way: str) -> None:
     made = nn.Linear(8, vocab, bias=False)
     hidden = torch.randn(tokens, 8, requires_grad=True)
     targets, c = torch.randint(0, vocab, (tokens,)), torch.randn(tokens)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with Largest() as seen:
         total = (
             head.linear(made, hidden, targets, c, chunk)[0]
             if way == "linear"
             else (head.logprobs(made, hidden, targets, chunk) * c).sum()
         )
         total.backward()
-    largest = max(event.cpu_memory_usage for event in profile.events() if event.name == "[memory]")
-    assert 0 < largest <= 2 * chunk * vocab * 4 < tokens * vocab * 4 / 8
+    assert chunk * vocab <= seen.elements <= 2 * chunk * vocab < tokens * vocab / 8

@@ -61,7 +61,9 @@ def module(kind: str, seed: int = 0, **options: Any) -> Any:
     return made.eval()
 
 
-def causal(kind: str, decisions: Decisions | None = None, double: bool = False, seed: int = 0, **options: Any) -> CausalLM:
+def causal(
+    kind: str, decisions: Decisions | None = None, double: bool = False, seed: int = 0, **options: Any
+) -> CausalLM:
     """The same behind CausalLM. Options that TinyConfig knows go to it, the others to the architecture."""
     ours = {key: options.pop(key) for key in list(options) if key in TinyConfig.model_fields}
     made = module(kind, seed, **options)

@@ -1,0 +1,105 @@
+"""The words of a command line: verb, options with dashes, and everything else."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from runner.errors import RunnerError
+from runner.spec import suggest
+
+VERBS = {
+    "run": "run a job (this verb may be left out)",
+    "list": "groups, options and recipes; `run list device`",
+    "explain": "meaning, range, default, value now and who set it; `run explain optimizer.lr`",
+    "schema": "JSON Schema of a job, or of a recipe: `run schema recipe`",
+    "resume": "go on where a run stopped; `run resume latest steps=400`",
+    "infer": 'try a run\'s model; `run infer latest "sort 5031"`',
+    "export": "write a Hugging Face folder or PEFT adapter from any checkpoint; `run export latest --checkpoint best`",
+}
+TAKE_VALUE = {"--cfg", "-c", "--config-dir", "-cd", "--spec", "--file", "--checkpoint", "--out", "--seed"}
+TAKE_VALUE |= {"--max-new-tokens", "--temperature", "--top-p"}
+
+
+class UsageError(RunnerError):
+    """The command line is not one of the forms that `run --help` lists."""
+
+    exit_code = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        hint = "; options of a job are written without dashes: key=value" if "unrecognized" in message else ""
+        raise UsageError(f"{message}{hint}\n  see: run --help")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """`verb`, `words` and the options of that verb. Raises UsageError."""
+    verb, rest = split_verb(argv)
+    parser = _Parser(prog="run", add_help=False, allow_abbrev=False)
+    _common(parser)
+    {"infer": _infer, "export": _export}.get(verb, lambda _: None)(parser)
+    parser.add_argument("words", nargs="*")
+    return parser.parse_intermixed_args(rest, argparse.Namespace(verb=verb))
+
+
+def split_verb(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """The verb (`run` where none is given) and the other words. Raises UsageError for an unknown verb."""
+    words = list(argv)
+    for index, word in enumerate(words):
+        if word.startswith("-") or (index and words[index - 1] in TAKE_VALUE):
+            continue
+        if is_override(word):
+            break
+        if word not in VERBS:
+            raise UsageError(_unknown_verb(word))
+        return word, words[:index] + words[index + 1 :]
+    return "run", words
+
+
+def is_override(word: str) -> bool:
+    """Whether a word sets or chooses something."""
+    return "=" in word or word.startswith(("+", "~"))
+
+
+def _unknown_verb(word: str) -> str:
+    if "." in word:
+        return f"no verb named '{word}'; to set it: run {word}=VALUE; to read about it: run explain {word}"
+    meant = suggest.nearest(word, VERBS)
+    hint = f"; did you mean '{meant}'?" if meant else ""
+    width = max(map(len, VERBS))
+    return "\n".join([f"no verb named '{word}'{hint}", *(f"  {v.ljust(width)}  {about}" for v, about in VERBS.items())])
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--version", action="store_true")
+    parser.add_argument("--debug", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--spec", type=Path)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--shell-completion", "-sc", action="store_true")
+
+
+def _infer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--file", type=Path)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint", type=_checkpoint)
+
+
+def _export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", type=_checkpoint)
+    parser.add_argument("--out", type=Path)
+
+
+def _checkpoint(text: str) -> int | str:
+    """A step, or `best`."""
+    if text == "best" or text.isdecimal():
+        return text if text == "best" else int(text)
+    raise argparse.ArgumentTypeError(f"expected a step or best, got '{text}'")

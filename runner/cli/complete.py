@@ -1,0 +1,84 @@
+"""Tab completion: Hydra's own, asked about our groups, keys and recipes, with our verbs in front.
+
+eval "$(run -sc install=bash)"        and the shell then asks: run -sc query=bash
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.completion_plugin import CompletionPlugin, DefaultCompletionPlugin
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.cli.args import VERBS, UsageError, is_override
+from runner.cli.sources import GROUP, options, session
+from runner.registry import default_registry
+from runner.spec.schema import groups_of
+
+COMMANDS = ("install", "uninstall", "query")
+
+
+def answer(args: Namespace) -> int:
+    """`run -sc install=SHELL | uninstall=SHELL | query=SHELL`; a query reads the line from COMP_LINE."""
+    command, _, shell = (args.words or [""])[0].partition("=")
+    plugins = {cls.provides(): cls for cls in _shells()}
+    if command not in COMMANDS or shell not in plugins:
+        raise UsageError(f"write: run -sc install={'|'.join(sorted(plugins))}")
+    with session(default_registry(), args.config_dir) as loader:
+        plugin = plugins[shell](loader)
+        if command != "query":
+            getattr(plugin, command)()
+            return 0
+        line = os.environ.get("COMP_LINE", "run ")
+        found = query(plugin, line) + _recipes(line, options(loader.get_sources(), GROUP))
+    print(("\n" if shell == "fish" else " ").join(sorted(set(found))))
+    return 0
+
+
+def _shells() -> list[type[CompletionPlugin]]:
+    found = Plugins.instance().discover(CompletionPlugin)
+    return [p for p in found if issubclass(p, CompletionPlugin) and p is not DefaultCompletionPlugin]
+
+
+def query(plugin: CompletionPlugin, line: str) -> list[str]:
+    """What the last word of `line` can become: verbs at the front, then groups, keys and values from Hydra."""
+    command, *words = line.split(" ")
+    first, *others = words or [""]
+    if first == "list" and others:
+        return [name for name in (*groups_of(default_registry()), GROUP) if name.startswith(others[-1])]
+    if first in ("resume", "infer", "export") and len(others) == 1 and "latest".startswith(others[0]):
+        return ["latest"]
+    verbs = [verb for verb in VERBS if not others and verb.startswith(first)]
+    asked = words if first not in VERBS else [w for w in others[:-1] if is_override(w)] + others[-1:]
+    before = os.environ.get("COMP_LINE")
+    os.environ["COMP_LINE"] = " ".join([command, *asked]) if asked else f"{command} "
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            plugin.query("job")
+    except (HydraException, OmegaConfBaseException):
+        return verbs  # a line that does not compose has no keys to offer
+    finally:
+        if before is None:
+            del os.environ["COMP_LINE"]
+        else:
+            os.environ["COMP_LINE"] = before
+    return verbs + [
+        word
+        for word in re.split(r"\s+", printed.getvalue().strip())
+        if word and not word.lstrip("+").startswith("hydra")
+    ]
+
+
+def _recipes(line: str, names: Sequence[str]) -> list[str]:
+    """`recipe=x` and `+recipe=x`, those in folders included."""
+    word = line.split(" ")[-1]
+    key, equals, start = word.partition("=")
+    return [f"{key}={name}" for name in names if name.startswith(start)] if equals and key.lstrip("+") == GROUP else []

@@ -1,0 +1,127 @@
+"""`run explain KEY`: meaning, unit, type, range, default, the value now and who set it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from runner.cli.args import UsageError, is_override
+from runner.cli.compose import Draft, draft, finish
+from runner.cli.conf import scalar
+from runner.cli.sources import plain
+from runner.errors import SpecError
+from runner.registry import Registry, default_registry
+from runner.spec import suggest
+from runner.spec.job import JobSpec
+from runner.spec.origin import at, origin_of
+from runner.spec.schema import Keys, groups_of, model_schema, sections
+from runner.spec.words import TYPES, span
+
+# Units by the end of a key's name; a field may also say `json_schema_extra={"unit": …}`.
+UNITS = {
+    "_s": "seconds",
+    "tokens": "tokens",
+    "max_length": "tokens",
+    "max_positions": "tokens",
+    "steps": "steps",
+    "every": "steps",
+}
+
+
+def show(args: Namespace) -> int:
+    """Explain the key, or list the options of the group, that the first word names."""
+    keys = [word.rstrip("=.") for word in args.words if not is_override(word) or word.endswith("=")]
+    if len(keys) != 1:
+        raise UsageError("run explain: one key is expected, e.g. run explain optimizer.lr")
+    registry = default_registry()
+    now = draft([w for w in args.words if is_override(w) and not w.endswith("=")], args.config_dir)
+    key = keys[0]
+    if key in groups_of(registry) or key in sections():
+        _section(key, _owner(key, now, registry), now, registry)
+    else:
+        _key(key, now, registry)
+    try:
+        finish(now, registry)
+    except SpecError as error:
+        print(f"\nnote: {error}")
+    return 0
+
+
+def _owner(section: str, now: Draft, registry: Registry) -> type[BaseModel] | None:
+    """The config class that a section has now."""
+    if not section:
+        return JobSpec
+    if section in sections():
+        return sections()[section]
+    chosen = now.data.get(section)
+    return registry.classes(section).get(str(chosen.get("name"))) if isinstance(chosen, Mapping) else None
+
+
+def _section(section: str, owner: type[BaseModel] | None, now: Draft, registry: Registry) -> None:
+    classes = registry.classes(section)
+    if owner is not None:
+        chosen = f"={now.data[section]['name']}" if classes else ""
+        print(f"{section}{chosen}: {' '.join((owner.__doc__ or '').split())}")
+    if classes:
+        print(f"  choose with {section}=NAME: {', '.join(sorted(classes))}")
+    for name, info in owner.model_fields.items() if owner else ():
+        if name != "name" or not classes:
+            value = _now(f"{section}.{name}", info, now)
+            print(f"  {section}.{name}={value}\n      {info.description}")
+
+
+def _key(key: str, now: Draft, registry: Registry) -> None:
+    section, _, leaf = key.rpartition(".")
+    known = ("", *groups_of(registry), *sections())
+    owner = _owner(section, now, registry) if section in known else None
+    if owner is None or leaf not in owner.model_fields:
+        members = {n: c for n, c in registry.classes(section).items() if leaf in c.model_fields}
+        if not members:
+            hint = suggest.key(section, "", leaf, Keys(registry).options)
+            raise UsageError(f"no option named '{key}'" + (f"; {hint}" if hint else ""))
+        owner = next(iter(members.values()))
+        owners = ", ".join(f"{section}={name}" for name in members)
+        standing = [("now", f"not used: an option of {owners}")]
+    else:
+        value = _now(key, owner.model_fields[leaf], now)
+        standing = [("now", value), ("set by", origin_of(key, now.origins) or "the schema's default")]
+    for label, text in [*_facts(key, leaf, owner), *standing]:
+        print(f"{label.ljust(9)}{text}")
+
+
+def _facts(key: str, leaf: str, owner: type[BaseModel]) -> list[tuple[str, str]]:
+    info, schema = owner.model_fields[leaf], model_schema(owner)[leaf]
+    default = "none: it must be given" if info.is_required() else _default(info)
+    facts = [("key", key), ("meaning", info.description or ""), ("unit", _unit(leaf, info, schema))]
+    facts += [("type", _type(schema)), ("range", span(schema)), ("default", default)]
+    return [(label, text) for label, text in facts if text]
+
+
+def _unit(leaf: str, info: FieldInfo, schema: Mapping[str, Any]) -> str:
+    extra = info.json_schema_extra
+    if isinstance(extra, Mapping) and "unit" in extra:
+        return str(extra["unit"])
+    numeric = {s.get("type") for s in schema.get("anyOf", [schema])} & {"integer", "number"}
+    return next((unit for end, unit in UNITS.items() if leaf.endswith(end)), "") if numeric else ""
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    kinds = [str(s.get("type", "choice")) for s in schema.get("anyOf", [schema])]
+    return " or ".join(
+        "list" if k == "array" else TYPES.get(k, (k,))[0].removeprefix("a ").removeprefix("an ") for k in kinds
+    )
+
+
+def _default(info: FieldInfo) -> str:
+    return scalar(plain(info.get_default(call_default_factory=True)))
+
+
+def _now(key: str, info: FieldInfo, now: Draft) -> str:
+    try:
+        return scalar(at(now.data, key))
+    except KeyError:
+        return "???" if info.is_required() else _default(info)

@@ -1,0 +1,114 @@
+"""The verbs that work on a run: start, resume, infer, export. What needs torch is imported when it is reached."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+
+import yaml
+
+from runner.cli.args import UsageError, is_override
+from runner.cli.compose import Composed, compose_job, re_decode
+from runner.folder import find, shown
+
+TRUST = "model.trust_remote_code="  # a run's spec.yaml may not say so: whoever uses the run says it again
+
+
+def run(args: Namespace) -> int:
+    """Start a job, or print it with --cfg job."""
+    composed = re_decode(args.spec, args.words) if args.spec else compose_job(args.words, args.config_dir)
+    for note in composed.notes:
+        print(note, file=sys.stderr)
+    if args.cfg:
+        print(yaml.safe_dump(composed.data, sort_keys=False, allow_unicode=True), end="")
+        return 0
+    from runner.launch import local
+
+    return local.start(composed.spec, composed.overrides, composed.origins)
+
+
+def resume(args: Namespace) -> int:
+    """Go on with a run."""
+    where, overrides = _where(args.words)
+    folder = find(where)
+    before = re_decode(folder.spec, _trust(overrides))
+    after = re_decode(folder.spec, overrides)
+    if args.cfg:
+        print(yaml.safe_dump(after.data, sort_keys=False, allow_unicode=True), end="")
+        return 0
+    from runner.launch import local
+
+    return local.resume(folder, before.spec, after.spec)
+
+
+def infer(args: Namespace) -> int:
+    """Answer prompts: those typed, those of a file (one a line), or line by line from the keyboard."""
+    _check_sampling(args)
+    where, prompts, composed = _used(args)
+    from runner.launch import use
+
+    if args.file:
+        prompts += use.prompts_of(args.file)
+    model, step = use.load_model(find(where), composed.spec, args.checkpoint)
+    print(f"{shown(find(where).root)}, step {step}", file=sys.stderr)
+    several = args.file is not None or len(prompts) > 1
+    for prompt in prompts or _typed_prompts():
+        if several:
+            print(f"> {prompt}")
+        settings = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
+        for piece in use.answer(model, prompt, top_p=args.top_p, seed=args.seed, **settings):
+            print(piece, end="", flush=True)
+        print()
+    return 0
+
+
+def export(args: Namespace) -> int:
+    """Write an export of a run."""
+    where, more, composed = _used(args)
+    if more:
+        raise UsageError(f"what is '{more[0]}'? write: run export latest --checkpoint 100 --out FOLDER")
+    from runner.launch import use
+
+    print(shown(use.export(find(where), composed.spec, args.checkpoint, args.out)))
+    return 0
+
+
+def _where(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The run meant (`latest` where none is named) and the other words."""
+    if words and not is_override(words[0]):
+        return words[0], list(words[1:])
+    return "latest", list(words)
+
+
+def _used(args: Namespace) -> tuple[str, list[str], Composed]:
+    where, words = _where(args.words)
+    trust = _trust(words)
+    return where, [w for w in words if w not in trust], re_decode(find(where).spec, trust)
+
+
+def _trust(words: Sequence[str]) -> list[str]:
+    return [w for w in words if w.startswith(TRUST)]
+
+
+def _check_sampling(args: Namespace) -> None:
+    for name, value, good in (
+        ("--max-new-tokens", args.max_new_tokens, args.max_new_tokens >= 1),
+        ("--temperature", args.temperature, 0 <= args.temperature < float("inf")),
+        ("--top-p", args.top_p, 0 < args.top_p <= 1),
+        ("--seed", args.seed, 0 <= args.seed < 2**63),
+    ):
+        if not good:
+            raise UsageError(f"{name} {value} is out of range")
+
+
+def _typed_prompts() -> Iterator[str]:
+    """Lines of standard input, with a prompt sign at a terminal, until it ends."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True, file=sys.stderr)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()

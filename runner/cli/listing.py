@@ -1,0 +1,98 @@
+"""What there is: `run --help`, `run list` and `run schema`."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+
+from hydra.plugins.config_source import ConfigSource
+
+from runner.cli.args import VERBS, UsageError
+from runner.cli.conf import choices
+from runner.cli.sources import GROUP, holders, options, session
+from runner.registry import Registry, default_registry
+from runner.spec import suggest
+from runner.spec.schema import groups_of, job_schema, recipe_schema
+
+EXAMPLES = """examples
+  run                                            the demo, on this machine, in under 90 s
+  run algorithm=sft data=file data.path=my.jsonl model=hf model.path=/models/Qwen3-0.6B
+  run +recipe=sft_demo optimizer.lr=1e-3         the command line beats the recipe
+  run --cfg job +recipe=sft_demo                 print the job, run nothing
+  run --spec outputs/latest/spec.yaml seed=1     the job of a run, again
+  eval "$(run -sc install=bash)"                 tab completion (bash, zsh, fish)
+
+options  --cfg job, --spec FILE, --config-dir FOLDER, --debug (tracebacks), --version, --help
+infer    --file PROMPTS, --checkpoint STEP|best, --max-new-tokens, --temperature, --top-p, --seed
+export   --checkpoint STEP|best, --out FOLDER"""
+
+
+def usage(args: Namespace) -> int:
+    """`run --help`."""
+    print("run: trains language models after pre-training, from one declarative job\n")
+    print("usage  run [verb] [+recipe=NAME] [group=option] [group.key=value]\n\nverbs")
+    _table(list(VERBS.items()))
+    registry = default_registry()
+    with session(registry, args.config_dir) as loader:
+        sources = loader.get_sources()
+        print("\ngroups (the options of each: run list GROUP)")
+        _table([(group, ", ".join(options(sources, group))) for group in groups_of(registry)])
+        print("\nrecipes")
+        _table([(f"+recipe={name}", about(sources, GROUP, name, registry)) for name in options(sources, GROUP)])
+    print(f"\n{EXAMPLES}")
+    return 0
+
+
+def show(args: Namespace) -> int:
+    """`run list [group]`: options with one line each."""
+    registry = default_registry()
+    known = (*groups_of(registry), GROUP)
+    wanted = [_group(word, known) for word in args.words] or list(known)
+    with session(registry, args.config_dir) as loader:
+        sources = loader.get_sources()
+        for index, group in enumerate(wanted):
+            print(("\n" if index else "") + group)
+            _table([(name, about(sources, group, name, registry)) for name in options(sources, group)])
+    return 0
+
+
+def schema(args: Namespace) -> int:
+    """`run schema [recipe]`."""
+    if args.words not in ([], ["job"], [GROUP]):
+        raise UsageError(f"run schema: job or recipe, not {' '.join(args.words)}")
+    registry = default_registry()
+    print(
+        json.dumps(
+            recipe_schema(choices(registry), registry) if args.words == [GROUP] else job_schema(registry), indent=1
+        )
+    )
+    return 0
+
+
+def about(sources: Sequence[ConfigSource], group: str, name: str, registry: Registry) -> str:
+    """One line on an option: its class's docstring, or the first comment of its file."""
+    if cls := registry.classes(group).get(name):
+        return (cls.__doc__ or "").strip().partition("\n")[0]
+    source = holders(sources, f"{group}/{name}")[0]
+    path = Path(source.path, name if group == GROUP else f"{group}/{name}").with_suffix(".yaml")
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    comments = [line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), lines)]
+    return next((c for c in comments if c and not c.startswith(("@", "yaml-language-server"))), "")
+
+
+def _group(word: str, known: Sequence[str]) -> str:
+    word = {"recipes": GROUP}.get(word, word)
+    if word not in known:
+        meant = suggest.nearest(word, known)
+        hint = f"; did you mean '{meant}'?" if meant else ""
+        raise UsageError(f"no group named '{word}'{hint} ({', '.join(known)})")
+    return word
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> None:
+    width = max((len(left) for left, _ in rows), default=0)
+    for left, right in rows:
+        print(f"  {left.ljust(width)}  {right}".rstrip())

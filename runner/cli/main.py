@@ -1,0 +1,86 @@
+"""The command `run`: picks the verb, words the errors, returns the exit code.
+
+argv ─▶ args ─▶ verb ─▶ handler (imported when chosen) ─▶ exit code
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+import traceback
+from argparse import Namespace
+from collections.abc import Sequence
+
+from runner import __version__
+from runner.cli.args import UsageError, parse
+from runner.errors import RunnerError
+
+HANDLERS = {
+    "run": "runner.cli.job:run",
+    "resume": "runner.cli.job:resume",
+    "infer": "runner.cli.job:infer",
+    "export": "runner.cli.job:export",
+    "list": "runner.cli.listing:show",
+    "explain": "runner.cli.explain:show",
+    "schema": "runner.cli.listing:schema",
+    "help": "runner.cli.listing:usage",
+    "complete": "runner.cli.complete:answer",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code (the table is in `runner.errors`)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    try:
+        return _dispatch(parse(_completing(words)))
+    except RunnerError as error:
+        if debug:
+            traceback.print_exc()
+        _complain(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return 130
+    except BrokenPipeError:
+        # The reader (`| head`) has what it wanted; what is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        _complain(_our_bug(error, debug))
+        return 1
+
+
+def _dispatch(args: Namespace) -> int:
+    if args.version:
+        print(f"run {__version__}")
+        return 0
+    if args.multirun:
+        raise UsageError("-m/--multirun: sweeps are not part of this version; start one job per command")
+    chosen = "help" if args.help else "complete" if args.shell_completion else args.verb
+    module, _, name = HANDLERS[chosen].partition(":")
+    code: int = getattr(importlib.import_module(module), name)(args)
+    return code
+
+
+def _completing(words: list[str]) -> list[str]:
+    # The shell asks `run -sc query=bash`; Hydra's scripts write the two in either order.
+    flags = {"-sc", "--shell-completion"}
+    return ["--shell-completion", *(w for w in words if w not in flags)] if flags & set(words) else words
+
+
+def _complain(message: str) -> None:
+    red = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    print(("\033[31merror:\033[0m " if red else "error: ") + message, file=sys.stderr)
+
+
+def _our_bug(error: Exception, debug: bool) -> str:
+    summary = f"this is a bug of ours: {type(error).__name__}: {error}"
+    if debug:
+        traceback.print_exc()
+        return summary
+    with tempfile.NamedTemporaryFile("w", prefix="run-traceback-", suffix=".txt", delete=False) as file:
+        traceback.print_exc(file=file)
+    return f"{summary}\n  the traceback is in {file.name}; --debug shows it here"

@@ -1,0 +1,199 @@
+"""Weights & Biases, fed by a process of its own (`wandb_sink`) that reads what the run has written.
+
+    run ──▶ metrics.jsonl, samples.jsonl ──▶ sink ──▶ wandb
+     └─ stdin of the sink: "done" and EOF at the end; EOF alone when the run dies
+     ◀─ report pipe: open (mode, folder), done, failed
+
+The run itself never calls wandb: a step costs one look into a pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner.folder import RunFolder, shown, write_json
+from runner.manifest import redacted
+from runner.tracker import processes
+from runner.tracker.none import NoTracker
+
+if TYPE_CHECKING:
+    from runner.tracker.config import WandbConfig
+    from runner.tracker.console import Console
+
+RESTARTS = 1
+# Variables that would make wandb do other than the spec says, or talk to another wandb process's service.
+OVERRULED = ("WANDB_MODE", "WANDB_DISABLED", "WANDB_DIR", "WANDB_RESUME", "WANDB_RUN_ID", "WANDB_SERVICE")
+
+
+def build(
+    config: WandbConfig,
+    *,
+    folder: RunFolder,
+    spec: Mapping[str, Any],
+    run_id: str,
+    name: str,
+    first_step: int,
+    console: Console,
+) -> WandbTracker | NoTracker:
+    """Start the sink. Without the wandb package that is said, and the run goes on without."""
+    found = importlib.util.find_spec("wandb")
+    if found is None or found.origin is None:  # no origin: a folder of that name, such as wandb leaves
+        console.message("wandb    not installed, so nothing goes to W&B; pip install wandb", "warning")
+        return NoTracker()
+    for variable in ("WANDB_MODE", "WANDB_DISABLED"):
+        if os.environ.get(variable, config.mode) != config.mode:
+            said = f"{variable}={os.environ[variable]} is not read: tracker.mode={config.mode} decides"
+            console.message(f"wandb    {said}", "warning")
+    place = folder.root / "wandb"
+    place.mkdir(exist_ok=True)
+    chosen = config.model_dump(mode="json", exclude={"name"})
+    settings = {"run_id": run_id, "name": name, **chosen, "config": redacted(spec)}
+    write_json(place / "sink.json", settings)
+    return WandbTracker(folder.root, config.mode, config.deadline_s, console)
+
+
+class WandbTracker:
+    """Watches over the sink: starts it again if it dies, and bounds how long the end of the run waits for it."""
+
+    def __init__(self, root: Path, mode: str, deadline_s: float, console: Console) -> None:
+        self._root, self._deadline_s, self._console = root, deadline_s, console
+        self._environment = _environment(root, mode)
+        self._restarts = RESTARTS
+        self._events: dict[str, dict[str, Any]] = {}  # the last report of each kind
+        self._process: subprocess.Popen[bytes] | None = None
+        self._start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The sink reads metrics.jsonl; here only its reports are read, and its death noticed."""
+        self._look()
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """The sink reads samples.jsonl."""
+        self._look()
+
+    def finish(self, status: str) -> list[str]:
+        """Let the sink read to the end, for deadline_s seconds at most; returns how to see or upload the run."""
+        end = time.monotonic() + self._deadline_s
+        self._look()
+        if self._process is not None:
+            self._close_stdin(status)
+            try:
+                self._process.wait(max(end - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                self._events["failed"] = {"reason": f"the sink was not done after {self._deadline_s:.0f} s"}
+            self._bury()
+        return [self._ending()]
+
+    def _start(self) -> None:
+        report, writing = os.pipe()
+        os.set_blocking(report, False)
+        settings = self._root / "wandb" / "sink.json"
+        command = [sys.executable, "-P", "-m", "runner.tracker.wandb_sink", str(settings)]
+        try:
+            with (self._root / "wandb" / "sink.log").open("ab") as log:
+                self._process = subprocess.Popen(
+                    [*command, "--report", str(writing), "--parent", str(os.getpid())],
+                    bufsize=0,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(writing,),
+                    env=self._environment,
+                    start_new_session=True,  # Ctrl-C is for the run, which then tells the sink
+                )
+            self._report = report
+        except OSError as error:
+            os.close(report)
+            self._lost(f"the sink cannot be started: {error.strerror}")
+        finally:
+            os.close(writing)
+
+    def _look(self) -> None:
+        """Take in reports; start a dead sink again, once."""
+        if self._process is None:
+            return
+        self._read()
+        if (code := self._process.poll()) is None:
+            return
+        self._bury()
+        if "failed" in self._events:
+            self._lost(self._events["failed"]["reason"])
+        elif self._restarts:
+            self._restarts -= 1
+            self._console.message(
+                f"wandb    the sink ended with {code}; it starts again from the first step", "warning"
+            )
+            self._start()
+        else:
+            self._lost(f"the sink ended with {code}; see {shown(self._root / 'wandb' / 'sink.log')}")
+
+    def _read(self) -> None:
+        try:
+            lines = os.read(self._report, 65536).decode().splitlines()
+        except BlockingIOError:  # nothing new
+            return
+        for event in map(json.loads, lines):
+            self._events[event["event"]] = event
+            if event.get("why"):
+                self._console.message(f"wandb    offline: {event['why']}", "warning")
+
+    def _close_stdin(self, status: str) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it is dead, which its exit code will say
+            self._process.stdin.write(status.encode())
+            self._process.stdin.close()
+
+    def _bury(self) -> None:
+        """End whatever is left of the sink, wandb-core in its own session included, and close both pipes."""
+        assert self._process is not None and self._process.stdin is not None
+        below = processes.descendants(self._process.pid)
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self._read()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        os.close(self._report)
+        reported = self._events.get("open", {}).get("processes", [])
+        processes.kill([*below, *(processes.Process(*p) for p in reported)])
+        self._process = None
+
+    def _lost(self, reason: str) -> None:
+        self._events["failed"] = {"reason": reason}
+        self._console.message(f"wandb    {reason}; the run goes on, metrics.jsonl has every number", "warning")
+
+    def _ending(self) -> str:
+        opened, done = self._events.get("open"), self._events.get("done")
+        if opened and done:
+            where = shown(self._root / opened["folder"])
+            if opened["mode"] == "online" and done["whole"]:
+                return f"wandb    {opened['url']}"
+            why = "not all was uploaded in time" if opened["mode"] == "online" else opened["mode"]
+            return f"wandb    {why}; upload: wandb sync {where}"
+        reason = self._events.get("failed", {}).get("reason") or "the sink died"
+        again = f"python -m runner.tracker.wandb_sink --replay {shown(self._root / 'wandb' / 'sink.json')}"
+        return f"wandb    incomplete: {reason}; metrics.jsonl has every number; write it again: {again}"
+
+
+def _environment(root: Path, mode: str) -> dict[str, str]:
+    """The sink's environment: this one, without what overrules the spec, and offline without the key."""
+    environment = {k: v for k, v in os.environ.items() if k not in OVERRULED}
+    if mode == "offline":
+        environment.pop("WANDB_API_KEY", None)
+        environment.setdefault("WANDB_ERROR_REPORTING", "false")  # offline means no connection at all
+    # Tables wait here for `wandb sync`: they belong into the run folder, and the home folder may be read-only.
+    environment.setdefault("WANDB_DATA_DIR", str(root / "wandb" / "data"))
+    here = str(Path(__file__).resolve().parent.parent.parent)
+    if here not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # a checkout
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), here]))
+    return environment

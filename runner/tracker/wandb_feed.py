@@ -1,0 +1,128 @@
+"""What the sink does with the `wandb` package: find out whether the server answers, open the run, feed it lines.
+
+    {"step": 7, "train/loss": 0.5}              ─▶ run.log({"train/step": 7, "train/loss": 0.5})
+    {"step": 7, "prompt": ..., "answer": ...}…  ─▶ run.log({"train/step": 7, "samples": Table})
+
+W&B's own step counts calls of `log` and restarts at 0 when an offline run goes on, so every metric is
+drawn over AXIS instead.
+"""
+
+from __future__ import annotations
+
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from runner.tracker.tail import Tail
+
+AXIS = "train/step"
+CONNECT_S = 3.0
+INIT_S = 10.0
+
+
+def why_unreachable() -> str:
+    """Why the configured server cannot be used, or "" if it answers anything at all within CONNECT_S seconds."""
+    import wandb
+
+    base_url = str(wandb.setup().settings.base_url)
+    answers: list[str] = []
+    # In a thread, because looking up a host name has no time-out of its own.
+    knocking = Thread(target=lambda: answers.append(_knock(base_url)), daemon=True)
+    knocking.start()
+    knocking.join(CONNECT_S)
+    return answers[0] if answers else f"{base_url} does not answer within {CONNECT_S:.0f} s"
+
+
+def _knock(base_url: str) -> str:
+    try:
+        with urllib.request.urlopen(base_url, timeout=CONNECT_S):
+            return ""
+    except urllib.error.HTTPError as error:
+        error.close()  # it answers; that it refuses this page says nothing
+        return ""
+    except (OSError, ValueError) as error:
+        return f"{base_url} cannot be reached ({getattr(error, 'reason', error)})"
+
+
+def open_run(settings: Mapping[str, Any], folder: Path, mode: str, watched_pid: int) -> Any:
+    """Start or go on with the run `settings["run_id"]`; W&B's files go to <folder>/wandb/.
+
+    Raises whatever wandb raises, within about INIT_S seconds.
+    """
+    import wandb
+
+    if mode == "offline":
+        set_aside(folder / "wandb", settings["run_id"])
+    run = wandb.init(
+        id=settings["run_id"],
+        resume="allow",
+        mode=mode,  # type: ignore[arg-type]  # Literal["offline", "online"] since it was read from the config
+        dir=str(folder),
+        name=settings["name"],
+        project=settings["project"],
+        entity=settings["entity"],
+        group=settings["run_group"],
+        tags=settings["tags"],
+        config=settings["config"],
+        settings=wandb.Settings(
+            silent=True,
+            console="off",
+            init_timeout=INIT_S,
+            finish_timeout=settings["deadline_s"] / 2,
+            finish_timeout_raises=True,
+            disable_git=True,  # the manifest has it, without the remote's URL
+            disable_job_creation=True,
+            save_code=False,
+            x_stats_pid=watched_pid,
+        ),
+    )
+    run.define_metric("*", step_metric=AXIS)
+    return run
+
+
+def set_aside(folder: Path, run_id: str) -> None:
+    """Move earlier offline copies of this run to superseded/: the new one is written from the first line on."""
+    for old in folder.glob(f"offline-run-*-{run_id}"):
+        (folder / "superseded").mkdir(exist_ok=True)
+        os.replace(old, folder / "superseded" / old.name)
+
+
+class Feed:
+    """Hands the lines of a run folder to a W&B run; `after` is the last step the server already has."""
+
+    def __init__(self, run: Any, folder: Path) -> None:
+        self._run = run
+        self._metrics, self._samples = Tail(folder / "metrics.jsonl"), Tail(folder / "samples.jsonl")
+        self._after = int(run.summary.get(AXIS, -1)) if run.resumed else -1
+        self.written = 0
+
+    def advance(self) -> int:
+        """Feed what has come; returns the number of lines read."""
+        metrics, samples = self._metrics.lines(), self._samples.lines()
+        for line in metrics:
+            self._log(line["step"], {k: v for k, v in line.items() if k != "step" and v is not None})
+            self.written += 1
+        for step, rows in groupby(samples, key=lambda line: int(line["step"])):
+            self._log(step, {"samples": _table([{k: v for k, v in row.items() if k != "step"} for row in rows])})
+        return len(metrics) + len(samples)
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        if step > self._after:
+            self._run.log({AXIS: step, **values})
+
+
+def _table(rows: list[dict[str, Any]]) -> Any:
+    import wandb
+
+    columns: list[str | int] = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[_cell(row.get(str(name))) for name in columns] for row in rows]
+    return wandb.Table(columns=columns, data=cells, allow_mixed_types=True)
+
+
+def _cell(value: Any) -> Any:
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)

@@ -1,0 +1,157 @@
+"""Adapters on small models: what learns, that layouts and checkpointing change nothing, and that saved ones load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from runner.adapter import full, lora
+from runner.adapter.config import LoraConfig, NoAdapterConfig
+from runner.decisions import Decisions
+from runner.errors import SpecError
+from runner.model.causal import CausalLM
+from tests.model.zoo import LOGPROBS, batch, causal, gradients, module, reference, relative, rows
+
+
+def adapted(kind: str = "qwen2", double: bool = False, model: dict[str, Any] | None = None, **options: Any) -> CausalLM:
+    """A model with an adapter whose update is not zero, so that it counts."""
+    made = lora.attach(LoraConfig(rank=4, **options), causal(kind, **(model or {})), decide=Decisions(strict=True))
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, p in made.trainable().items():
+            if "lora_B" in name or "embedding_A" in name:
+                p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
+    if double:
+        made.module.double()
+    return made
+
+
+def test_full_trains_everything() -> None:
+    model = causal("qwen2")
+    model.module.requires_grad_(False)
+    assert full.attach(NoAdapterConfig(), model, decide=Decisions()) is model
+    assert model.trainable().keys() == dict(model.causal.named_parameters()).keys()
+
+
+def test_only_the_adapter_learns_and_it_starts_as_the_base() -> None:
+    model = lora.attach(LoraConfig(), causal("qwen2"), decide=Decisions(strict=True))
+    assert all("lora_" in name for name in model.trainable()) and "lm_head" not in str(model.trainable().keys())
+    got = model.outputs(batch(), LOGPROBS)["logprobs"].detach()
+    torch.testing.assert_close(got, reference(module("qwen2"), rows()).float().detach(), atol=1e-5, rtol=1e-5)
+    gradients(model, True, batch())
+    assert all(p.grad is None for p in model.module.parameters() if not p.requires_grad)
+
+
+def test_the_adapter_is_a_function_of_the_seed() -> None:
+    def weights(seed: int) -> list[torch.Tensor]:
+        return list(lora.attach(LoraConfig(), causal("llama", seed=seed), decide=Decisions()).trainable().values())
+
+    state = torch.get_rng_state()
+    one = weights(1)
+    torch.manual_seed(99)
+    assert all(torch.equal(a, b) for a, b in zip(one, weights(1), strict=True))
+    assert not torch.equal(one[0], weights(2)[0])
+    torch.set_rng_state(state)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dora": True},
+        {"rslora": True, "targets": ("q_proj", "v_proj")},
+        {"modules_to_save": ("lm_head",)},
+        {"targets": ("q_proj", "lm_head")},
+        {"targets": ("embed_tokens", "up_proj")},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "other", [{"layout": "padded"}, {"gradient_checkpointing": True}, {"head_chunk_tokens": 5}], ids=str
+)
+def test_gradients_do_not_depend_on_how_it_is_run(options: dict[str, Any], other: dict[str, Any]) -> None:
+    wanted = gradients(adapted(double=True, **options), True, batch())
+    assert wanted and all(g.any() for g in wanted.values())
+    for linear in (True, False):
+        got = gradients(adapted(double=True, model=other, **options), linear, batch())
+        assert relative(got, wanted) < 1e-6  # peft's DoRA norms and adapters pass through float32
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dora": True}, {"modules_to_save": ("lm_head",)}, {"targets": ("lm_head",)}], ids=str
+)
+def test_gradients_equal_those_of_the_plain_peft_model(options: dict[str, Any]) -> None:
+    model, data = adapted(double=True, **options), batch()
+    got = gradients(model, True, data)
+    c = torch.randn(data.num_tokens, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    model.module.zero_grad()
+    model.module.config._attn_implementation = "sdpa"
+    (reference(model.module, rows()) * c * data.tokens["weight"]).sum().backward()
+    assert relative(got, {name: p.grad for name, p in model.trainable().items() if p.grad is not None}) < 1e-6
+
+
+def test_tied_embeddings() -> None:
+    tied = {"tie_word_embeddings": True}
+    model = adapted(model=tied)
+    assert model.causal.lm_head.weight is model.causal.model.embed_tokens.weight
+    wanted = gradients(adapted(model=tied | {"layout": "padded"}), True, batch())
+    assert relative(gradients(model, True, batch()), wanted) < 1e-6
+
+
+def test_dropout_is_on_in_training_passes_alone() -> None:
+    model = adapted(dropout=0.5)
+    with torch.no_grad():
+        quiet = [model.outputs(batch(), LOGPROBS)["logprobs"] for _ in range(2)]
+    assert torch.equal(*quiet)
+    assert not torch.allclose(model.outputs(batch(), LOGPROBS)["logprobs"].detach(), quiet[0])
+
+
+def test_bfloat16_base_has_a_float32_adapter() -> None:
+    base = causal("qwen2", dtype="bfloat16")
+    base.module.to(torch.bfloat16)
+    model = lora.attach(LoraConfig(), base, decide=Decisions(strict=True))
+    assert {p.dtype for p in model.trainable().values()} == {torch.float32}
+    assert all(torch.isfinite(g).all() for g in gradients(model, True, batch()).values())
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # of peft's making
+@pytest.mark.parametrize("options", [{}, {"dora": True}, {"modules_to_save": ("lm_head",)}, {"alpha": 6.5}], ids=str)
+def test_a_saved_adapter_loads_with_peft(options: dict[str, Any], tmp_path: Path) -> None:
+    model = adapted(**options)
+    model.save(tmp_path)
+    assert {f.name for f in tmp_path.iterdir()} >= {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        "tokenizer.json",
+    }
+    loaded = peft.PeftModel.from_pretrained(module("qwen2"), tmp_path).eval()
+    with torch.no_grad():
+        got = model.outputs(batch(), LOGPROBS)["logprobs"]
+        torch.testing.assert_close(got, reference(loaded, rows()).float(), atol=1e-5, rtol=1e-5)
+
+
+def test_it_generates_with_its_adapter() -> None:
+    model, prompt = adapted(), rows((6,))[0]
+    ids = list(prompt)
+    model.module.config._attn_implementation = "sdpa"
+    for _ in range(6):
+        ids.append(int(model.module(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    model.module.config._attn_implementation = "ragged"
+    assert model.generate([prompt], 6)[0] == ids[6 : ids.index(258) if 258 in ids else None]
+
+
+def test_unknown_names_are_all_listed_with_those_that_exist() -> None:
+    config = LoraConfig(targets=("q_proj", "query", "nope"), modules_to_save=("head",))
+    with pytest.raises(SpecError) as caught:
+        lora.attach(config, causal("qwen2"), decide=Decisions())
+    assert [p.key for p in caught.value.problems] == ["adapter.modules_to_save", "adapter.targets", "adapter.targets"]
+    assert all("down_proj" in p.message and "lm_head" in p.message for p in caught.value.problems)
+
+
+def test_a_module_that_peft_cannot_adapt() -> None:
+    with pytest.raises(SpecError, match="peft cannot adapt"):
+        lora.attach(LoraConfig(targets=("input_layernorm",)), causal("qwen2"), decide=Decisions())

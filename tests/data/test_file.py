@@ -1,0 +1,223 @@
+"""From the user's files to items: cached, ordered, counted, and refused with all that is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.data.config import FileConfig
+from runner.data.dataset import TokenisedData
+from runner.data.file import build
+from runner.decisions import Decisions
+from runner.errors import DataError, StorageError
+from tests.data.conftest import CHATML, byte_tokenizer, chat
+
+Jsonl = Callable[..., str]
+TALKS = [{"messages": chat(f"question {i}", f"answer {i}"), "id": i} for i in range(20)]
+
+
+def data(
+    tokenizer: Any, cache_dir: Path, decide: Decisions | None = None, seed: int = 0, **options: Any
+) -> TokenisedData:
+    config = FileConfig(**options)
+    return build(config, tokenizer=tokenizer, seed=seed, decide=decide or Decisions(), cache_dir=cache_dir / "cache")
+
+
+def texts(tokenizer: Any, found: TokenisedData, step: int, count: int) -> list[str]:
+    return [tokenizer.decode(item.ids) for item in found.take(step, count)]
+
+
+def said(decide: Decisions, feature: str) -> list[str]:
+    return [str(d) for d in decide.made if d.feature == feature]
+
+
+def test_items_come_in_file_order_or_shuffled(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    path = jsonl([{"text": str(i)} for i in range(10)])
+    plain = data(tokenizer, tmp_path, path=path, shuffle=False)
+    assert texts(tokenizer, plain, 1, 4) == [f"{i}<|im_end|>" for i in (4, 5, 6, 7)]
+    shuffled = data(tokenizer, tmp_path, path=path)
+    assert sorted(texts(tokenizer, shuffled, 0, 10)) == texts(tokenizer, plain, 0, 10)
+    assert texts(tokenizer, shuffled, 0, 10) != texts(tokenizer, plain, 0, 10)
+    assert len(shuffled) == 10
+    assert plain.held_out() == ()
+
+
+def test_items_are_plain_numbers_with_weights(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    [item] = data(tokenizer, tmp_path, path=jsonl([{"prompt": "a", "completion": "b"}])).take(0, 1)
+    assert item.weights == (0.0, 1.0, 1.0)
+    assert all(type(i) is int for i in item.ids)
+    assert all(type(w) is float for w in item.weights)
+
+
+def test_format_counts_and_ignored_columns_are_said(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    decide = Decisions(strict=True)
+    data(tokenizer, tmp_path, decide, path=jsonl(TALKS))
+    assert "messages" in said(decide, "data.format")[0]
+    assert "20 items" in said(decide, "data.format")[0]
+    assert "not read: id" in said(decide, "data.columns")[0]
+    again = Decisions(strict=True)
+    data(tokenizer, tmp_path, again, path=jsonl(TALKS))
+    assert again.made == decide.made  # a hit of the cache says the same
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_with_or_without_cache_the_items_are_the_same(
+    tokenizer: Any, tmp_path: Path, jsonl: Jsonl, cache: bool
+) -> None:
+    found = data(tokenizer, tmp_path, path=jsonl(TALKS), cache=cache)
+    again = data(tokenizer, tmp_path, path=jsonl(TALKS), cache=True)
+    assert found.take(3, 7) == again.take(3, 7)
+    assert found.fingerprint == again.fingerprint
+
+
+def test_nothing_is_written_without_cache(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    data(tokenizer, tmp_path, path=jsonl(TALKS), cache=False)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_the_cache_is_used_and_a_damaged_one_made_again(
+    tokenizer: Any, tmp_path: Path, jsonl: Jsonl, decide: Decisions
+) -> None:
+    path = jsonl(TALKS)
+    items = data(tokenizer, tmp_path, path=path).take(0, 20)
+    [folder] = (tmp_path / "cache").iterdir()
+    before = (folder / "tokens.arrow").stat().st_ino
+    data(tokenizer, tmp_path, decide, path=path)
+    assert (folder / "tokens.arrow").stat().st_ino == before
+    assert said(decide, "data.cache") == []
+    whole = (folder / "tokens.arrow").read_bytes()
+    middle = len(whole) // 2
+    (folder / "tokens.arrow").write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    assert data(tokenizer, tmp_path, decide, path=path).take(0, 20) == items
+    assert "checksum" in said(decide, "data.cache")[0]
+    (folder / "summary.json").write_text("{")
+    assert data(tokenizer, tmp_path, path=path).take(0, 20) == items
+    (folder / "tokens.arrow").unlink()
+    assert data(tokenizer, tmp_path, path=path).take(0, 20) == items
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == [folder.name]  # nothing staged is left
+
+
+def test_a_faulty_file_leaves_no_cache(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    with pytest.raises(DataError):
+        data(tokenizer, tmp_path, path=jsonl([{"text": "a"}, {"text": ""}]))
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_says_what_to_do(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    with pytest.raises(StorageError, match=r"data\.cache=false"):
+        data(tokenizer, tmp_path, path=jsonl(TALKS))
+
+
+def test_the_fingerprint_follows_everything_that_items_depend_on(tmp_path: Path, jsonl: Jsonl) -> None:
+    path = jsonl([{"messages": chat("a", "b", "c", "d")}])
+
+    def fingerprint(tokenizer: Any = None, **options: Any) -> str:
+        return data(tokenizer or byte_tokenizer(), tmp_path, **{"path": path, **options}).fingerprint
+
+    base = fingerprint()
+    assert fingerprint() == base
+    used = byte_tokenizer()
+    used(["a", "bcd"], padding=True, truncation=True, max_length=2)  # leaves its mark on the backend
+    assert fingerprint(used) == base
+    (tmp_path / "moved").mkdir()
+    assert fingerprint(path=jsonl([{"messages": chat("a", "b", "c", "d")}], "moved/rows.jsonl")) == base
+    others = [
+        fingerprint(path=jsonl([{"messages": chat("a", "b", "c", "e")}], "other.jsonl")),
+        fingerprint(byte_tokenizer(merges=[("a", "b")])),
+        fingerprint(byte_tokenizer(template=CHATML + "{# another #}")),
+        fingerprint(loss_on="last_assistant"),
+        fingerprint(max_length=99),
+        fingerprint(overlong="skip"),
+        fingerprint(eval_path=path),
+    ]
+    assert len({base, *others}) == len(others) + 1
+
+
+def test_faults_of_reading_format_and_length_come_together(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    path = jsonl([{"text": "a"}, {"text": 3}, {"text": "x" * 50}, []])
+    with pytest.raises(DataError) as caught:
+        data(tokenizer, tmp_path, path=path, max_length=20)
+    message = str(caught.value)
+    assert "3 problems" in message
+    assert "rows.jsonl:2: column text: expected text" in message
+    assert "rows.jsonl:3: 51 tokens, above data.max_length=20" in message
+    assert "rows.jsonl:4: expected an object" in message
+
+
+def test_overlong_rows_are_counted_and_said(tokenizer: Any, tmp_path: Path, jsonl: Jsonl, decide: Decisions) -> None:
+    path = jsonl([{"text": "a"}, {"text": "x" * 50}, {"text": "b"}])
+    assert len(data(tokenizer, tmp_path, decide, path=path, max_length=20, overlong="skip")) == 2
+    assert "1 of 3 rows were longer than data.max_length=20: left out" in said(decide, "data.overlong")[0]
+    assert len(data(tokenizer, tmp_path, path=path, max_length=20, overlong="split")) == 5
+    with pytest.raises(DataError, match=r"no item is left; 1 of 1 rows"):
+        only = jsonl([{"text": "x" * 50}], "long.jsonl")
+        data(tokenizer, tmp_path, path=only, max_length=20, overlong="skip")
+
+
+def test_split_is_for_plain_text(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    with pytest.raises(DataError, match=r"overlong=split needs plain text.*rows\.jsonl:1 has messages"):
+        data(tokenizer, tmp_path, path=jsonl(TALKS), overlong="split")
+
+
+def test_held_out_rows_become_questions(tokenizer: Any, tmp_path: Path, jsonl: Jsonl, decide: Decisions) -> None:
+    held_out = jsonl([{"messages": chat("a", "b", "c", f"d{i}")} for i in range(5)], "eval.jsonl")
+    found = data(tokenizer, tmp_path, decide, path=jsonl(TALKS), eval_path=held_out, eval_items=3)
+    questions = found.held_out()
+    assert [q.answer for q in questions] == ["d0", "d1", "d2"]
+    prompt = tokenizer.apply_chat_template(chat("a", "b", "c"), tokenize=False, add_generation_prompt=True)
+    assert questions[0].prompt == prompt
+    assert list(questions[0].prompt_ids) == tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    assert questions[0].item.ids[: len(questions[0].prompt_ids)] == questions[0].prompt_ids
+    assert "the first 3 of 5" in said(decide, "data.eval_items")[0]
+
+
+def test_held_out_text_has_a_loss_and_no_question(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    path = jsonl([{"text": "abc"}])
+    [question] = data(tokenizer, tmp_path, path=path, eval_path=path).held_out()
+    assert (question.prompt_ids, question.prompt, question.answer) == ((), "", "")
+    assert sum(question.item.weights) == 3
+
+
+def test_an_answer_that_was_cut_is_no_question(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    path = jsonl([{"prompt": "abc", "completion": "defgh"}])
+    cut = {"path": path, "eval_path": path, "max_length": 6}
+    assert data(tokenizer, tmp_path, overlong="truncate_right", **cut).held_out()[0].prompt_ids == ()
+    assert data(tokenizer, tmp_path, overlong="truncate_left", **cut).held_out()[0].prompt_ids == ()
+    [asked] = data(tokenizer, tmp_path, overlong="truncate_left", **{**cut, "max_length": 7}).held_out()
+    assert (asked.prompt, asked.answer) == ("c", "defgh")
+
+
+def test_a_mixture_has_its_shares_and_each_source_its_format(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    one = jsonl([{"text": f"a{i}"} for i in range(7)], "one.jsonl")
+    two = jsonl([{"prompt": "b", "completion": str(i)} for i in range(50)], "two.jsonl")
+    found = data(tokenizer, tmp_path, path=(one, two), weights=(0.25, 0.75))
+    drawn = texts(tokenizer, found, 0, 1000)
+    assert sum(text.startswith("a") for text in drawn) == 250
+    assert len(found) == 57
+    by_size = data(tokenizer, tmp_path, path=(one, two))
+    assert sum(text.startswith("a") for text in texts(tokenizer, by_size, 0, 57)) == 7
+    assert by_size.fingerprint != found.fingerprint
+
+
+def test_a_folder_is_one_source_of_one_format(tokenizer: Any, tmp_path: Path, jsonl: Jsonl, decide: Decisions) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "b.csv").write_text("text\nc\n")
+    (tmp_path / "in" / "README.md").write_text("hello")
+    (tmp_path / "in" / "c.json").write_text(json.dumps([{"text": "d"}]))
+    jsonl([{"text": "a"}, {"text": "b"}], "in/a.jsonl")
+    found = data(tokenizer, tmp_path, decide, path=str(tmp_path / "in"), shuffle=False)
+    assert texts(tokenizer, found, 0, 4) == [f"{c}<|im_end|>" for c in "abcd"]
+    assert "not read: README.md" in said(decide, "data.files")[0]
+    jsonl([{"prompt": "a", "completion": "b"}], "in/d.jsonl")
+    with pytest.raises(DataError, match=r"d\.jsonl:1: no column text; expected text as at .*a\.jsonl:1"):
+        data(tokenizer, tmp_path, path=str(tmp_path / "in"))
+
+
+def test_many_rows_over_several_batches(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    found = data(tokenizer, tmp_path, path=jsonl([{"text": f"n{i}"} for i in range(1500)]), shuffle=False)
+    assert texts(tokenizer, found, 0, 1500) == [f"n{i}<|im_end|>" for i in range(1500)]

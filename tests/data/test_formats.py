@@ -1,0 +1,139 @@
+"""The first row decides the format, every later row must keep to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from runner.data.formats import Chat, FormatCheck, Plain
+from runner.data.rows import Place, Problems, Row
+from tests.data.conftest import chat
+
+TALK = chat("2+2?", "4")
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+def check(*rows: dict[str, Any]) -> tuple[list[Any], FormatCheck, str]:
+    """Examples, the check, and the error's text or nothing."""
+    problems = Problems("data.path", "a.jsonl")
+    found = FormatCheck(problems)
+    examples = list(found.examples(Row(Place("a.jsonl", i), row) for i, row in enumerate(rows, 1)))
+    return examples, found, str(problems.error()) if problems.count else ""
+
+
+@pytest.mark.parametrize(
+    ("row", "form", "example"),
+    [
+        ({"text": "a"}, "text", Plain(Place("a.jsonl", 1), None, "a")),
+        ({"prompt": "a", "completion": "b"}, "prompt+completion (text)", Plain(Place("a.jsonl", 1), "a", "b")),
+        ({"messages": TALK}, "messages", Chat(Place("a.jsonl", 1), tuple(TALK))),
+        (
+            {"prompt": TALK[:1], "completion": TALK[1:]},
+            "prompt+completion (messages)",
+            Chat(Place("a.jsonl", 1), tuple(TALK), context=1),
+        ),
+        ({"messages": TALK, "tools": TOOLS}, "messages", Chat(Place("a.jsonl", 1), tuple(TALK), 0, tuple(TOOLS))),
+        (
+            {"messages": TALK, "tools": '[{"type": "function", "function": {"name": "add"}}]'},
+            "messages",
+            Chat(Place("a.jsonl", 1), tuple(TALK), 0, tuple(TOOLS)),
+        ),
+        ({"messages": TALK, "tools": None}, "messages", Chat(Place("a.jsonl", 1), tuple(TALK))),
+    ],
+)
+def test_each_format_is_detected(row: dict[str, Any], form: str, example: Any) -> None:
+    examples, found, message = check(row)
+    assert (examples, str(found.format), message) == ([example], form, "")
+
+
+def test_a_conversation_wins_over_a_prompt_and_ignored_columns_are_known() -> None:
+    examples, found, _ = check({"prompt": "a", "messages": TALK, "id": 3}, {"messages": TALK, "score": 1})
+    assert len(examples) == 2
+    assert str(found.format) == "messages"
+    assert found.ignored == {"prompt", "id", "score"}
+
+
+def test_tools_beside_plain_text_are_not_read_and_this_is_known() -> None:
+    assert check({"text": "a", "tools": TOOLS})[1].ignored == {"tools"}
+
+
+BAD_FIRST = [
+    ({"question": "a", "answer": "b"}, "found question, answer"),
+    ({}, "found no column"),
+    ({"prompt": "a"}, "`prompt` alone has no answer to learn"),
+    ({"chosen": "a", "rejected": "b"}, "preference pairs"),
+    ({"conversations": []}, "rename `conversations` to `messages`"),
+    ({"text": 3}, "column text: expected text, found a number"),
+    ({"text": None}, "column text: expected text, found null"),
+    ({"text": " \n"}, "column text is empty"),
+    ({"prompt": "", "completion": "b"}, "column prompt is empty"),
+    ({"prompt": "a", "completion": "  "}, "column completion is empty"),
+    ({"prompt": [], "completion": TALK[1:]}, "column prompt is empty"),
+    ({"prompt": TALK[:1], "completion": []}, "the completion has no assistant turn"),
+    ({"prompt": TALK[:1], "completion": chat("c")}, "the completion has no assistant turn"),
+    ({"prompt": TALK[:1], "completion": "b"}, "column completion: expected a list of messages, found text"),
+    ({"messages": []}, "the conversation has no assistant turn; expected a message with role assistant"),
+    ({"messages": TALK[:1]}, "the conversation has no assistant turn"),
+    ({"messages": "a"}, "column messages: expected a list of messages, found text"),
+    ({"messages": ["a"]}, "column messages: expected a list of messages, found a list"),
+    ({"messages": [*TALK, {"role": "asistant", "content": "x"}]}, "messages[2].role: unknown role 'asistant'; did you"),
+    ({"messages": [{"content": "x"}]}, "messages[0]: no role; expected the keys role and content, found content"),
+    ({"messages": [{"from": "human", "value": "x"}]}, "rename from/value to role/content"),
+    ({"messages": [{"role": 3, "content": "x"}]}, "messages[0].role: expected text, found a number"),
+    ({"messages": [{"role": "user"}]}, "messages[0]: no content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: expected text, found a number"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages[0].content: expected text, found a list",
+    ),
+    ({"messages": chat("", "b")}, "messages[0].content: the user's turn is empty"),
+    ({"messages": chat("a", " ")}, "messages[1].content: the assistant's turn is empty"),
+    ({"prompt": chat("a"), "completion": [{"role": "assistant", "content": ""}]}, "completion[0].content: the assist"),
+    ({"messages": [TALK[0], {"role": "assistant", "content": None}]}, "messages[1].content: expected text, found null"),
+    ({"messages": TALK, "tools": "{"}, "column tools: text that is no JSON"),
+    ({"messages": TALK, "tools": 3}, "column tools: expected a list of JSON schemas, found a number"),
+]
+
+
+@pytest.mark.parametrize(("row", "expected"), BAD_FIRST)
+def test_what_is_wrong_with_a_row_is_said(row: dict[str, Any], expected: str) -> None:
+    examples, _, message = check(row)
+    assert examples == []
+    assert "a.jsonl:1: " in message
+    assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ({"text": "a"}, {"txt": "b"}, "a.jsonl:2: no column text; expected text as at a.jsonl:1, found txt"),
+        ({"prompt": "a", "completion": "b"}, {"prompt": "a"}, "a.jsonl:2: no column completion"),
+        (
+            {"prompt": "a", "completion": "b"},
+            {"prompt": TALK[:1], "completion": TALK[1:]},
+            "expected text as at a.jsonl:1",
+        ),
+        ({"messages": TALK}, {"text": "a"}, "a.jsonl:2: no column messages; expected messages as at a.jsonl:1"),
+        ({"text": "a"}, {"text": 0}, "a.jsonl:2: column text: expected text as at a.jsonl:1, found a number"),
+    ],
+)
+def test_a_later_row_of_another_format_is_an_error(first: Any, second: Any, expected: str) -> None:
+    assert expected in check(first, second)[2]
+
+
+def test_roles_and_calls_that_are_sound() -> None:
+    talk = [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]},
+        {"role": "tool", "content": ""},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "thanks"},
+    ]
+    assert check({"messages": talk})[2] == ""
+
+
+def test_all_faults_are_reported_at_once_except_after_an_unknown_format() -> None:
+    assert "3 problems" in check({"text": "a"}, {"text": ""}, {"text": 1}, {})[2]
+    assert "1 problem\n" in check({"q": "a"}, {"q": "b"}, {"q": "c"})[2]

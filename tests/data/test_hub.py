@@ -1,0 +1,92 @@
+"""Hub data sets, without a hub: from the cache of `datasets`, and what is said when there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from runner.data.config import HubConfig
+from runner.data.hub import HubSource, build, load
+from runner.data.rows import Problems
+from runner.decisions import Decisions
+from runner.errors import DataError, EnvironmentProblem
+from tests.data.conftest import chat
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data set `someone/talks` as `datasets` keeps it after a download."""
+    folder = tmp_path / "hub" / "someone___talks" / "default" / "0.0.0" / ("0" * 40)
+    rows = [{"messages": chat(f"q{i}", f"a{i}")} for i in range(6)]
+    splits = {}
+    for split in ("train", "test"):
+        source = tmp_path / f"{split}.jsonl"
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        table = datasets.load_dataset("json", data_files=str(source), split="train", cache_dir=str(tmp_path / "work"))
+        folder.mkdir(parents=True, exist_ok=True)
+        Path(table.cache_files[0]["filename"]).rename(folder / f"talks-{split}.arrow")
+        splits[split] = datasets.SplitInfo(split, num_bytes=1, num_examples=len(rows), dataset_name="talks")
+    info = datasets.DatasetInfo(
+        features=table.features,
+        splits=datasets.SplitDict(splits),
+        builder_name="json",
+        dataset_name="talks",
+        config_name="default",
+    )
+    info.write_to_directory(str(folder))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.mark.usefixtures("cached")
+def test_a_data_set_of_the_hub_becomes_items(tokenizer: Any, tmp_path: Path) -> None:
+    config = HubConfig(path="someone/talks", eval_split="test", shuffle=False)
+    decide = Decisions()
+    data = build(config, tokenizer=tokenizer, seed=0, decide=decide, cache_dir=tmp_path / "cache")
+    expected = tokenizer.apply_chat_template(chat("q0", "a0"), tokenize=False)
+    assert tokenizer.decode(data.take(0, 1)[0].ids) == expected
+    assert [q.answer for q in data.held_out()] == [f"a{i}" for i in range(6)]
+    assert any("data.path=someone/talks[train]: 6 items" in d.reason for d in decide.made)
+
+
+def source(rows: list[dict[str, Any]]) -> HubSource:
+    return HubSource("someone/talks[train]", datasets.Dataset.from_list(rows))
+
+
+def test_rows_have_no_filled_in_nulls_and_a_place() -> None:
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "x"}]
+    [row] = source([{"messages": talk}]).rows(Problems("data.path", "x"))
+    assert row.value == {"messages": talk}
+    assert str(row.place) == "someone/talks[train]: row 1"
+
+
+def test_an_empty_split_is_a_problem() -> None:
+    problems = Problems("data.path", "x")
+    assert list(source([]).rows(problems)) == []
+    assert "no rows" in str(problems.error())
+
+
+def test_the_digest_follows_the_rows() -> None:
+    digests = [source(rows).digest() for rows in ([{"text": "a"}], [{"text": "b"}], [{"text": "a"}])]
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_a_hub_out_of_reach_says_so_and_what_to_do() -> None:
+    config = HubConfig(path="no-such-owner/no-such-data")
+    with pytest.raises(EnvironmentProblem, match=r"the hub cannot be reached(?s:.)*data=file data\.path="):
+        load(config, "no-such-owner/no-such-data", "train")
+
+
+def test_a_local_path_is_sent_to_data_file(tmp_path: Path) -> None:
+    config = HubConfig(path=str(tmp_path))
+    with pytest.raises(DataError, match="read it with: data=file"):
+        load(config, str(tmp_path), "train")
+
+
+@pytest.mark.usefixtures("cached")
+def test_a_split_that_is_not_there_is_named() -> None:
+    with pytest.raises(DataError, match=r"someone/talks: cannot be loaded \(subset None, split nope"):
+        load(HubConfig(path="someone/talks"), "someone/talks", "nope")

@@ -1,0 +1,88 @@
+"""Nothing too long disappears unsaid, and what stays is exact."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.data.overlong import Limit, Rule, Tally
+from runner.data.rows import Place, Problems
+from runner.data.tokenise import Encoded
+
+HERE = Place("a.jsonl", 7)
+
+
+def row(length: int, context: int = 1) -> Encoded:
+    """`length` tokens, the first `context` of them given; the rest is the answer."""
+    learnt = [0] * context + [1] * (length - context)
+    return Encoded(HERE, list(range(length)), learnt, (context, length))
+
+
+def apply(rule: Rule, given: Encoded, most: int) -> tuple[list[Encoded], Tally, Problems]:
+    tally, problems = Tally(), Problems("data.path", "a.jsonl")
+    return list(Limit(most, rule).apply(given, tally, problems)), tally, problems
+
+
+@pytest.mark.parametrize("rule", ["error", "skip", "truncate_left", "truncate_right", "split"])
+def test_what_fits_stays_as_it_is(rule: Rule) -> None:
+    items, tally, problems = apply(rule, row(8, 3), 8)
+    assert items == [row(8, 3)]
+    assert (tally.items, tally.tokens, tally.learnt, tally.overlong, problems.count) == (1, 8, 5, 0, 0)
+
+
+def test_error_names_row_and_length_and_what_to_do() -> None:
+    items, _, problems = apply("error", row(9), 8)
+    assert items == []
+    assert "a.jsonl:7: 9 tokens, above data.max_length=8" in str(problems.error())
+    assert "data.overlong to skip" in str(problems.error())
+
+
+def test_skip_leaves_out_and_counts() -> None:
+    items, tally, _ = apply("skip", row(9), 8)
+    assert (items, tally.left_out, tally.longest) == ([], 1, 9)
+    assert Limit(8, "skip").report(tally) == "1 of 1 rows were longer than data.max_length=8: left out"
+
+
+@given(st.integers(2, 30), st.integers(1, 29), st.integers(2, 30))
+def test_truncation_keeps_an_end_and_never_the_first_weight(length: int, context: int, most: int) -> None:
+    given_row = row(length, min(context, length - 1))
+    for rule, kept in (("truncate_left", given_row.ids[-most:]), ("truncate_right", given_row.ids[:most])):
+        items, tally, problems = apply(rule, given_row, most)  # type: ignore[arg-type]
+        assert problems.count == 0
+        assert len(items) + tally.left_out == 1
+        if not items:
+            assert sum(given_row.learnt[:most]) == 0
+            continue
+        [item] = items
+        assert item.ids == kept
+        assert item.learnt[0] == 0
+        assert item.learnt[1:] == [given_row.learnt[token] for token in kept[1:]]
+        first, last = item.answer
+        if last:  # a whole answer after a prompt that is not empty
+            assert first > 0
+            assert item.ids[first:last] == given_row.ids[given_row.answer[0] :]
+        else:
+            assert rule == "truncate_right" or most <= length - given_row.answer[0]
+        assert tally.cut_tokens == max(length - most, 0)
+
+
+def test_a_row_whose_answer_is_cut_off_entirely_is_left_out_and_said() -> None:
+    items, tally, _ = apply("truncate_right", row(9, 8), 8)
+    assert items == []
+    assert "1 of them left out, as nothing to learn remained" in Limit(8, "truncate_right").report(tally)
+
+
+@given(st.integers(2, 200), st.integers(2, 20))
+def test_split_learns_every_token_but_the_first_exactly_once(length: int, most: int) -> None:
+    text = Encoded(HERE, list(range(length)), [0] + [1] * (length - 1))
+    items, tally, _ = apply("split", text, most)
+    learnt = [token for item in items for token, flag in zip(item.ids, item.learnt, strict=True) if flag]
+    assert learnt == text.ids[1:]
+    assert all(2 <= len(item.ids) <= most for item in items)
+    assert (tally.learnt, tally.left_out, tally.items) == (length - 1, 0, len(items))
+
+
+def test_a_row_without_a_token_to_learn_is_an_error() -> None:
+    problems = apply("error", Encoded(HERE, [5], [0]), 8)[2]
+    assert "a.jsonl:7: no token to learn in the 1 tokens of this row" in str(problems.error())

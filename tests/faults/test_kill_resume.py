@@ -1,0 +1,142 @@
+"""`kill -9` of a real run at random moments, each followed by a resume: it ends as a run left in peace, bit for bit.
+
+peaceful:  start ────────────────────────────────────────▶ step 24   ┐
+                                                                     ├ same bytes
+killed:    start ──✗  resume ────✗  resume ─✗ … resume ──▶ step 24   ┘
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = (
+    "+recipe=sft_demo",
+    "checkpoint.every=3",
+    "evaluation.every=8",
+    "evaluation.max_new_tokens=8",
+    "algorithm.batch_size=8",
+    "data.items=200",
+    "data.held_out=8",
+    "schedule.warmup_steps=2",
+    "tracker=none",
+    "model.hidden_size=32",
+    "model.intermediate_size=64",
+    "model.layers=2",
+)
+RESUME = ("resume", "latest")
+VOLATILE = ("time/", "perf/")
+DEADLINE_S = 60.0
+
+
+class Run:
+    """One run in its own folder, as a series of processes."""
+
+    def __init__(self, cwd: Path, steps: int, *extra: str) -> None:
+        cwd.mkdir(parents=True, exist_ok=True)
+        self.cwd, self.steps, self.job = cwd, steps, (*JOB, f"steps={steps}", *extra)
+        self.latest = cwd / "outputs" / "latest"
+        self.printed = cwd / "printed.txt"
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        with self.printed.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "runner", *arguments],
+                cwd=self.cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            )
+
+    def steps_logged(self) -> int:
+        """Lines of metrics.jsonl, which are the steps done."""
+        path = self.latest / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def checkpoint(self) -> dict[str, bytes]:
+        """The last checkpoint's files, but for the manifest, which tells the time."""
+        folder = self.latest / "checkpoints" / f"step-{self.steps:08d}"
+        return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "MANIFEST.json"}
+
+    def export(self) -> bytes:
+        """The exported weights, of the model or of its adapter."""
+        [weights] = (self.latest / "export").glob("*.safetensors")
+        return weights.read_bytes()
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """A JSONL file's records without what no two runs share."""
+        records = [json.loads(line) for line in (self.latest / name).read_text().splitlines()]
+        return [{k: v for k, v in record.items() if not k.startswith(VOLATILE)} for record in records]
+
+
+def wait_until(happened: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    """Return when `happened`, or when the process has ended by itself."""
+    end = time.monotonic() + DEADLINE_S
+    while not happened() and process.poll() is None:
+        assert time.monotonic() < end, "nothing happened before the deadline"
+        time.sleep(0.002)
+
+
+def kill_somewhere(run: Run, process: subprocess.Popen[bytes], jump: int, moments: random.Random) -> bool:
+    """Kill the process while it starts up, or up to `jump` steps further on; False if it ended before."""
+    wait_until(lambda: (run.latest / "spec.yaml").exists(), process)  # before that there is nothing to resume
+    if moments.random() < 0.25:
+        time.sleep(moments.uniform(0.0, 3.0))
+    else:
+        target = min(run.steps_logged() + moments.randint(1, jump), run.steps)
+        wait_until(lambda: run.steps_logged() >= target, process)
+        time.sleep(moments.uniform(0.0, 0.05))
+    process.kill()
+    return process.wait() == -signal.SIGKILL
+
+
+def killed_run(run: Run, kills: int, seed: int) -> list[int]:
+    """Start a run, kill it about `kills` times and then let it end; the steps it had logged at each kill."""
+    moments = random.Random(seed)
+    process, deaths = run.start(*run.job), list[int]()
+    while len(deaths) < kills and kill_somewhere(run, process, 3 * run.steps // (2 * kills), moments):
+        deaths.append(run.steps_logged())
+        process = run.start(*RESUME)
+    assert process.wait(timeout=DEADLINE_S) == 0, run.printed.read_text()
+    assert len(deaths) >= kills * 3 // 4, f"the run was over before it could be killed: {deaths}"
+    return deaths
+
+
+def assert_same(run: Run, peaceful: Run) -> None:
+    assert run.rows("metrics.jsonl") == peaceful.rows("metrics.jsonl")
+    assert run.rows("samples.jsonl") == peaceful.rows("samples.jsonl")
+    assert [row["step"] for row in run.rows("metrics.jsonl")] == list(range(1, run.steps + 1))
+    assert run.checkpoint().keys() == peaceful.checkpoint().keys()
+    for name, content in peaceful.checkpoint().items():
+        assert run.checkpoint()[name] == content, f"{name} differs"
+    assert run.export() == peaceful.export()
+
+
+def test_killed_and_resumed_is_the_same_run(tmp_path: Path) -> None:
+    peaceful, killed = Run(tmp_path / "peaceful", 24), Run(tmp_path / "killed", 24)
+    assert peaceful.start(*peaceful.job).wait(timeout=DEADLINE_S) == 0, peaceful.printed.read_text()
+    killed_run(killed, kills=4, seed=0)
+    assert_same(killed, peaceful)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("extra", [(), ("adapter=lora", "adapter.dropout=0.1")], ids=["full", "lora with dropout"])
+def test_twenty_kills(tmp_path: Path, extra: tuple[str, ...]) -> None:
+    peaceful, killed = Run(tmp_path / "peaceful", 96, *extra), Run(tmp_path / "killed", 96, *extra)
+    assert peaceful.start(*peaceful.job).wait(timeout=DEADLINE_S) == 0, peaceful.printed.read_text()
+    deaths = killed_run(killed, kills=20, seed=1)
+    assert len(set(deaths)) >= 8, f"the kills came at too few different moments: {deaths}"
+    assert_same(killed, peaceful)

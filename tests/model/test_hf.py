@@ -1,0 +1,138 @@
+"""Models from folders: what loads, what is refused, and what is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from runner.decisions import Decisions
+from runner.errors import EnvironmentProblem, SecurityRefusal
+from runner.model import hf
+from runner.model.causal import CausalLM
+from runner.model.config import HfConfig
+from tests.model.zoo import CPU, LOGPROBS, batch, causal
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Qwen3 model folder as `save` leaves it."""
+    causal("qwen3", seed=4).save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def build(path: Path | str, decide: Decisions | None = None, **options: Any) -> CausalLM:
+    config = HfConfig(path=str(path), **options)
+    tokenizer = hf.tokenizer(config)
+    return hf.build(config, tokenizer=tokenizer, device=CPU, seed=0, decide=decide or Decisions(strict=True))
+
+
+def edit(path: Path, **values: Any) -> None:
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | values))
+
+
+def test_a_folder_loads_with_its_weights_and_its_tokenizer(folder: Path) -> None:
+    model, wanted = build(folder), causal("qwen3", seed=4)
+    torch.testing.assert_close(
+        model.outputs(batch(), LOGPROBS)["logprobs"], wanted.outputs(batch(), LOGPROBS)["logprobs"]
+    )
+    assert model.tokenizer.chat_template == wanted.tokenizer.chat_template
+    assert model.layout == "packed"
+
+
+def test_a_home_folder_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert build("~/model").layout == "packed"
+
+
+def test_bfloat16_weights(folder: Path) -> None:
+    model = build(folder, dtype="bfloat16")
+    assert {p.dtype for p in model.trainable().values()} == {torch.bfloat16}
+    model.save(folder.parent / "half")
+    assert load_file(folder.parent / "half" / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_from_scratch_keeps_the_architecture_and_draws_from_the_seed(folder: Path) -> None:
+    drawn, again = build(folder, from_scratch=True), build(folder, from_scratch=True)
+    given = dict(build(folder).trainable())
+    assert drawn.trainable().keys() == given.keys()
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(drawn.trainable()[name], again.trainable()[name])
+    assert not torch.equal(drawn.trainable()[name], given[name])
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./missing", "~/missing", "a/b/c"])
+def test_a_folder_that_is_not_there(path: str) -> None:
+    with pytest.raises(EnvironmentProblem, match="no such folder"):
+        build(path)
+
+
+def test_a_hub_id_that_cannot_be_reached() -> None:
+    with pytest.raises(EnvironmentProblem, match="nobody/nothing cannot be loaded"):
+        build("nobody/nothing")
+
+
+def test_an_empty_folder_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match="cannot be loaded"):
+        build(tmp_path)
+
+
+def test_pickles_are_refused(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(SecurityRefusal, match=r"pytorch_model\.bin"):
+        hf.build(HfConfig(path=str(folder)), tokenizer=None, device=CPU, seed=0, decide=Decisions())
+
+
+def test_a_config_that_points_to_a_pickle_is_refused(folder: Path) -> None:
+    edit(folder / "config.json", transformers_weights="adapter_model.bin")
+    with pytest.raises(SecurityRefusal, match="only safetensors"):
+        build(folder)
+
+
+def test_code_in_the_model_folder_is_not_run(folder: Path) -> None:
+    edit(
+        folder / "config.json",
+        model_type="theirs",
+        auto_map={"AutoConfig": "theirs.C", "AutoModelForCausalLM": "theirs.M"},
+    )
+    (folder / "theirs.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(SecurityRefusal, match=r"model\.trust_remote_code=true"):
+        hf.build(HfConfig(path=str(folder)), tokenizer=None, device=CPU, seed=0, decide=Decisions())
+
+
+def test_an_attention_kernel_named_by_the_model_is_not_fetched(folder: Path) -> None:
+    edit(folder / "config.json", attn_implementation="somebody/kernel")
+    assert build(folder).layout == "packed"
+
+
+def test_missing_weights_are_an_error_and_never_random(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EnvironmentProblem, match=r"lacks 1 .*model\.norm\.weight"):
+        build(folder)
+
+
+def test_weights_without_a_place_are_a_decision(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"mtp.weight": torch.zeros(2)}, folder / "model.safetensors", metadata={"format": "pt"})
+    decisions = Decisions()
+    build(folder, decisions)
+    assert "mtp.weight" in decisions.made[0].reason
+
+
+def test_a_tokenizer_that_does_not_fit(folder: Path) -> None:
+    edit(folder / "config.json", vocab_size=200, pad_token_id=0, eos_token_id=0)
+    with pytest.raises(EnvironmentProblem, match=r"259 ids.*\n.*model\.tokenizer"):
+        build(folder, from_scratch=True)
+
+
+def test_an_adapter_folder_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(EnvironmentProblem, match="PEFT adapter"):
+        build(tmp_path)

@@ -1,0 +1,230 @@
+"""The decoder: every problem at once, in the user's words, with who set it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field
+
+from runner.data.config import FileConfig
+from runner.errors import SecurityRefusal, SpecError
+from runner.optimizer.config import OptimizerConfig
+from runner.registry import Registry, default_registry
+from runner.spec.decode import decode
+from runner.spec.schema import groups_of, job_schema
+from runner.tracker.config import WandbConfig
+
+NAMES = {
+    "device": "cpu",
+    "parallelism": "single",
+    "launch": "local",
+    "model": "tiny",
+    "adapter": "none",
+    "data": "demo",
+    "algorithm": "sft",
+    "sampler": "none",
+    "optimizer": "adamw",
+    "schedule": "constant",
+    "tracker": "none",
+    "checkpoint": "safetensors",
+}
+
+
+def job(**changes: Any) -> dict[str, Any]:
+    """A job with every group's default component, and `changes`; a section without a name keeps its component."""
+    data: dict[str, Any] = {group: {"name": name} for group, name in NAMES.items()}
+    for key, value in changes.items():
+        data[key] = data[key] | value if key in data and isinstance(value, dict) else value
+    return data
+
+
+def said(**changes: Any) -> dict[str, str]:
+    """What is said of a wrong job: key → message."""
+    with pytest.raises(SpecError) as caught:
+        decode(job(**changes), {})
+    return {p.key: p.message for p in caught.value.problems}
+
+
+def test_defaults_decode_to_the_classes_of_their_names() -> None:
+    spec = decode(job(), {})
+    assert {g: getattr(spec, g).name for g in NAMES} == NAMES
+    assert type(spec.optimizer) is default_registry().classes("optimizer")["adamw"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "message"),
+    [
+        ({"optimizer": {"lrr": 1}}, "optimizer.lrr", "not an option of optimizer=adamw; did you mean 'lr'?"),
+        ({"optimizer": {"lr": "fast"}}, "optimizer.lr", "expected a number above 0, got 'fast'"),
+        ({"optimizer": {"lr": -1}}, "optimizer.lr", "expected a number above 0, got -1"),
+        ({"optimizer": {"lr": float("nan")}}, "optimizer.lr", "expected a number above 0, got NaN"),
+        ({"optimizer": {"clip_norm": "x"}}, "optimizer.clip_norm", "expected a number above 0 or null, got 'x'"),
+        ({"optimizer": {"betas": [0.9]}}, "optimizer.betas", "expected a list of 2 numbers, got [0.9]"),
+        (
+            {"optimizer": {"momentum": 0.9}},
+            "optimizer.momentum",
+            "not an option of optimizer=adamw; an option of optimizer=sgd",
+        ),
+        ({"device": {"name": "gpu"}}, "device", "no device named 'gpu'; did you mean 'cuda'? (auto, cpu, cuda, npu)"),
+        (
+            {"device": {"name": "ascend"}},
+            "device",
+            "no device named 'ascend'; did you mean 'npu'? (auto, cpu, cuda, npu)",
+        ),
+        ({"device": {"threads": True}}, "device.threads", "expected an integer at least 1, got true"),
+        ({"data": {"max_lenght": 3}}, "data.max_lenght", "not an option of data=demo; did you mean 'max_length'?"),
+        (
+            {"data": {"overlong": "cut"}},
+            "data.overlong",
+            "expected one of error, skip, truncate_left, truncate_right, split, got 'cut'",
+        ),
+        ({"data": {"digits": 1}}, "data.digits", "expected an integer from 2 to 12, got 1"),
+        ({"model": {"lr": 1}}, "model.lr", "not an option of model=tiny; did you mean 'optimizer.lr'?"),
+        ({"adapter": {"rank": 8}}, "adapter.rank", "not an option of adapter=none; an option of adapter=lora"),
+        ({"lora_rank": 8}, "lora_rank", "not an option of a job; did you mean 'adapter.rank' of adapter=lora?"),
+        ({"learning_rate": 1}, "learning_rate", "not an option of a job; did you mean 'optimizer.lr'?"),
+        ({"devise": "cpu"}, "devise", "not an option of a job; did you mean 'device'?"),
+        ({"steps": 1.5}, "steps", "expected an integer at least 1, got 1.5"),
+        ({"steps": "???"}, "steps", "must be given: steps=…"),
+        ({"evaluation": {"evry": 1}}, "evaluation.evry", "not an option of evaluation; did you mean 'every'?"),
+        ({"evaluation": {"every": -1}}, "evaluation.every", "expected an integer at least 0, got -1"),
+        ({"evaluation": 5}, "evaluation", "expected a section, got 5"),
+        ({"optimizer": 3}, "optimizer", "expected a section of options, got 3"),
+        ({"zzzzzz": 1}, "zzzzzz", "not an option of a job"),
+        ({"schedule": {"warmup_steps": 100}}, "schedule.warmup_steps", "100 steps of warm-up in a run of steps=100"),
+        (
+            {"launch": {"devices": 2}},
+            "launch.devices",
+            "parallelism=single runs one process, not 2; set launch.devices=1",
+        ),
+    ],
+)
+def test_one_mistake_is_one_sentence(changes: dict[str, Any], key: str, message: str) -> None:
+    assert said(**changes) == {key: message}
+
+
+def test_all_problems_come_at_once_contradictions_among_them() -> None:
+    found = said(
+        optimizer={"lrr": 1},
+        data={"max_lenght": 3},
+        schedule={"warmup_steps": 300},
+        algorithm={"batch_size": 10, "mini_batches": 3},
+    )
+    assert set(found) == {"optimizer.lrr", "data.max_lenght", "schedule.warmup_steps", "algorithm.mini_batches"}
+
+
+def test_an_unknown_component_does_not_hide_the_other_problems() -> None:
+    found = said(device={"name": "gpu", "threads": "x"}, optimizer={"lr": 0}, steps=0)
+    assert set(found) == {"device", "optimizer.lr", "steps"}
+
+
+def test_a_missing_value_and_a_missing_group_are_named() -> None:
+    data = job(data={"name": "file", "path": "???"})
+    del data["tracker"]
+    with pytest.raises(SpecError) as caught:
+        decode(data, {"data.path": "data/file"})
+    found = {p.key: (p.message, p.origin) for p in caught.value.problems}
+    assert found["data.path"][0].startswith("must be given: data.path=…")
+    assert found["data.path"][1] == "data/file"
+    assert found["tracker"][0] == "nothing is chosen; type tracker=NAME (none, tensorboard, wandb)"
+    assert said(data={"name": "file"})["data.path"].startswith("must be given")
+
+
+def test_a_number_where_text_is_wanted_comes_with_the_remedy() -> None:
+    assert said(name=12)["name"].endswith("got 12; to give it as a text: 'name=\"12\"'")
+
+
+def test_the_file_that_set_it_stands_beside_the_problem() -> None:
+    with pytest.raises(SpecError) as caught:
+        decode(job(optimizer={"momentum": 1}), {"optimizer.momentum": "recipe/x"})
+    assert str(caught.value).endswith("[recipe/x]")
+
+
+@pytest.mark.parametrize("where", [{"model": {"_target_": "os.system"}}, {"x": {"y": [{"_target_": "os.system"}]}}])
+def test_naming_code_is_refused(where: dict[str, Any]) -> None:
+    with pytest.raises(SecurityRefusal, match="never code to run"):
+        decode(job(**where), {})
+
+
+@pytest.mark.parametrize(("origin", "allowed"), [("command line", True), ("recipe/x", False), ("spec.yaml", False)])
+def test_a_models_own_code_is_trusted_on_the_command_line_only(origin: str, allowed: bool) -> None:
+    data = job(model={"name": "hf", "path": "x/y", "trust_remote_code": True})
+    origins = {"model.trust_remote_code": origin}
+    if allowed:
+        assert decode(data, origins).model.trust_remote_code
+    else:
+        with pytest.raises(SecurityRefusal, match="only the command line"):
+            decode(data, origins)
+
+
+def test_the_one_bad_key_that_is_no_text_is_a_problem_not_a_crash() -> None:
+    assert said(**{"optimizer": {1: 2}})["optimizer.1"].startswith("not an option of optimizer=adamw")
+
+
+COMPONENTS = [
+    (group, cls) for group in groups_of(default_registry()) for cls in default_registry().classes(group).values()
+]
+
+
+@pytest.mark.parametrize(("group", "cls"), COMPONENTS, ids=lambda v: getattr(v, "__name__", v))
+def test_a_dumped_spec_decodes_to_itself(group: str, cls: type) -> None:
+    required = {name: "x/y" for name, info in cls.model_fields.items() if info.is_required()}
+    spec = decode(job(**{group: {"name": cls.component_name(), **required}}), {})
+    assert decode(spec.model_dump(), {}) == spec
+    assert decode(spec.model_dump(mode="json"), {}) == spec
+    assert type(getattr(spec, group)) is cls
+
+
+@given(
+    steps=st.integers(1, 10**9),
+    seed=st.integers(0, 2**63 - 1),
+    lr=st.floats(min_value=1e-300, allow_infinity=False, exclude_min=True),
+    betas=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    clip=st.none() | st.floats(1e-6, 1e6),
+    tags=st.lists(st.text()).map(tuple),
+    paths=st.text(min_size=1) | st.lists(st.text(min_size=1), min_size=1).map(tuple),
+)
+def test_any_spec_survives_dumping(steps, seed, lr, betas, clip, tags, paths) -> None:  # type: ignore[no-untyped-def]
+    text = lambda value: "???" in (value if isinstance(value, tuple) else [value])  # noqa: E731
+    if text(paths) or text(tags):
+        return
+    spec = decode(
+        job(
+            steps=steps,
+            seed=seed,
+            optimizer={"lr": lr, "betas": betas, "clip_norm": clip},
+            tracker=WandbConfig(tags=tags).model_dump(),
+            data=FileConfig(path=paths).model_dump(),
+        ),
+        {},
+    )
+    assert decode(spec.model_dump(mode="json"), {}) == spec
+
+
+class Lion(OptimizerConfig):
+    """A third party's optimizer."""
+
+    factory: ClassVar[str] = "theirs:build"
+    name: Literal["lion"] = "lion"
+    beta: float = Field(default=0.9, gt=0, description="Theirs.")
+
+
+def test_a_registered_component_is_decoded_and_in_the_schema() -> None:
+    registry = Registry([*(cls for g in default_registry().groups() for cls in default_registry().classes(g).values())])
+    registry.register(Lion)
+    assert decode(job(optimizer={"name": "lion", "beta": 0.5}), {}, registry).optimizer == Lion(beta=0.5)
+    union = job_schema(registry)["properties"]["optimizer"]
+    assert union["discriminator"]["mapping"].keys() == {"adamw", "sgd", "lion"}
+    with pytest.raises(SpecError, match="did you mean 'beta'"):
+        decode(job(optimizer={"name": "lion", "betta": 0.5}), {}, registry)
+
+
+def test_the_schema_describes_every_option_of_every_component() -> None:
+    schema = job_schema()
+    for group, cls in COMPONENTS:
+        definition = schema["$defs"][cls.__name__]
+        assert definition["additionalProperties"] is False
+        assert set(definition["properties"]) == set(cls.model_fields), group

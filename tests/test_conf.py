@@ -1,0 +1,166 @@
+"""conf/ and recipes/: equal to the schema, complete, and runnable under the switches that the docs show."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose
+from omegaconf import OmegaConf
+
+from runner.cli.compose import compose_job
+from runner.cli.conf import files, main
+from runner.cli.main import main as run
+from runner.cli.sources import session
+from runner.paths import conf_dir, recipes_dir
+from runner.registry import default_registry
+from runner.spec.job import EvaluationConfig, JobSpec, WatchConfig
+from runner.spec.origin import leaves
+from runner.spec.schema import groups_of
+
+GROUPS = groups_of(default_registry())
+CONF = sorted((p.parent.name, p.stem) for p in conf_dir().glob("*/*.yaml"))
+RECIPES = sorted(p.relative_to(recipes_dir()).with_suffix("").as_posix() for p in recipes_dir().rglob("*.yaml"))
+REQUIRED = {"path": "some/where"}
+
+
+def plain(path: Path) -> dict[str, Any]:
+    content = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(content, dict)
+    return {str(k): v for k, v in content.items()}
+
+
+def test_the_generated_files_are_up_to_date() -> None:
+    """To mend: python -m runner.cli.conf --write"""
+    assert [str(p) for p, text in files(default_registry()) if p.read_text(encoding="utf-8") != text] == []
+    assert main(["--check"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("group", "cls"),
+    [(g, c) for g in GROUPS for c in default_registry().classes(g).values()],
+    ids=lambda v: getattr(v, "__name__", v),
+)
+def test_a_components_file_lists_every_option_with_its_default(group: str, cls: Any) -> None:
+    content = plain(conf_dir() / group / f"{cls.component_name()}.yaml")
+    assert list(content) == ["name", *(f for f in cls.model_fields if f != "name")]
+    required = {k: REQUIRED[k] for k, v in content.items() if v == "???"}
+    assert cls.model_validate(content | required) == cls(**required)
+
+
+def test_the_job_file_lists_every_group_and_every_default() -> None:
+    content = plain(conf_dir() / "job.yaml")
+    chosen = [key for entry in content.pop("defaults") if isinstance(entry, dict) for key in entry]
+    assert [c for c in chosen if not c.startswith("override hydra/")] == sorted(GROUPS, key=chosen.index)
+    assert set(GROUPS) <= set(chosen)
+    del content["hydra"]
+    assert EvaluationConfig(**content.pop("evaluation")) == EvaluationConfig()
+    assert WatchConfig(**content.pop("watch")) == WatchConfig()
+    assert content == {k: JobSpec.model_fields[k].default for k in ("name", "seed", "steps", "strict")}
+
+
+@pytest.mark.parametrize("model", [JobSpec, EvaluationConfig, WatchConfig])
+def test_the_job_file_comments_each_of_its_options(model: Any) -> None:
+    lines = [line.strip() for line in (conf_dir() / "job.yaml").read_text(encoding="utf-8").splitlines()]
+    for name, info in model.model_fields.items():
+        if name not in GROUPS:
+            assert any(a == f"# {info.description}" and b.startswith(f"{name}:") for a, b in pairwise(lines)), name
+
+
+@pytest.mark.parametrize(("group", "name"), CONF)
+def test_every_conf_file_composes_and_decodes(group: str, name: str, workdir: Path) -> None:
+    missing = [
+        f"{group}.{k}={v}" for k, v in REQUIRED.items() if plain(conf_dir() / group / f"{name}.yaml").get(k) == "???"
+    ]
+    others = [f"{g}={n}" for g, n in (("model", "tiny"), ("data", "demo")) if g != group]
+    spec = compose_job([*others, f"{group}={name}", *missing]).spec
+    assert getattr(spec, group).name in default_registry().classes(group)
+    assert (conf_dir() / group / f"{name}.yaml").read_text(encoding="utf-8").startswith("# ")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_composes_is_short_and_says_what_to_expect(recipe: str, workdir: Path) -> None:
+    assert compose_job([f"+recipe={recipe}"]).spec.name == recipe
+    lines = (recipes_dir() / f"{recipe}.yaml").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 40
+    assert lines[0] == "# yaml-language-server: $schema=.schema.json"
+    assert lines[1] == "# @package _global_"
+    assert lines[2].startswith("# ")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_what_its_schema_says(recipe: str, capsys: pytest.CaptureFixture[str], workdir: Path) -> None:
+    assert run(["schema", "recipe"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema == json.loads((recipes_dir() / ".schema.json").read_text(encoding="utf-8"))
+    content = plain(recipes_dir() / f"{recipe}.yaml")
+    [choices] = [o["properties"] for o in schema["properties"]["defaults"]["items"]["anyOf"] if o["type"] == "object"]
+    for entry in content.pop("defaults"):
+        [(key, value)] = entry.items()
+        assert value in choices[key]["enum"]
+    for key, _ in leaves(content):
+        section, _, leaf = key.partition(".")
+        assert section in schema["properties"]
+        if leaf:
+            field = schema["properties"][section]
+            names = [o["$ref"].rpartition("/")[2] for o in field.get("anyOf", [field])]
+            assert all(leaf in schema["$defs"][name]["properties"] for name in names), key
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_sets_only_what_every_member_of_a_group_has(recipe: str) -> None:
+    """So that switching a group never meets leftovers of the recipe's own making."""
+    content = plain(recipes_dir() / f"{recipe}.yaml")
+    del content["defaults"]
+    for group in set(GROUPS) - {"algorithm"}:
+        members = default_registry().classes(group).values()
+        assert [k for k in content.get(group, {}) if not all(k in cls.model_fields for cls in members)] == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "+recipe=sft_npu device=cpu model=tiny data=demo tracker=none",
+        "device=cpu +recipe=sft_npu model=tiny adapter=none data=demo",
+        "+recipe=sft_npu data=file data.path=x.jsonl model.gradient_checkpointing=false",
+        "+recipe=sft_demo model=hf model.path=some/where",
+        "+recipe=sft_demo data=file data.path=x.jsonl algorithm=cpt",
+        "+recipe=sft_demo optimizer=sgd schedule=wsd tracker=none device=npu adapter=lora",
+        "recipe=sft_demo model=qwen3_0_6b data=capybara",
+        "algorithm=sft data=file data.path=my.jsonl model=hf model.path=some/where",
+    ],
+)
+def test_switches(words: str, workdir: Path) -> None:
+    spec = compose_job(words.split()).spec
+    for word in words.split():
+        group, _, name = word.partition("=")
+        if group in GROUPS and name in default_registry().classes(group):
+            assert getattr(spec, group).name == name
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["+recipe=[sft_demo]"],
+        ["+recipe=[sft_demo]", "device=npu", "model=hf", "schedule=wsd"],
+        ["+recipe=[sft_npu]"],
+    ],
+)
+def test_our_composition_is_hydras(words: list[str], workdir: Path) -> None:
+    with session(default_registry()):
+        theirs = OmegaConf.to_container(compose("job", words))
+    ours = compose_job([*words, "model.path=x"] if "model=hf" in words else words or ["model=tiny"]).data
+    if "model=hf" in words:
+        theirs["model"]["path"] = "x"  # type: ignore[index,call-overload]
+    assert ours == theirs
+
+
+def test_yaml_has_no_tabs_and_ends_in_a_newline() -> None:
+    for path in [*conf_dir().rglob("*.yaml"), *recipes_dir().rglob("*.yaml")]:
+        text = path.read_text(encoding="utf-8")
+        assert "\t" not in text and text.endswith("\n") and yaml.safe_load(text), path

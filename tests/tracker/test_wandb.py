@@ -1,0 +1,349 @@
+"""The W&B sink against the real `wandb`: what arrives, and that no fault of it reaches the run."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.folder import RunFolder
+from runner.tracker import processes
+from runner.tracker.config import WandbConfig
+from runner.tracker.console import Console
+from runner.tracker.jsonl import JsonlTracker, cut_back
+from runner.tracker.none import NoTracker
+from runner.tracker.wandb import WandbTracker, build
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = "0123456789abcdef0123456789abcdef01234567"
+SPEC = {"name": "toy", "optimizer": {"lr": 1e-3}, "data": {"path": f"https://me:{KEY}@host/x"}}
+
+
+class Run:
+    """A run that writes its two files and has a W&B sink, as the loop does it."""
+
+    def __init__(self, root: Path, mode: str = "offline", deadline_s: float = 20.0, first: int = 0) -> None:
+        root.mkdir(exist_ok=True)
+        self.folder, self.screen = RunFolder(root), io.StringIO()
+        self.console = Console(self.folder.log, self.screen)
+        self.jsonl = JsonlTracker(self.folder)
+        config = WandbConfig(mode=mode, deadline_s=deadline_s, project="p", tags=("t",))
+        self.tracker = build(
+            config, folder=self.folder, spec=SPEC, run_id="toy-1", name="toy", first_step=first, console=self.console
+        )
+        self.slowest_s = 0.0
+
+    def steps(self, first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            values = {"train/loss": 1 / step, "eval/loss": float("nan")}
+            self.jsonl.log(step, values)
+            self.timed(lambda s=step, v=values: self.tracker.log(s, v))
+
+    def sample(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        self.jsonl.samples(step, rows)
+        self.tracker.samples(step, rows)
+
+    def timed(self, call: Callable[[], None]) -> None:
+        begin = time.perf_counter()
+        call()
+        self.slowest_s = max(self.slowest_s, time.perf_counter() - begin)
+
+    def pid(self) -> int:
+        assert isinstance(self.tracker, WandbTracker) and self.tracker._process is not None
+        return self.tracker._process.pid
+
+    def wait_for(self, what: Callable[[], Any], seconds: float = 20.0) -> Any:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.tracker.log(0, {})
+            if found := what():
+                return found
+            time.sleep(0.05)
+        raise AssertionError("it never came\n" + self.screen.getvalue())
+
+    def opened(self) -> dict[str, Any]:
+        assert isinstance(self.tracker, WandbTracker)
+        tracker = self.tracker
+        return dict(self.wait_for(lambda: tracker._events.get("open")))
+
+    def finish(self, status: str = "done") -> str:
+        self.jsonl.finish(status)
+        [line] = self.tracker.finish(status)
+        return line
+
+
+def records(root: Path) -> list[dict[str, Any]]:
+    """Everything in the one current W&B file of a run, read by W&B's own tool."""
+    [file] = root.glob("wandb/offline-run-*/run-*.wandb")
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def history(found: list[dict[str, Any]]) -> dict[int, float]:
+    items = [r["history"]["item"] for r in found if r["type"] == "history"]
+    rows = [(i["train/step"], i["train/loss"]) for i in items if "train/loss" in i]
+    assert len(rows) == len(dict(rows)), "a step was written twice"
+    return dict(rows)
+
+
+def exit_code(found: list[dict[str, Any]]) -> int:
+    [code] = [r["exit"].get("exit_code", 0) for r in found if r["type"] == "exit"]
+    return int(code)
+
+
+def survivors(root: Path) -> list[str]:
+    """Command lines of living processes that name this run's folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid() and processes.identify(int(entry.name)):
+            try:
+                words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if str(root) in words:
+                found.append(words)
+    return found
+
+
+def gone(pids: Sequence[Sequence[int]], seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if all(processes.identify(pid) != processes.Process(pid, started) for pid, started in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def expected(last: int) -> dict[int, float]:
+    return {step: 1 / step for step in range(1, last + 1)}
+
+
+def test_all_that_was_logged_is_read_back_and_no_secret_is_on_the_disk(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    run = Run(tmp_path / "run")
+    run.steps(1, 40)
+    run.sample(40, [{"prompt": "2+2", "answer": "4", "exact": True}, {"prompt": "key?", "answer": KEY, "reward": 0.5}])
+    line = run.finish()
+    assert line == f"wandb    offline; upload: wandb sync {next((tmp_path / 'run').glob('wandb/offline-run-*'))}"
+    assert run.slowest_s < 0.1
+    found = records(tmp_path / "run")
+    assert history(found) == expected(40)
+    assert exit_code(found) == 0
+    [begin] = [r["run"] for r in found if r["type"] == "run"]
+    assert begin["run_id"] == "toy-1" and begin["project"] == "p" and begin["tags"] == ["t"]
+    assert begin["config"]["update"]["optimizer"] == {"lr": 1e-3}
+    [metric] = [r["metric"] for r in found if r["type"] == "metric" and r["metric"].get("glob_name") == "*"]
+    assert metric["step_metric"] == "train/step"
+    [table] = (tmp_path / "run").glob("wandb/offline-run-*/files/media/table/*.json")
+    content = json.loads(table.read_text())
+    assert content["columns"] == ["prompt", "answer", "exact", "reward"]
+    assert content["data"] == [["2+2", "4", True, None], ["key?", "***", None, 0.5]]
+    assert [p for p in tmp_path.rglob("*") if p.is_file() and KEY.encode() in p.read_bytes()] == []
+    assert survivors(tmp_path / "run") == []
+
+
+def test_a_resumed_run_has_the_same_id_and_each_step_once(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.steps(1, 12)
+    run.finish("interrupted")
+    assert exit_code(records(tmp_path / "run")) == 1
+    time.sleep(1.0)  # wandb names its folder by the second
+    cut_back(run.folder, 8, 2)
+    again = Run(tmp_path / "run", first=8)
+    again.steps(9, 20)
+    again.finish()
+    found = records(tmp_path / "run")
+    assert history(found) == expected(20)
+    assert [r["run"]["run_id"] for r in found if r["type"] == "run"] == ["toy-1"]
+    assert len(list((tmp_path / "run/wandb/superseded").iterdir())) == 1
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from tests.tracker.test_wandb import Run
+run = Run(Path(sys.argv[1]))
+run.steps(1, 25)
+print(run.pid(), flush=True)
+if sys.argv[2] == "early":
+    time.sleep(60)
+print(run.opened()["processes"], flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("moment", ["early", "running"])
+def test_kill_9_of_the_run_leaves_a_whole_file_and_no_process(tmp_path: Path, moment: str) -> None:
+    command = [sys.executable, "-c", PARENT.format(root=str(ROOT)), str(tmp_path / "run"), moment]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        sink = processes.identify(int(parent.stdout.readline()))
+        children = json.loads(parent.stdout.readline()) if moment == "running" else []
+        parent.kill()
+    assert sink is not None
+    assert gone([sink, *children], 20.0)
+    found = records(tmp_path / "run")
+    assert history(found) == expected(25)
+    assert exit_code(found) == 1
+    assert survivors(tmp_path / "run") == []
+
+
+@contextmanager
+def server(kind: str) -> Iterator[str]:
+    """The address of: nothing at all, a listener that never answers, or a server that knows no page."""
+    if kind == "refuses":
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            yield f"http://127.0.0.1:{closed.getsockname()[1]}"
+    elif kind == "silent":
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    else:
+        with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as http:
+            thread = threading.Thread(target=http.serve_forever)
+            thread.start()
+            yield f"http://127.0.0.1:{http.server_port}"
+            http.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "said"),
+    [
+        ("refuses", KEY, "cannot be reached"),
+        ("silent", KEY, "does not answer within 3 s"),
+        ("answers", "", "No API key configured"),
+    ],
+)
+def test_online_without_a_server_or_a_key_becomes_offline(
+    tmp_path: Path, monkeypatch: Any, kind: str, key: str, said: str
+) -> None:
+    with server(kind) as address:
+        monkeypatch.setenv("WANDB_BASE_URL", address)
+        monkeypatch.setenv("HOME", str(tmp_path))  # no .netrc of the user's
+        if key:
+            monkeypatch.setenv("WANDB_API_KEY", key)
+        run = Run(tmp_path / "run", mode="online")
+        run.steps(1, 10)
+        run.opened()
+        run.steps(11, 20)
+        line = run.finish()
+    assert said in run.screen.getvalue()
+    assert line.startswith("wandb    offline; upload: wandb sync ")
+    assert run.slowest_s < 0.1
+    assert history(records(tmp_path / "run")) == expected(20)
+    assert [p for p in (tmp_path / "run").rglob("*") if p.is_file() and KEY.encode() in p.read_bytes()] == []
+
+
+def core_of(run: Run) -> int:
+    """The process of wandb-core."""
+    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid, _ in run.opened()["processes"]}
+    return next(pid for pid, name in names.items() if b"wandb-core" in name)
+
+
+def test_a_killed_wandb_core_is_replaced_and_everything_is_written_again(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.steps(1, 10)
+    before = run.opened()
+    os.kill(core_of(run), signal.SIGKILL)
+    run.steps(11, 20)
+    run.wait_for(lambda: run.opened()["processes"] != before["processes"])
+    run.steps(21, 30)
+    line = run.finish()
+    assert "upload: wandb sync" in line
+    assert run.slowest_s < 0.1
+    assert history(records(tmp_path / "run")) == expected(30)
+    assert gone(before["processes"])
+
+
+def test_a_stopped_wandb_core_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", deadline_s=12.0)
+    run.steps(1, 10)
+    opened = run.opened()
+    os.kill(core_of(run), signal.SIGSTOP)
+    run.steps(11, 20)
+    begin = time.monotonic()
+    line = run.finish()
+    assert time.monotonic() - begin < 12.0 + 1.0
+    assert run.slowest_s < 0.1
+    assert "upload: wandb sync" in line
+    assert history(records(tmp_path / "run")) == expected(20)
+    assert gone(opened["processes"]) and survivors(tmp_path / "run") == []
+
+
+def test_a_killed_sink_is_started_again_and_leaves_nothing_out(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.steps(1, 10)
+    before, opened = run.pid(), run.opened()
+    os.kill(before, signal.SIGKILL)
+    run.wait_for(lambda: run.pid() != before)
+    run.steps(11, 20)
+    run.finish()
+    assert "starts again" in run.screen.getvalue()
+    assert history(records(tmp_path / "run")) == expected(20)
+    assert gone(opened["processes"])
+
+
+def test_a_sink_that_is_stuck_is_ended_at_the_deadline_and_can_be_replayed(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", deadline_s=1.0)
+    run.steps(1, 10)
+    opened = run.opened()
+    os.kill(run.pid(), signal.SIGSTOP)
+    begin = time.monotonic()
+    line = run.finish()
+    assert time.monotonic() - begin < 3.0
+    assert "incomplete" in line and "metrics.jsonl has every number" in line
+    assert gone(opened["processes"]) and survivors(tmp_path / "run") == []
+    replay = line.partition("write it again: ")[2].split()
+    assert replay[:3] == ["python", "-m", "runner.tracker.wandb_sink"]
+    time.sleep(1.0)  # wandb names its folder by the second
+    subprocess.run([sys.executable, *replay[1:]], cwd=ROOT, check=True, capture_output=True, stdin=subprocess.DEVNULL)
+    assert history(records(tmp_path / "run")) == expected(10)
+
+
+def test_without_the_package_one_line_says_so(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # what Python itself writes there for a package that is not there
+    run = Run(tmp_path / "run")
+    run.steps(1, 3)
+    assert isinstance(run.tracker, NoTracker)
+    assert run.screen.getvalue().count("pip install wandb") == 1
+    assert run.tracker.finish("done") == []
+    run.jsonl.finish("done")
+
+
+def test_a_package_that_cannot_be_imported_does_not_stop_the_run(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "broken/wandb").mkdir(parents=True)
+    (tmp_path / "broken/wandb/__init__.py").write_text("raise ImportError('no such symbol')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
+    run = Run(tmp_path / "run")
+    run.steps(1, 3)
+    line = run.finish()
+    assert "cannot be imported: no such symbol" in line
+
+
+def test_a_variable_that_contradicts_the_spec_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    run = Run(tmp_path / "run", deadline_s=10.0)
+    run.steps(1, 2)
+    assert "WANDB_MODE=disabled is not read" in run.screen.getvalue()
+    assert "upload: wandb sync" in run.finish()
+
+
+def test_the_sink_imports_no_torch() -> None:
+    program = "import runner.tracker.wandb_sink, sys; sys.exit('torch' in sys.modules or 'wandb' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
