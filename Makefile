@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/cpu.txt $(PIP_ARGS)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help run test test-all soak check format bench clean
+.PHONY: help run test test-all soak check format generate bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -39,6 +39,10 @@ check: $(VENV)/.installed-dev  ## format, lint, types, import contracts
 format: $(VENV)/.installed-dev  ## rewrite the code in the house's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+generate: $(VENV)/.installed  ## rewrite what is written from the config classes: conf/, the schema, docs/reference.md
+	$(BIN)/python -m runner.cli.conf --write
+	$(BIN)/python docs/make_reference.py
 
 bench: $(VENV)/.installed-dev  ## the benchmark, side by side with other loops
 	$(BIN)/python benchmarks/sft.py $(ARGS)

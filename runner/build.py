@@ -56,7 +56,6 @@ class Built:
     store: CheckpointStore
     sections: Mapping[str, Any]
     identity: Mapping[str, Any]
-    example: str  # a held-out prompt to try, or ""
 
     def save(self, step: int, values: Mapping[str, float]) -> Path:
         """Write a checkpoint of every section's state."""
@@ -160,8 +159,7 @@ def build(
         stop=stop,
     )
     sections = {"policy": learner, "algorithm": algorithm}
-    example = next((q.prompt for q in data.held_out() if q.prompt), "")
-    built = Built(job, model, store, sections, _identity(spec, data, device), example)
+    built = Built(job, model, store, sections, _identity(spec, data, device))
     callbacks.append(Saving(built.save, every=spec.checkpoint.every))
     return built
 

@@ -20,7 +20,8 @@ class Decision:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.feature}: {self.got} instead of {self.wanted} ({self.reason})"
+        instead = f" instead of {self.wanted}" if self.wanted != self.got else ""
+        return f"{self.feature}: {self.got}{instead} ({self.reason})"
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class Decisions:
             raise EnvironmentProblem(f"strict=true refuses an automatic decision: {decision}")
         if decision not in self.made:
             self.made.append(decision)
-            log.info("decided  %s", decision if wanted != got else f"{feature}: {got} ({reason})")
+            log.info("decided  %s", decision)
 
     def records(self) -> list[dict[str, str]]:
         """Plain records for the manifest."""

@@ -12,6 +12,8 @@ import json
 import os
 import secrets
 from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -145,6 +147,16 @@ def lock(folder: RunFolder) -> int:
         os.close(handle)
         raise StorageError(f"cannot lock {folder.root}: {error.strerror}") from error
     return handle
+
+
+@contextmanager
+def locked(folder: RunFolder) -> Iterator[None]:
+    """`lock` for the length of a block. Raises EnvironmentProblem if another process holds it."""
+    handle = lock(folder)
+    try:
+        yield
+    finally:
+        os.close(handle)
 
 
 def write_atomic(path: Path, text: str) -> None:

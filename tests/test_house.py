@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
@@ -221,6 +222,23 @@ def test_nothing_on_the_way_to_a_decoded_spec_imports_torch() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_reference_is_what_the_config_classes_say() -> None:
+    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs" / "make_reference.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PATH.read_text(encoding="utf-8") == module.reference(), "run: make generate"
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    broken = []
+    for page in [p for p in tracked() if p.suffix == ".md"]:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            path = target.partition("#")[0]
+            if "://" not in target and path and not (page.parent / path).exists():
+                broken.append(f"{page.relative_to(ROOT)}: {target}")
+    assert broken == []
 
 
 def test_torch_npu_is_never_a_hard_dependency() -> None:

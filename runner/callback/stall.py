@@ -14,7 +14,7 @@ class StallWatch(NoOp):
 
     def __init__(self, path: Path, stall_s: float) -> None:
         self._stall_s = stall_s
-        self._file = path.open("w")
+        self._path, self._file = path, path.open("w")
 
     def on_start(self, step: int) -> None:
         self._arm()
@@ -24,6 +24,9 @@ class StallWatch(NoOp):
 
     def on_end(self) -> None:
         faulthandler.cancel_dump_traceback_later()
+        self._file.close()
+        if self._path.stat().st_size == 0:
+            self._path.unlink()
 
     def _arm(self) -> None:
         faulthandler.dump_traceback_later(self._stall_s, repeat=True, file=self._file)

@@ -19,8 +19,7 @@ VERBS = {
     "infer": 'try a run\'s model; `run infer latest "sort 5031"`',
     "export": "write a Hugging Face folder or PEFT adapter from any checkpoint; `run export latest --checkpoint best`",
 }
-TAKE_VALUE = {"--cfg", "-c", "--config-dir", "-cd", "--spec", "--file", "--checkpoint", "--out", "--seed"}
-TAKE_VALUE |= {"--max-new-tokens", "--temperature", "--top-p"}
+FLAGS = {"--help", "-h", "--version", "--debug", "--multirun", "-m", "--shell-completion", "-sc"}
 
 
 class UsageError(RunnerError):
@@ -49,8 +48,9 @@ def split_verb(argv: Sequence[str]) -> tuple[str, list[str]]:
     """The verb (`run` where none is given) and the other words. Raises UsageError for an unknown verb."""
     words = list(argv)
     for index, word in enumerate(words):
-        if word.startswith("-") or (index and words[index - 1] in TAKE_VALUE):
-            continue
+        before = words[index - 1] if index else ""
+        if word.startswith("-") or (before.startswith("-") and before not in FLAGS):
+            continue  # an option, or the value of one; an unknown option is the parser's to judge
         if is_override(word):
             break
         if word not in VERBS:

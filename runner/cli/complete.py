@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -70,11 +69,9 @@ def query(plugin: CompletionPlugin, line: str) -> list[str]:
             del os.environ["COMP_LINE"]
         else:
             os.environ["COMP_LINE"] = before
-    return verbs + [
-        word
-        for word in re.split(r"\s+", printed.getvalue().strip())
-        if word and not word.lstrip("+").startswith("hydra")
-    ]
+    found = [word for word in printed.getvalue().split() if not word.lstrip("+").startswith("hydra")]
+    # Hydra leaves it open whether a group with folders goes on with `=` or `/`; ours always goes on with `=`.
+    return verbs + [f"{word}=" if word.lstrip("+") == GROUP else word for word in found]
 
 
 def _recipes(line: str, names: Sequence[str]) -> list[str]:

@@ -26,7 +26,7 @@ def worded(error: Exception, sources: Sequence[ConfigSource], recipes: Sequence[
         group, _, name = error.missing_cfg_file.removesuffix(".yaml").rpartition("/")
         return _missing(group, name, origin, sources, recipes)
     if several := re.search(r"Multiple values for ([^\s.]+)", text):
-        return _without_override(several.group(1), "NAME", origin)
+        return _without_override(several.group(1), "NAME", origin or ", ".join(recipes))
     if unknown := re.search(r"Could not override '([^']+)'", text):
         groups = sorted({group for source in sources for group in source.list("", None) if source.is_group(group)})
         meant = suggest.nearest(unknown.group(1), [g for g in groups if g != "hydra"])

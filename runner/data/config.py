@@ -23,6 +23,10 @@ class DataConfig(ComponentConfig):
         """The same config with the paths of local files made absolute."""
         return self
 
+    def example(self) -> str:
+        """A question, in quotes, to try a trained model with; empty where none is known."""
+        return ""
+
     def preflight(self) -> None:
         """Raise DataError for what can be seen without reading far; imports neither torch nor a tokenizer."""
 
@@ -35,6 +39,9 @@ class DemoConfig(DataConfig):
     digits: int = Field(default=4, ge=2, le=12, description="Digits to sort; more is harder.")
     items: int = Field(default=4000, ge=16, description="Training conversations.")
     held_out: int = Field(default=256, ge=1, description="Held-out conversations for evaluation.")
+
+    def example(self) -> str:
+        return f'"sort {"503149276814"[: self.digits]}"'
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = []

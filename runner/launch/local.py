@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import yaml
 
 from runner.errors import Problem, SpecError
-from runner.folder import RunFolder, create, point_latest, shown, write_atomic
+from runner.folder import RunFolder, create, locked, point_latest, shown, write_atomic
 from runner.launch.session import Session
 from runner.spec.job import JobSpec
 
@@ -22,29 +22,30 @@ def start(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str]) -> in
     spec = spec.model_copy(update={"data": spec.data.absolute(), "model": spec.model.absolute()})
     spec.data.preflight()
     folder = create(spec.name)
-    write_spec(folder, spec)
-    provenance = {"typed": list(typed), "set_by": dict(origins)}
-    write_atomic(folder.overrides, yaml.safe_dump(provenance, sort_keys=False, allow_unicode=True))
-    point_latest(folder)
-    return Session(spec, folder, attempt=1).run()
+    with locked(folder):
+        write_spec(folder, spec)
+        provenance = {"typed": list(typed), "set_by": dict(origins)}
+        write_atomic(folder.overrides, yaml.safe_dump(provenance, sort_keys=False, allow_unicode=True))
+        point_latest(folder)
+        return Session(spec, folder, attempt=1).run()
 
 
 def resume(folder: RunFolder, before: JobSpec, spec: JobSpec) -> int:
     """Go on where the run stopped; `spec` is `before` with overrides. A finished run says so and is left alone."""
     refuse_other_job(before, spec)
     if _finished(folder) and spec.steps <= before.steps:
-        print(
-            f"{shown(folder.root)}: finished after {before.steps} steps; to go on: run resume latest steps={before.steps * 2}"
-        )
+        more = f"to go on: run resume {shown(folder.root)} steps={before.steps * 2}"
+        print(f"{shown(folder.root)}: finished after {before.steps} steps; {more}")
         return 0
     spec.device.preflight()
-    attempt = _attempts(folder) + 1
-    if spec != before:
-        kept = folder.attempts / str(attempt)
-        kept.mkdir(parents=True, exist_ok=True)
-        write_atomic(kept / "spec.yaml", folder.spec.read_text(encoding="utf-8"))
-        write_spec(folder, spec)
-    return Session(spec, folder, attempt).run()
+    with locked(folder):
+        attempt = _attempts(folder) + 1
+        if spec != before:
+            kept = folder.attempts / str(attempt)
+            kept.mkdir(parents=True, exist_ok=True)
+            write_atomic(kept / "spec.yaml", folder.spec.read_text(encoding="utf-8"))
+            write_spec(folder, spec)
+        return Session(spec, folder, attempt).run()
 
 
 def write_spec(folder: RunFolder, spec: JobSpec) -> None:

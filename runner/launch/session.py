@@ -1,7 +1,7 @@
-"""One attempt at a run, from its lock to what its end says.
+"""One attempt at a run, from its status to what its end says.
 
-lock ─▶ status: running ─▶ checkpoint ─▶ trackers ─▶ build ─▶ loop ─▶ export ─▶ status: done
-                              └──────── any error ────────▶ status: failed, with the exit code
+    status: running ─▶ checkpoint ─▶ trackers ─▶ build ─▶ loop ─▶ export ─▶ status: done
+                           └────── any error ──────▶ status: failed, with the exit code
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from runner import manifest
 from runner.decisions import Decisions
 from runner.errors import Interrupted, OutOfMemory, RunnerError
-from runner.folder import RunFolder, lock, shown, write_json
+from runner.folder import RunFolder, shown, write_json
 from runner.launch.screen import on_screen
 from runner.registry import default_registry
 from runner.signals import StopSignal
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Session:
-    """An attempt at `spec` in `folder`; `attempt` counts from 1, and every later one resumes."""
+    """An attempt at `spec` in `folder`, which the caller has locked; `attempt` counts from 1, and every later one resumes."""
 
     spec: JobSpec
     folder: RunFolder
@@ -41,13 +41,9 @@ class Session:
 
     def run(self) -> int:
         """Run to the end; returns 0. Raises RunnerError for everything that is worded for the user."""
-        handle = lock(self.folder)
-        try:
-            with on_screen(self.folder.log) as console, self._status():
-                self.stop.install()
-                self._run(console)
-        finally:
-            os.close(handle)
+        with on_screen(self.folder.log) as console, self._status():
+            self.stop.install()
+            self._run(console)
         return 0
 
     @contextmanager
@@ -147,7 +143,7 @@ class Session:
         if self.spec.checkpoint.export:
             built.model.save(self.folder.export)
             lines.append(f"model    {shown(self.folder.export)}")
-        lines.append(f'try it   run infer latest "{built.example}"' if built.example else "try it   run infer latest")
+        lines.append(f"try it   run infer latest {self.spec.data.example()}")
         lines.append(f"go on    run resume latest steps={self.spec.steps * 2}")
         return lines
 

@@ -190,7 +190,7 @@ def _environment(root: Path, mode: str) -> dict[str, str]:
     environment = {k: v for k, v in os.environ.items() if k not in OVERRULED}
     if mode == "offline":
         environment.pop("WANDB_API_KEY", None)
-        environment.setdefault("WANDB_ERROR_REPORTING", "false")  # offline means no connection at all
+    environment.setdefault("WANDB_ERROR_REPORTING", "false")  # else wandb calls home, even offline
     # Tables wait here for `wandb sync`: they belong into the run folder, and the home folder may be read-only.
     environment.setdefault("WANDB_DATA_DIR", str(root / "wandb" / "data"))
     here = str(Path(__file__).resolve().parent.parent.parent)

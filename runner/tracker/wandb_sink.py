@@ -53,7 +53,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class Sink:
-    """One start of the sink; `run` returns the exit code unless it replaces or ends the process."""
+    """One start of the sink."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -67,8 +67,8 @@ class Sink:
         self._leaving = Lock()
         self._environment = dict(os.environ)  # before wandb writes the address of its service into it
 
-    def run(self) -> int:
-        """Feed W&B until the run ends."""
+    def run(self) -> NoReturn:
+        """Feed W&B until the run ends; ends or replaces the process."""
         if self._options.replay:
             self._closing.set()
         Thread(target=self._watch, daemon=True).start()
@@ -79,7 +79,8 @@ class Sink:
         except Exception as error:  # wandb raises anything; whatever it is, W&B is to be tried once more, offline
             traceback.print_exc()
             self._restart(f"{type(error).__name__}: {error}")
-        return 0
+        self._leave()
+        self._exit(0)
 
     def _feed(self) -> None:
         why = self._options.offline
@@ -164,8 +165,12 @@ class Sink:
 
     def _give_up(self, reason: str) -> NoReturn:
         self._report("failed", reason=redact(reason))
+        self._exit(1)
+
+    def _exit(self, code: int) -> NoReturn:
+        sys.stderr.flush()
         processes.kill(processes.descendants(os.getpid()))
-        os._exit(1)  # a plain exit would wait for wandb's own handlers
+        os._exit(code)  # a plain exit would wait for wandb's own handlers, up to 10 s where the server is silent
 
     def _report(self, event: str, **facts: Any) -> None:
         line = json.dumps({"event": event, **facts}) + "\n"
@@ -185,4 +190,4 @@ def _finish(run: Any, exit_code: int) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(Sink(parse(sys.argv[1:])).run())
+    Sink(parse(sys.argv[1:])).run()

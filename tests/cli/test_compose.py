@@ -116,7 +116,7 @@ def test_config_dir_adds_groups_and_recipes(workdir: Path, tmp_path: Path) -> No
     recipe(more / "optimizer", "hot", "defaults: [sgd, _self_]\nlr: 3.0\n")
     recipe(more / "recipe", "from_group", "# @package _global_\nsteps: 31\n")
     recipe(more / "recipes", "from_folder", "steps: 32\n")
-    assert compose_job(["optimizer=hot"], more).spec.optimizer.lr == 3.0
+    assert compose_job(["optimizer=hot", "model=tiny"], more).spec.optimizer.lr == 3.0
     assert compose_job(["+recipe=from_group"], more).spec.steps == 31
     assert compose_job(["+recipe=from_folder"], more).spec.steps == 32
     with pytest.raises(SpecError, match="no optimizer named 'hot'"):

@@ -1,0 +1,66 @@
+"""Writes docs/reference.md from the config classes: every group, component and option. `make generate` runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from runner.cli.conf import scalar
+from runner.cli.sources import plain
+from runner.registry import Registry, default_registry
+from runner.spec.base import ComponentConfig
+from runner.spec.job import JobSpec
+from runner.spec.schema import groups_of, model_schema, sections
+from runner.spec.words import expectation
+
+PATH = Path(__file__).with_name("reference.md")
+HEAD = """# Reference
+
+Written by `docs/make_reference.py` from the config classes; do not edit. `run explain KEY` says the same of one option,
+with its value now and who set it. What a run leaves: [run folder](run-folder.md), [checkpoints](checkpoints.md).
+"""
+
+
+def sentence(cls: type[BaseModel]) -> str:
+    """The class's docstring on one line."""
+    return " ".join((cls.__doc__ or "").split())
+
+
+def table(cls: type[BaseModel], without: Collection[str]) -> list[str]:
+    """A row for each option of `cls` that is not in `without`; nothing where there is none."""
+    body = []
+    for name, info in cls.model_fields.items():
+        if name not in without:
+            default = "*required*" if info.is_required() else f"`{scalar(plain(info.get_default()))}`"
+            takes = expectation(model_schema(cls)[name]).replace("|", "\\|")
+            body.append(f"| `{name}` | {takes} | {default} | {info.description} |")
+    return ["", "| option | takes | default | meaning |", "| --- | --- | --- | --- |", *body] if body else []
+
+
+def group(name: str, registry: Registry) -> Iterator[str]:
+    """One group: the options that all its components have, then each component's own."""
+    classes = [c for c in registry.classes(name).values() if c.__module__.startswith("runner.")]
+    common = next(
+        c for c in reversed(classes[0].__mro__) if issubclass(c, ComponentConfig) and c is not ComponentConfig
+    )
+    yield from ["", f"## {name}", "", sentence(common), *table(common, {"name"})]
+    for cls in classes:
+        yield from ["", f"### {name}={cls.component_name()}", "", sentence(cls), *table(cls, common.model_fields)]
+
+
+def reference() -> str:
+    """The whole page."""
+    registry = default_registry()
+    groups, parts = groups_of(registry), sections()
+    lines = [HEAD, "## The job", *table(JobSpec, {*groups, *parts})]
+    for name, cls in parts.items():
+        lines += ["", f"## {name}", "", sentence(cls), *table(cls, ())]
+    for name in groups:
+        lines += group(name, registry)
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PATH.write_text(reference(), encoding="utf-8")

@@ -1,0 +1,64 @@
+"""Tab completion, as a shell asks for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runner.cli.args import VERBS
+from runner.cli.main import main
+
+
+def completed(
+    line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, shell: str = "bash"
+) -> list[str]:
+    monkeypatch.setenv("COMP_LINE", line)
+    assert main(["-sc", f"query={shell}"]) == 0
+    return capsys.readouterr().out.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("run device=", ["device=auto", "device=cpu", "device=cuda", "device=npu"]),
+        ("run device=c", ["device=cpu", "device=cuda"]),
+        ("run +rec", ["+recipe="]),
+        ("run recipe=sft", ["recipe=sft_demo", "recipe=sft_npu"]),
+        ("run +recipe=sft_d", ["+recipe=sft_demo"]),
+        ("run +recipe=my/", ["+recipe=my/own"]),
+        ("run optimizer.l", ["optimizer.lr="]),
+        ("run optimizer=sgd optimizer.mo", ["optimizer.momentum="]),
+        ("run data=file data.pa", ["data.path="]),
+        ("run explain optimizer.l", ["optimizer.lr="]),
+        ("run list devi", ["device"]),
+        ("run res", ["resume"]),
+        ("run resume la", ["latest"]),
+        ("run resume latest step", ["steps="]),
+        ("run hydra", []),
+        ("run nonsense=( ste", []),
+    ],
+)
+def test_query(
+    line: str, found: list[str], workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workdir / "recipes" / "my").mkdir(parents=True)
+    (workdir / "recipes" / "my" / "own.yaml").write_text("steps: 3\n")
+    assert completed(line, capsys, monkeypatch) == found
+
+
+def test_an_empty_line_offers_verbs_groups_and_keys(
+    workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = completed("run ", capsys, monkeypatch, "fish")
+    assert {*VERBS, "device=", "optimizer.", "recipe=", "steps="} <= set(found)
+    assert not [word for word in found if word.startswith("hydra")]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_install_prints_a_script(
+    shell: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["run"])
+    assert main(["-sc", f"install={shell}"]) == 0
+    assert "query=" in capsys.readouterr().out

@@ -1,0 +1,235 @@
+"""The command as a user meets it: exit codes, messages, speed of answers, and nothing heavy imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import runner
+from runner.cli import main as module
+from runner.cli.main import main
+from runner.errors import DataError
+from runner.paths import conf_dir
+
+ROOT = Path(runner.__file__).resolve().parent.parent
+HEAVY = {"torch", "transformers", "datasets", "peft", "wandb", "numpy", "rich"}
+
+
+def in_process(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = main(words)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def in_subprocess(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    program = (
+        "import sys\nfrom runner.cli.main import main\ncode = main(sys.argv[1:])\n"
+        f"heavy = {HEAVY!r} & set(sys.modules)\n"
+        "assert not heavy, heavy\nsys.exit(code)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run([sys.executable, "-c", program, *words], cwd=cwd, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["+recipe=sft_demo", "optimizer.lrr=1", "device=gpu", "data.max_lenght=x"], 2),
+        (["--cfg", "job"], 0),
+        (["--help"], 0),
+        (["list"], 0),
+        (["explain", "optimizer.lr"], 0),
+        (["schema"], 0),
+        (["-sc", "install=bash"], 0),
+        (["resume", "nowhere"], 2),
+        (["infer", "nowhere"], 2),
+        (["export", "nowhere"], 2),
+        (["model._target_=os.system"], 8),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else str(v),
+)
+def test_answers_need_no_torch_and_leave_no_folder(words: list[str], code: int, workdir: Path) -> None:
+    result = in_subprocess(*words, cwd=workdir)
+    assert (result.returncode, "Traceback" in result.stderr) == (code, False), result.stderr
+    assert list(workdir.iterdir()) == []
+
+
+def test_python_m_runner_is_the_command(workdir: Path) -> None:
+    command = [sys.executable, "-m", "runner", "--version"]
+    result = subprocess.run(
+        command, cwd=workdir, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert result.stdout == f"run {runner.__version__}\n"
+
+
+def test_the_three_mistakes(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["+recipe=sft_demo", "optimizer.lrr=1", "device=gpu", "data.max_lenght=x"]
+    code, out, err = in_process(words, capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: the job spec has 3 problems\n")
+    for hint in ("did you mean 'lr'?", "did you mean 'cuda'?", "did you mean 'max_length'?"):
+        assert hint in err
+
+
+def test_cfg_prints_yaml_that_is_the_job(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = in_process(["--cfg", "job"], capsys)
+    named, again, _ = in_process(["--cfg", "job", "+recipe=sft_demo"], capsys)
+    assert (code, named, out) == (0, 0, again)
+    assert yaml.safe_load(out)["optimizer"]["lr"] == 2e-3
+    assert err == "no recipe, model or data chosen: taking +recipe=sft_demo\n"
+    (workdir / "spec.yaml").write_text(out)
+    code, third, _ = in_process(["--spec", "spec.yaml", "--cfg", "job", "seed=3"], capsys)
+    assert yaml.safe_load(third) == yaml.safe_load(out) | {"seed": 3}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rsume", "latest"], "no verb named 'rsume'; did you mean 'resume'?"),
+        (["zzz"], "no verb named 'zzz'\n"),
+        (["optimizer.lr"], "run optimizer.lr=VALUE"),
+        (["-m", "seed=1,2"], "sweeps are not part of this version"),
+        (["--multirun"], "sweeps are not part of this version"),
+        (["--lr", "3"], "written without dashes"),
+        (["--cfg", "all"], "invalid choice"),
+        (["list", "devise"], "no group named 'devise'; did you mean 'device'?"),
+        (["explain"], "one key is expected"),
+        (["explain", "learning_rate"], "did you mean 'optimizer.lr'?"),
+        (["schema", "x"], "job or recipe"),
+        (["-sc", "install=tcsh"], "install=bash|fish|zsh"),
+        (["infer", "latest", "--temperature", "-1"], "--temperature -1.0 is out of range"),
+        (["infer", "latest", "--top-p", "0"], "--top-p 0.0 is out of range"),
+        (["export", "latest", "--checkpoint", "newest"], "expected a step or best"),
+        (["resume", "elsewhere", "steps=4"], "no run there"),
+        (["--spec", "nowhere.yaml"], "no such file"),
+        (["--config-dir", "nowhere"], "no such folder"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_usage_errors_exit_2_and_say_what_to_type(
+    words: list[str], message: str, workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = in_process(words, capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and message in err
+    assert list(workdir.iterdir()) == []
+
+
+def test_an_unknown_verb_is_answered_with_the_list(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, err = in_process(["doctor"], capsys)
+    for verb in ("list", "explain", "schema", "resume", "infer", "export"):
+        assert f"\n  {verb} " in err
+
+
+def raiser(error: BaseException):  # type: ignore[no-untyped-def]
+    def parse(_: object) -> None:
+        raise error
+
+    return parse
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(DataError("line 3"), 3), (KeyboardInterrupt(), 130), (ZeroDivisionError("oops"), 1)]
+)
+def test_exit_codes(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "parse", raiser(error))
+    assert in_process([], capsys)[0] == code
+
+
+def test_our_own_bug_says_where_the_traceback_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "parse", raiser(ZeroDivisionError("oops")))
+    _, _, err = in_process([], capsys)
+    assert "a bug of ours: ZeroDivisionError: oops" in err and "Traceback" not in err
+    written = Path(err.partition("the traceback is in ")[2].partition(";")[0])
+    assert "ZeroDivisionError: oops" in written.read_text()
+    written.unlink()
+    assert "Traceback" in in_process(["--debug"], capsys)[2]
+
+
+def test_help_names_verbs_groups_recipes_and_examples(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = in_process(["--help"], capsys)
+    assert code == 0
+    for word in ("resume", "auto, cpu, cuda, npu", "+recipe=sft_demo", "data.path=my.jsonl", "--config-dir"):
+        assert word in out
+
+
+def test_list_shows_own_recipes_with_their_first_comment(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workdir / "recipes").mkdir()
+    (workdir / "recipes" / "mine.yaml").write_text("# @package _global_\n# What mine does.\nsteps: 3\n")
+    _, out, _ = in_process(["list"], capsys)
+    assert "  mine      What mine does." in out.splitlines()
+    assert "  adamw  AdamW (Loshchilov & Hutter, 1711.05101)." in out.splitlines()
+    _, out, _ = in_process(["list", "optimizer"], capsys)
+    assert out.splitlines()[0] == "optimizer" and "recipe" not in out
+
+
+def test_schema_is_json_that_discriminates_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = in_process(["schema"], capsys)
+    schema = json.loads(out)
+    assert schema["properties"]["device"]["discriminator"]["mapping"]["npu"] == "#/$defs/NpuConfig"
+    assert schema["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (
+            ["optimizer.lr"],
+            [
+                "meaning  Peak learning rate; the schedule multiplies it.",
+                "type     number",
+                "range    above 0",
+                "default  1.0e-05",
+                "now      0.002",
+                "set by   recipe/sft_demo",
+            ],
+        ),
+        (["optimizer.lr", "model=tiny"], ["now      1.0e-05", "set by   optimizer/adamw"]),
+        (["optimizer.lr=", "optimizer.lr=0.5"], ["now      0.5", "set by   command line"]),
+        (["steps"], ["unit     steps", "now      300"]),
+        (["adapter.rank"], ["now      not used: an option of adapter=lora", "default  16"]),
+        (["data.path", "data=file"], ["default  none: it must be given", "now      ???"]),
+        (["evaluation.every"], ["unit     steps", "range    at least 0"]),
+        (["optimizer", "optimizer=sgd"], ["optimizer=sgd: Stochastic gradient descent.", "  optimizer.momentum=0.0"]),
+        (["watch"], ["  watch.stall_s=1800.0"]),
+    ],
+    ids=lambda v: " ".join(v),
+)
+def test_explain(words: list[str], lines: list[str], workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = in_process(["explain", *words], capsys)
+    assert code == 0
+    assert [line for line in lines if line not in out.splitlines()] == []
+
+
+HYDRA_ALONE = """
+from hydra import compose, initialize_config_dir
+with initialize_config_dir(config_dir=sys.argv[1], version_base="1.3"):
+    compose("job")
+"""
+
+
+def cpu_seconds(command: list[str], cwd: Path) -> float:
+    before = os.times()
+    subprocess.run(command, cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["--cfg", "job"], ["optimizer.lrr=1"]], ids=" ".join)
+def test_an_answer_takes_little_more_than_hydra_alone(words: list[str], workdir: Path) -> None:
+    """As a ratio of CPU time, in turns: the wall clock of a shared machine proves nothing."""
+    alone = [sys.executable, "-c", f"import sys{HYDRA_ALONE}", str(conf_dir())]
+    ours = [sys.executable, "-m", "runner", *words]
+    pairs = [(cpu_seconds(ours, workdir), cpu_seconds(alone, workdir)) for _ in range(5)]
+    assert min(a for a, _ in pairs) < 1.8 * min(b for _, b in pairs), pairs

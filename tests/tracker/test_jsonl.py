@@ -1,0 +1,233 @@
+"""metrics.jsonl and samples.jsonl: one line per step, never a torn one, and exactly cut back at a resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.errors import RunnerError, StorageError
+from runner.folder import RunFolder
+from runner.tracker.jsonl import JsonlTracker, cut_back
+from runner.tracker.tail import Tail
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(folder: RunFolder, first: int, last: int) -> None:
+    tracker = JsonlTracker(folder)
+    for step in range(first, last + 1):
+        tracker.log(step, {"train/loss": 1 / step})
+        tracker.samples(step, [{"prompt": f"p{step}"}, {"prompt": "q"}])
+    tracker.finish("done")
+
+
+def test_a_line_is_there_when_log_returns(folder: RunFolder) -> None:
+    tracker = JsonlTracker(folder)
+    for step in (1, 2):
+        tracker.log(step, {"train/loss": 0.1 + 0.2, "train/tokens": 7})
+        assert folder.metrics.read_text().count("\n") == step
+    assert folder.metrics.read_text().splitlines()[0] == '{"step": 1, "train/loss": 0.30000000000000004, "train/tokens": 7}'
+    assert tracker.finish("done") == [] == tracker.finish("done")
+
+
+@given(st.dictionaries(st.text(max_size=8).filter(lambda k: k != "step"), st.floats() | st.integers(-(2**60), 2**60)))
+def test_numbers_survive_and_what_is_not_finite_is_null(metrics: dict[str, float]) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = RunFolder(Path(name))
+        tracker = JsonlTracker(folder)
+        tracker.log(1, metrics)
+        tracker.finish("done")
+        raw = folder.metrics.read_bytes()
+        assert raw.count(b"\n") == 1 and b"\x9b" not in raw.replace(b"\xc2\x9b", b"\x9b")
+        [line] = [json.loads(raw, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))]
+    assert next(iter(line)) == "step"
+    assert line == {"step": 1} | {k: v if math.isfinite(v) else None for k, v in metrics.items()}
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_step_that_repeats_or_goes_back_is_an_error_also_after_a_restart(folder: RunFolder, step: int) -> None:
+    write(folder, 1, 2)
+    tracker = JsonlTracker(folder)
+    with pytest.raises(RunnerError, match=f"step {step} after step 2"):
+        tracker.log(step, {})
+    tracker.log(3, {})
+    with pytest.raises(RunnerError, match="step 1 after step 2"):
+        tracker.samples(1, [{}])
+    tracker.finish("done")
+
+
+@pytest.mark.parametrize(("metrics", "said"), [({"a": "1"}, "not a number"), ({"a": None}, "not a number"), ({"step": 1}, "step")])
+def test_what_is_no_metric_is_an_error_and_leaves_no_line(folder: RunFolder, metrics: Any, said: str) -> None:
+    tracker = JsonlTracker(folder)
+    with pytest.raises(RunnerError, match=said):
+        tracker.log(1, metrics)
+    assert folder.metrics.read_bytes() == b""
+    tracker.finish("done")
+    with pytest.raises(RunnerError, match="after the end"):
+        tracker.log(1, {})
+
+
+def test_samples_are_plain_json_without_secrets_or_controls(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "correct horse battery")
+    tracker = JsonlTracker(folder)
+    row = {"prompt": "say correct horse battery", "answer": "a\x9b31m\udc80 \n b", "reward": float("inf"), "parts": [float("nan")]}
+    tracker.samples(3, [row])
+    tracker.finish("done")
+    raw = folder.samples.read_bytes()
+    assert b"horse" not in raw and b"\xc2\x9b" not in raw and raw.count(b"\n") == 1
+    assert lines(folder.samples) == [
+        {"step": 3, "prompt": "say ***", "answer": "a\x9b31m\udc80 \n b", "reward": None, "parts": [None]}
+    ]
+
+
+def test_cut_back_keeps_what_is_before_and_moves_what_is_after(folder: RunFolder) -> None:
+    write(folder, 1, 9)
+    assert cut_back(folder, 6, 2) == 3
+    assert [line["step"] for line in lines(folder.metrics)] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines(folder.attempts / "2/metrics.jsonl")] == [7, 8, 9]
+    assert [line["step"] for line in lines(folder.attempts / "2/samples.jsonl")] == [7, 7, 8, 8, 9, 9]
+    write(folder, 7, 8)
+    assert [line["step"] for line in lines(folder.metrics)] == list(range(1, 9))
+
+
+@given(st.data())
+def test_a_file_torn_anywhere_is_cut_back_to_whole_lines_and_nothing_is_lost(data: st.DataObject) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = RunFolder(Path(name))
+        write(folder, 1, 6)
+        whole = folder.metrics.read_bytes()
+        torn = whole[: data.draw(st.integers(0, len(whole)))]
+        step = data.draw(st.integers(1, 6))
+        folder.metrics.write_bytes(torn)
+        cut_back(folder, step, 2)
+        once = folder.metrics.read_bytes()
+        cut_back(folder, step, 2)
+        assert folder.metrics.read_bytes() == once
+        kept = folder.attempts / "2/metrics.jsonl"
+        rest = kept.read_bytes() if kept.exists() else b""
+        assert (once + rest).rstrip(b"\n") == torn.rstrip(b"\n")
+        assert [line["step"] for line in lines(folder.metrics)] == list(range(1, min(step, torn.count(b"\n") + 1) + 1))[
+            : len(once.splitlines())
+        ]
+        JsonlTracker(folder).finish("done")
+
+
+def test_nothing_to_cut_writes_nothing(folder: RunFolder) -> None:
+    assert cut_back(folder, 3, 2) == 0
+    write(folder, 1, 3)
+    before = folder.metrics.stat().st_ino
+    assert cut_back(folder, 3, 2) == 0
+    assert folder.metrics.stat().st_ino == before and not folder.attempts.exists()
+
+
+def test_a_run_that_begins_anew_keeps_no_sample_of_before(folder: RunFolder) -> None:
+    tracker = JsonlTracker(folder)
+    tracker.samples(0, [{"prompt": "before training"}])
+    tracker.log(1, {})
+    tracker.finish("failed")
+    assert cut_back(folder, 0, 2) == 1
+    assert folder.metrics.read_text() == folder.samples.read_text() == ""
+    assert lines(folder.attempts / "2/samples.jsonl") == [{"step": 0, "prompt": "before training"}]
+
+
+def test_samples_from_before_the_first_step_stay_at_a_resume(folder: RunFolder) -> None:
+    tracker = JsonlTracker(folder)
+    tracker.samples(0, [{"prompt": "before training"}])
+    tracker.finish("failed")
+    cut_back(folder, 1, 2)
+    assert len(lines(folder.samples)) == 1
+
+
+def test_the_same_attempt_adds_to_what_it_kept(folder: RunFolder) -> None:
+    write(folder, 1, 3)
+    cut_back(folder, 2, 2)
+    write(folder, 3, 5)
+    cut_back(folder, 3, 2)
+    assert [line["step"] for line in lines(folder.attempts / "2/metrics.jsonl")] == [3, 4, 5]
+
+
+@pytest.mark.parametrize("damage", [b'{"step": 3, "tr', b"\xff\xfe\n", b"[1]\n"])
+def test_a_damaged_line_is_refused_until_it_is_cut(folder: RunFolder, damage: bytes) -> None:
+    write(folder, 1, 2)
+    folder.metrics.write_bytes(folder.metrics.read_bytes() + damage)
+    with pytest.raises(RunnerError, match="cut it back first"):
+        JsonlTracker(folder)
+    assert cut_back(folder, 2, 2) == 1
+    JsonlTracker(folder).finish("done")
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from runner.folder import RunFolder
+from runner.tracker.jsonl import JsonlTracker
+tracker = JsonlTracker(RunFolder(Path(sys.argv[1])))
+for step in range(1, 10**9):
+    tracker.log(step, {f"metric/{i}": step / 7 for i in range(20)})
+    print(step, flush=True)
+"""
+
+
+def test_kill_9_leaves_whole_lines_only_and_none_is_missing(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as writer:
+        assert writer.stdout is not None
+        for _ in range(200):
+            writer.stdout.readline()
+        writer.kill()
+        said = writer.stdout.read().splitlines()
+    found = [line["step"] for line in lines(tmp_path / "metrics.jsonl")]
+    assert found == list(range(1, len(found) + 1))
+    assert len(found) >= int(said[-1] if said else 200)
+
+
+def test_a_full_disk_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    tracker = JsonlTracker.__new__(JsonlTracker)
+    with pytest.raises(StorageError, match="No space left"):
+        from runner.tracker.jsonl import _Appender
+
+        appender = _Appender.__new__(_Appender)
+        appender.path, appender.last = tmp_path / "metrics.jsonl", -1
+        appender._handle = os.open("/dev/full", os.O_WRONLY)
+        tracker._metrics = appender
+        tracker.log(1, {"a": 1.0})
+    appender.close()
+
+
+def test_tail_returns_whole_lines_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    tail = Tail(path)
+    assert tail.lines() == []
+    with path.open("w") as file:
+        for text, expected in (('{"a": 1}\n{"a"', [{"a": 1}]), (": 2", []), ("}\n", [{"a": 2}]), ("", [])):
+            file.write(text)
+            file.flush()
+            assert tail.lines() == expected
+    long = {"a": "x" * 3_000_000}
+    with path.open("a") as file:
+        file.write(json.dumps(long) + "\n" + '{"a": 3}\n')
+    assert [*tail.lines(), *tail.lines()] == [long, {"a": 3}]
