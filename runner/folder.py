@@ -11,9 +11,8 @@ import fcntl
 import json
 import os
 import secrets
-from contextlib import suppress
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path

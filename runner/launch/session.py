@@ -1,7 +1,7 @@
 """One attempt at a run, from its status to what its end says.
 
-    status: running ─▶ checkpoint ─▶ trackers ─▶ build ─▶ loop ─▶ export ─▶ status: done
-                           └────── any error ──────▶ status: failed, with the exit code
+status: running ─▶ checkpoint ─▶ trackers ─▶ build ─▶ loop ─▶ export ─▶ status: done
+                       └────── any error ──────▶ status: failed, with the exit code
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Session:
-    """An attempt at `spec` in `folder`, which the caller has locked; `attempt` counts from 1, and every later one resumes."""
+    """An attempt at `spec` in `folder`, which the caller has locked.
+
+    `attempt` counts from 1; every later one resumes.
+    """
 
     spec: JobSpec
     folder: RunFolder

@@ -46,6 +46,7 @@ def build(config: HfConfig, *, tokenizer: Any, device: torch.device, seed: int, 
         else:
             module = _pretrained(path, config, architecture, decide)
     _check_vocabulary(module, tokenizer)
+    _mend_generation_config(path, module.generation_config, decide)
     return CausalLM(placed(module, DTYPES[config.dtype], device), tokenizer, config, seed=seed, decide=decide)
 
 
@@ -88,6 +89,18 @@ def _pretrained(path: str, config: HfConfig, architecture: Any, decide: Decide) 
         reason = f"the architecture has no place for {unused[0]} and its like"
         decide("model.path", "all weights", f"{len(unused)} left out", reason)
     return module
+
+
+def _mend_generation_config(path: str, config: Any, decide: Decide) -> None:
+    """Some published models carry sampling options without do_sample, which transformers loads but refuses to save:
+    found here, and not when the trained model is written."""
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        decide("generation_config", "as published", "do_sample=true", " ".join(str(error).split())[:200])
+        config.do_sample = True
+    with _worded(path):
+        config.validate(strict=True)
 
 
 def _checked(path: str, key: str) -> str:

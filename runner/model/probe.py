@@ -69,6 +69,8 @@ def _static_objection(causal: Any) -> str | None:
 def packed_objection(causal: Any, device: torch.device) -> str | None:
     """Why the packed layout will not do. Leaves the attention function `ragged` in place on None, else the own one."""
     own = causal.config._attn_implementation
+    if causal.base_model is causal:
+        return "the model does not show its backbone"
 
     def forward(**keywords: Any) -> Tensor:
         hidden: Tensor = causal.base_model(use_cache=False, **keywords).last_hidden_state

@@ -66,11 +66,12 @@ def cut_back(folder: RunFolder, step: int, attempt: int) -> int:
     for path in (folder.metrics, folder.samples):
         if not path.exists():
             continue
-        kept, cut = _split(path.read_bytes(), step)
-        if not cut:
-            continue
-        _keep(folder.attempts / str(attempt) / path.name, "".join(cut))
-        write_atomic(path, "".join(kept))
+        content = path.read_bytes()
+        kept, cut = _split(content, step)
+        if cut:
+            _keep(folder.attempts / str(attempt) / path.name, "".join(cut))
+        if cut or not content.endswith(b"\n"):  # a line may lack nothing but its newline
+            write_atomic(path, "".join(kept))
         moved += len(cut) if path == folder.metrics else 0
     return moved
 

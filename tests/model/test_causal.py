@@ -16,7 +16,16 @@ from tests.model.zoo import LENGTHS, LOGPROBS, batch, causal, gradients, module,
 PACKABLE = ["llama", "qwen2", "qwen3", "mistral", "gpt2"]
 
 
-@pytest.mark.parametrize("kind", [*PACKABLE, "gemma2"])
+FALLBACKS = {  # what the function or the chunked head cannot do, by architecture
+    "gemma2": {"lm_head": "changes its logits", "model.layout": "softcap"},
+    "granite": {"lm_head": "changes its logits"},
+    "gpt_oss": {"model.layout": "s_aux"},
+    "llama4": {"lm_head": "does not show", "model.layout": "does not show"},
+    "bloom": {"model.layout": "does not accept positions"},
+}
+
+
+@pytest.mark.parametrize("kind", [*PACKABLE, *FALLBACKS])
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_logprobs_equal_the_plain_model(kind: str, layout: str) -> None:
     model = causal(kind, layout=layout)
@@ -34,18 +43,19 @@ def test_packed_needs_no_decision(kind: str) -> None:
     assert (model.layout, model.chunked, decisions.made) == ("packed", True, [])
 
 
-def test_a_soft_capped_model_falls_back_and_says_so() -> None:
+@pytest.mark.parametrize("kind", FALLBACKS)
+def test_a_model_that_needs_another_way_gets_it_and_says_so(kind: str) -> None:
     decisions = Decisions()
-    model = causal("gemma2", decisions)
-    assert (model.layout, model.chunked) == ("padded", False)
+    model = causal(kind, decisions)
     said = {d.feature: d for d in decisions.made}
-    assert said["lm_head"].got == "full logits"
-    assert "softcap" in said["model.layout"].reason
+    assert said.keys() == FALLBACKS[kind].keys()
+    assert all(reason in said[feature].reason for feature, reason in FALLBACKS[kind].items())
+    assert (model.layout == "padded", model.chunked) == ("model.layout" in said, "lm_head" not in said)
     with pytest.raises(EnvironmentProblem, match="strict"):
-        causal("gemma2", Decisions(strict=True))
+        causal(kind, Decisions(strict=True))
 
 
-@pytest.mark.parametrize("kind", [*PACKABLE, "gemma2"])
+@pytest.mark.parametrize("kind", [*PACKABLE, "gemma2", "granite"])
 def test_gradients_equal_the_plain_model(kind: str) -> None:
     data = batch()
     model = causal(kind, double=True)

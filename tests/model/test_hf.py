@@ -132,6 +132,16 @@ def test_a_tokenizer_that_does_not_fit(folder: Path) -> None:
         build(folder, from_scratch=True)
 
 
+def test_sampling_options_that_could_not_be_saved_are_mended_at_the_start(folder: Path) -> None:
+    edit(folder / "generation_config.json", do_sample=False, temperature=0.6)
+    with pytest.raises(EnvironmentProblem, match="strict"):
+        build(folder)
+    decisions = Decisions()
+    build(folder, decisions).save(folder.parent / "again")
+    assert [(d.feature, d.got) for d in decisions.made] == [("generation_config", "do_sample=true")]
+    assert json.loads((folder.parent / "again" / "generation_config.json").read_text())["do_sample"] is True
+
+
 def test_an_adapter_folder_is_named_as_such(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(EnvironmentProblem, match="PEFT adapter"):

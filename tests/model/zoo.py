@@ -6,9 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.bloom import BloomConfig, BloomForCausalLM
 from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
 from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
+from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
+from transformers.models.granite import GraniteConfig, GraniteForCausalLM
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama4 import Llama4ForCausalLM, Llama4TextConfig
 from transformers.models.mistral import MistralConfig, MistralForCausalLM
 from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
@@ -44,6 +48,16 @@ ZOO: dict[str, Any] = {
     "mistral": lambda **o: MistralForCausalLM(MistralConfig(**SHAPE | {"sliding_window": 8} | o)),
     "gemma2": lambda **o: Gemma2ForCausalLM(
         Gemma2Config(**SHAPE | {"sliding_window": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 3.0} | o)
+    ),
+    "granite": lambda **o: GraniteForCausalLM(GraniteConfig(**SHAPE | {"logits_scaling": 4.0} | o)),
+    "gpt_oss": lambda **o: GptOssForCausalLM(
+        GptOssConfig(**SHAPE | {"sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 1} | o)
+    ),
+    "llama4": lambda **o: Llama4ForCausalLM(
+        Llama4TextConfig(**SHAPE | {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 48} | o)
+    ),
+    "bloom": lambda **o: BloomForCausalLM(
+        BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3, eos_token_id=258, **o)
     ),
     "gpt2": lambda **o: GPT2LMHeadModel(
         GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3, eos_token_id=258, **o)

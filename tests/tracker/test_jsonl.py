@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.errors import RunnerError, StorageError
+from runner.errors import RunnerError
 from runner.folder import RunFolder
 from runner.tracker.jsonl import JsonlTracker, cut_back
 from runner.tracker.tail import Tail
@@ -44,21 +45,22 @@ def test_a_line_is_there_when_log_returns(folder: RunFolder) -> None:
     for step in (1, 2):
         tracker.log(step, {"train/loss": 0.1 + 0.2, "train/tokens": 7})
         assert folder.metrics.read_text().count("\n") == step
-    assert folder.metrics.read_text().splitlines()[0] == '{"step": 1, "train/loss": 0.30000000000000004, "train/tokens": 7}'
+    assert (
+        folder.metrics.read_text().splitlines()[0]
+        == '{"step": 1, "train/loss": 0.30000000000000004, "train/tokens": 7}'
+    )
     assert tracker.finish("done") == [] == tracker.finish("done")
 
 
 @given(st.dictionaries(st.text(max_size=8).filter(lambda k: k != "step"), st.floats() | st.integers(-(2**60), 2**60)))
 def test_numbers_survive_and_what_is_not_finite_is_null(metrics: dict[str, float]) -> None:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as name:
         folder = RunFolder(Path(name))
         tracker = JsonlTracker(folder)
         tracker.log(1, metrics)
         tracker.finish("done")
         raw = folder.metrics.read_bytes()
-        assert raw.count(b"\n") == 1 and b"\x9b" not in raw.replace(b"\xc2\x9b", b"\x9b")
+        assert raw.count(b"\n") == 1 and not re.search("[\x7f-\x9f]", raw.decode())
         [line] = [json.loads(raw, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))]
     assert next(iter(line)) == "step"
     assert line == {"step": 1} | {k: v if math.isfinite(v) else None for k, v in metrics.items()}
@@ -76,7 +78,9 @@ def test_a_step_that_repeats_or_goes_back_is_an_error_also_after_a_restart(folde
     tracker.finish("done")
 
 
-@pytest.mark.parametrize(("metrics", "said"), [({"a": "1"}, "not a number"), ({"a": None}, "not a number"), ({"step": 1}, "step")])
+@pytest.mark.parametrize(
+    ("metrics", "said"), [({"a": "1"}, "not a number"), ({"a": None}, "not a number"), ({"step": 1}, "step")]
+)
 def test_what_is_no_metric_is_an_error_and_leaves_no_line(folder: RunFolder, metrics: Any, said: str) -> None:
     tracker = JsonlTracker(folder)
     with pytest.raises(RunnerError, match=said):
@@ -90,7 +94,12 @@ def test_what_is_no_metric_is_an_error_and_leaves_no_line(folder: RunFolder, met
 def test_samples_are_plain_json_without_secrets_or_controls(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "correct horse battery")
     tracker = JsonlTracker(folder)
-    row = {"prompt": "say correct horse battery", "answer": "a\x9b31m\udc80 \n b", "reward": float("inf"), "parts": [float("nan")]}
+    row = {
+        "prompt": "say correct horse battery",
+        "answer": "a\x9b31m\udc80 \n b",
+        "reward": float("inf"),
+        "parts": [float("nan")],
+    }
     tracker.samples(3, [row])
     tracker.finish("done")
     raw = folder.samples.read_bytes()
@@ -110,10 +119,9 @@ def test_cut_back_keeps_what_is_before_and_moves_what_is_after(folder: RunFolder
     assert [line["step"] for line in lines(folder.metrics)] == list(range(1, 9))
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_a_file_torn_anywhere_is_cut_back_to_whole_lines_and_nothing_is_lost(data: st.DataObject) -> None:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as name:
         folder = RunFolder(Path(name))
         write(folder, 1, 6)
@@ -128,9 +136,8 @@ def test_a_file_torn_anywhere_is_cut_back_to_whole_lines_and_nothing_is_lost(dat
         kept = folder.attempts / "2/metrics.jsonl"
         rest = kept.read_bytes() if kept.exists() else b""
         assert (once + rest).rstrip(b"\n") == torn.rstrip(b"\n")
-        assert [line["step"] for line in lines(folder.metrics)] == list(range(1, min(step, torn.count(b"\n") + 1) + 1))[
-            : len(once.splitlines())
-        ]
+        steps = [line["step"] for line in lines(folder.metrics)]
+        assert steps == list(range(1, len(steps) + 1)) and len(steps) == min(step, torn.count(b"}"))
         JsonlTracker(folder).finish("done")
 
 
@@ -204,18 +211,29 @@ def test_kill_9_leaves_whole_lines_only_and_none_is_missing(tmp_path: Path) -> N
     assert len(found) >= int(said[-1] if said else 200)
 
 
-def test_a_full_disk_is_a_storage_error(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    tracker = JsonlTracker.__new__(JsonlTracker)
-    with pytest.raises(StorageError, match="No space left"):
-        from runner.tracker.jsonl import _Appender
+FULL = """
+import resource, sys
+from pathlib import Path
+from runner.errors import StorageError
+from runner.folder import RunFolder
+from runner.tracker.jsonl import JsonlTracker
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+tracker = JsonlTracker(RunFolder(Path(sys.argv[1])))
+try:
+    for step in range(1, 1000):
+        tracker.log(step, {"train/loss": 1 / step})
+except StorageError as error:
+    print(error)
+"""
 
-        appender = _Appender.__new__(_Appender)
-        appender.path, appender.last = tmp_path / "metrics.jsonl", -1
-        appender._handle = os.open("/dev/full", os.O_WRONLY)
-        tracker._metrics = appender
-        tracker.log(1, {"a": 1.0})
-    appender.close()
+
+def test_a_file_that_cannot_grow_is_a_storage_error_and_can_be_resumed(folder: RunFolder) -> None:
+    command = [sys.executable, "-c", FULL, str(folder.root)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "File too large" in done.stdout and "run resume" in done.stdout
+    assert not folder.metrics.read_text().endswith("\n")
+    assert cut_back(folder, 5, 2) > 0
+    assert [line["step"] for line in lines(folder.metrics)] == [1, 2, 3, 4, 5]
 
 
 def test_tail_returns_whole_lines_once(tmp_path: Path) -> None:

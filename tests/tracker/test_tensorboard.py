@@ -23,7 +23,13 @@ def tracker(root: Path, first_step: int) -> Any:
 
     console = Console(root / "run.log", io.StringIO())
     return build(
-        TensorboardConfig(), folder=RunFolder(root), spec={}, run_id="r", name="n", first_step=first_step, console=console
+        TensorboardConfig(),
+        folder=RunFolder(root),
+        spec={},
+        run_id="r",
+        name="n",
+        first_step=first_step,
+        console=console,
     )
 
 

@@ -1,0 +1,93 @@
+"""An option that nothing reads cannot exist: each field of each schema is read by code that acts on it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from runner.cli.compose import compose_job
+from runner.errors import SpecError
+from runner.registry import default_registry
+from runner.spec.job import JobSpec
+from runner.spec.schema import groups_of, sections
+
+PACKAGE = Path(__file__).resolve().parent.parent / "runner"
+# These judge, print or store a config as a whole; reading an option here does nothing with it.
+BYSTANDERS = ("cli", "spec")
+# What a config is called where it is used, beside the names of the groups and sections themselves.
+CALLED = {"config", "_config", "cfg", "spec", "job", "settings", "options"}
+
+
+# Options with one legal value as yet, which the schema itself sees to; see the last test.
+ONE_LEGAL_VALUE = {("", "launch"), ("launch", "devices")}
+
+
+def owner(node: ast.expr) -> str:
+    """The last name before the attribute: `self.config.lr` → `config`."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def reads(path: Path) -> Iterator[tuple[str, str]]:
+    """(what it is read from, name) for each attribute or key that a module reads; but not in `problems`."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    judging = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name == "problems"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute | ast.Subscript) or not isinstance(node.ctx, ast.Load):
+            continue
+        if isinstance(node, ast.Attribute) and id(node) not in judging:
+            yield owner(node.value), node.attr
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            yield owner(node.value), str(node.slice.value)  # settings["project"], on the far side of a process
+
+
+READS: set[tuple[str, str, str]] = {
+    (path.parent.name, holder, attribute)
+    for path in PACKAGE.rglob("*.py")
+    if path.relative_to(PACKAGE).parts[0] not in BYSTANDERS
+    for holder, attribute in reads(path)
+}
+
+
+def is_read(section: str, field: str) -> bool:
+    """Whether some code reads `field` from something that is called like a config of this section."""
+    folders = {group for group in groups_of(default_registry())}
+    for folder, holder, attribute in READS:
+        of_this = holder == section or (holder in CALLED | {"self"} and (folder == section or folder not in folders))
+        if attribute == field and of_this:
+            return True
+    return False
+
+
+def options() -> list[tuple[str, str]]:
+    """Every (section, option), once."""
+    found: dict[tuple[str, str], None] = {}
+    classes: list[tuple[str, type[BaseModel]]] = [("", JobSpec), *sections().items()]
+    classes += [(g, c) for g in groups_of(default_registry()) for c in default_registry().classes(g).values()]
+    for section, cls in classes:
+        found |= {(section, name): None for name in cls.model_fields if section == "" or name != "name"}
+    return [option for option in found if option not in ONE_LEGAL_VALUE]
+
+
+@pytest.mark.parametrize(("section", "field"), options(), ids=lambda v: v)
+def test_some_code_acts_on_it(section: str, field: str) -> None:
+    assert is_read(section or "spec", field) or (section == "" and is_read("job", field))
+
+
+def test_an_option_that_nothing_reads_would_be_noticed() -> None:
+    assert not is_read("optimizer", "learning_rate_that_nobody_reads")
+    assert not is_read("optimizer", "warmup_steps")  # read, but from a schedule
+
+
+def test_an_option_with_one_legal_value_takes_no_other(workdir: Path) -> None:
+    assert list(default_registry().classes("launch")) == ["local"]
+    with pytest.raises(SpecError, match=r"launch\.devices: parallelism=single runs one process"):
+        compose_job(["launch.devices=2"])
