@@ -1,16 +1,20 @@
 # Everything a person or CI does here. Needs Python 3.11-3.13 with venv and pip, nothing else.
 #   make run            the environment, the package, the demo      (ARGS="..." is handed to `run`)
 #   make test           the same for the tests                       (ARGS="..." is handed to pytest)
-# PYTHON picks the interpreter, VENV the environment's folder, PIP_ARGS goes to every pip install.
+# PYTHON picks the interpreter, VENV the environment's folder, PIP_ARGS goes to every pip install,
+# JOBS is how many tests run at once.
 
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
+JOBS ?= 2
 ARGS ?=
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/cpu.txt $(PIP_ARGS)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# One file stays in one process: its tests share what they train.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .PHONY: help run test test-all soak check format generate bench clean
 .DEFAULT_GOAL := help

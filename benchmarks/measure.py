@@ -1,6 +1,6 @@
 """Runs the arms, each in a process of its own, one after another and round after round.
 
-    settings ──▶ workload ──▶ A B C D · A B C D · … ──▶ results per arm and round
+settings ──▶ workload ──▶ A B C D · A B C D · … ──▶ results per arm and round
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Settings:
     threads: int
     start_ups: int
     growth: tuple[tuple[int, int, int], ...]  # rows, length, vocabulary
+    grown: tuple[str, ...]  # arms of the growth table
 
 
 def environment(threads: int, folder: Path) -> dict[str, str]:
@@ -73,11 +74,13 @@ def environment(threads: int, folder: Path) -> dict[str, str]:
 
 
 def command(argv: Sequence[str], threads: int, folder: Path, expected: int = 0) -> float:
-    """Run to the end in `folder`; returns wall seconds. Raises ArmFailed unless it exits with `expected`."""
+    """Run to the end in `folder`; returns wall seconds. Raises ArmFailed unless it exits with `expected` in time."""
     begin = time.perf_counter()
-    done = subprocess.run(
-        list(argv), cwd=folder, env=environment(threads, folder), capture_output=True, text=True, timeout=DEADLINE_S
-    )
+    env = environment(threads, folder)
+    try:
+        done = subprocess.run(list(argv), cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired as error:
+        raise ArmFailed(f"{' '.join(argv)}\ndid not end within {DEADLINE_S} s") from error
     seconds = time.perf_counter() - begin
     if done.returncode != expected:
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-25:])

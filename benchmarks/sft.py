@@ -38,8 +38,11 @@ FULL = Settings(
         (16, 256, 32_768),
         (8, 256, 131_072),
     ),
+    grown=("runner", "rows", "flat"),
 )
-QUICK = Settings(rounds=1, steps=6, batch=16, threads=1, start_ups=2, growth=((8, 64, 32_768),))
+QUICK = Settings(
+    rounds=1, steps=6, batch=16, threads=1, start_ups=2, growth=((8, 128, 32_768),), grown=("runner", "flat")
+)
 CHUNK = 256  # tokens whose logits the runner holds at once in the growth table
 
 
@@ -53,6 +56,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         threads=arguments.threads,
         start_ups=base.start_ups,
         growth=() if arguments.no_growth else base.growth,
+        grown=base.grown,
     )
 
 
@@ -66,11 +70,11 @@ def compare(arms: Sequence[Arm], settings: Settings, folder: Path) -> dict[str, 
 
 
 def growth(settings: Settings, folder: Path) -> list[dict[str, Any]]:
-    """Every point by the runner and both loops, in turn."""
+    """Every point by the runner and the bare loops without padding, in turn."""
     out = []
     for point in settings.growth:
-        kinds = {kind: measure.grow(kind, point, CHUNK, settings, folder) for kind in ("runner", "flat", "padded")}
-        out.append({"point": point, **kinds})
+        kinds = {kind: measure.grow(kind, point, CHUNK, settings, folder) for kind in settings.grown}
+        out.append({"point": point, "kinds": kinds})
         say("  {} x {}, vocabulary {}".format(*point))
     return out
 
@@ -105,7 +109,8 @@ def show(measured: dict[str, Any]) -> None:
         against = report.ratio(results, RUNNER.name, loop.name, "conversations_per_cpu_s")
         print(f"{RUNNER.name} / {loop.name}: {against:.2f}")
     print("\n" + report.losses(results))
-    print("\n" + report.seconds({**measured["start_up_s"], **measured["first_step_s"]}))
+    print("\n" + report.start_up(measured["start_up_s"]))
+    print("\n" + report.first_steps(measured["first_step_s"]))
     if measured["growth"]:
         print(f"\none step; memory above model and optimizer state; the runner's head takes {CHUNK} tokens at once")
         print(report.growth(measured["growth"]))

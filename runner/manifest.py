@@ -44,27 +44,29 @@ PUBLIC_FIELD = re.compile(r"^(?:commit|revision|fingerprint|spec_sha256)$")
 SHORTEST_SECRET = 8
 
 _ASSIGNED = r"(?:api[_-]?key|access[_-]?key(?:[_-]id)?|token|secret|password|passwd)"
-# Known shapes of secrets. Group "keep" (where there is one) stays in front of the mask.
+# Known shapes of secrets. Nothing here backtracks over more than a few hundred characters: what a model says may be
+# hostile, and long.
 SHAPES = re.compile(
     "|".join(
         (
-            r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+            r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}PRIVATE KEY-----|\Z)",
             r"\b(?:hf|api_org)_[A-Za-z0-9]{16,}",
-            r"\bsk-(?=[A-Za-z0-9_-]*[0-9])[A-Za-z0-9_-]{16,}",
+            r"(?<![\w-])sk-(?=[\w-]{0,200}[0-9])[A-Za-z0-9_-]{16,}",
             r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abeoprs]-[\w-]{10,})",
             r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
             r"\bAIza[\w-]{35}",
             r"\bwandb_v\d+_\w{20,}",
             r"(?<![0-9A-Za-z])[0-9a-f]{40}(?![0-9A-Za-z])",  # a W&B key; a commit hash looks the same and is masked too
-            r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}",
+            r"(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}",
         )
     ),
     re.DOTALL,
 )
+# Secrets known by what stands in front of them, which is kept.
 KEPT_PREFIX = re.compile(
-    r"(?P<keep>\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]+(?=@)"  # user-info of a URL
+    r"(?P<keep>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30}://)[^\s/@'\"]+(?=@)"  # user-info of a URL
     r"|(?P<bearer>\b(?:Bearer|Basic)\s+)[A-Za-z0-9._~+/=-]{16,}"
-    rf"|(?P<name>\b[\w-]*{_ASSIGNED}['\"]?\s?[=:]\s?['\"]?)(?=[\w.+/=-]*[0-9])[\w.+/=-]{{{SHORTEST_SECRET},}}",
+    rf"|(?P<name>{_ASSIGNED}['\"]?\s?[=:]\s?['\"]?)(?=[\w.+/=-]{{0,200}}[0-9])[\w.+/=-]{{{SHORTEST_SECRET},}}",
     re.IGNORECASE,
 )
 

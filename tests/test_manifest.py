@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -209,8 +210,6 @@ def test_the_fingerprint_of_a_spec_does_not_depend_on_order() -> None:
 
 
 def test_redacting_a_line_is_cheap() -> None:
-    import time
-
     begin = time.process_time()
     for _ in range(200):
         redact("step=18/30 train/loss=0.1234 elapsed=00:11 " * 5)
@@ -218,13 +217,15 @@ def test_redacting_a_line_is_cheap() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["://" * 20_000, "token=" * 20_000, "eyJ" * 30_000, "sk-" + "a" * 100_000, "a-" * 50_000 + "token"]
-)
+    "text",
+    ["://", "token=", "eyJ", "eyJ-", "sk-", "sk-a", "a-", "a.", "a.b://", "-----BEGIN ", "-----BEGIN PRIVATE KEY-----",
+     "Bearer ", "password: ", "hf_", "ghp_aaaaaaaaaaaaaaaaaaaaa", "xoxb-", "0123456789abcdef", "http://a:b@", "a@"],
+)  # fmt: skip
 def test_hostile_text_takes_no_quadratic_time(text: str) -> None:
-    import time
-
+    hostile = text * (200_000 // len(text))
     begin = time.process_time()
-    redact(text)
+    redact(hostile)
+    redact(hostile + "token")
     assert time.process_time() - begin < 2.0
 
 

@@ -86,8 +86,10 @@ def _attend_by_row(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, row_lengths: list[int], **_: Any
 ) -> tuple[Tensor, None]:
     """query, key, value [1, heads, T, d] → [1, T, heads, d]."""
-    cut = [tensor.split(row_lengths, dim=2) for tensor in (query, key, value)]
-    out = [F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in zip(*cut, strict=True)]
+    cut = [torch.split(tensor, row_lengths, dim=2) for tensor in (query, key, value)]
+    out = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in zip(*cut, strict=True)
+    ]
     return torch.cat(out, dim=2).transpose(1, 2), None
 
 

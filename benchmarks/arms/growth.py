@@ -1,9 +1,9 @@
 """How cost grows: seconds and memory of one optimizer step at a given length, batch and vocabulary.
 
-    python -m arms.growth runner|flat|padded RESULT ROWS LENGTH VOCAB CHUNK STEPS
+    python -m arms.growth runner|rows|flat RESULT ROWS LENGTH VOCAB CHUNK STEPS
 
-Rows are of equal length, so the padded loop wastes nothing and is a limit too. The model is the comparison's, but
-for its vocabulary, from random weights. `runner` goes through its library: pack → forward_backward → optim_step.
+Rows are of equal length. The model is the comparison's but for its vocabulary, from random weights. `runner` goes
+through its library: pack → forward_backward → optim_step; CHUNK tokens have logits at once in it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def bare_step(kind: str, module: Any) -> Step:
 
 
 def runner_step(module: Any, chunk: int) -> Step:
-    """One step of this runner's learner; `chunk` tokens have logits at once (0 = its default)."""
+    """One step of this runner's learner; `chunk` tokens have logits at once."""
     from runner.algorithm.sft import CrossEntropy
     from runner.batch import pack, with_totals
     from runner.learner import LocalLearner
@@ -53,8 +53,7 @@ def runner_step(module: Any, chunk: int) -> Step:
     from runner.optimizer.adamw import build
     from runner.optimizer.config import AdamWConfig
 
-    options = {"head_chunk_tokens": chunk} if chunk else {}
-    config = HfConfig(path="random", **options)
+    config = HfConfig(path="random", head_chunk_tokens=chunk)
     model = CausalLM(module, None, config, seed=0, decide=_refuse)
     optimizer = build(AdamWConfig(lr=LR), parameters=model.trainable(), decide=_refuse)
     learner = LocalLearner(

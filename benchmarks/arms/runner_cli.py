@@ -1,6 +1,6 @@
 """This runner, through its command line: what `python -m runner …` does, in a process with a clock.
 
-    python -m arms.runner_cli WORKLOAD RESULT STEPS BATCH LR
+python -m arms.runner_cli WORKLOAD RESULT STEPS BATCH LR
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """TRL's SFTTrainer on the same tokens, in float32, without gradient checkpointing; runs in a venv of its own.
 
-    python -m arms.trl_sft WORKLOAD RESULT STEPS BATCH LR
+python -m arms.trl_sft WORKLOAD RESULT STEPS BATCH LR
 """
 
 from __future__ import annotations

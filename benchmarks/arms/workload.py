@@ -1,10 +1,10 @@
 """The model, the conversations and their tokens: made once, read by every arm.
 
-    python -m arms.workload FOLDER
+python -m arms.workload FOLDER
 
-    FOLDER/model/               Qwen2-type model and tokenizer, as Hugging Face saves them
-    FOLDER/conversations.jsonl  {"messages": [...]} per line, for arms that tokenise by themselves
-    FOLDER/tokens.json          {"ids": [[...]], "mask": [[...]]}: the same conversations; mask 1 = learnt
+FOLDER/model/               Qwen2-type model and tokenizer, as Hugging Face saves them
+FOLDER/conversations.jsonl  {"messages": [...]} per line, for arms that tokenise by themselves
+FOLDER/tokens.json          {"ids": [[...]], "mask": [[...]]}: the same conversations; mask 1 = learnt
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SYLLABLES = ("ba", "co", "du", "fe", "gi", "ka", "lo", "mi", "nu", "pe", "ra", "so", "ti", "vu", "we", "zi")
-MODEL = {
+MODEL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 256,
     "intermediate_size": 704,
@@ -91,7 +91,7 @@ def _tokenizer(sample: list[list[dict[str, str]]]) -> Any:
         vocab_size=VOCAB, special_tokens=list(SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     core.train_from_iterator((m["role"] + "\n" + m["content"] for chat in sample for m in chat), trainer)
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=core, eos_token=SPECIAL[2], pad_token=SPECIAL[0], chat_template=TEMPLATE
     )
 
@@ -108,7 +108,9 @@ def make(folder: Path) -> None:
 
     stream = conversations(seed=0)
     tokenizer = _tokenizer([next(stream) for _ in range(500)])
-    chats, ids, masks = [], [], []
+    chats: list[list[dict[str, str]]] = []
+    ids: list[list[int]] = []
+    masks: list[list[int]] = []
     while len(chats) < CONVERSATIONS:
         chat = next(stream)
         row, mask = _tokenised(tokenizer, chat)

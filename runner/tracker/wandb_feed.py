@@ -85,6 +85,20 @@ def open_run(settings: Mapping[str, Any], folder: Path, mode: str, watched_pid: 
     return run
 
 
+def finish(run: Any, exit_code: int) -> bool:
+    """End the run and wandb-core; False if not everything was uploaded in time (it is on disk then)."""
+    import wandb
+
+    whole = True
+    try:
+        run.finish(exit_code=exit_code)
+    except TimeoutError:
+        whole = False
+    # Only when wandb-core has ended is its file whole: `finish` returns before the last block is written.
+    wandb.teardown(exit_code)
+    return whole
+
+
 def set_aside(folder: Path, run_id: str) -> None:
     """Move earlier offline copies of this run to superseded/: the new one is written from the first line on."""
     for old in folder.glob(f"offline-run-*-{run_id}"):

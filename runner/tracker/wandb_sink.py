@@ -103,7 +103,7 @@ class Sink:
             if not lines:
                 self._closing.wait(POLL_S)
         with self._calling("wandb.finish", math.inf):
-            whole = _finish(run, 0 if self._status == "done" or self._options.replay else 1)
+            whole = wandb_feed.finish(run, 0 if self._status == "done" or self._options.replay else 1)
         self._report("done", steps=feed.written, whole=whole)
 
     @contextmanager
@@ -178,15 +178,6 @@ class Sink:
             os.write(self._options.report, line.encode())
         except OSError as error:  # nobody is left to read it
             print(f"could not report ({error.strerror}): {line}", file=sys.stderr, flush=True)
-
-
-def _finish(run: Any, exit_code: int) -> bool:
-    """End the W&B run; False if not everything was uploaded in time (it is on disk then)."""
-    try:
-        run.finish(exit_code=exit_code)
-    except TimeoutError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

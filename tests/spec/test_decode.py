@@ -94,7 +94,11 @@ def test_defaults_decode_to_the_classes_of_their_names() -> None:
         ({"evaluation": 5}, "evaluation", "expected a section, got 5"),
         ({"optimizer": 3}, "optimizer", "expected a section of options, got 3"),
         ({"zzzzzz": 1}, "zzzzzz", "not an option of a job"),
-        ({"schedule": {"warmup_steps": 100}}, "schedule.warmup_steps", "100 steps of warm-up in a run of steps=100"),
+        (
+            {"algorithm": {"batch_size": 10, "mini_batches": 3}},
+            "algorithm.mini_batches",
+            "3 does not divide algorithm.batch_size=10",
+        ),
         (
             {"launch": {"devices": 2}},
             "launch.devices",
@@ -110,10 +114,10 @@ def test_all_problems_come_at_once_contradictions_among_them() -> None:
     found = said(
         optimizer={"lrr": 1},
         data={"max_lenght": 3},
-        schedule={"warmup_steps": 300},
+        launch={"devices": 2},
         algorithm={"batch_size": 10, "mini_batches": 3},
     )
-    assert set(found) == {"optimizer.lrr", "data.max_lenght", "schedule.warmup_steps", "algorithm.mini_batches"}
+    assert set(found) == {"optimizer.lrr", "data.max_lenght", "launch.devices", "algorithm.mini_batches"}
 
 
 def test_an_unknown_component_does_not_hide_the_other_problems() -> None:
