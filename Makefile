@@ -9,7 +9,6 @@ VENV ?= .venv
 PIP_ARGS ?=
 JOBS ?= 2
 ARGS ?=
-JOBS ?= 2
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/cpu.txt $(PIP_ARGS)

@@ -39,8 +39,8 @@ class ComponentConfig(Config):
 
 
 def absolute_if_local(path: str) -> str:
-    """A path that exists here as an absolute one, so that a spec runs from any folder; a hub id stays as it is."""
-    return os.path.abspath(path) if os.path.exists(path) else path
+    """A path that exists here as an absolute one without links (`outputs/latest` moves); a hub id stays as it is."""
+    return os.path.realpath(path) if os.path.exists(path) else path
 
 
 # YAML and command lines have lists only; a tuple field accepts one.

@@ -180,3 +180,23 @@ def test_npu_without_a_card_exits_2_and_leaves_no_folder(tmp_path: Path) -> None
 def test_a_nan_ends_the_run_with_5_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     out = runner(tmp_path, *SMALL, "optimizer.lr=1e30", "optimizer.clip_norm=null", code=5)
     assert "nothing was updated with it" in out
+
+
+def test_a_lora_run_starts_from_the_latest_runs_export_on_the_users_own_file(finished: Path) -> None:
+    rows = [{"prompt": f"reverse {n}", "completion": str(n)[::-1]} for n in range(100, 140)]
+    (finished / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    runner(
+        finished,
+        "algorithm=sft",
+        "data=file",
+        "data.path=my.jsonl",
+        "model=hf",
+        "model.path=outputs/latest/export",  # a link that the new run's folder moves
+        "adapter=lora",
+        "adapter.rank=4",
+        "steps=3",
+        "tracker=none",
+    )
+    export = finished / "outputs/latest/export"
+    assert (export / "adapter_model.safetensors").exists() and not (export / "model.safetensors").exists()
+    assert runner(finished, "infer", "latest", "reverse 1234", "--max-new-tokens", "4")
