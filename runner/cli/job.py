@@ -50,8 +50,8 @@ def infer(args: Namespace) -> int:
 
     if args.file:
         prompts += use.prompts_of(args.file)
-    model, step = use.load_model(find(where), composed.spec, args.checkpoint)
-    print(f"{shown(find(where).root)}, step {step}", file=sys.stderr)
+    model, loaded = use.load_model(find(where), composed.spec, args.checkpoint)
+    print(f"{shown(find(where).root)}, step {loaded.step}", file=sys.stderr)
     several = args.file is not None or len(prompts) > 1
     for prompt in prompts or _typed_prompts():
         if several:

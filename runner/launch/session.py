@@ -17,6 +17,7 @@ from runner import manifest
 from runner.decisions import Decisions
 from runner.errors import Interrupted, OutOfMemory, RunnerError
 from runner.folder import RunFolder, shown, write_json
+from runner.launch.card import write_card
 from runner.launch.screen import on_screen
 from runner.registry import default_registry
 from runner.signals import StopSignal
@@ -41,6 +42,7 @@ class Session:
     folder: RunFolder
     attempt: int
     stop: StopSignal = field(default_factory=StopSignal)
+    values: dict[str, float] = field(default_factory=dict)  # the newest step's numbers, for the model card
 
     def run(self) -> int:
         """Run to the end; returns 0. Raises RunnerError for everything that is worded for the user."""
@@ -125,7 +127,10 @@ class Session:
             for row in rows[:1]:
                 console.sample(row)
 
-        return outlets(step=(jsonl.log, tracker.log, console.step), samples=samples, say=console.message)
+        def remember(step: int, values: Mapping[str, float]) -> None:
+            self.values = dict(values)
+
+        return outlets(step=(jsonl.log, tracker.log, console.step, remember), samples=samples, say=console.message)
 
     def _write_manifest(self, built: Built, decide: Decisions) -> None:
         device = built.job.device.describe()
@@ -145,6 +150,7 @@ class Session:
         lines = [f"done     {self.spec.steps} steps in {seconds:.0f} s"]
         if self.spec.checkpoint.export:
             built.model.save(self.folder.export)
+            write_card(self.folder.export, self.spec, self.spec.steps, self.values)
             lines.append(f"model    {shown(self.folder.export)}")
         lines.append(f"try it   run infer latest {self.spec.data.example()}")
         lines.append(f"go on    run resume latest steps={self.spec.steps * 2}")

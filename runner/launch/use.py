@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runner import build
+from runner.checkpoint.reader import Loaded
 from runner.decisions import Decisions
 from runner.errors import CheckpointError, EnvironmentProblem
 from runner.folder import RunFolder, shown
+from runner.launch.card import write_card
 from runner.learner import load_parameters
 from runner.spec.job import JobSpec
 
 log = logging.getLogger("runner")
 
 
-def load_model(folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best"] | None) -> tuple[Any, int]:
-    """The model of a run at a checkpoint (a step, "best", or the newest), in evaluation mode, and its step.
+def load_model(folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best"] | None) -> tuple[Any, Loaded]:
+    """The model of a run at a checkpoint (a step, "best", or the newest), in evaluation mode, and what the checkpoint holds.
 
     Raises CheckpointError if there is none.
     """
@@ -38,7 +40,7 @@ def load_model(folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best
     model = build.build_model(spec, build.build_tokenizer(spec), device, decide)
     load_parameters(model.trainable(), loaded.state["policy"]["tensors"])
     model.eval()
-    return model, loaded.step
+    return model, loaded
 
 
 def answer(
@@ -56,8 +58,9 @@ def export(folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best"] |
     target = out or folder.export
     if out is not None and out.exists() and any(out.iterdir()):
         raise EnvironmentProblem(f"{out} exists and is not empty; choose another --out")
-    model, _ = load_model(folder, spec, checkpoint)
+    model, loaded = load_model(folder, spec, checkpoint)
     model.save(target)
+    write_card(target, spec, loaded.step, loaded.metrics)
     return target
 
 

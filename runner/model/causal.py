@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from runner.batch import Batch
 from runner.errors import Problem, SpecError
 from runner.model import generation, head, layout
 from runner.model.config import ModelConfig
 from runner.model.probe import head_objection, packed_objection
+from runner.model.quiet import no_progress_bar
 from runner.protocols import Decide
 
 OUTPUTS = frozenset({"logprobs"})
@@ -150,7 +150,7 @@ class CausalLM:
         folder.mkdir(parents=True, exist_ok=True)
         # or peft would ask the hub whether the embedding was resized
         options = {} if self.module is self.causal else {"save_embedding_layers": False}
-        with _no_progress_bar():
+        with no_progress_bar():
             self.module.save_pretrained(folder, **options)  # type: ignore[operator]
             self.tokenizer.save_pretrained(folder)
 
@@ -203,17 +203,6 @@ class CausalLM:
             return head.logprobs(*self._head_inputs(batch, places), self.config.head_chunk_tokens, self._compute)
         logits = layout.run(self.layout, self._logits, batch)
         return head.gather_logprobs(logits.index_select(0, batch.tokens["parent"][places]), batch.tokens["ids"][places])
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _scatter(values: Tensor, places: Tensor, size: int) -> Tensor:

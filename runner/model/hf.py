@@ -17,6 +17,7 @@ from runner.errors import EnvironmentProblem, SecurityRefusal
 from runner.model.build import DTYPES, drawn, placed
 from runner.model.causal import CausalLM
 from runner.model.config import HfConfig
+from runner.model.quiet import no_progress_bar
 from runner.protocols import Decide
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -68,15 +69,16 @@ def _from_scratch(config: HfConfig, architecture: Any) -> nn.Module:
 
 def _pretrained(path: str, config: HfConfig, architecture: Any, decide: Decide) -> nn.Module:
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # or transformers asks a service of the hub to convert pickles
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path,
-        config=architecture,
-        revision=config.revision,
-        dtype=DTYPES[config.dtype],
-        use_safetensors=True,
-        trust_remote_code=config.trust_remote_code,
-        output_loading_info=True,
-    )
+    with no_progress_bar():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=architecture,
+            revision=config.revision,
+            dtype=DTYPES[config.dtype],
+            use_safetensors=True,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
     module, info = loaded
     absent = sorted(info["missing_keys"]) + [str(key) for key in info.get("mismatched_keys", ())]
     if absent:

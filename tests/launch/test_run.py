@@ -114,6 +114,7 @@ def test_a_resume_may_not_change_the_job(finished: Path) -> None:
 def test_an_export_of_an_earlier_checkpoint(finished: Path) -> None:
     runner(finished, "export", "latest", "--checkpoint", "4", "--out", "earlier")
     assert (finished / "earlier/model.safetensors").stat().st_size > 0
+    assert "| step | 4 of 6 |" in (finished / "earlier/README.md").read_text()
     assert "not empty" in runner(finished, "export", "latest", "--out", "earlier", code=2)
 
 
