@@ -20,7 +20,7 @@ log = logging.getLogger("runner")
 
 
 def load_model(folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best"] | None) -> tuple[Any, Loaded]:
-    """The model of a run at a checkpoint (a step, "best", or the newest), in evaluation mode, and what the checkpoint holds.
+    """A run's model at a checkpoint (a step, "best", or the newest), in evaluation mode, and that checkpoint.
 
     Raises CheckpointError if there is none.
     """
