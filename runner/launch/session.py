@@ -78,8 +78,9 @@ class Session:
         decide = Decisions(self.spec.strict)
         store = build.build_store(self.spec, self.folder)
         loaded = self._load(store, console)
-        tracker = self._tracker(0 if loaded is None else loaded.step, console)
-        outlets = self._outlets(build.Outlets, tracker, console)
+        first = 0 if loaded is None else loaded.step
+        trackers: list[Tracker] = [JsonlTracker(self.folder), self._tracker(first, console)]
+        outlets = self._outlets(build.Outlets, trackers, console)
         ending = "failed"
         try:
             with _memory_errors(self.spec):
@@ -87,10 +88,10 @@ class Session:
                 if loaded is not None:
                     built.restore(loaded.state)
                 self._write_manifest(built, decide)
-                seconds = self._loop(built, 0 if loaded is None else loaded.step, console)
+                seconds = self._loop(built, first, console)
             ending = "done"
         finally:
-            tracker_lines = tracker.finish(ending)
+            tracker_lines = [line for tracker in trackers for line in tracker.finish(ending)]
         console.stop([*self._ending(built, seconds), *tracker_lines])
 
     def _load(self, store: CheckpointStore, console: Console) -> Loaded | None:
@@ -118,19 +119,18 @@ class Session:
         )
         return tracker
 
-    def _outlets(self, outlets: Any, tracker: Tracker, console: Console) -> Any:
-        jsonl = JsonlTracker(self.folder)
-
+    def _outlets(self, outlets: Any, trackers: Sequence[Tracker], console: Console) -> Any:
         def samples(step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-            jsonl.samples(step, rows)
-            tracker.samples(step, rows)
+            for tracker in trackers:
+                tracker.samples(step, rows)
             for row in rows[:1]:
                 console.sample(row)
 
         def remember(step: int, values: Mapping[str, float]) -> None:
             self.values = dict(values)
 
-        return outlets(step=(jsonl.log, tracker.log, console.step, remember), samples=samples, say=console.message)
+        sinks = (*(tracker.log for tracker in trackers), console.step, remember)
+        return outlets(step=sinks, samples=samples, say=console.message)
 
     def _write_manifest(self, built: Built, decide: Decisions) -> None:
         device = built.job.device.describe()

@@ -288,6 +288,7 @@ def test_a_stopped_wandb_core_does_not_hold_up_the_end(tmp_path: Path) -> None:
     assert gone(opened["processes"]) and survivors(tmp_path / "run") == []
 
 
+@pytest.mark.slow
 def test_a_killed_sink_is_started_again_and_leaves_nothing_out(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.steps(1, 10)
