@@ -19,7 +19,8 @@ PATH = Path(__file__).with_name("reference.md")
 HEAD = """# Reference
 
 Written by `docs/make_reference.py` from the config classes; do not edit. `run explain KEY` says the same of one option,
-with its value now and who set it. What a run leaves: [run folder](run-folder.md), [checkpoints](checkpoints.md).
+with its value now and who set it. What a run leaves: [run folder](run-folder.md), [checkpoints](checkpoints.md),
+[metrics](metrics.md).
 """
 
 
