@@ -24,8 +24,8 @@ class DataConfig(ComponentConfig):
         return self
 
     def example(self) -> str:
-        """A question, in quotes, to try a trained model with; empty where none is known."""
-        return ""
+        """A question, in quotes, to try a trained model with."""
+        return '"…"'
 
     def preflight(self) -> None:
         """Raise DataError for what can be seen without reading far; imports neither torch nor a tokenizer."""
