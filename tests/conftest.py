@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -43,6 +44,9 @@ def _is_foreign(name: str) -> bool:
 for _name in [name for name in os.environ if _is_foreign(name)]:
     del os.environ[_name]
 os.environ.update(_FIXED)
+
+# A shell without job control starts background jobs with SIGINT ignored, which every child would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Same examples in every run, no deadline on shared cores; `make soak` looks further.
 settings.register_profile("house", deadline=None, derandomize=True, database=None)
