@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class Batch:
 
     tokens: ids int64 [T], positions int64 [T], parent int64 [T], weight float32 [T], ...
     rows:   lengths int64 [N], unit int64 [N], ...
-    totals: counts over the whole optimizer step: tokens (those with weight), rows, units.
+    totals: counts over the whole optimizer step: tokens with weight, rows that have one, units.
     """
 
     tokens: Mapping[str, Tensor]
@@ -69,7 +69,7 @@ class Batch:
         unit = self.rows["unit"]
         return {
             "tokens": int((self.tokens["weight"] != 0).sum()),
-            "rows": self.num_rows,
+            "rows": int((row_sum(self, (self.tokens["weight"] != 0).float()) > 0).sum()),
             "units": int(torch.unique_consecutive(unit).shape[0]),
         }
 
@@ -102,6 +102,37 @@ def pack(ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> Ba
 def with_totals(batch: Batch, totals: Mapping[str, int]) -> Batch:
     """The same batch, knowing the counts of the whole optimizer step."""
     return replace(batch, totals=dict(totals))
+
+
+def row_of_tokens(batch: Batch) -> Tensor:
+    """The row that each token lies in, int64 [T]."""
+    lengths = batch.rows["lengths"]
+    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+
+
+def row_sum(batch: Batch, values: Tensor) -> Tensor:
+    """The sum of `values` [T] over each row, [N]; differentiable."""
+    return values.new_zeros(batch.num_rows).index_add(0, row_of_tokens(batch), values)
+
+
+def join(parts: Sequence[Batch]) -> Batch:
+    """Batches with the same channels laid end to end; `totals` are the first one's, units are numbered anew."""
+    sizes = torch.tensor([part.num_tokens for part in parts])
+    offsets = (torch.cumsum(sizes, 0) - sizes).tolist()
+    tokens = {name: torch.cat([part.tokens[name] for part in parts]) for name in parts[0].tokens}
+    shifted = zip((part.tokens["parent"] for part in parts), offsets, strict=True)
+    tokens["parent"] = torch.cat([torch.where(parent < 0, -1, parent + offset) for parent, offset in shifted])
+    rows = {name: torch.cat([part.rows[name] for part in parts]) for name in parts[0].rows}
+    counts = [torch.unique_consecutive(part.rows["unit"], return_inverse=True)[1] for part in parts]
+    starts = [0, *accumulate(int(c[-1]) + 1 for c in counts)]
+    rows["unit"] = torch.cat([count + start for count, start in zip(counts, starts, strict=False)])
+    return replace(parts[0], tokens=tokens, rows=rows)
+
+
+def select_units(batch: Batch, order: Sequence[int]) -> Batch:
+    """The units at the places `order`, in that order."""
+    spans = unit_spans(batch)
+    return join([batch.slice_rows(*spans[at][:2]) for at in order])
 
 
 def unit_spans(batch: Batch) -> list[tuple[int, int, int]]:

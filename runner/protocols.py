@@ -6,7 +6,7 @@ Legend: N rows, T tokens (see `runner.batch`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -113,6 +113,41 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to one prompt, of which the first is preferred. `margin` says by how much, where the data knows.
+
+    A completion holds everything after the prompt, its end included; all of its tokens count.
+    """
+
+    prompt: tuple[int, ...]
+    chosen: tuple[int, ...]
+    rejected: tuple[int, ...]
+    margin: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One answer to a prompt, and whether it is a good one."""
+
+    prompt: tuple[int, ...]
+    completion: tuple[int, ...]
+    good: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is asked in a rollout. `columns` are the row's other columns (JSON-able), which the reward sees.
+
+    messages: the conversation so far, if the row has one; text: what `ids` say.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
     """A held-out item: its tokens, and, where it has an answer, what to ask and what to expect.
 
@@ -125,17 +160,83 @@ class Question:
     answer: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One answer to be sampled. Equal `group`s have the very same prompt, which is computed once.
+
+    seed: of this request's own random stream, derived by the caller from (seed, step, prompt, sample, turn).
+    """
+
+    prompt: tuple[int, ...]
+    seed: int
+    max_new_tokens: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A sampled answer.
+
+    ids: the new tokens, the end token included if it was drawn
+    logprobs: of the distribution really sampled from (tempered, truncated); raw_logprobs: at temperature 1, untruncated
+    version: of the weights that drew it; finish: "stop" or "length"
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    raw_logprobs: tuple[float, ...]
+    version: int
+    finish: str
+
+
+class Sampler(Protocol):
+    """Draws rollouts from a policy whose weights come from the trainer."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None: ...  # None: shares the trainer's own
+
+    def sample(self, requests: Sequence[Request]) -> list[Rollout]: ...  # in the order of the requests
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """An answer as a reward sees it.
+
+    messages: the whole conversation with this answer, where there is one; env_reward: what the environment gave
+    """
+
+    prompt: Prompt
+    ids: tuple[int, ...]
+    text: str
+    finish: str
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    env_reward: float | None = None
+
+
+class Reward(Protocol):
+    """Scores all samples of a prompt at once; None = could not be scored, which is not 0."""
+
+    def score(self, groups: Sequence[Sequence[Completion]]) -> list[list[float | None]]: ...
+
+    def close(self) -> None: ...
+
+
 class Data(Protocol):
-    """Items as a pure function of the step."""
+    """Items of one kind (see `ItemKind`) as a pure function of the step."""
 
     @property
     def fingerprint(self) -> str: ...  # sha256 of everything that the items depend on
 
     def __len__(self) -> int: ...
 
-    def take(self, step: int, count: int) -> Sequence[Item]: ...  # items step·count … of the endless seeded order
+    # items step·count … of the endless seeded order; a round above 0 refills a step from an order of its own
+    def take(self, step: int, count: int, round: int = 0) -> Sequence[Any]: ...
 
-    def held_out(self) -> Sequence[Question]: ...  # empty if there are none
+    def held_out(self) -> Sequence[Question]: ...  # what can be asked; empty if there is nothing
+
+    def held_out_items(self) -> Sequence[Any]: ...  # pairs or judged answers held out; empty for other kinds
 
 
 class Device(Protocol):

@@ -2,15 +2,16 @@
 
     q, k, v [1, heads, T, d] ──cut at row ends──▶ causal attention per row or bucket of rows ──▶ [1, T, heads, d]
 
-Legend: N rows, T tokens in all rows, d head size. The function is registered with transformers under the name
-`ragged`; having no mask function of that name, transformers builds no mask, and the row ends travel as the
-keyword `ragged` through the model's forward. On the CPU each row is one kernel call, which is fastest there
-(no copy, no padding); elsewhere rows of like lengths share a call, because calls are what costs.
+Legend: N rows, T tokens in all rows, P tokens of all paths, d head size. The function is registered with
+transformers under the name `ragged`; having no mask function of that name, transformers builds no mask, and the row
+ends travel as the keyword `ragged` through the model's forward. On the CPU each row is one kernel call, which is
+fastest there (no copy, no padding); elsewhere rows of like lengths share a call, because calls are what costs. Rows
+that continue a shared prompt (see `runner.tree`) are attended along their paths: the prompt's keys are repeated here
+and nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from runner.batch import Batch
+from runner.tree import Paths, paths
 
 NAME = "ragged"
 # Keywords that models hand to an attention function and that do not change what is computed.
@@ -48,14 +52,19 @@ class Rows:
     inverse: Tensor | None = None
 
 
-def rows_of(lengths: Tensor) -> Rows:
-    """The plan for one batch from its lengths, int64 [N]: row by row on the CPU, in buckets elsewhere."""
-    sizes = tuple(lengths.tolist())
-    return Rows(sizes) if lengths.device.type == "cpu" else bucketed(sizes, lengths.device)
+def rows_of(batch: Batch) -> Rows:
+    """The plan for one batch: row by row on the CPU, in buckets elsewhere and where rows share prompts."""
+    lengths, device = batch.rows["lengths"], batch.rows["lengths"].device
+    tree = paths(batch)
+    if tree is None and device.type == "cpu":
+        return Rows(tuple(lengths.tolist()))
+    every = torch.arange(batch.num_tokens)
+    return bucketed(tree or Paths(tuple(lengths.tolist()), every, every), device)
 
 
-def bucketed(lengths: Sequence[int], device: torch.device) -> Rows:
-    """Rows grouped so that within a bucket none is shorter than half the longest: padding is less than the data."""
+def bucketed(paths: Paths, device: torch.device) -> Rows:
+    """Paths grouped so that within a bucket none is shorter than half the longest: padding is less than the data."""
+    lengths = paths.lengths
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     groups: list[list[int]] = []
     for row in order:
@@ -65,17 +74,17 @@ def bucketed(lengths: Sequence[int], device: torch.device) -> Rows:
             groups.append([row])
     sizes = torch.tensor(lengths)
     starts = torch.cumsum(sizes, 0) - sizes
-    inverse = torch.empty(sum(lengths), dtype=torch.int64)
+    slots = torch.empty(sum(lengths), dtype=torch.int64)  # of each place of the paths
     buckets, offset = [], 0
     for group in groups:
         width = lengths[group[0]]
         column = torch.arange(width)
         source = starts[group][:, None] + torch.minimum(column, sizes[group][:, None] - 1)
         real = column < sizes[group][:, None]
-        inverse[source[real]] = offset + torch.arange(source.numel()).view_as(source)[real]
-        buckets.append(Bucket(source.flatten().to(device), len(group), width))
+        slots[source[real]] = offset + torch.arange(source.numel()).view_as(source)[real]
+        buckets.append(Bucket(paths.index[source.flatten()].to(device), len(group), width))
         offset += source.numel()
-    return Rows(tuple(lengths), tuple(buckets), inverse.to(device))
+    return Rows(lengths, tuple(buckets), slots[paths.inverse].to(device))
 
 
 def _causal(
@@ -120,7 +129,7 @@ def _by_bucket(query: Tensor, key: Tensor, value: Tensor, rows: Rows, *options: 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, rows: Rows, window: int | None, dropout: float, scale: float | None
 ) -> Tensor:
-    """Causal attention inside each row.
+    """Causal attention inside each row, or along each path.
 
     query [1, heads, T, d]; key, value [1, kv heads, T, d]; window in tokens or None. Returns [1, T, heads, d].
     """

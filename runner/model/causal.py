@@ -1,17 +1,15 @@
 """A causal language model behind the verbs of training: score a ragged batch, write text, be saved.
 
-    batch ──layout──▶ backbone ──▶ hidden [T, H] ──rows of parents──▶ chunked LM head ──▶ logprobs [T]
+    batch ──layout──▶ backbone ──▶ hidden [T, H] ──rows of parents──▶ chunked LM head ──▶ logprobs, entropy [T]
 
-Legend: N rows, T tokens, H hidden size (see `runner.batch`). Passes with gradient run in training mode (dropout,
-gradient checkpointing), all others in evaluation mode.
+Legend: N rows, T tokens, S predicted tokens, H hidden size (see `runner.batch`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,90 +19,48 @@ from runner.batch import Batch
 from runner.errors import Problem, SpecError
 from runner.model import generation, head, layout
 from runner.model.config import ModelConfig
-from runner.model.probe import head_objection, packed_objection
-from runner.model.quiet import no_progress_bar
+from runner.model.probe import head_objection
+from runner.model.ragged import RaggedModel, scatter
 from runner.protocols import Decide
 
-OUTPUTS = frozenset({"logprobs"})
 
+class CausalLM(RaggedModel):
+    """A transformers causal LM, or a peft model around one, with its tokenizer."""
 
-class CausalLM:
-    """A transformers causal LM, or a peft model around one, with its tokenizer.
-
-    module: what is saved and whose parameters learn; causal: the transformers model inside (the same without peft).
-    """
+    made = frozenset({"logprobs", "entropy"})
 
     def __init__(self, module: nn.Module, tokenizer: Any, config: ModelConfig, *, seed: int, decide: Decide) -> None:
-        """Look at the model and decide how it runs. `module` is on its device and in its data type; `seed` is that
-        of its initial weights, adapters included."""
-        self.module = module
-        self.causal: Any = module
-        if hasattr(module, "get_base_model"):
-            self.causal = module.get_base_model()  # type: ignore[operator]
-        self.tokenizer = tokenizer
-        self.config = config
-        self.seed = seed
-        self.device: torch.device = self.causal.device
-        self._training = True
-        self.module.eval()
+        """See `RaggedModel`."""
+        super().__init__(module, tokenizer, config, seed=seed, decide=decide)
+        self.causal: Any = self.inner
         self._choose_head(decide)
-        self._choose_layout(decide)
-        self._choose_checkpointing(decide)
 
     def _choose_head(self, decide: Decide) -> None:
-        objection = head_objection(self.causal, self.device)
+        with self._own_attention():
+            objection = head_objection(self.causal, self.device)
         self.chunked = objection is None
         if objection:
             decide("lm_head", "chunked", "full logits", objection)
-
-    def _choose_layout(self, decide: Decide) -> None:
-        self.layout: layout.Layout = self.config.layout
-        self.own_attention: str = self.causal.config._attn_implementation
-        objection = packed_objection(self.causal, self.device) if self.layout == "packed" else None
-        if objection:
-            self.layout = "padded"
-            decide("model.layout", "packed", "padded", objection)
-
-    def _choose_checkpointing(self, decide: Decide) -> None:
-        if not self.config.gradient_checkpointing:
-            return
-        if self.causal.supports_gradient_checkpointing:
-            # the older name, until transformers 5.5 is no longer supported
-            enable = getattr(self.causal, "activation_checkpointing_enable", None)
-            (enable or self.causal.gradient_checkpointing_enable)({"use_reentrant": False})
-        else:
-            decide("model.gradient_checkpointing", "on", "off", f"{type(self.causal).__name__} does not support it")
 
     def wrapped(self, module: nn.Module, *, decide: Decide) -> CausalLM:
         """The same model inside `module` (a peft model around it), looked at afresh; use it instead of this one."""
         self.causal.set_attn_implementation(self.own_attention)
         return CausalLM(module, self.tokenizer, self.config, seed=self.seed, decide=decide)
 
-    def train(self) -> None:
-        """Let passes with gradient run in training mode, as they do from the start."""
-        self._training = True
-
-    def eval(self) -> None:
-        """Let every pass run in evaluation mode."""
-        self._training = False
-
-    def trainable(self) -> dict[str, nn.Parameter]:
-        """The parameters that learn, by the names they have in `module`; tied ones once."""
-        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-
     def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
         """The outputs named in `needs`, differentiable where gradients are enabled.
 
-        logprobs: float32 [T], log p(ids[t] | its ancestors), 0 at roots. Raises SpecError for an unknown name.
+        logprobs: [T], log p(ids[t] | its ancestors); entropy: [T], of the distribution that ids[t] was drawn from, in
+        nats; float32 or better, 0 at roots. The token channel `temperature`, where the batch has it, divides the
+        logits that predict each token. Raises SpecError for an unknown name.
         """
-        if needs - OUTPUTS:
-            raise SpecError([Problem("algorithm", _unknown_outputs(needs - OUTPUTS))])
+        self._refuse_unknown(needs)
         if not needs:
             return {}
         places = (batch.tokens["parent"] >= 0).nonzero()[:, 0]
         with self._pass():
-            values = self._logprobs(batch, places)
-        return {"logprobs": _scatter(values, places, batch.num_tokens)}
+            values = dict(zip(("logprobs", "entropy"), self._score(batch, places), strict=True))
+        return {name: scatter(values[name], places, batch.num_tokens) for name in needs}
 
     def linear(self, batch: Batch, coefficients: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Σ coefficients · logprobs, and the detached outputs; the head runs only where a coefficient is not 0.
@@ -119,9 +75,9 @@ class CausalLM:
                 parts = self._head_inputs(batch, places)
                 total, values = head.linear(*parts, chosen, self.config.head_chunk_tokens, self._compute)
             else:
-                values = self._logprobs(batch, places)
+                values, _ = self._score(batch, places)
                 total = (values * chosen).sum()
-        return total, {"logprobs": _scatter(values.detach(), places, batch.num_tokens)}
+        return total, {"logprobs": scatter(values.detach(), places, batch.num_tokens)}
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         """Greedy answers: the new ids of each prompt, up to but excluding the end of sequence."""
@@ -144,71 +100,49 @@ class CausalLM:
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
         return generation.whole_characters(ids, decode)
 
-    def save(self, folder: Path) -> None:
-        """Write what loads without this program: a Hugging Face folder (safetensors, configs, tokenizer with its
-        chat template), or a PEFT adapter folder if `module` is one. Changes nothing of the model."""
-        folder.mkdir(parents=True, exist_ok=True)
-        # or peft would ask the hub whether the embedding was resized
-        options = {} if self.module is self.causal else {"save_embedding_layers": False}
-        with no_progress_bar():
-            self.module.save_pretrained(folder, **options)  # type: ignore[operator]
-            self.tokenizer.save_pretrained(folder)
-
-    @property
-    def _compute(self) -> torch.dtype | None:
-        """Data type of matrix products where it is not that of the weights."""
-        return torch.bfloat16 if self.config.autocast == "bfloat16" else None
-
-    def _set_mode(self, training: bool) -> None:
-        if self.module.training != training:
-            self.module.train(training)
-
-    def _pass(self) -> AbstractContextManager[Any]:
-        self._set_mode(self._training and torch.is_grad_enabled())
-        return torch.autocast(self.device.type, dtype=self._compute, enabled=self._compute is not None)
+    @contextmanager
+    def _own_attention(self) -> Iterator[None]:
+        """The model's own attention for a while, as text is written and not scored."""
+        config = self.causal.config
+        before, config._attn_implementation = config._attn_implementation, self.own_attention
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Evaluation mode, no gradient, the model's own attention, and no trace of it afterwards."""
         self._set_mode(False)
-        config = self.causal.config
-        before, config._attn_implementation = config._attn_implementation, self.own_attention
-        try:
-            with torch.no_grad(), self._pass():
-                yield
-        finally:
-            config._attn_implementation = before
+        with self._own_attention(), torch.no_grad(), self._pass():
+            yield
 
     def _step(self, ids: Tensor, cache: Any) -> Any:
         with self._writing():
             return self.causal(input_ids=ids, past_key_values=cache, use_cache=True)
 
-    def _hidden(self, **keywords: Any) -> Tensor:
-        hidden: Tensor = self.causal.base_model(use_cache=False, **keywords).last_hidden_state
-        return hidden
+    def _logits(self, batch: Batch) -> Tensor:
+        def forward(**keywords: Any) -> Tensor:
+            logits: Tensor = self.causal(use_cache=False, **keywords).logits
+            return logits
 
-    def _logits(self, **keywords: Any) -> Tensor:
-        logits: Tensor = self.causal(use_cache=False, **keywords).logits
-        return logits
+        return layout.run(self.layout, forward, batch)
 
     def _head_inputs(self, batch: Batch, places: Tensor) -> tuple[nn.Module, Tensor, Tensor]:
         """The head, the hidden states [S, H] that predict the tokens at `places` [S], and those tokens' ids [S]."""
-        hidden = layout.run(self.layout, self._hidden, batch)
-        states = hidden.index_select(0, batch.tokens["parent"][places])
-        return self.causal.get_output_embeddings(), states, batch.tokens["ids"][places]
+        states = self._backbone(batch).index_select(0, batch.tokens["parent"][places])
+        lm_head = self.causal.get_output_embeddings()
+        if "temperature" in batch.tokens:
+            if getattr(lm_head, "bias", None) is not None:
+                raise SpecError([Problem("sampler.temperature", "must be 1 for a model whose LM head has a bias")])
+            states = states / batch.tokens["temperature"][places, None].to(states.dtype)
+        return lm_head, states, batch.tokens["ids"][places]
 
-    def _logprobs(self, batch: Batch, places: Tensor) -> Tensor:
-        """logprobs [S] of the tokens at `places` [S], none of them a root."""
+    def _score(self, batch: Batch, places: Tensor) -> tuple[Tensor, Tensor]:
+        """logprobs and entropies [S] of the tokens at `places` [S], none of them a root."""
         if self.chunked:
-            return head.logprobs(*self._head_inputs(batch, places), self.config.head_chunk_tokens, self._compute)
-        logits = layout.run(self.layout, self._logits, batch)
-        return head.gather_logprobs(logits.index_select(0, batch.tokens["parent"][places]), batch.tokens["ids"][places])
-
-
-def _scatter(values: Tensor, places: Tensor, size: int) -> Tensor:
-    return values.new_zeros(size).index_copy(0, places, values)
-
-
-def _unknown_outputs(names: frozenset[str]) -> str:
-    wanted, known = ", ".join(sorted(names)), ", ".join(sorted(OUTPUTS))
-    return f"its loss needs the model output {wanted}, which does not exist; a model makes {known}"
+            return head.score(*self._head_inputs(batch, places), self.config.head_chunk_tokens, self._compute)
+        logits = self._logits(batch).index_select(0, batch.tokens["parent"][places])
+        if "temperature" in batch.tokens:
+            logits = logits / batch.tokens["temperature"][places, None]
+        return head.gather(logits, batch.tokens["ids"][places])

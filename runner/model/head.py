@@ -1,9 +1,9 @@
-"""The LM head in chunks: log-probabilities of given ids without ever holding all logits.
+"""The LM head in chunks: log-probabilities of given ids, and entropies, without ever holding all logits.
 
-    hidden [S, H] ──chunk by chunk──▶ logits [chunk, V] ──log-softmax in float32──▶ logprobs [S]
+    hidden [S, H] ──chunk by chunk──▶ logits [chunk, V] ──log-softmax in float32──▶ logprobs [S], entropy [S]
 
 Legend: S predicted tokens (hidden states of their parents), H hidden size, V vocabulary. Three ways:
-`logprobs` of a linear head makes the logits again in the backward pass; `linear` knows the gradient of its
+`score` of a linear head makes the logits again in the backward pass; `linear` knows the gradient of its
 result beforehand and makes the head's gradient while the logits are there; any other head module is called
 chunk by chunk under checkpointing.
 """
@@ -25,18 +25,19 @@ def is_plain(head: nn.Module) -> bool:
     return type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
 
 
-def logprobs(
+def score(
     head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int, compute: torch.dtype | None = None
-) -> Tensor:
-    """log p(targets | hidden), differentiable in hidden and head.
+) -> tuple[Tensor, Tensor]:
+    """log p(targets | hidden) and the entropy of p(· | hidden) in nats, both differentiable in hidden and head.
 
     hidden [S, H], targets int64 [S]; `compute` is the data type of the matrix products (None: that of the
-    weight). Returns [S] float32 (float64 for a float64 head).
+    weight). Returns two [S] in float32 (float64 for a float64 head). An entropy that is not used costs one pass
+    over the chunk's log-probabilities and no memory.
     """
     if not is_plain(head):
         return _called_in_chunks(head, hidden, targets, chunk)
-    result: Tensor = _Logprobs.apply(hidden, head.weight, head.bias, targets, chunk, compute)
-    return result
+    values: tuple[Tensor, Tensor] = _Score.apply(hidden, head.weight, head.bias, targets, chunk, compute)
+    return values
 
 
 def linear(
@@ -49,32 +50,40 @@ def linear(
 ) -> tuple[Tensor, Tensor]:
     """Σ coefficients · logprobs, differentiable once in hidden and head, and the logprobs, detached.
 
-    Shapes as in `logprobs`; coefficients float [S], constant.
+    Shapes as in `score`; coefficients float [S], constant.
     """
     if not (is_plain(head) and torch.is_grad_enabled()):
-        values = logprobs(head, hidden, targets, chunk, compute)
+        values, _ = score(head, hidden, targets, chunk, compute)
         return (values * coefficients).sum(), values.detach()
     total, values = _Linear.apply(hidden, head.weight, head.bias, targets, coefficients, chunk, compute)
     return total, values
 
 
-def gather_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """logits [S, V], targets int64 [S] → log-softmax at the targets, [S], in float32 or better."""
-    return _log_softmax(logits).gather(1, targets[:, None])[:, 0]
+def gather(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [S, V], targets int64 [S] → log-softmax at the targets and entropy, [S] each, in float32 or better."""
+    log_softmax = _log_softmax(logits)
+    return log_softmax.gather(1, targets[:, None])[:, 0], _entropy(log_softmax)
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
     return F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
-def _called_in_chunks(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    def piece(states: Tensor, ids: Tensor) -> Tensor:
-        return gather_logprobs(head(states), ids)
+def _entropy(log_softmax: Tensor) -> Tensor:
+    return torch.special.entr(log_softmax.exp()).sum(1)  # p·log p is 0 where p is
+
+
+def _called_in_chunks(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    def piece(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return gather(head(states), ids)
 
     pairs = zip(hidden.split(chunk), targets.split(chunk), strict=True)
-    if not torch.is_grad_enabled():
-        return torch.cat([piece(h, t) for h, t in pairs])
-    return torch.cat([checkpoint(piece, h, t, use_reentrant=False) for h, t in pairs])
+    if torch.is_grad_enabled():
+        pieces = [checkpoint(piece, h, t, use_reentrant=False) for h, t in pairs]
+    else:
+        pieces = [piece(h, t) for h, t in pairs]
+    logprobs, entropy = zip(*pieces, strict=True)
+    return torch.cat(logprobs), torch.cat(entropy)
 
 
 class _Operands:
@@ -101,9 +110,20 @@ class _Operands:
         """[chunk, V] of one chunk of tokens."""
         return _log_softmax(F.linear(self.hidden[span], self.weight, self.bias))
 
-    def accumulate(self, span: slice, log_softmax: Tensor, targets: Tensor, grad: Tensor) -> None:
-        """Add one chunk's gradients, given `grad` [chunk] of its logprobs; overwrites `log_softmax`."""
-        d_logits = log_softmax.exp_().mul_(-grad[:, None])
+    def accumulate(
+        self, span: slice, log_softmax: Tensor, targets: Tensor, grad: Tensor, grad_entropy: Tensor | None = None
+    ) -> None:
+        """Add one chunk's gradients, given those of its logprobs and entropies [chunk]; overwrites `log_softmax`.
+
+        ∂logprob/∂logits = onehot − p;  ∂entropy/∂logits = −p·(log p + entropy).
+        """
+        if grad_entropy is None:
+            d_logits = log_softmax.exp_().mul_(-grad[:, None])
+        else:
+            p = log_softmax.exp()
+            entropy = torch.special.entr(p).sum(1, keepdim=True)
+            d_logits = log_softmax.clamp_(min=torch.finfo(p.dtype).min).add_(entropy).mul_(grad_entropy[:, None])
+            d_logits = d_logits.add_(grad[:, None]).mul_(p).neg_()
         d_logits.scatter_add_(1, targets[:, None], grad[:, None])
         d_hidden, d_weight, d_bias = self.grads
         if d_bias is not None:
@@ -125,8 +145,8 @@ def _spans(count: int, chunk: int) -> Iterator[slice]:
     return (slice(start, start + chunk) for start in range(0, count, chunk))
 
 
-class _Logprobs(torch.autograd.Function):
-    """Logits are made twice: forward for the logprobs, backward for the gradient."""
+class _Score(torch.autograd.Function):
+    """Logits are made twice: forward for the values, backward for the gradient."""
 
     @staticmethod
     def forward(
@@ -137,23 +157,32 @@ class _Logprobs(torch.autograd.Function):
         targets: Tensor,
         chunk: int,
         compute: torch.dtype | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.chunk, ctx.compute = chunk, compute
+        ctx.set_materialize_grads(False)
         operands = _Operands(hidden, weight, bias, compute)
-        out = hidden.new_empty(len(targets), dtype=torch.promote_types(operands.weight.dtype, torch.float32))
+        logprobs = hidden.new_empty(len(targets), dtype=torch.promote_types(operands.weight.dtype, torch.float32))
+        entropy = torch.empty_like(logprobs)
         for span in _spans(len(targets), chunk):
-            out[span] = operands.log_softmax(span).gather(1, targets[span, None])[:, 0]
-        return out
+            log_softmax = operands.log_softmax(span)
+            logprobs[span] = log_softmax.gather(1, targets[span, None])[:, 0]
+            entropy[span] = _entropy(log_softmax)
+        return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
+        if grad is None:
+            grad = torch.zeros_like(grad_entropy) if grad_entropy is not None else None
+        if grad is None:
+            return (None,) * 6
         operands = _Operands(hidden, weight, bias, ctx.compute)
         operands.want(ctx.needs_input_grad[:3])
         for span in _spans(len(targets), ctx.chunk):
-            operands.accumulate(span, operands.log_softmax(span), targets[span], grad[span])
+            part = None if grad_entropy is None else grad_entropy[span]
+            operands.accumulate(span, operands.log_softmax(span), targets[span], grad[span], part)
         return (*operands.results(), None, None, None)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+ItemKind = Literal["sft", "pairs", "judged", "prompts"]  # what an algorithm learns from
 
 
 class Config(BaseModel):

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from runner.model.attention import Rows, UnsupportedAttention, attend, bucketed, ragged_attention
+from runner.tree import Paths
 from tests.model.zoo import CPU
+
+
+def rows_alone(lengths: list[int]) -> Paths:
+    every = torch.arange(sum(lengths))
+    return Paths(tuple(lengths), every, every)
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None) -> Tensor:
@@ -39,7 +45,7 @@ def test_equals_the_mask_in_value_and_gradient(
     shape = (1, 4, sum(lengths), 8)
     q = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(1, kv_heads, *shape[2:], dtype=torch.float64, requires_grad=True) for _ in range(2))
-    plan = bucketed(lengths, CPU) if buckets else Rows(tuple(lengths))
+    plan = bucketed(rows_alone(lengths), CPU) if buckets else Rows(tuple(lengths))
     got, wanted = attend(q, k, v, plan, window, 0.0, None), masked(q, k, v, lengths, window)
     torch.testing.assert_close(got, wanted)
     c = torch.randn_like(got)
@@ -51,7 +57,7 @@ def test_equals_the_mask_in_value_and_gradient(
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=60))
 @settings(max_examples=50, deadline=None)
 def test_buckets_hold_every_token_once_and_pad_less_than_they_hold(lengths: list[int]) -> None:
-    plan = bucketed(lengths, CPU)
+    plan = bucketed(rows_alone(lengths), CPU)
     assert plan.inverse is not None
     laid = torch.cat([bucket.index for bucket in plan.buckets])
     assert torch.equal(laid[plan.inverse], torch.arange(sum(lengths)))

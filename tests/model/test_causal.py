@@ -145,8 +145,8 @@ def test_rows_of_one_token_have_nothing_to_predict(layout: str) -> None:
 
 
 def test_an_unknown_output_is_named() -> None:
-    with pytest.raises(SpecError, match=r"entropy.*makes logprobs"):
-        causal("llama").outputs(batch(), frozenset({"logprobs", "entropy"}))
+    with pytest.raises(SpecError, match=r"scores.*makes entropy, logprobs"):
+        causal("llama").outputs(batch(), frozenset({"logprobs", "scores"}))
 
 
 def test_autocast_is_near_and_its_gradients_are_in_the_weights_type() -> None:

@@ -49,7 +49,7 @@ def test_both_ways_equal_the_plain_computation(tokens: int, chunk: int, bias: bo
     inputs = [hidden, *made.parameters()]
     wanted_grads = torch.autograd.grad(3 * (wanted * c).sum(), inputs)
     for total, values in (
-        ((lambda v: (v * c).sum())(v := head.logprobs(made, hidden, targets, chunk)), v),
+        ((lambda v: (v * c).sum())(v := head.score(made, hidden, targets, chunk)[0]), v),
         head.linear(made, hidden, targets, c, chunk),
     ):
         torch.testing.assert_close(values, wanted)
@@ -61,10 +61,23 @@ def test_gradcheck(bias: bool) -> None:
     made, hidden, targets = parts(5, bias)
     leaves = (hidden, *made.parameters())
 
-    def rebuilt(h: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-        return head._Logprobs.apply(h, w, b, targets, 2, None)
+    def rebuilt(h: Tensor, w: Tensor, b: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return head._Score.apply(h, w, b, targets, 2, None)
 
     assert torch.autograd.gradcheck(rebuilt, leaves)
+    assert torch.autograd.gradcheck(lambda *t: rebuilt(*t)[1], leaves), "the entropy alone"
+
+
+def test_entropy_equals_the_plain_way_also_where_a_probability_is_zero() -> None:
+    made, hidden, targets = parts(6, False)
+    with torch.no_grad():
+        made.weight[3] = -2000 * hidden.sign().mean(0)  # a token that is next to impossible
+    _, entropy = head.score(made, hidden, targets, 4)
+    wanted = torch.distributions.Categorical(logits=made(hidden)).entropy()
+    torch.testing.assert_close(entropy, wanted)
+    got = torch.autograd.grad(entropy.sum(), hidden)[0]
+    assert torch.isfinite(got).all()
+    torch.testing.assert_close(got, torch.autograd.grad(wanted.sum(), hidden)[0])
 
 
 def test_frozen_weight_gets_no_gradient_and_hidden_the_same() -> None:
@@ -73,7 +86,7 @@ def test_frozen_weight_gets_no_gradient_and_hidden_the_same() -> None:
     wanted = torch.autograd.grad((plain(made, hidden, targets) * c).sum(), hidden)[0]
     made.requires_grad_(False)
     for total in (
-        (head.logprobs(made, hidden, targets, 3) * c).sum(),
+        (head.score(made, hidden, targets, 3)[0] * c).sum(),
         head.linear(made, hidden, targets, c, 3)[0],
     ):
         torch.testing.assert_close(torch.autograd.grad(total, hidden)[0], wanted)
@@ -108,7 +121,7 @@ def test_a_wrapped_head_is_called_and_not_bypassed() -> None:
     _, hidden, targets = parts(7, bias=False)
     assert not head.is_plain(made)
     wanted = plain(made, hidden, targets)
-    got = head.logprobs(made, hidden, targets, 3)
+    got = head.score(made, hidden, targets, 3)[0]
     torch.testing.assert_close(got, wanted)
     inputs = [hidden, *made.parameters()]
     torch.testing.assert_close(torch.autograd.grad(got.sum(), inputs), torch.autograd.grad(wanted.sum(), inputs))
@@ -126,7 +139,7 @@ def test_bfloat16_products_keep_a_float32_softmax() -> None:
     made = nn.Linear(16, 1000, bias=False)
     hidden, targets = torch.randn(8, 16), torch.randint(0, 1000, (8,))
     rounded = made(hidden.double().float()).detach()
-    got = head.logprobs(made, hidden, targets, 3, torch.bfloat16)
+    got = head.score(made, hidden, targets, 3, torch.bfloat16)[0]
     assert got.dtype == torch.float32
     logits = torch.nn.functional.linear(hidden.bfloat16(), made.weight.bfloat16())
     torch.testing.assert_close(got, torch.log_softmax(logits.double(), -1).gather(1, targets[:, None])[:, 0].float())
@@ -143,7 +156,7 @@ def test_all_logits_are_never_held(way: str) -> None:
         total = (
             head.linear(made, hidden, targets, c, chunk)[0]
             if way == "linear"
-            else (head.logprobs(made, hidden, targets, chunk) * c).sum()
+            else (head.score(made, hidden, targets, chunk)[0] * c).sum()
         )
         total.backward()
     assert chunk * vocab <= seen.elements <= 2 * chunk * vocab < tokens * vocab / 8
