@@ -9,15 +9,17 @@ Legend: N rows, T tokens in all rows.
 to the predicted token: `logprobs[t] = log p(ids[t] | its ancestors)`, read at `parent[t]`; at a root
 it is 0 and its weight is 0. A *unit* is what must not be cut: rows with equal `unit` are contiguous.
 `totals` counts the whole optimizer step over all data ranks, so that a loss can divide by the total
-it means and nothing divides later.
+it means and nothing divides later. Batches are built and cut on the CPU; one that was moved to a
+device remembers itself there, so that how it is laid out can be read without waiting for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,11 +33,18 @@ class Batch:
     tokens: ids int64 [T], positions int64 [T], parent int64 [T], weight float32 [T], ...
     rows:   lengths int64 [N], unit int64 [N], ...
     totals: counts over the whole optimizer step: tokens with weight, rows that have one, units.
+    host:   this batch on the CPU, where `to` moved it from there.
     """
 
     tokens: Mapping[str, Tensor]
     rows: Mapping[str, Tensor]
     totals: Mapping[str, int] = field(default_factory=dict)
+    host: Batch | None = None
+
+    @property
+    def structure(self) -> Batch:
+        """Where to read lengths, parents and units from: the batch on the CPU if it was there, else this one."""
+        return self.host or self
 
     @property
     def num_tokens(self) -> int:
@@ -53,16 +62,18 @@ class Batch:
             self,
             tokens={k: v.to(device, non_blocking=True) for k, v in self.tokens.items()},
             rows={k: v.to(device, non_blocking=True) for k, v in self.rows.items()},
+            host=None if device.type == "cpu" else self.structure,
         )
 
     def slice_rows(self, start: int, stop: int) -> Batch:
         """Rows start..stop with all their tokens; `parent` is re-based, `totals` are kept."""
-        lengths = self.rows["lengths"]
+        lengths = self.structure.rows["lengths"]
         first = int(lengths[:start].sum())
         last = first + int(lengths[start:stop].sum())
         tokens = {k: v[first:last] for k, v in self.tokens.items()}
         tokens["parent"] = torch.where(tokens["parent"] < 0, -1, tokens["parent"] - first)
-        return replace(self, tokens=tokens, rows={k: v[start:stop] for k, v in self.rows.items()})
+        rows = {k: v[start:stop] for k, v in self.rows.items()}
+        return Batch(tokens, rows, self.totals, self.host and self.host.slice_rows(start, stop))
 
     def count(self) -> dict[str, int]:
         """This batch's own contribution to `totals`."""
@@ -77,26 +88,33 @@ class Batch:
 def pack(ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> Batch:
     """Lay rows end to end, each row its own unit; the weight of each row's first token is set to 0.
 
-    ids and weights have N rows of equal lengths. Raises ValueError for an empty row.
+    ids and weights have N rows of equal lengths. Raises ValueError for an empty row and for other lengths.
     """
     if not ids or any(len(row) == 0 for row in ids):
         raise ValueError("a batch needs at least one row and no row may be empty")
-    lengths = torch.tensor([len(row) for row in ids], dtype=torch.int64)
-    flat = torch.tensor([t for row in ids for t in row], dtype=torch.int64)
-    weight = torch.tensor([w for row in weights for w in row], dtype=torch.float32)
+    sizes = list(map(len, ids))
+    if sizes != list(map(len, weights)):
+        raise ValueError("every token needs a weight, and every weight a token")
+    lengths = torch.tensor(sizes)
     starts = torch.cumsum(lengths, 0) - lengths
-    index = torch.arange(flat.shape[0])
+    index = torch.arange(sum(sizes))
     positions = index - torch.repeat_interleave(starts, lengths)
+    weight = laid_out(weights, np.float32)
     weight[starts] = 0.0
     return Batch(
         tokens={
-            "ids": flat,
+            "ids": laid_out(ids, np.int64),
             "positions": positions,
             "parent": torch.where(positions == 0, -1, index - 1),
             "weight": weight,
         },
         rows={"lengths": lengths, "unit": torch.arange(len(ids))},
     )
+
+
+def laid_out(rows: Sequence[Sequence[float]], dtype: type[np.generic]) -> Tensor:
+    """The numbers of all rows end to end, [T]."""
+    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype, count=sum(map(len, rows))))
 
 
 def with_totals(batch: Batch, totals: Mapping[str, int]) -> Batch:
@@ -107,7 +125,8 @@ def with_totals(batch: Batch, totals: Mapping[str, int]) -> Batch:
 def row_of_tokens(batch: Batch) -> Tensor:
     """The row that each token lies in, int64 [T]."""
     lengths = batch.rows["lengths"]
-    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    every = torch.arange(len(lengths), device=lengths.device)
+    return torch.repeat_interleave(every, lengths, output_size=batch.num_tokens)  # or it would wait for their sum
 
 
 def row_sum(batch: Batch, values: Tensor) -> Tensor:
@@ -126,7 +145,7 @@ def join(parts: Sequence[Batch]) -> Batch:
     counts = [torch.unique_consecutive(part.rows["unit"], return_inverse=True)[1] for part in parts]
     starts = [0, *accumulate(int(c[-1]) + 1 for c in counts)]
     rows["unit"] = torch.cat([count + start for count, start in zip(counts, starts, strict=False)])
-    return replace(parts[0], tokens=tokens, rows=rows)
+    return Batch(tokens, rows, parts[0].totals)
 
 
 def select_units(batch: Batch, order: Sequence[int]) -> Batch:
@@ -137,8 +156,9 @@ def select_units(batch: Batch, order: Sequence[int]) -> Batch:
 
 def unit_spans(batch: Batch) -> list[tuple[int, int, int]]:
     """(first row, row after the last, tokens) of each unit, in order."""
-    counts = torch.unique_consecutive(batch.rows["unit"], return_counts=True)[1].tolist()
-    lengths = batch.rows["lengths"].tolist()
+    rows_of = batch.structure.rows
+    counts = torch.unique_consecutive(rows_of["unit"], return_counts=True)[1].tolist()
+    lengths = rows_of["lengths"].tolist()
     spans, row = [], 0
     for rows in counts:
         spans.append((row, row + rows, sum(lengths[row : row + rows])))
@@ -146,14 +166,55 @@ def unit_spans(batch: Batch) -> list[tuple[int, int, int]]:
     return spans
 
 
-def micro_batches(batch: Batch, budget: int) -> Iterator[Batch]:
-    """Cut between units so that each piece has at most `budget` tokens; a larger unit runs alone."""
-    start, stop, tokens = 0, 0, 0
-    for first, last, size in unit_spans(batch):
-        if tokens and tokens + size > budget:
+def prefixes(batch: Batch) -> Tensor:
+    """The row that each row continues, int64 [N] on the CPU; -1 for a row that begins at a root."""
+    lengths = batch.structure.rows["lengths"].cpu()
+    ends = torch.cumsum(lengths, 0)
+    parents = batch.structure.tokens["parent"].cpu()[ends - lengths]
+    return torch.where(parents < 0, -1, torch.searchsorted(ends, parents, right=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What some units take up on a device: their tokens, or, padded, one row per path as long as the longest."""
+
+    tokens: int = 0
+    paths: int = 0
+    longest: int = 0
+
+    def __add__(self, other: Places) -> Places:
+        return Places(self.tokens + other.tokens, self.paths + other.paths, max(self.longest, other.longest))
+
+    def count(self, padded: bool) -> int:
+        """Their number."""
+        return self.paths * self.longest if padded else self.tokens
+
+
+def places(batch: Batch) -> list[Places]:
+    """What each unit takes up."""
+    before = prefixes(batch)
+    ends = torch.cumsum(batch.structure.rows["lengths"], 0)
+    whole = (batch.structure.tokens["positions"][ends - 1] + 1).tolist()  # of each row with what it continues
+    shared = set(before.tolist())
+    return [
+        Places(size, sum(row not in shared for row in range(first, last)), max(whole[first:last]))
+        for first, last, size in unit_spans(batch)
+    ]
+
+
+def micro_batches(batch: Batch, budget: int, *, padded: bool = False) -> Iterator[Batch]:
+    """Cut between units so that each piece takes at most `budget` places on the device; a larger unit runs alone.
+
+    A place is a token, or, for a model that runs padded, also what fills its rows up to the longest.
+    """
+    start, stop, filled = 0, 0, Places()
+    spans = unit_spans(batch)
+    taken = places(batch) if padded else [Places(size) for *_, size in spans]
+    for (first, last, _), more in zip(spans, taken, strict=True):
+        if stop > start and (filled + more).count(padded) > budget:
             yield batch.slice_rows(start, stop)
-            start, tokens = first, 0
-        stop, tokens = last, tokens + size
+            start, filled = first, Places()
+        stop, filled = last, filled + more
     yield batch.slice_rows(start, stop)
 
 

@@ -10,7 +10,7 @@
     ├── StorageError                7   disk full, read-only, I/O error
     ├── SecurityRefusal             8   something asked to run code or to leak a secret
     ├── OutOfMemory                75   worth a retry with smaller micro-batches
-    └── Interrupted           130/143   SIGINT or SIGTERM; a checkpoint was written
+    └── Interrupted           130/143   SIGINT or SIGTERM; a checkpoint was written, if a step was made
 
 A message says what is wrong, where it was set, and what to type next.
 """
@@ -95,7 +95,7 @@ class OutOfMemory(RunnerError):
 
 
 class Interrupted(RunnerError):
-    """SIGINT or SIGTERM arrived; the step was finished and a checkpoint written."""
+    """SIGINT or SIGTERM arrived; a step under way was finished and a checkpoint written."""
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
+import torch
+
 from runner.batch import pack
+from runner.errors import OutOfMemory
 from runner.metrics import Metrics
-from runner.protocols import Model, Question
+from runner.protocols import Decide, Model, Question
 
 Sample = dict[str, Any]
 
@@ -36,17 +39,22 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Asks `questions` in batches of `batch_size`, with answers of at most `max_new_tokens` tokens."""
+    """Measures the loss on `questions` and asks those `asked`, in batches of `batch_size`, for answers of at most
+    `max_new_tokens` tokens."""
 
     questions: Sequence[Question]
+    asked: Sequence[Question]
     batch_size: int
     max_new_tokens: int
 
     def evaluate(self, model: Model, answerer: Answerer) -> Report:
-        """eval/loss (nats per learnt token) and eval/exact_match (share of greedy answers equal to the expected)."""
+        """eval/loss (nats per learnt token) and eval/exact_match (share of greedy answers equal to the expected).
+
+        Raises OutOfMemory, naming the knob, where the device cannot answer so many questions at once.
+        """
         start = time.perf_counter()
         metrics = self._loss(model)
-        samples = [s for batch in _batches(self._askable(), self.batch_size) for s in self._ask(answerer, batch)]
+        samples = [s for batch in _batches(self.asked, self.batch_size) for s in self._ask(answerer, batch)]
         if samples:
             metrics.add("eval/exact_match", sum(s["exact"] for s in samples), len(samples))
         metrics.add("time/eval_s", time.perf_counter() - start)
@@ -61,11 +69,15 @@ class Evaluator:
             metrics.add("eval/loss", -(weight * logprobs).sum(), (weight != 0).sum())
         return metrics
 
-    def _askable(self) -> list[Question]:
-        return [q for q in self.questions if q.prompt_ids]
-
     def _ask(self, answerer: Answerer, questions: Sequence[Question]) -> Iterator[Sample]:
-        answers = answerer.generate([q.prompt_ids for q in questions], self.max_new_tokens)
+        try:
+            answers = answerer.generate([q.prompt_ids for q in questions], self.max_new_tokens)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"the device's memory is exhausted by {len(questions)} answers at once: {str(error).splitlines()[0]}\n"
+                f"  lower evaluation.batch_size (now {self.batch_size}) or evaluation.max_new_tokens "
+                f"(now {self.max_new_tokens})"
+            ) from error
         for question, ids in zip(questions, answers, strict=True):
             text = answerer.tokenizer.decode(ids, skip_special_tokens=True)
             yield {
@@ -74,6 +86,23 @@ class Evaluator:
                 "expected": question.answer,
                 "exact": text.strip() == question.answer.strip(),
             }
+
+
+def askable(questions: Sequence[Question], tokenizer: Any, max_new_tokens: int, decide: Decide) -> list[Question]:
+    """The questions that can be answered rightly within `max_new_tokens`; how many cannot is decided, and said."""
+    with_answer = [q for q in questions if q.prompt_ids]
+    found = [q for q in with_answer if _fits(q, tokenizer, max_new_tokens)]
+    if left_out := len(with_answer) - len(found):
+        reason = f"their expected answers are longer than evaluation.max_new_tokens={max_new_tokens}"
+        decide("eval/exact_match", f"{len(with_answer)} questions", f"{len(found)}; {left_out} are left out", reason)
+    return found
+
+
+def _fits(question: Question, tokenizer: Any, max_new_tokens: int) -> bool:
+    """Whether the first tokens after the prompt, which are the expected answer's, hold all of its text."""
+    first = len(question.prompt_ids)
+    best = tokenizer.decode(list(question.item.ids[first : first + max_new_tokens]), skip_special_tokens=True)
+    return bool(best.strip().startswith(question.answer.strip()))
 
 
 def _batches(questions: Sequence[Question], size: int) -> Iterator[list[Question]]:

@@ -46,7 +46,7 @@ class RunFolder:
 
     @property
     def status(self) -> Path:
-        """State, step, attempt, exit code."""
+        """State, attempt, process, exit code, last error."""
         return self.root / "status.json"
 
     @property
@@ -69,6 +69,10 @@ class RunFolder:
         """A Hugging Face folder or a PEFT adapter."""
         return self.root / "export"
 
+    def export_of(self, step: int) -> Path:
+        """The export of a checkpoint that was asked for by name."""
+        return self.root / f"export-step-{step}"
+
     @property
     def log(self) -> Path:
         """What was printed, with times."""
@@ -76,8 +80,13 @@ class RunFolder:
 
     @property
     def attempts(self) -> Path:
-        """attempts/N/: what the N-th resume cut away."""
+        """attempts/N/: what was typed for the N-th attempt, and what it cut away or replaced."""
         return self.root / "attempts"
+
+    @property
+    def stacks(self) -> Path:
+        """Every thread's stack, of steps that took too long."""
+        return self.root / "stacks.log"
 
 
 def create(name: str, outputs: Path = OUTPUTS) -> RunFolder:

@@ -9,14 +9,14 @@ nothing divides here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from runner.batch import Batch, micro_batches
-from runner.errors import CheckpointError, TrainingDiverged
+from runner.batch import Batch, Places, micro_batches, places
+from runner.errors import CheckpointError, RunnerError, TrainingDiverged
 from runner.metrics import Metrics
 from runner.protocols import LinearLossFn, LossFn, Outputs, State
 from runner.randomness import derive
@@ -24,10 +24,17 @@ from runner.randomness import derive
 log = logging.getLogger("runner")
 
 
-class TrainableModel(Protocol):
-    """What the learner needs of a model adapter."""
+class ScoringModel(Protocol):
+    """What scoring needs of a model adapter."""
+
+    @property
+    def padded(self) -> bool: ...  # whether every row takes as many places as the longest
 
     def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]: ...
+
+
+class TrainableModel(ScoringModel, Protocol):
+    """What the learner needs of a model adapter."""
 
     def linear(self, batch: Batch, coefficients: Tensor) -> tuple[Tensor, dict[str, Tensor]]: ...
 
@@ -44,6 +51,7 @@ class LocalLearner:
     factor:  the schedule, step (0-based) → factor on the learning rate
     budget:  tokens of one micro-batch on the device
     seed:    every dropout stream is derived from (seed, step, micro-batch)
+    prefix:  of the names of its metrics
     """
 
     def __init__(
@@ -57,11 +65,12 @@ class LocalLearner:
         budget: int,
         seed: int,
         device: torch.device,
+        prefix: str = "train",
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self._lr, self._clip, self._factor = lr, clip_norm, factor
-        self._budget, self._seed, self._device = budget, seed, device
+        self._budget, self._seed, self._device, self._prefix = budget, seed, device, prefix
         self._parameters = model.trainable()
         self._step = self._micro = 0
 
@@ -75,8 +84,7 @@ class LocalLearner:
     def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
         """Score a batch of any size without gradient and without dropout; [T] outputs on the learner's device."""
         self.model.eval()
-        parts = [self.model.outputs(micro.to(self._device), needs) for micro in micro_batches(batch, self._budget)]
-        return _joined(parts, needs)
+        return score(self.model, batch, needs, budget=self._budget, device=self._device)
 
     def forward_backward(
         self, batch: Batch, loss: LossFn, keep: frozenset[str] = frozenset()
@@ -87,11 +95,11 @@ class LocalLearner:
         """
         self.model.train()
         metrics, kept, total = Metrics(), [], torch.zeros((), device=self._device)
-        for micro in micro_batches(batch, self._budget):
+        for micro in micro_batches(batch, self._budget, padded=self.model.padded):
             self._say_if_oversized(micro)
             torch.manual_seed(derive(self._seed, "dropout", self._step, self._micro))
             self._micro += 1
-            value, outputs = self._backward(micro.to(self._device), loss)
+            value, outputs = self._backward(micro, loss)
             total += value.total.detach()
             metrics.merge(value.metrics)
             kept.append({name: outputs[name].detach() for name in keep})
@@ -100,24 +108,27 @@ class LocalLearner:
                 f"step {self._step + 1}: the loss is {float(total)}; nothing was updated with it. "
                 "Lower optimizer.lr, or look at the data of this step"
             )
-        return metrics, _joined(kept, keep)
+        return metrics, joined(kept, keep)
 
     def _backward(self, micro: Batch, loss: LossFn) -> tuple[Any, Mapping[str, Tensor]]:
+        batch = micro.to(self._device)
         if isinstance(loss, LinearLossFn):
-            total, outputs = self.model.linear(micro, loss.coefficients(micro))
+            total, outputs = self.model.linear(batch, loss.coefficients(micro))
             total.backward()  # type: ignore[no-untyped-call]
-            return loss(micro, outputs), outputs
-        outputs = self.model.outputs(micro, loss.needs)
-        value = loss(micro, outputs)
+            return loss(batch, outputs), outputs
+        outputs = self.model.outputs(batch, loss.needs)
+        value = loss(batch, outputs)
         value.total.backward()  # type: ignore[no-untyped-call]
         return value, outputs
 
     def _say_if_oversized(self, micro: Batch) -> None:
-        if micro.num_tokens > self._budget:
+        taken = sum(places(micro), Places()).count(self.model.padded)
+        if taken > self._budget:
             log.info(
-                "step %d: a unit of %d tokens is above algorithm.micro_batch_tokens=%d and runs alone",
+                "step %d: a unit of %d tokens%s is above algorithm.micro_batch_tokens=%d and runs alone",
                 self._step + 1,
-                micro.num_tokens,
+                taken,
+                ", padding included," if self.model.padded else "",
                 self._budget,
             )
 
@@ -136,31 +147,61 @@ class LocalLearner:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         metrics = Metrics()
-        metrics.add("train/grad_norm", norm)
-        metrics.add("train/lr", self.optimizer.param_groups[0]["lr"])
+        metrics.add(f"{self._prefix}/grad_norm", norm)
+        metrics.add(f"{self._prefix}/lr", self.optimizer.param_groups[0]["lr"])
         return metrics
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What learns, under the names it has in the model's module."""
+        yield from ((name, parameter.detach()) for name, parameter in self._parameters.items())
+
     def state_dict(self) -> State:
-        """Trained parameters and optimizer state, as tensors under `param/` and `optim/<key>/`."""
+        """Trained parameters and the optimizer's state: tensors under `param/` and `optim/<key>/`, the rest plain.
+
+        Raises RunnerError for an optimizer that keeps state of no parameter, or under a name with a slash.
+        """
         tensors = {f"param/{name}": p.detach() for name, p in self._parameters.items()}
-        for name, parameter in self._parameters.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"optim/{key}/{name}"] = value
-        return {"tensors": tensors}
+        values: dict[str, dict[str, Any]] = {}
+        own, names = self.optimizer.state_dict(), self._names()
+        for index, entry in own["state"].items():
+            if index not in names or any("/" in key for key in entry):
+                raise RunnerError(f"{type(self.optimizer).__name__} keeps state under {index!r} that cannot be saved")
+            for key, value in entry.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optim/{key}/{names[index]}"] = value
+                else:
+                    values.setdefault(names[index], {})[key] = value
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in own["param_groups"]]
+        return {"tensors": tensors, "optimizer": {"groups": groups, "values": values}}
 
     def load_state_dict(self, state: State) -> None:
         """Restore `state_dict`. Raises CheckpointError unless names and shapes are exactly this model's."""
-        tensors: dict[str, Tensor] = dict(state["tensors"])
+        tensors: Mapping[str, Tensor] = state["tensors"]
         load_parameters(self._parameters, tensors)
-        own = self.optimizer.state_dict()
-        order = [p for group in self.optimizer.param_groups for p in group["params"]]
-        names = {id(p): name for name, p in self._parameters.items()}
-        own["state"] = {
-            index: restored
-            for index, parameter in enumerate(order)
-            if (restored := _optimizer_entry(tensors, names[id(parameter)]))
-        }
+        entries: dict[str, dict[str, Any]] = {name: dict(v) for name, v in state["optimizer"]["values"].items()}
+        for full, tensor in tensors.items():
+            kind, _, rest = full.partition("/")
+            if kind == "optim":
+                key, _, name = rest.partition("/")
+                entries.setdefault(name, {})[key] = tensor
+        own, saved = self.optimizer.state_dict(), state["optimizer"]["groups"]
+        names = self._names()
+        if len(saved) != len(own["param_groups"]) or entries.keys() - set(names.values()):
+            raise CheckpointError("the checkpoint's optimizer groups its parameters in another way than this one")
+        own["param_groups"] = [_restored(*pair) for pair in zip(own["param_groups"], saved, strict=True)]
+        own["state"] = {index: entries[name] for index, name in names.items() if name in entries}
         self.optimizer.load_state_dict(own)
+
+    def _names(self) -> dict[int, str]:
+        """The names of the parameters by the numbers they have in the optimizer's state."""
+        names = {id(p): name for name, p in self._parameters.items()}
+        ordered = (p for group in self.optimizer.param_groups for p in group["params"])
+        return {index: names[id(p)] for index, p in enumerate(ordered)}
+
+
+def _restored(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group with the saved values; JSON has made lists of its tuples."""
+    return {**group, **{k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in saved.items()}}
 
 
 def load_parameters(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
@@ -179,15 +220,14 @@ def load_parameters(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str
             parameter.copy_(saved[name])
 
 
-def _optimizer_entry(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """The optimizer's tensors of one parameter: `optim/<key>/<name>` → key."""
-    suffix = f"/{name}"
-    return {
-        full[len("optim/") : -len(suffix)]: tensor
-        for full, tensor in tensors.items()
-        if full.startswith("optim/") and full.endswith(suffix) and "/" not in full[len("optim/") : -len(suffix)]
-    }
+def score(
+    model: ScoringModel, batch: Batch, needs: frozenset[str], *, budget: int, device: torch.device
+) -> dict[str, Tensor]:
+    """The outputs named in `needs` on a batch of any size, [T] or [N] on `device`, in micro-batches of `budget`."""
+    pieces = micro_batches(batch, budget, padded=model.padded)
+    return joined([model.outputs(micro.to(device), needs) for micro in pieces], needs)
 
 
-def _joined(parts: list[dict[str, Tensor]], names: frozenset[str]) -> dict[str, Tensor]:
+def joined(parts: list[dict[str, Tensor]], names: frozenset[str]) -> dict[str, Tensor]:
+    """The outputs of micro-batches as those of the whole batch."""
     return {name: torch.cat([part[name] for part in parts]) for name in names}

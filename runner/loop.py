@@ -9,8 +9,10 @@ It knows no algorithm, no device and no file.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from runner.feed import Feed
 from runner.metrics import Metrics
@@ -26,20 +28,29 @@ class Job:
     device: Device
     ranks: Ranks
     algorithm: Algorithm
+    feed: Feed[Any]
+    publish: Callable[[int], None]
     learners: Mapping[Role, Learner]
     models: Mapping[Role, Model]
     callbacks: Sequence[Callback]
     stop: StopSignal
+    closing: Sequence[Callable[[], None]] = ()  # what holds processes or connections, ended with the run
 
 
 def run(job: Job, first: int) -> None:
     """Run steps first … steps-1 (0-based). Raises Interrupted, after the callbacks saved, when a signal arrived."""
-    for callback in job.callbacks:
-        callback.on_start(first)
-    with Feed(job.algorithm.collect, first, job.steps, job.algorithm.lag) as feed:
+    with ExitStack() as ends:
+        for close in job.closing:
+            ends.callback(close)
+        for callback in job.callbacks:
+            callback.on_start(first)
+        job.publish(first)
+        ends.enter_context(job.feed)
+        job.feed.start(first)
         for step in range(first, job.steps):
-            end = StepEnd(step + 1, _one_step(job, feed, step), last=step + 1 == job.steps)
-            feed.published(step)
+            end = _one_step(job, step)
+            job.publish(step + 1)
+            job.feed.published(step)
             end.stopping = job.stop.requested
             for callback in job.callbacks:
                 callback.on_step(end)
@@ -49,10 +60,10 @@ def run(job: Job, first: int) -> None:
         callback.on_end()
 
 
-def _one_step(job: Job, feed: Feed[object], step: int) -> dict[str, float]:
-    """Collect, learn, and measure; returns the step's numbers."""
+def _one_step(job: Job, step: int) -> StepEnd:
+    """Collect, learn, and measure."""
     begin = time.perf_counter()
-    experience = feed.take(step)
+    experience = job.feed.take(step)
     collected = time.perf_counter()
     metrics, tokens, learnt = Metrics(), 0, 0
     for learner in job.learners.values():
@@ -65,8 +76,10 @@ def _one_step(job: Job, feed: Feed[object], step: int) -> dict[str, float]:
             metrics.merge(job.learners[role].optim_step())
     job.device.synchronize()
     end = time.perf_counter()
-    values = metrics.result()
-    return values | {
+    described, samples = job.algorithm.describe(step, experience)
+    values = {
+        **metrics.result(),
+        **described,
         "train/tokens": float(learnt),
         "perf/tokens_per_s": tokens / (end - begin),
         "perf/step_s": end - begin,
@@ -74,3 +87,5 @@ def _one_step(job: Job, feed: Feed[object], step: int) -> dict[str, float]:
         "time/collect_s": collected - begin,
         "time/update_s": end - collected,
     }
+    job.algorithm.observe(step, values)
+    return StepEnd(step + 1, values, last=step + 1 == job.steps, samples=samples)

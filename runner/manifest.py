@@ -13,7 +13,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import distributions
 from pathlib import Path
@@ -110,8 +110,11 @@ def is_secret_name(name: str) -> bool:
     return bool(SECRET_NAME.search(name)) and not NO_SECRET_NAME.search(name)
 
 
-def collect(spec: Mapping[str, Any], decisions: Sequence[Any], device: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest of this process as JSON-able data, secrets masked; what could not be found out says why."""
+def collect(spec: Mapping[str, Any], device: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest of this process as JSON-able data, secrets masked; what could not be found out says why.
+
+    What was decided and found (`Decisions.records`) is not in it: it grows while the run goes on.
+    """
     code = code_state(Path(__file__).resolve().parent.parent, below="runner")
     here = code_state(Path.cwd())
     return {
@@ -133,7 +136,6 @@ def collect(spec: Mapping[str, Any], decisions: Sequence[Any], device: Mapping[s
         },
         "packages": packages(),
         "device": redacted(dict(device)),
-        "decisions": redacted(list(decisions)),
         "environment": environment(),
     }
 

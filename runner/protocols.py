@@ -5,16 +5,18 @@ Legend: N rows, T tokens (see `runner.batch`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from runner.batch import Batch
+from runner.identity import PromptStyle
 from runner.metrics import Metrics
 
+N = TypeVar("N", int, float)
 Outputs = Mapping[str, Tensor]  # name → [T] (or [N]) tensor
 State = dict[str, Any]  # JSON-able values; tensors only under the key "tensors"
 Role = str  # "policy", "critic", ...
@@ -67,6 +69,8 @@ class Learner(Model, Protocol):
 
     def optim_step(self) -> Metrics: ...
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]: ...  # what learns, under the module's names
+
     def state_dict(self) -> State: ...
 
     def load_state_dict(self, state: State) -> None: ...
@@ -81,14 +85,21 @@ class Ranks(Protocol):
     @property
     def size(self) -> int: ...
 
-    def sum(self, counts: Mapping[str, int]) -> dict[str, int]: ...
+    def sum(self, values: Mapping[str, N]) -> dict[str, N]: ...
 
 
 Experience = Any  # what one step learns from; picklable
+Sample = Mapping[str, Any]  # a line of samples.jsonl
 
 
 class Algorithm(Protocol):
-    """How a step learns, with no model in sight."""
+    """How a step learns, with no model in sight.
+
+    collect   may run ahead of the trainer in a thread: data, sampler, reward; never the trainer's models
+    prepare   a generator: before its first batch the policy is as it was, between batches it has moved
+    describe  numbers and samples of an experience; observe sees a finished step's numbers
+    encode    an experience that was collected ahead, as a checkpoint keeps it; decode is its inverse
+    """
 
     losses: Mapping[Role, LossFn]
 
@@ -98,6 +109,14 @@ class Algorithm(Protocol):
     def collect(self, step: int) -> Experience: ...
 
     def prepare(self, experience: Experience, models: Mapping[Role, Model], ranks: Ranks) -> Iterator[Batch]: ...
+
+    def describe(self, step: int, experience: Experience) -> tuple[Mapping[str, float], Sequence[Sample]]: ...
+
+    def observe(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def encode(self, experience: Experience) -> State: ...
+
+    def decode(self, state: State) -> Experience: ...
 
     def state_dict(self) -> State: ...
 
@@ -195,6 +214,9 @@ class Sampler(Protocol):
     @property
     def temperature(self) -> float: ...
 
+    @property
+    def max_new_tokens(self) -> int: ...  # of one answer
+
     def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None: ...  # None: shares the trainer's own
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]: ...  # in the order of the requests
@@ -204,7 +226,7 @@ class Sampler(Protocol):
 class Completion:
     """An answer as a reward sees it.
 
-    messages: the whole conversation with this answer, where there is one; env_reward: what the environment gave
+    ids: of all of the policy's turns; text: of the last one; messages: the whole conversation, where there is one
     """
 
     prompt: Prompt
@@ -212,7 +234,30 @@ class Completion:
     text: str
     finish: str
     messages: tuple[Mapping[str, Any], ...] | None = None
-    env_reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an environment says to a turn of the policy; context for the next turn, and never learnt."""
+
+    role: str
+    text: str
+
+
+class Environment(Protocol):
+    """One episode's counterpart, used once: hears a turn, answers it, or ends the episode with None."""
+
+    def reset(self, prompt: Prompt) -> None: ...
+
+    def step(self, answer: str) -> Observation | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Environments:
+    """Makes an environment for each episode, of at most `max_turns` turns of the policy."""
+
+    make: Callable[[], Environment]
+    max_turns: int
 
 
 class Reward(Protocol):
@@ -228,6 +273,9 @@ class Data(Protocol):
 
     @property
     def fingerprint(self) -> str: ...  # sha256 of everything that the items depend on
+
+    @property
+    def style(self) -> PromptStyle: ...  # whether what is asked goes through the chat template
 
     def __len__(self) -> int: ...
 
@@ -255,22 +303,28 @@ class Device(Protocol):
 
 
 class Decide(Protocol):
-    """Records an automatic decision: printed, in the manifest, an error under strict=true."""
+    """Records an automatic decision: printed, in the manifest, an error under strict=true.
+
+    Where `got` is what was wanted it is a fact, which strict=true allows; `state` says one.
+    """
 
     def __call__(self, feature: str, wanted: str, got: str, reason: str) -> None: ...
+
+    def state(self, feature: str, value: str, reason: str) -> None: ...
 
 
 @dataclass(slots=True)
 class StepEnd:
     """A finished step on its way through the callbacks, which may add numbers.
 
-    step counts finished steps (1-based); `last` is true at the end of the run; `stopping` when a signal
-    asked to end here.
+    step counts finished steps (1-based); samples are what the step learnt from, some of which are kept; `last` is
+    true at the end of the run; `stopping` when a signal asked to end here.
     """
 
     step: int
     values: dict[str, float]
     last: bool
+    samples: Sequence[Sample] = ()
     stopping: bool = False
 
 

@@ -24,6 +24,8 @@ BUILT_IN = (
     "data",
     "algorithm",
     "sampler",
+    "reward",
+    "environment",
     "optimizer",
     "schedule",
     "tracker",

@@ -1,10 +1,15 @@
-"""SIGINT and SIGTERM end a run after the step in hand; a second one ends it at once."""
+"""SIGINT and SIGTERM: they end a run at once while it is built, later after the step in hand; a second one, at once.
+
+install ─▶ at_once(): Interrupted, there is nothing to save ─▶ loop: asks between steps, saves, Interrupted
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from runner.errors import Interrupted
@@ -17,6 +22,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.number: int | None = None
+        self._at_once = False
 
     @property
     def requested(self) -> bool:
@@ -33,10 +39,33 @@ class StopSignal:
         if self.requested:
             os._exit(128 + number)
         self.number = number
-        log.warning("%s: finishing this step, then saving; once more ends at once", signal.Signals(number).name)
+        if self._at_once:
+            raise KeyboardInterrupt  # as Python does by itself; no `except Exception` on its way takes it for a fault
+        said = f"\n{_name(number)}: finishing this step, then saving; once more ends at once\n"
+        with suppress(OSError):  # nobody may be left to read it
+            os.write(2, said.encode())  # no logging, no stream: what the signal interrupted may hold their locks
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """A block that a signal ends without delay, because there is nothing to save yet. Raises Interrupted."""
+        self._at_once = True
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.number is None:
+                raise
+        finally:
+            self._at_once = False
+        if self.number is not None:  # also one that came before the block, or that a library swallowed
+            raise Interrupted(self.number, f"{_name(self.number)} before a step was made; no checkpoint was written")
 
     def raise_if_requested(self, step: int, steps: int) -> None:
         """Raise Interrupted if a signal arrived and there is still something left to do."""
         if self.number is not None and step < steps:
-            name = signal.Signals(self.number).name
+            name = _name(self.number)
+            log.warning("%s: step %d is finished and saved", name, step)
             raise Interrupted(self.number, f"{name} after step {step} of {steps}; a checkpoint was written")
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from runner.batch import Batch
+from runner.batch import Batch, laid_out, prefixes
 
 SHARED = -1  # the `branch` of a prompt that several branches share
 LAYOUT = frozenset({"ids", "positions", "parent"})
@@ -128,26 +128,29 @@ class _Packing:
     def batch(self) -> Batch:
         """The batch laid out so far."""
         integer = LAYOUT | {"lengths", "unit", "branch", "tree"}
-        types = {name: torch.int64 if name in integer else torch.float32 for name in {*self.tokens, *self.rows}}
         return Batch(
-            tokens={n: torch.tensor([*chain.from_iterable(v)], dtype=types[n]) for n, v in self.tokens.items()},
-            rows={n: torch.tensor(v, dtype=types[n]) for n, v in self.rows.items()},
+            tokens={n: laid_out(v, np.int64 if n in integer else np.float32) for n, v in self.tokens.items()},
+            rows={n: torch.tensor(v, dtype=None if n in integer else torch.float32) for n, v in self.rows.items()},
         )
 
 
 def paths(batch: Batch) -> Paths | None:
     """The batch's paths, on the CPU; None if no row continues another, so that the rows are the paths."""
-    lengths = batch.rows["lengths"].cpu()
-    starts = torch.cumsum(lengths, 0) - lengths
-    parents = batch.tokens["parent"].cpu()[starts]
-    if not bool((parents >= 0).any()):
+    before = prefixes(batch)
+    if not bool((before >= 0).any()):
         return None
-    prefix = torch.where(parents >= 0, torch.searchsorted(starts, parents.clamp(min=0), right=True) - 1, -1)
-    spans = [torch.arange(s, s + n) for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
-    shared = set(prefix.tolist())
-    leaves = [(row, root) for row, root in enumerate(prefix.tolist()) if row not in shared]
-    rows = [torch.cat([spans[root], spans[row]]) if root >= 0 else spans[row] for row, root in leaves]
-    index = torch.cat(rows)
+    lengths = batch.structure.rows["lengths"].cpu()
+    leaves = torch.ones_like(before, dtype=torch.bool).index_fill_(0, before[before >= 0], False).nonzero()[:, 0]
+    parts = torch.stack([before[leaves], leaves], 1).flatten()  # of each path the prompt's row, or -1, and the branch
+    sizes = torch.where(parts < 0, 0, lengths[parts])
+    starts = (torch.cumsum(lengths, 0) - lengths)[parts] - (torch.cumsum(sizes, 0) - sizes)
+    index = torch.arange(int(sizes.sum())) + torch.repeat_interleave(starts, sizes)
     inverse = torch.empty(batch.num_tokens, dtype=torch.int64)
     inverse[index] = torch.arange(len(index))
-    return Paths(tuple(map(len, rows)), index, inverse)
+    return Paths(tuple(sizes.view(-1, 2).sum(1).tolist()), index, inverse)
+
+
+def rows_alone(batch: Batch) -> Paths:
+    """Every row as a path of its own: the paths of a batch of which no row continues another."""
+    every = torch.arange(batch.num_tokens)
+    return Paths(tuple(batch.structure.rows["lengths"].tolist()), every, every)

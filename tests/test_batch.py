@@ -27,9 +27,12 @@ def test_pack_lays_rows_end_to_end() -> None:
     assert batch.count() == {"tokens": 2, "rows": 2, "units": 2}
 
 
-def test_an_empty_row_is_refused() -> None:
+def test_an_empty_row_and_a_missing_weight_are_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         pack([[1], []], [[1.0], []])
+    for weights in ([[1.0], [1.0]], [[1.0, 1.0], [1.0, 1.0]], [[1.0, 1.0]]):
+        with pytest.raises(ValueError, match="every token needs a weight"):
+            pack([[1, 2], [3]], weights)
 
 
 @given(rows, st.integers(1, 40))
@@ -65,3 +68,22 @@ def test_split_rows_shares_units_evenly(ids: list[list[int]], parts: int) -> Non
     sizes = [piece.num_rows for piece in pieces]
     assert sum(sizes) == len(ids) and len(pieces) == min(parts, len(ids))
     assert max(sizes) - min(sizes) <= 1
+
+
+@given(rows, st.integers(1, 60))
+def test_padded_micro_batches_bound_rows_times_the_longest(ids: list[list[int]], budget: int) -> None:
+    sizes = [piece.rows["lengths"].tolist() for piece in micro_batches(packed(ids), budget, padded=True)]
+    assert [n for piece in sizes for n in piece] == [len(row) for row in ids]
+    assert all(len(piece) * max(piece) <= budget or len(piece) == 1 for piece in sizes)
+    for left, right in pairwise(sizes):
+        assert (len(left) + 1) * max([*left, right[0]]) > budget, "the next row would have fitted"
+
+
+def test_a_moved_batch_remembers_how_it_lies() -> None:
+    batch, device = packed([[1, 2], [3]]), torch.device("meta")
+    there = batch.to(device)
+    assert there.tokens["ids"].device == device and there.structure is batch
+    assert there.to(device).structure is batch, "moved again"
+    assert there.slice_rows(1, 2).structure.tokens["ids"].tolist() == [3], "a part is not the whole"
+    assert [piece.num_tokens for piece in micro_batches(there, 2)] == [2, 1]
+    assert batch.to(torch.device("cpu")).host is None and batch.structure is batch

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from runner.batch import pack
-from runner.evaluator import Evaluator
+from runner.decisions import Decisions
+from runner.errors import EnvironmentProblem, OutOfMemory
+from runner.evaluator import Evaluator, askable
 from runner.protocols import Item, Question
 from tests.test_learner import batch, learner
 
@@ -36,7 +38,7 @@ QUESTIONS = [question((3, 1), (1, 3)), question((2, 1), (2, 1)), question((5, 4,
 @pytest.mark.parametrize("batch_size", [1, 2, 10])
 def test_numbers_do_not_depend_on_the_batch_size(batch_size: int) -> None:
     subject = learner()
-    report = Evaluator(QUESTIONS, batch_size, 8).evaluate(subject, Digits())
+    report = Evaluator(QUESTIONS, QUESTIONS, batch_size, 8).evaluate(subject, Digits())
     whole = pack([q.item.ids for q in QUESTIONS], [q.item.weights for q in QUESTIONS])
     logprobs = subject.forward(whole, frozenset({"logprobs"}))["logprobs"]
     weight = whole.tokens["weight"]
@@ -46,7 +48,9 @@ def test_numbers_do_not_depend_on_the_batch_size(batch_size: int) -> None:
 
 
 def test_plain_text_has_a_loss_and_no_answers() -> None:
-    report = Evaluator([Question(Item((1, 2, 3), (0.0, 1.0, 1.0)))], 4, 8).evaluate(learner(), Digits())
+    text = [Question(Item((1, 2, 3), (0.0, 1.0, 1.0)))]
+    assert askable(text, Digits.tokenizer, 8, Decisions(strict=True)) == []
+    report = Evaluator(text, [], 4, 8).evaluate(learner(), Digits())
     assert "eval/loss" in report.values and "eval/exact_match" not in report.values and report.samples == []
 
 
@@ -60,7 +64,37 @@ def test_evaluating_changes_no_bit_of_training() -> None:
             subject.forward_backward(batch(), CrossEntropy())
             subject.optim_step()
             if evaluate:
-                Evaluator(QUESTIONS, 2, 8).evaluate(subject, Digits())
+                Evaluator(QUESTIONS, QUESTIONS, 2, 8).evaluate(subject, Digits())
         return subject.model.trainable()["table"].detach()
 
     assert torch.equal(train(True), train(False))
+
+
+def test_an_answer_that_cannot_be_given_within_the_limit_is_not_asked_for_and_that_is_said() -> None:
+    decide = Decisions()
+    asked = askable(QUESTIONS, Digits.tokenizer, 2, decide)
+    assert asked == QUESTIONS[:2], "the third has three tokens"
+    assert "eval/exact_match: 2; 1 are left out instead of 3 questions" in str(decide.made[0])
+    assert "evaluation.max_new_tokens=2" in str(decide.made[0])
+    report = Evaluator(QUESTIONS, asked, 4, 2).evaluate(learner(), Digits())
+    assert report.values["eval/exact_match"] == 0.5 and len(report.samples) == 2
+    whole = Evaluator(QUESTIONS, QUESTIONS, 4, 8).evaluate(learner(), Digits())
+    assert report.values["eval/loss"] == whole.values["eval/loss"], "the loss is that of all of them"
+    with pytest.raises(EnvironmentProblem, match="left out"):
+        askable(QUESTIONS, Digits.tokenizer, 2, Decisions(strict=True))
+
+
+def test_an_answer_of_just_the_limit_and_text_behind_it_are_fine() -> None:
+    decide = Decisions(strict=True)
+    assert askable(QUESTIONS, Digits.tokenizer, 3, decide) == QUESTIONS
+    longer = Question(Item((3, 1, 1, 3, 7, 7, 7), (0.0,) * 7), (3, 1), "31", "13")  # e.g. a turn after the answer
+    assert askable([longer], Digits.tokenizer, 2, decide) == [longer]
+
+
+def test_memory_that_evaluation_exhausts_is_blamed_on_the_right_option() -> None:
+    class Greedy(Digits):
+        def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+            raise torch.OutOfMemoryError("tried to allocate 7 GiB\nand a long table")
+
+    with pytest.raises(OutOfMemory, match=r"3 answers at once: tried to allocate 7 GiB\n.*evaluation\.batch_size"):
+        Evaluator(QUESTIONS, QUESTIONS, 4, 8).evaluate(learner(), Greedy())

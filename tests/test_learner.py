@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,18 +13,35 @@ from hypothesis import strategies as st
 
 from runner.algorithm.sft import CrossEntropy
 from runner.batch import Batch, pack, with_totals
-from runner.errors import CheckpointError, TrainingDiverged
+from runner.errors import CheckpointError, RunnerError, TrainingDiverged
 from runner.learner import LocalLearner
 from runner.metrics import Metrics
-from runner.protocols import Loss, Outputs
+from runner.protocols import Loss, Outputs, State
 from tests.toys import Bigram
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps plain values, as schedule-free and distance-adaptive optimizers do: in its group and of each parameter."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "k": 0, "span": (1, 2)})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += group["span"][0]
+            for p in group["params"]:
+                seen = self.state[p]
+                seen["times"] = seen.get("times", 0) + 1
+                p.sub_(p.grad, alpha=group["lr"] / (group["k"] + seen["times"]))
 
 
 def learner(
     model: Bigram | None = None, *, budget: int = 1000, kind: str = "adamw", clip: float | None = 1.0
 ) -> LocalLearner:
     model = model or Bigram()
-    optimizer = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind](list(model.trainable().values()), lr=0.1)
+    kinds: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "counting": Counting}
+    optimizer = kinds[kind](list(model.trainable().values()), lr=0.1)
     return LocalLearner(
         model,
         optimizer,
@@ -134,7 +153,29 @@ def test_an_oversized_unit_runs_alone_and_is_said(caplog: pytest.LogCaptureFixtu
     assert "a unit of 5 tokens is above algorithm.micro_batch_tokens=3 and runs alone" in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("verb", ["forward", "forward_backward"])
+def test_padding_counts_for_a_model_that_runs_padded(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, shapes = Bigram(), []
+    outputs = model.outputs
+    monkeypatch.setattr(model, "padded", True, raising=False)
+    monkeypatch.setattr(model, "outputs", lambda b, n: shapes.append(b.rows["lengths"].tolist()) or outputs(b, n))
+    subject, data = learner(model, budget=8), batch([[1, 2], [3], [4, 5, 6, 7, 8], [9], [1, 2], [3, 4, 5]])
+    if verb == "forward":
+        subject.forward(data, frozenset({"logprobs"}))
+    else:
+        subject.forward_backward(data, SquaredLogprobs())
+    assert shapes == [[2, 1], [5], [1, 2], [3]]
+    assert all(len(lengths) * max(lengths) <= 8 for lengths in shapes)
+
+
+def as_saved(subject: LocalLearner) -> State:
+    """The learner's state as a checkpoint brings it back: tensors copied, everything else through JSON."""
+    state = subject.state_dict()
+    plain = {key: value for key, value in state.items() if key != "tensors"}
+    return {**json.loads(json.dumps(plain)), "tensors": {k: v.clone() for k, v in state["tensors"].items()}}
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "counting"])
 @pytest.mark.parametrize("cut", [1, 2])
 def test_state_round_trips_to_the_same_bits(kind: str, cut: int) -> None:
     straight, first = (learner(Bigram(dropout=0.3), kind=kind) for _ in range(2))
@@ -148,16 +189,34 @@ def test_state_round_trips_to_the_same_bits(kind: str, cut: int) -> None:
 
     advance(straight, range(4))
     advance(first, range(cut))
-    saved = {k: v.clone() for k, v in first.state_dict()["tensors"].items()}
+    saved = as_saved(first)
     torch.manual_seed(99)
-    second.load_state_dict({"tensors": saved})
+    second.load_state_dict(saved)
     advance(second, range(cut, 4))
     assert torch.equal(straight.model.trainable()["table"], second.model.trainable()["table"])
+    assert straight.optimizer.state_dict()["param_groups"] == second.optimizer.state_dict()["param_groups"]
+
+
+def test_state_of_no_parameter_is_refused_and_not_lost() -> None:
+    subject = learner(kind="counting")
+    subject.optimizer.state["all"] = {"times": 3}
+    with pytest.raises(RunnerError, match="Counting keeps state under 'all' that cannot be saved"):
+        subject.state_dict()
+
+
+def test_an_optimizer_of_other_groups_is_refused() -> None:
+    subject = learner()
+    state = subject.state_dict()
+    state["optimizer"]["groups"] *= 2
+    with pytest.raises(CheckpointError, match="groups its parameters in another way"):
+        subject.load_state_dict(state)
 
 
 def test_a_checkpoint_of_another_model_is_refused() -> None:
     state = learner().state_dict()
     with pytest.raises(CheckpointError, match="differ in 1 parameters"):
-        learner().load_state_dict({"tensors": {**state["tensors"], "param/extra": torch.ones(1)}})
+        learner().load_state_dict({**state, "tensors": {**state["tensors"], "param/extra": torch.ones(1)}})
+    with pytest.raises(CheckpointError, match="in another way"):
+        learner().load_state_dict({**state, "tensors": {**state["tensors"], "optim/step/extra": torch.ones(1)}})
     with pytest.raises(CheckpointError, match=r"table: torch.float64\[12, 12\] in the checkpoint"):
         learner(Bigram(vocab=13)).load_state_dict(state)

@@ -16,6 +16,7 @@ from runner.callback.saving import Saving
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
 from runner.errors import Interrupted
+from runner.feed import Feed
 from runner.learner import LocalLearner
 from runner.loop import Job, run
 from runner.parallelism.config import SingleConfig
@@ -38,11 +39,14 @@ def job(callbacks: list[Callback], steps: int = 6, stop: StopSignal | None = Non
         seed=0,
         device=torch.device("cpu"),
     )
+    algorithm = Sft(SftConfig(batch_size=2), ThreeItems())
     return Job(
         steps=steps,
         device=Cpu(CpuConfig(), decide=lambda *words: None),
         ranks=SingleRank(SingleConfig()),
-        algorithm=Sft(SftConfig(batch_size=2), ThreeItems()),
+        algorithm=algorithm,
+        feed=Feed(algorithm.collect, steps, 0, encode=algorithm.encode, decode=algorithm.decode),
+        publish=lambda version: None,
         learners={"policy": learner},
         models={"policy": learner},
         callbacks=callbacks,

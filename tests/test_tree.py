@@ -114,3 +114,12 @@ def test_sums_over_rows_are_differentiable() -> None:
     assert sums.tolist() == [1, 2, 12] and row_of_tokens(batch).tolist() == [0, 0, 1, 2, 2, 2]
     (sums * torch.tensor([1.0, 10.0, 100.0])).sum().backward()  # type: ignore[no-untyped-call]
     assert values.grad is not None and values.grad.tolist() == [1, 1, 10, 100, 100, 100]
+
+
+@given(trees, st.integers(1, 60))
+def test_padded_micro_batches_bound_paths_times_the_longest(given_trees: list[Tree], budget: int) -> None:
+    for piece in micro_batches(pack_trees(given_trees), budget, padded=True):
+        found = paths(piece)
+        assert found is not None
+        units = len(unit_spans(piece))
+        assert len(found.lengths) * max(found.lengths) <= budget or units == 1

@@ -11,6 +11,8 @@ from runner.batch import Batch
 class Bigram:
     """logprobs[t] = log softmax(table[ids[parent[t]]])[ids[t]], 0 at roots; dropout draws from torch's generator."""
 
+    padded = False
+
     def __init__(self, vocab: int = 12, dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> None:
         generator = torch.Generator().manual_seed(0)
         self.table = nn.Parameter(torch.randn(vocab, vocab, generator=generator, dtype=dtype))

@@ -1,6 +1,6 @@
 """What of the model is trained: all of it, or a low-rank adapter."""
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -18,6 +18,12 @@ class NoAdapterConfig(AdapterConfig):
 
     factory: ClassVar[str] = "runner.adapter.full:attach"
     name: Literal["none"] = "none"
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        if job.model.dtype == "float32":
+            return []
+        text = f"{job.model.dtype} weights round most updates of full fine-tuning away"
+        return [("model.dtype", f"{text}; type model.dtype=float32 model.autocast=bfloat16, or adapter=lora")]
 
 
 class LoraConfig(AdapterConfig):
@@ -39,6 +45,12 @@ class LoraConfig(AdapterConfig):
     )
     dora: bool = Field(default=False, description="Weight-decomposed adaptation (Liu et al., 2402.09353).")
     rslora: bool = Field(default=False, description="Rank-stabilised scale alpha/√rank (Kalajdzievski, 2312.03732).")
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        if job.model.dtype == "float32" or not self.modules_to_save:
+            return []
+        text = f"these are trained in full, and {job.model.dtype} weights round most of their updates away"
+        return [("adapter.modules_to_save", f"{text}; type model.dtype=float32 model.autocast=bfloat16")]
 
 
 COMPONENTS = (NoAdapterConfig, LoraConfig)

@@ -19,7 +19,7 @@ M = TypeVar("M", bound="Wrappable")
 class Wrappable(Protocol):
     """What this adapter needs of a model: the transformers model, the seed of its weights, and how to be wrapped."""
 
-    causal: Any
+    inner: Any
     seed: int
 
     def wrapped(self: M, module: nn.Module, *, decide: Decide) -> M: ...
@@ -33,9 +33,10 @@ def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
     """
     import peft
 
-    _check_names(config, model.causal)
+    _check_names(config, model.inner)
+    scalar = hasattr(model.inner, "score")  # a head of random weights, which has to learn
     settings = peft.LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if scalar else "CAUSAL_LM",
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # declared int, used as a float
         lora_dropout=config.dropout,
@@ -49,9 +50,12 @@ def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
             # peft asks transformers under an older name; nothing a user could do about
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             torch.manual_seed(derive(model.seed, "adapter"))
-            module: Any = peft.get_peft_model(model.causal, settings)
+            module: Any = peft.get_peft_model(model.inner, settings)
     except ValueError as error:
         raise SpecError([Problem("adapter.targets", f"peft cannot adapt this: {error}")]) from error
+    for parameter in module.parameters():
+        if parameter.requires_grad:  # peft leaves a head that is trained beside the adapter in the base's type
+            parameter.data = parameter.data.float()
     return model.wrapped(module, decide=decide)
 
 

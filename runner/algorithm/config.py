@@ -1,35 +1,11 @@
 """What a user can set of an algorithm."""
 
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
-
-from runner.spec.base import ComponentConfig
-
-
-class AlgorithmConfig(ComponentConfig):
-    """How a step learns, and the one batch vocabulary."""
-
-    group: ClassVar[str] = "algorithm"
-    batch_size: int = Field(default=32, ge=1, description="Examples (pairs, prompts) per step, over all ranks.")
-    mini_batches: int = Field(
-        default=1, ge=1, description="Optimizer steps per step; each takes an equal share of the batch."
-    )
-    micro_batch_tokens: int = Field(
-        default=4096,
-        ge=1,
-        description="Tokens that are on a device at once; changes memory and speed, never the update.",
-    )
-
-    def problems(self, job: Any) -> list[tuple[str, str]]:
-        if self.batch_size % self.mini_batches:
-            return [
-                (
-                    "algorithm.mini_batches",
-                    f"{self.mini_batches} does not divide algorithm.batch_size={self.batch_size}",
-                )
-            ]
-        return []
+from runner.algorithm.base import AlgorithmConfig as AlgorithmConfig
+from runner.algorithm.policy_config import GrpoConfig, PpoConfig
+from runner.algorithm.preference_config import DpoConfig, KtoConfig, RmConfig
 
 
 class SftConfig(AlgorithmConfig):
@@ -38,6 +14,9 @@ class SftConfig(AlgorithmConfig):
     factory: ClassVar[str] = "runner.algorithm.sft:build"
     name: Literal["sft"] = "sft"
 
+    def formula(self, job: Any) -> Iterable[str]:
+        return ("loss = −Σ_t log π(token t) / N, over the answers' tokens; N = their number in the whole step",)
+
 
 class CptConfig(AlgorithmConfig):
     """Continued pre-training: cross-entropy on every token of the text."""
@@ -45,5 +24,8 @@ class CptConfig(AlgorithmConfig):
     factory: ClassVar[str] = "runner.algorithm.sft:build"
     name: Literal["cpt"] = "cpt"
 
+    def formula(self, job: Any) -> Iterable[str]:
+        return ("loss = −Σ_t log π(token t) / N, over every token of the text; N = their number in the whole step",)
 
-COMPONENTS = (SftConfig, CptConfig)
+
+COMPONENTS = (SftConfig, CptConfig, GrpoConfig, PpoConfig, DpoConfig, KtoConfig, RmConfig)

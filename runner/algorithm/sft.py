@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from runner.algorithm.config import CptConfig, SftConfig
+from runner.algorithm.given import LearnsFromData
+from runner.algorithm.parts import Parts
 from runner.batch import Batch, pack, split_rows, with_totals
 from runner.metrics import Metrics
-from runner.protocols import Data, Loss, LossFn, Model, Outputs, Ranks, Role, State
+from runner.protocols import Data, Loss, LossFn, Model, Outputs, Ranks, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,8 @@ class CrossEntropy:
         return Loss(nll / max(batch.totals["tokens"], 1), metrics)
 
 
-class Sft:
+class Sft(LearnsFromData):
     """Learns given answers (sft) or every token of given text (cpt)."""
-
-    lag = 0
 
     def __init__(self, config: SftConfig | CptConfig, data: Data) -> None:
         self.config = config
@@ -58,14 +58,7 @@ class Sft:
         for part in split_rows(experience, self.config.mini_batches):
             yield with_totals(part, ranks.sum(part.count()))
 
-    def state_dict(self) -> State:
-        """Nothing: the position in the data is a function of the step."""
-        return {}
 
-    def load_state_dict(self, state: State) -> None:
-        """Nothing to restore."""
-
-
-def build(config: SftConfig | CptConfig, *, data: Data) -> Sft:
-    """The algorithm over `data`."""
-    return Sft(config, data)
+def build(config: SftConfig | CptConfig, parts: Parts) -> Sft:
+    """The algorithm over the job's data."""
+    return Sft(config, parts.data)

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,10 +33,15 @@ LEFTOVER = re.compile(r"\.(staging|trash)-[0-9]{8,}-[0-9a-f]{8}")
 
 
 class CheckpointStore:
-    """The checkpoints/ folder `root` of one run; `report` is told, in one line, what was not as expected."""
+    """The checkpoints/ folder `root` of one run; `report` is told, in one line, what was not as expected.
 
-    def __init__(self, config: CheckpointConfig, *, root: Path, report: Callable[[str], None]) -> None:
-        self._config, self._root, self._report = config, root, report
+    beside: files that have to be on the disk, as far as they were written, before a checkpoint is
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, *, root: Path, report: Callable[[str], None], beside: Sequence[Path] = ()
+    ) -> None:
+        self._config, self._root, self._report, self._beside = config, root, report, beside
         self._verified: dict[int, Manifest | None] = {}  # None = not whole; each is read in full once per process
         self._swept = False
 
@@ -73,6 +78,8 @@ class CheckpointStore:
             self._require_space(step, contents.num_bytes)
             with self._staging(step) as staging:
                 _write(staging, step, contents, metrics)
+                for path in filter(Path.exists, self._beside):
+                    durable.sync(path)
                 failpoint("checkpoint.before_rename")
                 os.rename(staging, target)
             failpoint("checkpoint.after_rename")

@@ -1,4 +1,8 @@
-"""The words of a command line: verb, options with dashes, and everything else."""
+"""The words of a command line: verb, the options with dashes of that verb, and everything else.
+
+run infer latest --seed 3 device=cpu "a prompt" -- "steps=4 is a prompt, too"
+    verb  words…  option   words…                  literal…
+"""
 
 from __future__ import annotations
 
@@ -31,17 +35,22 @@ class UsageError(RunnerError):
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         hint = "; options of a job are written without dashes: key=value" if "unrecognized" in message else ""
-        raise UsageError(f"{message}{hint}\n  see: run --help")
+        raise UsageError(f"{self.prog}: {message}{hint}\n  see: run --help")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """`verb`, `words` and the options of that verb. Raises UsageError."""
-    verb, rest = split_verb(argv)
-    parser = _Parser(prog="run", add_help=False, allow_abbrev=False)
+    """`verb`, `words`, `literal` (the words after `--`) and the options of that verb. Raises UsageError."""
+    end = list(argv).index("--") if "--" in argv else len(argv)
+    verb, rest = split_verb(argv[:end])
+    parser = _Parser(prog=f"run {verb}" if verb != "run" else "run", add_help=False, allow_abbrev=False)
     _common(parser)
-    {"infer": _infer, "export": _export}.get(verb, lambda _: None)(parser)
+    _OPTIONS.get(verb, _none)(parser)
     parser.add_argument("words", nargs="*")
-    return parser.parse_intermixed_args(rest, argparse.Namespace(verb=verb))
+    literal = list(argv[end + 1 :])
+    if literal and verb != "infer":
+        parser.error(f"what is '{literal[0]}'? only run infer takes words after --")
+    # What every verb may be answered with instead (--help, completion) looks for files, too.
+    return parser.parse_intermixed_args(rest, argparse.Namespace(verb=verb, literal=literal, config_dir=None))
 
 
 def split_verb(argv: Sequence[str]) -> tuple[str, list[str]]:
@@ -77,19 +86,34 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--version", action="store_true")
     parser.add_argument("--debug", action="store_true")
-    parser.add_argument("--cfg", "-c", choices=["job"])
-    parser.add_argument("--spec", type=Path)
-    parser.add_argument("--config-dir", "-cd", type=Path)
-    parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--shell-completion", "-sc", action="store_true")
+
+
+def _none(parser: argparse.ArgumentParser) -> None:
+    """No option of its own."""
+
+
+def _run(parser: argparse.ArgumentParser) -> None:
+    _resume(parser)
+    _config_dir(parser)
+    parser.add_argument("--spec", type=Path)
+    parser.add_argument("--multirun", "-m", action="store_true")
+
+
+def _resume(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cfg", "-c", choices=["job"])
+
+
+def _config_dir(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config-dir", "-cd", type=Path)
 
 
 def _infer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", type=Path)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--seed", type=int)
     parser.add_argument("--checkpoint", type=_checkpoint)
 
 
@@ -103,3 +127,13 @@ def _checkpoint(text: str) -> int | str:
     if text == "best" or text.isdecimal():
         return text if text == "best" else int(text)
     raise argparse.ArgumentTypeError(f"expected a step or best, got '{text}'")
+
+
+_OPTIONS = {
+    "run": _run,
+    "resume": _resume,
+    "list": _config_dir,
+    "explain": _config_dir,
+    "infer": _infer,
+    "export": _export,
+}

@@ -74,7 +74,7 @@ def compose_job(words: Sequence[str], config_dir: Path | None = None) -> Compose
     return finish(draft(words, config_dir), default_registry())
 
 
-def re_decode(spec_yaml: Path, overrides: Sequence[str]) -> Composed:
+def re_decode(spec_yaml: Path, overrides: Sequence[str], config_dir: Path | None = None) -> Composed:
     """The job in a run's spec.yaml with overrides on top. Raises SpecError, SecurityRefusal, EnvironmentProblem."""
     registry = default_registry()
     typed, problems = read(overrides, groups_of(registry))
@@ -84,9 +84,8 @@ def re_decode(spec_yaml: Path, overrides: Sequence[str]) -> Composed:
     if any(t.key == GROUP for t in choices):
         problems.append(Problem(GROUP, "a spec is a whole job already; it takes single overrides", COMMAND_LINE))
         choices = [t for t in choices if t.key != GROUP]
-    if choices:
-        more = _sections(choices, registry, config, origins)
-        problems += more
+    if choices or config_dir:
+        problems += _sections(choices, registry, config, origins, config_dir)
     return finish(_overlaid(_Files(config, origins), typed, problems), registry)
 
 
@@ -219,10 +218,10 @@ def _is_choice(key: str) -> bool:
 
 
 def _sections(
-    choices: Sequence[Typed], registry: Registry, config: DictConfig, origins: dict[str, str]
+    choices: Sequence[Typed], registry: Registry, config: DictConfig, origins: dict[str, str], config_dir: Path | None
 ) -> list[Problem]:
     """Put newly chosen components in place of a spec's."""
-    with session(registry) as loader:
+    with session(registry, config_dir) as loader:
         kept, problems, _ = _checked(choices, loader.get_sources(), groups_of(registry))
         files = _compose(loader, kept, problems)
     for choice in kept:

@@ -1,4 +1,4 @@
-"""`run explain KEY`: meaning, unit, type, range, default, the value now and who set it."""
+"""`run explain KEY`: meaning, unit, type, range, default, the value now and who set it; `run explain loss`.
 
 from __future__ import annotations
 
@@ -40,6 +40,10 @@ def show(args: Namespace) -> int:
     registry = default_registry()
     now = draft([w for w in args.words if is_override(w) and not w.endswith("=")], args.config_dir)
     key = keys[0]
+    if key == "loss":
+        spec = finish(now, registry).spec
+        print("\n".join(spec.algorithm.formula(spec)))
+        return 0
     if key in groups_of(registry) or key in sections():
         _section(key, _owner(key, now, registry), now, registry)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -10,14 +11,21 @@ import yaml
 
 from runner.cli.args import UsageError, is_override
 from runner.cli.compose import Composed, compose_job, re_decode
+from runner.cli.sources import GROUP
 from runner.folder import find, shown
+from runner.spec.job import JobSpec
 
 TRUST = "model.trust_remote_code="  # a run's spec.yaml may not say so: whoever uses the run says it again
+SETTING = re.compile(r"[+~]*(\w+)(?:\.[\w.]*)?=")
+USABLE = re.compile(rf"[+]*(?:device(?:\.\w+)?=|{re.escape(TRUST)})")
 
 
 def run(args: Namespace) -> int:
     """Start a job, or print it with --cfg job."""
-    composed = re_decode(args.spec, args.words) if args.spec else compose_job(args.words, args.config_dir)
+    if args.multirun:
+        raise UsageError("-m/--multirun: sweeps are not part of this version; start one job per command")
+    where = (args.words, args.config_dir)
+    composed = re_decode(args.spec, *where) if args.spec else compose_job(*where)
     for note in composed.notes:
         print(note, file=sys.stderr)
     if args.cfg:
@@ -39,7 +47,7 @@ def resume(args: Namespace) -> int:
         return 0
     from runner.launch import local
 
-    return local.resume(folder, before.spec, after.spec)
+    return local.resume(folder, before.spec, after.spec, after.overrides)
 
 
 def infer(args: Namespace) -> int:
@@ -51,13 +59,15 @@ def infer(args: Namespace) -> int:
     if args.file:
         prompts += use.prompts_of(args.file)
     model, loaded = use.load_model(find(where), composed.spec, args.checkpoint)
-    print(f"{shown(find(where).root)}, step {loaded.step}", file=sys.stderr)
+    style = loaded.state["identity"]["prompt_style"]
+    asked = "asked as plain text, like the data" if style == "text" else "asked through the chat template"
+    print(f"{shown(find(where).root)}, step {loaded.step}, {asked}", file=sys.stderr)
     several = args.file is not None or len(prompts) > 1
+    settings = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
     for prompt in prompts or _typed_prompts():
         if several:
             print(f"> {prompt}")
-        settings = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
-        for piece in use.answer(model, prompt, top_p=args.top_p, seed=args.seed, **settings):
+        for piece in use.answer(model, prompt, style, top_p=args.top_p or 1.0, seed=args.seed or 0, **settings):
             print(piece, end="", flush=True)
         print()
     return 0
@@ -82,9 +92,20 @@ def _where(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _used(args: Namespace) -> tuple[str, list[str], Composed]:
-    where, words = _where(args.words)
-    trust = _trust(words)
-    return where, [w for w in words if w not in trust], re_decode(find(where).spec, trust)
+    """The run meant, the words that are prompts, and its job with what may be set for this use. Raises UsageError."""
+    settings = [word for word in args.words if _is_setting(word)]
+    for word in settings:
+        if not USABLE.match(word):
+            prompt = f"; as a prompt, write it after --: run infer latest -- '{word}'" if args.verb == "infer" else ""
+            raise UsageError(f"run {args.verb}: only device=… and {TRUST}… can be set, not {word}{prompt}")
+    where, words = _where([word for word in args.words if word not in settings])
+    return where, [*words, *args.literal], re_decode(find(where).spec, settings)
+
+
+def _is_setting(word: str) -> bool:
+    """Whether a word sets an option that a job has; any other text with an equals sign is a prompt."""
+    named = SETTING.match(word)
+    return named is not None and named[1] in (*JobSpec.model_fields, GROUP)
 
 
 def _trust(words: Sequence[str]) -> list[str]:
@@ -95,11 +116,13 @@ def _check_sampling(args: Namespace) -> None:
     for name, value, good in (
         ("--max-new-tokens", args.max_new_tokens, args.max_new_tokens >= 1),
         ("--temperature", args.temperature, 0 <= args.temperature < float("inf")),
-        ("--top-p", args.top_p, 0 < args.top_p <= 1),
-        ("--seed", args.seed, 0 <= args.seed < 2**63),
+        ("--top-p", args.top_p, args.top_p is None or 0 < args.top_p <= 1),
+        ("--seed", args.seed, args.seed is None or 0 <= args.seed < 2**63),
     ):
         if not good:
             raise UsageError(f"{name} {value} is out of range")
+    if args.temperature == 0 and (args.top_p is not None or args.seed is not None):
+        raise UsageError("--top-p and --seed are about drawing at random; give --temperature above 0, too")
 
 
 def _typed_prompts() -> Iterator[str]:
@@ -111,4 +134,4 @@ def _typed_prompts() -> Iterator[str]:
         if not line:
             return
         if line.strip():
-            yield line.strip()
+            yield line.rstrip("\r\n")

@@ -25,9 +25,13 @@ EXAMPLES = """examples
   run --spec outputs/latest/spec.yaml seed=1     the job of a run, again
   eval "$(run -sc install=bash)"                 tab completion (bash, zsh, fish)
 
-options  --cfg job, --spec FILE, --config-dir FOLDER, --debug (tracebacks), --version, --help
-infer    --file PROMPTS, --checkpoint STEP|best, --max-new-tokens, --temperature, --top-p, --seed
-export   --checkpoint STEP|best, --out FOLDER"""
+any verb --debug (tracebacks), --version, --help
+run      --cfg job, --spec FILE, --config-dir FOLDER
+resume   --cfg job
+infer    --file PROMPTS, --checkpoint STEP|best, --max-new-tokens, --temperature, --top-p, --seed, device=NAME;
+         words after -- are prompts, whatever they look like
+export   --checkpoint STEP|best, --out FOLDER, device=NAME
+list, explain  --config-dir FOLDER"""
 
 
 def usage(args: Namespace) -> int:

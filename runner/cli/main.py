@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from runner import __version__
-from runner.cli.args import UsageError, parse
+from runner.cli.args import parse
 from runner.errors import RunnerError
 
 HANDLERS = {
@@ -57,8 +57,6 @@ def _dispatch(args: Namespace) -> int:
     if args.version:
         print(f"run {__version__}")
         return 0
-    if args.multirun:
-        raise UsageError("-m/--multirun: sweeps are not part of this version; start one job per command")
     chosen = "help" if args.help else "complete" if args.shell_completion else args.verb
     module, _, name = HANDLERS[chosen].partition(":")
     code: int = getattr(importlib.import_module(module), name)(args)

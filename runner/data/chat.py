@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from runner.data.formats import Chat
+from runner.data.examples import Chat
 from runner.data.messages import Message
 from runner.errors import DataError
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LossOn = Literal["assistant", "last_assistant", "all"]
+Learnt = LossOn | Literal["completion"]  # completion: all that follows the prompt, as one answer
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -66,11 +67,13 @@ class ChatTemplate:
         mask = out["assistant_masks"]
         return (list(out["input_ids"]), list(mask)) if any(mask) else None
 
-    def segments(self, chat: Chat, loss_on: LossOn) -> list[Segment]:
+    def segments(self, chat: Chat, loss_on: Learnt) -> list[Segment]:
         """The conversation cut at each assistant turn that is learnt. Raises NotPrefixStable, DataError.
 
         With last_assistant the conversation ends with that turn; messages after it would teach nothing.
         """
+        if loss_on == "completion":
+            return self._completion(chat)
         turns = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant" and i >= chat.context]
         if loss_on != "assistant":
             turns = turns[-1:]
@@ -86,6 +89,13 @@ class ChatTemplate:
             done = len(upto)
         found.append(Segment(full[done:], learnt=False))
         return _joined([Segment(s.text, True, s.answer) for s in found] if loss_on == "all" else found)
+
+    def _completion(self, chat: Chat) -> list[Segment]:
+        prefix = self.render(chat, chat.messages[: chat.context], prompt=True)
+        full = self.render(chat, chat.messages)
+        if not full.startswith(prefix):
+            raise NotPrefixStable
+        return _joined([Segment(prefix, learnt=False), *self._turn(full[len(prefix) :], last=True)])
 
     def _turn(self, text: str, last: bool) -> list[Segment]:
         """The turn, and apart from it the blanks after its end token: generation has stopped there."""

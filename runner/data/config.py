@@ -4,18 +4,24 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from runner.spec.base import ComponentConfig, Names, Numbers, absolute_if_local
+from runner.spec.base import ComponentConfig, ItemKind, Names, Numbers, absolute_if_local
+
+TREE_RULES = ("error", "skip", "truncate_left")  # of data.overlong, where a prompt and its answers are apart
 
 
 class DataConfig(ComponentConfig):
     """Items, how they become tokens, and in which order they come."""
 
     group: ClassVar[str] = "data"
-    max_length: int = Field(default=1024, ge=2, description="Longest tokenised item in tokens.")
+    max_length: int = Field(
+        default=1024,
+        ge=2,
+        description="Longest tokenised item (prompt and longest answer; in rollouts, prompt) in tokens.",
+    )
     overlong: Literal["error", "skip", "truncate_left", "truncate_right", "split"] = Field(
         default="error",
-        description="What happens to an item above max_length (split: plain text only); "
-        "what was cut is counted and said.",
+        description="What happens to an item above max_length (split: plain text only; truncate_left: of pairs, judged "
+        "answers and prompts, the prompt's beginning); what was cut is counted and said.",
     )
     shuffle: bool = Field(default=True, description="A new order in each epoch, from the seed; false = as in the file.")
 
@@ -27,8 +33,11 @@ class DataConfig(ComponentConfig):
         """A question, in quotes, to try a trained model with."""
         return '"…"'
 
-    def preflight(self) -> None:
-        """Raise DataError for what can be seen without reading far; imports neither torch nor a tokenizer."""
+    def preflight(self, kind: ItemKind) -> None:
+        """Raise DataError for what can be seen without reading far; imports neither torch nor a tokenizer.
+
+        `kind` is what the algorithm learns from.
+        """
 
 
 class DemoConfig(DataConfig):
@@ -61,7 +70,10 @@ class SourceConfig(DataConfig):
     )
     loss_on: Literal["assistant", "last_assistant", "all"] = Field(
         default="assistant",
-        description="Which tokens of a conversation are learnt (completions count as the assistant's).",
+        description="Which tokens of a conversation sft learns (completions count as the assistant's).",
+    )
+    columns: dict[str, str] | None = Field(
+        default=None, description="Columns to rename, {old: new}, e.g. {question: prompt}; null = none."
     )
     eval_items: int | None = Field(
         default=256, ge=1, description="Most held-out items used per evaluation; null = all."
@@ -73,6 +85,9 @@ class SourceConfig(DataConfig):
         raise NotImplementedError
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
+        return [*self._weights_problems(), *self._columns_problems(), *self._kind_problems(job.algorithm)]
+
+    def _weights_problems(self) -> list[tuple[str, str]]:
         if self.weights is None:
             return []
         if len(self.weights) != len(self.sources()):
@@ -80,6 +95,26 @@ class SourceConfig(DataConfig):
         if min(self.weights) <= 0:
             return [("data.weights", "every weight must be above 0; leave out a source that is not wanted")]
         return []
+
+    def _columns_problems(self) -> list[tuple[str, str]]:
+        names = list((self.columns or {}).values())
+        twice = sorted({name for name in names if names.count(name) > 1})
+        return [("data.columns", f"two columns cannot both be called {', '.join(twice)}")] if twice else []
+
+    def _kind_problems(self, algorithm: Any) -> list[tuple[str, str]]:
+        """Options that items of the algorithm's kind have no use for."""
+        if algorithm.items == "sft":
+            return []
+        found = []
+        if self.loss_on != "assistant":
+            why = f"algorithm={algorithm.name} decides itself which tokens are learnt; leave it out"
+            found.append(("data.loss_on", f"is for sft and cpt; {why}"))
+        if self.overlong not in TREE_RULES:
+            why = f"algorithm={algorithm.name} needs whole answers"
+            found.append(
+                ("data.overlong", f"{why}, so {self.overlong} is not possible; choose {', '.join(TREE_RULES)}")
+            )
+        return found
 
 
 class FileConfig(SourceConfig):
@@ -101,11 +136,11 @@ class FileConfig(SourceConfig):
             }
         )
 
-    def preflight(self) -> None:
+    def preflight(self, kind: ItemKind) -> None:
         """Raise DataError for a missing file, and for what is wrong with the first 10,000 rows of each."""
         from runner.data.sources import validate
 
-        validate(self)
+        validate(self.sources(), self.eval_path, kind, self.columns)
 
     def sources(self) -> tuple[str, ...]:
         return (self.path,) if isinstance(self.path, str) else self.path

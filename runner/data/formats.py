@@ -1,160 +1,177 @@
-"""Rows to training examples: which of TRL's SFT formats the data has, and whether every row keeps to it.
+"""Rows to examples: which of TRL's formats the data has, and whether every row keeps to it.
 
-    text                    {"text": "…"}                                           ─▶ Plain
-    prompt + completion     {"prompt": "…", "completion": "…"}                      ─▶ Plain
-    prompt + completion     {"prompt": [message, …], "completion": [message, …]}    ─▶ Chat
-    messages                {"messages": [message, …]}                              ─▶ Chat
+    sft        messages  |  prompt + completion  |  text                          pairs      prompt + chosen + rejected
+    judged     prompt + completion + label                                                   chosen + rejected
+    prompts    prompt, and any columns for rewards                                questions  prompt + answer
 
-The first row decides; each later row must have the same format. A Chat may have a column `tools`.
+The first row decides; each later row must have the same format. `text` is text and `messages` a conversation;
+the others may be either. A conversation may have a column `tools`, a pair a `margin`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
+from runner.data import parse
+from runner.data.columns import Renaming, is_json
+from runner.data.examples import Answers, Example, Reading
 from runner.data.json_reader import kind
-from runner.data.messages import Message, conversation_fault, is_messages
+from runner.data.messages import is_messages
 from runner.data.rows import Place, Problems, Row
 
-Kind = Literal["text", "prompt+completion", "messages"]
-COLUMNS: dict[Kind, tuple[str, ...]] = {  # in this order: a row with `messages` and `prompt` is a conversation
-    "messages": ("messages",),
-    "prompt+completion": ("prompt", "completion"),
-    "text": ("text",),
+Columns = tuple[str, ...]
+Parse = Callable[[Row, bool], Example]
+# In this order: a row with `messages` and `prompt` is a conversation, and one with `prompt` has no implicit prompt.
+FORMATS: dict[Reading, dict[Columns, Parse]] = {
+    "sft": {("messages",): parse.conversation, ("prompt", "completion"): parse.answered, ("text",): parse.text},
+    "pairs": {("prompt", "chosen", "rejected"): parse.pair, ("chosen", "rejected"): parse.implicit_pair},
+    "judged": {("prompt", "completion", "label"): parse.judged},
+    "prompts": {("prompt",): parse.ask},
+    "questions": {("prompt", "answer"): parse.question},
 }
-EXPECTED = "expected the columns `messages`, or `prompt` and `completion`, or `text`"
+NEEDS: dict[Reading, str] = {
+    "sft": "expected the columns `messages`, or `prompt` and `completion`, or `text`",
+    "pairs": (
+        "this algorithm learns from preference pairs: expected the columns `prompt`, `chosen` and `rejected` "
+        "(or `chosen` and `rejected`, which begin alike)"
+    ),
+    "judged": (
+        "this algorithm learns from judged answers: expected the columns `prompt`, `completion` and `label` "
+        "(true or false)"
+    ),
+    "prompts": "this algorithm samples its own answers: expected a column `prompt` (any others are for rewards)",
+    "questions": "held-out prompts are asked and compared: expected the columns `prompt` and `answer`",
+}
+IS: dict[Reading, str] = {  # what the data is, in order of likelihood, where the job wants something else
+    "pairs": "chosen and rejected are preference pairs (algorithm=dpo, rm)",
+    "judged": "with a label, these are judged answers (algorithm=kto)",
+    "sft": "these are answers to imitate (algorithm=sft)",
+}
+OTHER_TYPES = ("label", "answer")  # columns that are neither text nor messages
+OPTIONAL: dict[Reading, Columns] = {"pairs": ("margin",)}
+USUAL_NAMES = {
+    "prompt": ("question", "query", "problem", "instruction", "input"),
+    "completion": ("answer", "response", "output", "solution"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
     """What every row of a source has in common."""
 
-    kind: Kind
+    columns: Columns
     chat: bool  # made of messages, not of text
 
     def __str__(self) -> str:
-        return self.kind if self.kind != "prompt+completion" else f"{self.kind} ({'messages' if self.chat else 'text'})"
-
-
-@dataclass(frozen=True, slots=True)
-class Plain:
-    """Text to learn after a text to be given; a prompt of None means that there is none, not an empty one."""
-
-    place: Place
-    prompt: str | None
-    completion: str
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A conversation; the first `context` messages are given, whoever speaks, and never learnt."""
-
-    place: Place
-    messages: tuple[Message, ...]
-    context: int = 0
-    tools: tuple[Mapping[str, Any], ...] = ()
-
-
-Example = Plain | Chat
+        name = "+".join(self.columns)
+        return name if name in ("messages", "text") else f"{name} ({'messages' if self.chat else 'text'})"
 
 
 class FormatCheck:
-    """Detects the format from the first row and holds the others to it; `ignored` names columns nobody reads."""
+    """Detects the format from the first row and holds the others to it.
 
-    def __init__(self, problems: Problems) -> None:
-        self.problems = problems
+    ignored: columns that are not read; given: columns that rewards see; alike: number of pairs left out because
+    their answers are the same; several_turns: number of rows whose answers are more than one message
+    """
+
+    def __init__(self, problems: Problems, reading: Reading, columns: Mapping[str, str] | None = None) -> None:
+        self.problems, self.reading = problems, reading
+        self.renaming = Renaming(columns)
         self.format: Format | None = None
         self.first: Place | None = None
         self.ignored: set[str] = set()
+        self.given: set[str] = set()
+        self.alike = self.several_turns = 0
 
     def examples(self, rows: Iterable[Row]) -> Iterator[Example]:
         """An example for each sound row; faults go to `problems`. An unknown format ends the reading."""
-        for row in rows:
+        for row in self.renaming.apply(rows, self.problems):
             if self.format is None:
-                self.format, self.first = detect(row.value), row.place
+                self.format, self.first = detect(row.value, self.reading), row.place
             if self.format is None:
-                self.problems.add(row.place, _unknown(row.value))
+                self.problems.add(row.place, _unknown(row.value, self.reading))
                 return
-            self.ignored |= row.value.keys() - {*COLUMNS[self.format.kind], *(["tools"] if self.format.chat else [])}
-            example = self._example(self.format, row)
-            if isinstance(example, str):
-                self.problems.add(row.place, example)
-            else:
+            row = self._sorted_out(self.format, row)
+            try:
+                example = self._example(self.format, row)
+            except parse.Fault as fault:
+                self.problems.add(row.place, str(fault))
+                continue
+            if not self._counted(example):
                 yield example
 
-    def _example(self, form: Format, row: Row) -> Example | str:
-        """The example, or what is wrong with the row."""
+    def _counted(self, example: Example) -> bool:
+        """Whether the example teaches nothing and is only counted."""
+        if not isinstance(example, Answers):
+            return False
+        self.several_turns += example.several_turns()
+        self.alike += example.alike()
+        return example.alike()
+
+    def _sorted_out(self, form: Format, row: Row) -> Row:
+        """The row as it is parsed; notes which of its columns are not."""
+        if self.reading != "prompts":
+            used = {*form.columns, *(["tools"] if form.chat else []), *OPTIONAL.get(self.reading, ())}
+            self.ignored |= row.value.keys() - used
+            return row
+        known = {name: value for name, value in row.value.items() if name == "prompt" or is_json(value)}
+        self.ignored |= row.value.keys() - known.keys()
+        self.given |= known.keys() - {"prompt"}
+        return replace(row, value=known)
+
+    def _example(self, form: Format, row: Row) -> Example:
         like = "" if row.place == self.first else f" as at {self.first}"
-        missing = [name for name in COLUMNS[form.kind] if name not in row.value]
+        missing = [name for name in form.columns if name not in row.value]
         if missing:
-            return f"no column {', '.join(missing)}; expected {form}{like}, found {_columns(row.value)}"
-        values = [row.value[name] for name in COLUMNS[form.kind]]
-        for name, value in zip(COLUMNS[form.kind], values, strict=True):
-            if not (is_messages(value) if form.chat else isinstance(value, str)):
+            found = _columns(row.value)
+            raise parse.Fault(f"no column {', '.join(missing)}; expected {form}{like}, found {found}")
+        for name in form.columns:
+            value = row.value[name]
+            if name not in OTHER_TYPES and not (is_messages(value) if form.chat else isinstance(value, str)):
                 wanted = "a list of messages" if form.chat else "text"
-                return f"column {name}: expected {wanted}{like}, found {kind(value)}"
-        return _chat(row, values) if form.chat else _plain(row, values)
+                raise parse.Fault(f"column {name}: expected {wanted}{like}, found {kind(value)}")
+        return FORMATS[self.reading][form.columns](row, form.chat)
 
 
-def detect(value: Mapping[str, Any]) -> Format | None:
-    """The format of a row, by its columns and the type of the first of them; None if it is none of TRL's."""
-    for form, columns in COLUMNS.items():
+def detect(value: Mapping[str, Any], reading: Reading) -> Format | None:
+    """The format of a row, by its columns and the type of the first of them; None if it is none of the reading's.
+
+    A prompt in words beside answers that are whole conversations is left to these, which begin with it.
+    """
+    for columns in FORMATS[reading]:
         if all(name in value for name in columns):
-            chat = form == "messages" or (form != "text" and is_messages(value[columns[0]]))
-            return Format(form, chat)
+            if columns[1:2] == ("chosen",) and is_messages(value["chosen"]) and isinstance(value["prompt"], str):
+                continue
+            return Format(
+                columns, columns == ("messages",) or (columns != ("text",) and is_messages(value[columns[0]]))
+            )
     return None
-
-
-def _plain(row: Row, values: list[Any]) -> Plain | str:
-    names = ("prompt", "completion") if len(values) == 2 else ("text",)
-    for name, value in zip(names, values, strict=True):
-        if not value.strip():
-            return f"column {name} is empty; expected text"
-    return Plain(row.place, values[0] if len(values) == 2 else None, values[-1])
-
-
-def _chat(row: Row, values: list[Any]) -> Chat | str:
-    """`messages`, or the prompt's and the completion's messages after one another."""
-    if len(values) == 2 and not values[0]:
-        return "column prompt is empty; expected at least one message"
-    tools = _tools(row.value.get("tools"))
-    if isinstance(tools, str):
-        return tools
-    messages = tuple(message for value in values for message in value)
-    context = len(values[0]) if len(values) == 2 else 0
-    names = [f"messages[{i}]" for i in range(len(messages))]
-    if context:
-        names = [f"prompt[{i}]" if i < context else f"completion[{i - context}]" for i in range(len(messages))]
-    return conversation_fault(messages, names, context) or Chat(row.place, messages, context, tools)
-
-
-def _tools(value: Any) -> tuple[Mapping[str, Any], ...] | str:
-    """`tools` is a list of JSON schemas, or that list as JSON text, as data sets made before `Json()` have it."""
-    if value is None:
-        return ()
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            return f"column tools: text that is no JSON ({error}); expected a list of JSON schemas"
-    if not is_messages(value):
-        return f"column tools: expected a list of JSON schemas, found {kind(value)}"
-    return tuple(value)
 
 
 def _columns(value: Mapping[str, Any]) -> str:
     return ", ".join(map(str, value)) or "no column"
 
 
-def _unknown(value: Mapping[str, Any]) -> str:
-    hint = ""
+def _unknown(value: Mapping[str, Any], reading: Reading) -> str:
+    return f"{NEEDS[reading]}; found {_columns(value)}{_hint(value, reading)}"
+
+
+def _hint(value: Mapping[str, Any], reading: Reading) -> str:
+    """What the row may be, and what to type."""
     if "conversations" in value:
-        hint = "; rename `conversations` to `messages`, and its keys from/value to role/content"
-    elif {"chosen", "rejected"} & value.keys():
-        hint = "; chosen and rejected are preference pairs, which sft does not learn"
-    elif "prompt" in value:
-        hint = "; `prompt` alone has no answer to learn"
-    return f"{EXPECTED}; found {_columns(value)}{hint}"
+        return "; rename `conversations` to `messages`, and its keys from/value to role/content"
+    renamed = {
+        next((n for n in names if n in value), ""): new for new, names in USUAL_NAMES.items() if new not in value
+    }
+    renamed = {old: new for old, new in renamed.items() if old and any(new in c for c in FORMATS[reading])}
+    if renamed and detect({**value, **{new: "" for new in renamed.values()}}, reading):
+        pairs = ", ".join(f"{old}: {new}" for old, new in renamed.items())
+        return f"; type 'data.columns={{{pairs}}}' if that is what they are"
+    if reading == "prompts" and "messages" in value:
+        return "; give the messages before the answer as `prompt`"
+    other = next((known for known in IS if known != reading and detect(value, known)), None)
+    if other:
+        return f"; {IS[other]}"
+    return "; `prompt` alone has no answer to learn" if "prompt" in value else ""

@@ -17,6 +17,7 @@ from runner.data.readers import without_nulls
 from runner.data.rows import Place, Problems, Row
 from runner.data.store import sha256
 from runner.errors import DataError, EnvironmentProblem
+from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,10 +71,18 @@ def load(config: HubConfig, path: str, split: str, key: str = "data.path") -> Hu
     return HubSource(f"{path}[{split}]", table, key)
 
 
-def build(config: HubConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, decide: Decide, cache_dir: Path) -> Data:
+def build(
+    config: HubConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    decide: Decide,
+    cache_dir: Path,
+    kind: ItemKind,
+) -> Data:
     """The data of the hub's data sets. Raises DataError, EnvironmentProblem, StorageError."""
     training = [load(config, path, config.split) for path in config.sources()]
     held_out = None
     if config.eval_split is not None:
         held_out = load(config, config.sources()[0], config.eval_split, "data.eval_split of data.path")
-    return build_data(Preparation(config, tokenizer, decide, cache_dir), training, held_out, seed)
+    return build_data(Preparation(config, tokenizer, decide, cache_dir, kind), training, held_out, seed)

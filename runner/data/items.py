@@ -1,35 +1,76 @@
-"""Tokens to what the trainer sees: items to learn, and held-out questions to ask."""
+"""Stored records to what the trainer sees: items to learn from, and held-out questions to ask.
+
+sft      ids, learnt        ─▶ Item     (held out: Question)
+pairs    prompt, 2 answers  ─▶ Pair     judged   prompt, answer ─▶ Judged
+prompts  prompt             ─▶ Prompt   (held out, with the answer: Question)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from runner.protocols import Item, Question
+from runner.protocols import Item, Judged, Pair, Prompt, Question
+from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Record = Mapping[str, Any]
+Make = Callable[[Record, "PreTrainedTokenizerBase"], Any]
 
-def item(ids: Sequence[int], learnt: Sequence[int]) -> Item:
+
+def item(record: Record, tokenizer: PreTrainedTokenizerBase) -> Item:
     """The item of a tokenised row: weight 1 where it is learnt, 0 where it is context."""
-    return Item(tuple(ids), tuple(map(float, learnt)))
+    return Item(tuple(record["ids"]), tuple(map(float, record["learnt"])))
 
 
-def question(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], learnt: Sequence[int], answer: tuple[int, int]
-) -> Question:
+def pair(record: Record, tokenizer: PreTrainedTokenizerBase) -> Pair:
+    """Two answers to one prompt."""
+    chosen, rejected = map(tuple, record["answers"])
+    return Pair(tuple(record["prompt"]), chosen, rejected, json.loads(record["facts"])["margin"])
+
+
+def judged(record: Record, tokenizer: PreTrainedTokenizerBase) -> Judged:
+    """One answer, and whether it is a good one."""
+    return Judged(tuple(record["prompt"]), tuple(record["answers"][0]), json.loads(record["facts"])["good"])
+
+
+def prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """A prompt; its text is what the ids decode to, also where they were cut."""
+    facts, ids = json.loads(record["facts"]), record["prompt"]
+    messages = facts["messages"]
+    return Prompt(tuple(ids), str(tokenizer.decode(ids)), messages and tuple(messages), facts["columns"])
+
+
+def question(record: Record, tokenizer: PreTrainedTokenizerBase) -> Question:
     """What to ask and what to expect: all before the last assistant turn, and what a perfect answer decodes to.
 
-    `answer` is the turn's half-open span, (0, 0) for plain text and for a turn that was cut: then only the item
-    is there, of which the loss can be measured.
+    Plain text, and a turn that was cut, have no span: then only the item is there, of which the loss can be measured.
     """
-    first, last = answer
-    if not last:
-        return Question(item(ids, learnt))
+    ids, first, last = record["ids"], record["first"], record["last"]
+    whole = item(record, tokenizer)
+    return _question(tokenizer, whole, ids[:first], ids[first:last]) if last else Question(whole)
+
+
+def asked(record: Record, tokenizer: PreTrainedTokenizerBase) -> Question:
+    """A held-out prompt with its answer, of which the loss can be measured too."""
+    prompt, [answer] = record["prompt"], record["answers"]
+    whole = Item((*prompt, *answer), (0.0,) * len(prompt) + (1.0,) * len(answer))
+    return _question(tokenizer, whole, prompt, answer)
+
+
+def _question(
+    tokenizer: PreTrainedTokenizerBase, whole: Item, prompt: Sequence[int], answer: Sequence[int]
+) -> Question:
     return Question(
-        item=item(ids, learnt),
-        prompt_ids=tuple(ids[:first]),
-        prompt=str(tokenizer.decode(list(ids[:first]))),
-        answer=str(tokenizer.decode(list(ids[first:last]), skip_special_tokens=True)),
+        item=whole,
+        prompt_ids=tuple(prompt),
+        prompt=str(tokenizer.decode(list(prompt))),
+        answer=str(tokenizer.decode(list(answer), skip_special_tokens=True)),
     )
+
+
+ITEMS: Mapping[ItemKind, Make] = {"sft": item, "pairs": pair, "judged": judged, "prompts": prompt}
+QUESTIONS: Mapping[ItemKind, Make] = {"sft": question, "prompts": asked}  # of the others, held-out items are kept

@@ -1,4 +1,4 @@
-"""What makes a list of messages a conversation that can be learnt."""
+"""What makes a list of messages a conversation that can be learnt, or a prompt that can be answered."""
 
 from __future__ import annotations
 
@@ -17,20 +17,34 @@ def is_messages(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(v, dict) for v in value)
 
 
-def conversation_fault(messages: Sequence[Message], names: Sequence[str], context: int) -> str | None:
+def conversation_fault(
+    messages: Sequence[Message], names: Sequence[str], context: int, where: str = "the conversation"
+) -> str | None:
     """What is wrong with the conversation, or None; `names[i]` is what the user calls `messages[i]`.
 
-    The first `context` messages are the prompt's; what is learnt must come after them.
+    The first `context` messages are the prompt's; what is learnt must come after them, in what is called `where`.
     """
-    for message, name in zip(messages, names, strict=True):
-        fault = _message_fault(message)
-        if fault:
-            return f"{name}{fault}"
-    if any(message["role"] == "assistant" for message in messages[context:]):
-        return None
-    where = "the completion" if context else "the conversation"
+    fault = messages_fault(messages, names)
+    if fault or any(message["role"] == "assistant" for message in messages[context:]):
+        return fault
     found = ", ".join(m["role"] for m in messages[context:]) or "no message"
     return f"{where} has no assistant turn; expected a message with role assistant, found {found}"
+
+
+def prompt_fault(messages: Sequence[Message], names: Sequence[str]) -> str | None:
+    """What is wrong with messages that the assistant is to answer, or None."""
+    if not messages:
+        return "column prompt is empty; expected at least one message"
+    fault = messages_fault(messages, names)
+    if fault or messages[-1]["role"] != "assistant":
+        return fault
+    return f"{names[-1]}: the prompt ends with an assistant turn; expected the messages before the answer"
+
+
+def messages_fault(messages: Sequence[Message], names: Sequence[str]) -> str | None:
+    """What is wrong with the first faulty message, or None."""
+    faults = ((name, _message_fault(message)) for message, name in zip(messages, names, strict=True))
+    return next((f"{name}{fault}" for name, fault in faults if fault), None)
 
 
 def _message_fault(message: Message) -> str | None:

@@ -2,6 +2,7 @@
 
     position ──▶ epoch and place in it ──permutation(seed, epoch)──▶ item             one source, or several by size
     position ──▶ block and slot in it  ──pattern(seed, block)──▶ source and its n-th visit ──▶ item      weighted
+    round    ──▶ seed of an order of its own, by which a step that wants more items is refilled
 
 Nothing is stored and no call depends on another, so that a resumed run goes on with the very same items.
 """
@@ -12,7 +13,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Protocol
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runner.errors import DataError
+from runner.randomness import derive
 
 BLOCK = 1000  # positions after which a mixture has given each source exactly its share
 Spot = tuple[int, int]  # (source, item of the source)
@@ -30,6 +32,19 @@ class Order(Protocol):
     """An endless order of items."""
 
     def at(self, position: int) -> Spot: ...
+
+
+class Rounds:
+    """The order of each round, made when it is first asked for: of round 0 as the user wants it (`shuffle`), of
+    the others by seeds of their own, always shuffled, for else a refill would repeat what it is to add to."""
+
+    def __init__(self, make: Callable[[int, bool], Order], seed: int, shuffle: bool) -> None:
+        self._first = make(seed, shuffle)
+        self._refill = lru_cache(maxsize=8)(lambda round: make(derive(seed, "refill", round), True))
+
+    def take(self, step: int, count: int, round: int = 0) -> list[Spot]:
+        """Positions step·count … step·count + count − 1 of the round's order."""
+        return take(self._refill(round) if round else self._first, step, count)
 
 
 def take(order: Order, step: int, count: int) -> list[Spot]:

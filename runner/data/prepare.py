@@ -1,7 +1,9 @@
 """Sources of rows to the data of a job.
 
-Source.rows ──FormatCheck──▶ Example ──Tokeniser──▶ Encoded ──Limit──▶ Table (cached) ──▶ TokenisedData
-                  └──────────────── Problems ─────────────────┘   one DataError for all of a source's faults
+Source.rows ──FormatCheck──▶ Example ──Tokeniser──▶ Encoded | Answered ──Limit──▶ Table (cached) ──▶ TokenisedData
+                  └──────────────── Problems ──────────────────────────┘   one DataError for all of a source's faults
+
+What the rows are read as (`Reading`) follows from the kind of items that the algorithm learns from.
 """
 
 from __future__ import annotations
@@ -16,16 +18,19 @@ import tokenizers
 import transformers
 
 from runner.data import store
+from runner.data.branches import encode
 from runner.data.config import SourceConfig
 from runner.data.dataset import HeldOut, TokenisedData
+from runner.data.examples import Reading, held_out_reading
 from runner.data.fingerprint import digest, tokenizer_digest
 from runner.data.formats import FormatCheck
-from runner.data.order import BySize, Mixture, Order
+from runner.data.order import BySize, Mixture, Order, Rounds
 from runner.data.overlong import Limit, Tally
 from runner.data.rows import Problems, Row
 from runner.data.tokenise import Tokeniser
 from runner.errors import DataError
 from runner.protocols import Decide
+from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,63 +60,79 @@ class Preparation:
     tokenizer: PreTrainedTokenizerBase
     decide: Decide
     cache_dir: Path
+    kind: ItemKind
 
-    def key(self, source: Source) -> str:
+    def key(self, source: Source, reading: Reading) -> str:
         """sha256 of everything that the source's items depend on."""
-        options = {name: getattr(self.config, name) for name in ("max_length", "overlong", "loss_on")}
-        return digest(source.digest(), tokenizer_digest(self.tokenizer), options)
+        options = {name: getattr(self.config, name) for name in ("max_length", "overlong", "columns")}
+        learnt = self.config.loss_on if reading == "sft" else None
+        return digest(source.digest(), tokenizer_digest(self.tokenizer), reading, options, learnt)
 
-    def table(self, source: Source, key: str) -> store.Table:
+    def table(self, source: Source, reading: Reading, key: str) -> tuple[store.Table, store.Summary]:
         """The source's table, from the cache where it is; what was found in the rows is said either way."""
 
         def fill(write: store.Write) -> store.Summary:
-            return self._fill(source, write)
+            return self._fill(source, reading, write)
 
+        schema = store.ROWS if reading == "sft" else store.TREES
         if self.config.cache:  # the libraries may change what a template or a tokenizer does without changing its text
-            folder = self.cache_dir / digest(key, transformers.__version__, tokenizers.__version__)[:32]
-            table, summary = store.on_disk(folder, fill, self._say_damaged)
+            versions = (store.FORMAT, transformers.__version__, tokenizers.__version__)
+            folder = self.cache_dir / digest(key, *versions)[:32]
+            table, summary = store.on_disk(folder, schema, fill, self._say_damaged)
         else:
-            table, summary = store.in_memory(fill)
-        self._say(source, summary)
-        return table
+            table, summary = store.in_memory(schema, fill)
+        self._say(source, reading, summary)
+        return table, summary
 
-    def _fill(self, source: Source, write: store.Write) -> store.Summary:
+    def _fill(self, source: Source, reading: Reading, write: store.Write) -> store.Summary:
         """Write every item of the source. Raises DataError with all that is wrong with it."""
         problems, tally = Problems(source.key, source.name), Tally()
-        check = FormatCheck(problems)
-        tokeniser = Tokeniser(self.tokenizer, self.config.loss_on)
-        limit = Limit(self.config.max_length, self.config.overlong)
+        check = FormatCheck(problems, reading, self.config.columns)
+        tokeniser = Tokeniser(self.tokenizer, self.config.loss_on if reading == "sft" else "completion")
+        limit = Limit(self.config.max_length, self.config.overlong, reading)
         examples = check.examples(source.rows(problems))
         while batch := list(islice(examples, BATCH)):
             self._refuse_split(check)
-            encoded = tokeniser.encode(batch, problems)
-            write([piece for row in encoded for piece in limit.apply(row, tally, problems)])
+            encoded = encode(tokeniser, batch, problems)
+            write([piece.record() for row in encoded for piece in limit.apply(row, tally, problems)])
         problems.raise_if_any()
         if not tally.items:
-            raise DataError(f"{source.key}={source.name}: no item is left; {limit.report(tally) or 'there is no row'}")
+            why = limit.report(tally) or (f"{check.alike} pairs with equal answers" if check.alike else "no row")
+            raise DataError(f"{source.key}={source.name}: no item is left; {why}")
         return _summary(check, tokeniser, limit, tally)
 
     def _refuse_split(self, check: FormatCheck) -> None:
-        if self.config.overlong == "split" and check.format is not None and check.format.kind != "text":
+        if self.config.overlong == "split" and check.format is not None and check.format.columns != ("text",):
             raise DataError(
                 f"data.overlong=split needs plain text, a column `text`; {check.first} has {check.format}\n"
                 "  choose error, skip, truncate_left or truncate_right"
             )
 
-    def _say(self, source: Source, summary: store.Summary) -> None:
+    def _say(self, source: Source, reading: Reading, summary: store.Summary) -> None:
         """Format, counts, and what was left out or could not be had."""
         where = f"{source.key}={source.name}"
         self._state("data.format", summary["format"], f"{where}: {summary['counts']}")
-        if summary["ignored"]:
-            self._state(
-                "data.columns",
-                f"not read: {', '.join(summary['ignored'])}",
-                f"{where}: {summary['format']} has no use for them",
-            )
+        self._say_columns(where, reading, summary)
+        if summary["alike"]:
+            left_out = f"{summary['alike']} left out"
+            self.decide("data.pairs", "all", left_out, f"{where}: pairs whose chosen and rejected are the same")
+        if summary["several_turns"]:
+            turns = f"in {summary['several_turns']} rows an answer has several turns; those of others count as well"
+            self._state("data.turns", "every token of an answer", f"{where}: {turns}")
         if summary["overlong"]:
             self._state("data.overlong", self.config.overlong, f"{where}: {summary['overlong']}")
         for note in summary["notes"]:
             self.decide("data.end_token", "learnt", "not learnt", f"{where}: {note}")
+
+    def _say_columns(self, where: str, reading: Reading, summary: store.Summary) -> None:
+        ignored = f"not read: {', '.join(summary['ignored'])}"
+        if summary["ignored"] and reading == "prompts":
+            self.decide("data.columns", "given to rewards", ignored, f"{where}: they hold values that JSON cannot")
+        elif summary["ignored"]:
+            self._state("data.columns", ignored, f"{where}: {summary['format']} has no use for them")
+        if summary["given"]:
+            unlearnt = "; the completion is not learnt" if "completion" in summary["given"] else ""
+            self._state("data.columns", f"for rewards: {', '.join(summary['given'])}", f"{where}{unlearnt}")
 
     def _say_damaged(self, what: str) -> None:
         self._state("data.cache", "made again", f"damaged: {what}")
@@ -124,8 +145,13 @@ class Preparation:
 def _summary(check: FormatCheck, tokeniser: Tokeniser, limit: Limit, tally: Tally) -> dict[str, Any]:
     return {
         "format": str(check.format),
+        "style": "chat" if check.format is not None and check.format.chat else "text",
         "counts": str(tally),
+        "renamed": sorted(check.renaming.seen),
         "ignored": sorted(check.ignored),
+        "given": sorted(check.given),
+        "alike": check.alike,
+        "several_turns": check.several_turns,
         "overlong": limit.report(tally),
         "notes": sorted(tokeniser.notes),
     }
@@ -133,27 +159,47 @@ def _summary(check: FormatCheck, tokeniser: Tokeniser, limit: Limit, tally: Tall
 
 def build_data(prepare: Preparation, sources: Sequence[Source], held_out: Source | None, seed: int) -> TokenisedData:
     """Tokenise (or read from the cache) all sources and put an order over them. Raises DataError, StorageError."""
-    config = prepare.config
-    keys = [prepare.key(source) for source in sources]
-    tables = [prepare.table(source, key) for source, key in zip(sources, keys, strict=True)]
-    sizes = [len(table) for table in tables]
-    evaluation = None
+    config, kind = prepare.config, prepare.kind
+    readings: list[tuple[Source, Reading]] = [(source, kind) for source in sources]
     if held_out is not None:
-        keys.append(prepare.key(held_out))
-        evaluation = HeldOut(prepare.table(held_out, keys[-1]), config.eval_items)
-        if len(evaluation) < len(evaluation.table):
-            used = f"the first {len(evaluation)} of {len(evaluation.table)} held-out items"
-            prepare.decide("data.eval_items", used, used, f"data.eval_items={config.eval_items}; null uses all")
+        readings.append((held_out, held_out_reading(kind)))
+    keys = [prepare.key(source, reading) for source, reading in readings]
+    built = [prepare.table(source, reading, key) for (source, reading), key in zip(readings, keys, strict=True)]
+    _refuse_unseen(config, [summary for _, summary in built])
+    tables = [table for table, _ in built]
+    training = tables[: len(sources)]
     return TokenisedData(
-        tables=tables,
-        order=_order(config, sizes, seed),
+        kind=kind,
+        tables=training,
+        rounds=_rounds(config, [len(table) for table in training], seed),
         fingerprint=keys[0] if len(keys) == 1 else digest(keys, config.weights),
+        style="chat" if "chat" in [summary["style"] for _, summary in built[: len(sources)]] else "text",
         tokenizer=prepare.tokenizer,
-        evaluation=evaluation,
+        evaluation=_held_out(prepare, tables[-1]) if held_out is not None else None,
     )
 
 
-def _order(config: SourceConfig, sizes: Sequence[int], seed: int) -> Order:
-    if config.weights is None or len(sizes) == 1:
-        return BySize(sizes, seed, config.shuffle)
-    return Mixture(sizes, config.weights, seed, config.shuffle)
+def _held_out(prepare: Preparation, table: store.Table) -> HeldOut:
+    """The held-out rows that are used; says so if these are not all."""
+    found = HeldOut(table, prepare.config.eval_items)
+    if len(found) < len(table):
+        used = f"the first {len(found)} of {len(table)} held-out items"
+        prepare.decide("data.eval_items", used, used, f"data.eval_items={found.most}; null uses all")
+    return found
+
+
+def _refuse_unseen(config: SourceConfig, summaries: Sequence[store.Summary]) -> None:
+    """Raise DataError for a renaming of a column that no row of any source has."""
+    seen = {name for summary in summaries for name in summary["renamed"]}
+    unseen = [name for name in config.columns or () if name not in seen]
+    if unseen:
+        raise DataError(f"data.columns: no row has a column {', '.join(unseen)}; check the name, or leave it out")
+
+
+def _rounds(config: SourceConfig, sizes: Sequence[int], seed: int) -> Rounds:
+    def order(seed: int, shuffle: bool) -> Order:
+        if config.weights is None or len(sizes) == 1:
+            return BySize(sizes, seed, shuffle)
+        return Mixture(sizes, config.weights, seed, shuffle)
+
+    return Rounds(order, seed, config.shuffle)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from runner.data.config import FileConfig
+from runner.data.examples import held_out_reading
 from runner.data.formats import FormatCheck
 from runner.data.readers import FileList, find_files, read_file
 from runner.data.rows import Problems, Row
+from runner.spec.base import ItemKind
 
 PREFLIGHT_ROWS = 10_000  # of each file: all of a small one, and a fraction of a second of a large one
 
@@ -37,22 +38,25 @@ class FileSource:
             yield from islice(read_file(file, problems), most)
 
 
-def find_sources(config: FileConfig) -> tuple[list[FileSource], FileSource | None]:
+def find_sources(paths: Sequence[str], eval_path: str | None) -> tuple[list[FileSource], FileSource | None]:
     """(training sources, held-out source). Raises DataError for a path where no data file is."""
-    training = [FileSource(path, find_files(path)) for path in config.sources()]
-    if config.eval_path is None:
+    training = [FileSource(path, find_files(path)) for path in paths]
+    if eval_path is None:
         return training, None
-    return training, FileSource(config.eval_path, find_files(config.eval_path, "data.eval_path"), "data.eval_path")
+    return training, FileSource(eval_path, find_files(eval_path, "data.eval_path"), "data.eval_path")
 
 
-def validate(config: FileConfig) -> None:
+def validate(
+    paths: Sequence[str], eval_path: str | None, kind: ItemKind, columns: Mapping[str, str] | None = None
+) -> None:
     """Check that the files exist and that their first 10,000 rows are sound; imports neither torch nor a tokenizer.
 
     Raises DataError with everything wrong with the first faulty source. `build` checks the remaining rows.
     """
-    training, held_out = find_sources(config)
-    for source in [*training, *([held_out] if held_out else [])]:
+    training, held_out = find_sources(paths, eval_path)
+    readings = [(source, kind) for source in training]
+    for source, reading in [*readings, *([(held_out, held_out_reading(kind))] if held_out else [])]:
         problems = Problems(source.key, source.name)
-        for _ in FormatCheck(problems).examples(source.rows(problems, PREFLIGHT_ROWS)):
+        for _ in FormatCheck(problems, reading, columns).examples(source.rows(problems, PREFLIGHT_ROWS)):
             pass
         problems.raise_if_any()

@@ -1,6 +1,7 @@
 """Tokenised rows as an Arrow table: memory-mapped from the cache on disk, or held in memory.
 
-    cache_dir/<key>/tokens.arrow    ids int32, learnt int8 (lists), answer span first, last int32
+    cache_dir/<key>/tokens.arrow    ROWS (sft): ids, learnt, the answer's span first, last
+                                    TREES (all else): prompt, answers, facts (JSON text)
     cache_dir/<key>/summary.json    what was found while tokenising, and the sha256 of tokens.arrow
 
 A folder is made aside and renamed, so that it is whole or not there; one that was damaged later is found by
@@ -21,14 +22,15 @@ from typing import IO, Any
 import datasets  # type: ignore[import-untyped]
 import pyarrow as pa
 
-from runner.data.tokenise import Encoded
 from runner.errors import StorageError
 
-SCHEMA = pa.schema(
-    [("ids", pa.list_(pa.int32())), ("learnt", pa.list_(pa.int8())), ("first", pa.int32()), ("last", pa.int32())]
-)
+FORMAT = 2  # raise it when the files are laid out or summed up in another way, so that no old cache is used
+IDS = pa.list_(pa.int32())
+ROWS = pa.schema([("ids", IDS), ("learnt", pa.list_(pa.int8())), ("first", pa.int32()), ("last", pa.int32())])
+TREES = pa.schema([("prompt", IDS), ("answers", pa.list_(IDS)), ("facts", pa.large_string())])
+Record = dict[str, Any]
 Summary = dict[str, Any]
-Write = Callable[[Sequence[Encoded]], None]
+Write = Callable[[Sequence[Record]], None]
 Fill = Callable[[Write], Summary]  # writes all rows and says what it found
 
 
@@ -41,21 +43,20 @@ class Table:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def rows(self, indices: Sequence[int]) -> list[tuple[list[int], list[int], tuple[int, int]]]:
-        """(ids, learnt, answer span) of each index, in that order."""
+    def rows(self, indices: Sequence[int]) -> list[Record]:
+        """The record of each index, in that order."""
         columns = self._rows[list(indices)]
-        spans = zip(columns["first"], columns["last"], strict=True)
-        return list(zip(columns["ids"], columns["learnt"], spans, strict=True))
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def in_memory(fill: Fill) -> tuple[Table, Summary]:
+def in_memory(schema: pa.Schema, fill: Fill) -> tuple[Table, Summary]:
     """The table that `fill` writes, nothing on disk."""
     sink = pa.BufferOutputStream()
-    summary = _write(sink, fill)
+    summary = _write(sink, schema, fill)
     return Table(datasets.Dataset.from_buffer(sink.getvalue())), summary
 
 
-def on_disk(folder: Path, fill: Fill, damaged: Callable[[str], None]) -> tuple[Table, Summary]:
+def on_disk(folder: Path, schema: pa.Schema, fill: Fill, damaged: Callable[[str], None]) -> tuple[Table, Summary]:
     """The table in `folder`, made by `fill` if it is not there or damaged; the latter is told to `damaged`.
 
     Raises StorageError where it cannot be written.
@@ -67,7 +68,7 @@ def on_disk(folder: Path, fill: Fill, damaged: Callable[[str], None]) -> tuple[T
             shutil.rmtree(folder)
     try:
         if not folder.exists():
-            _build(folder, fill)
+            _build(folder, schema, fill)
         summary: Summary = json.loads((folder / "summary.json").read_text())["summary"]
     except OSError as error:
         raise StorageError(
@@ -76,12 +77,12 @@ def on_disk(folder: Path, fill: Fill, damaged: Callable[[str], None]) -> tuple[T
     return Table(datasets.Dataset.from_file(str(folder / "tokens.arrow"))), summary
 
 
-def _build(folder: Path, fill: Fill) -> None:
+def _build(folder: Path, schema: pa.Schema, fill: Fill) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=".staging-", dir=folder.parent))
     try:
         with (aside / "tokens.arrow").open("wb") as file:
-            summary = _write(file, fill)
+            summary = _write(file, schema, fill)
             file.flush()
             os.fsync(file.fileno())
         record = {"sha256": sha256(aside / "tokens.arrow"), "summary": summary}
@@ -100,21 +101,9 @@ def _rename(aside: Path, folder: Path) -> None:
             raise
 
 
-def _write(sink: IO[bytes] | pa.NativeFile, fill: Fill) -> Summary:
-    with pa.ipc.new_stream(sink, SCHEMA) as writer:
-
-        def write(rows: Sequence[Encoded]) -> None:
-            columns = [
-                [r.ids for r in rows],
-                [r.learnt for r in rows],
-                [r.answer[0] for r in rows],
-                [r.answer[1] for r in rows],
-            ]
-            writer.write_batch(
-                pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], SCHEMA)
-            )
-
-        return fill(write)
+def _write(sink: IO[bytes] | pa.NativeFile, schema: pa.Schema, fill: Fill) -> Summary:
+    with pa.ipc.new_stream(sink, schema) as writer:
+        return fill(lambda records: writer.write_batch(pa.RecordBatch.from_pylist(list(records), schema)))
 
 
 def _fault(folder: Path) -> str:

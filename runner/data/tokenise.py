@@ -2,6 +2,7 @@
 
     Chat  ──chat.segments──▶ text, learnt?  ──┐
     Plain ─────────────────▶ text, learnt?  ──┴─ one batch call ──▶ Encoded
+    Ask   ──the very first segment of these ─── one batch call ──▶ ids
 
 What is learnt follows from the segment a token came from, never from its value: an end-of-sequence token is
 learnt although it may also be the padding token. The first token of a row is never learnt: nothing predicts it.
@@ -11,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from runner.data.chat import ChatTemplate, LossOn, NotPrefixStable, Segment
-from runner.data.formats import Chat, Example, Plain
+from runner.data.chat import ChatTemplate, Learnt, NotPrefixStable, Segment
+from runner.data.examples import Ask, Chat, Plain
 from runner.data.rows import Place, Problems
 from runner.errors import DataError
 
@@ -25,6 +26,10 @@ VERSION = 1  # raise it when the same rows give other tokens, so that no old cac
 UNSTABLE = (
     "the chat template writes an assistant turn in another way once the conversation goes on (some drop earlier "
     "thinking), and has no {% generation %} marks, so its turns cannot be told apart"
+)
+UNOPENED = (
+    "the chat template opens an answer (with its generation prompt) in another way than it writes one, "
+    "so prompt and answer cannot be told apart"
 )
 
 
@@ -37,13 +42,17 @@ class Encoded:
     learnt: list[int]  # 1 = learnt, 0 = context
     answer: tuple[int, int] = (0, 0)
 
+    def record(self) -> dict[str, Any]:
+        """What is stored of it."""
+        return {"ids": self.ids, "learnt": self.learnt, "first": self.answer[0], "last": self.answer[1]}
+
 
 class Tokeniser:
     """A tokenizer with the choices that turn examples into tokens; `notes` says what was noticed on the way."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn = "assistant") -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: Learnt = "assistant") -> None:
         self.tokenizer = tokenizer
-        self.loss_on: LossOn = loss_on
+        self.loss_on: Learnt = loss_on
         self.notes: set[str] = set()
         self._template: ChatTemplate | None = None
         self._bos, self._eos = special_ends(tokenizer)
@@ -53,26 +62,52 @@ class Tokeniser:
             *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special),
         }
 
-    def encode(self, examples: Sequence[Example], problems: Problems) -> list[Encoded]:
+    def encode(self, examples: Sequence[Plain | Chat], problems: Problems) -> list[Encoded]:
         """Tokens of each example in order; one that cannot be encoded goes to `problems`. Raises DataError."""
-        plans: list[tuple[Example, list[Segment] | Encoded]] = []
+        return [row for row in self.each(examples, problems) if row is not None]
+
+    def each(self, examples: Sequence[Plain | Chat], problems: Problems) -> list[Encoded | None]:
+        """As `encode`, with None for each example that cannot be encoded; several of one row are one problem."""
+        plans: list[list[Segment] | Encoded | None] = []
+        failed: set[Place] = set()
         for example in examples:
             try:
-                plans.append((example, self._plan(example)))
+                plans.append(self._plan(example))
             except NotPrefixStable:
-                problems.add(example.place, UNSTABLE, self._way_out())
-        parts = iter(self._tokens([s for _, plan in plans if isinstance(plan, list) for s in _flagged(plan)]))
-        return [p if isinstance(p, Encoded) else self._assemble(e, p, [next(parts) for _ in p]) for e, p in plans]
+                plans.append(None)
+                failed.add(example.place)
+        for place in sorted(failed, key=lambda p: p.number):
+            problems.add(place, UNOPENED if self.loss_on == "completion" else UNSTABLE, self._way_out())
+        parts = iter(self._tokens([s for plan in plans if isinstance(plan, list) for s in _flagged(plan)]))
+        return [
+            self._assemble(example, plan, [next(parts) for _ in plan]) if isinstance(plan, list) else plan
+            for example, plan in zip(examples, plans, strict=True)
+        ]
 
-    def _plan(self, example: Example) -> list[Segment] | Encoded:
+    def prompts(self, asks: Sequence[Ask]) -> list[list[int]]:
+        """What generation sees of each prompt; what `encode` puts before an answer to it. Raises DataError."""
+        plain = [isinstance(ask.prompt, str) for ask in asks]
+        parts = self._tokens([(self._asked(ask), False) for ask in asks])
+        return [[*self._start(part), *part] if p else part for p, part in zip(plain, parts, strict=True)]
+
+    def _asked(self, ask: Ask) -> str:
+        if isinstance(ask.prompt, str):
+            return ask.prompt
+        return self._chat_template().render(Chat(ask.place, ask.prompt, tools=ask.tools), ask.prompt, prompt=True)
+
+    def _plan(self, example: Plain | Chat) -> list[Segment] | Encoded:
         if isinstance(example, Plain):
             return self._plain(example)
+        template = self._chat_template()
+        try:
+            return template.segments(example, self.loss_on)
+        except NotPrefixStable:
+            return self._by_marks(template, example)
+
+    def _chat_template(self) -> ChatTemplate:
         if self._template is None:
             self._template = ChatTemplate(self.tokenizer)
-        try:
-            return self._template.segments(example, self.loss_on)
-        except NotPrefixStable:
-            return self._by_marks(self._template, example)
+        return self._template
 
     def _plain(self, example: Plain) -> list[Segment]:
         if example.prompt is None:
@@ -102,7 +137,7 @@ class Tokeniser:
     def _way_out(self) -> str:
         if self.loss_on == "assistant":
             return "set data.loss_on=last_assistant: the last turn alone is learnt"
-        return "use another chat template, or give `prompt` and `completion` as plain text"
+        return "use another chat template, or give the prompt and what answers it as plain text"
 
     def _tokens(self, texts: Sequence[tuple[str, bool]]) -> list[list[int]]:
         """Ids of each (text, whether it continues a row), each distinct text tokenised once, all in one call."""
@@ -116,10 +151,15 @@ class Tokeniser:
         ids = {key: row[cut:] if key[1] else row for key, row in zip(known, found, strict=True)}
         return [ids[key] for key in texts]
 
-    def _assemble(self, example: Example, segments: Sequence[Segment], parts: Sequence[list[int]]) -> Encoded:
+    def _start(self, part: Sequence[int]) -> list[int]:
+        """What the tokenizer puts before a plain text, unless it is written there."""
+        return [] if list(part[:1]) == self._bos[:1] else self._bos
+
+    def _assemble(self, example: Plain | Chat, segments: Sequence[Segment], parts: Sequence[list[int]]) -> Encoded:
         ids, learnt, answer = list[int](), list[int](), (0, 0)
-        if isinstance(example, Plain) and self._bos and parts[0][:1] != self._bos[:1]:
-            ids, learnt = list(self._bos), [int(segments[0].learnt)] * len(self._bos)
+        if isinstance(example, Plain):
+            ids = list(self._start(parts[0]))
+            learnt = [int(segments[0].learnt)] * len(ids)
         for segment, part in zip(segments, parts, strict=True):
             if segment.answer:
                 answer = (len(ids), len(ids) + len(part))

@@ -3,86 +3,125 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import yaml
 
-from runner.errors import Problem, SpecError
+from runner.errors import Problem, SpecError, StorageError
 from runner.folder import RunFolder, create, locked, point_latest, shown, write_atomic
+from runner.identity import RESUMABLE
 from runner.launch.session import Session
+from runner.launch.stages import with_first_weights
 from runner.spec.job import JobSpec
+from runner.spec.origin import COMMAND_LINE
 
-# What may change when a run goes on: how long, how it is watched and kept; nothing that the curve so far depends on.
-RESUMABLE = ("steps", "strict", "evaluation", "watch", "tracker", "checkpoint")
+log = logging.getLogger("runner")
 
 
 def start(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str]) -> int:
     """Run a new job. The run folder, spec.yaml and `latest` exist before torch is imported."""
     spec.device.preflight()
-    spec = spec.model_copy(update={"data": spec.data.absolute(), "model": spec.model.absolute()})
-    spec.data.preflight()
+    local = {name: getattr(spec, name).absolute() for name in ("data", "model", "reward")}
+    spec = spec.model_copy(update=local)
+    spec.data.preflight(spec.algorithm.items)
+    spec.reward.preflight()
+    spec = with_first_weights(spec)
     folder = create(spec.name)
     with locked(folder):
         write_spec(folder, spec)
-        provenance = {"typed": list(typed), "set_by": dict(origins)}
-        write_atomic(folder.overrides, yaml.safe_dump(provenance, sort_keys=False, allow_unicode=True))
+        _write_yaml(folder.overrides, {"typed": list(typed), "set_by": dict(origins)})
         point_latest(folder)
         return Session(spec, folder, attempt=1).run()
 
 
-def resume(folder: RunFolder, before: JobSpec, spec: JobSpec) -> int:
+def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[str] = ()) -> int:
     """Go on where the run stopped; `spec` is `before` with overrides. A finished run says so and is left alone."""
     refuse_other_job(before, spec)
-    if _finished(folder) and spec.steps <= before.steps:
-        more = f"to go on: run resume {shown(folder.root)} steps={before.steps * 2}"
-        print(f"{shown(folder.root)}: finished after {before.steps} steps; {more}")
+    if status(folder).get("state") == "done" and spec.steps <= before.steps:
+        more = f"run resume {shown(folder.root)} steps={before.steps * 2}"
+        refuse_idle(before, spec, more)
+        print(f"{shown(folder.root)}: finished after {before.steps} steps; to go on: {more}")
         return 0
     spec.device.preflight()
     with locked(folder):
-        attempt = _attempts(folder) + 1
+        attempt = next_attempt(folder)
+        _keep_evidence(folder, attempt, typed)
         if spec != before:
-            kept = folder.attempts / str(attempt)
-            kept.mkdir(parents=True, exist_ok=True)
-            write_atomic(kept / "spec.yaml", folder.spec.read_text(encoding="utf-8"))
             write_spec(folder, spec)
         return Session(spec, folder, attempt).run()
 
 
 def write_spec(folder: RunFolder, spec: JobSpec) -> None:
     """Write spec.yaml: every value filled in, fit for `run --spec`."""
-    head = f"# The resolved job spec. Run it again: run --spec {shown(folder.spec)}\n"
-    write_atomic(folder.spec, head + yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+    _write_yaml(
+        folder.spec,
+        spec.model_dump(mode="json"),
+        head=f"# The resolved job spec. Run it again: run --spec {shown(folder.spec)}\n",
+    )
 
 
 def refuse_other_job(before: JobSpec, spec: JobSpec) -> None:
     """Raise SpecError naming every override that would make this another run."""
     if spec.steps < before.steps:
-        raise SpecError(
-            [
-                Problem(
-                    "steps",
-                    f"{spec.steps} is below the run's {before.steps}; a run can only get longer",
-                    "command line",
-                )
-            ]
-        )
-    changed = [name for name in type(spec).model_fields if getattr(before, name) != getattr(spec, name)]
+        message = f"{spec.steps} is below the run's {before.steps}; a run can only get longer"
+        raise SpecError([Problem("steps", message, COMMAND_LINE)])
     problems = [
-        Problem(name, "was fixed when the run began; start a new run to change it", "command line")
-        for name in changed
+        Problem(name, "was fixed when the run began; start a new run to change it", COMMAND_LINE)
+        for name in _changed(before, spec)
         if name not in RESUMABLE
     ]
     if problems:
         raise SpecError(problems)
 
 
-def _status(folder: RunFolder) -> dict[str, object]:
-    return dict(json.loads(folder.status.read_text(encoding="utf-8"))) if folder.status.exists() else {}
+def refuse_idle(before: JobSpec, spec: JobSpec, more: str) -> None:
+    """Raise SpecError naming every override of a finished run that no step would see."""
+    problems = [
+        Problem(name, f"the run is finished, so this changes nothing; with more steps it does: {more}", COMMAND_LINE)
+        for name in _changed(before, spec)
+    ]
+    if problems:
+        raise SpecError(problems)
 
 
-def _finished(folder: RunFolder) -> bool:
-    return _status(folder).get("state") == "done"
+def status(folder: RunFolder) -> dict[str, object]:
+    """status.json; empty where there is none, or none that can be read: the checkpoints tell how far a run is."""
+    try:
+        return dict(json.loads(folder.status.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError) as error:
+        log.warning("%s cannot be read (%s); the checkpoints tell how far the run is", shown(folder.status), error)
+        return {}
 
 
-def _attempts(folder: RunFolder) -> int:
-    return int(str(_status(folder).get("attempt", 1)))
+def next_attempt(folder: RunFolder) -> int:
+    """One more than the last attempt that left a trace: status.json may be lost."""
+    last = status(folder).get("attempt")
+    kept = [int(path.name) for path in folder.attempts.glob("*") if path.name.isdecimal()]
+    return max([1, *kept, *([last] if isinstance(last, int) else [])]) + 1
+
+
+def _changed(before: JobSpec, spec: JobSpec) -> list[str]:
+    return [name for name in type(spec).model_fields if getattr(before, name) != getattr(spec, name)]
+
+
+def _keep_evidence(folder: RunFolder, attempt: int, typed: Sequence[str]) -> None:
+    """Move to attempts/N/ what this attempt will write anew, with its spec before and the words that began it."""
+    kept = folder.attempts / str(attempt)
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+        for path in (folder.manifest, folder.stacks):
+            if path.exists() and path.stat().st_size:
+                os.replace(path, kept / path.name)
+        write_atomic(kept / folder.spec.name, folder.spec.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StorageError(f"cannot write {kept}: {error.strerror}") from error
+    _write_yaml(kept / folder.overrides.name, {"typed": list(typed)})
+
+
+def _write_yaml(path: Path, value: object, head: str = "") -> None:
+    write_atomic(path, head + yaml.safe_dump(value, sort_keys=False, allow_unicode=True))

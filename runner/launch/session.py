@@ -1,6 +1,7 @@
 """One attempt at a run, from its status to what its end says.
 
 status: running ─▶ checkpoint ─▶ trackers ─▶ build ─▶ loop ─▶ export ─▶ status: done
+                   └─ a signal ends it at once ─┘
                        └────── any error ──────▶ status: failed, with the exit code
 """
 
@@ -17,13 +18,14 @@ from runner import manifest
 from runner.decisions import Decisions
 from runner.errors import Interrupted, OutOfMemory, RunnerError
 from runner.folder import RunFolder, shown, write_json
-from runner.launch.card import write_card
+from runner.identity import refuse_changed_spec
+from runner.launch.export import write_export
 from runner.launch.screen import on_screen
 from runner.registry import default_registry
 from runner.signals import StopSignal
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
-from runner.tracker.jsonl import JsonlTracker, cut_back
+from runner.tracker.jsonl import JsonlTracker, cut_back, holes
 
 if TYPE_CHECKING:
     from runner.build import Built
@@ -42,7 +44,8 @@ class Session:
     folder: RunFolder
     attempt: int
     stop: StopSignal = field(default_factory=StopSignal)
-    values: dict[str, float] = field(default_factory=dict)  # the newest step's numbers, for the model card
+    values: Mapping[str, float] = field(default_factory=dict)  # the newest step's numbers, for the model card
+    made_of: dict[str, Any] = field(default_factory=dict)  # the manifest, but for what was decided
 
     def run(self) -> int:
         """Run to the end; returns 0. Raises RunnerError for everything that is worded for the user."""
@@ -73,26 +76,38 @@ class Session:
 
     def _run(self, console: Console) -> None:
         console.message(f"folder   {shown(self.folder.root)}")
-        from runner import build  # torch is imported here: folder, spec and status exist by now
-
         decide = Decisions(self.spec.strict)
-        store = build.build_store(self.spec, self.folder)
-        loaded = self._load(store, console)
-        first = 0 if loaded is None else loaded.step
-        trackers: list[Tracker] = [JsonlTracker(self.folder), self._tracker(first, console)]
-        outlets = self._outlets(build.Outlets, trackers, console)
+        trackers: list[Tracker] = []
         ending = "failed"
         try:
+            with self.stop.at_once(), _memory_errors(self.spec):
+                built, first = self._build(decide, trackers, console)
+                self._write_manifest(decide)
             with _memory_errors(self.spec):
-                built = build.build(self.spec, self.folder, store, decide, self.stop, outlets)
-                if loaded is not None:
-                    built.restore(loaded.state)
-                self._write_manifest(built, decide)
                 seconds = self._loop(built, first, console)
             ending = "done"
         finally:
             tracker_lines = [line for tracker in trackers for line in tracker.finish(ending)]
+            if self.made_of:  # again: what a tracker had to decide comes out while the run goes on
+                self._write_manifest(decide)
         console.stop([*self._ending(built, seconds), *tracker_lines])
+
+    def _build(self, decide: Decisions, trackers: list[Tracker], console: Console) -> tuple[Built, int]:
+        """The job, at the state of the newest checkpoint, and the step it goes on at; fills `trackers` on the way."""
+        from runner import build  # torch is imported here: folder, spec and status exist by now
+
+        store = build.build_store(self.spec, self.folder)
+        loaded = self._load(store, console)
+        first = 0 if loaded is None else loaded.step
+        trackers.append(JsonlTracker(self.folder))
+        trackers.append(self._tracker(first, decide, console))
+        outlets = self._outlets(build.Outlets, trackers, console)
+        built = build.build(self.spec, self.folder, store, decide, self.stop, outlets)
+        if loaded is not None:
+            built.restore(loaded.state)
+            self.values = loaded.metrics
+        self.made_of = manifest.collect(self.spec.model_dump(mode="json"), built.job.device.describe())
+        return built, first
 
     def _load(self, store: CheckpointStore, console: Console) -> Loaded | None:
         """The newest whole checkpoint, if this is a resume; what was written after it is cut away and kept."""
@@ -100,14 +115,18 @@ class Session:
             return None
         loaded = store.load()
         step = 0 if loaded is None else loaded.step
+        if loaded is not None:
+            refuse_changed_spec(self.spec, loaded.state["identity"])
         cut_back(self.folder, step, self.attempt)
+        if damage := holes(self.folder, step):
+            console.message(f"{shown(self.folder.metrics)} is damaged: {damage}", "warning")
         if loaded is None:
             console.message("resume   no checkpoint was written yet: starting at step 0")
         else:
             console.message(f"resume   after step {step} of {self.spec.steps}")
         return loaded
 
-    def _tracker(self, first: int, console: Console) -> Tracker:
+    def _tracker(self, first: int, decide: Decisions, console: Console) -> Tracker:
         tracker: Tracker = default_registry().factory(self.spec.tracker)(
             self.spec.tracker,
             folder=self.folder,
@@ -116,13 +135,17 @@ class Session:
             name=self.folder.root.name,
             first_step=first,
             console=console,
+            decide=decide,
         )
         return tracker
 
     def _outlets(self, outlets: Any, trackers: Sequence[Tracker], console: Console) -> Any:
-        def samples(step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        def rollouts(step: int, rows: Sequence[Mapping[str, Any]]) -> None:
             for tracker in trackers:
                 tracker.samples(step, rows)
+
+        def samples(step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+            rollouts(step, rows)
             for row in rows[:1]:
                 console.sample(row)
 
@@ -130,12 +153,10 @@ class Session:
             self.values = dict(values)
 
         sinks = (*(tracker.log for tracker in trackers), console.step, remember)
-        return outlets(step=sinks, samples=samples, say=console.message)
+        return outlets(step=sinks, samples=samples, rollouts=rollouts, say=console.message)
 
-    def _write_manifest(self, built: Built, decide: Decisions) -> None:
-        device = built.job.device.describe()
-        spec = self.spec.model_dump(mode="json")
-        write_json(self.folder.manifest, manifest.collect(spec, decide.records(), device))
+    def _write_manifest(self, decide: Decisions) -> None:
+        write_json(self.folder.manifest, self.made_of | manifest.redacted(decide.records()))
 
     def _loop(self, built: Built, first: int, console: Console) -> float:
         from runner.loop import run
@@ -149,8 +170,7 @@ class Session:
     def _ending(self, built: Built, seconds: float) -> list[str]:
         lines = [f"done     {self.spec.steps} steps in {seconds:.0f} s"]
         if self.spec.checkpoint.export:
-            built.model.save(self.folder.export)
-            write_card(self.folder.export, self.spec, self.spec.steps, self.values)
+            write_export(built.model, self.folder.export, self.spec, self.spec.steps, self.values)
             lines.append(f"model    {shown(self.folder.export)}")
         lines.append(f"try it   run infer latest {self.spec.data.example()}")
         lines.append(f"go on    run resume latest steps={self.spec.steps * 2}")

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 from runner import build
 from runner.checkpoint.reader import Loaded
+from runner.data.tokenise import special_ends
 from runner.decisions import Decisions
 from runner.errors import CheckpointError, EnvironmentProblem
-from runner.folder import RunFolder, shown
-from runner.launch.card import write_card
+from runner.folder import RunFolder, locked, shown
+from runner.identity import PromptStyle, refuse_changed_spec
+from runner.launch.export import write_export
 from runner.learner import load_parameters
 from runner.spec.job import JobSpec
 
-log = logging.getLogger("runner")
+SETTABLE = ("device", "model.trust_remote_code")  # what a use may set of a run's spec
 
 
 def load_model(folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best"] | None) -> tuple[Any, Loaded]:
     """A run's model at a checkpoint (a step, "best", or the newest), in evaluation mode, and that checkpoint.
 
-    Raises CheckpointError if there is none.
+    Raises CheckpointError if there is none, SpecError if spec.yaml is not the one it was written under.
     """
     decide = Decisions(spec.strict)
     store = build.build_store(spec, folder)
@@ -36,31 +38,57 @@ def load_model(folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best
         raise CheckpointError(
             f"{shown(folder.root)}: no checkpoint was written yet; go on with: run resume {shown(folder.root)}"
         )
+    refuse_changed_spec(spec, loaded.state["identity"], free=SETTABLE)
     device = build.build_device(spec, decide)
-    model = build.build_model(spec, build.build_tokenizer(spec), device, decide)
-    load_parameters(model.trainable(), loaded.state["policy"]["tensors"])
+    role, head = next(iter(spec.algorithm.learners().items()))
+    model = build.build_model(spec, build.build_tokenizer(spec), device, decide, head)
+    load_parameters(model.trainable(), loaded.state[role]["tensors"])
     model.eval()
     return model, loaded
 
 
 def answer(
-    model: Any, prompt: str, *, max_new_tokens: int, temperature: float, top_p: float, seed: int
+    model: Any,
+    prompt: str,
+    style: PromptStyle,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
 ) -> Iterator[str]:
-    """Pieces of the answer to a user's message, as they come."""
-    ids = model.tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=True, return_dict=True
-    )["input_ids"]
+    """Pieces of the answer to a prompt, as they come. Raises EnvironmentProblem for a prompt without a token."""
+    if not hasattr(model, "stream"):
+        raise EnvironmentProblem("this run made a model that scores answers; it writes none")
+    ids = prompt_ids(model.tokenizer, prompt, style)
+    if not ids:
+        raise EnvironmentProblem("the prompt is empty; type a text to go on from")
     yield from model.stream(ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
 
 
+def prompt_ids(tokenizer: Any, prompt: str, style: PromptStyle) -> list[int]:
+    """A prompt in the tokens that training showed: a user's message, or plain text after what begins every text."""
+    if style == "chat":
+        messages = [{"role": "user", "content": prompt}]
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+        return list(encoded["input_ids"])
+    begin, _ = special_ends(tokenizer)
+    ids = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    return ids if ids[:1] == begin[:1] else [*begin, *ids]
+
+
 def export(folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best"] | None, out: Path | None) -> Path:
-    """Write a Hugging Face folder or a PEFT adapter from a checkpoint; returns where."""
-    target = out or folder.export
-    if out is not None and out.exists() and any(out.iterdir()):
-        raise EnvironmentProblem(f"{out} exists and is not empty; choose another --out")
-    model, loaded = load_model(folder, spec, checkpoint)
-    model.save(target)
-    write_card(target, spec, loaded.step, loaded.metrics)
+    """Write a Hugging Face folder or a PEFT adapter from a checkpoint; returns where.
+
+    Without `out` that is in the run's folder, which must not be running: export/ for the newest checkpoint,
+    export-step-N/ for one that was named.
+    """
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise EnvironmentProblem(f"{out} exists and is not an empty folder; choose another --out")
+    with locked(folder) if out is None else nullcontext():
+        model, loaded = load_model(folder, spec, checkpoint)
+        target = out or (folder.export if checkpoint is None else folder.export_of(loaded.step))
+        write_export(model, target, spec, loaded.step, loaded.metrics)
     return target
 
 

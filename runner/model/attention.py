@@ -12,6 +12,7 @@ and nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from runner.batch import Batch
-from runner.tree import Paths, paths
+from runner.tree import Paths, paths, rows_alone
 
 NAME = "ragged"
 # Keywords that models hand to an attention function and that do not change what is computed.
@@ -53,13 +54,15 @@ class Rows:
 
 
 def rows_of(batch: Batch) -> Rows:
-    """The plan for one batch: row by row on the CPU, in buckets elsewhere and where rows share prompts."""
-    lengths, device = batch.rows["lengths"], batch.rows["lengths"].device
-    tree = paths(batch)
-    if tree is None and device.type == "cpu":
-        return Rows(tuple(lengths.tolist()))
-    every = torch.arange(batch.num_tokens)
-    return bucketed(tree or Paths(tuple(lengths.tolist()), every, every), device)
+    """The plan for one batch: row by row on the CPU, in buckets elsewhere and where rows share prompts.
+
+    It is made on the CPU; of a batch on a device nothing is read back.
+    """
+    device = batch.tokens["ids"].device
+    shared = paths(batch)
+    if shared is None and device.type == "cpu":
+        return Rows(tuple(batch.rows["lengths"].tolist()))
+    return bucketed(shared or rows_alone(batch), device)
 
 
 def bucketed(paths: Paths, device: torch.device) -> Rows:
@@ -72,19 +75,29 @@ def bucketed(paths: Paths, device: torch.device) -> Rows:
             groups[-1].append(row)
         else:
             groups.append([row])
-    sizes = torch.tensor(lengths)
+    return grouped(paths, groups, device)
+
+
+def grouped(paths: Paths, groups: Sequence[Sequence[int]], device: torch.device) -> Rows:
+    """A bucket for each group of paths, padded to its longest."""
+    sizes = torch.tensor(paths.lengths)
     starts = torch.cumsum(sizes, 0) - sizes
-    slots = torch.empty(sum(lengths), dtype=torch.int64)  # of each place of the paths
+    slots = torch.empty(sum(paths.lengths), dtype=torch.int64)  # of each place of the paths
     buckets, offset = [], 0
     for group in groups:
-        width = lengths[group[0]]
-        column = torch.arange(width)
-        source = starts[group][:, None] + torch.minimum(column, sizes[group][:, None] - 1)
-        real = column < sizes[group][:, None]
-        slots[source[real]] = offset + torch.arange(source.numel()).view_as(source)[real]
-        buckets.append(Bucket(paths.index[source.flatten()].to(device), len(group), width))
+        chosen = torch.tensor(group)
+        last = sizes[chosen, None] - 1
+        column = torch.arange(int(last.max()) + 1)
+        source = starts[chosen, None] + torch.minimum(column, last)
+        real = column <= last
+        slots[source[real]] = offset + real.flatten().nonzero()[:, 0]
+        buckets.append(Bucket(_moved(paths.index[source.flatten()], device), len(group), len(column)))
         offset += source.numel()
-    return Rows(lengths, tuple(buckets), slots[paths.inverse].to(device))
+    return Rows(paths.lengths, tuple(buckets), _moved(slots[paths.inverse], device))
+
+
+def _moved(index: Tensor, device: torch.device) -> Tensor:
+    return index.to(device, non_blocking=True)
 
 
 def _causal(

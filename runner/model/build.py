@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from pathlib import Path
+from typing import Literal, TypeVar
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
+from runner.errors import EnvironmentProblem
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Head = Literal["lm", "scalar"]  # logits over the vocabulary, or one number
+HEADS = frozenset({"lm_head.weight", "score.weight"})  # what a model with the other head has instead
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -28,3 +34,27 @@ def placed(module: M, dtype: torch.dtype, device: torch.device) -> M:
         parameter.data = parameter.data.to(dtype)
     module.config.dtype = dtype
     return module.to(device)
+
+
+def load_folder(module: nn.Module, folder: str) -> None:
+    """Fill `module` with a folder's safetensors; a head of another kind is passed over on both sides. An adapter
+    that is saved later names the folder as its base.
+
+    Raises EnvironmentProblem unless all other names and shapes agree.
+    """
+    files = sorted(Path(folder).glob("*.safetensors"))
+    wanted = dict(module.state_dict(keep_vars=True))
+    found: set[str] = set()
+    with torch.no_grad():
+        for file in files:
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  # safe_open is no mapping
+                    tensor = tensors.get_tensor(name)
+                    if name in wanted and wanted[name].shape == tensor.shape:
+                        wanted[name].copy_(tensor)
+                        found.add(name)
+                    elif name not in HEADS:
+                        raise EnvironmentProblem(f"init_from={folder}: {name} has no place in this model ({file.name})")
+    module.config._name_or_path = folder  # type: ignore[union-attr]
+    if missing := sorted(wanted.keys() - found - HEADS):
+        raise EnvironmentProblem(f"init_from={folder} lacks {len(missing)} of the model's weights, e.g. {missing[0]}")

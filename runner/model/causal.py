@@ -8,7 +8,7 @@ Legend: N rows, T tokens, S predicted tokens, H hidden size (see `runner.batch`)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from runner.batch import Batch
 from runner.errors import Problem, SpecError
-from runner.model import generation, head, layout
+from runner.model import decoding, generation, head
 from runner.model.config import ModelConfig
+from runner.model.folded import folded
 from runner.model.probe import head_objection
-from runner.model.ragged import RaggedModel, scatter
+from runner.model.ragged import RaggedModel, predicted, scatter
 from runner.protocols import Decide
 
 
@@ -29,9 +30,9 @@ class CausalLM(RaggedModel):
 
     made = frozenset({"logprobs", "entropy"})
 
-    def __init__(self, module: nn.Module, tokenizer: Any, config: ModelConfig, *, seed: int, decide: Decide) -> None:
+    def __init__(self, module: nn.Module, tokenizer: Any, config: ModelConfig, *, decide: Decide, **more: Any) -> None:
         """See `RaggedModel`."""
-        super().__init__(module, tokenizer, config, seed=seed, decide=decide)
+        super().__init__(module, tokenizer, config, decide=decide, **more)
         self.causal: Any = self.inner
         self._choose_head(decide)
 
@@ -41,11 +42,6 @@ class CausalLM(RaggedModel):
         self.chunked = objection is None
         if objection:
             decide("lm_head", "chunked", "full logits", objection)
-
-    def wrapped(self, module: nn.Module, *, decide: Decide) -> CausalLM:
-        """The same model inside `module` (a peft model around it), looked at afresh; use it instead of this one."""
-        self.causal.set_attn_implementation(self.own_attention)
-        return CausalLM(module, self.tokenizer, self.config, seed=self.seed, decide=decide)
 
     def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
         """The outputs named in `needs`, differentiable where gradients are enabled.
@@ -57,7 +53,7 @@ class CausalLM(RaggedModel):
         self._refuse_unknown(needs)
         if not needs:
             return {}
-        places = (batch.tokens["parent"] >= 0).nonzero()[:, 0]
+        places = predicted(batch)
         with self._pass():
             values = dict(zip(("logprobs", "entropy"), self._score(batch, places), strict=True))
         return {name: scatter(values[name], places, batch.num_tokens) for name in needs}
@@ -65,11 +61,12 @@ class CausalLM(RaggedModel):
     def linear(self, batch: Batch, coefficients: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Σ coefficients · logprobs, and the detached outputs; the head runs only where a coefficient is not 0.
 
-        coefficients: float [T], constant, 0 at roots. The total can be differentiated once. Outputs: logprobs,
-        float32 [T], 0 where the coefficient is.
+        coefficients: float [T], constant, 0 at roots; best on the CPU, so that counting those that are not 0 waits for
+        no device. The total can be differentiated once. Outputs: logprobs, float32 [T], 0 where the coefficient is.
         """
+        device = batch.tokens["ids"].device
         places = coefficients.nonzero()[:, 0]
-        chosen = coefficients[places]
+        chosen, places = (t.to(device, non_blocking=True) for t in (coefficients[places], places))
         with self._pass():
             if self.chunked:
                 parts = self._head_inputs(batch, places)
@@ -100,6 +97,13 @@ class CausalLM(RaggedModel):
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
         return generation.whole_characters(ids, decode)
 
+    def writer(self, *, decide: Decide) -> generation.Writer:
+        """What writes many answers at once, as a sampler does. Raises SpecError if no way of doing so fits this model;
+        `decide` hears of it if it is not the fast one."""
+        with self._writing():
+            way = decoding.way_of(self.causal, decide)
+        return generation.Writer(self.causal, generation.end_ids(self.causal, self.tokenizer), way, self._writing_much)
+
     @contextmanager
     def _own_attention(self) -> Iterator[None]:
         """The model's own attention for a while, as text is written and not scored."""
@@ -117,6 +121,17 @@ class CausalLM(RaggedModel):
         with self._own_attention(), torch.no_grad(), self._pass():
             yield
 
+    @contextmanager
+    def _writing_much(self) -> Iterator[None]:
+        """The same, with adapters folded in where products are as exact as the weights."""
+        training = self.module.training
+        fold = folded(self.module) if self._compute is None else nullcontext()
+        try:
+            with fold, self._writing():
+                yield
+        finally:
+            self._set_mode(training)
+
     def _step(self, ids: Tensor, cache: Any) -> Any:
         with self._writing():
             return self.causal(input_ids=ids, past_key_values=cache, use_cache=True)
@@ -126,7 +141,7 @@ class CausalLM(RaggedModel):
             logits: Tensor = self.causal(use_cache=False, **keywords).logits
             return logits
 
-        return layout.run(self.layout, forward, batch)
+        return self._run(forward, batch)
 
     def _head_inputs(self, batch: Batch, places: Tensor) -> tuple[nn.Module, Tensor, Tensor]:
         """The head, the hidden states [S, H] that predict the tokens at `places` [S], and those tokens' ids [S]."""

@@ -1,6 +1,6 @@
 """What a user can set of a model."""
 
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -13,7 +13,8 @@ class ModelConfig(ComponentConfig):
     group: ClassVar[str] = "model"
     tokenizer_factory: ClassVar[str]  # "module:attribute" of config -> tokenizer, needed before the weights are
     dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Data type of the stored weights (the trained ones under full fine-tuning)."
+        default="float32",
+        description="Data type of the stored weights; bfloat16 only beside an adapter, which learns in float32.",
     )
     autocast: Literal["none", "bfloat16"] = Field(
         default="none", description="Data type that matrix products are computed in; none = that of the weights."
@@ -47,11 +48,14 @@ class TinyConfig(ModelConfig):
     kv_heads: int = Field(
         default=4, ge=1, description="Key-value heads; fewer than heads means grouped-query attention."
     )
-    vocab_size: int = Field(default=512, ge=272, description="Rows of the embedding; at least the tokenizer's 272.")
+    vocab_size: int = Field(default=512, ge=259, description="Rows of the embedding; at least the tokenizer's 259.")
     max_positions: int = Field(default=2048, ge=16, description="Longest sequence in tokens.")
 
-    def problems(self, job: object) -> list[tuple[str, str]]:
+    def problems(self, job: Any) -> list[tuple[str, str]]:
         found = []
+        if job.data.max_length > self.max_positions:
+            text = f"{job.data.max_length} is above model.max_positions={self.max_positions}"
+            found.append(("data.max_length", f"{text}; lower the one or raise the other"))
         if self.hidden_size % self.heads:
             found.append(("model.heads", f"{self.heads} heads do not divide model.hidden_size={self.hidden_size}"))
         elif (self.hidden_size // self.heads) % 2:

@@ -1,5 +1,6 @@
-"""Writing text: greedy answers to many prompts at once, and a stream of text for one.
+"""Writing text: answers to many prompts at once, greedy ones, and a stream of text for one.
 
+    prompts ──join──▶ live rows ◀──step── logits ──choose──▶ ids; a row that ends makes room for the next prompt
     prompts ──left-pad──▶ generate ──cut at end of sequence──▶ ids
     prompt  ──token by token with a cache──▶ ids ──whole characters only──▶ text
 
@@ -8,14 +9,70 @@ Functions here expect a transformers causal LM in evaluation mode with its own a
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from runner.model.decoding import Decoder, Prompt, Way
+
 REPLACEMENT = "\ufffd"  # what a decoder shows for the bytes of an unfinished character
+
+
+# Logits [n, V] after the rows of the prompts with these indices → the next id of each, None where the answer has ended.
+Choose = Callable[[Tensor, Sequence[int]], Sequence[int | None]]
+
+
+class Writer:
+    """Writes many answers at once: a row that ends leaves its place to the next prompt.
+
+    ends: every id that ends an answer; positions: most tokens of prompt and answer, None = no limit
+    """
+
+    def __init__(
+        self, causal: Any, ends: frozenset[int], way: Way, writing: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        """writing: the context in which the model writes, see `CausalLM`."""
+        config = causal.config.get_text_config()
+        self.ends = ends
+        self.vocabulary: int = config.vocab_size
+        self.positions: int | None = getattr(config, "max_position_embeddings", None)
+        self._causal, self._way, self._writing = causal, way, writing
+
+    def write(self, prompts: Sequence[Sequence[int]], choose: Choose, rows: int) -> None:
+        """Ask `choose` for ids until it has ended every answer, with at most `rows` answers in work.
+
+        Equal prompts are computed once. The order in which prompts come to `choose` is not theirs. Raises ValueError
+        for an empty prompt.
+        """
+        if any(len(prompt) == 0 for prompt in prompts):
+            raise ValueError("a prompt needs at least one token")
+        asked = [tuple(prompt) for prompt in prompts]
+        # longest first: little padding, and equal prompts follow one another
+        order = sorted(range(len(asked)), key=lambda i: (-len(asked[i]), asked[i]))
+        with self._writing():
+            decoder = self._way(self._causal, [asked[i] for i in order], min(rows, len(order)))
+            _write(decoder, asked, deque(order), choose, rows)
+
+
+def _write(decoder: Decoder, prompts: Sequence[Prompt], waiting: deque[int], choose: Choose, rows: int) -> None:
+    live: list[int] = []
+    tokens: list[int] = []
+    while waiting or live:
+        if waiting and len(live) < rows and (decoder.open or not live):
+            new = [waiting.popleft() for _ in range(min(rows - len(live), len(waiting)))]
+            chosen = [*tokens, *choose(decoder.join([prompts[i] for i in new]), new)]
+            live = [*live, *new]
+        else:
+            chosen = [*choose(decoder.step(tokens), live)]
+        gone = [row for row, token in enumerate(chosen) if token is None]
+        left = decoder.drop(gone) if gone else range(len(live))
+        live = [live[row] for row in left]
+        tokens = [token for row in left if (token := chosen[row]) is not None]
 
 
 def end_ids(causal: Any, tokenizer: Any) -> frozenset[int]:

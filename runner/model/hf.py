@@ -10,14 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils.hub import cached_file, extract_commit_hash
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from runner.errors import EnvironmentProblem, SecurityRefusal
-from runner.model.build import DTYPES, drawn, placed
+from runner.model.build import DTYPES, HEADS, Head, drawn, placed
 from runner.model.causal import CausalLM
 from runner.model.config import HfConfig
+from runner.model.positions import check_rows, longest_row
 from runner.model.quiet import no_progress_bar
+from runner.model.ragged import RaggedModel
+from runner.model.scalar import ScalarModel
+from runner.model.source import Source
 from runner.protocols import Decide
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -33,44 +38,85 @@ def tokenizer(config: HfConfig) -> Any:
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
 
 
-def build(config: HfConfig, *, tokenizer: Any, device: torch.device, seed: int, decide: Decide) -> CausalLM:
-    """The model with its own weights, or, with from_scratch, with weights drawn from `seed`.
+def build(
+    config: HfConfig,
+    *,
+    tokenizer: Any,
+    device: torch.device,
+    seed: int,
+    decide: Decide,
+    head: Head = "lm",
+    init_from: str | None = None,
+    longest: int = 0,
+) -> RaggedModel:
+    """The model with its own weights, those of the folder `init_from`, or, with from_scratch, drawn from `seed`.
 
-    Raises EnvironmentProblem if it cannot be had or does not fit the tokenizer, SecurityRefusal if its weights are
-    pickles or it is code.
+    head="scalar" makes a sequence classifier with one label; a head that the weights lack is drawn from `seed`.
+    Raises SpecError if rows of `longest` tokens are too long for it, EnvironmentProblem if it cannot be had or does not
+    fit the tokenizer, SecurityRefusal if its weights are pickles or it is code.
     """
-    path = _checked(config.path, "model.path")
+    key = "model.path" if init_from is None else "init_from"
+    path = _checked(init_from or config.path, key)
+    auto, scratch = _AUTO[head], config.from_scratch and init_from is None
     with _worded(path):
-        architecture = _architecture(path, config)
-        if config.from_scratch:
-            module = drawn(lambda: _from_scratch(config, architecture), seed)
+        source = _source(path, key, config.revision, f"from seed {seed}" if scratch else None)
+        config = config.model_copy(
+            update={"revision": source.commit or config.revision}
+        )  # one commit for config and weights
+        architecture = _architecture(path, config, head)
+        check_rows(longest, longest_row(architecture))
+        if scratch:
+            module = drawn(lambda: _from_scratch(auto, config, architecture), seed)
         else:
-            module = _pretrained(path, config, architecture, decide)
+            module = drawn(lambda: _pretrained(auto, path, config, architecture, decide), seed)
     _check_vocabulary(module, tokenizer)
-    _mend_generation_config(path, module.generation_config, decide)
-    return CausalLM(placed(module, DTYPES[config.dtype], device), tokenizer, config, seed=seed, decide=decide)
+    if head == "lm":
+        _mend_generation_config(path, module.generation_config, decide)
+    made: type[RaggedModel] = CausalLM if head == "lm" else ScalarModel
+    module = placed(module, DTYPES[config.dtype], device)
+    return made(module, tokenizer, config, seed=seed, decide=decide, source=source)
 
 
-def _architecture(path: str, config: HfConfig) -> Any:
+def _source(path: str, key: str, revision: str | None, drawn: str | None) -> Source:
+    """The folder, or the hub's commit that `revision` means now. Raises EnvironmentProblem if it is an adapter."""
+    if find_adapter_config_file(path, revision=revision) is not None:
+        raise _adapter(path, key)
+    if Path(path).exists():
+        return Source(folder=Path(path), drawn=drawn)
+    return Source(commit=extract_commit_hash(cached_file(path, "config.json", revision=revision), None), drawn=drawn)
+
+
+def _adapter(path: str, key: str) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        f"{key}={path} holds a PEFT adapter (adapter_config.json), which would be loaded, trained and saved unasked\n"
+        "  give the folder of its base model, or merge the two first, in Python: "
+        "AutoPeftModelForCausalLM.from_pretrained(…).merge_and_unload().save_pretrained(…)"
+    )
+
+
+_AUTO: dict[Head, Any] = {"lm": AutoModelForCausalLM, "scalar": AutoModelForSequenceClassification}
+
+
+def _architecture(path: str, config: HfConfig, head: Head) -> Any:
     """The model's config, without what in it could fetch code or pickles: attention kernels, odd weight files."""
     found = AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
     found._attn_implementation = None  # transformers then takes the best of its own
+    if head == "scalar":
+        found.num_labels = 1
     weights = getattr(found, "transformers_weights", None)
     if weights and not str(weights).endswith(SAFE_ENDINGS):
         raise SecurityRefusal(f"model.path={path}: its config names {weights} as weights; only safetensors are loaded")
     return found
 
 
-def _from_scratch(config: HfConfig, architecture: Any) -> nn.Module:
-    return AutoModelForCausalLM.from_config(
-        architecture, dtype=torch.float32, trust_remote_code=config.trust_remote_code
-    )
+def _from_scratch(auto: Any, config: HfConfig, architecture: Any) -> Any:
+    return auto.from_config(architecture, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
 
 
-def _pretrained(path: str, config: HfConfig, architecture: Any, decide: Decide) -> nn.Module:
+def _pretrained(auto: Any, path: str, config: HfConfig, architecture: Any, decide: Decide) -> Any:
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # or transformers asks a service of the hub to convert pickles
     with no_progress_bar():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto.from_pretrained(
             path,
             config=architecture,
             revision=config.revision,
@@ -80,13 +126,15 @@ def _pretrained(path: str, config: HfConfig, architecture: Any, decide: Decide) 
             output_loading_info=True,
         )
     module, info = loaded
-    absent = sorted(info["missing_keys"]) + [str(key) for key in info.get("mismatched_keys", ())]
+    absent = sorted(set(info["missing_keys"]) - {"score.weight"}) + [
+        str(key) for key in info.get("mismatched_keys", ())
+    ]
     if absent:
         raise EnvironmentProblem(
             f"model.path={path} lacks {len(absent)} of the model's weights, e.g. {absent[0]}; is it a causal LM?\n"
             "  for random weights set model.from_scratch=true"
         )
-    unused = sorted(info["unexpected_keys"])
+    unused = sorted(set(info["unexpected_keys"]) - HEADS)
     if unused:
         reason = f"the architecture has no place for {unused[0]} and its like"
         decide("model.path", "all weights", f"{len(unused)} left out", reason)
@@ -112,10 +160,10 @@ def _checked(path: str, key: str) -> str:
         if path.startswith(("/", ".", "~")) or path.count("/") > 1:
             raise EnvironmentProblem(f"{key}={path}: no such folder; give a model folder or a hub id (owner/name)")
         return path
-    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
-        raise EnvironmentProblem(f"{key}={path} is a PEFT adapter, not a model; give the folder of its base model")
+    if key != "model.tokenizer" and (folder / "adapter_config.json").exists():
+        raise _adapter(path, key)
     pickles = sorted(found.name for pattern in PICKLES for found in folder.glob(pattern))
-    if key == "model.path" and pickles and not list(folder.glob("*.safetensors")):
+    if key != "model.tokenizer" and pickles and not list(folder.glob("*.safetensors")):
         raise SecurityRefusal(
             f"{key}={path} has its weights as pickles ({pickles[0]}), which can run code when loaded, so they are not\n"
             "  convert them once, where you trust them: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from runner.batch import Batch
-from runner.model.attention import rows_of
-from runner.tree import paths
+from runner.model.attention import grouped, rows_of
+from runner.tree import paths, rows_alone
 
 Layout = Literal["packed", "padded"]
 Forward = Callable[..., Tensor]  # model keywords → [B, L, H]
@@ -37,24 +37,14 @@ def packed(forward: Forward, batch: Batch) -> Tensor:
 def padded(forward: Forward, batch: Batch) -> Tensor:
     """One model row per batch row (or path, so that a shared prompt is computed for every branch), padded on the right.
 
-    Causality alone keeps padding out of the tokens before it. The attention mask says that all is real: the models'
-    mask functions then take their fast way, and no padding token is left without anything to attend to (NaN).
+    Causality alone keeps padding (the last token again) out of the tokens before it. The attention mask says that all
+    is real: the models' mask functions then take their fast way, and no padding token is left without anything to
+    attend to (NaN).
     """
-    tree = paths(batch)
-    if tree is None:
-        return _padded(forward, batch.tokens["ids"], batch.tokens["positions"], batch.rows["lengths"])
-    device = batch.tokens["ids"].device
-    index = tree.index.to(device)
-    lengths = torch.tensor(tree.lengths, device=device)
-    out = _padded(forward, batch.tokens["ids"][index], batch.tokens["positions"][index], lengths)
-    return out.index_select(0, tree.inverse.to(device))
-
-
-def _padded(forward: Forward, flat_ids: Tensor, flat_positions: Tensor, lengths: Tensor) -> Tensor:
-    """What `forward` gives for rows of `lengths` that lie end to end."""
-    column = torch.arange(int(lengths.max()), device=lengths.device)
-    real = column < lengths[:, None]
-    ids = torch.zeros_like(real, dtype=torch.int64).masked_scatter_(real, flat_ids)
-    positions = column.repeat(len(lengths), 1).masked_scatter_(real, flat_positions)
+    tree = paths(batch) or rows_alone(batch)
+    rows = grouped(tree, [range(len(tree.lengths))], batch.tokens["ids"].device)
+    [block], shape = rows.buckets, (rows.buckets[0].rows, rows.buckets[0].width)
+    ids, positions = (batch.tokens[name].index_select(0, block.index).view(shape) for name in ("ids", "positions"))
     out = forward(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids))
-    return out.flatten(0, 1).index_select(0, real.flatten().nonzero()[:, 0])
+    assert rows.inverse is not None
+    return out.flatten(0, 1).index_select(0, rows.inverse)

@@ -9,18 +9,24 @@ others in evaluation mode.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from copy import deepcopy
+from functools import cached_property
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from runner.batch import Batch
-from runner.errors import Problem, SpecError
+from runner.errors import Problem, RunnerError, SpecError
 from runner.model import layout
 from runner.model.config import ModelConfig
+from runner.model.positions import check_rows, longest_row
 from runner.model.probe import packed_objection
 from runner.model.quiet import no_progress_bar
+from runner.model.source import Source
 from runner.protocols import Decide
 
 
@@ -28,12 +34,21 @@ class RaggedModel:
     """A transformers model, or a peft model around one, with its tokenizer.
 
     module: what is saved and whose parameters learn; inner: the transformers model inside (the same without peft);
-    made: the names of the outputs it can give.
+    made: the names of the outputs it can give; source: where its first weights come from, if that is known.
     """
 
     made: frozenset[str]
 
-    def __init__(self, module: nn.Module, tokenizer: Any, config: ModelConfig, *, seed: int, decide: Decide) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        tokenizer: Any,
+        config: ModelConfig,
+        *,
+        seed: int,
+        decide: Decide,
+        source: Source | None = None,
+    ) -> None:
         """Look at the model and decide how it runs. `module` is on its device and in its data type; `seed` is that
         of its initial weights, adapters included."""
         self.module = module
@@ -43,11 +58,14 @@ class RaggedModel:
         self.tokenizer = tokenizer
         self.config = config
         self.seed = seed
+        self.source = source or Source()
+        self._limit = longest_row(self.inner.config)
         self.device: torch.device = self.inner.device
         self._training = True
         self.module.eval()
         self._choose_layout(decide)
         self._choose_checkpointing(decide)
+        self._choose_export(decide)
 
     def _choose_layout(self, decide: Decide) -> None:
         self.layout: layout.Layout = self.config.layout
@@ -67,6 +85,34 @@ class RaggedModel:
         else:
             decide("model.gradient_checkpointing", "on", "off", f"{type(self.inner).__name__} does not support it")
 
+    def _choose_export(self, decide: Decide) -> None:
+        self.merges = self.module is not self.inner and self.source.drawn is not None
+        if not self.merges:
+            return
+        decide("export", "an adapter", "a merged model", "its base is random numbers, which nobody else has")
+        ends = [end for end in (self.inner.get_input_embeddings(), self.inner.get_output_embeddings()) if end]
+        if self.inner.config.tie_word_embeddings and any(p.requires_grad for end in ends for p in end.parameters()):
+            text = "the embedding and the LM head share their weights, so that an adapter on them cannot be merged"
+            raise SpecError([Problem("adapter", f"{text}; leave them out of adapter.targets and modules_to_save")])
+
+    def wrapped(self, module: nn.Module, *, decide: Decide) -> Self:
+        """The same model inside `module` (a peft model around it), looked at afresh; use it instead of this one."""
+        self.inner.set_attn_implementation(self.own_attention)
+        return type(self)(module, self.tokenizer, self.config, seed=self.seed, decide=decide, source=self.source)
+
+    @cached_property
+    def origin(self) -> dict[str, str]:
+        """What has to be equal for a checkpoint to fit this model, beside the parameters that it holds.
+
+        Reads a local folder's weights in full where some of them do not learn; made when it is first asked for.
+        """
+        return self.source.identity(weights=not all(p.requires_grad for p in self.module.parameters()))
+
+    @property
+    def padded(self) -> bool:
+        """Whether every row of a batch takes as many places as the longest."""
+        return self.layout == "padded"
+
     def train(self) -> None:
         """Let passes with gradient run in training mode, as they do from the start."""
         self._training = True
@@ -81,13 +127,21 @@ class RaggedModel:
 
     def save(self, folder: Path) -> None:
         """Write what loads without this program: a Hugging Face folder (safetensors, configs, tokenizer with its
-        chat template), or a PEFT adapter folder if `module` is one. Changes nothing of the model."""
+        chat template), or a PEFT adapter folder if `module` is one whose base exists elsewhere. Changes nothing of the
+        model. Raises RunnerError if what was written cannot hold all that has learnt."""
         folder.mkdir(parents=True, exist_ok=True)
+        module: Any = self._merged() if self.merges else self.module
         # or peft would ask the hub whether the embedding was resized
-        options = {} if self.module is self.inner else {"save_embedding_layers": False}
+        options = {"save_embedding_layers": False} if hasattr(module, "get_base_model") else {}
         with no_progress_bar():
-            self.module.save_pretrained(folder, **options)  # type: ignore[operator]
+            module.save_pretrained(folder, **options)
             self.tokenizer.save_pretrained(folder)
+        _check_saved(folder, sum(p.numel() for p in self.trainable().values()))
+
+    def _merged(self) -> Any:
+        """A copy of the transformers model with its adapter in its weights; in float32, or little of it would stay."""
+        module: Any = deepcopy(self.module).float()
+        return module.merge_and_unload()
 
     @property
     def _compute(self) -> torch.dtype | None:
@@ -109,6 +163,11 @@ class RaggedModel:
             hidden: Tensor = self.inner.base_model(use_cache=False, **keywords).last_hidden_state
             return hidden
 
+        return self._run(forward, batch)
+
+    def _run(self, forward: layout.Forward, batch: Batch) -> Tensor:
+        """What `forward` gives for every token, [T, H]. Raises SpecError for a row that is too long for the model."""
+        check_rows(int(batch.structure.tokens["positions"].max()) + 1, self._limit)
         return layout.run(self.layout, forward, batch)
 
     def _refuse_unknown(self, needs: frozenset[str]) -> None:
@@ -120,6 +179,24 @@ class RaggedModel:
             raise SpecError([Problem("algorithm", text)])
 
 
+def _check_saved(folder: Path, wanted: int) -> None:
+    found = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            found += sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    if found < wanted:
+        raise RunnerError(
+            f"{folder} holds {found} numbers, and {wanted} have learnt: the export is not whole. "
+            "The checkpoints are untouched; report this with the model's name"
+        )
+
+
 def scatter(values: Tensor, places: Tensor, size: int) -> Tensor:
     """`values` at `places`, 0 elsewhere, [size]; differentiable."""
     return values.new_zeros(size).index_copy(0, places, values)
+
+
+def predicted(batch: Batch) -> Tensor:
+    """The places of all tokens that are no roots, int64 on the batch's device; found on the CPU."""
+    places = (batch.structure.tokens["parent"] >= 0).nonzero()[:, 0]
+    return places.to(batch.tokens["ids"].device, non_blocking=True)

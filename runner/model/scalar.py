@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from runner.batch import Batch
 from runner.errors import EnvironmentProblem
-from runner.model.ragged import RaggedModel, scatter
+from runner.model.ragged import RaggedModel, predicted, scatter
 
 
 class ScalarModel(RaggedModel):
@@ -35,11 +35,6 @@ class ScalarModel(RaggedModel):
             )
         self.head: nn.Module = found[0]
 
-    def wrapped(self, module: nn.Module, **options: Any) -> ScalarModel:
-        """The same model inside `module` (a peft model around it), looked at afresh; use it instead of this one."""
-        self.inner.set_attn_implementation(self.own_attention)
-        return ScalarModel(module, self.tokenizer, self.config, seed=self.seed, **options)
-
     def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
         """The outputs named in `needs`, differentiable where gradients are enabled.
 
@@ -55,11 +50,12 @@ class ScalarModel(RaggedModel):
             if "scores" in needs:
                 out["scores"] = self._read(hidden, torch.cumsum(batch.rows["lengths"], 0) - 1)
             if "values" in needs:
-                places = (batch.tokens["parent"] >= 0).nonzero()[:, 0]
+                places = predicted(batch)
                 values = self._read(hidden, batch.tokens["parent"][places])
                 out["values"] = scatter(values, places, batch.num_tokens)
         return out
 
     def _read(self, hidden: Tensor, places: Tensor) -> Tensor:
-        values: Tensor = self.head(hidden.index_select(0, places))[:, 0]
+        head: Any = self.head  # beside an adapter it learns in float32 whatever the backbone's type
+        values: Tensor = head(hidden.index_select(0, places).to(head.weight.dtype))[:, 0]
         return values.to(torch.promote_types(values.dtype, torch.float32))

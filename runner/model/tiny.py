@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast
-from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-from runner.model.build import DTYPES, drawn, placed
+from runner.model.build import DTYPES, Head, drawn, load_folder, placed
 from runner.model.causal import CausalLM
-from runner.model.config import TinyConfig
+from runner.model.config import ModelConfig, TinyConfig
+from runner.model.positions import check_rows, longest_row
+from runner.model.ragged import RaggedModel
+from runner.model.scalar import ScalarModel
+from runner.model.source import Source
 from runner.model.tokenizer import byte_tokenizer
 from runner.protocols import Decide
 
@@ -20,8 +25,21 @@ def tokenizer(config: TinyConfig) -> PreTrainedTokenizerFast:
     return byte_tokenizer(config.max_positions)
 
 
-def build(config: TinyConfig, *, tokenizer: Any, device: torch.device, seed: int, decide: Decide) -> CausalLM:
-    """The model with weights drawn from `seed`."""
+def build(
+    config: TinyConfig,
+    *,
+    tokenizer: Any,
+    device: torch.device,
+    seed: int,
+    decide: Decide,
+    head: Head = "lm",
+    init_from: str | None = None,
+    longest: int = 0,
+) -> RaggedModel:
+    """The model with weights drawn from `seed`, or those of the folder `init_from`; head="scalar" scores rows.
+
+    Raises SpecError if rows of `longest` tokens are too long for it.
+    """
     architecture = Qwen2Config(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -35,5 +53,26 @@ def build(config: TinyConfig, *, tokenizer: Any, device: torch.device, seed: int
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    module = placed(drawn(lambda: Qwen2ForCausalLM(architecture), seed), DTYPES[config.dtype], device)
-    return CausalLM(module, tokenizer, config, seed=seed, decide=decide)
+    if head == "scalar":
+        architecture.num_labels = 1
+    check_rows(longest, longest_row(architecture))
+    kind, made = _KINDS[head]
+    module: Any = drawn(lambda: kind(architecture), seed)
+    source = Source(drawn=f"from seed {seed} for {_shape(config)}")
+    if init_from is not None:
+        load_folder(module, init_from)
+        source = Source(folder=Path(init_from))
+    module = placed(module, DTYPES[config.dtype], device)
+    return made(module, tokenizer, config, seed=seed, decide=decide, source=source)
+
+
+def _shape(config: TinyConfig) -> str:
+    """What random weights depend on beside their seed."""
+    own = config.model_dump(exclude=set(ModelConfig.model_fields))
+    return " ".join(f"{name}={value}" for name, value in own.items())
+
+
+_KINDS: dict[Head, tuple[Any, type[RaggedModel]]] = {
+    "lm": (Qwen2ForCausalLM, CausalLM),
+    "scalar": (Qwen2ForSequenceClassification, ScalarModel),
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from runner.parallelism.config import SingleConfig
+from runner.protocols import N
 
 
 class SingleRank:
@@ -16,6 +17,6 @@ class SingleRank:
     def __init__(self, config: SingleConfig) -> None:
         self.config = config
 
-    def sum(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """Counts over all data ranks."""
-        return dict(counts)
+    def sum(self, values: Mapping[str, N]) -> dict[str, N]:
+        """Counts or values over all data ranks."""
+        return dict(values)

@@ -9,6 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 ItemKind = Literal["sft", "pairs", "judged", "prompts"]  # what an algorithm learns from
 
+ITEM_WORDS: dict[ItemKind, str] = {
+    "sft": "columns messages, or prompt and completion, or text",
+    "pairs": "preference pairs: columns prompt, chosen and rejected",
+    "judged": "judged answers: columns prompt, completion and label",
+    "prompts": "a column prompt, and what the reward wants to know",
+}
+
 
 class Config(BaseModel):
     """A frozen record of plain values; an unknown key, a wrong type, NaN or infinity is an error."""

@@ -12,10 +12,12 @@ from runner.algorithm.config import AlgorithmConfig
 from runner.checkpoint.config import CheckpointConfig
 from runner.data.config import DataConfig
 from runner.device.config import DeviceConfig
+from runner.environment.config import EnvironmentConfig
 from runner.launch.config import LaunchConfig
 from runner.model.config import ModelConfig
 from runner.optimizer.config import OptimizerConfig
 from runner.parallelism.config import ParallelismConfig
+from runner.reward.config import RewardConfig
 from runner.sampler.config import SamplerConfig
 from runner.schedule.config import ScheduleConfig
 from runner.spec.base import Config
@@ -43,6 +45,7 @@ class WatchConfig(Config):
         gt=0,
         description="Seconds a step may take before every thread's stack is written to stacks.log.",
     )
+    samples: int = Field(default=2, ge=0, description="Sampled answers per step that are written to samples.jsonl.")
 
 
 class JobSpec(Config):
@@ -53,6 +56,10 @@ class JobSpec(Config):
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Every random stream is derived from it.")
     steps: int = Field(default=100, ge=1, description="Loop steps.")
+    init_from: str | None = Field(
+        default=None,
+        description="Weights to start from: a run, an export, or recipe:NAME, which is run first; null = the model's.",
+    )
     strict: bool = Field(default=False, description="Make every automatic decision (kernel, dtype, fallback) an error.")
     device: DeviceConfig
     parallelism: ParallelismConfig
@@ -62,6 +69,8 @@ class JobSpec(Config):
     data: DataConfig
     algorithm: AlgorithmConfig
     sampler: SamplerConfig
+    reward: RewardConfig
+    environment: EnvironmentConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     tracker: TrackerConfig

@@ -76,6 +76,17 @@ def cut_back(folder: RunFolder, step: int, attempt: int) -> int:
     return moved
 
 
+def holes(folder: RunFolder, step: int) -> str:
+    """What metrics.jsonl lacks of the lines 1 … `step` after `cut_back`, or has too often; empty if it is whole."""
+    found = list(_steps(folder.metrics))
+    wanted, held = range(1, step + 1), set(found)
+    begins = [at for at in wanted if at not in held and (at - 1 in held or at == 1)]
+    ends = [at for at in wanted if at not in held and (at + 1 in held or at == step)]
+    gaps = [f"step {a}" if a == b else f"steps {a} to {b}" for a, b in zip(begins, ends, strict=True)]
+    said = [f"it lacks {', '.join(gaps)}"] if gaps else []
+    return "; ".join(said + (["its steps are not in order"] if found != sorted(held) else []))
+
+
 def _split(content: bytes, step: int) -> tuple[list[str], list[str]]:
     """Lines of steps up to `step`, and all others; each ends with a newline."""
     kept: list[str] = []

@@ -12,6 +12,7 @@ from runner.folder import RunFolder, shown
 from runner.manifest import redacted
 
 if TYPE_CHECKING:
+    from runner.protocols import Decide
     from runner.tracker.config import TensorboardConfig
     from runner.tracker.console import Console
 
@@ -61,6 +62,7 @@ def build(
     name: str,
     first_step: int,
     console: Console,
+    decide: Decide,
 ) -> TensorboardTracker:
     """A writer that hides what an earlier attempt wrote after `first_step`.
 

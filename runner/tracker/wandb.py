@@ -21,12 +21,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runner.errors import EnvironmentProblem
 from runner.folder import RunFolder, shown, write_json
 from runner.manifest import redacted
 from runner.tracker import processes
 from runner.tracker.none import NoTracker
 
 if TYPE_CHECKING:
+    from runner.protocols import Decide
     from runner.tracker.config import WandbConfig
     from runner.tracker.console import Console
 
@@ -44,29 +46,29 @@ def build(
     name: str,
     first_step: int,
     console: Console,
+    decide: Decide,
 ) -> WandbTracker | NoTracker:
-    """Start the sink. Without the wandb package that is said, and the run goes on without."""
+    """Start the sink; without the wandb package, decide for no tracker."""
     found = importlib.util.find_spec("wandb")
     if found is None or found.origin is None:  # no origin: a folder of that name, such as wandb leaves
-        console.message("wandb    not installed, so nothing goes to W&B; pip install wandb", "warning")
+        decide("tracker", "wandb", "none", "wandb is not installed: pip install wandb, or set tracker=none")
         return NoTracker()
     for variable in ("WANDB_MODE", "WANDB_DISABLED"):
-        if os.environ.get(variable, config.mode) != config.mode:
-            said = f"{variable}={os.environ[variable]} is not read: tracker.mode={config.mode} decides"
-            console.message(f"wandb    {said}", "warning")
+        if (said := os.environ.get(variable, config.mode)) != config.mode:
+            decide("tracker.mode", f"{variable}={said}", config.mode, f"the spec decides; unset {variable}")
     place = folder.root / "wandb"
     place.mkdir(exist_ok=True)
     chosen = config.model_dump(mode="json", exclude={"name"})
     settings = {"run_id": run_id, "name": name, **chosen, "config": redacted(spec)}
     write_json(place / "sink.json", settings)
-    return WandbTracker(folder.root, config.mode, config.deadline_s, console)
+    return WandbTracker(folder.root, config.mode, config.deadline_s, console, decide)
 
 
 class WandbTracker:
     """Watches over the sink: starts it again if it dies, and bounds how long the end of the run waits for it."""
 
-    def __init__(self, root: Path, mode: str, deadline_s: float, console: Console) -> None:
-        self._root, self._deadline_s, self._console = root, deadline_s, console
+    def __init__(self, root: Path, mode: str, deadline_s: float, console: Console, decide: Decide) -> None:
+        self._root, self._mode, self._deadline_s, self._console, self._decide = root, mode, deadline_s, console, decide
         self._environment = _environment(root, mode)
         self._restarts = RESTARTS
         self._events: dict[str, dict[str, Any]] = {}  # the last report of each kind
@@ -92,6 +94,8 @@ class WandbTracker:
             except subprocess.TimeoutExpired:
                 self._events["failed"] = {"reason": f"the sink was not done after {self._deadline_s:.0f} s"}
             self._bury()
+        with contextlib.nullcontext() if status == "done" else contextlib.suppress(EnvironmentProblem):
+            self._say_fallback()  # a run that failed has an error of its own to tell
         return [self._ending()]
 
     def _start(self) -> None:
@@ -123,6 +127,7 @@ class WandbTracker:
         if self._process is None:
             return
         self._read()
+        self._say_fallback()
         if (code := self._process.poll()) is None:
             return
         self._bury()
@@ -144,8 +149,11 @@ class WandbTracker:
             return
         for event in map(json.loads, lines):
             self._events[event["event"]] = event
-            if event.get("why"):
-                self._console.message(f"wandb    offline: {event['why']}", "warning")
+
+    def _say_fallback(self) -> None:
+        """Tell once why the sink is offline. Raises EnvironmentProblem in a strict run."""
+        if why := self._events.get("open", {}).pop("why", ""):
+            self._decide("tracker.mode", self._mode, "offline", f"wandb: {why}")
 
     def _close_stdin(self, status: str) -> None:
         assert self._process is not None and self._process.stdin is not None

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from runner.algorithm.config import CptConfig, SftConfig
+from runner.algorithm.parts import Parts
 from runner.algorithm.sft import CrossEntropy, build
 from runner.batch import micro_batches, pack, with_totals
 from runner.parallelism.config import SingleConfig
@@ -23,11 +24,18 @@ class ThreeItems:
     def __len__(self) -> int:
         return 3
 
-    def take(self, step: int, count: int) -> Sequence[Item]:
+    def take(self, step: int, count: int, round: int = 0) -> Sequence[Item]:
         return [ITEMS[(step * count + i) % 3] for i in range(count)]
 
     def held_out(self) -> Sequence[Question]:
         return []
+
+    def held_out_items(self) -> Sequence[Item]:
+        return []
+
+
+def parts() -> Parts:
+    return Parts(ThreeItems(), tokenizer=None, seed=0, decide=lambda *words: None)
 
 
 def test_the_loss_is_the_mean_over_the_steps_tokens_however_it_is_cut() -> None:
@@ -48,12 +56,12 @@ def test_the_loss_is_the_mean_over_the_steps_tokens_however_it_is_cut() -> None:
 
 @pytest.mark.parametrize(("config", "tokens"), [(SftConfig, 4), (CptConfig, 6)])
 def test_cpt_learns_every_token_and_sft_the_answers(config: type, tokens: int) -> None:
-    algorithm = build(config(batch_size=3), data=ThreeItems())
+    algorithm = build(config(batch_size=3), parts())
     (batch,) = algorithm.prepare(algorithm.collect(0), {}, SingleRank(SingleConfig()))
     assert batch.totals == {"tokens": tokens, "rows": 3, "units": 3}
 
 
 def test_mini_batches_know_their_own_totals() -> None:
-    algorithm = build(SftConfig(batch_size=2, mini_batches=2), data=ThreeItems())
-    parts = list(algorithm.prepare(algorithm.collect(0), {}, SingleRank(SingleConfig())))
-    assert [p.totals["tokens"] for p in parts] == [2, 1]
+    algorithm = build(SftConfig(batch_size=2, mini_batches=2), parts())
+    cut = list(algorithm.prepare(algorithm.collect(0), {}, SingleRank(SingleConfig())))
+    assert [p.totals["tokens"] for p in cut] == [2, 1]

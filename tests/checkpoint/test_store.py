@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from runner.checkpoint import reader, store
+from runner.checkpoint.config import SafetensorsConfig
 from runner.checkpoint.store import CheckpointStore
 from runner.errors import CheckpointError, StorageError, TrainingDiverged
 
@@ -54,6 +55,29 @@ def test_the_layout(open_store: Open, state_of: StateOf, root: Path) -> None:
         assert record == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     modes = {p.stat().st_mode & 0o777 for p in folder.iterdir()}
     assert len(modes) == 1, "a colleague can read all of a checkpoint or none of it"
+
+
+def test_the_lines_of_its_steps_are_on_the_disk_before_a_checkpoint_is(
+    root: Path, state_of: StateOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(handle: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        fsync(handle)
+
+    def noted_rename(old: Path, new: Path) -> None:
+        events.append(f"rename to {Path(new).name}")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    lines = tmp_path / "metrics.jsonl"
+    lines.write_text("{}\n")
+    beside = (lines, tmp_path / "not there yet")
+    CheckpointStore(SafetensorsConfig(), root=root, report=print, beside=beside).save(1, state_of(1), {})
+    assert events.index("metrics.jsonl") < events.index("rename to step-00000001")
 
 
 def test_the_newest_comes_back_and_any_other_by_its_step(open_store: Open, state_of: StateOf) -> None:

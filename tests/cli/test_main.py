@@ -12,7 +12,10 @@ import pytest
 import yaml
 
 import runner
+from runner.cli import job
 from runner.cli import main as module
+from runner.cli.args import parse
+from runner.cli.compose import compose_job
 from runner.cli.main import main
 from runner.errors import DataError
 from runner.paths import conf_dir
@@ -108,6 +111,21 @@ def test_cfg_prints_yaml_that_is_the_job(workdir: Path, capsys: pytest.CaptureFi
         (["export", "latest", "--checkpoint", "newest"], "expected a step or best"),
         (["resume", "elsewhere", "steps=4"], "no run there"),
         (["--spec", "nowhere.yaml"], "no such file"),
+        (["resume", "latest", "--spec", "x"], "run resume: unrecognized arguments: --spec"),
+        (["resume", "latest", "--config-dir", "x"], "unrecognized arguments: --config-dir"),
+        (["export", "latest", "--cfg", "job"], "unrecognized arguments: --cfg"),
+        (["export", "latest", "--seed", "1"], "unrecognized arguments: --seed"),
+        (["infer", "latest", "--out", "x"], "unrecognized arguments: --out"),
+        (["infer", "latest", "--spec", "x"], "unrecognized arguments: --spec"),
+        (["list", "--cfg", "job"], "unrecognized arguments: --cfg"),
+        (["schema", "--config-dir", "."], "unrecognized arguments: --config-dir"),
+        (["infer", "latest", "--top-p", "0.5", "hi"], "give --temperature above 0"),
+        (["infer", "latest", "--seed", "0", "hi"], "give --temperature above 0"),
+        (["infer", "latest", "optimizer.lr=1"], "write it after --: run infer latest -- 'optimizer.lr=1'"),
+        (["infer", "latest", "+recipe=sft_demo"], "only device=… and model.trust_remote_code=… can be set"),
+        (["export", "latest", "steps=3"], "run export: only device=… and model.trust_remote_code=… can be set"),
+        (["resume", "latest", "--", "steps=3"], "only run infer takes words after --"),
+        (["--", "device=cpu"], "only run infer takes words after --"),
         (["--config-dir", "nowhere"], "no such folder"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
@@ -125,6 +143,35 @@ def test_an_unknown_verb_is_answered_with_the_list(workdir: Path, capsys: pytest
     _, _, err = in_process(["doctor"], capsys)
     for verb in ("list", "explain", "schema", "resume", "infer", "export"):
         assert f"\n  {verb} " in err
+
+
+def used(*words: str) -> tuple[str, list[str], dict]:
+    """What `run infer` makes of its words: the run, the prompts, the job's data."""
+    where, prompts, composed = job._used(parse(["infer", *words]))
+    return where, prompts, composed.data
+
+
+def test_a_word_of_infer_is_a_run_a_setting_or_a_prompt(workdir: Path) -> None:
+    folder = workdir / "outputs" / "latest"
+    folder.mkdir(parents=True)
+    (folder / "spec.yaml").write_text(yaml.safe_dump(compose_job(["+recipe=sft_demo"]).data))
+    where, prompts, data = used("latest", "device=cuda", "sort 31", "2+2=4", "--", "steps=3", "--seed")
+    assert (where, prompts) == ("latest", ["sort 31", "2+2=4", "steps=3", "--seed"])
+    assert data["device"]["name"] == "cuda" and data["steps"] == 200
+    assert used("2+2=4")[:2] == ("latest", ["2+2=4"])
+    assert used("device.threads=2", "--", "hi")[1:][0] == ["hi"]
+    assert used("device.threads=2")[2]["device"]["threads"] == 2
+
+
+def test_a_config_dir_also_serves_a_spec(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workdir / "more" / "optimizer").mkdir(parents=True)
+    (workdir / "more" / "optimizer" / "mine.yaml").write_text("defaults: [adamw]\nlr: 0.125\n")
+    (workdir / "spec.yaml").write_text(yaml.safe_dump(compose_job(["+recipe=sft_demo"]).data))
+    words = ["--spec", "spec.yaml", "--config-dir", "more", "optimizer=mine", "--cfg", "job"]
+    code, out, err = in_process(words, capsys)
+    assert (code, yaml.safe_load(out)["optimizer"]["lr"]) == (0, 0.125), err
+    code, _, err = in_process(["--spec", "spec.yaml", "--config-dir", "nowhere", "--cfg", "job"], capsys)
+    assert code == 2 and "no such folder" in err
 
 
 def raiser(error: BaseException):  # type: ignore[no-untyped-def]

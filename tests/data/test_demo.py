@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 
 from runner.data.config import DemoConfig
-from runner.data.demo import DemoData, build, numbers
+from runner.data.demo import DemoData, build, numbers, wrong
 from runner.decisions import Decisions
 from runner.errors import DataError
+from runner.protocols import Item, Judged, Pair, Prompt
+from runner.spec.base import ItemKind
 from tests.data.conftest import CHATML, byte_tokenizer
 
 
-def demo(tokenizer: Any, seed: int = 0, **options: Any) -> DemoData:
-    config = DemoConfig(**options)
-    return build(config, tokenizer=tokenizer, seed=seed, decide=Decisions(strict=True), cache_dir=Path("unused"))
+def demo(tokenizer: Any, seed: int = 0, kind: ItemKind = "sft", **options: Any) -> DemoData:
+    config, decide, unused = DemoConfig(**options), Decisions(strict=True), Path("unused")
+    return build(config, tokenizer=tokenizer, seed=seed, decide=decide, cache_dir=unused, kind=kind)
 
 
 def test_answers_are_sorted_and_held_out_numbers_are_not_trained_on(tokenizer: Any) -> None:
@@ -51,6 +53,94 @@ def test_numbers_are_distinct_and_spread(digits: int, count: int) -> None:
     assert {number[0] for number in found} == set("0123456789")
 
 
+KINDS: tuple[ItemKind, ...] = ("sft", "pairs", "judged", "prompts")
+
+
+def asked_in(tokenizer: Any, ids: Any) -> str:
+    return str(tokenizer.decode(ids)).split("sort ")[1].split("<")[0]
+
+
+def prompt_of(item: Any) -> Any:
+    return item.ids if isinstance(item, Item | Prompt) else item.prompt
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_held_out_is_learnt_whatever_the_kind(tokenizer: Any, kind: ItemKind) -> None:
+    found = demo(tokenizer, kind=kind, items=500, held_out=50)
+    held_out = {q.prompt.split("sort ")[1][:4] for q in found.held_out()}
+    learnt = [asked_in(tokenizer, prompt_of(item)) for item in found.take(0, 500)]
+    assert len(held_out) == 50
+    assert (len(set(learnt)), held_out & set(learnt)) == (500, set())
+    assert [asked_in(tokenizer, i.prompt) for i in found.held_out_items()] == (
+        [q.prompt.split("sort ")[1][:4] for q in found.held_out()] if kind in ("pairs", "judged") else []
+    )
+
+
+def test_the_same_numbers_and_questions_whatever_the_kind(tokenizer: Any) -> None:
+    data = [demo(tokenizer, kind=kind, items=200, held_out=9) for kind in KINDS]
+    orders = [[asked_in(tokenizer, prompt_of(item)) for item in d.take(1, 90)] for d in data]
+    questions = [[(q.prompt_ids, q.prompt, q.answer) for q in d.held_out()] for d in data]
+    assert all(order == orders[0] for order in orders)
+    assert all(question == questions[0] for question in questions)
+    sft = data[0].held_out()[0].item
+    for found in data[1:]:  # the same loss: only the line break after the end token, which is context, is not there
+        item = found.held_out()[0].item
+        assert item.ids == sft.ids[: len(item.ids)]
+        assert item.weights == sft.weights[: len(item.ids)]
+        assert sum(item.weights) == sum(sft.weights)
+    assert len({d.fingerprint for d in data}) == len(KINDS)
+
+
+@pytest.mark.parametrize("digits", [2, 4, 12])
+def test_of_a_pair_one_answer_is_right_and_the_other_is_not(tokenizer: Any, digits: int) -> None:
+    found = demo(tokenizer, kind="pairs", digits=digits, items=80, held_out=20)
+    for item in [*found.take(0, 80), *found.held_out_items()]:
+        assert isinstance(item, Pair)
+        number = asked_in(tokenizer, item.prompt)
+        right, other = tokenizer.decode(item.chosen), tokenizer.decode(item.rejected)
+        assert right == "".join(sorted(number)) + "<|im_end|>"
+        assert other != right and other.endswith("<|im_end|>") and len(other) == len(right)
+        assert sorted(other[:digits]) == sorted(number) or len(set(number)) == 1
+        assert item.margin is None
+
+
+def test_judged_answers_are_right_and_wrong_in_turn(tokenizer: Any) -> None:
+    found = demo(tokenizer, kind="judged", items=100, held_out=10)
+    items = [*found.take(0, 100), *found.held_out_items()]
+    for item in items:
+        assert isinstance(item, Judged)
+        right = "".join(sorted(asked_in(tokenizer, item.prompt))) + "<|im_end|>"
+        assert (tokenizer.decode(item.completion) == right) == item.good
+    assert sum(item.good for item in items) == 55
+    other = demo(tokenizer, seed=1, kind="judged", items=100, held_out=10)
+    assert [i.good for i in other.held_out_items()] == [not i.good for i in found.held_out_items()]
+
+
+def test_prompts_have_the_answer_for_rewards(tokenizer: Any) -> None:
+    [item] = demo(tokenizer, kind="prompts").take(0, 1)
+    assert isinstance(item, Prompt)
+    number = asked_in(tokenizer, item.ids)
+    assert item.messages == ({"role": "user", "content": f"sort {number}"},)
+    assert item.columns == {"answer": "".join(sorted(number))}
+    assert item.text == tokenizer.apply_chat_template(item.messages, tokenize=False, add_generation_prompt=True)
+    assert list(item.ids) == tokenizer(item.text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_refill_draws_from_an_order_of_its_own(tokenizer: Any, kind: ItemKind) -> None:
+    one, two = (demo(tokenizer, kind=kind, items=100, held_out=10) for _ in range(2))
+    assert one.take(3, 8, 2) == two.take(3, 8, round=2)
+    assert one.take(3, 8, 0) == two.take(3, 8)
+    assert len({str(one.take(3, 8, round)) for round in range(4)}) == 4
+
+
+def test_a_wrong_answer_is_seeded() -> None:
+    assert wrong("5031", 0) == wrong("5031", 0)
+    assert len({wrong("5031", seed) for seed in range(40)}) > 10
+    assert wrong("9999", 0) == "9990"
+    assert {wrong("10", seed) for seed in range(9)} == {"10"}
+
+
 def test_more_items_than_numbers_is_a_problem_of_the_spec() -> None:
     assert [key for key, _ in DemoConfig(digits=2).problems(None)] == ["data.items"]
     assert DemoConfig(digits=2, items=80, held_out=20).problems(None) == []
@@ -64,12 +154,15 @@ def test_every_number_of_a_small_space_is_used_once(tokenizer: Any) -> None:
 
 
 def test_too_long_is_said_before_the_first_step(tokenizer: Any) -> None:
-    with pytest.raises(DataError, match=r"4256 problems(?s:.)*demo: item 1: \d+ tokens, above data\.max_length=20"):
-        demo(tokenizer, max_length=20)
+    with pytest.raises(DataError, match=r"320 problems(?s:.)*demo: item 1: \d+ tokens, above data\.max_length=20"):
+        demo(tokenizer, max_length=20, items=300, held_out=20)
     merged = byte_tokenizer(merges=[("4", "2")])  # some items are shorter than others: all are measured
     with pytest.raises(DataError, match=r"above data\.max_length=33"):
-        demo(merged, max_length=33)
+        demo(merged, max_length=33, items=300)
     assert len(demo(tokenizer, max_length=34).take(0, 1)[0].ids) == 34
+    assert len(demo(tokenizer, kind="prompts", max_length=28).take(0, 1)[0].ids) == 28
+    with pytest.raises(DataError, match=r"demo: item 1: 33 tokens, above data\.max_length=32"):
+        demo(tokenizer, kind="pairs", max_length=32, items=16, held_out=16)
 
 
 def test_faults_of_the_template_are_found_at_the_start() -> None:

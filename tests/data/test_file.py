@@ -14,6 +14,7 @@ from runner.data.dataset import TokenisedData
 from runner.data.file import build
 from runner.decisions import Decisions
 from runner.errors import DataError, StorageError
+from runner.spec.base import ItemKind
 from tests.data.conftest import CHATML, byte_tokenizer, chat
 
 Jsonl = Callable[..., str]
@@ -21,10 +22,15 @@ TALKS = [{"messages": chat(f"question {i}", f"answer {i}"), "id": i} for i in ra
 
 
 def data(
-    tokenizer: Any, cache_dir: Path, decide: Decisions | None = None, seed: int = 0, **options: Any
+    tokenizer: Any,
+    cache_dir: Path,
+    decide: Decisions | None = None,
+    seed: int = 0,
+    kind: ItemKind = "sft",
+    **options: Any,
 ) -> TokenisedData:
-    config = FileConfig(**options)
-    return build(config, tokenizer=tokenizer, seed=seed, decide=decide or Decisions(), cache_dir=cache_dir / "cache")
+    config, decide, cache = FileConfig(**options), decide or Decisions(), cache_dir / "cache"
+    return build(config, tokenizer=tokenizer, seed=seed, decide=decide, cache_dir=cache, kind=kind)
 
 
 def texts(tokenizer: Any, found: TokenisedData, step: int, count: int) -> list[str]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from runner.data.formats import Chat, FormatCheck, Plain
+from runner.data.examples import Chat, Plain
+from runner.data.formats import FormatCheck
 from runner.data.rows import Place, Problems, Row
 from tests.data.conftest import chat
 
@@ -17,7 +18,7 @@ TOOLS = [{"type": "function", "function": {"name": "add"}}]
 def check(*rows: dict[str, Any]) -> tuple[list[Any], FormatCheck, str]:
     """Examples, the check, and the error's text or nothing."""
     problems = Problems("data.path", "a.jsonl")
-    found = FormatCheck(problems)
+    found = FormatCheck(problems, "sft")
     examples = list(found.examples(Row(Place("a.jsonl", i), row) for i, row in enumerate(rows, 1)))
     return examples, found, str(problems.error()) if problems.count else ""
 

@@ -45,7 +45,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_data_set_of_the_hub_becomes_items(tokenizer: Any, tmp_path: Path) -> None:
     config = HubConfig(path="someone/talks", eval_split="test", shuffle=False)
     decide = Decisions()
-    data = build(config, tokenizer=tokenizer, seed=0, decide=decide, cache_dir=tmp_path / "cache")
+    data = build(config, tokenizer=tokenizer, seed=0, decide=decide, cache_dir=tmp_path / "cache", kind="sft")
     expected = tokenizer.apply_chat_template(chat("q0", "a0"), tokenize=False)
     assert tokenizer.decode(data.take(0, 1)[0].ids) == expected
     assert [q.answer for q in data.held_out()] == [f"a{i}" for i in range(6)]

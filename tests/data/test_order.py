@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.data.order import BLOCK, BySize, Mixture, Order, permutation, shares, spread, take
+from runner.data.order import BLOCK, BySize, Mixture, Order, Rounds, permutation, shares, spread, take
 from runner.errors import DataError
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=4)
@@ -109,3 +109,33 @@ def test_without_shuffling_a_mixture_is_even(counts: list[int]) -> None:
 def test_a_weight_too_small_to_be_drawn_is_an_error() -> None:
     with pytest.raises(DataError, match=r"data\.weights=\[1, 0\.0001\]: a share below 1 in 1000"):
         Mixture([5, 5], [1, 0.0001], 0, True)
+
+
+def rounds(seed: int, shuffle: bool) -> Rounds:
+    return Rounds(lambda seed, shuffle: BySize([7, 30, 11], seed, shuffle), seed, shuffle)
+
+
+ASKED = st.lists(st.tuples(st.integers(0, 400), st.integers(1, 60), st.integers(0, 12)), min_size=1, max_size=12)
+
+
+@given(st.integers(0, 2**63 - 1), st.booleans(), ASKED)
+def test_a_round_is_a_pure_function_of_its_arguments(
+    seed: int, shuffle: bool, asked: list[tuple[int, int, int]]
+) -> None:
+    one = rounds(seed, shuffle)
+    assert [one.take(*a) for a in asked] == [rounds(seed, shuffle).take(*a) for a in asked]
+    assert [one.take(*a) for a in reversed(asked)] == [one.take(*a) for a in asked][::-1]
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(1, 5))
+def test_each_round_is_an_order_of_its_own_over_all_items(seed: int, round: int) -> None:
+    found = rounds(seed, True)
+    assert found.take(3, 4) == take(BySize([7, 30, 11], seed, True), 3, 4)
+    assert sorted(found.take(0, 48, round)) == sorted(found.take(0, 48))
+    assert len({tuple(found.take(0, 48, r)) for r in (0, round, round + 1)}) == 3
+
+
+def test_a_refill_is_shuffled_also_where_the_items_come_as_in_the_file() -> None:
+    found = rounds(0, False)
+    assert found.take(0, 4) == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    assert found.take(0, 48, 1) != found.take(0, 48)

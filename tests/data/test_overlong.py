@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runner.data.branches import Answered
+from runner.data.examples import Reading
 from runner.data.overlong import Limit, Rule, Tally
 from runner.data.rows import Place, Problems
 from runner.data.tokenise import Encoded
@@ -86,3 +88,53 @@ def test_split_learns_every_token_but_the_first_exactly_once(length: int, most: 
 def test_a_row_without_a_token_to_learn_is_an_error() -> None:
     problems = apply("error", Encoded(HERE, [5], [0]), 8)[2]
     assert "a.jsonl:7: no token to learn in the 1 tokens of this row" in str(problems.error())
+
+
+def tree(prompt: int, *answers: int) -> Answered:
+    """A prompt of so many tokens, 100, 101, …, with answers of so many."""
+    return Answered(HERE, list(range(100, 100 + prompt)), [list(range(n)) for n in answers], {"k": 1})
+
+
+def cut(rule: Rule, given: Answered, most: int, reading: Reading) -> tuple[list[Answered], Tally, Problems]:
+    tally, problems = Tally(), Problems("data.path", "a.jsonl")
+    return list(Limit(most, rule, reading).apply(given, tally, problems)), tally, problems  # type: ignore[arg-type]
+
+
+def test_a_pair_is_as_long_as_its_prompt_and_longer_answer() -> None:
+    items, tally, _ = cut("error", tree(4, 2, 6), 10, "pairs")
+    assert items == [tree(4, 2, 6)]
+    assert (tally.longest, tally.tokens, tally.learnt) == (10, 12, 8)
+    message = str(cut("error", tree(4, 2, 6), 9, "pairs")[2].error())
+    assert "a.jsonl:7: 10 tokens, above data.max_length=9" in message
+    assert "set data.overlong to skip or truncate_left (of the prompt)" in message
+
+
+@given(st.integers(1, 20), st.lists(st.integers(1, 20), min_size=1, max_size=2), st.integers(2, 30))
+def test_only_the_beginning_of_a_prompt_is_cut(prompt: int, answers: list[int], most: int) -> None:
+    given_row = tree(prompt, *answers)
+    items, tally, problems = cut("truncate_left", given_row, most, "pairs")
+    excess = prompt + max(answers) - most
+    assert problems.count == 0
+    assert (tally.overlong, tally.left_out) == (excess > 0, excess >= prompt)
+    if excess >= prompt:
+        assert items == []
+        assert "1 of them left out, as nothing of the prompt remained" in Limit(most, "truncate_left", "pairs").report(
+            tally
+        )
+    else:
+        assert items == [Answered(HERE, given_row.prompt[max(excess, 0) :], given_row.answers, {"k": 1})]
+        assert tally.cut_tokens == max(excess, 0)
+
+
+@pytest.mark.parametrize("reading", ["prompts", "questions"])
+def test_a_prompt_to_be_answered_is_measured_alone(reading: Reading) -> None:
+    assert cut("error", tree(4, 50), 4, reading)[0] == [tree(4, 50)]
+    [item] = cut("truncate_left", tree(5), 4, reading)[0]
+    assert item.prompt == [101, 102, 103, 104]
+    assert cut("skip", tree(5), 4, reading)[:1] == ([],)
+    assert "5 tokens, above" in str(cut("error", tree(5), 4, reading)[2].error())
+
+
+@pytest.mark.parametrize("empty", [tree(0), tree(0, 3), tree(3, 0), tree(3, 2, 0)])
+def test_a_prompt_or_an_answer_without_a_token_is_an_error(empty: Answered) -> None:
+    assert "expected at least one" in str(cut("skip", empty, 8, "pairs")[2].error())

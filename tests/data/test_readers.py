@@ -194,7 +194,7 @@ def test_preflight_finds_faults_without_heavy_imports(tmp_path: Path) -> None:
         "from runner.data.config import FileConfig\n"
         "from runner.errors import DataError\n"
         "try:\n"
-        "    FileConfig(path=sys.argv[1]).preflight()\n"
+        "    FileConfig(path=sys.argv[1]).preflight('sft')\n"
         "except DataError as error:\n"
         "    print(error)\n"
         "print({'torch', 'transformers', 'datasets', 'numpy', 'pyarrow'} & set(sys.modules))\n"
@@ -208,6 +208,6 @@ def test_preflight_finds_faults_without_heavy_imports(tmp_path: Path) -> None:
 def test_preflight_also_looks_at_the_held_out_file(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(GOOD)
     (tmp_path / "b.jsonl").write_bytes(b"")
-    FileConfig(path=str(tmp_path / "a.jsonl")).preflight()
+    FileConfig(path=str(tmp_path / "a.jsonl")).preflight("sft")
     with pytest.raises(DataError, match=r"(?s)^data\.eval_path=.*b\.jsonl: the file is empty"):
-        FileConfig(path=str(tmp_path / "a.jsonl"), eval_path=str(tmp_path / "b.jsonl")).preflight()
+        FileConfig(path=str(tmp_path / "a.jsonl"), eval_path=str(tmp_path / "b.jsonl")).preflight("sft")

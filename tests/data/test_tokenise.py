@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from runner.data.chat import LossOn
-from runner.data.formats import Chat, Example, Plain
+from runner.data.examples import Chat, Plain
 from runner.data.rows import Place, Problems
 from runner.data.tokenise import VERSION, Encoded, Tokeniser
 from runner.errors import DataError
@@ -31,7 +31,7 @@ PLAIN_FORGETFUL = FORGETFUL.replace("ENDMARK", "").replace("MARK", "")
 MARKED_FORGETFUL = FORGETFUL.replace("ENDMARK", "{% endgeneration %}").replace("MARK", "{% generation %}")
 
 
-def encode(tokenizer: Any, example: Example, loss_on: LossOn = "assistant") -> Encoded:
+def encode(tokenizer: Any, example: Plain | Chat, loss_on: LossOn = "assistant") -> Encoded:
     problems = Problems("data.path", "a.jsonl")
     rows = Tokeniser(tokenizer, loss_on).encode([example], problems)
     problems.raise_if_any()
@@ -217,13 +217,13 @@ def test_no_space_appears_between_prompt_and_completion() -> None:
 
 
 def test_a_batch_is_its_rows_one_by_one(tokenizer: Any) -> None:
-    examples: list[Example] = [Chat(HERE, tuple(chat(f"q{i}", "a" * (i % 3 + 1)))) for i in range(20)]
+    examples: list[Plain | Chat] = [Chat(HERE, tuple(chat(f"q{i}", "a" * (i % 3 + 1)))) for i in range(20)]
     assert Tokeniser(tokenizer).encode(examples, Problems("k", "a")) == [encode(tokenizer, e) for e in examples]
 
 
 def test_golden_tokens(tokenizer: Any) -> None:
     """If this fails on purpose, raise VERSION in runner/data/tokenise.py, so that no old cache is used."""
-    examples: list[Example] = [
+    examples: list[Plain | Chat] = [
         Chat(HERE, tuple(chat("a", "b", "c", "d", system="s"))),
         Chat(HERE, tuple(chat("a", "b", "c", "d")), context=3),
         Plain(HERE, "ab", "cd"),

@@ -1,11 +1,15 @@
-"""Which overrides a resume accepts."""
+"""Which overrides a resume accepts, and what an attempt keeps of the one before."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import pytest
 
 from runner.errors import SpecError
-from runner.launch.local import refuse_other_job
+from runner.folder import RunFolder
+from runner.launch.local import next_attempt, refuse_other_job, resume, status, write_spec
 from runner.spec.decode import decode
 
 
@@ -19,6 +23,7 @@ def spec(**changes: object):  # type: ignore[no-untyped-def]
         "data": "demo",
         "algorithm": "sft",
         "sampler": "none",
+        "reward": "none",
         "optimizer": "adamw",
         "schedule": "constant",
         "tracker": "none",
@@ -41,3 +46,36 @@ def test_what_the_curve_depends_on_is_refused_all_at_once() -> None:
 def test_fewer_steps_are_refused() -> None:
     with pytest.raises(SpecError, match="a run can only get longer"):
         refuse_other_job(spec(), spec(steps=5))
+
+
+@pytest.fixture
+def done(tmp_path: Path) -> RunFolder:
+    """What a run of 10 steps leaves, as far as a resume looks at it first."""
+    folder = RunFolder(tmp_path)
+    write_spec(folder, spec())
+    folder.status.write_text(json.dumps({"state": "done", "attempt": 1}))
+    return folder
+
+
+def test_an_override_that_no_step_of_a_finished_run_would_see_is_refused(
+    done: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = spec(checkpoint={"name": "safetensors", "every": 7}, evaluation={"every": 3})
+    with pytest.raises(SpecError, match="this changes nothing") as caught:
+        resume(done, spec(), changed)
+    assert [p.key for p in caught.value.problems] == ["checkpoint", "evaluation"]
+    assert "steps=20" in str(caught.value)
+    assert resume(done, spec(), spec()) == 0 and "finished after 10 steps" in capsys.readouterr().out
+    assert sorted(p.name for p in done.root.iterdir()) == ["spec.yaml", "status.json"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "\xff", '{"attempt": "two"}'])
+def test_a_damaged_status_is_no_end_of_the_world(
+    done: RunFolder, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    done.status.write_bytes(content.encode("latin-1"))
+    assert status(done).get("state") is None
+    assert ("status.json cannot be read" in caplog.text) == (content != '{"attempt": "two"}')
+    assert next_attempt(done) == 2
+    (done.attempts / "4").mkdir(parents=True)
+    assert next_attempt(done) == 5, "no attempt writes over what an earlier one kept"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ SMALL = (
 VOLATILE = ("perf/", "time/")
 
 
-def runner(cwd: Path, *arguments: str, code: int = 0) -> str:
+def runner(cwd: Path, *arguments: str, code: int = 0, **environment: str) -> str:
     """Run the command line in `cwd`; returns what it printed and checks its exit code."""
     done = subprocess.run(
         [sys.executable, "-m", "runner", *arguments],
@@ -40,6 +41,7 @@ def runner(cwd: Path, *arguments: str, code: int = 0) -> str:
         text=True,
         timeout=110,
         stdin=subprocess.DEVNULL,
+        env=os.environ | environment,
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -98,8 +100,8 @@ def test_the_export_loads_with_transformers_and_answers_as_infer_does(finished: 
     )
     ids = model.generate(**chat, max_new_tokens=6, do_sample=False)[0, chat["input_ids"].shape[1] :]
     answer = tokenizer.decode(ids, skip_special_tokens=True)
-    shown = runner(finished, "infer", "latest", "sort 5031", "--max-new-tokens", "6")
-    assert answer.strip() in shown
+    shown = runner(finished, "infer", "latest", "device=cpu", "sort 5031", "--max-new-tokens", "6")
+    assert answer.strip() in shown and "> " not in shown, "one prompt: device=cpu is none"
 
 
 def test_resuming_a_finished_run_says_so(finished: Path) -> None:
@@ -111,11 +113,75 @@ def test_a_resume_may_not_change_the_job(finished: Path) -> None:
     assert "optimizer" in out and "seed" in out and "fixed when the run began" in out
 
 
-def test_an_export_of_an_earlier_checkpoint(finished: Path) -> None:
-    runner(finished, "export", "latest", "--checkpoint", "4", "--out", "earlier")
-    assert (finished / "earlier/model.safetensors").stat().st_size > 0
-    assert "| step | 4 of 6 |" in (finished / "earlier/README.md").read_text()
-    assert "not empty" in runner(finished, "export", "latest", "--out", "earlier", code=2)
+def test_an_export_of_an_earlier_checkpoint_leaves_the_last_one_alone(finished: Path) -> None:
+    run = (finished / "outputs/latest").resolve()
+    before = (run / "export/model.safetensors").read_bytes()
+    runner(finished, "export", "latest", "--checkpoint", "4")
+    assert (run / "export-step-4/model.safetensors").read_bytes() != before
+    assert "| step | 4 of 6 |" in (run / "export-step-4/README.md").read_text()
+    assert (run / "export/model.safetensors").read_bytes() == before
+    assert "not an empty folder" in runner(finished, "export", "latest", "--out", str(run), code=2)
+
+
+def test_a_spec_edited_by_hand_is_refused_by_resume_and_infer(finished: Path) -> None:
+    copy = finished / "edited"
+    shutil.copytree((finished / "outputs/latest").resolve(), copy)
+    text = (copy / "spec.yaml").read_text()
+    (copy / "spec.yaml").write_text(text.replace("batch_size: 8", "batch_size: 16").replace("seed: 0", "seed: 1"))
+    lines = (copy / "metrics.jsonl").read_bytes()
+    out = runner(finished, "resume", "edited", "steps=8", code=2)
+    assert "algorithm.batch_size: was 8 when the checkpoint was written, is 16" in out and "seed: was 0" in out
+    assert (copy / "metrics.jsonl").read_bytes() == lines
+    assert "algorithm.batch_size" in runner(finished, "infer", "edited", "sort 31", code=2)
+
+
+def test_killed_after_the_last_checkpoint_with_files_damaged_it_is_still_finished_and_says_what_it_found(
+    tmp_path: Path,
+) -> None:
+    small = [word for word in SMALL if not word.startswith("checkpoint.every")]
+    failpoint = {"RUNNER_FAILPOINT": "checkpoint.after_rename:kill"}
+    runner(tmp_path, *small, "checkpoint.every=0", code=-signal.SIGKILL, **failpoint)
+    run = (tmp_path / "outputs/latest").resolve()
+    first = json.loads((run / "manifest.json").read_text())
+    (run / "stacks.log").write_text("a stack of the first attempt\n")
+    (run / "status.json").write_text('{"state": "run')
+    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(rows[:1] + rows[3:]))
+    out = runner(tmp_path, "resume", "latest", "checkpoint.keep=5")
+    assert "status.json cannot be read" in out and "it lacks steps 2 to 3" in out
+    assert "| eval/exact_match |" in (run / "export/README.md").read_text()
+    kept = run / "attempts" / "2"
+    assert json.loads((kept / "manifest.json").read_text()) == first
+    assert json.loads((run / "manifest.json").read_text())["argv"][-1] == "checkpoint.keep=5"
+    assert (kept / "stacks.log").read_text() == "a stack of the first attempt\n"
+    assert yaml.safe_load((kept / "overrides.yaml").read_text()) == {"typed": ["checkpoint.keep=5"]}
+    assert yaml.safe_load((kept / "spec.yaml").read_text())["checkpoint"]["keep"] == 2
+    assert json.loads((run / "status.json").read_text())["attempt"] == 2
+
+
+def test_plain_text_is_gone_on_with_as_plain_text(tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": "abcabcabc"}) + "\n" for _ in range(8)))
+    model = [word for word in SMALL if word.startswith("model.")]
+    words = ("algorithm=cpt", "data=file", "data.path=text.jsonl", "model=tiny", *model, "optimizer.lr=0.02")
+    runner(tmp_path, *words, "steps=40", "algorithm.batch_size=4", "tracker=none", "evaluation.every=0")
+    out = runner(tmp_path, "infer", "latest", "abcab", "--max-new-tokens", "4")
+    assert out.startswith("cabc") and "asked as plain text" in out
+
+
+def test_a_signal_during_the_build_is_obeyed_at_once(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "runner", *SMALL], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    log, deadline = tmp_path / "outputs/latest/run.log", time.monotonic() + 60
+    while not log.exists() and time.monotonic() < deadline:  # its first line comes after the handler, before torch
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGTERM)
+    printed = process.communicate(timeout=60)[0].decode()
+    run = (tmp_path / "outputs/latest").resolve()
+    assert process.returncode == 143 and "SIGTERM before a step was made; no checkpoint was written" in printed
+    assert json.loads((run / "status.json").read_text())["state"] == "interrupted"
+    assert not (run / "checkpoints").exists() and not (run / "metrics.jsonl").exists()
+    assert "starting at step 0" in runner(tmp_path, "resume", "latest")
 
 
 def interrupted(cwd: Path, number: int, after: int, *arguments: str) -> tuple[int, Path]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from huggingface_hub.constants import HF_HUB_CACHE
 from safetensors.torch import load_file, save_file
 
 from runner.decisions import Decisions
-from runner.errors import EnvironmentProblem, SecurityRefusal
+from runner.errors import EnvironmentProblem, RunnerError, SecurityRefusal, SpecError
 from runner.model import hf
 from runner.model.causal import CausalLM
-from runner.model.config import HfConfig
+from runner.model.config import HfConfig, TinyConfig
 from tests.model.zoo import CPU, LOGPROBS, batch, causal
 
 
@@ -146,3 +149,84 @@ def test_an_adapter_folder_is_named_as_such(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(EnvironmentProblem, match="PEFT adapter"):
         build(tmp_path)
+
+
+@pytest.fixture
+def with_adapter(folder: Path) -> Path:
+    """A model folder that has an adapter in it as well, which transformers would load and save instead."""
+    base = hf.AutoModelForCausalLM.from_pretrained(folder)
+    peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM")).save_pretrained(folder)
+    assert (folder / "config.json").exists() and (folder / "adapter_config.json").exists()
+    return folder
+
+
+def test_an_adapter_beside_a_model_is_refused_and_not_trained_unasked(with_adapter: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match=r"adapter_config\.json.*\n.*merge"):
+        build(with_adapter)
+    config = HfConfig(path="hub/other", tokenizer=str(with_adapter))
+    assert len(hf.tokenizer(config)) == 259, "its tokenizer may be used"
+
+
+def test_an_adapter_beside_a_model_of_the_hub_is_refused(with_adapter: Path) -> None:
+    cached_on_hub(with_adapter, "hub/adapted", "a" * 40)
+    with pytest.raises(EnvironmentProblem, match="hub/adapted holds a PEFT adapter"):
+        build("hub/adapted")
+
+
+def test_an_export_that_lacks_what_has_learnt_is_an_error(with_adapter: Path, tmp_path: Path) -> None:
+    """As transformers would write it of a model that an adapter slipped into."""
+    module = hf.AutoModelForCausalLM.from_pretrained(with_adapter)
+    module.requires_grad_(True)
+    model = CausalLM(module, hf.tokenizer(HfConfig(path=str(with_adapter))), TinyConfig(), seed=0, decide=Decisions())
+    with pytest.raises(RunnerError, match="the export is not whole"):
+        model.save(tmp_path / "export")
+
+
+def cached_on_hub(folder: Path, name: str, commit: str) -> None:
+    """Put a model folder where the hub's cache would have it, as the newest commit of its main branch."""
+    home = Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    shutil.copytree(folder, home / "snapshots" / commit, dirs_exist_ok=True)
+    (home / "refs").mkdir(exist_ok=True)
+    (home / "refs" / "main").write_text(commit)
+
+
+def test_the_commit_of_the_hub_is_found_and_kept_for_all_files(folder: Path) -> None:
+    first, second = "1" * 40, "2" * 40
+    cached_on_hub(folder, "hub/moving", first)
+    assert build("hub/moving").origin == {"commit": first}
+    cached_on_hub(folder, "hub/moving", second)
+    assert build("hub/moving").origin == {"commit": second}
+    pinned = build("hub/moving", revision=first)
+    assert pinned.origin == {"commit": first} and pinned.config.revision == first  # type: ignore[attr-defined]
+
+
+def test_a_folder_is_known_by_what_is_in_it_and_not_by_where_it_is(folder: Path) -> None:
+    def frozen(path: Path) -> dict[str, str]:
+        model = build(path)
+        model.module.requires_grad_(False)
+        return model.origin
+
+    moved = shutil.copytree(folder, folder.parent / "moved")
+    assert frozen(moved) == frozen(folder) and frozen(folder).keys() == {"config", "weights"}
+    assert build(folder).origin.keys() == {"config"}, "a checkpoint holds all that learns"
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] += 1e-3
+    save_file(weights, moved / "model.safetensors", metadata={"format": "pt"})
+    assert frozen(moved)["weights"] != frozen(folder)["weights"]
+    edit(moved / "config.json", rms_norm_eps=1e-3)
+    assert build(moved).origin != build(folder).origin
+
+
+def test_random_weights_are_known_by_their_seed_and_architecture(folder: Path) -> None:
+    origin = build(folder, from_scratch=True).origin
+    assert origin["drawn"] == "from seed 0" and origin["config"] == build(folder).origin["config"]
+
+
+def test_rows_that_are_too_long_are_found_before_the_weights_are_read(folder: Path) -> None:
+    edit(folder / "config.json", max_position_embeddings=64)
+    (folder / "model.safetensors").unlink()
+    config = HfConfig(path=str(folder))
+    with pytest.raises(
+        SpecError, match=r"data\.max_length: rows of 65 tokens are too long: the model has 64 positions"
+    ):
+        hf.build(config, tokenizer=hf.tokenizer(config), device=CPU, seed=0, decide=Decisions(), longest=65)

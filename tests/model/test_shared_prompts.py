@@ -81,7 +81,9 @@ def test_scores_and_values_of_a_scalar_model(layout: str) -> None:
     module = Qwen2ForSequenceClassification(Qwen2Config(**SHAPE, num_labels=1))
     like = causal("qwen2", layout=layout)
     decisions: list[object] = []
-    model = ScalarModel(deepcopy(module), like.tokenizer, like.config, seed=0, decide=lambda *words: decisions.append(words))
+    model = ScalarModel(
+        deepcopy(module), like.tokenizer, like.config, seed=0, decide=lambda *words: decisions.append(words)
+    )
     assert not decisions and model.layout == layout
     shared = pack_trees(trees(temperature=False))
     alone = pack_trees(trees(temperature=False), share=False)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from runner.errors import RunnerError
 from runner.folder import RunFolder
-from runner.tracker.jsonl import JsonlTracker, cut_back
+from runner.tracker.jsonl import JsonlTracker, cut_back, holes
 from runner.tracker.tail import Tail
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,6 +147,28 @@ def test_nothing_to_cut_writes_nothing(folder: RunFolder) -> None:
     before = folder.metrics.stat().st_ino
     assert cut_back(folder, 3, 2) == 0
     assert folder.metrics.stat().st_ino == before and not folder.attempts.exists()
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ([1, 2, 3, 4, 5, 6], ""),
+        ([1, 3, 4], "it lacks step 2, steps 5 to 6"),
+        ([], "it lacks steps 1 to 6"),
+        ([1, 2, 4, 3, 5, 6], "its steps are not in order"),
+        ([1, 2, 2, 3, 5, 6], "it lacks step 4; its steps are not in order"),
+    ],
+)
+def test_lines_that_are_missing_after_a_crash_are_counted(folder: RunFolder, kept: list[int], said: str) -> None:
+    write(folder, 1, 8)
+    rows = folder.metrics.read_text().splitlines(keepends=True)
+    folder.metrics.write_text("".join([rows[step - 1] for step in kept] + rows[6:]))
+    cut_back(folder, 6, 2)
+    assert holes(folder, 6) == said
+
+
+def test_a_run_that_wrote_nothing_lacks_nothing_at_step_0(folder: RunFolder) -> None:
+    assert holes(folder, 0) == "" and holes(folder, 1) == "it lacks step 1"
 
 
 def test_a_run_that_begins_anew_keeps_no_sample_of_before(folder: RunFolder) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from runner.decisions import Decisions
 from runner.errors import EnvironmentProblem
 from runner.folder import RunFolder
 from runner.tracker.config import TensorboardConfig
@@ -30,6 +31,7 @@ def tracker(root: Path, first_step: int) -> Any:
         name="n",
         first_step=first_step,
         console=console,
+        decide=Decisions(),
     )
 
 

@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from runner.decisions import Decisions
+from runner.errors import EnvironmentProblem
 from runner.folder import RunFolder
 from runner.tracker import processes
 from runner.tracker.config import WandbConfig
@@ -35,14 +37,23 @@ SPEC = {"name": "toy", "optimizer": {"lr": 1e-3}, "data": {"path": f"https://me:
 class Run:
     """A run that writes its two files and has a W&B sink, as the loop does it."""
 
-    def __init__(self, root: Path, mode: str = "offline", deadline_s: float = 20.0, first: int = 0) -> None:
+    def __init__(
+        self, root: Path, mode: str = "offline", deadline_s: float = 20.0, first: int = 0, strict: bool = False
+    ) -> None:
         root.mkdir(exist_ok=True)
-        self.folder, self.screen = RunFolder(root), io.StringIO()
+        self.folder, self.screen, self.decide = RunFolder(root), io.StringIO(), Decisions(strict)
         self.console = Console(self.folder.log, self.screen)
         self.jsonl = JsonlTracker(self.folder)
         config = WandbConfig(mode=mode, deadline_s=deadline_s, project="p", tags=("t",))
         self.tracker = build(
-            config, folder=self.folder, spec=SPEC, run_id="toy-1", name="toy", first_step=first, console=self.console
+            config,
+            folder=self.folder,
+            spec=SPEC,
+            run_id="toy-1",
+            name="toy",
+            first_step=first,
+            console=self.console,
+            decide=self.decide,
         )
         self.slowest_s = 0.0
 
@@ -243,7 +254,9 @@ def test_online_without_a_server_or_a_key_becomes_offline(
         run.opened()
         run.steps(11, 20)
         line = run.finish()
-    assert said in run.screen.getvalue()
+    [decision] = run.decide.made
+    assert (decision.feature, decision.wanted, decision.got) == ("tracker.mode", "online", "offline")
+    assert said in decision.reason
     assert line.startswith("wandb    offline; upload: wandb sync ")
     assert run.slowest_s < 0.5
     assert history(records(tmp_path / "run")) == expected(20)
@@ -325,9 +338,28 @@ def test_without_the_package_one_line_says_so(tmp_path: Path, monkeypatch: Any) 
     run = Run(tmp_path / "run")
     run.steps(1, 3)
     assert isinstance(run.tracker, NoTracker)
-    assert run.screen.getvalue().count("pip install wandb") == 1
+    assert [str(d) for d in run.decide.made] == [
+        "tracker: none instead of wandb (wandb is not installed: pip install wandb, or set tracker=none)"
+    ]
     assert run.tracker.finish("done") == []
     run.jsonl.finish("done")
+    with pytest.raises(EnvironmentProblem, match="tracker=none"):
+        Run(tmp_path / "strict", strict=True)
+
+
+def test_a_strict_run_does_not_go_on_offline_but_a_failed_one_keeps_its_own_error(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    with server("refuses") as address:
+        monkeypatch.setenv("WANDB_BASE_URL", address)
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        run = Run(tmp_path / "run", mode="online", strict=True)
+        with pytest.raises(EnvironmentProblem, match="offline instead of online"):
+            run.wait_for(lambda: False)
+        assert "upload: wandb sync" in run.finish("failed")
+        again = Run(tmp_path / "again", mode="online", strict=True)
+        assert "upload: wandb sync" in again.finish("failed")
+    assert survivors(tmp_path) == []
 
 
 def test_a_package_that_cannot_be_imported_does_not_stop_the_run(tmp_path: Path, monkeypatch: Any) -> None:
@@ -344,7 +376,7 @@ def test_a_variable_that_contradicts_the_spec_is_named(tmp_path: Path, monkeypat
     monkeypatch.setenv("WANDB_MODE", "disabled")
     run = Run(tmp_path / "run", deadline_s=10.0)
     run.steps(1, 2)
-    assert "WANDB_MODE=disabled is not read" in run.screen.getvalue()
+    assert "offline instead of WANDB_MODE=disabled" in str(run.decide.made[0])
     assert "upload: wandb sync" in run.finish()
 
 

@@ -1,0 +1,68 @@
+"""What a user can set of every algorithm, and what every algorithm says of itself."""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from runner.spec.base import ITEM_WORDS, ComponentConfig, ItemKind
+
+Head = Literal["lm", "scalar"]  # a language model, or the same backbone with a head of one number
+
+
+class AlgorithmConfig(ComponentConfig):
+    """How a step learns, and the one batch vocabulary."""
+
+    group: ClassVar[str] = "algorithm"
+    items: ClassVar[ItemKind] = "sft"  # what it learns from
+    samples: ClassVar[bool] = False  # whether it needs a sampler and a reward
+    batch_size: int = Field(default=32, ge=1, description="Examples (pairs, prompts) per step, over all ranks.")
+    mini_batches: int = Field(
+        default=1, ge=1, description="Optimizer steps per step; each takes an equal share of the batch."
+    )
+    micro_batch_tokens: int = Field(
+        default=4096,
+        ge=1,
+        description="Tokens that are on a device at once; changes memory and speed, never the update.",
+    )
+
+    def learners(self) -> dict[str, Head]:
+        """The models that learn, by role; the first one is what a run makes."""
+        return {"policy": "lm"}
+
+    def frozen(self) -> tuple[str, ...]:
+        """The models that only score: reference, teacher."""
+        return ()
+
+    def steps_ahead(self) -> int:
+        """How far sampling runs ahead of training."""
+        return 0
+
+    def reference_kind(self) -> Literal["adapter", "copy"] | None:
+        """What the reference is, where there is one; None = the model with its adapter off, if it has one."""
+        return None
+
+    def learning_rate(self, role: str, common: float) -> float:
+        """The learning rate of a role; `common` is optimizer.lr."""
+        return common
+
+    def formula(self, job: Any) -> Iterable[str]:
+        """The loss with the constants in force, line by line (`run explain loss`)."""
+        raise NotImplementedError(f"algorithm={self.name} does not say what its loss is")
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        found = [*self._parts_problems(job)]
+        if self.batch_size % self.mini_batches:
+            text = f"{self.mini_batches} does not divide algorithm.batch_size={self.batch_size}"
+            found.append(("algorithm.mini_batches", text))
+        return found
+
+    def _parts_problems(self, job: Any) -> list[tuple[str, str]]:
+        """A sampler and a reward where they are needed, and nowhere else."""
+        what = {"sampler": "sampler=torch", "reward": "reward=exact, or reward=function reward.path=my_reward.py:score"}
+        chosen = {group: getattr(job, group).name for group in ("sampler", "reward", "environment")}
+        if self.samples:
+            missing = [group for group in what if chosen[group] == "none"]
+            return [(group, f"algorithm={self.name} needs one; type {what[group]}") for group in missing]
+        learns = f"algorithm={self.name} learns from given data ({ITEM_WORDS[self.items]})"
+        return [(group, f"{learns}; type {group}=none") for group, name in chosen.items() if name != "none"]

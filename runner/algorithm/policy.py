@@ -1,0 +1,283 @@
+"""Policy optimisation: grpo, ppo and what their options make of them.
+
+    collect   prompts ─▶ sampler ─▶ reward ─▶ groups of samples              (may run `lag` steps ahead)
+    prepare   groups ─▶ one ragged batch ─▶ old, reference, values ─▶ advantages ─▶ epochs × mini-batches
+    losses    policy: clipped surrogate, KL, entropy;  critic: clipped value error
+
+Papers: GRPO 2402.03300, PPO 1707.06347, GAE 1506.02438; each part names its own (`runner.algorithm.advantages`,
+`policy_losses`, `kl`, `correction`, `aggregation`). Legend: N rows, T tokens.
+
+The policy that the ratio is taken to, `old`:
+  one update per step at lag 0     none is needed: the policy is the one that sampled
+  lag ≥ 1 without a correction     what the sampler reported: the policy that sampled
+  else                             computed by the trainer before the step's first update
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runner.algorithm import advantages, aggregation, correction, kl, returns, rollouts
+from runner.algorithm.kl_control import KlControl
+from runner.algorithm.moments import Moments, moments, whiten
+from runner.algorithm.parts import Parts
+from runner.algorithm.policy_config import GrpoConfig, PolicyConfig, PpoConfig
+from runner.algorithm.rollouts import Collector, Experience, Group
+from runner.algorithm.surrogate import PolicyLoss, ValueLoss
+from runner.algorithm.turns import Turns
+from runner.batch import Batch, row_of_tokens, select_units, with_totals
+from runner.errors import TrainingDiverged
+from runner.protocols import LossFn, Model, Ranks, Role, Sample, State
+from runner.randomness import derive
+from runner.tree import Branch, Tree, pack_trees
+
+LOGPROBS, VALUES = frozenset({"logprobs"}), frozenset({"values"})
+
+
+class PolicyOptimisation:
+    """Samples, scores, and learns from the difference."""
+
+    def __init__(self, config: PolicyConfig, parts: Parts) -> None:
+        assert parts.sampler is not None and parts.reward is not None  # the config's problems() see to it
+        self.config, self.parts = config, parts
+        self.temperature = parts.sampler.temperature
+        self.max_new_tokens = parts.sampler.max_new_tokens
+        turns = None if parts.environments is None else Turns(parts.tokenizer)
+        self.collector = Collector(
+            parts.sampler, parts.reward, parts.tokenizer, parts.seed, config.group_size, parts.environments, turns
+        )
+        self.kl = KlControl(config.default("kl_coef"), config.kl_target)
+        self.losses: Mapping[Role, LossFn] = {"policy": PolicyLoss(config, lambda: self.kl.coefficient)}
+        if isinstance(config, PpoConfig):
+            self.losses = {**self.losses, "critic": ValueLoss(config)}
+        self._health: dict[str, float] = {}
+
+    @property
+    def lag(self) -> int:
+        """Steps that collection runs ahead."""
+        return self.config.lag
+
+    def collect(self, step: int) -> Experience:
+        """The step's scored samples; under zero_variance=resample as many rounds as it takes, up to the cap."""
+        resample = self.config.zero_variance == "resample"
+        kept, tokens, round = list[Group](), 0, 0
+        for round in range(self.config.default("resample_rounds") if resample else 1):
+            prompts = self.parts.data.take(step, self.config.batch_size, round)
+            groups = self.collector.groups(prompts, step, round)
+            tokens += int(sum(sum(s.mask) for g in groups for s in g.samples))
+            kept += [g for g in groups if g.has_contrast] if resample else groups
+            if len(kept) >= self.config.batch_size:
+                break
+        return Experience(step, tuple(kept[: self.config.batch_size] or groups), round + 1, tokens)
+
+    def prepare(self, experience: Experience, models: Mapping[Role, Model], ranks: Ranks) -> Iterator[Batch]:
+        """Mini-batches with everything the losses need; all but `weight` is fixed before the first update."""
+        batch = self._laid_out(experience)
+        batch = self._scored(batch, models)
+        batch = self._valued(batch, ranks)
+        for epoch in range(self.config.epochs):
+            for part in self._mini_batches(batch, experience.step, epoch):
+                yield self._weighted(part, ranks)
+
+    def describe(self, step: int, experience: Experience) -> tuple[Mapping[str, float], Sequence[Sample]]:
+        """Reward, lengths, staleness; the coefficient in force; health of the importance weights."""
+        found = rollouts.numbers(experience) | self._health
+        if self.config.kl != "none":
+            found["policy/kl_coef"] = self.kl.coefficient
+        return found, list(islice(rollouts.samples(experience), len(experience.groups)))
+
+    def observe(self, step: int, values: Mapping[str, float]) -> None:
+        """Adapt the KL coefficient. Raises TrainingDiverged if sampler and trainer disagree too much."""
+        worst, found = self.config.max_mismatch, values.get("sampler/abs_logprob_diff", 0.0)
+        if worst is not None and found > worst:
+            raise TrainingDiverged(
+                f"step {step + 1}: sampler and trainer differ by {found:.3g} per token (mean |log-probability|), more "
+                f"than algorithm.max_mismatch={worst}; their weights, data types or sampling options are not the same"
+            )
+        if "policy/kl" in values:
+            self.kl.observe(values["policy/kl"], self.config.batch_size * self.config.group_size)
+
+    def encode(self, experience: Experience) -> State:
+        """As a checkpoint keeps it."""
+        return rollouts.encode(experience)
+
+    def decode(self, state: State) -> Experience:
+        """The inverse of `encode`."""
+        return rollouts.decode(state)
+
+    def state_dict(self) -> State:
+        """The adaptive coefficient."""
+        return {"kl_coef": self.kl.coefficient}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore `state_dict`."""
+        self.kl.coefficient = state["kl_coef"]
+
+    def _laid_out(self, experience: Experience) -> Batch:
+        """The groups that are learnt from as one batch; `weight` is 1 on what is learnt."""
+        drop = self.config.zero_variance != "keep"
+        learnt = [g for g in experience.groups if g.has_contrast or not drop]
+        silent = not learnt  # then the step has a gradient of zero, and not no step
+        trees = [self._tree(group, silent) for group in learnt or experience.groups[:1]]
+        batch = pack_trees(trees, share=self.config.share_prompts, most_tokens=self.config.micro_batch_tokens)
+        prompts = batch.rows["branch"] < 0
+        batch = replace(batch, rows={**batch.rows, "reward": batch.rows["reward"].masked_fill(prompts, torch.nan)})
+        if self.temperature != 1:
+            batch = _with(batch, temperature=torch.full((batch.num_tokens,), self.temperature))
+        return batch
+
+    def _tree(self, group: Group, silent: bool) -> Tree:
+        branches = []
+        for one in group.samples:
+            left_out = silent or one.reward is None or (self.config.overlong == "mask" and one.finish == "length")
+            channels = {"weight": [0.0] * len(one.ids) if left_out else one.mask, "sampled": one.logprobs}
+            branches.append(Branch(one.ids, channels, {"reward": torch.nan if one.reward is None else one.reward}))
+        return Tree(group.prompt.ids, branches)
+
+    def _scored(self, batch: Batch, models: Mapping[Role, Model]) -> Batch:
+        """The channels that models make: old, importance, reference, values."""
+        config = self.config
+        corrected = config.correction != "none"
+        if corrected or (config.lag == 0 and self._needs_old):
+            batch = _with(batch, old=models["policy"].forward(batch, LOGPROBS)["logprobs"])
+        elif config.lag:
+            batch = _with(batch, old=batch.tokens["sampled"])
+        if corrected:
+            batch = self._corrected(batch)
+        for role in config.frozen():
+            batch = _with(batch, **{role: models[role].forward(batch, LOGPROBS)["logprobs"]})
+        if "critic" in models:
+            batch = _with(batch, values=models["critic"].forward(batch, VALUES)["values"])
+        return batch
+
+    @property
+    def _needs_old(self) -> bool:
+        """Whether the policy moves between mini-batches, or its log-probabilities are part of the reward."""
+        config = self.config
+        in_reward = config.kl != "none" and config.default("kl_place") == "reward"
+        return config.epochs * config.mini_batches > 1 or in_reward
+
+    def _corrected(self, batch: Batch) -> Batch:
+        value, mask = self.config.default, batch.tokens["weight"] != 0
+        log_rho = correction.behaviour_log_ratio(
+            batch.tokens["old"], batch.tokens["sampled"], mask, row_of_tokens(batch), value("correction_level")
+        )
+        high = value("correction_high")
+        found = {
+            "tis": lambda: correction.tis(log_rho, cap=high),
+            "mis": lambda: correction.mis(log_rho, low=value("correction_low"), high=high),
+            "decoupled": lambda: correction.decoupled(log_rho, cap=high),
+        }[self.config.correction]()
+        affected, count = correction.affected_share(found, mask)
+        self._health = {
+            "sampler/effective_sample_size": float(
+                correction.effective_sample_size(moments(log_rho.exp().double(), mask))
+            ),
+            "sampler/bounded": float(affected) / max(int(count), 1),
+        }
+        return _with(batch, importance=found.weights)
+
+    def _valued(self, batch: Batch, ranks: Ranks) -> Batch:
+        """The channels `advantages` and, with a critic, `returns`."""
+        mask, row = batch.tokens["weight"] != 0, row_of_tokens(batch)
+        rewards, penalty = batch.rows["reward"].double(), torch.zeros(batch.num_tokens, dtype=torch.float64)
+        if self.config.kl != "none" and self.config.default("kl_place") == "reward":
+            penalty = kl.k1(batch.tokens["old"], batch.tokens["reference"]).double()
+        beta = self.kl.coefficient
+        if isinstance(self.config, PpoConfig):
+            placed = returns.token_rewards(rewards, penalty, mask, row, beta)
+            values = batch.tokens["values"].double()
+            found, back = returns.gae(placed, values, mask, row, gamma=self.config.gamma, lam=self.config.lam)
+            batch = _with(batch, returns=back)
+            if self.config.whiten:
+                found = whiten(found, mask, _summed(moments(found, mask), ranks))
+            return _with(batch, advantages=found)
+        assert isinstance(self.config, GrpoConfig)
+        if self.config.advantage == "reinforce_pp":
+            placed = returns.token_rewards(rewards, penalty, mask, row, beta)
+            gamma = 1.0 if self.config.gamma is None else self.config.gamma
+            found = returns.discounted_returns(placed, mask, row, gamma)
+            return _with(batch, advantages=whiten(found, mask, _summed(moments(found, mask), ranks)))
+        rewards = returns.penalised_rewards(rewards, penalty, mask, row, beta)
+        return _with(batch, advantages=self._of_groups(self.config, batch, rewards, mask, ranks))
+
+    def _of_groups(self, config: GrpoConfig, batch: Batch, rewards: Tensor, mask: Tensor, ranks: Ranks) -> Tensor:
+        """Advantages [T] from rewards [N] by what the group makes of them."""
+        group, row = batch.rows["tree"], row_of_tokens(batch)
+        if config.advantage == "batch_std":
+            over = _summed(moments(rewards, ~rewards.isnan()), ranks)
+            return advantages.batch_std(rewards, group, over, eps=1e-6)[row]
+        if config.advantage == "opo":
+            lengths = mask.new_zeros(batch.num_rows, dtype=torch.int64).index_add(0, row, mask.long())
+            return advantages.opo(rewards, group, lengths)[row]
+        if config.advantage == "reinforce_pp_baseline":
+            found = advantages.group_mean(rewards, group)[row]
+            return whiten(found, mask, _summed(moments(found, mask), ranks))
+        plain = {
+            "group_mean_std": lambda: advantages.group_mean_std(rewards, group, eps=1e-6),
+            "group_mean": lambda: advantages.group_mean(rewards, group),
+            "leave_one_out": lambda: advantages.leave_one_out(rewards, group),
+            "none": lambda: advantages.no_baseline(rewards),
+        }
+        return plain[config.advantage]()[row]
+
+    def _mini_batches(self, batch: Batch, step: int, epoch: int) -> Iterator[Batch]:
+        """The batch in `mini_batches` parts of whole prompts, in an order of their own for each step and epoch."""
+        parts = self.config.mini_batches
+        if parts == 1:
+            yield batch
+            return
+        of_unit = batch.rows["tree"][_first_rows(batch)]
+        trees = int(of_unit[-1]) + 1
+        order = np.random.default_rng(derive(self.parts.seed, "mini_batches", step, epoch)).permutation(trees)
+        for chosen in np.array_split(order, parts):
+            units = [u for tree in chosen.tolist() for u in (of_unit == tree).nonzero()[:, 0].tolist()]
+            if units:
+                yield select_units(batch, units)
+
+    def _weighted(self, part: Batch, ranks: Ranks) -> Batch:
+        """The aggregation's weights, with denominators over this optimizer step and all ranks."""
+        mask, row = part.tokens["weight"], row_of_tokens(part)
+        tree = part.rows["tree"][row]
+        prompts = {"prompts": int(torch.unique(tree[mask != 0]).numel())}
+        totals = ranks.sum({**part.count(), **prompts})
+        name = self.config.aggregation
+        weight = {
+            "token_mean": lambda: aggregation.token_mean(mask, totals["tokens"]),
+            "seq_mean_token_mean": lambda: aggregation.seq_mean_token_mean(mask, row, totals["rows"]),
+            "seq_mean_token_sum": lambda: aggregation.seq_mean_token_sum(mask, totals["rows"]),
+            "seq_mean_token_sum_norm": lambda: aggregation.seq_mean_token_sum_norm(
+                mask, totals["rows"], self.config.aggregation_length or self.max_new_tokens
+            ),
+            "prompt_mean": lambda: aggregation.prompt_mean(mask, tree, totals["prompts"]),
+        }[name]()
+        return with_totals(_with(part, weight=weight), totals)
+
+
+def _with(batch: Batch, **channels: Tensor) -> Batch:
+    """The batch with token channels added or replaced, on the CPU and in float32."""
+    return replace(batch, tokens={**batch.tokens, **{name: v.cpu().float() for name, v in channels.items()}})
+
+
+def _first_rows(batch: Batch) -> Tensor:
+    """The first row of each unit."""
+    _, counts = torch.unique_consecutive(batch.rows["unit"], return_counts=True)
+    return torch.cumsum(counts, 0) - counts
+
+
+def _summed(one: Moments, ranks: Ranks) -> Moments:
+    """Moments over all data ranks."""
+    total: dict[str, Any] = ranks.sum({name: float(value) for name, value in one._asdict().items()})
+    return Moments(**{name: torch.tensor(total[name], dtype=one.sum.dtype) for name in Moments._fields})
+
+
+def build(config: PolicyConfig, parts: Parts) -> PolicyOptimisation:
+    """The algorithm over the job's data, sampler and reward."""
+    return PolicyOptimisation(config, parts)

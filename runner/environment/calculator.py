@@ -1,0 +1,39 @@
+"""A calculator as a tool: the worked example of an environment.
+
+policy: calc 12*(3+4)   ──▶   tool: 84   ──▶   policy: 84   (no call: the episode is over)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runner.arithmetic import NotArithmetic, evaluated
+from runner.environment.config import CalculatorConfig
+from runner.protocols import Environment, Environments, Observation, Prompt
+
+CALL = "calc "
+
+
+class Calculator:
+    """One episode."""
+
+    def reset(self, prompt: Prompt) -> None:
+        """Nothing to prepare: every call stands by itself."""
+
+    def step(self, answer: str) -> Observation | None:
+        """The value of what was asked for, or what was wrong with it; None after the final answer."""
+        if not answer.startswith(CALL):
+            return None
+        try:
+            return Observation("tool", str(evaluated(answer.removeprefix(CALL))[0]))
+        except NotArithmetic as error:
+            return Observation("tool", f"error: {error}")
+
+
+def build(config: CalculatorConfig, **_: Any) -> Environments:
+    """A maker of calculators."""
+
+    def make() -> Environment:
+        return Calculator()
+
+    return Environments(make, config.max_turns)

@@ -1,0 +1,33 @@
+"""What a user can set of an environment."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from runner.spec.base import ComponentConfig
+
+
+class EnvironmentConfig(ComponentConfig):
+    """What answers the policy between its turns."""
+
+    group: ClassVar[str] = "environment"
+
+
+class NoEnvironmentConfig(EnvironmentConfig):
+    """One turn: the answer to the prompt is all."""
+
+    factory: ClassVar[str] = "runner.environment.none:build"
+    name: Literal["none"] = "none"
+
+
+class CalculatorConfig(EnvironmentConfig):
+    """A calculator: a turn `calc EXPRESSION` is answered with its value; any other turn is the final answer."""
+
+    factory: ClassVar[str] = "runner.environment.calculator:build"
+    name: Literal["calculator"] = "calculator"
+    max_turns: int = Field(default=4, ge=1, description="Turns of the policy, the final answer included.")
+
+
+COMPONENTS = (NoEnvironmentConfig, CalculatorConfig)

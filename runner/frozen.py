@@ -1,0 +1,34 @@
+"""A model that only scores: a reference, a teacher, a policy with its adapter off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from runner.batch import Batch, micro_batches
+from runner.learner import joined
+from runner.protocols import Outputs
+
+
+class FrozenModel:
+    """Scores batches of any size without gradient; `during` holds while it does, e.g. with the adapter disabled."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        budget: int,
+        device: torch.device,
+        during: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._model, self._budget, self._device, self._during = model, budget, device, during
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
+        """The outputs named in `needs`, [T] or [N], on the model's device."""
+        with self._during():
+            parts = [self._model.outputs(micro.to(self._device), needs) for micro in micro_batches(batch, self._budget)]
+        return joined(parts, needs)

@@ -1,0 +1,102 @@
+"""Held-out evaluation by the algorithm's own loss: on pairs and judged answers, of which nothing can be asked.
+
+    held-out items ──experience──▶ prepare ──▶ forward, no gradient ──▶ the loss's metrics, under eval/
+
+It runs between steps, draws no random number and leaves no trace in training. It knows no algorithm: whatever the
+loss measures as `train/x`, `reward/x` or `policy/x` becomes `eval/x`.
+
+Legend: N rows, T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import islice, pairwise
+from typing import Any, Protocol, runtime_checkable
+
+from runner.batch import Batch, unit_spans
+from runner.evaluator import Report, Sample
+from runner.metrics import Metrics
+from runner.protocols import Experience, LossFn, Model, Outputs, Ranks, Role
+
+
+@runtime_checkable
+class LearnsFromItems(Protocol):
+    """What is needed of an algorithm: one unit per item, in the order of the items."""
+
+    losses: Mapping[Role, LossFn]
+
+    def experience(self, items: Sequence[Any]) -> Experience: ...
+
+    def prepare(self, experience: Experience, models: Mapping[Role, Model], ranks: Ranks) -> Iterator[Batch]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutLoss:
+    """Measures `algorithm` on `items` (records with tuples of ids, such as `Pair`).
+
+    batch_size: most items at once; that of training, where a loss couples its mini-batch (kto)
+    samples: how many items are reported in words
+    """
+
+    algorithm: LearnsFromItems
+    items: Sequence[Any]
+    batch_size: int
+    samples: int
+    tokenizer: Any
+    ranks: Ranks
+
+    def evaluate(self, models: Mapping[Role, Model]) -> Report:
+        """eval/loss, eval/accuracy, eval/margin, … (whatever the loss measures), and time/eval_s.
+
+        A sample is an item in words, with its own numbers under the same names.
+        """
+        start = time.perf_counter()
+        metrics, samples = Metrics(), list[Sample]()
+        for items, batch in self._batches(models):
+            for role, loss in self.algorithm.losses.items():
+                outputs = {name: value.cpu() for name, value in models[role].forward(batch, loss.needs).items()}
+                metrics.merge(loss(batch, outputs).metrics)
+                scored = zip(items, _per_unit(batch, outputs, loss), strict=True)
+                samples += [self._sample(*one) for one in islice(scored, self.samples - len(samples))]
+        return Report({**_renamed(metrics.result()), "time/eval_s": time.perf_counter() - start}, samples)
+
+    def _batches(self, models: Mapping[Role, Model]) -> Iterator[tuple[Sequence[Any], Batch]]:
+        """Prepared mini-batches, each with its items."""
+        for items in _shares(self.items, self.batch_size):
+            first = 0
+            for batch in self.algorithm.prepare(self.algorithm.experience(items), models, self.ranks):
+                last = first + len(unit_spans(batch))
+                yield items[first:last], batch
+                first = last
+
+    def _sample(self, item: Any, metrics: Metrics) -> Sample:
+        words = {f.name: self._worded(getattr(item, f.name)) for f in fields(item)}
+        return {**words, **{n: v for n, v in _renamed(metrics.result()).items() if not math.isnan(v)}}
+
+    def _worded(self, value: Any) -> Any:
+        return self.tokenizer.decode(value) if isinstance(value, tuple) else value
+
+
+def _shares(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
+    """Runs of at most `most` items whose sizes differ by at most one, so that none is left with very few."""
+    count = math.ceil(len(items) / most)
+    edges = [len(items) * i // count for i in range(count + 1)]
+    return (items[a:b] for a, b in pairwise(edges))
+
+
+def _per_unit(batch: Batch, outputs: Outputs, loss: LossFn) -> Iterator[Metrics]:
+    """What the loss measures on each unit by itself."""
+    token = 0
+    for first, last, size in unit_spans(batch):
+        tokens, rows = slice(token, token + size), slice(first, last)
+        mine = {n: v[tokens if len(v) == batch.num_tokens else rows] for n, v in outputs.items()}
+        yield loss(batch.slice_rows(first, last), mine).metrics
+        token += size
+
+
+def _renamed(values: Mapping[str, float]) -> dict[str, float]:
+    return {f"eval/{name.rpartition('/')[2]}": value for name, value in values.items()}

@@ -1,0 +1,65 @@
+"""What must be equal for a run to go on from a checkpoint, and what must be for it to have the same bits.
+
+spec (all that may not change), data   differ ─▶ refused
+versions, device                       differ ─▶ said: the curve goes on, but not bit for bit
+prompt_style                           how `run infer` has to ask
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from importlib.metadata import version
+from typing import Any, Literal
+
+from runner import __version__
+from runner.errors import DataError, Problem, SpecError
+from runner.spec.job import JobSpec
+from runner.spec.origin import leaves
+
+log = logging.getLogger("runner")
+
+PromptStyle = Literal["chat", "text"]
+# What may change when a run goes on: how long, how it is watched and kept; nothing that the curve so far depends on.
+RESUMABLE = ("steps", "strict", "evaluation", "watch", "tracker", "checkpoint")
+LIBRARIES = ("torch", "transformers", "peft")
+
+
+def identity(spec: JobSpec, fingerprint: str, style: PromptStyle, device: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity of a run, JSON-able; `fingerprint` is the data's, `device` what the device says of itself."""
+    versions = {"runner": __version__} | {name: version(name) for name in LIBRARIES}
+    return {"spec": frozen(spec), "data": fingerprint, "prompt_style": style, **versions, **device}
+
+
+def frozen(spec: JobSpec) -> dict[str, Any]:
+    """The part of a spec that is fixed once a run has begun."""
+    return spec.model_dump(mode="json", exclude=set(RESUMABLE))
+
+
+def refuse_changed_spec(spec: JobSpec, saved: Mapping[str, Any], free: Collection[str] = ()) -> None:
+    """Raise SpecError naming each fixed option that is not what it was when the checkpoint was written.
+
+    saved: the identity in a checkpoint; free: dotted keys, or groups, that the use at hand may change
+    """
+    now, before = dict(leaves(frozen(spec))), dict(leaves(saved["spec"]))
+    problems = [
+        Problem(key, f"was {value} when the checkpoint was written, is {now.get(key)}; put it back", "spec.yaml")
+        for key, value in before.items()
+        if now.get(key) != value and not {key, key.partition(".")[0]} & set(free)
+    ]
+    if problems:
+        raise SpecError(problems)
+
+
+def refuse_changed_data(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise DataError for other data; say what else differs, because the curve then continues, but not bit for bit."""
+    if now["data"] != saved["data"]:
+        raise DataError(
+            "the data (or its tokenizer) changed since the checkpoint was written; "
+            "restore it, or start a new run from the export of this one"
+        )
+    differing = {k: (saved.get(k), v) for k, v in now.items() if k != "spec" and saved.get(k) != v}
+    if differing:
+        log.warning(
+            "resumed, but not bit for bit: %s", ", ".join(f"{k} was {a}, is {b}" for k, (a, b) in differing.items())
+        )

@@ -1,0 +1,84 @@
+"""Where a job's first weights come from: a run, an export, or a recipe that is run first (`init_from`).
+
+recipe:NAME ──a run of its own, in a process of its own──▶ its export ─┐
+a run's folder ──▶ its export ─────────────────────────────────────────┴──▶ init_from = an absolute folder
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from runner.errors import EnvironmentProblem, Interrupted, Problem, RunnerError, SpecError
+from runner.folder import OUTPUTS, shown
+from runner.spec.job import JobSpec
+
+RECIPE = "recipe:"
+
+
+class StageFailed(RunnerError):
+    """A recipe that was to be run first did not end well; its own message stands above."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def with_first_weights(spec: JobSpec) -> JobSpec:
+    """The spec with `init_from` as an absolute folder of weights; a recipe is run now.
+
+    Raises SpecError if there are no weights, Interrupted or StageFailed if the recipe did not end well.
+    """
+    if spec.init_from is None:
+        return spec
+    if spec.init_from.startswith(RECIPE):
+        where = _run_first(spec, spec.init_from.removeprefix(RECIPE))
+    else:
+        where = Path(spec.init_from).expanduser()
+    return spec.model_copy(update={"init_from": str(_weights_of(where))})
+
+
+def _weights_of(where: Path) -> Path:
+    """The folder with safetensors at `where`, or in its export."""
+    for folder in (where / "export", where):
+        if (folder / "adapter_config.json").exists():
+            text = f"{shown(folder)} is an adapter; merge it into its base first, or set model.path to a merged model"
+            raise SpecError([Problem("init_from", text)])
+        if list(folder.glob("*.safetensors")):
+            return folder.resolve()
+    text = f"no weights in {shown(where)}; a finished run's folder, an export, or {RECIPE}NAME is expected"
+    raise SpecError([Problem("init_from", text)])
+
+
+def _run_first(spec: JobSpec, recipe: str) -> Path:
+    """Run the recipe on this job's model and device; returns its run folder."""
+    name = f"{recipe[:30]}-{secrets.token_hex(4)}"
+    print(f"init_from: running +recipe={recipe} first, on this job's model (name={name})", file=sys.stderr, flush=True)
+    words = [f"+recipe={recipe}", f"name={name}", f"seed={spec.seed}", f"device={spec.device.name}"]
+    words += [f"model={spec.model.name}", *_options("model", spec.model.model_dump(mode="json"))]
+    words += [f"tracker={spec.tracker.name}", *_options("tracker", spec.tracker.model_dump(mode="json"))]
+    process = subprocess.Popen([sys.executable, "-m", "runner", *words])
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:  # the terminal interrupted both: the first run saves, then this one ends
+        code = process.wait()
+        code = code or 128 + signal.SIGINT
+    if code in (130, 143):
+        raise Interrupted(code - 128, f"while running +recipe={recipe} first; this job was not begun")
+    if code:
+        raise StageFailed(f"+recipe={recipe}, which init_from asks for, ended with exit code {code}", code)
+    found = sorted(OUTPUTS.glob(f"*/*-{name}-*"))
+    if not found:
+        raise EnvironmentProblem(f"+recipe={recipe} ended well, but left no run called {name} in {OUTPUTS}/")
+    return found[-1]
+
+
+def _options(group: str, values: dict[str, object]) -> list[str]:
+    """A component's options as overrides."""
+    flow = {k: yaml.safe_dump(v, default_flow_style=True, width=10**6) for k, v in values.items() if k != "name"}
+    return [f"{group}.{key}={text.removesuffix(chr(10)).removesuffix('...').strip()}" for key, text in flow.items()]

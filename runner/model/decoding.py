@@ -1,0 +1,331 @@
+"""Next-token logits of many growing rows at once, with their keys and values kept.
+
+    prompts ──each distinct one once──▶ keys, values ──copied to the rows that join──▶ cache ◀── step: one id per row
+
+Two ways, with the same verbs (join, step, drop):
+
+    Columns   a preallocated cache whose rows all end in the same column: rows join and leave at any time
+    Waves     the cache that the model makes for itself: rows leave at any time, and join when all have left
+
+              columns →   · · 3 1 4 1 5 │        a step writes one column for every row; a row that joins is put
+              rows ↓      · · · · 2 6 5 │        left of the line, where the mask hides what stands before it
+                                        end
+
+Distances between columns are distances between positions, so that the models' own mask functions hold, sliding windows
+included. Legend: B live rows, L tokens of a prompt, W columns in use, V vocabulary, d head size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from runner.errors import Problem, SpecError
+from runner.model.probe import PROBE_ROWS, TOLERANCE
+from runner.protocols import Decide
+
+Prompt = tuple[int, ...]
+Layers = Sequence[tuple[Tensor, Tensor]]  # of one row: keys and values [heads, L, d] by layer
+PREFILL_TOKENS = 4096  # of prompts, padding included, that are computed at once; a longer prompt is computed alone
+LEAST_GROWTH = 64  # columns
+
+
+class Decoder(Protocol):
+    """Live rows, numbered 0 … B-1. Made for the prompts of all requests, in the order in which they will join."""
+
+    open: ClassVar[bool]  # whether rows may join while others live
+
+    def join(self, prompts: Sequence[Prompt]) -> Tensor: ...  # rows B … B+n-1; their first logits [n, V]
+
+    def step(self, tokens: Sequence[int]) -> Tensor: ...  # one id per live row → the next logits [B, V]
+
+    def drop(self, gone: Sequence[int]) -> list[int]: ...  # the old numbers of the rows 0, 1, … that remain
+
+
+Way = Callable[[Any, Sequence[Prompt], int], Decoder]  # of model, prompts, most rows
+
+
+class Forward:
+    """A causal LM's forward with the keywords that it knows, for the logits after the last column."""
+
+    def __init__(self, causal: Any) -> None:
+        parameters = inspect.signature(causal.forward).parameters
+        self.device: torch.device = causal.device
+        self._causal = causal
+        self._positions = "position_ids" in parameters
+        self._more = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in parameters else {})
+
+    def __call__(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """ids, positions [B, L], mask [B, W] or None where all columns are real → logits [B, V], cache."""
+        more = self._more | ({"position_ids": positions} if self._positions else {})
+        out = self._causal(input_ids=ids, attention_mask=mask, past_key_values=cache, **more)
+        return out.logits[:, -1], out.past_key_values
+
+    def prefill(self, prompts: Sequence[Prompt], cache: Any) -> tuple[Tensor, Any, Tensor]:
+        """Whole prompts, padded on the left → logits [B, V], cache, mask [B, L]."""
+        width = max(map(len, prompts))
+        ids = torch.tensor([(0,) * (width - len(p)) + p for p in prompts], device=self.device)
+        starts = torch.tensor([width - len(p) for p in prompts], device=self.device)
+        positions = torch.arange(width, device=self.device) - starts[:, None]
+        mask = (positions >= 0).long()
+        logits, cache = self(ids, mask if bool(starts.any()) else None, positions.clamp(min=0), cache)
+        return logits, cache, mask
+
+
+@dataclass(slots=True)
+class Span:
+    """The part of the cache in use: rows 0 … rows-1, columns begin … end-1."""
+
+    rows: int = 0
+    begin: int = 0
+    end: int = 0
+
+
+class ColumnLayer(CacheLayerMixin):
+    """One layer's keys and values [rows, heads, columns, d], of which `span` is in use."""
+
+    is_sliding = False
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, span: Span, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.span, self.keys, self.values, self.is_initialized = span, keys, values, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the memory exists from the start."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write the next column of every live row, [B, heads, 1, d]; returns all columns in use."""
+        rows, begin, end = self.span.rows, self.span.begin, self.span.end
+        self.keys[:rows, :, end : end + 1] = key_states
+        self.values[:rows, :, end : end + 1] = value_states
+        return self.keys[:rows, :, begin : end + 1], self.values[:rows, :, begin : end + 1]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns that a query sees, and the number of the first."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Columns in use."""
+        return self.span.end - self.span.begin
+
+    def get_max_length(self) -> int:
+        """None: it is moved to larger memory when it is full."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in older transformers
+
+
+class ColumnCache(Cache):
+    """What the model is given as its cache: right-aligned rows in memory that is moved when it is full."""
+
+    def __init__(self, like: Layers, rows: int) -> None:
+        """like: any prompt's keys and values, for their sizes and types; rows: most at once."""
+        self.span, self._rows = Span(), rows
+        empty = [[t.new_zeros(0, t.shape[0], 0, t.shape[2]) for t in pair] for pair in like]
+        self._columns = [ColumnLayer(self.span, keys, values) for keys, values in empty]
+        super().__init__(layers=[*self._columns])
+
+    def room(self, longest: int) -> int:
+        """Make sure that a row of `longest` tokens fits, and one more column; returns by how much columns moved."""
+        span = self.span
+        columns = self._columns[0].keys.shape[2]
+        if span.end >= longest and span.end < columns:
+            return 0
+        end = max(span.end - span.begin, longest)
+        by = end - span.end
+        self._move(by, end + max(LEAST_GROWTH, end // 2))
+        return by
+
+    def _move(self, by: int, columns: int) -> None:
+        # unused memory is 0, because a hidden NaN would still spread through the attention
+        span = self.span
+        for layer in self._columns:
+            for name in ("keys", "values"):
+                old = getattr(layer, name)
+                new = old.new_zeros(self._rows, old.shape[1], columns, old.shape[3])
+                used = old[: span.rows, :, span.begin : span.end]
+                new[: span.rows, :, span.begin + by : span.end + by] = used
+                setattr(layer, name, new)
+        span.begin, span.end = span.begin + by, span.end + by
+
+    def put(self, first: int, count: int, layers: Layers) -> None:
+        """Write a prompt's keys and values into `count` rows from `first` on, up to the last column in use."""
+        end, rows = self.span.end, slice(first, first + count)
+        for layer, (keys, values) in zip(self._columns, layers, strict=True):
+            layer.keys[rows, :, end - keys.shape[1] : end] = keys
+            layer.values[rows, :, end - values.shape[1] : end] = values
+
+    def copy_rows(self, target: Sequence[int], source: Sequence[int]) -> None:
+        """Overwrite rows by others, in the columns in use."""
+        begin, end = self.span.begin, self.span.end
+        for layer in self._columns:
+            for tensor in (layer.keys, layer.values):
+                tensor[target, :, begin:end] = tensor[source, :, begin:end]
+
+
+class Columns:
+    """Rows that join and leave at any time, in a preallocated cache."""
+
+    open: ClassVar[bool] = True
+
+    def __init__(self, causal: Any, prompts: Sequence[Prompt], rows: int) -> None:
+        self._forward, self._most = Forward(causal), rows
+        self._queue = deque(dict.fromkeys(prompts))
+        self._uses = Counter(prompts)
+        self._computed: dict[Prompt, tuple[Layers, Tensor]] = {}  # and the logits [V] after it
+        self._cache: ColumnCache | None = None
+        self._starts: list[int] = []  # the first column of each live row
+
+    def join(self, prompts: Sequence[Prompt]) -> Tensor:
+        """New rows, each with its prompt in the cache."""
+        while any(prompt not in self._computed for prompt in prompts):
+            self._prefill()
+        logits = torch.stack([self._computed[prompt][1] for prompt in prompts])
+        cache = self._room(prompts)
+        for prompt, same in groupby(prompts):
+            count = len(list(same))
+            cache.put(len(self._starts), count, self._computed[prompt][0])
+            self._starts += [cache.span.end - len(prompt)] * count
+            self._uses[prompt] -= count
+            if not self._uses[prompt]:
+                del self._computed[prompt]
+        self._settle(cache.span)
+        return logits
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """The next column of all live rows."""
+        cache = self._room()
+        span, device = cache.span, self._forward.device
+        ids, starts = torch.tensor([tokens, self._starts], device=device).unsqueeze(-1)
+        mask = None
+        if max(self._starts) > span.begin:
+            mask = (torch.arange(span.begin, span.end + 1, device=device) >= starts).long()
+        logits, _ = self._forward(ids, mask, span.end - starts, cache)
+        span.end += 1
+        return logits
+
+    def drop(self, gone: Sequence[int]) -> list[int]:
+        """Fill the places of rows that leave with the last rows; no other row is touched."""
+        assert self._cache is not None
+        before, left = len(self._starts), len(self._starts) - len(gone)
+        holes = [row for row in gone if row < left]
+        fillers = sorted(set(range(left, before)) - set(gone))
+        if holes:
+            self._cache.copy_rows(holes, fillers)
+        order = list(range(left))
+        for hole, filler in zip(holes, fillers, strict=True):
+            order[hole] = filler
+        self._starts = [self._starts[row] for row in order]
+        self._settle(self._cache.span)
+        return order
+
+    def _prefill(self) -> None:
+        """Compute the next prompts of the queue, as many as the budget allows and at least one."""
+        chunk = [self._queue.popleft()]
+        while self._queue and (len(chunk) + 1) * max(map(len, [*chunk, self._queue[0]])) <= PREFILL_TOKENS:
+            chunk.append(self._queue.popleft())
+        logits, cache, _ = self._forward.prefill(chunk, DynamicCache())
+        for row, prompt in enumerate(chunk):
+            layers = tuple((x.keys[row, :, -len(prompt) :], x.values[row, :, -len(prompt) :]) for x in cache.layers)
+            self._computed[prompt] = (layers, logits[row])
+
+    def _room(self, prompts: Sequence[Prompt] = ()) -> ColumnCache:
+        if self._cache is None:
+            self._cache = ColumnCache(self._computed[prompts[0]][0], self._most)
+        by = self._cache.room(max(map(len, prompts), default=0))
+        if by:
+            self._starts = [start + by for start in self._starts]
+        return self._cache
+
+    def _settle(self, span: Span) -> None:
+        span.rows = len(self._starts)
+        span.begin = min(self._starts, default=span.end)
+
+
+class Waves:
+    """Rows that start together, in the cache that the model makes for itself."""
+
+    open: ClassVar[bool] = False
+
+    def __init__(self, causal: Any, prompts: Sequence[Prompt], rows: int) -> None:
+        self._forward = Forward(causal)
+        self._cache: Any = None
+        self._mask = torch.zeros(0)
+
+    def join(self, prompts: Sequence[Prompt]) -> Tensor:
+        """A new wave; each distinct prompt is computed once."""
+        distinct = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
+        logits, self._cache, self._mask = self._forward.prefill(list(distinct), None)
+        rows = torch.tensor([distinct[prompt] for prompt in prompts], device=self._forward.device)
+        self._select(rows)
+        return logits[rows]
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """One more column."""
+        ids = torch.tensor(tokens, device=self._forward.device)[:, None]
+        self._mask = torch.cat([self._mask, torch.ones_like(ids)], 1)
+        logits, self._cache = self._forward(ids, self._mask, self._mask.sum(1, keepdim=True) - 1, self._cache)
+        return logits
+
+    def drop(self, gone: Sequence[int]) -> list[int]:
+        """Leave rows out, in the same order."""
+        order = sorted(set(range(len(self._mask))) - set(gone))
+        self._select(torch.tensor(order, dtype=torch.int64, device=self._forward.device))
+        return order
+
+    def _select(self, rows: Tensor) -> None:
+        self._cache.reorder_cache(rows)
+        self._mask = self._mask[rows]
+
+
+@torch.no_grad()
+def objection(causal: Any, way: Way) -> str | None:
+    """Why `way` does not give the logits of whole rows, found out on a handful of tokens, or None."""
+    if "past_key_values" not in inspect.signature(causal.forward).parameters:
+        return "its forward takes no cache"
+    if way is Columns and (strange := _strange_layers(causal)):
+        return f"its cache has layers of type {', '.join(strange)}"
+    first, second = (tuple(row) for row in PROBE_ROWS)
+    decoder = way(causal, [first[:-1], second[:-1]], 2)
+    got = [*decoder.join([first[:-1], second[:-1]]), *decoder.step([first[-1], second[-1]])]
+    decoder.drop([0])
+    got += decoder.step([first[0]])
+    wanted = [_last(causal, row) for row in (first[:-1], second[:-1], first, second, (*second, first[0]))]
+    return None if all(map(_close, got, wanted)) else "its logits differ from those of whole rows"
+
+
+def _strange_layers(causal: Any) -> list[str]:
+    made = DynamicCache(config=causal.config.get_text_config()).layers
+    return sorted({type(x).__name__ for x in made if type(x) not in (DynamicLayer, DynamicSlidingWindowLayer)})
+
+
+def _last(causal: Any, row: Prompt) -> Tensor:
+    logits: Tensor = causal(input_ids=torch.tensor([row], device=causal.device), use_cache=False).logits[0, -1]
+    return logits
+
+
+def _close(got: Tensor, wanted: Tensor) -> bool:
+    limit = TOLERANCE.get(wanted.dtype, 0.05) * float(wanted.abs().max())
+    return float((got - wanted).abs().max()) <= limit
+
+
+def way_of(causal: Any, decide: Decide) -> Way:
+    """Columns if this model can, else Waves. Raises SpecError if it can neither."""
+    against = objection(causal, Columns)
+    if against is None:
+        return Columns
+    if (more := objection(causal, Waves)) is not None:
+        name = type(causal).__name__
+        raise SpecError([Problem("sampler", f"{name} cannot be sampled from: {against}; with its own cache: {more}")])
+    decide("sampler", "answers that join at any time", "answers in waves", against)
+    return Waves

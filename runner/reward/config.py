@@ -1,0 +1,306 @@
+"""What a user can set of a reward."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_serializer
+
+from runner.errors import EnvironmentProblem, Problem, SpecError
+from runner.spec.base import ComponentConfig, absolute_if_local
+
+# YAML and command lines have lists only; what a part may hold is decided by the component that it names.
+Parts = Annotated[tuple[dict[str, Any], ...], Field(strict=False, min_length=1)]
+
+
+class RewardConfig(ComponentConfig):
+    """How sampled answers are scored."""
+
+    group: ClassVar[str] = "reward"
+
+    def absolute(self) -> Self:
+        """The same config with the paths of local files made absolute."""
+        return self
+
+    def preflight(self) -> None:
+        """Raise for what is wrong outside the spec (files, packages); imports nothing heavy."""
+
+
+class NoRewardConfig(RewardConfig):
+    """Nothing is scored: for algorithms that learn from given data."""
+
+    factory: ClassVar[str] = "runner.reward.none:build"
+    name: Literal["none"] = "none"
+
+
+class FallibleConfig(RewardConfig):
+    """A reward that may be unable to score a sample."""
+
+    max_failures: int = Field(
+        default=8, ge=1, description="Groups in a row without one sample that could be scored, before the run stops."
+    )
+
+
+class ColumnConfig(FallibleConfig):
+    """A reward that compares with a column of the data."""
+
+    column: str = Field(default="answer", min_length=1, description="Column of the data that holds the right answer.")
+
+
+class ExactConfig(ColumnConfig):
+    """1 where the answer, stripped of blanks around it, equals a column; else 0."""
+
+    factory: ClassVar[str] = "runner.reward.exact:build"
+    name: Literal["exact"] = "exact"
+    ignore_case: bool = Field(default=False, description="Take capital and small letters for the same.")
+    extract: str | None = Field(
+        default=None,
+        description="Regular expression with one group: its last match is the answer; null = the whole text.",
+    )
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        return _pattern_problems("extract", self.extract, groups=1)
+
+
+class NumericConfig(ColumnConfig):
+    """1 where the last number of the answer equals the last number of a column; else 0."""
+
+    factory: ClassVar[str] = "runner.reward.numeric:build"
+    name: Literal["numeric"] = "numeric"
+    extract: str | None = Field(
+        default=None,
+        description="Regular expression with one group, in whose last match the number is; null = in the whole text.",
+    )
+    tolerance: float = Field(default=1e-6, ge=0, description="Largest difference that still counts as equal.")
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        return _pattern_problems("extract", self.extract, groups=1)
+
+
+class FormatConfig(FallibleConfig):
+    """1 where the whole text matches a regular expression, else 0."""
+
+    factory: ClassVar[str] = "runner.reward.format:build"
+    name: Literal["format"] = "format"
+    pattern: str = Field(
+        min_length=1, description="Regular expression for the whole text; the dot matches line breaks too."
+    )
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        return _pattern_problems("pattern", self.pattern)
+
+
+class LengthConfig(RewardConfig):
+    """Shapes the length of answers, in tokens: DAPO's penalty for overlong ones (max, cache), or a target."""
+
+    factory: ClassVar[str] = "runner.reward.length:build"
+    name: Literal["length"] = "length"
+    max: int | None = Field(
+        default=None, ge=1, description="Longest answer; -1 above it, 0 below max - cache, a straight line between."
+    )
+    cache: int | None = Field(default=None, ge=1, description="Width of the penalty's slope below max.")
+    target: int | None = Field(
+        default=None, ge=1, description="Wanted length; 0 there, falling to -1 at no tokens and at twice the target."
+    )
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        if self.target is not None:
+            given = [name for name in ("max", "cache") if getattr(self, name) is not None]
+            return [(f"reward.{name}", "not used beside reward.target; leave one of them out") for name in given]
+        if self.max is None and self.cache is None:
+            return [("reward.max", "give reward.max and reward.cache, or reward.target")]
+        missing = [name for name in ("max", "cache") if getattr(self, name) is None]
+        if missing:
+            return [(f"reward.{missing[0]}", f"must be given: reward.{missing[0]}=…, because the other of the two is")]
+        if self.cache is not None and self.max is not None and self.cache > self.max:
+            return [("reward.cache", f"{self.cache} is above reward.max={self.max}")]
+        return []
+
+
+class MathConfig(ColumnConfig):
+    """1 where the answer is mathematically equal to a column, as math-verify sees it; else 0."""
+
+    factory: ClassVar[str] = "runner.reward.math:build"
+    name: Literal["math"] = "math"
+    workers: int = Field(default=1, ge=1, description="Processes that compare answers.")
+    timeout_s: float = Field(default=5.0, gt=0, description="Seconds for one answer; then it counts as unscored.")
+
+    def preflight(self) -> None:
+        """Raise EnvironmentProblem where math-verify is not installed."""
+        if importlib.util.find_spec("math_verify") is None:
+            raise EnvironmentProblem('reward=math needs math-verify\n  pip install "posttrain-run[math]"')
+
+
+class CountdownConfig(FallibleConfig):
+    """1 where the answer is an arithmetic expression of the given numbers that makes the target; else 0."""
+
+    factory: ClassVar[str] = "runner.reward.countdown:build"
+    name: Literal["countdown"] = "countdown"
+    numbers: str = Field(default="numbers", min_length=1, description="Column that holds the list of whole numbers.")
+    target: str = Field(default="target", min_length=1, description="Column that holds the number to make.")
+    use_all: bool = Field(default=True, description="Each number exactly once; false = at most once.")
+    extract: str | None = Field(
+        default=None,
+        description="Regular expression with one group: its last match is the expression; null = the whole text.",
+    )
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        return _pattern_problems("extract", self.extract, groups=1)
+
+
+class FunctionConfig(FallibleConfig):
+    """A Python function of yours, which runs in processes of its own."""
+
+    factory: ClassVar[str] = "runner.reward.function:build"
+    name: Literal["function"] = "function"
+    path: str = Field(min_length=1, description="File and function, e.g. my_reward.py:score.")
+    workers: int = Field(default=1, ge=1, description="Processes that score groups at the same time.")
+    timeout_s: float = Field(
+        default=30.0, gt=0, description="Seconds for one group; then the process is killed, the group unscored."
+    )
+
+    @property
+    def file(self) -> Path:
+        """The file named by `path`."""
+        return Path(self.path.rpartition(":")[0]).expanduser()
+
+    @property
+    def function(self) -> str:
+        """The function named by `path`."""
+        return self.path.rpartition(":")[2]
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        if str(self.file).endswith(".py") and self.function.isidentifier():
+            return []
+        return [("reward.path", f"expected FILE.py:FUNCTION, got '{self.path}'; e.g. reward.path=my_reward.py:score")]
+
+    def absolute(self) -> Self:
+        return self.model_copy(update={"path": f"{absolute_if_local(str(self.file))}:{self.function}"})
+
+    def preflight(self) -> None:
+        """Raise SpecError where the file or the function in it is missing; nothing of it is run."""
+        from runner.reward.source import fault
+
+        if message := fault(self.file, self.function):
+            raise SpecError([Problem("reward.path", message)])
+
+
+class HttpConfig(FallibleConfig):
+    """A service that gets answers by HTTP POST and returns their scores."""
+
+    factory: ClassVar[str] = "runner.reward.http:build"
+    name: Literal["http"] = "http"
+    max_failures: int = Field(
+        default=32, ge=1, description="Groups in a row without one sample that could be scored, before the run stops."
+    )
+    url: str = Field(min_length=1, description="Address of the service, e.g. http://localhost:8000/score.")
+    workers: int = Field(default=4, ge=1, description="Requests under way at the same time; each has one group.")
+    timeout_s: float = Field(default=30.0, gt=0, description="Seconds for one answer of the service.")
+    retries: int = Field(
+        default=5, ge=0, description="Further tries after no answer, or after a status of 429 or from 500 to 599."
+    )
+    backoff_s: float = Field(default=0.5, gt=0, description="Seconds before the first further try; each wait doubles.")
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        if not _is_address(self.url):
+            return [("reward.url", f"expected http://HOST/PATH or https://HOST/PATH, got '{self.url}'")]
+        if "@" in urlsplit(self.url).netloc:
+            return [("reward.url", "an address with a password would be written into the run folder; leave it out")]
+        return []
+
+
+class ModelRewardConfig(FallibleConfig):
+    """A trained reward model: a sequence classifier with one label, which scores prompt and answer."""
+
+    factory: ClassVar[str] = "runner.reward.model:build"
+    name: Literal["model"] = "model"
+    path: str = Field(min_length=1, description="Folder or hub id of the reward model; safetensors only.")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Data type of its weights.")
+    batch_size: int = Field(default=16, ge=1, description="Answers scored at once.")
+
+    def absolute(self) -> Self:
+        return self.model_copy(update={"path": absolute_if_local(self.path)})
+
+    def preflight(self) -> None:
+        """Raise EnvironmentProblem for a folder that is no model, SecurityRefusal for pickled weights."""
+        from runner.reward.checkpoint import check
+
+        check(self.path)
+
+
+class SumConfig(RewardConfig):
+    """A weighted sum of other rewards; a sample that one of them cannot score is not scored."""
+
+    factory: ClassVar[str] = "runner.reward.sum:build"
+    name: Literal["sum"] = "sum"
+    parts: Parts = Field(
+        description="The parts, e.g. [{name: exact, weight: 1.0, column: answer}, {name: length, target: 100}]: "
+        "the name of a reward, its options, and a weight (1.0 where none is given)."
+    )
+
+    @field_serializer("parts")
+    def _filled_in(self, parts: Parts) -> list[dict[str, Any]]:
+        """The parts with every default filled in."""
+        from runner.reward.parts import dumped
+
+        return dumped(parts)
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        from runner.reward.parts import decoded, renamed
+
+        parts, found = decoded(self.parts)
+        return found + [entry for i, part in parts for entry in renamed(part.config.problems(job), i)]
+
+    def absolute(self) -> Self:
+        from runner.reward.parts import members, record
+
+        parts = tuple(record(part.config.absolute(), part.weight) for part in members(self.parts))
+        return self.model_copy(update={"parts": parts})
+
+    def preflight(self) -> None:
+        """Raise SpecError with what is wrong with all parts; another error of a part as it is."""
+        from runner.reward.parts import members, with_own_keys
+
+        found: list[Problem] = []
+        for i, part in enumerate(members(self.parts)):
+            try:
+                with with_own_keys(i):
+                    part.config.preflight()
+            except SpecError as error:
+                found += error.problems
+        if found:
+            raise SpecError(found)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        found = urlsplit(url)
+        plain = url.isascii() and not any(char.isspace() for char in url)
+        return plain and found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
+    except ValueError:  # a port that is no number, half a bracket
+        return False
+
+
+def _pattern_problems(field: str, pattern: str | None, groups: int | None = None) -> list[tuple[str, str]]:
+    from runner.reward.patterns import fault
+
+    message = fault(pattern, groups) if pattern is not None else None
+    return [(f"reward.{field}", message)] if message else []
+
+
+COMPONENTS = (
+    NoRewardConfig,
+    ExactConfig,
+    NumericConfig,
+    FormatConfig,
+    LengthConfig,
+    MathConfig,
+    CountdownConfig,
+    FunctionConfig,
+    HttpConfig,
+    ModelRewardConfig,
+    SumConfig,
+)

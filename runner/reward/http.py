@@ -1,0 +1,108 @@
+"""A reward service: each group is one POST of JSON, and the answer is its scores.
+
+request:   {"prompts": [...], "completions": [...], "completion_ids": [[...]], "columns": {"answer": [...], ...}}
+response:  {"scores": [1.0, null, ...]}, or the list alone
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+from runner.errors import EnvironmentProblem
+from runner.reward.config import HttpConfig
+from runner.reward.faults import Fault, Faults, Scored, unscored
+from runner.reward.payload import OWN, arguments, encoded
+from runner.reward.scorer import Group, Scorer
+from runner.reward.worker import judged
+
+LARGEST_BYTES = 64 << 20
+
+
+class _Failure(Exception):
+    """The service gave no scores; `again`: a further try may help."""
+
+    def __init__(self, kind: str, message: str, again: bool) -> None:
+        super().__init__(message)
+        self.kind, self.again = kind, again
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where to ask, and how patiently."""
+
+    url: str
+    timeout_s: float
+    retries: int
+    backoff_s: float
+
+    def ask(self, body: bytes) -> Any:
+        """The service's answer, decoded. Raises _Failure when the last try failed."""
+        for tried in range(self.retries + 1):
+            try:
+                return self._post(body)
+            except _Failure as failure:
+                if not failure.again or tried == self.retries:
+                    raise
+            time.sleep(self.backoff_s * 2**tried)
+        raise AssertionError("the last try returns or raises")
+
+    def _post(self, body: bytes) -> Any:
+        parts = urlsplit(self.url)
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        make = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        connection = make(parts.hostname or "", parts.port, timeout=self.timeout_s)
+        try:
+            connection.request("POST", target, body, {"Content-Type": "application/json"})
+            return self._read(connection)
+        except (OSError, HTTPException) as error:
+            reason = str(error) or type(error).__name__
+            raise _Failure(f"no answer ({type(error).__name__})", f"{self.url}: {reason}", again=True) from error
+        finally:
+            connection.close()
+
+    def _read(self, connection: HTTPConnection) -> Any:
+        end = time.monotonic() + self.timeout_s
+        response, content = connection.getresponse(), bytearray()
+        while part := response.read1(1 << 16):
+            content += part
+            if len(content) > LARGEST_BYTES:
+                raise _Failure("answer too large", f"{self.url}: above {LARGEST_BYTES >> 20} MiB", again=False)
+            if time.monotonic() > end:
+                raise TimeoutError(f"the answer takes longer than {self.timeout_s:g} s")
+        if response.status != 200:
+            again = response.status == 429 or response.status >= 500
+            said = bytes(content[:200]).decode(errors="replace")
+            raise _Failure(f"status {response.status}", f"{self.url}: status {response.status}: {said!r}", again)
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise _Failure("no JSON", f"{self.url}: the answer is no JSON: {error}", again=False) from error
+
+
+def build(config: HttpConfig, **_: Any) -> Scorer:
+    """The reward; the service is not asked before there is something to score."""
+    endpoint = Endpoint(config.url, config.timeout_s, config.retries, config.backoff_s)
+
+    def ask(group: Group) -> Scored:
+        if not group:
+            return Scored([])
+        try:
+            answer = endpoint.ask(encoded(_body(group)))
+        except _Failure as failure:
+            return unscored(len(group), failure.kind, str(failure))
+        found = judged(answer.get("scores") if isinstance(answer, Mapping) else answer, len(group))
+        return Scored(found["values"], tuple(Fault(*fault) for fault in found["faults"]))
+
+    remedy = "look after the service, or set reward.url, reward.timeout_s, reward.retries"
+    return Scorer(ask, Faults(config.url, config.max_failures, remedy, EnvironmentProblem), config.workers)
+
+
+def _body(group: Group) -> dict[str, Any]:
+    given = arguments(group)
+    return {name: given.pop(name) for name in OWN} | {"columns": given}

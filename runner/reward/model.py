@@ -1,0 +1,175 @@
+"""A trained reward model, run in this process without gradient.
+
+    prompt ids + answer ids   (same vocabulary)    ─┐
+    conversation ─▶ its own template ─▶ its own ids ─┴─▶ sorted by length, in batches ─▶ one score per answer
+
+Legend: B answers of a batch, S tokens of the longest of them, H the model's width. The score of a decoder is read at
+the last token, whatever that is: transformers would take it for padding where it has the same id.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils import logging
+
+from runner.errors import EnvironmentProblem, SecurityRefusal
+from runner.protocols import Completion, Decide
+from runner.reward.config import ModelRewardConfig
+from runner.reward.faults import Fault, Faults, Scored, Unscorable
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class ModelReward:
+    """Scores answers with a sequence classifier; `own` is its tokenizer where the policy's ids mean nothing to it."""
+
+    def __init__(self, module: Any, own: Any, device: torch.device, batch_size: int, faults: Faults) -> None:
+        self._module, self._own, self._device = module, own, device
+        self._batch_size, self._faults = batch_size, faults
+        self._longest = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+
+    def score(self, groups: Sequence[Sequence[Completion]]) -> list[list[float | None]]:
+        """One list per group; None for what is longer than the model's positions or cannot be written for it."""
+        rows = [[self._read(completion) for completion in group] for group in groups]
+        known = [row for group in rows for row in group if isinstance(row, list)]
+        scores = iter(self._scores(known))
+        return [
+            self._faults.take(
+                Scored(
+                    [next(scores) if isinstance(row, list) else None for row in group],
+                    tuple(row for row in group if isinstance(row, Fault)),
+                )
+            )
+            for group in rows
+        ]
+
+    def close(self) -> None:
+        """Say what could not be scored."""
+        self._faults.close()
+
+    def _read(self, completion: Completion) -> list[int] | Fault:
+        """The ids to score, or why there are none."""
+        try:
+            ids = [*completion.prompt.ids, *completion.ids] if self._own is None else written(self._own, completion)
+        except Unscorable as reason:
+            return Fault(reason.kind, str(reason))
+        if self._longest is not None and len(ids) > self._longest:
+            return Fault("too long", f"{len(ids)} tokens, above the reward model's {self._longest} positions")
+        return ids if ids else Fault("empty", "neither the prompt nor the answer has a token")
+
+    def _scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """A score for each row, in their order."""
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        found: dict[int, float] = {}
+        for start in range(0, len(order), self._batch_size):
+            chosen = order[start : start + self._batch_size]
+            found |= zip(chosen, self._batch([rows[i] for i in chosen]), strict=True)
+        return [found[i] for i in range(len(rows))]
+
+    @torch.no_grad()
+    def _batch(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """Scores of B rows, padded on the right to [B, S]."""
+        padding = self._module.config.get_text_config().pad_token_id or 0
+        lengths = torch.tensor([len(row) for row in rows], device=self._device)
+        width = max(map(len, rows))
+        ids = torch.tensor([[*row, *[padding] * (width - len(row))] for row in rows], device=self._device)
+        mask = (torch.arange(width, device=self._device) < lengths[:, None]).long()
+        if (head := getattr(self._module, "score", None)) is None:  # an encoder: it reads its first token
+            scores: Tensor = self._module(input_ids=ids, attention_mask=mask).logits[:, 0]
+        else:
+            hidden = self._module.base_model(
+                input_ids=ids, attention_mask=mask, use_cache=False
+            ).last_hidden_state  # [B, S, H]
+            last = hidden[torch.arange(len(rows), device=self._device), lengths - 1]  # [B, H]
+            scores = torch.nn.functional.linear(last.float(), head.weight.float(), _float(head.bias))[:, 0]
+        return [float(score) for score in scores.float().cpu()]
+
+
+def build(config: ModelRewardConfig, *, device: torch.device, tokenizer: Any, decide: Decide, **_: Any) -> ModelReward:
+    """Load the model. `tokenizer` is the policy's.
+
+    Raises EnvironmentProblem if it cannot be had or is no reward model, SecurityRefusal if it is a pickle or code.
+    """
+    config.preflight()
+    module, own = _loaded(config)
+    if tokenizer.get_vocab().items() <= own.get_vocab().items():  # each id of the policy's means the same to it
+        own = None
+    else:
+        how = "its own template and tokenizer" if own.chat_template else "its own tokenizer, as plain text"
+        decide("reward.path", "the policy's tokens", f"read again with {how}", "its vocabulary is another one")
+    faults = Faults("reward=model", config.max_failures, "set data.max_length or take another reward model")
+    return ModelReward(module.to(device).eval(), own, device, config.batch_size, faults)
+
+
+def written(own: Any, completion: Completion) -> list[int]:
+    """Prompt and answer in the reward model's own tokens: by its template if there are messages and it has one."""
+    before = completion.prompt.messages
+    if before is None or not own.chat_template:
+        return list(own(completion.prompt.text + completion.text)["input_ids"])
+    answer = {"role": "assistant", "content": completion.text}
+    messages = [dict(m) for m in completion.messages or (*before, answer)]
+    try:
+        text = own.apply_chat_template(messages, tokenize=False)
+    except Exception as error:  # a template is a foreign program and may fail in any way
+        why = f"the reward model's template refuses the conversation: {type(error).__name__}: {error}"
+        raise Unscorable("refused by the template", why) from error
+    return list(own(text, add_special_tokens=False)["input_ids"])
+
+
+def _loaded(config: ModelRewardConfig) -> tuple[Any, Any]:
+    os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # or transformers asks a service of the hub to convert pickles
+    path = os.path.expanduser(config.path)
+    try:
+        labels = AutoConfig.from_pretrained(path).num_labels
+        if labels != 1:
+            raise EnvironmentProblem(
+                f"reward.path={path} has {labels} labels; a reward model is a sequence classifier with num_labels=1"
+            )
+        with _no_progress_bar():
+            loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+                path, dtype=DTYPES[config.dtype], use_safetensors=True, output_loading_info=True
+            )
+        own = AutoTokenizer.from_pretrained(path)
+    except (OSError, ImportError, ValueError) as error:
+        raise _worded(path, error) from error
+    module, info = loaded
+    if absent := sorted(map(str, [*info["missing_keys"], *info.get("mismatched_keys", ())])):
+        raise EnvironmentProblem(
+            f"reward.path={path} lacks {len(absent)} of a reward model's weights, e.g. {absent[0]}\n"
+            "  give a trained sequence classifier, not a language model"
+        )
+    rows = module.get_input_embeddings().num_embeddings
+    if len(own) < rows / 10:  # transformers makes up an empty tokenizer where it finds none
+        raise EnvironmentProblem(f"reward.path={path}: its tokenizer has {len(own)} ids, the model rows for {rows}")
+    return module, own
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _worded(path: str, error: Exception) -> Exception:
+    first = " ".join(str(error).strip().splitlines()[:2])
+    if "trust_remote_code" in first or "custom code" in first:
+        return SecurityRefusal(f"reward.path={path} brings Python code of its own, which is not run")
+    return EnvironmentProblem(
+        f"reward.path={path} cannot be loaded: {first}\n  is it a folder with model and tokenizer?"
+    )
+
+
+def _float(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float()

@@ -1,0 +1,185 @@
+"""Processes that run a function of the user's: started when needed, ended when they hang, replaced when they die.
+
+    call ──▶ an idle worker, or a new one ──▶ answer in time            ─▶ Scored
+                                          ├─▶ no answer: killed          ─▶ nothing scored, said
+                                          └─▶ it died: buried            ─▶ nothing scored, said
+
+See `worker.py` for what happens on the other side.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import LifoQueue
+from threading import Thread
+from typing import IO, Any
+
+from runner.reward import worker
+from runner.reward.faults import Fault, Scored, unscored
+from runner.reward.output import Output
+from runner.reward.payload import encoded
+
+START_S = 120.0  # for importing the file and what it imports
+END_S = 5.0
+GOING_S = 1.0  # between the end of a socket and the end of its process
+LINE_BYTES = 2000
+
+
+class CannotStart(Exception):
+    """The file cannot be imported, or has no such function."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The function to run. `here`: modules that lie beside the file can be imported."""
+
+    file: Path
+    function: str
+    here: bool = True
+
+
+class Worker:
+    """A running process. Raises CannotStart if it does not get ready."""
+
+    def __init__(self, target: Target, output: Output) -> None:
+        self._output = output
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-P", "-u", worker.__file__, str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                [*command, str(target.file), target.function, "here" if target.here else "apart"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C is for the run
+            )
+        assert self._process.stdout is not None
+        self._printing = Thread(target=_read, args=(self._process.stdout, output), daemon=True)
+        self._printing.start()
+        try:
+            self._get_ready()
+        except BaseException:
+            self.end()
+            raise
+
+    def ask(self, question: bytes, timeout_s: float) -> dict[str, Any]:
+        """The answer to a frame. Raises TimeoutError, EOFError if the process is gone."""
+        self._channel.settimeout(timeout_s)
+        try:
+            worker.send(self._channel, question)
+            return dict(json.loads(worker.receive(self._channel)))
+        except (ConnectionError, ValueError) as error:
+            raise EOFError(str(error)) from error
+
+    def died(self) -> str:
+        """How the process ended that has left the socket, in words."""
+        with suppress(subprocess.TimeoutExpired):  # it lives on without the socket, and is ended like any other
+            self._process.wait(GOING_S)
+        return self.end()
+
+    def end(self) -> str:
+        """End the process and all below it; how it ended, in words."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            code = self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        self._channel.close()
+        self._printing.join(END_S)
+        return _ending(code)
+
+    def _get_ready(self) -> None:
+        self._channel.settimeout(START_S)
+        try:
+            answer = json.loads(worker.receive(self._channel))
+        except TimeoutError as error:
+            raise CannotStart(f"importing it takes longer than {START_S:g} s") from error
+        except (EOFError, ConnectionError, ValueError) as error:
+            raise CannotStart(f"the process ended while importing it: {self.died()}") from error
+        if "failed" in answer:
+            self._output.keep(answer["trace"])
+            raise CannotStart(answer["failed"])
+
+
+class Pool:
+    """At most `workers` processes. `call` may be used by as many threads at a time."""
+
+    def __init__(self, target: Target, workers: int, timeout_s: float, output: Output) -> None:
+        self._target, self._timeout_s, self._output = target, timeout_s, output
+        self._idle: LifoQueue[Worker | None] = LifoQueue()
+        self._workers = workers
+        for _ in range(workers):
+            self._idle.put(None)
+
+    def start(self) -> None:
+        """Start one process now, so that what is wrong with the file is known. Raises CannotStart."""
+        self._idle.get()
+        process = None
+        try:
+            process = Worker(self._target, self._output)
+        finally:
+            self._idle.put(process)
+
+    def call(self, arguments: Mapping[str, Any], size: int, seed: int) -> Scored:
+        """The function's scores of `size` samples. `seed` is given to the global random generators before."""
+        content = {"arguments": arguments, "size": size, "seed": seed, "timeout_s": self._timeout_s}
+        question = encoded(content)
+        process, kept = self._idle.get(), None
+        try:
+            process = process or Worker(self._target, self._output)
+            answer = process.ask(question, self._timeout_s)
+            kept = process
+        except CannotStart as error:
+            return unscored(size, "no worker", f"a new worker cannot start: {error}")
+        except TimeoutError:
+            assert process is not None
+            process.end()
+            return unscored(size, "no answer in time", f"no answer within {self._timeout_s:g} s; the worker was killed")
+        except EOFError:
+            assert process is not None
+            return unscored(size, "the worker died", f"the worker died: {process.died()}")
+        except BaseException:  # nobody waits for the answer any more
+            if process is not None:
+                process.end()
+            raise
+        finally:
+            self._idle.put(kept)
+        return self._scored(answer)
+
+    def close(self) -> None:
+        """End every process; none may be in use."""
+        for process in [self._idle.get() for _ in range(self._workers)]:
+            if process is not None:
+                process.end()
+            self._idle.put(None)
+        self._output.close()
+
+    def _scored(self, answer: Mapping[str, Any]) -> Scored:
+        if "trace" in answer:
+            self._output.keep(answer["trace"])
+        return Scored(answer["values"], tuple(Fault(*fault) for fault in answer["faults"]))
+
+
+def _read(stream: IO[bytes], output: Output) -> None:
+    """Hand over what is printed, line by line; a long line in pieces."""
+    with stream:
+        while line := stream.readline(LINE_BYTES):
+            output.line(line.decode("utf-8", errors="replace").rstrip("\r\n"))
+
+
+def _ending(code: int) -> str:
+    number = -code if code < 0 else code - 128
+    if 0 < number < signal.NSIG:
+        return f"killed by {signal.Signals(number).name}"
+    return f"it ended itself with exit code {code}"

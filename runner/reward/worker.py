@@ -1,0 +1,298 @@
+"""The process that runs a user's reward function. Stands alone: only the standard library, and nothing of ours.
+
+    runner ══ stdin ═══════════▶ guard ── fork ──▶ worker: imports the file, calls the function
+           ◀═ socket ═════════════════════════════▶   one JSON frame per question, one per answer
+           ◀═ stdout and stderr, one pipe ═════════   what the function prints
+
+Nothing comes through stdin: its end says that the runner is gone or wants no more. The guard runs no foreign code, so
+it always notices. It is the foster parent (subreaper) of everything below it, so it finds and ends what the function
+left behind, also in sessions of its own. It does not rely on PR_SET_PDEATHSIG, which fires when the runner's *thread*
+that started it ends. The worker does: its parent is the guard's only thread.
+
+Frame: 8 bytes of length (big-endian), then ASCII JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import importlib.util
+import inspect
+import json
+import math
+import os
+import random
+import select
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+STDIN, STDERR = 0, 2
+LOOK_S = 1.0  # between two looks at whether the runner is still our parent
+LENGTH = struct.Struct(">Q")
+LARGEST_FRAME = 1 << 30
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+# --- frames ----------------------------------------------------------------------------------------------------------
+
+
+def send(channel: socket.socket, payload: bytes) -> None:
+    """Send one frame. Raises TimeoutError if the channel has a timeout and it passes."""
+    channel.sendall(LENGTH.pack(len(payload)) + payload)
+
+
+def receive(channel: socket.socket) -> bytes:
+    """Receive one frame. Raises EOFError at the end, TimeoutError."""
+    [length] = LENGTH.unpack(_exactly(channel, LENGTH.size))
+    if length > LARGEST_FRAME:
+        raise EOFError(f"a frame of {length} bytes")
+    return _exactly(channel, length)
+
+
+def _exactly(channel: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        part = channel.recv(min(count - len(parts), 1 << 20))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)
+
+
+# --- the guard -------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> int:
+    """argv: the socket's descriptor, file, function, and `here` if modules beside the file can be imported."""
+    descriptor, path, name, where = int(arguments[0]), *arguments[1:]
+    runner = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    woken, waking = os.pipe()
+    os.set_blocking(waking, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
+    child = os.fork()
+    if child == 0:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.close(woken)
+        os.close(waking)
+        return work(socket.socket(fileno=descriptor), path, name, where == "here")
+    os.close(descriptor)
+    status = guard(child, runner, woken)
+    return 128 - status if status < 0 else status
+
+
+def guard(child: int, runner: int, woken: int) -> int:
+    """Wait until the worker ends or the runner is gone; end everything below; the worker's code, -N for a signal."""
+    status = None
+    while status is None:
+        ready, _, _ = select.select([STDIN, woken], [], [], LOOK_S)
+        if STDIN in ready or os.getppid() != runner:
+            break
+        if woken in ready:
+            os.read(woken, 4096)
+        status = _reap(child)
+    _end_all(child)
+    return status or 0
+
+
+def _reap(child: int) -> int | None:
+    """Bury every process that has ended; the worker's code if it was among them."""
+    found = None
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                found = os.waitstatus_to_exitcode(ended[1])
+    return found
+
+
+def _end_all(group: int) -> None:
+    """Kill and bury until nothing is below us: whatever loses its parent becomes our child."""
+    while True:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+        for pid in _children():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _children() -> list[int]:
+    """Our children, by /proc: the field after the name and the state is the parent."""
+    found, me = [], str(os.getpid())
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/stat") as file:
+            if file.read().rpartition(")")[2].split()[1] == me:
+                found.append(int(pid))
+    return found
+
+
+# --- the worker ------------------------------------------------------------------------------------------------------
+
+
+def work(channel: socket.socket, path: str, name: str, here: bool) -> int:
+    """Import the function, say so, and answer questions until there are none."""
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # where memory runs out, this process is ended and not the training
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, STDIN)
+    os.close(nothing)
+    channel.set_inheritable(False)
+    faulthandler.enable(STDERR)
+    me = os.getpid()
+    try:
+        function = load(path, name, here)
+    except Exception as error:  # whatever the user's file raises is the answer
+        _answer(channel, {"failed": described(error, path), "trace": traceback.format_exc()})
+        return 0
+    _answer(channel, {"ready": True})
+    while True:
+        try:
+            question = json.loads(receive(channel))
+        except EOFError:
+            return 0
+        reply = ask(function, question, path)
+        if os.getpid() != me:
+            os._exit(0)  # the function forked and its child came back: only one of the two may answer
+        _answer(channel, reply)
+
+
+def _answer(channel: socket.socket, reply: Mapping[str, Any]) -> None:
+    send(channel, json.dumps(reply).encode("ascii"))
+
+
+def load(path: str, name: str, here: bool) -> Callable[..., Any]:
+    """Import the file as a module of its own name and return the function. Raises whatever the file raises."""
+    if here:
+        sys.path.insert(0, os.path.dirname(path))
+    module_name = os.path.splitext(os.path.basename(path))[0]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None  # the file ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise TypeError(f"{name} is {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def ask(function: Callable[..., Any], question: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Call the function for one group: {"values": [...], "faults": [[kind, message, samples], ...]}."""
+    size = int(question["size"])
+    _seed(question["seed"])
+    # Where it hangs, just before it is killed.
+    faulthandler.dump_traceback_later(question["timeout_s"] * 0.9, file=STDERR)
+    try:
+        returned = function(**accepted(function, question["arguments"]))
+        if inspect.isawaitable(returned):
+            returned = asyncio.run(_awaited(returned))
+        return judged(returned, size)
+    except Exception as error:  # foreign code may raise anything; it is reported, and this group has no scores
+        kind = f"{type(error).__name__} at {_place(error, path)}"
+        reply = {"values": [None] * size, "faults": [[kind, described(error, path), size]]}
+        return reply | {"trace": traceback.format_exc()}
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+async def _awaited(returned: Any) -> Any:
+    return await returned
+
+
+def accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that the function names, or all of them if it takes **columns.
+
+    Raises TypeError where it asks for one that the data does not have.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    missing = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    if absent := [name for name in missing if name not in given]:
+        raise TypeError(f"the function asks for {', '.join(absent)}; there is: {', '.join(given)}")
+    if any(p.kind == p.VAR_KEYWORD for p in parameters):
+        return dict(given)
+    named = {p.name for p in parameters}
+    return {name: value for name, value in given.items() if name in named}
+
+
+def judged(returned: Any, size: int) -> dict[str, Any]:
+    """What was returned as scores: a finite float or None for each of `size` samples, and what was wrong."""
+    if not isinstance(returned, Iterable) or isinstance(returned, str | bytes | Mapping):
+        return _refused(f"expected a list of {size} scores, got {_shown(returned)}", size)
+    values = list(returned)
+    if len(values) != size:
+        return _refused(f"expected {size} scores, one for each completion, got {len(values)}: {_shown(values)}", size)
+    scores, faults = [], []
+    for i, value in enumerate(values):
+        score, fault = _number(value)
+        scores.append(score)
+        if fault:
+            faults.append([fault, f"score {i + 1} of {size} is {_shown(value)}; expected a finite number or None", 1])
+    return {"values": scores, "faults": faults}
+
+
+def _refused(message: str, size: int) -> dict[str, Any]:
+    return {"values": [None] * size, "faults": [["wrong number of scores", message, size]]}
+
+
+def _number(value: Any) -> tuple[float | None, str | None]:
+    """(score, sort of fault); None itself is no fault: the function says that it has no score."""
+    if value is None:
+        return None, None
+    if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
+        return None, "not a number"
+    try:
+        score = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array of several numbers, an int of 400 digits
+        return None, "not a number"
+    return (score, None) if math.isfinite(score) else (None, "not finite")
+
+
+def described(error: BaseException, path: str) -> str:
+    """The last line of the traceback, and where in the user's file it came from."""
+    last = traceback.format_exception_only(error)[-1].strip()
+    return f"{last[:400]} ({_place(error, path)})"
+
+
+def _place(error: BaseException, path: str) -> str:
+    if isinstance(error, SyntaxError):
+        return f"{os.path.basename(error.filename or path)}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == path]
+    if not own:
+        return os.path.basename(path)
+    return f"{os.path.basename(path)}:{own[-1].lineno} in {own[-1].name}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception as error:  # a foreign object may fail to show itself; its type is then all there is to say
+        text = f"an object whose repr raises {type(error).__name__}"
+    return f"{text[:100]} ({type(value).__name__})"
+
+
+def _seed(seed: int) -> None:
+    """Give each global random generator in use a seed: a score does not depend on what was scored before."""
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

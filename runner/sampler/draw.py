@@ -1,0 +1,125 @@
+"""Drawing one id per row from logits: temperature, truncation, and one pair of uniform numbers per draw.
+
+    logits [B, V] ──÷ temperature──▶ top-k ─▶ nucleus ─▶ min-p ──softmax──▶ p ──inverse CDF at u──▶ ids [B]
+
+Every row is computed by itself and reads its own uniforms, so a draw does not depend on its neighbours. The inverse of
+the cumulative distribution is taken in two steps, first a block of ids and then an id of the block: in float32 one
+running sum over a large vocabulary would be as coarse as its rare ids. Legend: B rows, V vocabulary, K candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 512  # ids of a block
+DRAWN_AT_ONCE = 64  # random words that a stream makes ahead
+FEW = 256  # candidates that a nucleus is first sought among
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What is drawn from: softmax(logits / temperature), cut in this order and renormalised each time.
+
+    top_k: the k likeliest (None = all); top_p: the fewest whose mass reaches p (Holtzman et al. 2020, §3.1, "The
+    Curious Case of Neural Text Degeneration"); min_p: those at least min_p times as likely as the likeliest (Nguyen et
+    al. 2025, §3, "Turning Up the Heat: Min-p Sampling"). At least one id always stays.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def raw(self) -> bool:
+        """Whether this is the model's own distribution."""
+        return self == Rule()
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """ids int64 [B]; the logprobs, float32 or better [B], under the rule and of the model's own distribution."""
+
+    ids: Tensor
+    logprobs: Tensor
+    raw_logprobs: Tensor
+
+
+def uniforms(seed: int) -> Iterator[tuple[float, float]]:
+    """An endless stream of pairs of multiples of 2⁻²⁴ in [0, 1), a function of `seed` (0 ≤ seed < 2¹²⁸) alone.
+
+    Philox, a counter-based generator (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3").
+    """
+    bits = np.random.Philox(key=seed)
+    while True:
+        words = bits.random_raw(DRAWN_AT_ONCE)
+        pairs = np.stack([words >> np.uint64(40), words & np.uint64(2**24 - 1)], 1)
+        yield from map(tuple, (pairs * 2.0**-24).tolist())
+
+
+def draw(logits: Tensor, u: Tensor, rule: Rule) -> Drawn:
+    """One id per row of `logits` [B, V], at the point that the uniforms u, float64 [B, 2], name."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    values, ids = candidates(logits if rule.temperature == 1 else logits / rule.temperature, rule)
+    p = values.softmax(-1)
+    place = inverse_cdf(p, u)
+    drawn = place if ids is None else ids.gather(1, place)
+    logprobs = p.gather(1, place).log()
+    raw = logprobs if rule.raw else logits.gather(1, drawn) - logits.logsumexp(-1, keepdim=True)
+    return Drawn(drawn[:, 0], logprobs[:, 0], raw[:, 0])
+
+
+def candidates(scaled: Tensor, rule: Rule) -> tuple[Tensor, Tensor | None]:
+    """Tempered logits [B, K], -inf for what is cut, and their ids [B, K]; None = those of the whole vocabulary."""
+    values, ids = scaled, None
+    if rule.top_k is not None:
+        values, ids = scaled.topk(rule.top_k)
+    if rule.top_p < 1:
+        mass = values.logsumexp(-1, keepdim=True)
+        if ids is None:
+            values, ids = _head(scaled, mass, rule.top_p)
+        p = (values - mass).exp()
+        values = values.masked_fill(p.cumsum(-1) - p >= rule.top_p, -math.inf)
+    if rule.min_p > 0:
+        values = values.masked_fill(values < values.amax(-1, keepdim=True) + math.log(rule.min_p), -math.inf)
+    return values, ids
+
+
+def _head(scaled: Tensor, mass: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """The likeliest ids, likeliest first, as many as surely hold every row's nucleus: sorting all would be slow."""
+    count, vocabulary = FEW, scaled.shape[1]
+    while count < vocabulary:
+        values, ids = scaled.topk(count)
+        if bool(((values - mass).exp().sum(-1) > top_p).all()):
+            return values, ids
+        count *= 8
+    values, ids = scaled.sort(descending=True)
+    return values, ids
+
+
+def inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
+    """Where the running sum of p [B, K] (each row of any positive total) passes u [B, 2] times its total; int64 [B, 1].
+
+    A place without mass is never taken.
+    """
+    if p.shape[1] <= BLOCK:
+        return _passes(p, u[:, 1:])
+    blocks = F.pad(p, (0, -p.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    block = _passes(blocks.sum(-1), u[:, :1])
+    inside = blocks.take_along_dim(block[..., None], 1)[:, 0]
+    return block * BLOCK + _passes(inside, u[:, 1:])
+
+
+def _passes(mass: Tensor, u: Tensor) -> Tensor:
+    # u is at most 1 - 2⁻²⁴, so the target stays below the last sum. A parallel sum may waver in its last bits, where a
+    # target could fall between places without mass: in float64 these are too narrow for that.
+    running = mass.cumsum(-1, dtype=torch.float64)
+    place = torch.searchsorted(running, u * running[:, -1:], right=True)
+    return place.clamp_(max=mass.shape[1] - 1)  # where the mass is not a number

@@ -1,0 +1,29 @@
+"""When an answer is over: an end token, a stop string in its text, or its last permitted token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+CONTEXT = 8  # ids before a possible match, because a decoder may treat the first ones of a text differently
+
+
+class Stops:
+    """Ids and strings that end an answer. Strings are sought in the new text, special tokens included."""
+
+    def __init__(self, tokenizer: Any, ids: frozenset[int], strings: Sequence[str]) -> None:
+        self._tokenizer, self._ids, self._strings = tokenizer, ids, strings
+        # no id is shorter than a byte, so a match that ends in the last id lies within this many
+        self._tail = max((len(string.encode()) for string in strings), default=0) + CONTEXT
+
+    def finish(self, ids: Sequence[int], limit: int) -> str | None:
+        """Why an answer ends with its last id ("stop" or "length"), or None. To be asked after every id."""
+        if ids[-1] in self._ids or self._in_text(ids):
+            return "stop"
+        return "length" if len(ids) >= limit else None
+
+    def _in_text(self, ids: Sequence[int]) -> bool:
+        if not self._strings:
+            return False
+        text = self._tokenizer.decode(ids[-self._tail :], skip_special_tokens=False)
+        return any(string in text for string in self._strings)

@@ -1,0 +1,155 @@
+"""The sampler that runs the model itself: in this process, on the model's device, in plain PyTorch.
+
+    requests ──distinct prompts once──▶ rows with a key-value cache ◀──step── logits ──draw──▶ rollouts
+
+A request's tokens are a function of the weights, its prompt and its seed. In another batch logits differ by rounding,
+and a token with them only where its uniform number falls between two such sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from runner.errors import DataError, Problem, SpecError, TrainingDiverged
+from runner.protocols import Decide, Request, Rollout
+from runner.sampler.config import TorchSamplerConfig
+from runner.sampler.draw import Rule, draw, uniforms
+from runner.sampler.stops import Stops
+
+Choose = Callable[[Tensor, Sequence[int]], Sequence[int | None]]
+
+
+class Writes(Protocol):
+    """What writes many answers at once, with the model in the state that writing needs."""
+
+    ends: frozenset[int]
+    vocabulary: int
+    positions: int | None
+
+    def write(self, prompts: Sequence[Sequence[int]], choose: Choose, rows: int) -> None: ...
+
+
+class Writable(Protocol):
+    """What this sampler needs of a model."""
+
+    tokenizer: Any
+
+    def writer(self, *, decide: Decide) -> Writes: ...
+
+    def trainable(self) -> dict[str, nn.Parameter]: ...
+
+
+@dataclass(slots=True)
+class Answer:
+    """A rollout in the making."""
+
+    stream: Iterator[tuple[float, float]]
+    limit: int
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    finish: str | None = None
+
+    def rollout(self, version: int) -> Rollout:
+        """The finished answer."""
+        assert self.finish is not None
+        return Rollout(tuple(self.ids), tuple(self.logprobs), tuple(self.raw_logprobs), version, self.finish)
+
+
+class TorchSampler:
+    """Draws rollouts from `model`, which is the trainer's own or a copy that `load` fills."""
+
+    def __init__(self, config: TorchSamplerConfig, model: Writable, *, decide: Decide) -> None:
+        """Raises SpecError for ids outside the vocabulary, and for a model that cannot be sampled from."""
+        self._model = model
+        self._writer = model.writer(decide=decide)
+        _check_ids(config, self._writer.vocabulary)
+        self._rule = Rule(config.temperature, config.top_k, config.top_p, config.min_p)
+        self._stops = Stops(model.tokenizer, self._writer.ends | set(config.stop_tokens), config.stop)
+        self._rows, self.max_new_tokens = config.batch_size, config.max_new_tokens
+        self._version = 0
+
+    @property
+    def temperature(self) -> float:
+        """That of the distribution sampled from."""
+        return self._rule.temperature
+
+    def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
+        """Copy `tensors`, named as the model's trainable parameters, and call these weights `version`.
+
+        None: the weights are the trainer's own. Raises ValueError unless names and shapes are the model's.
+        """
+        if tensors is not None:
+            _fill(self._model.trainable(), tensors)
+        self._version = version
+
+    def sample(self, requests: Sequence[Request]) -> list[Rollout]:
+        """One rollout per request, in their order.
+
+        The end token is part of the ids, a stop string's ids stay. Raises ValueError for an empty prompt, DataError
+        for one that leaves no room in the model's positions, TrainingDiverged if logits are not finite.
+        """
+        answers = [Answer(uniforms(r.seed), self._limit(r)) for r in requests]
+        self._writer.write([r.prompt for r in requests], partial(self._choose, answers), self._rows)
+        return [answer.rollout(self._version) for answer in answers]
+
+    def _limit(self, request: Request) -> int:
+        limit = min(request.max_new_tokens, self.max_new_tokens)
+        positions = self._writer.positions
+        if limit < 1:
+            raise ValueError(f"max_new_tokens={request.max_new_tokens}; an answer needs at least one token")
+        if positions is not None and len(request.prompt) + limit > positions:
+            raise DataError(
+                f"a prompt of {len(request.prompt)} tokens and {limit} new ones are more than the model's {positions} "
+                "positions; lower sampler.max_new_tokens or data.max_length"
+            )
+        return limit
+
+    def _choose(self, answers: Sequence[Answer], logits: Tensor, rows: Sequence[int]) -> list[int | None]:
+        """Draw the next id of the answers with these indices from logits [n, V]; None for those that it ends."""
+        asked = [answers[row] for row in rows]
+        u = torch.tensor([next(a.stream) for a in asked], dtype=torch.float64, device=logits.device)
+        drawn = draw(logits, u, self._rule)
+        ids, logprobs, raw = (t.tolist() for t in (drawn.ids, drawn.logprobs, drawn.raw_logprobs))
+        if not math.isfinite(sum(raw)):
+            raise TrainingDiverged("the policy's logits are not finite, so nothing can be sampled; lower optimizer.lr")
+        for answer, token, logprob, raw_logprob in zip(asked, ids, logprobs, raw, strict=True):
+            answer.ids.append(token)
+            answer.logprobs.append(logprob)
+            answer.raw_logprobs.append(raw_logprob)
+            answer.finish = self._stops.finish(answer.ids, answer.limit)
+        return [None if answer.finish else answer.ids[-1] for answer in asked]
+
+
+def _check_ids(config: TorchSamplerConfig, vocabulary: int) -> None:
+    found = [
+        Problem("sampler.stop_tokens", f"the model has the ids 0 to {vocabulary - 1}, and no {token}")
+        for token in config.stop_tokens
+        if token >= vocabulary
+    ]
+    if config.top_k is not None and config.top_k > vocabulary:
+        found.append(Problem("sampler.top_k", f"the model has {vocabulary} ids, not {config.top_k}; leave it out"))
+    if found:
+        raise SpecError(found)
+
+
+@torch.no_grad()
+def _fill(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
+    differing = sorted(parameters.keys() ^ tensors.keys())
+    differing += [n for n, p in parameters.items() if n in tensors and p.shape != tensors[n].shape]
+    if differing:
+        raise ValueError(f"these weights are not the sampler's: {len(differing)} differ, such as {differing[:3]}")
+    for name, parameter in parameters.items():
+        parameter.copy_(tensors[name])
+
+
+def build(config: TorchSamplerConfig, *, model: Writable, decide: Decide) -> TorchSampler:
+    """A sampler over `model`."""
+    return TorchSampler(config, model, decide=decide)

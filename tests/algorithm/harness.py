@@ -1,0 +1,145 @@
+"""A small real job of policy optimisation: tiny model, torch sampler, a reward that is a function of the text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from runner.algorithm.parts import Parts
+from runner.algorithm.policy import PolicyOptimisation, build
+from runner.algorithm.policy_config import PolicyConfig
+from runner.build import _collect
+from runner.device.config import CpuConfig
+from runner.device.cpu import Cpu
+from runner.feed import Feed
+from runner.frozen import FrozenModel
+from runner.learner import LocalLearner
+from runner.loop import Job
+from runner.model import tiny
+from runner.model.config import TinyConfig
+from runner.parallelism.config import SingleConfig
+from runner.parallelism.single import SingleRank
+from runner.protocols import Callback, Completion, Prompt, Question
+from runner.publisher import Publisher
+from runner.sampler import torch as torch_sampler
+from runner.sampler.config import TorchSamplerConfig
+from runner.signals import StopSignal
+
+CPU = torch.device("cpu")
+CONFIG = TinyConfig(hidden_size=32, intermediate_size=48, layers=2, kv_heads=2)
+Rate = Callable[[Completion], float | None]
+
+
+def silent(*words: str) -> None:
+    """A decision that nobody reads."""
+
+
+class Prompts:
+    """Prompts of different lengths, a pure function of (step, round)."""
+
+    fingerprint = "prompts"
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def take(self, step: int, count: int, round: int = 0) -> Sequence[Prompt]:
+        generator = torch.Generator().manual_seed(step * 100 + round)
+        found = []
+        for at in range(count):
+            ids = torch.randint(97, 122, (2 + at % 5,), generator=generator).tolist()
+            found.append(Prompt(tuple(ids), bytes(ids).decode()))
+        return found
+
+    def held_out(self) -> Sequence[Question]:
+        return ()
+
+    def held_out_items(self) -> Sequence[Any]:
+        return ()
+
+
+class Rated:
+    """A reward that is a function of one completion."""
+
+    def __init__(self, rate: Rate) -> None:
+        self.rate = rate
+
+    def score(self, groups: Sequence[Sequence[Completion]]) -> list[list[float | None]]:
+        return [[self.rate(one) for one in group] for group in groups]
+
+    def close(self) -> None:
+        pass
+
+
+def even_bytes(completion: Completion) -> float:
+    """The share of even token ids: something that every sample differs in."""
+    return sum(i % 2 == 0 for i in completion.ids) / len(completion.ids)
+
+
+def model_of(seed: int, head: str = "lm") -> Any:
+    return tiny.build(
+        CONFIG,
+        tokenizer=tiny.tokenizer(CONFIG),
+        device=CPU,
+        seed=seed,
+        decide=silent,
+        head=head,  # type: ignore[arg-type]
+    )
+
+
+def job_of(
+    config: PolicyConfig,
+    steps: int = 1,
+    rate: Rate = even_bytes,
+    callbacks: Sequence[Callback] = (),
+    lr: float = 1e-2,
+    temperature: float = 1.0,
+    sgd: bool = False,
+) -> Job:
+    """The whole job, wired as `runner.build` does it."""
+    policy = model_of(1)
+    ahead = config.lag > 0
+    sampler = torch_sampler.build(
+        TorchSamplerConfig(max_new_tokens=6, temperature=temperature),
+        model=model_of(1) if ahead else policy,
+        decide=silent,
+    )
+    algorithm: PolicyOptimisation = build(config, Parts(Prompts(), policy.tokenizer, 3, silent, sampler, Rated(rate)))
+
+    def learner(model: Any, prefix: str) -> LocalLearner:
+        parameters = list(model.trainable().values())
+        optimizer = torch.optim.SGD(parameters, lr=lr) if sgd else torch.optim.AdamW(parameters, lr=lr)
+        budget = config.micro_batch_tokens
+        return LocalLearner(
+            model,
+            optimizer,
+            lr=lr,
+            clip_norm=None,
+            factor=lambda _: 1.0,
+            budget=budget,
+            seed=0,
+            device=CPU,
+            prefix=prefix,
+        )
+
+    learners = {"policy": learner(policy, "train")}
+    if "critic" in config.learners():
+        learners["critic"] = learner(model_of(2, "scalar"), "critic")
+    frozen = {role: FrozenModel(model_of(7), budget=64, device=CPU) for role in config.frozen()}
+    publisher = Publisher(learners["policy"].weights, sampler, config.lag)
+    return Job(
+        steps=steps,
+        device=Cpu(CpuConfig(), decide=silent),
+        ranks=SingleRank(SingleConfig()),
+        algorithm=algorithm,
+        feed=Feed(
+            partial(_collect, algorithm, publisher), steps, config.lag, encode=algorithm.encode, decode=algorithm.decode
+        ),
+        publish=publisher.publish,
+        learners=learners,
+        models={**learners, **frozen},
+        callbacks=callbacks,
+        stop=StopSignal(),
+    )

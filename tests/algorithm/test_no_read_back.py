@@ -1,0 +1,120 @@
+"""None of the mathematics reads a value back from the device: it runs on tensors that have none, and keeps float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner.algorithm import aggregation, kl, policy_losses
+from runner.algorithm import preference_losses as preference
+from runner.algorithm.advantages import (
+    batch_std,
+    group_mean,
+    group_mean_std,
+    leave_one_out,
+    no_baseline,
+    opo,
+    soft_overlong,
+    zero_variance,
+)
+from runner.algorithm.correction import (
+    affected_share,
+    behaviour_log_ratio,
+    decoupled,
+    drift,
+    effective_sample_size,
+    mis,
+    tis,
+)
+from runner.algorithm.moments import moments, whiten
+from runner.algorithm.ratios import sequence_ratio, token_ratio
+from runner.algorithm.returns import discounted_returns, gae, penalised_rewards, token_rewards
+
+x = torch.empty(6, dtype=torch.float64, device="meta")
+ids = torch.empty(6, dtype=torch.int64, device="meta")
+mask = torch.empty(6, dtype=torch.bool, device="meta")
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "advantages": lambda: [
+        group_mean_std(x, ids, eps=1e-6),
+        group_mean(x, ids),
+        leave_one_out(x, ids),
+        batch_std(x, ids, moments(x, mask), eps=1e-4),
+        opo(x, ids, ids),
+        no_baseline(x),
+        zero_variance(x, ids),
+        soft_overlong(x, 10, 2),
+    ],
+    "returns": lambda: [
+        penalised_rewards(x, x, mask, ids, 0.1),
+        token_rewards(x, x, mask, ids, 0.1),
+        discounted_returns(x, mask, ids, 0.9),
+        *gae(x, x, mask, ids, gamma=0.9, lam=0.9),
+        whiten(x, mask, moments(x, mask)),
+    ],
+    "ratios": lambda: [token_ratio(x, x), sequence_ratio(x, x, mask, ids)],
+    "kl": lambda: [kl.k1(x, x), kl.absolute(x, x), kl.k2(x, x), kl.k3(x, x), kl.k3_ratio(x, x, x), kl.k3_plus(x, x)],
+    "policy": lambda: [
+        policy_losses.ppo_clip(x, x, low=0.2, high=0.28, dual=3.0),
+        policy_losses.cispo(x, x, x, low=0.2, high=0.28),
+        policy_losses.sapo(x, x, tau_positive=1.0, tau_negative=1.05),
+        policy_losses.reinforce(x, x, x),
+        policy_losses.value_clip(x, x, x, clip=0.2),
+        policy_losses.entropy_bonus(x, 0.1),
+    ],
+    "aggregation": lambda: [
+        aggregation.token_mean(x, 6),
+        aggregation.seq_mean_token_mean(x, ids, 2),
+        aggregation.seq_mean_token_sum(x, 2),
+        aggregation.seq_mean_token_sum_norm(x, 2, 8.0),
+        aggregation.prompt_mean(x, ids, 1),
+    ],
+    "correction": lambda: [
+        *(behaviour_log_ratio(x, x, mask, ids, level).exp() for level in ("token", "sequence")),
+        *(c.weights for c in (tis(x, cap=2.0), mis(x, low=0.5, high=5.0), decoupled(x, cap=5.0))),
+        affected_share(tis(x, cap=2.0), mask),
+        *drift(x, x, mask).values(),
+        effective_sample_size(moments(x, mask)),
+    ],
+    "preference": lambda: [
+        preference.sigmoid(x, x, beta=0.1),
+        preference.conservative(x, x, beta=0.1, label_smoothing=0.1),
+        preference.robust(x, x, beta=0.1, label_smoothing=0.1),
+        preference.hinge(x, x, beta=0.1),
+        preference.ipo_averaged(x, x, ids, ids, beta=0.1),
+        preference.sigmoid_norm(x, x, ids, ids, beta=5.0),
+        preference.apo_zero(x, x, beta=0.1),
+        preference.apo_down(x, x, beta=0.1),
+        preference.simpo(x, x, ids, ids, beta=2.0, gamma=1.0),
+        preference.orpo(x, x, ids, ids, lam=0.1),
+        preference.cpo(x, x, beta=0.1, alpha=1.0),
+        preference.cpo_averaged(x, x, ids, beta=0.1, alpha=1.0),
+        preference.bradley_terry(x, x, margin=x, centring=0.01),
+        preference.kto(x, mask, preference.kto_baseline(x.sum(), 6), beta=0.1),
+    ],
+}
+
+
+def leaves(value: Any) -> Iterable[Tensor]:
+    """The tensors in nested sequences and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    for part in value.values() if isinstance(value, dict) else value:
+        yield from leaves(part)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_is_read_back_and_nothing_falls_to_float32(name: str) -> None:
+    kinds = {(t.device.type, t.dtype) for t in leaves(CALLS[name]())}
+    assert kinds <= {("meta", dtype) for dtype in (torch.float64, torch.bool, torch.int64)}
+
+
+def test_a_read_back_would_be_seen() -> None:
+    for read in (lambda: x.sum().item(), lambda: x[mask], lambda: torch.unique(ids)):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            read()

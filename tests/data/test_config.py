@@ -1,0 +1,49 @@
+"""What the data's options refuse, given what the algorithm learns from."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from runner.data.config import DataConfig, FileConfig, HubConfig
+from runner.spec.base import ItemKind
+
+
+def keys(config: DataConfig, items: ItemKind = "sft", name: str = "dpo") -> list[str]:
+    job: Any = SimpleNamespace(algorithm=SimpleNamespace(items=items, name=name))
+    return [key for key, _ in config.problems(job)]
+
+
+@pytest.mark.parametrize("cls", [FileConfig, HubConfig])
+@pytest.mark.parametrize("items", ["pairs", "judged", "prompts"])
+def test_options_that_a_kind_has_no_use_for_are_refused(cls: type[Any], items: ItemKind) -> None:
+    assert keys(cls(path="a"), items) == []
+    assert keys(cls(path="a", overlong="truncate_left"), items) == []
+    assert keys(cls(path="a", loss_on="all"), items) == ["data.loss_on"]
+    assert keys(cls(path="a", overlong="split"), items) == ["data.overlong"]
+    assert keys(cls(path="a", overlong="truncate_right", loss_on="last_assistant"), items) == [
+        "data.loss_on",
+        "data.overlong",
+    ]
+
+
+def test_sft_uses_them_all() -> None:
+    for rule in ("error", "skip", "truncate_left", "truncate_right", "split"):
+        assert keys(FileConfig(path="a", overlong=rule, loss_on="all")) == []
+
+
+def test_the_message_names_the_algorithm_and_what_to_choose() -> None:
+    job: Any = SimpleNamespace(algorithm=SimpleNamespace(items="pairs", name="dpo"))
+    [(_, loss_on), (_, overlong)] = FileConfig(path="a", loss_on="all", overlong="split").problems(job)
+    assert "is for sft and cpt; algorithm=dpo" in loss_on
+    assert "choose error, skip, truncate_left" in overlong
+
+
+def test_weights_fit_the_sources_and_names_are_distinct() -> None:
+    assert keys(FileConfig(path=("a", "b"), weights=(0.5, 0.5))) == []
+    assert keys(FileConfig(path=("a", "b"), weights=(1.0,))) == ["data.weights"]
+    assert keys(FileConfig(path=("a", "b"), weights=(1.0, 0.0))) == ["data.weights"]
+    assert keys(FileConfig(path="a", columns={"question": "prompt", "answer": "prompt"})) == ["data.columns"]
+    assert keys(FileConfig(path="a", columns={"question": "prompt", "prompt": "question"})) == []

@@ -1,0 +1,275 @@
+"""From the user's files to pairs, judged answers and prompts: cached, ordered, limited and held out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from runner.data.config import FileConfig
+from runner.data.dataset import TokenisedData
+from runner.data.file import build
+from runner.decisions import Decisions
+from runner.errors import DataError, EnvironmentProblem
+from runner.protocols import Judged, Pair, Prompt
+from runner.spec.base import ItemKind
+from tests.data.conftest import chat
+
+Jsonl = Callable[..., str]
+END = "<|im_end|>"
+PAIRS = [{"prompt": f"p{i}", "chosen": f"c{i}", "rejected": f"r{i}", "margin": i / 4} for i in range(12)]
+JUDGED = [{"prompt": f"p{i}", "completion": f"c{i}", "label": i % 3 == 0} for i in range(12)]
+PROMPTS = [{"prompt": chat(f"p{i}"), "answer": f"a{i}", "level": i} for i in range(12)]
+ROWS: dict[ItemKind, list[Any]] = {
+    "sft": [{"text": f"t{i}"} for i in range(12)],
+    "pairs": PAIRS,
+    "judged": JUDGED,
+    "prompts": PROMPTS,
+}
+KINDS = tuple(ROWS)
+
+
+def data(
+    tokenizer: Any, folder: Path, kind: ItemKind, decide: Decisions | None = None, seed: int = 0, **options: Any
+) -> TokenisedData:
+    config, decide, cache = FileConfig(**options), decide or Decisions(), folder / "cache"
+    return build(config, tokenizer=tokenizer, seed=seed, decide=decide, cache_dir=cache, kind=kind)
+
+
+def said(decide: Decisions, feature: str) -> list[str]:
+    return [str(d) for d in decide.made if d.feature == feature]
+
+
+def test_pairs(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    decide = Decisions(strict=True)
+    found = data(tokenizer, tmp_path, "pairs", decide, path=jsonl(PAIRS), shuffle=False).take(0, 12)
+    for i, item in enumerate(found):
+        assert isinstance(item, Pair)
+        assert [tokenizer.decode(ids) for ids in (item.prompt, item.chosen, item.rejected)] == [
+            f"p{i}",
+            f"c{i}{END}",
+            f"r{i}{END}",
+        ]
+        assert item.margin == i / 4
+        assert all(type(token) is int for token in (*item.prompt, *item.chosen, *item.rejected))
+    assert "prompt+chosen+rejected (text)" in said(decide, "data.format")[0]
+    assert "12 items" in said(decide, "data.format")[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_how_to_ask_follows_the_training_rows(tokenizer: Any, tmp_path: Path, jsonl: Jsonl, kind: ItemKind) -> None:
+    path, talks = jsonl(ROWS[kind]), jsonl([{"prompt": chat("a"), "answer": "b"}], "talks.jsonl")
+    assert data(tokenizer, tmp_path, kind, path=path).style == ("chat" if kind == "prompts" else "text")
+    if kind == "prompts":
+        plain = jsonl([{"prompt": "a"}], "plain.jsonl")
+        assert data(tokenizer, tmp_path, kind, path=plain, eval_path=talks).style == "text"
+        assert data(tokenizer, tmp_path, kind, path=(plain, talks)).style == "chat"
+
+
+def test_judged_answers(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    found = data(tokenizer, tmp_path, "judged", path=jsonl(JUDGED), shuffle=False).take(0, 12)
+    expected = [(f"p{i}", f"c{i}{END}", i % 3 == 0) for i in range(12)]
+    assert [(tokenizer.decode(i.prompt), tokenizer.decode(i.completion), i.good) for i in found] == expected
+    assert {type(i) for i in found} == {Judged}
+
+
+def test_prompts_with_what_rewards_see(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    decide = Decisions(strict=True)
+    [*found] = data(tokenizer, tmp_path, "prompts", decide, path=jsonl(PROMPTS), shuffle=False).take(0, 12)
+    text = tokenizer.apply_chat_template(chat("p3"), tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert found[3] == Prompt(tuple(ids), text, tuple(chat("p3")), {"answer": "a3", "level": 3})
+    assert "for rewards: answer, level" in said(decide, "data.columns")[0]
+    assert not any("not read" in line for line in said(decide, "data.columns"))
+
+
+def test_a_completion_is_not_learnt_from_a_prompt_and_this_is_said(
+    tokenizer: Any, tmp_path: Path, jsonl: Jsonl, decide: Decisions
+) -> None:
+    path = jsonl([{"prompt": chat("a"), "completion": chat("a", "b")[1:]}])
+    [item] = data(tokenizer, tmp_path, "prompts", decide, path=path).take(0, 1)
+    assert item.columns == {"completion": "b"}
+    assert "the completion is not learnt" in said(decide, "data.columns")[0]
+
+
+def test_columns_that_are_no_json_are_left_out_and_said(tokenizer: Any, tmp_path: Path, decide: Decisions) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist([{"prompt": "a", "image": b"\x00", "answer": "b"}]), path)
+    [item] = data(tokenizer, tmp_path, "prompts", decide, path=str(path)).take(0, 1)
+    assert item.columns == {"answer": "b"}
+    assert "not read: image instead of given to rewards" in said(decide, "data.columns")[0]
+    with pytest.raises(EnvironmentProblem, match="image"):
+        data(tokenizer, tmp_path, "prompts", Decisions(strict=True), path=str(path))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cached_or_not_the_items_are_the_same(tokenizer: Any, tmp_path: Path, jsonl: Jsonl, kind: ItemKind) -> None:
+    path, decisions = jsonl(ROWS[kind]), [Decisions(), Decisions(), Decisions()]
+    fresh, again = (data(tokenizer, tmp_path, kind, d, path=path) for d in decisions[:2])
+    memory = data(tokenizer, tmp_path, kind, decisions[2], path=path, cache=False)
+    assert fresh.take(2, 9) == again.take(2, 9) == memory.take(2, 9)
+    assert fresh.take(2, 9, 3) == again.take(2, 9, 3) == memory.take(2, 9, 3)
+    assert fresh.fingerprint == again.fingerprint == memory.fingerprint
+    assert decisions[0].made == decisions[1].made == decisions[2].made
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_the_fingerprint_follows_the_kind_and_the_names(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    row = {"prompt": "a b", "chosen": "a b", "rejected": "a c", "completion": "d", "label": True, "answer": "e"}
+    path = jsonl([row, row])
+    found = [data(tokenizer, tmp_path, kind, path=path).fingerprint for kind in KINDS]
+    found.append(data(tokenizer, tmp_path, "prompts", path=path, columns={"answer": "solution"}).fingerprint)
+    found.append(data(tokenizer, tmp_path, "prompts", path=path, eval_path=path).fingerprint)
+    assert len(set(found)) == 6
+
+
+ASKED = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9), st.integers(0, 3)), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
+@given(asked=ASKED, shuffle=st.booleans(), weighted=st.booleans())
+def test_a_resumed_run_goes_on_with_the_same_items(
+    tokenizer: Any, tmp_path: Path, jsonl: Jsonl, kind: ItemKind, asked: Any, shuffle: bool, weighted: bool
+) -> None:
+    """Whatever was taken before, and by whichever process, `take` gives the same."""
+    paths = (jsonl(ROWS[kind][:5], "one.jsonl"), jsonl(ROWS[kind][5:], "two.jsonl"))
+    options = {"path": paths, "shuffle": shuffle, "weights": (0.25, 0.75) if weighted else None}
+    one = data(tokenizer, tmp_path, kind, **options)
+    before = [one.take(*a) for a in asked]
+    for a, items in zip(reversed(asked), reversed(before), strict=True):
+        assert data(tokenizer, tmp_path, kind, **options).take(*a) == items == one.take(*a)
+    joined = [item for step in range(4) for item in one.take(step, 6, 1)]
+    assert joined == [item for step in range(2) for item in one.take(step, 12, 1)]
+
+
+def test_a_refill_differs_from_what_it_refills(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    found = data(tokenizer, tmp_path, "prompts", path=jsonl(PROMPTS), shuffle=False)
+    assert [p.columns["level"] for p in found.take(0, 12)] == list(range(12))
+    orders = [[p.columns["level"] for p in found.take(0, 12, round)] for round in range(3)]
+    assert all(sorted(order) == list(range(12)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+
+
+@pytest.mark.parametrize("kind", ["pairs", "judged"])
+def test_held_out_pairs_and_judged_answers(tokenizer: Any, tmp_path: Path, jsonl: Jsonl, kind: ItemKind) -> None:
+    held_out = jsonl(ROWS[kind][::-1], "eval.jsonl")
+    decide = Decisions(strict=True)
+    found = data(tokenizer, tmp_path, kind, decide, path=jsonl(ROWS[kind]), eval_path=held_out, eval_items=5)
+    assert [tokenizer.decode(i.prompt) for i in found.held_out_items()] == [f"p{i}" for i in range(11, 6, -1)]
+    assert found.held_out() == ()
+    assert "the first 5 of 12" in said(decide, "data.eval_items")[0]
+    assert data(tokenizer, tmp_path, kind, path=jsonl(ROWS[kind])).held_out_items() == ()
+
+
+def test_held_out_prompts_become_questions(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    path = jsonl(PROMPTS)
+    found = data(tokenizer, tmp_path, "prompts", path=path, eval_path=path)
+    sft = jsonl([{"prompt": p["prompt"], "completion": chat("", p["answer"])[1:]} for p in PROMPTS], "sft.jsonl")
+    expected = data(tokenizer, tmp_path, "sft", path=sft, eval_path=sft).held_out()
+    assert [(q.prompt_ids, q.prompt, q.answer) for q in found.held_out()] == [
+        (q.prompt_ids, q.prompt, q.answer) for q in expected
+    ]
+    assert found.held_out()[0].item.ids == expected[0].item.ids[:-1]  # without the line break after the end token
+    assert sum(found.held_out()[0].item.weights) == sum(expected[0].item.weights) == 3
+    assert found.held_out()[2].prompt_ids == found.take(0, 12)[0].ids[:0] + found.held_out()[2].item.ids[:-3]
+    assert found.held_out_items() == ()
+    assert data(tokenizer, tmp_path, "prompts", path=path).held_out() == ()
+
+
+def test_a_held_out_prompt_without_answer_names_the_row(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    path, held_out = jsonl(PROMPTS), jsonl([PROMPTS[0], {"prompt": chat("a")}], "eval.jsonl")
+    expected = r"(?s)data\.eval_path=.*eval\.jsonl:2: no column answer; expected prompt\+answer"
+    with pytest.raises(DataError, match=expected):
+        data(tokenizer, tmp_path, "prompts", path=path, eval_path=held_out)
+    with pytest.raises(DataError, match=expected):
+        FileConfig(path=path, eval_path=held_out).preflight("prompts")
+
+
+def test_max_length_bounds_prompt_and_longer_answer(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    path = jsonl(
+        [{"prompt": "abcd", "chosen": "e", "rejected": "efg"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
+    )
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: 8 tokens, above data\.max_length=7\n"):
+        data(tokenizer, tmp_path, "pairs", path=path, max_length=7)
+    assert len(data(tokenizer, tmp_path, "pairs", path=path, max_length=7, overlong="skip")) == 1
+    decide = Decisions()
+    cut = data(tokenizer, tmp_path, "pairs", decide, path=path, max_length=7, overlong="truncate_left", shuffle=False)
+    assert tokenizer.decode(cut.take(0, 1)[0].prompt) == "bcd"
+    assert "1 of 2 rows were longer than data.max_length=7: cut by 1 tokens" in said(decide, "data.overlong")[0]
+
+
+def test_max_length_bounds_a_prompt_and_its_text_is_what_is_left(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    path = jsonl([{"prompt": "abcdefgh", "answer": "a long answer"}])
+    options = {"path": path, "eval_path": path, "max_length": 5}
+    with pytest.raises(DataError, match="8 tokens, above"):
+        data(tokenizer, tmp_path, "prompts", **options)
+    found = data(tokenizer, tmp_path, "prompts", overlong="truncate_left", **options)
+    assert found.take(0, 1)[0].text == "defgh" == found.held_out()[0].prompt
+    assert found.held_out()[0].answer == "a long answer"
+
+
+def test_pairs_that_are_the_same_are_left_out_and_said(
+    tokenizer: Any, tmp_path: Path, jsonl: Jsonl, decide: Decisions
+) -> None:
+    same = {"prompt": "a", "chosen": "b", "rejected": "b"}
+    assert len(data(tokenizer, tmp_path, "pairs", decide, path=jsonl([same, PAIRS[0], same]))) == 1
+    assert "2 left out instead of all" in said(decide, "data.pairs")[0]
+    with pytest.raises(DataError, match="no item is left; 1 pairs with equal answers"):
+        data(tokenizer, tmp_path, "pairs", path=jsonl([same], "same.jsonl"))
+
+
+def test_answers_of_several_turns_are_said(tokenizer: Any, tmp_path: Path, jsonl: Jsonl, decide: Decisions) -> None:
+    path = jsonl([{"chosen": chat("a", "b", "c", "d"), "rejected": chat("a", "x", "y", "z")}])
+    [item] = data(tokenizer, tmp_path, "pairs", decide, path=path).take(0, 1)
+    assert tokenizer.decode(item.rejected).count(END) == 3
+    assert "in 1 rows an answer has several turns" in said(decide, "data.turns")[0]
+
+
+def test_columns_are_renamed_before_anything_else(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    path = jsonl([{"question": "1+1?", "answer": "2"}])
+    columns = {"question": "prompt"}
+    with pytest.raises(DataError, match=r"type 'data\.columns=\{question: prompt\}'"):
+        FileConfig(path=path).preflight("prompts")
+    FileConfig(path=path, columns=columns).preflight("prompts")
+    [item] = data(tokenizer, tmp_path, "prompts", path=path, columns=columns).take(0, 1)
+    assert (item.text, item.messages, item.columns) == ("1+1?", None, {"answer": "2"})
+    [item] = data(tokenizer, tmp_path, "sft", path=path, columns={**columns, "answer": "completion"}).take(0, 1)
+    assert tokenizer.decode(item.ids) == f"1+1?2{END}"
+
+
+def test_a_name_that_no_row_has_is_an_error(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    one, two = jsonl([{"question": "a"}], "one.jsonl"), jsonl([{"prompt": "b"}], "two.jsonl")
+    assert len(data(tokenizer, tmp_path, "prompts", path=(one, two), columns={"question": "prompt"})) == 2
+    with pytest.raises(DataError, match=r"data\.columns: no row has a column answr; check the name"):
+        data(tokenizer, tmp_path, "prompts", path=two, columns={"answr": "answer"})
+
+
+def test_data_of_another_kind_names_file_line_and_format(jsonl: Jsonl) -> None:
+    path = jsonl([{"messages": chat("a", "b")}])
+    expected = r"rows\.jsonl:1: this algorithm learns from preference pairs: expected the columns `prompt`, `chosen`"
+    with pytest.raises(DataError, match=expected):
+        FileConfig(path=path).preflight("pairs")
+
+
+def test_preflight_of_every_kind_without_heavy_imports_and_config_can_be_imported_last(jsonl: Jsonl) -> None:
+    path = jsonl([{"prompt": "a b", "chosen": "a b", "rejected": "a c", "completion": "d", "label": True, "text": "a"}])
+    program = (
+        "import sys\n"
+        "import runner.data.sources\n"
+        "from runner.data.config import FileConfig\n"
+        "for kind in ('sft', 'pairs', 'judged', 'prompts'):\n"
+        "    FileConfig(path=sys.argv[1]).preflight(kind)\n"
+        "print({'torch', 'transformers', 'datasets', 'numpy', 'pyarrow'} & set(sys.modules))\n"
+    )
+    command = [sys.executable, "-c", program, path]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    assert done.stdout == "set()\n"

@@ -1,0 +1,71 @@
+"""An export is the old one or the new one, whole, whatever goes wrong on the way."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from runner.cli.compose import compose_job
+from runner.errors import StorageError
+from runner.launch.export import write_export
+
+SPEC = compose_job(["+recipe=sft_demo"]).spec
+
+
+class Toy:
+    """A model of one number; `fault` is raised in the middle of its writing."""
+
+    def __init__(self, value: float, fault: Exception | None = None) -> None:
+        self.value, self.fault = value, fault
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir()
+        save_file({"w": torch.tensor(self.value)}, folder / "model.safetensors")
+        if self.fault:
+            raise self.fault
+        (folder / "config.json").write_text("{}")
+
+
+def value(folder: Path) -> float:
+    return float(load_file(folder / "model.safetensors")["w"])
+
+
+def test_a_newer_export_takes_the_place_of_the_older_and_leaves_nothing_of_it(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "export"
+    write_export(Toy(1.0), target, SPEC, 1, {"eval/loss": 0.25})
+    (target / "of_the_older").touch()
+    write_export(Toy(2.0), target, SPEC, 2, {"eval/loss": 0.125})
+    assert value(target) == 2.0 and not (target / "of_the_older").exists()
+    assert "| eval/loss | 0.125 |" in (target / "README.md").read_text()
+    assert [p.name for p in target.parent.iterdir()] == ["export"]
+
+
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), SafetensorError("I/O error")], ids=type)
+def test_a_fault_is_a_storage_error_and_leaves_the_older(tmp_path: Path, fault: Exception) -> None:
+    target = tmp_path / "export"
+    write_export(Toy(1.0), target, SPEC, 1, {})
+    with pytest.raises(StorageError, match=r"cannot write the export .*run export"):
+        write_export(Toy(2.0, fault), target, SPEC, 2, {})
+    assert value(target) == 1.0 and [p.name for p in tmp_path.iterdir()] == ["export"]
+
+
+def test_a_file_in_the_way_is_named_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "export").write_text("mine")
+    with pytest.raises(StorageError, match="is in the way") as caught:
+        write_export(Toy(1.0), tmp_path / "export", SPEC, 1, {})
+    assert caught.value.exit_code == 7 and (tmp_path / "export").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_may_not_be_written_is_a_storage_error(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(StorageError, match="Permission denied"):
+            write_export(Toy(1.0), tmp_path / "export", SPEC, 1, {})
+    finally:
+        tmp_path.chmod(0o700)

@@ -1,0 +1,72 @@
+"""`infer` shows the model what training showed it; an export goes where it was asked to, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.cli.compose import compose_job
+from runner.data.config import FileConfig
+from runner.data.file import build
+from runner.decisions import Decisions
+from runner.errors import EnvironmentProblem
+from runner.folder import RunFolder, lock
+from runner.launch.use import answer, export, prompt_ids
+from tests.data.conftest import byte_tokenizer, chat
+
+PLAIN = {"prompt": "sort 31", "completion": " 13"}
+TALK = {"messages": chat("sort 31", "13")}
+
+
+@pytest.mark.parametrize("bos", [True, False])
+@pytest.mark.parametrize(("row", "style"), [(PLAIN, "text"), (TALK, "chat")], ids=["text", "chat"])
+def test_a_prompt_has_the_very_tokens_of_training(row: dict[str, Any], style: str, bos: bool, tmp_path: Path) -> None:
+    tokenizer, path = byte_tokenizer(bos=bos), tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    config = FileConfig(path=str(path), eval_path=str(path), cache=False)
+    data = build(config, tokenizer=tokenizer, seed=0, decide=Decisions(), cache_dir=tmp_path, kind="sft")
+    assert data.style == style
+    [question] = data.held_out()
+    assert prompt_ids(tokenizer, "sort 31", data.style) == list(question.prompt_ids)
+
+
+def test_plain_text_needs_no_chat_template_and_begins_like_every_text() -> None:
+    tokenizer = byte_tokenizer(template=None, bos=True)
+    asked = prompt_ids(tokenizer, "<|bos|>once", "text")
+    assert asked == prompt_ids(tokenizer, "once", "text") and asked.count(tokenizer.bos_token_id) == 1
+
+
+def test_an_empty_prompt_and_a_model_that_writes_nothing_are_said() -> None:
+    class Scorer:
+        tokenizer = byte_tokenizer()
+
+    class Writer(Scorer):
+        def stream(self, ids: list[int], **settings: object) -> list[str]:
+            return []
+
+    settings = {"max_new_tokens": 1, "temperature": 0.0, "top_p": 1.0, "seed": 0}
+    with pytest.raises(EnvironmentProblem, match="the prompt is empty"):
+        list(answer(Writer(), "", "text", **settings))  # type: ignore[arg-type]
+    with pytest.raises(EnvironmentProblem, match="it writes none"):
+        list(answer(Scorer(), "hello", "text", **settings))  # type: ignore[arg-type]
+
+
+def test_a_running_run_gets_no_export_into_its_folder(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    handle = lock(folder)
+    try:
+        with pytest.raises(EnvironmentProblem, match="is running this job"):
+            export(folder, compose_job(["+recipe=sft_demo"]).spec, 4, None)
+    finally:
+        os.close(handle)
+
+
+def test_an_out_that_is_taken_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for out in (tmp_path, tmp_path / "file"):
+        with pytest.raises(EnvironmentProblem, match="choose another --out"):
+            export(RunFolder(tmp_path), compose_job(["+recipe=sft_demo"]).spec, None, out)

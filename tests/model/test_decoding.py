@@ -1,0 +1,89 @@
+"""Rows that grow together, join and leave, against whole rows through the plain model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.mamba import MambaConfig, MambaForCausalLM
+
+from runner.decisions import Decisions
+from runner.errors import SpecError
+from runner.model import decoding
+from runner.model.decoding import Columns, Waves
+from tests.model.zoo import SHAPE, VOCAB, ZOO, causal, module, rows
+
+PLAIN = module("qwen3").double()
+
+
+@torch.no_grad()
+def last_logits(plain: Any, row: Sequence[int]) -> Tensor:
+    return plain(input_ids=torch.tensor([list(row)]), use_cache=False).logits[0, -1]
+
+
+@pytest.mark.parametrize("way", [Columns, Waves])
+@pytest.mark.parametrize("kind", ZOO)
+def test_every_kind_of_model_can_be_decoded(kind: str, way: type[Columns] | type[Waves]) -> None:
+    assert decoding.objection(module(kind), way) is None
+
+
+def test_a_wrong_answer_is_an_objection(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, forward = module("llama"), decoding.Forward.__call__
+    monkeypatch.setattr(
+        decoding.Forward, "__call__", lambda s, ids, mask, positions, cache: forward(s, ids, None, positions, cache)
+    )
+    for way in (Columns, Waves):
+        assert "differ from those of whole rows" in str(decoding.objection(plain, way))
+
+
+def test_a_model_without_such_a_cache_is_refused() -> None:
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)).eval()
+    with pytest.raises(SpecError, match="sampler: MambaForCausalLM cannot be sampled from: its forward takes no cache"):
+        decoding.way_of(mamba, Decisions())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_may_join_and_leave_at_any_time(seed: int) -> None:
+    chance = random.Random(seed)
+    waiting = [tuple(row) for row in rows((2, 5, 1, 9, 3, 5, 70))] * 2
+    decoder, live = Columns(PLAIN, waiting, rows=4), list[tuple[int, ...]]()
+    while waiting or live:
+        room = min(4 - len(live), len(waiting))
+        if room and (not live or chance.random() < 0.4):
+            new = [waiting.pop(0) for _ in range(chance.randint(1, room))]
+            check(decoder.join(new), new)
+            live += new
+        else:
+            tokens = [chance.randrange(256) for _ in live]
+            live = [(*row, token) for row, token in zip(live, tokens, strict=True)]
+            check(decoder.step(tokens), live)
+        gone = [row for row in range(len(live)) if chance.random() < 0.2]
+        left = decoder.drop(gone)
+        assert sorted([*left, *gone]) == list(range(len(live)))
+        live = [live[row] for row in left]
+
+
+def check(logits: Tensor, live: list[tuple[int, ...]]) -> None:
+    wanted = torch.stack([last_logits(PLAIN, row) for row in live])
+    torch.testing.assert_close(logits, wanted, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "llama4", "bloom"])
+def test_likeliest_ids_are_those_of_another_implementation(kind: str) -> None:
+    model, prompts = causal(kind), rows((3, 12, 1, 12))
+    answers: list[list[int]] = [[] for _ in prompts]
+
+    def choose(logits: Tensor, asked: Sequence[int]) -> list[int | None]:
+        tokens = logits.argmax(-1).tolist()
+        for row, token in zip(asked, tokens, strict=True):
+            answers[row].append(token)
+        over = [t == SHAPE["eos_token_id"] or len(answers[row]) == 20 for row, t in zip(asked, tokens, strict=True)]
+        return [None if ended else token for ended, token in zip(over, tokens, strict=True)]
+
+    model.writer(decide=Decisions()).write(prompts, choose, rows=3)
+    wanted = model.generate(prompts, 20)
+    assert [[i for i in ids if i != SHAPE["eos_token_id"]] for ids in answers] == wanted

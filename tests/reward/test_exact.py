@@ -1,0 +1,57 @@
+"""Exact match with a column."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.errors import DataError
+from runner.reward.config import ExactConfig
+from runner.reward.exact import equal
+from tests.reward.samples import answer, made, scores
+
+
+def test_blanks_around_an_answer_do_not_count_and_others_do() -> None:
+    group = [answer(text, answer="forty two") for text in ("forty two", " forty two\n", "Forty two", "forty  two", "")]
+    assert scores(ExactConfig(), *group) == [1, 1, 0, 0, 0]
+    assert scores(ExactConfig(ignore_case=True), *group) == [1, 1, 1, 0, 0]
+
+
+def test_a_number_in_the_column_is_compared_as_it_is_written() -> None:
+    assert scores(ExactConfig(column="sum"), answer("4", sum=4), answer("4.0", sum=4)) == [1, 0]
+
+
+def test_with_extract_the_last_match_is_the_answer_and_none_is_wrong() -> None:
+    config = ExactConfig(extract="<a>(.*?)</a>")
+    assert scores(config, *(answer(t, answer="4") for t in ("<a>5</a><a> 4 </a>", "<a>4</a><a>5</a>", "4"))) == [
+        1,
+        0,
+        0,
+    ]
+
+
+@given(st.text(), st.text())
+def test_equality_is_reflexive_and_symmetric(a: str, b: str) -> None:
+    assert equal(a, f"\t{a} ") and equal(a, a.strip(), ignore_case=True)
+    assert equal(a, b) == equal(b, a) and equal(a, b, True) == equal(b, a, True)
+
+
+def test_a_row_without_the_column_has_no_score(caplog: pytest.LogCaptureFixture) -> None:
+    assert scores(ExactConfig(), answer("4", solution="4"), answer("4", answer=None), answer("4", answer="4")) == [
+        None,
+        None,
+        1,
+    ]
+    assert "column 'answer' is not there; the row has: solution (set reward.column)" in caplog.text
+
+
+def test_a_column_that_no_row_has_stops_the_run() -> None:
+    reward = made(ExactConfig(column="answr", max_failures=2))
+    with pytest.raises(DataError, match=r"2 groups in a row .*\n.*'answr' is not there; the row has: answer"):
+        reward.score([[answer("4", answer="4")]] * 2)
+
+
+def test_a_pattern_is_checked_with_the_spec() -> None:
+    assert ExactConfig(extract="a").problems(None)[0][0] == "reward.extract"
+    assert ExactConfig(extract="(a)").problems(None) == [] == ExactConfig().problems(None)

@@ -1,0 +1,51 @@
+"""What is said about samples without a score, and when a run stops because of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from runner.errors import DataError, EnvironmentProblem
+from runner.reward.faults import MOST_KINDS, Fault, Faults, Scored, unscored
+
+
+def test_the_first_of_a_kind_is_said_and_all_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "runner")
+    faults = Faults("reward=x", 100, "mend it")
+    for i in range(5):
+        faults.take(Scored([1.0, None], (Fault("odd", f"odd number {i}"),)))
+    faults.take(unscored(3, "gone", "it went"))
+    assert [r.message for r in caplog.records] == [
+        "reward=x: not scored: odd number 0",
+        "reward=x: not scored: it went",
+    ]
+    caplog.clear()
+    faults.close()
+    faults.close()
+    assert [r.message for r in caplog.records] == ["reward=x: 8 of 13 samples could not be scored: 5 × odd; 3 × gone"]
+
+
+def test_groups_without_a_score_stop_the_run_only_in_a_row() -> None:
+    faults = Faults("reward=x", 3, "mend it", EnvironmentProblem)
+    for scored in (unscored(2, "k", "m"), unscored(2, "k", "m"), Scored([None, 0.5], (Fault("k", "m"),))) * 2:
+        assert faults.take(scored) == scored.values
+    faults.take(unscored(2, "k", "m"))
+    faults.take(Scored([]))  # an empty group says nothing
+    faults.take(unscored(2, "k", "m"))
+    with pytest.raises(EnvironmentProblem, match=r"reward=x: no sample of 3 groups in a row .*\n  why\n  mend it"):
+        faults.take(unscored(2, "k", "why"))
+
+
+def test_a_none_that_the_reward_chose_is_no_fault() -> None:
+    faults = Faults("reward=x", 1, "mend it")
+    assert faults.take(Scored([None, None])) == [None, None]
+    with pytest.raises(DataError):
+        faults.take(unscored(1, "k", "m"))
+
+
+def test_what_is_said_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    faults = Faults("reward=x", 10_000, "mend it")
+    for i in range(1000):
+        faults.take(unscored(1, f"kind {i}", f"message {i}"))
+    faults.close()
+    assert len(caplog.records) == MOST_KINDS + 2  # "other reasons", and the sum
+    assert "980 × other reasons" in caplog.records[-1].message

@@ -1,0 +1,471 @@
+"""The user's function in real processes: what it is given, what it may return, and every way in which it can fail."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from threading import Thread
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runner.decisions import Decisions
+from runner.errors import DataError, SpecError
+from runner.protocols import Completion
+from runner.reward import output, pool
+from runner.reward.config import FunctionConfig
+from runner.reward.scorer import Scorer
+from runner.reward.worker import judged
+from tests.reward.samples import answer, made
+
+ROOT = Path(__file__).resolve().parents[2]
+Write = Callable[..., Scorer]
+GROUP = [answer("4", answer="4"), answer("5", answer="4")]
+
+
+@pytest.fixture
+def function(tmp_path: Path):
+    """Builds the reward of a file with the given source; closes it in the end."""
+    built: list[Scorer] = []
+
+    def build(source: str, folder: Path | None = None, **options: Any) -> Scorer:
+        (tmp_path / "mine.py").write_text(textwrap.dedent(source))
+        config = FunctionConfig(path=f"{tmp_path}/mine.py:score", **{"timeout_s": 20.0} | options)
+        built.append(made(config, folder=folder))
+        return built[-1]
+
+    yield build
+    for reward in built:
+        reward.close()
+
+
+def one(reward: Scorer, *group: Completion) -> list[float | None]:
+    [found] = reward.score([group or GROUP])
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(happened: Callable[[], Any], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
+
+
+# --- what it is given ------------------------------------------------------------------------------------------------
+
+
+def test_it_gets_texts_ids_and_every_column_one_value_per_answer(function: Write) -> None:
+    reward = function("""
+        def score(prompts, completions, completion_ids, **columns):
+            assert prompts == ["2+2?"] * 2 and completion_ids == [[0, 1, 2], [0]], (prompts, completion_ids)
+            assert columns == {"answer": ["4", "4"], "level": [{"n": None}, {"n": None}]}, columns
+            return [float(c == a) for c, a in zip(completions, columns["answer"])]
+    """)
+    columns = {"answer": "4", "level": {"n": None}}
+    assert one(reward, answer("4", **columns), answer("\ud800 ü", tokens=1, **columns)) == [1, 0]
+    assert reward.score([]) == [] and reward.score([[]]) == [[]]
+
+
+def test_conversations_come_as_messages_and_the_completion_is_what_was_added(function: Write) -> None:
+    reward = function("""
+        def score(prompts, completions):
+            assert prompts[0] == [{"role": "user", "content": "2+2?"}]
+            return [len(c) + float(c[-1]["content"]) / 10 for c in completions]
+    """)
+    before = [{"role": "user", "content": "2+2?"}]
+    several = answer("4", messages=before)
+    turns = (
+        *before,
+        {"role": "assistant", "content": "hm"},
+        {"role": "tool", "content": "?"},
+        {"role": "assistant", "content": "4"},
+    )
+    several = Completion(several.prompt, several.ids, "4", "stop", messages=turns)
+    assert one(reward, answer("5", messages=before), several) == [1.5, 3.4]
+
+
+def test_a_function_gets_only_what_it_names(function: Write) -> None:
+    assert one(function("def score(completions, answer, extra=2): return [extra for _ in answer]")) == [2, 2]
+
+
+def test_a_column_that_is_not_there_is_named(function: Write, caplog: pytest.LogCaptureFixture) -> None:
+    reward = function("def score(completions, solution): ...", max_failures=2)
+    with pytest.raises(
+        DataError, match=r"(?s)mine\.py:score: no sample of 2 groups.*asks for solution; there is: prompts"
+    ):
+        reward.score([GROUP] * 3)
+
+
+def test_a_column_with_the_name_of_an_argument_is_refused(function: Write) -> None:
+    reward = function("def score(completions): ...")
+    with pytest.raises(DataError, match="a column 'completions'"):
+        reward.score([[answer("4", completions=1)]])
+    with pytest.raises(DataError, match="cannot be given to the reward as JSON"):
+        reward.score([[answer("4", answer={1, 2})]])
+
+
+def test_an_async_function_and_a_module_beside_the_file(function: Write, tmp_path: Path) -> None:
+    (tmp_path / "beside_it.py").write_text("VALUE = 0.5")
+    reward = function("""
+        import asyncio, sys
+        import beside_it
+        async def score(completions):
+            await asyncio.sleep(0)
+            assert sys.stdin.read() == ""
+            return [beside_it.VALUE for _ in completions]
+    """)
+    assert one(reward) == [0.5, 0.5]
+
+
+def test_chance_depends_on_the_seed_and_the_group_alone(function: Write) -> None:
+    source = """
+        import random
+        def score(completions, answer):
+            return [random.random() for _ in completions]
+    """
+    random.seed(5)
+    before = random.getstate()
+    first = function(source, workers=2)
+    others = [[answer(str(i), answer="x")] for i in range(4)]
+    alone, *_, again = first.score([GROUP, *others, GROUP])
+    assert alone == again == one(function(source)) and alone[0] != alone[1]
+    assert len({row[0] for row in first.score(others)}) == 4
+    other = made(FunctionConfig(path=f"{first_path(first)}:score"), seed=1)
+    assert other.score([GROUP]) != [alone]
+    other.close()
+    assert random.getstate() == before
+
+
+def first_path(reward: Scorer) -> str:
+    """The file of a reward made by the fixture."""
+    return str(reward._end.__self__._target.file)  # type: ignore[union-attr]
+
+
+def test_text_of_megabytes_passes(function: Write) -> None:
+    reward = function("def score(completions): return [len(c) for c in completions]", timeout_s=60)
+    assert one(reward, answer("x" * 3_000_000), answer("y")) == [3_000_000, 1]
+
+
+# --- what it may return ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("returned", "scores", "said"),
+    [
+        ([1, 0.5], [1, 0.5], None),
+        ((True, False), [1, 0], None),
+        ([None, 1], [None, 1], None),
+        (iter([Fraction(1, 2), Decimal("0.25")]), [0.5, 0.25], None),
+        (np.array([1, 2], dtype=np.float16), [1, 2], None),
+        (
+            torch.tensor([1.0, float("nan")]),
+            [1, None],
+            "score 2 of 2 is tensor(nan) (Tensor); expected a finite number",
+        ),
+        ([math.nan, 1], [None, 1], "score 1 of 2 is nan (float); expected a finite number or None"),
+        ([1, -math.inf], [1, None], "score 2 of 2 is -inf"),
+        ([1, "1"], [1, None], "score 2 of 2 is '1' (str)"),
+        ([1, [1]], [1, None], "score 2 of 2 is [1] (list)"),
+        ([1, np.zeros(2)], [1, None], "(ndarray)"),
+        ([1, 1j], [1, None], "1j (complex)"),
+        ([10**400, 1], [None, 1], "score 1 of 2"),
+        ([1], [None, None], "expected 2 scores, one for each completion, got 1: [1] (list)"),
+        ([1, 2, 3], [None, None], "got 3"),
+        ([], [None, None], "got 0"),
+        (1.0, [None, None], "expected a list of 2 scores, got 1.0 (float)"),
+        (np.float64(1), [None, None], "expected a list of 2 scores"),
+        (None, [None, None], "got None (NoneType)"),
+        ("ab", [None, None], "got 'ab' (str)"),
+        ({"a": 1, "b": 2}, [None, None], "(dict)"),
+    ],
+)
+def test_returned_values(returned: Any, scores: list[float | None], said: str | None) -> None:
+    found = judged(returned, 2)
+    assert found["values"] == scores and all(type(v) in (float, NoneType) for v in found["values"])
+    assert [said in message for _, message, _ in found["faults"]] == ([True] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("returned", "scores", "said"),
+    [("[float('nan'), 1]", [None, 1], "score 1 of 2 is nan"), ("[1]", [None, None], "expected 2 scores")],
+)
+def test_what_is_wrong_with_them_is_said(
+    returned: str, scores: list[float | None], said: str, function: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING", "runner")
+    assert one(function(f"def score(completions): return {returned}")) == scores
+    assert [said in r.message for r in caplog.records] == [True]
+
+
+# --- how it can fail -------------------------------------------------------------------------------------------------
+
+
+def test_what_raises_is_said_once_per_place_and_only_its_group_is_lost(
+    function: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING", "runner")
+    reward = function(
+        """
+        def helper(text):
+            return 1 / int(text)
+
+        def score(completions):
+            return [helper(c) for c in completions]
+        """,
+        folder=tmp_path,
+    )
+    groups = [[answer("2")], [answer("0")], [answer("1"), answer("0")], [answer("x")], [answer("1")]]
+    assert reward.score(groups) == [[0.5], [None], [None, None], [None], [1]]
+    assert [r.message for r in caplog.records] == [
+        "mine.py:score: not scored: ZeroDivisionError: division by zero (mine.py:3 in helper)",
+        "mine.py:score: not scored: ValueError: invalid literal for int() with base 10: 'x' (mine.py:3 in helper)",
+    ]
+    assert "Traceback (most recent call last)" in (tmp_path / "reward.log").read_text()
+    reward.close()
+    assert "4 of 6 samples could not be scored: 3 × ZeroDivisionError at mine.py:3 in helper; 1 × " in caplog.text
+
+
+@pytest.mark.parametrize(
+    "hanging",
+    ["while True: pass", "__import__('time').sleep(1e6)", "sum(__import__('itertools').repeat(0))"],
+    ids=["python", "sleep", "without letting go of the interpreter"],
+)
+def test_what_hangs_is_killed_and_the_next_group_is_scored(
+    hanging: str, function: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "runner")
+    reward = function(
+        f"def score(completions):\n  if completions[0] == 'h':\n    {hanging}\n  return [1]", timeout_s=1.0
+    )
+    begin = time.monotonic()
+    assert reward.score([[answer("h")], [answer("4")]]) == [[None], [1]]
+    assert time.monotonic() - begin < 10
+    assert "no answer within 1 s; the worker was killed" in caplog.text
+    assert 'mine.py", line 3 in score' in caplog.text  # where it hung
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("sys.exit(3)", "it ended itself with exit code 3"),
+        ("os._exit(0)", "it ended itself with exit code 0"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
+        ("os.closerange(3, 100)", "killed by SIGKILL|exit code"),
+    ],
+)
+def test_a_worker_that_dies_is_replaced(end: str, said: str, function: Write, caplog: pytest.LogCaptureFixture) -> None:
+    reward = function(f"""
+        import os, signal, sys
+        def score(completions):
+            if completions[0] == "d":
+                {end}
+            return [1]
+    """)
+    assert reward.score([[answer("4")], [answer("d")], [answer("4")]]) == [[1], [None], [1]]
+    assert "the worker died: " in caplog.text and any(part in caplog.text for part in said.split("|"))
+
+
+def test_a_child_that_comes_back_does_not_answer(function: Write) -> None:
+    reward = function("""
+        import os
+        def score(completions):
+            child = os.fork()
+            return [0.5 if child else 0.1 for _ in completions]
+    """)
+    assert reward.score([GROUP] * 20) == [[0.5, 0.5]] * 20
+
+
+LEAVES_CHILDREN = """
+    import os, subprocess, sys, time
+    def score(completions):
+        here = os.path.dirname(__file__)
+        if os.fork() == 0:  # forked
+            if os.fork() == 0:  # and forked again, in a session of its own, its parent gone
+                os.setsid()
+                open(f"{here}/pid-{os.getpid()}", "w").close()
+                time.sleep(1e6)
+            os._exit(0)
+        detached = subprocess.Popen(["sleep", "1000000"], start_new_session=True, close_fds=False)
+        for pid in (detached.pid, os.getpid()):
+            open(f"{here}/pid-{pid}", "w").close()
+        while len([n for n in os.listdir(here) if n.startswith("pid-")]) < 3:
+            time.sleep(0.01)
+        if completions[0] == "h":
+            while True: pass
+        return [1 for _ in completions]
+"""
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
+
+
+@pytest.mark.parametrize("text", ["h", "4"], ids=["on a timeout", "when the run ends"])
+def test_everything_that_was_started_is_ended(text: str, function: Write, tmp_path: Path) -> None:
+    reward = function(LEAVES_CHILDREN, timeout_s=1.5)
+    assert one(reward, answer(text)) == [None if text == "h" else 1]
+    assert len(pids(tmp_path)) == 3
+    if text == "4":
+        assert all(map(alive, pids(tmp_path)))
+        reward.close()
+    assert not any(map(alive, pids(tmp_path)))
+
+
+def test_everything_dies_with_a_killed_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(textwrap.dedent(LEAVES_CHILDREN))
+    program = f"""
+from pathlib import Path
+from runner.reward.output import Output
+from runner.reward.pool import Pool, Target
+pool = Pool(Target(Path("{tmp_path}/mine.py"), "score"), workers=1, timeout_s=600, output=Output("", None))
+pool.call({{"completions": ["h"]}}, size=1, seed=0)
+"""
+    run = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    try:
+        wait_until(lambda: len(pids(tmp_path)) == 3, 60)
+        assert all(map(alive, pids(tmp_path)))
+    finally:
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+    wait_until(lambda: not any(map(alive, pids(tmp_path))))
+
+
+def test_a_worker_outlives_the_thread_that_started_it(function: Write) -> None:
+    reward = function("import os\ndef score(completions): return [os.getpid()] * len(completions)", max_failures=99)
+    reward.score([[answer("4")]])
+    found: list[float | None] = []
+
+    def replace() -> None:
+        [[pid]] = reward.score([[answer("4")]])
+        os.kill(int(pid or 0), signal.SIGKILL)
+        reward.score([[answer("4")]])
+        found.extend(one(reward, answer("4")))
+
+    thread = Thread(target=replace)
+    thread.start()
+    thread.join()
+    time.sleep(1.5 * 1.0)  # the guard looks once a second whether the runner is still there
+    assert one(reward, answer("4")) == found
+
+
+def test_several_workers_score_at_the_same_time_and_keep_the_order(function: Write, tmp_path: Path) -> None:
+    reward = function(
+        """
+        import os, time
+        def score(completions):
+            here = os.path.dirname(__file__)
+            open(f"{here}/here-{os.getpid()}", "w").close()
+            while len([n for n in os.listdir(here) if n.startswith("here-")]) < 3:  # waits for two others
+                time.sleep(0.01)
+            return [float(c) for c in completions]
+        """,
+        workers=3,
+    )
+    assert reward.score([[answer(str(i))] for i in range(9)]) == [[float(i)] for i in range(9)]
+
+
+def test_a_function_that_scores_nothing_stops_the_run(function: Write) -> None:
+    reward = function("def score(completions): raise KeyError('no')", max_failures=3)
+    reward.score([GROUP] * 2)
+    with pytest.raises(
+        DataError, match=r"no sample of 3 groups in a row .*\n.*KeyError: 'no' \(mine.py:1 in score\)"
+    ) as e:
+        reward.score([GROUP] * 2)
+    assert "mend " in str(e.value) and "mine.py" in str(e.value)
+
+
+# --- what it prints --------------------------------------------------------------------------------------------------
+
+
+def test_the_first_lines_are_said_and_all_are_kept(
+    function: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "runner")
+    source = """
+        import os, sys
+        print("while importing")
+        def score(completions):
+            for i in range(1000):
+                print("line", i, file=sys.stderr if i % 2 else sys.stdout)
+            os.write(1, b"\\xff" + b"x" * 5000)
+            return [1 for _ in completions]
+    """
+    reward = function(source, folder=tmp_path)
+    assert one(reward) == [1, 1]
+    reward.close()
+    said = [r.message for r in caplog.records if r.message.startswith("mine.py:score| ")]
+    assert said[:3] == [f"mine.py:score| {line}" for line in ("while importing", "line 0", "line 1")]
+    assert len(said) == output.SAID_LINES + 2 and said[-1].startswith("mine.py:score| 1004 lines were printed in ")
+    kept = (tmp_path / "reward.log").read_text().splitlines()
+    assert kept[:1001] == ["while importing", *(f"line {i}" for i in range(1000))] and kept[1001].startswith(
+        "\ufffdxxx"
+    )
+    assert max(map(len, kept)) <= pool.LINE_BYTES
+
+
+def test_what_is_kept_is_bounded(
+    function: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(output, "KEPT_BYTES", 1000)
+    caplog.set_level("INFO", "runner")
+    reward = function("def score(completions):\n  print('x\\n' * 5000)\n  return [1, 1]", folder=tmp_path)
+    one(reward)
+    reward.close()
+    assert (tmp_path / "reward.log").stat().st_size <= 1002
+    assert "5001 lines were printed" in caplog.text and "of them dropped" in caplog.text
+
+
+# --- before a run ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            "import no_such_package\ndef score(): ...",
+            r"ModuleNotFoundError: No module named 'no_such_package' \(mine.py:1",
+        ),
+        ("score = 5", "score is int, not a function"),
+        ("from os.path import *", "score is NoneType, not a function"),
+        ("import sys\ndef score(): ...\nsys.exit(4)", "the process ended while importing it: .* exit code 4"),
+        ("x = 1", "has no function 'score'"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_a_problem_of_the_spec(source: str, said: str, function: Write) -> None:
+    with pytest.raises(SpecError, match=said) as caught:
+        function(source)
+    assert caught.value.exit_code == 2 and [p.key for p in caught.value.problems] == ["reward.path"]
+
+
+def test_an_import_that_never_ends_is_given_up(function: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "START_S", 0.3)
+    with pytest.raises(SpecError, match=r"importing it takes longer than 0\.3 s"):
+        function("def score(): ...\nwhile True: pass")
+
+
+def test_what_was_run_is_recorded(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(completions): ...")
+    decisions = Decisions(strict=True)
+    made(FunctionConfig(path=f"{tmp_path}/mine.py:score"), decide=decisions).close()
+    assert [d.reason.partition(" ")[0] for d in decisions.made if d.feature == "reward.path"] == ["sha256"]

@@ -1,0 +1,76 @@
+"""Mathematical equality with the real math-verify."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runner.errors import EnvironmentProblem
+from runner.protocols import Reward
+from runner.reward.config import MathConfig
+from tests.reward.samples import answer, made
+
+PRESENT = importlib.util.find_spec("math_verify") is not None
+needs_it = pytest.mark.skipif(not PRESENT, reason='math-verify is absent: pip install "posttrain-run[math]"')
+
+
+@pytest.fixture(scope="module")
+def reward() -> Iterator[Reward]:
+    reward = made(MathConfig(timeout_s=20.0, max_failures=100))
+    yield reward
+    reward.close()
+
+
+@needs_it
+@pytest.mark.parametrize(
+    ("wanted", "text", "score"),
+    [
+        (r"\frac{1}{2}", r"so it is \boxed{0.5}", 1),
+        (r"\frac{1}{2}", r"$\frac{2}{4}$", 1),
+        ("1/2", r"\boxed{\frac{1}{2}}", 1),
+        (r"$x^2+2x+1$", r"\boxed{(x+1)^2}", 1),
+        ("She sells 5 for 14.4 each.\n#### 72", "The answer is 72.", 1),
+        ("#### 1,234", r"\boxed{1234}", 1),
+        ("10^{3}", r"\boxed{1000}", 1),
+        (r"\sqrt{3}/2", r"$\frac{\sqrt{3}}{2}$", 1),
+        ("72", "The answer is 71.", 0),
+        ("72", "I do not know", 0),
+        ("72", "", 0),
+        (r"x+1", r"\boxed{x+2}", 0),
+        ("3", r"\boxed{\frac{1}{0}}", 0),
+    ],
+)
+def test_equality(wanted: str, text: str, score: float, reward: Reward) -> None:
+    assert reward.score([[answer(text, answer=wanted)]]) == [[score]]
+
+
+@needs_it
+def test_a_right_answer_that_cannot_be_read_is_said(reward: Reward, caplog: pytest.LogCaptureFixture) -> None:
+    group = [answer("4", answer=" "), answer("4"), answer("4", answer=4)]
+    assert reward.score([group]) == [[None, None, 1]]
+    assert "the right answer cannot be read as mathematics" in caplog.text
+    assert "column 'answer' is not there" in caplog.text
+
+
+@needs_it
+def test_an_answer_that_takes_too_long_loses_only_itself(caplog: pytest.LogCaptureFixture) -> None:
+    reward = made(MathConfig(timeout_s=3.0))
+    group = [answer(text, answer="3") for text in (r"\boxed{3}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{3}")]
+    begin = time.monotonic()
+    assert reward.score([group]) == [[1, None, 1]]
+    assert time.monotonic() - begin < 30
+    assert "no answer within 3 s" in caplog.text
+    reward.close()
+
+
+def test_without_the_package_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not Path(entry, "math_verify").is_dir()])
+    importlib.invalidate_caches()
+    with pytest.raises(EnvironmentProblem, match=r'pip install "posttrain-run\[math\]"') as caught:
+        MathConfig().preflight()
+    assert caught.value.exit_code == 2

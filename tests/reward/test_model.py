@@ -1,0 +1,181 @@
+"""A trained reward model: a tiny saved sequence classifier, against transformers' own forward pass."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+)
+
+from runner.decisions import Decisions
+from runner.errors import EnvironmentProblem, SecurityRefusal
+from runner.model.tokenizer import byte_tokenizer
+from runner.protocols import Completion, Prompt
+from runner.reward.config import ModelRewardConfig
+from tests.reward.samples import made
+
+POSITIONS = 64
+
+
+def qwen(labels: int = 1, vocabulary: int = 272) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=POSITIONS,
+        num_labels=labels,
+        pad_token_id=256,
+        initializer_range=0.3,
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer(POSITIONS)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("reward-model")
+    Qwen2ForSequenceClassification(qwen()).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def completion(
+    tokenizer: Any, prompt: str, text: str, end: tuple[int, ...] = (258,), messages: Any = None
+) -> Completion:
+    return Completion(
+        Prompt(tuple(tokenizer(prompt)["input_ids"]), prompt, messages),
+        (*tokenizer(text)["input_ids"], *end),
+        text,
+        "stop",
+    )
+
+
+def reference(folder: Path, ids: list[int]) -> float:
+    """One row alone, without padding, by the model's own forward; no id of it counts as padding."""
+    module = Qwen2ForSequenceClassification.from_pretrained(folder)
+    module.config.pad_token_id = None
+    with torch.no_grad():
+        return float(module(torch.tensor([ids])).logits[0, 0])
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
+def test_scores_are_those_of_each_row_alone(batch_size: int, trained: Path, tokenizer: Any) -> None:
+    texts = [["a", "bc", "a longer answer"], ["x"], [], ["12345", "1"]]
+    groups = [[completion(tokenizer, f"question {i}", t) for t in group] for i, group in enumerate(texts)]
+    groups[1].append(completion(tokenizer, "q", "ends with padding", end=(256, 256)))
+    reward = made(ModelRewardConfig(path=str(trained), batch_size=batch_size), tokenizer=tokenizer)
+    found = reward.score(groups)
+    expected = [[reference(trained, [*c.prompt.ids, *c.ids]) for c in group] for group in groups]
+    assert [len(g) for g in found] == [3, 2, 0, 2]
+    flat = [score for group in found for score in group]
+    assert flat == pytest.approx([score for group in expected for score in group], abs=1e-5)
+    assert len(set(flat)) == 7
+
+
+def test_bfloat16_is_near(trained: Path, tokenizer: Any) -> None:
+    group = [completion(tokenizer, "q", "some answer")]
+    exact, near = (
+        made(ModelRewardConfig(path=str(trained), dtype=dtype), tokenizer=tokenizer).score([group])[0][0]
+        for dtype in ("float32", "bfloat16")
+    )
+    assert exact is not None and near is not None and 0 < abs(exact - near) < 0.1
+
+
+def test_what_is_too_long_has_no_score(trained: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    reward = made(ModelRewardConfig(path=str(trained)), tokenizer=tokenizer)
+    [found] = reward.score([[completion(tokenizer, "q", "x" * 62), completion(tokenizer, "q", "x" * 63)]])
+    assert found[0] is not None and found[1] is None
+    assert "65 tokens, above the reward model's 64 positions" in caplog.text
+    reward.close()
+    assert "1 of 2 samples could not be scored: 1 × too long" in caplog.text
+
+
+def test_another_vocabulary_reads_the_conversation_again(
+    trained: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = byte_tokenizer(POSITIONS)
+    other.add_tokens(["<|more|>"])
+    decisions = Decisions()
+    reward = made(ModelRewardConfig(path=str(trained)), tokenizer=other, decide=decisions)
+    assert [d.got for d in decisions.made] == ["read again with its own template and tokenizer"]
+    question = ({"role": "user", "content": "2+2?"},)
+    asked = Completion(Prompt((1, 2), "…", question), (3,), "4", "stop")
+    turns = (*question, {"role": "assistant", "content": "4"})
+    whole = Completion(asked.prompt, asked.ids, "unread", "stop", messages=turns)
+    plain = Completion(Prompt((1,), "2+2?"), (3,), " 4", "stop")
+    refused = Completion(Prompt((1,), "", ({"no": "role"},)), (3,), "4", "stop")
+    text = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+    chat = reference(trained, tokenizer(text, add_special_tokens=False)["input_ids"])
+    [found] = reward.score([[asked, whole, plain, refused]])
+    assert found[:3] == pytest.approx([chat, chat, reference(trained, tokenizer("2+2? 4")["input_ids"])], abs=1e-5)
+    assert found[3] is None and "template refuses the conversation" in caplog.text
+    with pytest.raises(EnvironmentProblem, match="strict=true refuses"):
+        made(ModelRewardConfig(path=str(trained)), tokenizer=other, decide=Decisions(strict=True))
+
+
+def test_an_encoder_is_asked_for_its_own_score(tmp_path: Path, tokenizer: Any) -> None:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=272, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=1
+    )
+    module = BertForSequenceClassification(config).eval()
+    module.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    group = [completion(tokenizer, "q", text) for text in ("a", "a longer one")]
+    [found] = made(ModelRewardConfig(path=str(tmp_path)), tokenizer=tokenizer).score([group])
+    with torch.no_grad():
+        expected = [float(module(torch.tensor([[*c.prompt.ids, *c.ids]])).logits) for c in group]
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_models_that_are_no_reward_models_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    Qwen2ForSequenceClassification(qwen(labels=2)).save_pretrained(tmp_path)
+    with pytest.raises(EnvironmentProblem, match="has 2 labels; a reward model is a sequence classifier"):
+        made(ModelRewardConfig(path=str(tmp_path)), tokenizer=tokenizer)
+    language_model = Qwen2ForCausalLM(qwen())  # num_labels=1 alone does not make one: its head would be random
+    language_model.save_pretrained(tmp_path)
+    with pytest.raises(EnvironmentProblem, match=r"lacks 1 of a reward model's weights, e\.g\. score\.weight"):
+        made(ModelRewardConfig(path=str(tmp_path)), tokenizer=tokenizer)
+
+
+def test_a_folder_is_checked_before_anything_is_loaded(tmp_path: Path, trained: Path) -> None:
+    def refusal(error: type[Exception], said: str) -> None:
+        with pytest.raises(error, match=said):
+            ModelRewardConfig(path=str(tmp_path / "it")).preflight()
+
+    refusal(EnvironmentProblem, "no such folder")
+    (tmp_path / "it").mkdir()
+    refusal(EnvironmentProblem, "no model folder")
+    (tmp_path / "it" / "adapter_config.json").write_text("{}")
+    refusal(EnvironmentProblem, "a PEFT adapter")
+    shutil.copy(trained / "config.json", tmp_path / "it")
+    refusal(EnvironmentProblem, "holds no weights")
+    (tmp_path / "it" / "pytorch_model.bin").write_bytes(b"")
+    refusal(SecurityRefusal, "pickles")
+    ModelRewardConfig(path=str(trained)).preflight()
+    ModelRewardConfig(path="owner/name").preflight()
+
+
+def test_a_model_without_tokenizer_is_said(tmp_path: Path, trained: Path, tokenizer: Any) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(trained / name, tmp_path)
+    with pytest.raises(EnvironmentProblem, match="its tokenizer has 1 ids, the model rows for 272"):
+        made(ModelRewardConfig(path=str(tmp_path)), tokenizer=tokenizer)

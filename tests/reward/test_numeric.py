@@ -1,0 +1,71 @@
+"""The last number of a text."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.reward.config import NumericConfig
+from runner.reward.numeric import last_number, near
+from tests.reward.samples import answer, scores
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("the answer is 18.", "18"),
+        ("5-3", "3"),
+        ("5 - 3 = -2", "-2"),
+        ("x=−7", "-7"),
+        ("答案是-5", "-5"),
+        ("$1,234,567.50", "1234567.50"),
+        ("1,2345", "2345"),
+        ("12,34", "34"),
+        (".5", "0.5"),
+        ("-.5", "-0.5"),
+        ("1e3 or -2.5E-2", "-0.025"),
+        ("3/4", "4"),
+        ("She sells 5.\n#### 72", "72"),
+        ("none", None),
+        ("1e99999999999999999999", None),
+        ("9" * 5000, "9" * 100),
+    ],
+)
+def test_the_last_number_is_read(text: str, number: str | None) -> None:
+    found = last_number(text)
+    if len(text) == 5000:  # rounded to 100 digits
+        assert found is not None and found.adjusted() in (4999, 5000)
+    else:
+        assert found == (None if number is None else Decimal(number))
+
+
+@given(st.integers(), st.text(alphabet="abc .,:;\n", max_size=5))
+def test_any_integer_is_read_back(number: int, before: str) -> None:
+    assert last_number(f"1 {before} {number}") == number
+    assert last_number(f"1 {before} {number:,}") == number
+
+
+def test_equality_is_exact_for_large_numbers_and_within_the_tolerance() -> None:
+    large = Decimal("12345678901234567890")
+    assert near(large, large, 0) and not near(large, large + 1, 1e-6) and near(large, large + 1, 1)
+    assert near(Decimal("0.3"), Decimal("0.1") + Decimal("0.2"), 0)
+    assert near(Decimal("3.14"), Decimal("3.14159"), 0.01) and not near(Decimal("3.1"), Decimal("3.14159"), 0.01)
+
+
+def test_scores() -> None:
+    group = [answer(text, answer="so #### 1,018") for text in ("1018", "it is 1018.0", "18", "no idea", "1018 or 3")]
+    assert scores(NumericConfig(), *group) == [1, 1, 0, 0, 0]
+    boxed = NumericConfig(extract=r"\\boxed\{(.*?)\}", tolerance=0.5, column="n")
+    assert scores(boxed, answer(r"\boxed{4.4} 9", n=4), answer("4", n=4), answer(r"\boxed{x}", n=4)) == [1, 0, 0]
+
+
+def test_a_right_answer_without_a_number_cannot_be_used(caplog: pytest.LogCaptureFixture) -> None:
+    assert scores(NumericConfig(), answer("4", answer="four"), answer("1", answer=True), answer("4", answer=4.0)) == [
+        None,
+        None,
+        1,
+    ]
+    assert "column 'answer' holds no number but 'four'" in caplog.text

@@ -1,0 +1,39 @@
+"""Regular expressions: what is refused before a run, and that no search lasts for ever."""
+
+from __future__ import annotations
+
+import pytest
+
+from runner.reward import patterns
+from runner.reward.faults import Unscorable
+
+NEVER_ENDS = ("(?:a|aa)+[bc]", "a" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "groups", "said"),
+    [
+        ("(", None, "no regular expression: "),
+        ("a", 1, "expected 1 group in brackets, found 0"),
+        ("(a)(b)", 1, "found 2"),
+        ("(?:a)(b)", 1, None),
+        ("(a)(b)", None, None),
+    ],
+)
+def test_a_fault_is_found(pattern: str, groups: int | None, said: str | None) -> None:
+    found = patterns.fault(pattern, groups)
+    assert found is None if said is None else found is not None and said in found
+
+
+def test_the_last_match_counts_over_lines() -> None:
+    assert patterns.last("<a>(.*?)</a>", "<a>1</a> or <a>2\n3</a>") == "2\n3"
+    assert patterns.last("<a>(.*?)</a>", "nothing") is None
+    assert patterns.matches("<a>.*</a>", "<a>\n</a>") and not patterns.matches("<a>.*</a>", "x<a></a>")
+
+
+@pytest.mark.parametrize("search", [patterns.matches, lambda p, t: patterns.last(f"({p})", t)])
+def test_a_search_that_never_ends_is_ended(search, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "SEARCH_S", 0.1)
+    with pytest.raises(Unscorable, match=r"took over 0\.1 s on a text of 5000 characters") as caught:
+        search(*NEVER_ENDS)
+    assert caught.value.kind == "pattern too slow"

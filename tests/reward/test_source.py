@@ -1,0 +1,69 @@
+"""What is seen of a reward file without running it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runner.errors import SpecError
+from runner.reward.config import FunctionConfig
+from runner.reward.source import fault
+
+FINDABLE = [
+    "def score(): ...",
+    "async def score(): ...",
+    "score = lambda: 0",
+    "from elsewhere import score",
+    "from elsewhere import anything as score",
+    "from elsewhere import *",
+    "import score",
+    "if True:\n    def score(): ...",
+    "try:\n    import fast\nexcept ImportError:\n    def score(): ...",
+    "a, (score, b) = make()",
+]
+
+
+@pytest.mark.parametrize("source", FINDABLE)
+def test_a_name_bound_anywhere_in_the_module_is_found(source: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(source + "\nraise SystemExit('it ran')")
+    assert fault(tmp_path / "mine.py", "score") is None
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def scor(): ...\ndef other(): ...", "has no function 'score'; did you mean 'scor'? it has: scor, other"),
+        ("x = 1", "has no function 'score'; it has no function"),
+        ("def outer():\n    def score(): ...", "it has: outer"),
+        ("class score: ...", "mine.py:1: score is a class; give a function"),
+        ("def score(:", "mine.py:1: not Python: "),
+        ("\0", "cannot be read|not Python"),
+    ],
+)
+def test_what_is_missing_is_said(source: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    message = fault(tmp_path / "mine.py", "score")
+    assert message is not None and any(part in message for part in said.split("|"))
+
+
+def test_a_file_that_shadows_pythons_own_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text("def score(): ...")
+    message = fault(tmp_path / "random.py", "score")
+    assert message is not None and "rename the file" in message
+
+
+@pytest.mark.parametrize("path", ["my_reward.py", "my_reward:score", "my_reward.py:", "my_reward.py:a b", ":score"])
+def test_a_path_without_file_or_function_is_a_problem_of_the_spec(path: str) -> None:
+    [(key, message)] = FunctionConfig(path=path).problems(None)
+    assert key == "reward.path" and "e.g. reward.path=my_reward.py:score" in message
+
+
+def test_preflight_names_the_file_and_the_path_becomes_absolute(workdir: Path) -> None:
+    config = FunctionConfig(path="mine.py:score")
+    with pytest.raises(SpecError, match=r"reward\.path: there is no file mine\.py") as caught:
+        config.preflight()
+    assert caught.value.exit_code == 2
+    (workdir / "mine.py").write_text("def score(): ...")
+    config.preflight()
+    assert config.absolute().path == f"{workdir.resolve()}/mine.py:score"

@@ -1,0 +1,137 @@
+"""A weighted sum: its parts decoded with every problem under its own key, and what it computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.decisions import Decisions
+from runner.errors import EnvironmentProblem, SpecError
+from runner.reward.config import COMPONENTS, ExactConfig, FunctionConfig, RewardConfig, SumConfig
+from runner.reward.parts import members
+from tests.reward.samples import answer, made, scores
+
+
+def problems(*parts: dict[str, Any]) -> dict[str, str]:
+    return dict(SumConfig(parts=list(parts)).problems(None))
+
+
+def test_weights_multiply_and_scores_add() -> None:
+    config = SumConfig(
+        parts=[
+            {"name": "exact", "weight": 2, "column": "answer"},
+            {"name": "length", "target": 4, "weight": 0.5},
+            {"name": "format", "pattern": "[0-9]"},
+        ]
+    )
+    assert scores(config, answer("4", 4, answer="4"), answer("x", 2, answer="4")) == [2 * 1 + 0 + 1, 0 - 0.25 + 0]
+
+
+def test_what_one_part_cannot_score_is_not_scored(caplog: pytest.LogCaptureFixture) -> None:
+    config = SumConfig(parts=[{"name": "exact"}, {"name": "numeric"}])
+    assert scores(config, answer("4", answer="4"), answer("four", answer="four"), answer("4")) == [2, None, None]
+    assert "reward=numeric: 2 of 3 samples" in caplog.text and "reward=exact: 1 of 3" in caplog.text
+
+
+@given(st.lists(st.floats(-9, 9).filter(bool), min_size=1, max_size=4))
+def test_a_sum_of_one_reward_is_that_reward_times_the_weights(weights: list[float]) -> None:
+    config = SumConfig(parts=[{"name": "exact", "weight": w} for w in weights])
+    assert scores(config, answer("4", answer="4"), answer("5", answer="4")) == pytest.approx([sum(weights), 0.0])
+
+
+def test_every_problem_has_the_key_of_its_part() -> None:
+    found = problems(
+        {"name": "exact", "colum": "a", "ignore_case": "yes"},
+        {"name": "exakt"},
+        {"name": "numeric", "tolerance": -1, "weight": "big"},
+        {"weight": 1},
+        {"name": "function"},
+        {"name": "length", "max": 3},
+        {"name": "format", "pattern": "(", "weight": 0},
+        {"name": "sum", "parts": []},
+        {"name": "none"},
+        {"name": "http", "url": "???"},
+        {"name": "format", "pattern": "("},
+        {"name": "exact", "url": "http://x"},
+        {"name": "exact", "weight": 1.5, "column": "a"},
+    )
+    expected = {
+        "reward.parts[0].colum": "not an option of reward=exact; did you mean 'column'?",
+        "reward.parts[0].ignore_case": "expected true or false, got 'yes'",
+        "reward.parts[1].name": "no reward named 'exakt'; did you mean 'exact'? (",
+        "reward.parts[2].tolerance": "expected a number at least 0, got -1",
+        "reward.parts[2].weight": "expected a number, got 'big'",
+        "reward.parts[3].name": "each part names a reward: {name: …} (",
+        "reward.parts[4].path": "must be given  (File and function",
+        "reward.parts[5].cache": "must be given: reward.cache=…",
+        "reward.parts[6].weight": "0 switches the part off; leave it out",
+        "reward.parts[7].name": "sum cannot be a part of a sum (",
+        "reward.parts[8].name": "none cannot be a part of a sum (",
+        "reward.parts[9].url": "must be given  (Address",
+        "reward.parts[10].pattern": "no regular expression",
+        "reward.parts[11].url": "not an option of reward=exact; an option of reward=http",
+    }
+    assert {key: found[key][: len(start)] for key, start in expected.items()} == expected
+    assert found.keys() == expected.keys()
+
+
+def test_an_empty_sum_and_parts_that_are_no_sections_are_refused() -> None:
+    for parts in ([], ["exact"], {"exact": 1}, [{"name": "exact"}, 3]):
+        with pytest.raises(ValueError):
+            SumConfig(parts=parts)
+
+
+def test_every_reward_but_none_and_sum_can_be_a_part_and_a_plug_ins_too() -> None:
+    class Theirs(RewardConfig):
+        """A plug-in's reward."""
+
+        factory = "runner.reward.none:build"
+        name: str = "theirs"
+
+    known = problems({"name": "?"})["reward.parts[0].name"].rpartition("(")[2]
+    ours = {cls.component_name() for cls in COMPONENTS} - {"none", "sum"}
+    assert ours | {"theirs"} <= set(known.removesuffix(")").split(", "))
+    assert isinstance(members([{"name": "theirs"}])[0].config, Theirs)
+
+
+def test_the_resolved_spec_has_every_default_and_decodes_to_the_same() -> None:
+    config = SumConfig(parts=[{"name": "exact", "column": "a"}, {"name": "length", "target": 3, "weight": -1}])
+    record = config.model_dump(mode="json")
+    assert record["parts"][0] == {
+        "name": "exact",
+        "weight": 1.0,
+        **ExactConfig(column="a").model_dump(exclude={"name"}),
+    }
+    again = SumConfig.model_validate(record)
+    assert members(again.parts) == members(config.parts) and again.model_dump(mode="json") == record
+
+
+def test_a_parts_files_are_made_absolute_and_checked(workdir: Path) -> None:
+    config = SumConfig(parts=[{"name": "exact"}, {"name": "function", "path": "mine.py:score", "weight": 3.0}])
+    with pytest.raises(SpecError) as caught:
+        config.preflight()
+    assert [p.key for p in caught.value.problems] == ["reward.parts[1].path"]
+    (workdir / "mine.py").write_text("def score(completions): return [0.5 for _ in completions]")
+    config.preflight()
+    part = members(config.absolute().parts)[1]
+    assert isinstance(part.config, FunctionConfig) and part.weight == 3.0
+    assert part.config.path == f"{workdir.resolve()}/mine.py:score"
+    assert scores(config, answer("4", answer="4")) == [1 + 3 * 0.5]
+
+
+def test_what_was_built_is_closed_when_a_later_part_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(completions): ...")
+    (tmp_path / "broken.py").write_text("import no_such_package\ndef score(): ...")
+    paths = [{"name": "function", "path": f"{tmp_path}/{name}.py:score"} for name in ("mine", "broken")]
+    with pytest.raises(SpecError, match=r"reward\.parts\[1\]\.path: .*no_such_package"):
+        made(SumConfig(parts=paths))  # a process left over is a ResourceWarning, and that an error
+    with pytest.raises(EnvironmentProblem, match="strict"):
+        made(SumConfig(parts=paths[:1]), decide=_refusing)
+
+
+def _refusing(feature: str, wanted: str, got: str, reason: str) -> None:
+    Decisions(strict=True)(feature, wanted, got + "!", reason)

@@ -1,0 +1,51 @@
+"""When answers end: ids, strings in the text so far, and length."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.model.tokenizer import byte_tokenizer
+from runner.sampler.stops import Stops
+
+TOKENIZER = byte_tokenizer(512)
+END, START = 258, 257
+
+
+def first_stop(stops: Stops, ids: list[int], limit: int = 10_000) -> tuple[int, str] | None:
+    """After how many ids an answer ends, and why."""
+    for count in range(1, len(ids) + 1):
+        if why := stops.finish(ids[:count], limit):
+            return count, why
+    return None
+
+
+@pytest.mark.parametrize(
+    ("text", "strings", "count"),
+    [
+        ("what\n\nelse", ["\n\n"], 6),
+        ("one two", ["three", "two"], 7),
+        ("snow ☃ man", ["☃"], 8),  # three bytes
+        ("a<|im_start|>b", ["<|im_start|>"], 2),  # one special token
+        ("nothing here", ["zzz"], None),
+    ],
+)
+def test_a_string_ends_an_answer_with_its_last_token(text: str, strings: list[str], count: int | None) -> None:
+    found = first_stop(Stops(TOKENIZER, frozenset(), strings), TOKENIZER.encode(text))
+    assert found == (None if count is None else (count, "stop"))
+
+
+@given(st.lists(st.sampled_from([*b"ab\xe2\x98\x83", START]), max_size=40), st.sampled_from(["aba", "b☃", "☃☃a", "a"]))
+def test_strings_are_found_as_soon_as_the_text_has_them(ids: list[int], string: str) -> None:
+    found = first_stop(Stops(TOKENIZER, frozenset(), [string]), ids)
+    counts = [n for n in range(1, len(ids) + 1) if string in TOKENIZER.decode(ids[:n], skip_special_tokens=False)]
+    assert found == ((counts[0], "stop") if counts else None)
+
+
+def test_ids_and_length() -> None:
+    stops = Stops(TOKENIZER, frozenset({END, 7}), [])
+    assert first_stop(stops, [1, 2, END, 3]) == (3, "stop")
+    assert first_stop(stops, [7]) == (1, "stop")
+    assert first_stop(stops, [1, 2, 3, 4], limit=3) == (3, "length")
+    assert first_stop(stops, [1, 2, END], limit=3) == (3, "stop")
