@@ -31,7 +31,7 @@ from runner.feed import Feed
 from runner.folder import RunFolder
 from runner.frozen import FrozenModel
 from runner.held_out_loss import HeldOutLoss, LearnsFromItems
-from runner.identity import identity, refuse_changed_data
+from runner.identity import identity, refuse_changed
 from runner.learner import LocalLearner
 from runner.loop import Job
 from runner.protocols import Algorithm, Callback, Data, Device, Model, Ranks, Reward, Sampler, State
@@ -73,7 +73,7 @@ class Built:
 
     def restore(self, state: Mapping[str, State]) -> None:
         """Load every section. Raises DataError if the data changed, CheckpointError if the model did."""
-        refuse_changed_data(self.identity, state["identity"])
+        refuse_changed(self.identity, state["identity"])
         for name, part in self.sections.items():
             if name not in state:
                 raise CheckpointError(f"the checkpoint has no section {name!r}; it is of another version of this job")
@@ -169,12 +169,12 @@ def _build_sampler(spec: JobSpec, policy: Any, tokenizer: Any, device: Device, d
     return sampler
 
 
-def _build_reward(spec: JobSpec, device: Device, decide: Decisions, folder: RunFolder) -> Reward | None:
+def _build_reward(spec: JobSpec, tokenizer: Any, device: Device, decide: Decisions, folder: RunFolder) -> Reward | None:
     """The reward; user code keeps its log in the run's folder."""
     if not spec.algorithm.samples:
         return None
     reward: Reward = default_registry().factory(spec.reward)(
-        spec.reward, device=device.torch_device, seed=spec.seed, decide=decide, folder=folder.root
+        spec.reward, device=device.torch_device, tokenizer=tokenizer, seed=spec.seed, decide=decide, folder=folder.root
     )
     return reward
 
@@ -201,7 +201,7 @@ def build(
     learners = {role: build_learner(spec, role, model, device, decide) for role, model in made.items()}
     main, model = next(iter(made.items()))
     frozen = {role: _build_frozen(spec, model, tokenizer, device, decide) for role in spec.algorithm.frozen()}
-    reward = _build_reward(spec, device, decide, folder)
+    reward = _build_reward(spec, tokenizer, device, decide, folder)
     sampler = _build_sampler(spec, model, tokenizer, device, decide)
     environments = registry.factory(spec.environment)(spec.environment, decide=decide)
     algorithm = registry.factory(spec.algorithm)(
@@ -238,7 +238,8 @@ def build(
         closing=() if reward is None else (reward.close,),
     )
     sections = {**learners, "algorithm": algorithm, "feed": feed}
-    built = Built(job, model, store, sections, identity(spec, data.fingerprint, data.style, device.describe()))
+    own = identity(spec, data.fingerprint, data.style, model.origin, device.describe())
+    built = Built(job, model, store, sections, own)
     callbacks.append(Saving(built.save, every=spec.checkpoint.every))
     return built
 

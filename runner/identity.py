@@ -1,8 +1,8 @@
 """What must be equal for a run to go on from a checkpoint, and what must be for it to have the same bits.
 
-spec (all that may not change), data   differ ─▶ refused
-versions, device                       differ ─▶ said: the curve goes on, but not bit for bit
-prompt_style                           how `run infer` has to ask
+spec (all that may not change), data, model   differ ─▶ refused
+versions, device                              differ ─▶ said: the curve goes on, but not bit for bit
+prompt_style                                  how `run infer` has to ask
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 from runner import __version__
-from runner.errors import DataError, Problem, SpecError
+from runner.errors import CheckpointError, DataError, Problem, SpecError
 from runner.spec.job import JobSpec
 from runner.spec.origin import leaves
 
@@ -25,10 +25,16 @@ RESUMABLE = ("steps", "strict", "evaluation", "watch", "tracker", "checkpoint")
 LIBRARIES = ("torch", "transformers", "peft")
 
 
-def identity(spec: JobSpec, fingerprint: str, style: PromptStyle, device: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity of a run, JSON-able; `fingerprint` is the data's, `device` what the device says of itself."""
+def identity(
+    spec: JobSpec, data: str, style: PromptStyle, model: Mapping[str, str], device: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The identity of a run, JSON-able.
+
+    data: the fingerprint of the data; model: where the weights come from that no checkpoint holds (`origin`);
+    device: what the device says of itself
+    """
     versions = {"runner": __version__} | {name: version(name) for name in LIBRARIES}
-    return {"spec": frozen(spec), "data": fingerprint, "prompt_style": style, **versions, **device}
+    return {"spec": frozen(spec), "data": data, "model": dict(model), "prompt_style": style, **versions, **device}
 
 
 def frozen(spec: JobSpec) -> dict[str, Any]:
@@ -51,14 +57,27 @@ def refuse_changed_spec(spec: JobSpec, saved: Mapping[str, Any], free: Collectio
         raise SpecError(problems)
 
 
-def refuse_changed_data(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise DataError for other data; say what else differs, because the curve then continues, but not bit for bit."""
+def refuse_changed_model(origin: Mapping[str, str], saved: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if the model that is built does not come from where that of the checkpoint did."""
+    before = saved["model"]
+    if changed := [name for name in sorted({*before, *origin}) if before.get(name) != origin.get(name)]:
+        raise CheckpointError(
+            f"the model is not the one that the checkpoint was written for: another {', '.join(changed)} "
+            f"({'; '.join(f'{name} was {before.get(name)}, is {origin.get(name)}' for name in changed)})\n"
+            "  put the model back that the run began with"
+        )
+
+
+def refuse_changed(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise DataError for other data, CheckpointError for another model; say what else differs from the checkpoint,
+    because the curve then continues, but not bit for bit."""
     if now["data"] != saved["data"]:
         raise DataError(
             "the data (or its tokenizer) changed since the checkpoint was written; "
             "restore it, or start a new run from the export of this one"
         )
-    differing = {k: (saved.get(k), v) for k, v in now.items() if k != "spec" and saved.get(k) != v}
+    refuse_changed_model(now["model"], saved)
+    differing = {k: (saved.get(k), v) for k, v in now.items() if k not in ("spec", "model") and saved.get(k) != v}
     if differing:
         log.warning(
             "resumed, but not bit for bit: %s", ", ".join(f"{k} was {a}, is {b}" for k, (a, b) in differing.items())

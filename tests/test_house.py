@@ -257,10 +257,12 @@ def test_every_dependency_has_a_constraint() -> None:
 def test_every_import_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {requirement_name(d) for d in [*project["dependencies"], *project["optional-dependencies"]["npu"]]}
-    declared |= {requirement_name(d) for d in project["optional-dependencies"]["tensorboard"]}
+    declared |= {
+        requirement_name(d) for extra in ("tensorboard", "math") for d in project["optional-dependencies"][extra]
+    }
     imported = {name for path in MODULES for name in top_level_imports(parse(path))}
     ours = {"runner", *sys.stdlib_module_names}
-    distributions = {"hydra": "hydra-core", "yaml": "pyyaml", "torch_npu": "torch-npu"}
+    distributions = {"hydra": "hydra-core", "yaml": "pyyaml", "torch_npu": "torch-npu", "math_verify": "math-verify"}
     assert {distributions.get(name, name) for name in imported - ours} - declared == set()
 
 

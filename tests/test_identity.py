@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from runner.cli.compose import compose_job
-from runner.errors import DataError, SpecError
-from runner.identity import LIBRARIES, frozen, identity, refuse_changed_data, refuse_changed_spec
+from runner.errors import CheckpointError, DataError, SpecError
+from runner.identity import LIBRARIES, frozen, identity, refuse_changed, refuse_changed_model, refuse_changed_spec
 from runner.spec.decode import decode
 from runner.spec.job import JobSpec
 
@@ -23,7 +23,10 @@ def job(*words: str) -> JobSpec:
 
 def saved(spec: JobSpec, **changes: Any) -> dict[str, Any]:
     """An identity as a checkpoint gives it back."""
-    return json.loads(json.dumps(identity(spec, "f00d", "chat", {"device": "cpu", "threads": 1}))) | changes
+    return (
+        json.loads(json.dumps(identity(spec, "f00d", "chat", {"config": "c0"}, {"device": "cpu", "threads": 1})))
+        | changes
+    )
 
 
 def test_a_spec_that_went_through_its_file_is_the_same() -> None:
@@ -54,16 +57,25 @@ def test_a_use_may_change_the_device_and_nothing_else() -> None:
 
 def test_other_data_is_refused() -> None:
     with pytest.raises(DataError, match="the data"):
-        refuse_changed_data(saved(job()), saved(job(), data="beef"))
+        refuse_changed(saved(job()), saved(job(), data="beef"))
+
+
+@pytest.mark.parametrize("origin", [{"config": "c0", "weights": "b"}, {"config": "c1"}, {"commit": "c0"}, {}])
+def test_another_model_is_refused_by_whoever_uses_the_checkpoint(origin: dict[str, str]) -> None:
+    with pytest.raises(CheckpointError, match="put the model back"):
+        refuse_changed_model(origin, saved(job()))
+    with pytest.raises(CheckpointError, match="put the model back"):
+        refuse_changed(saved(job(), model=origin), saved(job()))
+    refuse_changed_model({"config": "c0"}, saved(job()))
 
 
 @pytest.mark.parametrize("what", ["runner", *LIBRARIES, "threads"])
 def test_other_versions_are_said(what: str, caplog: pytest.LogCaptureFixture) -> None:
     now = saved(job())
     with caplog.at_level(logging.WARNING, "runner"):
-        refuse_changed_data(now, now)
+        refuse_changed(now, now)
         assert caplog.messages == []
-        refuse_changed_data(now, now | {what: "0.1"})
+        refuse_changed(now, now | {what: "0.1"})
     assert [f"{what} was 0.1, is {now[what]}" in message for message in caplog.messages] == [True]
 
 

@@ -15,6 +15,7 @@ The policy that the ratio is taken to, `old`:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -53,7 +54,7 @@ class PolicyOptimisation:
         self.collector = Collector(
             parts.sampler, parts.reward, parts.tokenizer, parts.seed, config.group_size, parts.environments, turns
         )
-        self.kl = KlControl(config.default("kl_coef"), config.kl_target)
+        self.kl = KlControl(config.in_force.kl_coef, config.kl_target)
         self.losses: Mapping[Role, LossFn] = {"policy": PolicyLoss(config, lambda: self.kl.coefficient)}
         if isinstance(config, PpoConfig):
             self.losses = {**self.losses, "critic": ValueLoss(config)}
@@ -68,7 +69,7 @@ class PolicyOptimisation:
         """The step's scored samples; under zero_variance=resample as many rounds as it takes, up to the cap."""
         resample = self.config.zero_variance == "resample"
         kept, tokens, round = list[Group](), 0, 0
-        for round in range(self.config.default("resample_rounds") if resample else 1):
+        for round in range(self.config.in_force.resample_rounds if resample else 1):
             prompts = self.parts.data.take(step, self.config.batch_size, round)
             groups = self.collector.groups(prompts, step, round)
             tokens += int(sum(sum(s.mask) for g in groups for s in g.samples))
@@ -161,19 +162,19 @@ class PolicyOptimisation:
     def _needs_old(self) -> bool:
         """Whether the policy moves between mini-batches, or its log-probabilities are part of the reward."""
         config = self.config
-        in_reward = config.kl != "none" and config.default("kl_place") == "reward"
+        in_reward = config.kl != "none" and config.in_force.kl_place == "reward"
         return config.epochs * config.mini_batches > 1 or in_reward
 
     def _corrected(self, batch: Batch) -> Batch:
-        value, mask = self.config.default, batch.tokens["weight"] != 0
+        now, mask = self.config.in_force, batch.tokens["weight"] != 0
         log_rho = correction.behaviour_log_ratio(
-            batch.tokens["old"], batch.tokens["sampled"], mask, row_of_tokens(batch), value("correction_level")
+            batch.tokens["old"], batch.tokens["sampled"], mask, row_of_tokens(batch), now.correction_level
         )
-        high = value("correction_high")
+        high = math.inf if now.correction_high is None else now.correction_high
         found = {
             "tis": lambda: correction.tis(log_rho, cap=high),
-            "mis": lambda: correction.mis(log_rho, low=value("correction_low"), high=high),
-            "decoupled": lambda: correction.decoupled(log_rho, cap=high),
+            "mis": lambda: correction.mis(log_rho, low=now.correction_low, high=high),
+            "decoupled": lambda: correction.decoupled(log_rho, cap=now.correction_high),
         }[self.config.correction]()
         affected, count = correction.affected_share(found, mask)
         self._health = {
@@ -188,7 +189,7 @@ class PolicyOptimisation:
         """The channels `advantages` and, with a critic, `returns`."""
         mask, row = batch.tokens["weight"] != 0, row_of_tokens(batch)
         rewards, penalty = batch.rows["reward"].double(), torch.zeros(batch.num_tokens, dtype=torch.float64)
-        if self.config.kl != "none" and self.config.default("kl_place") == "reward":
+        if self.config.kl != "none" and self.config.in_force.kl_place == "reward":
             penalty = kl.k1(batch.tokens["old"], batch.tokens["reference"]).double()
         beta = self.kl.coefficient
         if isinstance(self.config, PpoConfig):

@@ -5,7 +5,7 @@ stands for the default that its description names.
 """
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import Field
 
@@ -32,9 +32,32 @@ USES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
+T = TypeVar("T")
+
+
+def _given(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+class InForce(NamedTuple):
+    """Options that may be null, with their defaults filled in."""
+
+    clip_low: float
+    clip_high: float
+    tau_positive: float
+    tau_negative: float
+    kl_coef: float
+    kl_place: Literal["loss", "reward"]
+    correction_level: Literal["token", "sequence"]
+    correction_low: float
+    correction_high: float | None
+    resample_rounds: int
+
+
 class PolicyConfig(AlgorithmConfig):
     """Sampled answers, a reward, and a surrogate loss of their log-probabilities."""
 
+    usual_kl_place: ClassVar[Literal["loss", "reward"]] = "loss"
     items: ClassVar[ItemKind] = "prompts"
     samples: ClassVar[bool] = True
     group_size: int = Field(default=8, ge=1, description="Answers sampled per prompt.")
@@ -116,26 +139,23 @@ class PolicyConfig(AlgorithmConfig):
     def formula(self, job: Any) -> Iterable[str]:
         return formula(self, job)
 
-    def default(self, option: str) -> Any:
-        """The value in force of an option that may be null."""
-        value = getattr(self, option)
-        return self._defaults()[option] if value is None else value
-
-    def _defaults(self) -> dict[str, Any]:
-        high = {"tis": 2.0, "mis": 5.0}
-        return {
-            "clip_low": 1.0 if self.objective == "cispo" else 0.2,
-            "clip_high": 4.0 if self.objective == "cispo" else 0.2,
-            "dual_clip": None,
-            "tau_positive": 1.0,
-            "tau_negative": 1.05,
-            "kl_coef": 0.001,
-            "kl_place": "loss",
-            "correction_level": "token",
-            "correction_low": 0.5,
-            "correction_high": high.get(self.correction),
-            "resample_rounds": 4,
-        }
+    @property
+    def in_force(self) -> InForce:
+        """The values of the options that may be null, as they are used."""
+        cispo = self.objective == "cispo"
+        high = {"tis": 2.0, "mis": 5.0}.get(self.correction)
+        return InForce(
+            clip_low=_given(self.clip_low, 1.0 if cispo else 0.2),
+            clip_high=_given(self.clip_high, 4.0 if cispo else 0.2),
+            tau_positive=_given(self.tau_positive, 1.0),
+            tau_negative=_given(self.tau_negative, 1.05),
+            kl_coef=_given(self.kl_coef, 0.001),
+            kl_place=_given(self.kl_place, self.usual_kl_place),
+            correction_level=_given(self.correction_level, "token"),
+            correction_low=_given(self.correction_low, 0.5),
+            correction_high=_given(self.correction_high, high),
+            resample_rounds=_given(self.resample_rounds, 4),
+        )
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         return [*super().problems(job), *self._unused(), *self._contradictions(job)]
@@ -156,16 +176,16 @@ class PolicyConfig(AlgorithmConfig):
         if self.lag > 1 and self.correction != "decoupled":
             why = "samples are several updates old, which the clipped ratio alone does not correct"
             found.append(("algorithm.lag", f"{self.lag} needs algorithm.correction=decoupled: {why}"))
-        if self.kl_target is not None and self.default("kl_coef") == 0:
+        if self.kl_target is not None and self.in_force.kl_coef == 0:
             found.append(("algorithm.kl_target", "an adaptive coefficient cannot start at kl_coef=0"))
-        if self.default("kl_place") == "reward" and self.kl not in ("none", "k1"):
+        if self.in_force.kl_place == "reward" and self.kl not in ("none", "k1"):
             found.append(
                 (
                     "algorithm.kl",
                     f"in the reward only k1 is unbiased; type algorithm.kl=k1, or kl_place=loss for {self.kl}",
                 )
             )
-        if self.default("kl_place") == "loss" and self.kl == "k1":
+        if self.in_force.kl_place == "loss" and self.kl == "k1":
             found.append(
                 (
                     "algorithm.kl",
@@ -227,6 +247,7 @@ class PpoConfig(PolicyConfig):
     """Proximal policy optimisation (1707.06347) with a critic and generalised advantages (1506.02438)."""
 
     factory: ClassVar[str] = "runner.algorithm.policy:build"
+    usual_kl_place: ClassVar[Literal["loss", "reward"]] = "reward"
     name: Literal["ppo"] = "ppo"
     group_size: int = Field(default=1, ge=1, description="Answers sampled per prompt.")
     zero_variance: Literal["keep"] = Field(default="keep", description="A critic needs no contrast within a group.")
@@ -241,6 +262,3 @@ class PpoConfig(PolicyConfig):
 
     def learning_rate(self, role: str, common: float) -> float:
         return self.critic_lr if role == "critic" and self.critic_lr is not None else common
-
-    def _defaults(self) -> dict[str, Any]:
-        return {**super()._defaults(), "kl_place": "reward"}

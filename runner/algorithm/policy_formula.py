@@ -52,8 +52,8 @@ def formula(config: PolicyConfig, job: Any) -> Iterator[str]:
         yield f"  c   {_correction(config)}   (correction={config.correction})"
     if config.kl != "none":
         adapted = "" if config.kl_target is None else f", adapted towards a KL of {config.kl_target:g} per token"
-        yield f"  KL  {KLS[config.kl]}, d = log π − log π_ref; in the {config.default('kl_place')}   (kl={config.kl})"
-        yield f"  β   {config.default('kl_coef'):g}{adapted}"
+        yield f"  KL  {KLS[config.kl]}, d = log π − log π_ref; in the {config.in_force.kl_place}   (kl={config.kl})"
+        yield f"  β   {config.in_force.kl_coef:g}{adapted}"
     yield f"  {_groups(config)}"
     if hasattr(config, "value_clip"):
         clip = "" if config.value_clip is None else f", V kept within ±{config.value_clip:g} of its old value"
@@ -62,17 +62,17 @@ def formula(config: PolicyConfig, job: Any) -> Iterator[str]:
 
 def _whole(config: PolicyConfig) -> str:
     parts = "−c·J" if config.correction != "none" else "−J"
-    if config.kl != "none" and config.default("kl_place") == "loss":
+    if config.kl != "none" and config.in_force.kl_place == "loss":
         parts += " + β·KL"
     return parts + (f" − {config.entropy_coef:g}·H" if config.entropy_coef else "")
 
 
 def _surrogate(config: PolicyConfig) -> str:
-    low, high = config.default("clip_low"), config.default("clip_high")
+    low, high = config.in_force.clip_low, config.in_force.clip_high
     if config.objective == "reinforce":
         return "A·log π"
     if config.objective == "sapo":
-        up, down = config.default("tau_positive"), config.default("tau_negative")
+        up, down = config.in_force.tau_positive, config.in_force.tau_negative
         return f"A·(4/τ)·sigmoid(τ·(r − 1)), τ = {up:g} where A > 0, else {down:g}"
     if config.objective == "cispo":
         return f"sg(clip(r, {1 - low:g}, {1 + high:g}))·A·log π"
@@ -95,7 +95,7 @@ def _old(config: PolicyConfig) -> str:
 
 
 def _advantage(config: PolicyConfig) -> str:
-    penalty = " − β·KL per token" if config.kl != "none" and config.default("kl_place") == "reward" else ""
+    penalty = " − β·KL per token" if config.kl != "none" and config.in_force.kl_place == "reward" else ""
     if hasattr(config, "lam"):
         white = ", whitened over the step's tokens" if config.whiten else ""  # type: ignore[attr-defined]
         text = f"GAE with γ = {config.gamma:g}, λ = {config.lam:g}{white}"  # type: ignore[attr-defined]
@@ -106,9 +106,9 @@ def _advantage(config: PolicyConfig) -> str:
 
 
 def _correction(config: PolicyConfig) -> str:
-    high, low = config.default("correction_high"), config.default("correction_low")
+    high, low = config.in_force.correction_high, config.in_force.correction_low
     cap = "" if high is None else f" up to {high:g}, 0 above"
-    level = config.default("correction_level")
+    level = config.in_force.correction_level
     rho = "of the token" if level == "token" else "of the whole answer"
     text = CORRECTIONS[config.correction].format(low=low, high=high or 0, cap=cap)
     return f"{text}; ρ = π_old / π_sampler {rho}"
@@ -118,7 +118,7 @@ def _groups(config: PolicyConfig) -> str:
     what = {
         "keep": "kept",
         "drop": "left out",
-        "resample": f"replaced by new prompts, up to {config.default('resample_rounds')} rounds",
+        "resample": f"replaced by new prompts, up to {config.in_force.resample_rounds} rounds",
     }
     cut = "" if config.overlong == "keep" else "; answers cut off at max_new_tokens are left out of the loss"
     return f"groups whose rewards are all equal are {what[config.zero_variance]}{cut}"

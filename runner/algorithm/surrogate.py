@@ -41,7 +41,7 @@ class PolicyLoss:
         loss, found = self._surrogate(logprobs, ratio, tokens["advantages"])
         if "importance" in tokens:
             loss = loss * tokens["importance"]
-        if self.config.kl != "none" and self.config.default("kl_place") == "loss":
+        if self.config.kl != "none" and self.config.in_force.kl_place == "loss":
             loss = loss + self.kl_coef() * self._kl(logprobs, tokens["reference"], old)
         if self.config.entropy_coef:
             loss = loss + policy_losses.entropy_bonus(entropy, self.config.entropy_coef)
@@ -54,16 +54,16 @@ class PolicyLoss:
         return token_ratio(logprobs, old)
 
     def _surrogate(self, logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        value, objective = self.config.default, self.config.objective
+        now, objective = self.config.in_force, self.config.objective
         if objective == "reinforce":
             return policy_losses.reinforce(logprobs, ratio, advantages)
         if objective == "sapo":
-            taus = {"tau_positive": value("tau_positive"), "tau_negative": value("tau_negative")}
+            taus = {"tau_positive": now.tau_positive, "tau_negative": now.tau_negative}
             return policy_losses.sapo(ratio, advantages, **taus)
-        clip = {"low": value("clip_low"), "high": value("clip_high")}
+        clip = {"low": now.clip_low, "high": now.clip_high}
         if objective == "cispo":
             return policy_losses.cispo(logprobs, ratio, advantages, **clip)
-        return policy_losses.ppo_clip(ratio, advantages, **clip, dual=value("dual_clip"))
+        return policy_losses.ppo_clip(ratio, advantages, **clip, dual=self.config.dual_clip)
 
     def _kl(self, logprobs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
         if self.config.kl == "k3_ratio":

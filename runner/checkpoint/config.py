@@ -1,6 +1,6 @@
 """When state is saved and how much of it is kept."""
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -18,10 +18,39 @@ class CheckpointConfig(ComponentConfig):
     best: str | None = Field(
         default=None, description="Metric whose best checkpoint is kept beside the newest, e.g. eval/exact_match."
     )
-    best_mode: Literal["max", "min"] = Field(default="max", description="Whether more or less of the metric is better.")
+    best_mode: Literal["max", "min"] | None = Field(
+        default=None, description="Whether more or less of the metric is better; null = known from its name."
+    )
     export: bool = Field(
         default=True, description="Write export/ (Hugging Face folder or PEFT adapter) when the run is done."
     )
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        if self.best is None:
+            return [("checkpoint.best_mode", "is for checkpoint.best; leave it out")] if self.best_mode else []
+        found = []
+        if self.best_mode is None and direction(self.best) is None:
+            text = f"must be given, max or min: nothing is known of checkpoint.best={self.best}"
+            found.append(("checkpoint.best_mode", text))
+        if self.best.startswith("eval/") and job.evaluation.every == 0:
+            found.append(("checkpoint.best", f"{self.best} is never measured with evaluation.every=0"))
+        return found
+
+
+BETTER: dict[str, Literal["max", "min"]] = {
+    "loss": "min",
+    "perplexity": "min",
+    "exact_match": "max",
+    "accuracy": "max",
+    "reward": "max",
+    "reward/mean": "max",
+    "margin": "max",
+}
+
+
+def direction(metric: str) -> Literal["max", "min"] | None:
+    """Whether more (max) or less (min) of a metric is better, known from its name (eval/loss → min); None = unknown."""
+    return BETTER.get(metric) or BETTER.get(metric.rpartition("/")[2])
 
 
 class SafetensorsConfig(CheckpointConfig):

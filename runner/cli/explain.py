@@ -1,4 +1,4 @@
-"""`run explain KEY`: meaning, unit, type, range, default, the value now and who set it; `run explain loss`.
+"""`run explain KEY`: meaning, unit, type, range, default, the value now and who set it; `run explain loss`."""
 
 from __future__ import annotations
 

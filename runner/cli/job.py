@@ -17,7 +17,7 @@ from runner.spec.job import JobSpec
 
 TRUST = "model.trust_remote_code="  # a run's spec.yaml may not say so: whoever uses the run says it again
 SETTING = re.compile(r"[+~]*(\w+)(?:\.[\w.]*)?=")
-USABLE = re.compile(rf"[+]*(?:device(?:\.\w+)?=|{re.escape(TRUST)})")
+USABLE = re.compile(rf"[+]*(?:device(?:\.\w+)?=|model\.path=|{re.escape(TRUST)})")
 
 
 def run(args: Namespace) -> int:
@@ -97,7 +97,9 @@ def _used(args: Namespace) -> tuple[str, list[str], Composed]:
     for word in settings:
         if not USABLE.match(word):
             prompt = f"; as a prompt, write it after --: run infer latest -- '{word}'" if args.verb == "infer" else ""
-            raise UsageError(f"run {args.verb}: only device=… and {TRUST}… can be set, not {word}{prompt}")
+            raise UsageError(
+                f"run {args.verb}: only device=…, model.path=… and {TRUST}… can be set, not {word}{prompt}"
+            )
     where, words = _where([word for word in args.words if word not in settings])
     return where, [*words, *args.literal], re_decode(find(where).spec, settings)
 

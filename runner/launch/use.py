@@ -13,18 +13,19 @@ from runner.data.tokenise import special_ends
 from runner.decisions import Decisions
 from runner.errors import CheckpointError, EnvironmentProblem
 from runner.folder import RunFolder, locked, shown
-from runner.identity import PromptStyle, refuse_changed_spec
+from runner.identity import PromptStyle, refuse_changed_model, refuse_changed_spec
 from runner.launch.export import write_export
 from runner.learner import load_parameters
 from runner.spec.job import JobSpec
 
-SETTABLE = ("device", "model.trust_remote_code")  # what a use may set of a run's spec
+SETTABLE = ("device", "model.path", "model.trust_remote_code")  # what a use may set of a run's spec
 
 
 def load_model(folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best"] | None) -> tuple[Any, Loaded]:
     """A run's model at a checkpoint (a step, "best", or the newest), in evaluation mode, and that checkpoint.
 
-    Raises CheckpointError if there is none, SpecError if spec.yaml is not the one it was written under.
+    Raises CheckpointError if there is none or the base model is another, SpecError if spec.yaml is not the one it was
+    written under.
     """
     decide = Decisions(spec.strict)
     store = build.build_store(spec, folder)
@@ -42,6 +43,7 @@ def load_model(folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best
     device = build.build_device(spec, decide)
     role, head = next(iter(spec.algorithm.learners().items()))
     model = build.build_model(spec, build.build_tokenizer(spec), device, decide, head)
+    refuse_changed_model(model.origin, loaded.state["identity"])
     load_parameters(model.trainable(), loaded.state[role]["tensors"])
     model.eval()
     return model, loaded

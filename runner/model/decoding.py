@@ -21,7 +21,6 @@ import inspect
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -39,11 +38,14 @@ LEAST_GROWTH = 64  # columns
 
 
 class Decoder(Protocol):
-    """Live rows, numbered 0 … B-1. Made for the prompts of all requests, in the order in which they will join."""
+    """Live rows, numbered 0 … B-1. Made for the prompts of all requests, in the order in which they will join.
+
+    The places of rows that join are those of rows that are over, which they replace, and then B, B+1, …
+    """
 
     open: ClassVar[bool]  # whether rows may join while others live
 
-    def join(self, prompts: Sequence[Prompt]) -> Tensor: ...  # rows B … B+n-1; their first logits [n, V]
+    def join(self, prompts: Sequence[Prompt], places: Sequence[int]) -> Tensor: ...  # the first logits [n, V]
 
     def step(self, tokens: Sequence[int]) -> Tensor: ...  # one id per live row → the next logits [B, V]
 
@@ -110,6 +112,19 @@ class ColumnLayer(CacheLayerMixin):
         self.values[:rows, :, end : end + 1] = value_states
         return self.keys[:rows, :, begin : end + 1], self.values[:rows, :, begin : end + 1]
 
+    def move(self, by: int, rows: int, columns: int | None) -> None:
+        """Shift what is in use by so many columns, into memory for so many rows and columns unless that is None."""
+        self.keys = self._moved(self.keys, by, rows, columns)
+        self.values = self._moved(self.values, by, rows, columns)
+
+    def _moved(self, old: Tensor, by: int, rows: int, columns: int | None) -> Tensor:
+        span = self.span
+        used = old[: span.rows, :, span.begin : span.end]
+        # unused memory is 0 at first, because a hidden NaN would still spread through the attention
+        new = old if columns is None else old.new_zeros(rows, old.shape[1], columns, old.shape[3])
+        new[: span.rows, :, span.begin + by : span.end + by] = used.clone() if new is old else used
+        return new
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns that a query sees, and the number of the first."""
         return self.get_seq_length() + query_length, 0
@@ -137,36 +152,26 @@ class ColumnCache(Cache):
 
     def room(self, longest: int) -> int:
         """Make sure that a row of `longest` tokens fits, and one more column; returns by how much columns moved."""
-        span = self.span
-        columns = self._columns[0].keys.shape[2]
-        if span.end >= longest and span.end < columns:
+        span, columns = self.span, self._columns[0].keys.shape[2]
+        if longest <= span.end < columns:
             return 0
         end = max(span.end - span.begin, longest)
         by = end - span.end
-        self._move(by, end + max(LEAST_GROWTH, end // 2))
+        grow = end + LEAST_GROWTH > columns
+        for layer in self._columns:
+            layer.move(by, self._rows, end + max(LEAST_GROWTH, end // 2) if grow else None)
+        span.begin, span.end = span.begin + by, end
         return by
 
-    def _move(self, by: int, columns: int) -> None:
-        # unused memory is 0, because a hidden NaN would still spread through the attention
-        span = self.span
-        for layer in self._columns:
-            for name in ("keys", "values"):
-                old = getattr(layer, name)
-                new = old.new_zeros(self._rows, old.shape[1], columns, old.shape[3])
-                used = old[: span.rows, :, span.begin : span.end]
-                new[: span.rows, :, span.begin + by : span.end + by] = used
-                setattr(layer, name, new)
-        span.begin, span.end = span.begin + by, span.end + by
-
-    def put(self, first: int, count: int, layers: Layers) -> None:
-        """Write a prompt's keys and values into `count` rows from `first` on, up to the last column in use."""
-        end, rows = self.span.end, slice(first, first + count)
+    def put(self, row: int, layers: Layers) -> None:
+        """Write a prompt's keys and values into a row, up to the last column in use."""
+        end = self.span.end
         for layer, (keys, values) in zip(self._columns, layers, strict=True):
-            layer.keys[rows, :, end - keys.shape[1] : end] = keys
-            layer.values[rows, :, end - values.shape[1] : end] = values
+            layer.keys[row, :, end - keys.shape[1] : end] = keys
+            layer.values[row, :, end - values.shape[1] : end] = values
 
-    def copy_rows(self, target: Sequence[int], source: Sequence[int]) -> None:
-        """Overwrite rows by others, in the columns in use."""
+    def copy_row(self, target: int, source: int) -> None:
+        """Overwrite a row by another, in the columns in use."""
         begin, end = self.span.begin, self.span.end
         for layer in self._columns:
             for tensor in (layer.keys, layer.values):
@@ -186,19 +191,16 @@ class Columns:
         self._cache: ColumnCache | None = None
         self._starts: list[int] = []  # the first column of each live row
 
-    def join(self, prompts: Sequence[Prompt]) -> Tensor:
+    def join(self, prompts: Sequence[Prompt], places: Sequence[int]) -> Tensor:
         """New rows, each with its prompt in the cache."""
         while any(prompt not in self._computed for prompt in prompts):
             self._prefill()
         logits = torch.stack([self._computed[prompt][1] for prompt in prompts])
         cache = self._room(prompts)
-        for prompt, same in groupby(prompts):
-            count = len(list(same))
-            cache.put(len(self._starts), count, self._computed[prompt][0])
-            self._starts += [cache.span.end - len(prompt)] * count
-            self._uses[prompt] -= count
-            if not self._uses[prompt]:
-                del self._computed[prompt]
+        for prompt, place in zip(prompts, places, strict=True):
+            cache.put(place, self._computed[prompt][0])
+            self._starts[place : place + 1] = [cache.span.end - len(prompt)]
+            self._forget(prompt)
         self._settle(cache.span)
         return logits
 
@@ -220,10 +222,9 @@ class Columns:
         before, left = len(self._starts), len(self._starts) - len(gone)
         holes = [row for row in gone if row < left]
         fillers = sorted(set(range(left, before)) - set(gone))
-        if holes:
-            self._cache.copy_rows(holes, fillers)
         order = list(range(left))
         for hole, filler in zip(holes, fillers, strict=True):
+            self._cache.copy_row(hole, filler)
             order[hole] = filler
         self._starts = [self._starts[row] for row in order]
         self._settle(self._cache.span)
@@ -238,6 +239,11 @@ class Columns:
         for row, prompt in enumerate(chunk):
             layers = tuple((x.keys[row, :, -len(prompt) :], x.values[row, :, -len(prompt) :]) for x in cache.layers)
             self._computed[prompt] = (layers, logits[row])
+
+    def _forget(self, prompt: Prompt) -> None:
+        self._uses[prompt] -= 1
+        if not self._uses[prompt]:
+            del self._computed[prompt]
 
     def _room(self, prompts: Sequence[Prompt] = ()) -> ColumnCache:
         if self._cache is None:
@@ -262,7 +268,7 @@ class Waves:
         self._cache: Any = None
         self._mask = torch.zeros(0)
 
-    def join(self, prompts: Sequence[Prompt]) -> Tensor:
+    def join(self, prompts: Sequence[Prompt], places: Sequence[int]) -> Tensor:
         """A new wave; each distinct prompt is computed once."""
         distinct = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
         logits, self._cache, self._mask = self._forward.prefill(list(distinct), None)
@@ -297,7 +303,7 @@ def objection(causal: Any, way: Way) -> str | None:
         return f"its cache has layers of type {', '.join(strange)}"
     first, second = (tuple(row) for row in PROBE_ROWS)
     decoder = way(causal, [first[:-1], second[:-1]], 2)
-    got = [*decoder.join([first[:-1], second[:-1]]), *decoder.step([first[-1], second[-1]])]
+    got = [*decoder.join([first[:-1], second[:-1]], [0, 1]), *decoder.step([first[-1], second[-1]])]
     decoder.drop([0])
     got += decoder.step([first[0]])
     wanted = [_last(causal, row) for row in (first[:-1], second[:-1], first, second, (*second, first[0]))]

@@ -60,19 +60,22 @@ class Writer:
 
 
 def _write(decoder: Decoder, prompts: Sequence[Prompt], waiting: deque[int], choose: Choose, rows: int) -> None:
-    live: list[int] = []
-    tokens: list[int] = []
+    live: list[int] = []  # whose row it is
+    tokens: list[int | None] = []  # what it goes on with; None = it is over
     while waiting or live:
-        if waiting and len(live) < rows and (decoder.open or not live):
-            new = [waiting.popleft() for _ in range(min(rows - len(live), len(waiting)))]
-            chosen = [*tokens, *choose(decoder.join([prompts[i] for i in new]), new)]
-            live = [*live, *new]
+        over = [row for row, token in enumerate(tokens) if token is None]
+        room = rows - len(live) + len(over)
+        if waiting and room and (decoder.open or not live):
+            new = [waiting.popleft() for _ in range(min(room, len(waiting)))]
+            places = [*over, *range(len(live), rows)][: len(new)]
+            chosen = choose(decoder.join([prompts[i] for i in new], places), new)
+            for place, index, token in zip(places, new, chosen, strict=True):
+                live[place : place + 1], tokens[place : place + 1] = [index], [token]
+        elif over:
+            left = decoder.drop(over)
+            live, tokens = [live[row] for row in left], [tokens[row] for row in left]
         else:
-            chosen = [*choose(decoder.step(tokens), live)]
-        gone = [row for row, token in enumerate(chosen) if token is None]
-        left = decoder.drop(gone) if gone else range(len(live))
-        live = [live[row] for row in left]
-        tokens = [token for row in left if (token := chosen[row]) is not None]
+            tokens = [*choose(decoder.step([token for token in tokens if token is not None]), live)]
 
 
 def end_ids(causal: Any, tokenizer: Any) -> frozenset[int]:

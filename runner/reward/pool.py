@@ -28,7 +28,7 @@ from runner.reward.output import Output
 from runner.reward.payload import encoded
 
 START_S = 120.0  # for importing the file and what it imports
-END_S = 5.0
+END_S = 10.0
 GOING_S = 1.0  # between the end of a socket and the end of its process
 LINE_BYTES = 2000
 
@@ -90,6 +90,7 @@ class Worker:
         """End the process and all below it; how it ended, in words."""
         assert self._process.stdin is not None
         self._process.stdin.close()
+        self._process.terminate()  # where a forked child of ours still holds stdin open, closing it says nothing
         try:
             code = self._process.wait(END_S)
         except subprocess.TimeoutExpired:

@@ -1,13 +1,13 @@
 """The process that runs a user's reward function. Stands alone: only the standard library, and nothing of ours.
 
-    runner ══ stdin ═══════════▶ guard ── fork ──▶ worker: imports the file, calls the function
+    runner ══ stdin, SIGTERM ══▶ guard ── fork ──▶ worker: imports the file, calls the function
            ◀═ socket ═════════════════════════════▶   one JSON frame per question, one per answer
            ◀═ stdout and stderr, one pipe ═════════   what the function prints
 
-Nothing comes through stdin: its end says that the runner is gone or wants no more. The guard runs no foreign code, so
-it always notices. It is the foster parent (subreaper) of everything below it, so it finds and ends what the function
-left behind, also in sessions of its own. It does not rely on PR_SET_PDEATHSIG, which fires when the runner's *thread*
-that started it ends. The worker does: its parent is the guard's only thread.
+Nothing comes through stdin: its end says that the runner is gone, and SIGTERM that it wants no more. The guard runs no
+foreign code, so it always notices. It is the foster parent (subreaper) of everything below it, so it finds and ends
+what the function left behind, also in sessions of its own. It does not rely on PR_SET_PDEATHSIG, which fires when the
+runner's *thread* that started it ends. The worker does: its parent is the guard's only thread.
 
 Frame: 8 bytes of length (big-endian), then ASCII JSON.
 """
@@ -76,12 +76,14 @@ def main(arguments: Sequence[str]) -> int:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     woken, waking = os.pipe()
     os.set_blocking(waking, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
     child = os.fork()
     if child == 0:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
         os.close(woken)
         os.close(waking)
         return work(socket.socket(fileno=descriptor), path, name, where == "here")
@@ -91,14 +93,17 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def guard(child: int, runner: int, woken: int) -> int:
-    """Wait until the worker ends or the runner is gone; end everything below; the worker's code, -N for a signal."""
+    """Wait until the worker ends, the runner is gone or says so (SIGTERM); end everything below.
+
+    Returns the worker's exit code, -N for a signal, 0 if it had not ended by itself.
+    """
     status = None
     while status is None:
         ready, _, _ = select.select([STDIN, woken], [], [], LOOK_S)
         if STDIN in ready or os.getppid() != runner:
             break
-        if woken in ready:
-            os.read(woken, 4096)
+        if woken in ready and signal.SIGTERM in os.read(woken, 4096):
+            break
         status = _reap(child)
     _end_all(child)
     return status or 0
@@ -119,11 +124,12 @@ def _end_all(group: int) -> None:
     while True:
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
-        for pid in _children():
+        for pid in (children := _children()):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         try:
-            os.waitpid(-1, 0)
+            for _ in children or [0]:
+                os.waitpid(-1, 0)
         except ChildProcessError:
             return
 

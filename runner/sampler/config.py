@@ -44,7 +44,7 @@ class TorchSamplerConfig(SamplerConfig):
         default=(), description="Token ids that end an answer, beside the model's own end of sequence."
     )
     batch_size: int = Field(
-        default=64, ge=1, description="Most answers in work at once; one that ends makes room for the next."
+        default=256, ge=1, description="Most answers in work at once; one that ends makes room for the next."
     )
 
 

@@ -2,9 +2,10 @@
 
     logits [B, V] ──÷ temperature──▶ top-k ─▶ nucleus ─▶ min-p ──softmax──▶ p ──inverse CDF at u──▶ ids [B]
 
-Every row is computed by itself and reads its own uniforms, so a draw does not depend on its neighbours. The inverse of
-the cumulative distribution is taken in two steps, first a block of ids and then an id of the block: in float32 one
-running sum over a large vocabulary would be as coarse as its rare ids. Legend: B rows, V vocabulary, K candidates.
+Every row is computed by itself and reads its own uniforms, so a draw does not depend on its neighbours. Running sums
+are of integers: exact, monotone, and the same in every order of adding (parallel sums of floats are none of these, and
+refused by torch where kernels must be deterministic). The inverse is taken in two steps, first a block of ids and then
+an id of the block, which is faster and finer than one. Legend: B rows, V vocabulary, K candidates.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 512  # ids of a block
+UNIFORM_BITS = 24
+MASS_BITS = 38  # of a probability in a running sum; its product with a uniform number fits into 63 bits
 DRAWN_AT_ONCE = 64  # random words that a stream makes ahead
 FEW = 256  # candidates that a nucleus is first sought among
 
@@ -52,20 +55,20 @@ class Drawn:
     raw_logprobs: Tensor
 
 
-def uniforms(seed: int) -> Iterator[tuple[float, float]]:
-    """An endless stream of pairs of multiples of 2⁻²⁴ in [0, 1), a function of `seed` (0 ≤ seed < 2¹²⁸) alone.
+def uniforms(seed: int) -> Iterator[tuple[int, int]]:
+    """An endless stream of pairs of integers below 2²⁴, a function of `seed` (0 ≤ seed < 2¹²⁸) alone.
 
     Philox, a counter-based generator (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3").
     """
     bits = np.random.Philox(key=seed)
+    high, low = np.uint64(64 - UNIFORM_BITS), np.uint64(2**UNIFORM_BITS - 1)
     while True:
         words = bits.random_raw(DRAWN_AT_ONCE)
-        pairs = np.stack([words >> np.uint64(40), words & np.uint64(2**24 - 1)], 1)
-        yield from map(tuple, (pairs * 2.0**-24).tolist())
+        yield from zip((words >> high).tolist(), (words & low).tolist(), strict=True)
 
 
 def draw(logits: Tensor, u: Tensor, rule: Rule) -> Drawn:
-    """One id per row of `logits` [B, V], at the point that the uniforms u, float64 [B, 2], name."""
+    """One id per row of `logits` [B, V], at the point that the uniforms u, int64 [B, 2], name."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     values, ids = candidates(logits if rule.temperature == 1 else logits / rule.temperature, rule)
     p = values.softmax(-1)
@@ -85,8 +88,8 @@ def candidates(scaled: Tensor, rule: Rule) -> tuple[Tensor, Tensor | None]:
         mass = values.logsumexp(-1, keepdim=True)
         if ids is None:
             values, ids = _head(scaled, mass, rule.top_p)
-        p = (values - mass).exp()
-        values = values.masked_fill(p.cumsum(-1) - p >= rule.top_p, -math.inf)
+        p = _integers((values - mass).exp())
+        values = values.masked_fill(p.cumsum(-1) - p >= round(rule.top_p * 2**MASS_BITS), -math.inf)
     if rule.min_p > 0:
         values = values.masked_fill(values < values.amax(-1, keepdim=True) + math.log(rule.min_p), -math.inf)
     return values, ids
@@ -104,22 +107,26 @@ def _head(scaled: Tensor, mass: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     return values, ids
 
 
-def inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
-    """Where the running sum of p [B, K] (each row of any positive total) passes u [B, 2] times its total; int64 [B, 1].
+def _integers(p: Tensor) -> Tensor:
+    return (p * 2.0**MASS_BITS).long()
 
-    A place without mass is never taken.
+
+def inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
+    """Where the running sum of p [B, K], whose rows add up to 1, passes the point u [B, 2]; int64 [B, 1].
+
+    A place without mass is never taken; one below 2⁻³⁸ in K ≤ 512, or in its block of 512, neither.
     """
     if p.shape[1] <= BLOCK:
         return _passes(p, u[:, 1:])
     blocks = F.pad(p, (0, -p.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-    block = _passes(blocks.sum(-1), u[:, :1])
-    inside = blocks.take_along_dim(block[..., None], 1)[:, 0]
+    sums = blocks.sum(-1)
+    block = _passes(sums, u[:, :1])
+    inside = blocks.take_along_dim(block[..., None], 1)[:, 0] / sums.take_along_dim(block, 1)
     return block * BLOCK + _passes(inside, u[:, 1:])
 
 
-def _passes(mass: Tensor, u: Tensor) -> Tensor:
-    # u is at most 1 - 2⁻²⁴, so the target stays below the last sum. A parallel sum may waver in its last bits, where a
-    # target could fall between places without mass: in float64 these are too narrow for that.
-    running = mass.cumsum(-1, dtype=torch.float64)
-    place = torch.searchsorted(running, u * running[:, -1:], right=True)
-    return place.clamp_(max=mass.shape[1] - 1)  # where the mass is not a number
+def _passes(p: Tensor, u: Tensor) -> Tensor:
+    running = _integers(p).cumsum(-1)
+    point = running[:, -1:] * u >> UNIFORM_BITS  # always below the last sum
+    place = torch.searchsorted(running, point, right=True)
+    return place.clamp_(max=p.shape[1] - 1)  # where p is not a number

@@ -50,7 +50,7 @@ class Writable(Protocol):
 class Answer:
     """A rollout in the making."""
 
-    stream: Iterator[tuple[float, float]]
+    stream: Iterator[tuple[int, int]]
     limit: int
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -115,7 +115,7 @@ class TorchSampler:
     def _choose(self, answers: Sequence[Answer], logits: Tensor, rows: Sequence[int]) -> list[int | None]:
         """Draw the next id of the answers with these indices from logits [n, V]; None for those that it ends."""
         asked = [answers[row] for row in rows]
-        u = torch.tensor([next(a.stream) for a in asked], dtype=torch.float64, device=logits.device)
+        u = torch.tensor([next(answer.stream) for answer in asked], device=logits.device)
         drawn = draw(logits, u, self._rule)
         ids, logprobs, raw = (t.tolist() for t in (drawn.ids, drawn.logprobs, drawn.raw_logprobs))
         if not math.isfinite(sum(raw)):

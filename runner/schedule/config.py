@@ -1,6 +1,6 @@
 """How the learning rate changes over the run: a pure function of the step."""
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,9 +22,11 @@ class ConstantConfig(ScheduleConfig):
 
 
 class DecayConfig(ScheduleConfig):
-    """What falling schedules have in common."""
+    """What falling schedules have in common: the end would be reached one step after the last, which still learns."""
 
-    final_ratio: float = Field(default=0.0, ge=0, le=1, description="Learning rate at the end, as a share of the peak.")
+    final_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="Share of the peak that the learning rate falls towards."
+    )
 
 
 class LinearConfig(DecayConfig):
@@ -47,6 +49,12 @@ class WsdConfig(DecayConfig):
     factory: ClassVar[str] = "runner.schedule.shapes:wsd"
     name: Literal["wsd"] = "wsd"
     decay_steps: int = Field(default=0, ge=0, description="Steps of the final fall; 0 = a tenth of the run.")
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        if not self.decay_steps or self.warmup_steps + self.decay_steps <= job.steps:
+            return []
+        warmup = f"schedule.warmup_steps={self.warmup_steps}"
+        return [("schedule.decay_steps", f"{self.decay_steps} and {warmup} are more than steps={job.steps}")]
 
 
 COMPONENTS = (ConstantConfig, LinearConfig, CosineConfig, WsdConfig)

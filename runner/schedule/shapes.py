@@ -1,7 +1,8 @@
 """Learning-rate schedules: pure functions of the step.
 
 Each factory takes its config and the number of steps of the run and returns
-`factor(step)`, step 0-based, the factor in [0, 1] on the peak learning rate.
+`factor(step)`, step 0-based, the factor in [0, 1] on the peak learning rate. A fall would end at
+step `steps`, one after the last, so that no step is made with a learning rate of 0.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ Factor = Callable[[int], float]
 
 
 def _after_warmup(config: ScheduleConfig, steps: int, shape: Callable[[float], float]) -> Factor:
-    """Linear rise over the warm-up, then `shape` of the fraction of what follows, which reaches 1 at the last step."""
+    """Linear rise over the warm-up, then `shape` of the fraction that is done of the steps that follow."""
     warmup = config.warmup_steps
-    span = max(steps - 1 - warmup, 1)
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / (warmup + 1)
-        return shape(min((step - warmup) / span, 1.0))
+        return shape((step - warmup) / (steps - warmup))
 
     return factor
 
@@ -52,5 +52,5 @@ def wsd(config: WsdConfig, *, steps: int) -> Factor:
     Departure from the paper: its final fall is exponential; a straight line is what its successors use.
     """
     decay = config.decay_steps or max(steps // 10, 1)
-    share = decay / max(steps - 1 - config.warmup_steps, 1)
-    return _after_warmup(config, steps, lambda done: _fall(config, min(1.0, max(1.0 - done, 0.0) / share)))
+    span = max(steps - config.warmup_steps, 1)
+    return _after_warmup(config, steps, lambda done: _fall(config, min(1.0, (1.0 - done) * span / decay)))

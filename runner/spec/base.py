@@ -24,6 +24,10 @@ class Config(BaseModel):
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=False, defer_build=True
     )
 
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        """Contradictions between this part and the rest of the job, as (key, message)."""
+        return []
+
 
 class ComponentConfig(Config):
     """The config of a registered component: its type picks the factory.
@@ -41,10 +45,6 @@ class ComponentConfig(Config):
     def component_name(cls) -> str:
         """The one name that selects this component."""
         return str(cls.model_fields["name"].default)
-
-    def problems(self, job: Any) -> list[tuple[str, str]]:
-        """Contradictions between this component and the rest of the job, as (key, message)."""
-        return []
 
 
 def absolute_if_local(path: str) -> str:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError, create_model
 from runner.errors import Problem, SecurityRefusal, SpecError
 from runner.registry import Registry, default_registry
 from runner.spec import suggest
-from runner.spec.base import ComponentConfig
+from runner.spec.base import ComponentConfig, Config
 from runner.spec.job import JobSpec
 from runner.spec.origin import COMMAND_LINE, at, leaves, origin_of
 from runner.spec.schema import Keys, groups_of, model_schema
@@ -184,8 +184,8 @@ def unknown_key(section: str, member: str, leaf: str, keys: Keys) -> str:
 
 
 def _contradictions(job: JobSpec) -> list[Found]:
-    parts = [getattr(job, name) for name in type(job).model_fields]
-    return [problem for part in parts if isinstance(part, ComponentConfig) for problem in part.problems(job)]
+    parts = [job, *(getattr(job, name) for name in type(job).model_fields)]
+    return [problem for part in parts if isinstance(part, Config) for problem in part.problems(job)]
 
 
 def _names_target(value: Any) -> bool:

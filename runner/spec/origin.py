@@ -19,6 +19,7 @@ def leaves(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def origin_of(key: str, origins: Mapping[str, str]) -> str:
     """Who set `key`, or the part of it, or the whole that it is in; empty if it is the schema's default."""
+    key = key.partition("[")[0]  # a list is one value
     if key in origins:
         return origins[key]
     inside = [who for other, who in origins.items() if other.startswith(f"{key}.")]

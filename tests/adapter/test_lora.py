@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen2 import Qwen2Config, Qwen2ForSequenceClassification
 
 from runner.adapter import full, lora
 from runner.adapter.config import LoraConfig, NoAdapterConfig
 from runner.decisions import Decisions
-from runner.errors import SpecError
+from runner.errors import EnvironmentProblem, SpecError
 from runner.model.causal import CausalLM
-from tests.model.zoo import LOGPROBS, batch, causal, gradients, module, reference, relative, rows
+from runner.model.config import TinyConfig
+from runner.model.scalar import ScalarModel
+from runner.model.source import Source
+from runner.model.tokenizer import byte_tokenizer
+from tests.model.zoo import LOGPROBS, SHAPE, batch, causal, gradients, module, reference, relative, rows
 
 
 def adapted(kind: str = "qwen2", double: bool = False, model: dict[str, Any] | None = None, **options: Any) -> CausalLM:
@@ -132,6 +140,93 @@ def test_a_saved_adapter_loads_with_peft(options: dict[str, Any], tmp_path: Path
     with torch.no_grad():
         got = model.outputs(batch(), LOGPROBS)["logprobs"]
         torch.testing.assert_close(got, reference(loaded, rows()).float(), atol=1e-5, rtol=1e-5)
+
+
+TIED = {"tie_word_embeddings": True}
+
+
+def over_random_weights(
+    decide: Decisions, model: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32, **options: Any
+) -> CausalLM:
+    """A model whose base is known to have been drawn, with an adapter that counts."""
+    base = causal("qwen2", **(model or {}))
+    base.module.to(dtype)
+    base.source = Source(drawn="from seed 0")
+    made = lora.attach(LoraConfig(rank=4, **options), base, decide=decide)
+    with torch.no_grad():
+        for name, p in made.trainable().items():
+            if "lora_B" in name:
+                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(2)) * 0.1)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [({}, {}), ({}, {"modules_to_save": ("lm_head",)}), ({}, {"dora": True}), (TIED, {})],
+    ids=str,
+)
+def test_an_adapter_over_random_weights_is_exported_in_a_whole_model(
+    model: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """For nobody else has its base. It is said when the run begins, and the model goes on as it was."""
+    said = Decisions()
+    made = over_random_weights(said, model, **options)
+    assert [(d.feature, d.got) for d in said.made] == [("export", "a merged model")]
+    before = {n: p.detach().clone() for n, p in made.module.named_parameters()}
+    made.save(tmp_path)
+    assert all(torch.equal(p, before[n]) for n, p in made.module.named_parameters())
+    assert not (tmp_path / "adapter_config.json").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        got = made.outputs(batch(), LOGPROBS)["logprobs"]
+        torch.testing.assert_close(got, reference(loaded.eval(), rows()).float(), atol=1e-4, rtol=1e-4)
+
+
+def test_merging_into_coarse_weights_loses_nothing_of_the_adapter(tmp_path: Path) -> None:
+    made = over_random_weights(Decisions(), dtype=torch.bfloat16, targets=("q_proj",))
+    made.save(tmp_path)
+    layer = made.inner.model.layers[0].self_attn.q_proj
+    update = layer.lora_B["default"].weight @ layer.lora_A["default"].weight * layer.scaling["default"]
+    got = load_file(tmp_path / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    assert got.dtype == torch.float32 and json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+    torch.testing.assert_close(got, layer.base_layer.weight.float() + update)
+
+
+@pytest.mark.filterwarnings("ignore:Model (has|with) .tie_word_embeddings:UserWarning")  # of peft's making
+def test_an_adapter_that_cannot_be_merged_is_refused_before_it_is_trained() -> None:
+    for options in ({"targets": ("lm_head",)}, {"modules_to_save": ("lm_head",)}):
+        with pytest.raises(SpecError, match="share their weights, so that an adapter on them cannot be merged"):
+            over_random_weights(Decisions(), TIED, **options)
+
+
+def test_over_random_weights_strict_refuses() -> None:
+    with pytest.raises(
+        EnvironmentProblem, match=r"strict=true refuses .* export: a merged model instead of an adapter"
+    ):
+        over_random_weights(Decisions(strict=True))
+
+
+def test_the_origin_has_the_bases_weights_since_no_checkpoint_has(tmp_path: Path) -> None:
+    causal("qwen2").save(tmp_path)
+    base = causal("qwen2")
+    base.source = Source(folder=tmp_path)
+    made = lora.attach(LoraConfig(rank=4), base, decide=Decisions(strict=True))
+    assert made.origin == Source(folder=tmp_path).identity(weights=True)
+    assert base.origin != full.attach(NoAdapterConfig(), causal("qwen2"), decide=Decisions()).origin
+
+
+def test_a_head_of_one_number_learns_in_float32_beside_the_adapter() -> None:
+    torch.manual_seed(0)
+    module = Qwen2ForSequenceClassification(Qwen2Config(**SHAPE, num_labels=1)).to(torch.bfloat16)
+    base = ScalarModel(module, byte_tokenizer(512), TinyConfig(dtype="bfloat16"), seed=0, decide=Decisions())
+    model = lora.attach(LoraConfig(rank=4), base, decide=Decisions(strict=True))
+    assert [n for n in model.trainable() if "lora_" not in n] == [
+        "base_model.model.score.modules_to_save.default.weight"
+    ]
+    assert {p.dtype for p in model.trainable().values()} == {torch.float32}
+    out = model.outputs(batch(), frozenset({"scores", "values"}))
+    (out["scores"].sum() + out["values"].sum()).backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.trainable().values())
 
 
 def test_it_generates_with_its_adapter() -> None:

@@ -1,10 +1,9 @@
-"""What the tests of preferences start from: small models, random pairs, and plain Hugging Face passes over one answer."""
+"""What the tests of preferences start from: small models, random pairs, plain passes over one answer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,7 +70,7 @@ def model(
     seed: int = 5, *, head: Any = "lm", layout: Any = "packed", adapter: bool = False, double: bool = False
 ) -> Any:
     """A small model; its weights are larger than a fresh one's, so that models of two seeds differ visibly."""
-    config = replace_config(layout)
+    config = CONFIG.model_copy(update={"layout": layout})
     made = tiny.build(config, tokenizer=TOKENIZER, device=CPU, seed=seed, decide=refuse, head=head)
     enlarge(made.inner, seed)
     if adapter:
@@ -85,10 +84,6 @@ def model(
     return made
 
 
-def replace_config(layout: Any) -> TinyConfig:
-    return CONFIG.model_copy(update={"layout": layout})
-
-
 def enlarge(module: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
@@ -96,8 +91,8 @@ def enlarge(module: torch.nn.Module, seed: int) -> None:
             torch.nn.init.normal_(parameter, std=0.15, generator=generator)
 
 
-def refuse(*words: str) -> None:
-    raise AssertionError(f"what is tested must be what runs, but it was decided: {words}")
+def refuse(feature: str, *words: str) -> None:
+    assert feature == "export", f"what is tested must be what runs, but it was decided: {feature} {words}"
 
 
 def learner(made: Any, *, budget: int = WHOLE, lr: float = 0.1) -> LocalLearner:
@@ -137,7 +132,7 @@ def gradients(subject: LocalLearner) -> dict[str, Tensor]:
 def train(subject: LocalLearner, algorithm: Any, models: dict[str, Any], steps: int) -> list[dict[str, float]]:
     """Whole steps; returns the metrics of each."""
     values = []
-    [(role, loss)] = algorithm.losses.items()
+    [loss] = algorithm.losses.values()
     for step in range(steps):
         subject.begin_step(step)
         for batch in algorithm.prepare(algorithm.collect(step), models, ONE_RANK):
@@ -179,7 +174,3 @@ def plain_gradients(total: Tensor, twin: Any) -> dict[str, Tensor]:
     parameters = dict(twin.named_parameters())
     found = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
     return {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
-
-
-def without_margins(items: Sequence[Pair]) -> list[Pair]:
-    return [replace(pair, margin=None) for pair in items]

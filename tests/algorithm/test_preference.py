@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
-from inspect import Parameter, signature
 from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
-from runner.algorithm.preference import PAIR_LOSSES, build_dpo, build_kto, inputs_of, mismatched
-from runner.algorithm.preference_config import DEFAULTS, WITHOUT_REFERENCE, DpoConfig, KtoConfig, PairLoss
 from runner.algorithm.parts import Parts
-from runner.errors import SpecError
+from runner.algorithm.preference import build_dpo, build_kto, mismatched
+from runner.algorithm.preference_config import DEFAULTS, WITHOUT_REFERENCE, DpoConfig, KtoConfig
 from runner.frozen import FrozenModel
 from runner.protocols import Judged, Pair
-from runner.spec.decode import decode
 from tests.algorithm.preferences import (
     CPU,
     ONE_RANK,
@@ -197,16 +194,6 @@ def test_mini_batches_hold_whole_pairs_and_know_their_own_totals() -> None:
     assert [p.totals for p in parts] == [{"tokens": n, "rows": 4, "units": 2} for n in answers]
 
 
-def test_each_loss_has_its_options_and_its_formula() -> None:
-    assert set(DEFAULTS) == set(PAIR_LOSSES) == set(get_args(PairLoss))
-    for loss, formula in PAIR_LOSSES.items():
-        parameters = signature(formula).parameters.values()
-        assert set(DEFAULTS[loss]) == {p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY}
-        assert ("dc" in inputs_of(formula)) == (loss not in WITHOUT_REFERENCE)
-        assert DpoConfig(loss=loss).options() == DEFAULTS[loss]  # type: ignore[arg-type]
-        assert DpoConfig(loss=loss, **options_of(loss)).options() == options_of(loss)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo_averaged"])
 def test_a_few_steps_teach_the_preference(loss: str) -> None:
     items = pairs(16, seed=3)
@@ -351,66 +338,3 @@ def test_a_few_steps_of_kto_tell_good_from_bad() -> None:
     values = train(subject, kto(judged(12, seed=4)), {"policy": subject, "reference": copied(made)}, 12)
     assert values[-1]["train/accuracy"] > 0.9 > values[0]["train/accuracy"]
     assert values[-1]["reward/chosen"] > 0.01 > -0.01 > values[-1]["reward/rejected"]
-
-
-# --- what can be set --------------------------------------------------------------------------------------------------
-
-JOB: dict[str, Any] = {
-    group: {"name": name}
-    for group, name in {
-        "device": "cpu",
-        "parallelism": "single",
-        "launch": "local",
-        "model": "tiny",
-        "adapter": "none",
-        "data": "demo",
-        "sampler": "none",
-        "reward": "none",
-        "optimizer": "adamw",
-        "schedule": "constant",
-        "tracker": "none",
-        "checkpoint": "safetensors",
-    }.items()
-}
-
-
-def problems(adapter: str = "none", **algorithm: Any) -> dict[str, str]:
-    try:
-        decode({**JOB, "adapter": {"name": adapter}, "algorithm": algorithm}, {})
-    except SpecError as error:
-        return {p.key: p.message for p in error.problems}
-    return {}
-
-
-@pytest.mark.parametrize("loss", DEFAULTS)
-def test_an_option_that_the_loss_does_not_use_is_an_error(loss: str) -> None:
-    assert problems(name="dpo", loss=loss, **options_of(loss)) == {}
-    for option in GIVEN.keys() - DEFAULTS[loss].keys():
-        found = problems(name="dpo", loss=loss, **{option: GIVEN[option]})
-        assert list(found) == [f"algorithm.{option}"]
-        assert found[f"algorithm.{option}"].startswith(f"algorithm.loss={loss} does not use it; it uses ")
-
-
-@pytest.mark.parametrize(
-    ("options", "key", "words"),
-    [
-        ({"name": "dpo", "loss": "simpo", "reference": "copy"}, "algorithm.reference", "has no reference model"),
-        ({"name": "dpo", "loss": "simpo", "reference": "adapter"}, "algorithm.reference", "has no reference model"),
-        ({"name": "dpo", "reference": "adapter"}, "algorithm.reference", "type adapter=lora"),
-        ({"name": "kto", "reference": "adapter"}, "algorithm.reference", "type adapter=lora"),
-        ({"name": "dpo", "loss": "robust", "label_smoothing": 0.5}, "algorithm.label_smoothing", "below 0.5"),
-        ({"name": "kto", "batch_size": 4, "mini_batches": 4}, "algorithm.batch_size", "at least 2 answers"),
-        ({"name": "dpo", "batch_size": 4, "mini_batches": 3}, "algorithm.mini_batches", "does not divide"),
-    ],
-)
-def test_contradictions(options: dict[str, Any], key: str, words: str) -> None:
-    found = problems(**options)
-    assert list(found) == [key] and words in found[key]
-
-
-@pytest.mark.parametrize("reference", [None, "adapter", "copy"])
-def test_the_reference_under_an_adapter(reference: Any) -> None:
-    for name in ("dpo", "kto"):
-        assert problems(adapter="lora", name=name, reference=reference) == {}
-    assert DpoConfig(reference=reference).reference_kind() == reference
-    assert DpoConfig().frozen() == KtoConfig().frozen() == ("reference",)

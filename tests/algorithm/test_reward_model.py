@@ -128,9 +128,3 @@ def test_a_few_steps_teach_which_answer_is_better() -> None:
     values = train(subject, rm(pairs(16, seed=3), use_margin=False), {"reward_model": subject}, 12)
     assert values[0]["train/accuracy"] < 0.8
     assert values[-1]["train/accuracy"] == 1
-
-
-def test_what_a_job_builds_for_it() -> None:
-    config = RmConfig()
-    assert config.learners() == {"reward_model": "scalar"}
-    assert config.frozen() == () and config.items == "pairs"

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runner.checkpoint.config import CheckpointConfig, direction
 from runner.checkpoint.retention import best_step, kept
+from runner.errors import SpecError
 
 VALUES = st.dictionaries(st.integers(1, 50), st.floats(), max_size=10)
 
@@ -18,6 +23,40 @@ def test_the_oldest_of_equals_is_the_best() -> None:
     assert best_step(metrics, "m", "min") == 3
     assert best_step(metrics, "absent", "max") is None
     assert best_step({}, "m", "max") is None
+
+
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [("eval/loss", 1), ("train/loss", 1), ("eval/exact_match", 2), ("eval/accuracy", 2), ("reward/mean", 2)],
+)
+def test_the_name_says_whether_more_is_better(metric: str, best: int) -> None:
+    metrics = {1: {metric: 1.0}, 2: {metric: 2.0}, 3: {metric: 1.5}}
+    assert best_step(metrics, metric, None) == best
+    assert direction(metric) is not None and CheckpointConfig(name="c", best=metric).problems(JOB) == []
+
+
+def test_a_metric_that_an_evaluation_lacks_is_an_error_that_names_what_there_is() -> None:
+    metrics = {1: {"train/loss": 1.0}, 2: {"train/loss": 1.0, "eval/loss": 2.0, "eval/exact_match": 0.5}}
+    with pytest.raises(SpecError, match=r"best: eval/acc is not measured; .* eval/exact_match, eval/loss, train/loss"):
+        best_step(metrics, "eval/acc", "max")
+    assert best_step({1: {"train/loss": 1.0}}, "eval/acc", "max") is None, "not evaluated yet"
+    assert best_step(metrics | {3: {"eval/acc": 0.5}}, "eval/acc", "max") == 3, "measured by now"
+
+
+JOB = SimpleNamespace(evaluation=SimpleNamespace(every=5))
+
+
+def test_problems() -> None:
+    def said(**options: Any) -> dict[str, str]:
+        return dict(CheckpointConfig(name="c", **options).problems(JOB))
+
+    assert said() == said(best="eval/loss") == said(best="mine/x", best_mode="min") == {}
+    assert said(best_mode="min") == {"checkpoint.best_mode": "is for checkpoint.best; leave it out"}
+    assert "must be given, max or min" in said(best="mine/x")["checkpoint.best_mode"]
+    assert "must be given" in said(best="reward/std")["checkpoint.best_mode"]
+    never = SimpleNamespace(evaluation=SimpleNamespace(every=0))
+    [(key, message)] = CheckpointConfig(name="c", best="eval/loss").problems(never)
+    assert (key, message) == ("checkpoint.best", "eval/loss is never measured with evaluation.every=0")
 
 
 @given(VALUES)

@@ -21,20 +21,29 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-JOB = (
-    "+recipe=sft_demo",
+SMALL = (
     "checkpoint.every=3",
     "evaluation.every=8",
     "evaluation.max_new_tokens=8",
     "algorithm.batch_size=8",
     "data.items=200",
     "data.held_out=8",
-    "schedule.warmup_steps=2",
     "tracker=none",
     "model.hidden_size=32",
     "model.intermediate_size=64",
     "model.layers=2",
 )
+SFT = ("+recipe=sft_demo", "schedule.warmup_steps=2")
+# random weights sort nothing, so that answers are rewarded for their length: every group has a gradient
+SAMPLED = ("init_from=null", "sampler.max_new_tokens=8", "reward=length", "reward.max=8", "reward.cache=7")
+JOBS = {
+    "full": SFT,
+    "lora with dropout": (*SFT, "adapter=lora", "adapter.dropout=0.1"),
+    "dpo": ("+recipe=dpo_demo", "init_from=null"),
+    "grpo": ("+recipe=grpo_demo", *SAMPLED),
+    "grpo, lag 1": ("+recipe=grpo_demo", *SAMPLED, "algorithm.lag=1"),
+    "ppo": ("+recipe=ppo_demo", *SAMPLED),
+}
 RESUME = ("resume", "latest")
 VOLATILE = ("time/", "perf/")
 DEADLINE_S = 60.0
@@ -43,9 +52,9 @@ DEADLINE_S = 60.0
 class Run:
     """One run in its own folder, as a series of processes."""
 
-    def __init__(self, cwd: Path, steps: int, *extra: str) -> None:
+    def __init__(self, cwd: Path, steps: int, job: str) -> None:
         cwd.mkdir(parents=True, exist_ok=True)
-        self.cwd, self.steps, self.job = cwd, steps, (*JOB, f"steps={steps}", *extra)
+        self.cwd, self.steps, self.job = cwd, steps, (*JOBS[job], *SMALL, f"steps={steps}")
         self.latest = cwd / "outputs" / "latest"
         self.printed = cwd / "printed.txt"
 
@@ -124,8 +133,9 @@ def assert_same(run: Run, peaceful: Run) -> None:
     assert run.export() == peaceful.export()
 
 
-def test_killed_and_resumed_is_the_same_run(tmp_path: Path) -> None:
-    peaceful, killed = Run(tmp_path / "peaceful", 24), Run(tmp_path / "killed", 24)
+@pytest.mark.parametrize("job", ["full", pytest.param("grpo, lag 1", marks=pytest.mark.slow)])
+def test_killed_and_resumed_is_the_same_run(tmp_path: Path, job: str) -> None:
+    peaceful, killed = Run(tmp_path / "peaceful", 24, job), Run(tmp_path / "killed", 24, job)
     assert peaceful.start(*peaceful.job).wait(timeout=DEADLINE_S) == 0, peaceful.printed.read_text()
     killed_run(killed, kills=4, seed=0)
     assert_same(killed, peaceful)
@@ -133,9 +143,9 @@ def test_killed_and_resumed_is_the_same_run(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("extra", [(), ("adapter=lora", "adapter.dropout=0.1")], ids=["full", "lora with dropout"])
-def test_twenty_kills(tmp_path: Path, extra: tuple[str, ...]) -> None:
-    peaceful, killed = Run(tmp_path / "peaceful", 96, *extra), Run(tmp_path / "killed", 96, *extra)
+@pytest.mark.parametrize("job", JOBS)
+def test_twenty_kills(tmp_path: Path, job: str) -> None:
+    peaceful, killed = Run(tmp_path / "peaceful", 96, job), Run(tmp_path / "killed", 96, job)
     assert peaceful.start(*peaceful.job).wait(timeout=DEADLINE_S) == 0, peaceful.printed.read_text()
     deaths = killed_run(killed, kills=20, seed=1)
     assert len(set(deaths)) >= 8, f"the kills came at too few different moments: {deaths}"

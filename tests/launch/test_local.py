@@ -7,39 +7,24 @@ from pathlib import Path
 
 import pytest
 
+from runner.cli.compose import compose_job
 from runner.errors import SpecError
 from runner.folder import RunFolder
 from runner.launch.local import next_attempt, refuse_other_job, resume, status, write_spec
-from runner.spec.decode import decode
+from runner.spec.job import JobSpec
 
 
-def spec(**changes: object):  # type: ignore[no-untyped-def]
-    groups = {
-        "device": "cpu",
-        "parallelism": "single",
-        "launch": "local",
-        "model": "tiny",
-        "adapter": "none",
-        "data": "demo",
-        "algorithm": "sft",
-        "sampler": "none",
-        "reward": "none",
-        "optimizer": "adamw",
-        "schedule": "constant",
-        "tracker": "none",
-        "checkpoint": "safetensors",
-    }
-    data: dict[str, object] = {group: {"name": name} for group, name in groups.items()}
-    return decode({**data, "steps": 10, **changes}, {})
+def spec(*words: str, steps: int = 10) -> JobSpec:
+    return compose_job(["+recipe=sft_demo", f"steps={steps}", *words]).spec
 
 
 def test_more_steps_and_other_watching_are_fine() -> None:
-    refuse_other_job(spec(), spec(steps=20, evaluation={"every": 7}, tracker={"name": "tensorboard"}))
+    refuse_other_job(spec(), spec("evaluation.every=7", "tracker=tensorboard", steps=20))
 
 
 def test_what_the_curve_depends_on_is_refused_all_at_once() -> None:
     with pytest.raises(SpecError) as caught:
-        refuse_other_job(spec(), spec(seed=1, optimizer={"name": "sgd", "lr": 0.1}))
+        refuse_other_job(spec(), spec("seed=1", "optimizer=sgd", "optimizer.lr=0.1"))
     assert [p.key for p in caught.value.problems] == ["seed", "optimizer"]
 
 
@@ -60,7 +45,7 @@ def done(tmp_path: Path) -> RunFolder:
 def test_an_override_that_no_step_of_a_finished_run_would_see_is_refused(
     done: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changed = spec(checkpoint={"name": "safetensors", "every": 7}, evaluation={"every": 3})
+    changed = spec("checkpoint.every=7", "evaluation.every=3")
     with pytest.raises(SpecError, match="this changes nothing") as caught:
         resume(done, spec(), changed)
     assert [p.key for p in caught.value.problems] == ["checkpoint", "evaluation"]

@@ -199,7 +199,7 @@ def interrupted(cwd: Path, number: int, after: int, *arguments: str) -> tuple[in
     return process.returncode, (cwd / "outputs/latest").resolve()
 
 
-LONGER = {"steps": 60, "checkpoint.every": 7, "evaluation.every": 0, "checkpoint.export": "false"}
+LONGER = {"steps": 60, "checkpoint.every": 7, "evaluation.every": 60, "checkpoint.export": "false"}
 LONG = (
     *(a for a in SMALL if a.partition("=")[0] not in LONGER),
     *(f"{key}={value}" for key, value in LONGER.items()),
@@ -250,6 +250,8 @@ def test_a_nan_ends_the_run_with_5_and_keeps_the_last_checkpoint(tmp_path: Path)
 
 
 def test_a_lora_run_starts_from_the_latest_runs_export_on_the_users_own_file(finished: Path) -> None:
+    base = (finished / "outputs/latest").resolve() / "export"
+    shutil.copytree(base, finished / "moved")
     rows = [{"prompt": f"reverse {n}", "completion": str(n)[::-1]} for n in range(100, 140)]
     (finished / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     runner(
@@ -266,4 +268,8 @@ def test_a_lora_run_starts_from_the_latest_runs_export_on_the_users_own_file(fin
     )
     export = finished / "outputs/latest/export"
     assert (export / "adapter_model.safetensors").exists() and not (export / "model.safetensors").exists()
-    assert runner(finished, "infer", "latest", "reverse 1234", "--max-new-tokens", "4")
+    weights = base / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\xbf")  # the last number changes its sign
+    words = ("infer", "latest", "reverse 1234", "--max-new-tokens", "4")
+    assert "another weights" in runner(finished, *words, code=4)
+    assert runner(finished, *words, "model.path=moved")

@@ -52,19 +52,22 @@ def test_rows_may_join_and_leave_at_any_time(seed: int) -> None:
     waiting = [tuple(row) for row in rows((2, 5, 1, 9, 3, 5, 70))] * 2
     decoder, live = Columns(PLAIN, waiting, rows=4), list[tuple[int, ...]]()
     while waiting or live:
-        room = min(4 - len(live), len(waiting))
-        if room and (not live or chance.random() < 0.4):
-            new = [waiting.pop(0) for _ in range(chance.randint(1, room))]
-            check(decoder.join(new), new)
-            live += new
-        else:
-            tokens = [chance.randrange(256) for _ in live]
-            live = [(*row, token) for row, token in zip(live, tokens, strict=True)]
-            check(decoder.step(tokens), live)
         gone = [row for row in range(len(live)) if chance.random() < 0.2]
+        room = min(4 - len(live) + len(gone), len(waiting))
+        if room and (len(gone) == len(live) or chance.random() < 0.4):
+            new = [waiting.pop(0) for _ in range(chance.randint(1, room))]
+            places = [*gone, *range(len(live), 4)][: len(new)]
+            check(decoder.join(new, places), new)
+            for place, row in zip(places, new, strict=True):
+                live[place : place + 1] = [row]
+            gone = gone[len(new) :]
         left = decoder.drop(gone)
         assert sorted([*left, *gone]) == list(range(len(live)))
         live = [live[row] for row in left]
+        if live and chance.random() < 0.7:
+            tokens = [chance.randrange(256) for _ in live]
+            live = [(*row, token) for row, token in zip(live, tokens, strict=True)]
+            check(decoder.step(tokens), live)
 
 
 def check(logits: Tensor, live: list[tuple[int, ...]]) -> None:

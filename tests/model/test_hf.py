@@ -7,17 +7,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 from safetensors.torch import load_file, save_file
 
+from runner.adapter import lora
+from runner.adapter.config import LoraConfig
 from runner.decisions import Decisions
 from runner.errors import EnvironmentProblem, RunnerError, SecurityRefusal, SpecError
 from runner.model import hf
 from runner.model.causal import CausalLM
 from runner.model.config import HfConfig, TinyConfig
+from runner.model.tokenizer import byte_tokenizer
 from tests.model.zoo import CPU, LOGPROBS, batch, causal
 
 
@@ -154,8 +156,7 @@ def test_an_adapter_folder_is_named_as_such(tmp_path: Path) -> None:
 @pytest.fixture
 def with_adapter(folder: Path) -> Path:
     """A model folder that has an adapter in it as well, which transformers would load and save instead."""
-    base = hf.AutoModelForCausalLM.from_pretrained(folder)
-    peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM")).save_pretrained(folder)
+    lora.attach(LoraConfig(rank=2), build(folder), decide=Decisions()).save(folder)
     assert (folder / "config.json").exists() and (folder / "adapter_config.json").exists()
     return folder
 
@@ -177,7 +178,7 @@ def test_an_export_that_lacks_what_has_learnt_is_an_error(with_adapter: Path, tm
     """As transformers would write it of a model that an adapter slipped into."""
     module = hf.AutoModelForCausalLM.from_pretrained(with_adapter)
     module.requires_grad_(True)
-    model = CausalLM(module, hf.tokenizer(HfConfig(path=str(with_adapter))), TinyConfig(), seed=0, decide=Decisions())
+    model = CausalLM(module, byte_tokenizer(512), TinyConfig(), seed=0, decide=Decisions())
     with pytest.raises(RunnerError, match="the export is not whole"):
         model.save(tmp_path / "export")
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 
+from runner.batch import pack
 from runner.decisions import Decisions
+from runner.errors import SpecError
 from runner.model import tiny
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
+from runner.model.source import Source
 from tests.model.zoo import CPU, LOGPROBS, batch
 
 
@@ -44,11 +50,33 @@ def test_bfloat16_rounds_the_same_weights_but_not_the_rotary_frequencies() -> No
     half.linear(batch(), batch().tokens["weight"])[0].backward()
 
 
+def test_rows_that_are_too_long_are_refused_at_the_start_and_in_a_batch() -> None:
+    config = TinyConfig(max_positions=16)
+    with pytest.raises(SpecError, match="rows of 17 tokens are too long: the model has 16 positions"):
+        tiny.build(config, tokenizer=tiny.tokenizer(config), device=CPU, seed=0, decide=Decisions(), longest=17)
+    model = build(max_positions=16)
+    model.outputs(pack([[1] * 16, [2] * 16], [[1.0] * 16] * 2), LOGPROBS)
+    with pytest.raises(SpecError, match="rows of 17 tokens"):
+        model.outputs(pack([[1] * 17], [[1.0] * 17]), LOGPROBS)
+
+
+def test_the_origin_names_seed_and_shape_or_the_folder_that_it_started_from(tmp_path: Path) -> None:
+    one = build(seed=3, hidden_size=64, layers=2)
+    assert one.origin["drawn"].startswith("from seed 3 for hidden_size=64 intermediate_size=384 layers=2 heads=4")
+    assert build(seed=4).origin != build(seed=3).origin != one.origin
+    assert build(head_chunk_tokens=7).origin == build().origin, "how it runs is no matter"
+    one.save(tmp_path)
+    config = TinyConfig(hidden_size=64, layers=2)
+    started = tiny.build(
+        config, tokenizer=one.tokenizer, device=CPU, seed=9, decide=Decisions(), init_from=str(tmp_path)
+    )
+    assert started.origin == Source(folder=tmp_path).identity(weights=False)
+    assert started.inner.config._name_or_path == str(tmp_path), "an adapter names its base"
+
+
 def test_a_few_steps_learn_a_row_by_heart() -> None:
     model = build(hidden_size=64, layers=2, intermediate_size=128)
     ids = model.tokenizer.encode("the quick brown fox<|im_end|>")
-    from runner.batch import pack
-
     data = pack([ids], [[1.0] * len(ids)])
     optimizer = torch.optim.AdamW(model.trainable().values(), lr=3e-3)
     for _ in range(60):

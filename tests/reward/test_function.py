@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -164,6 +166,12 @@ def first_path(reward: Scorer) -> str:
 def test_text_of_megabytes_passes(function: Write) -> None:
     reward = function("def score(completions): return [len(c) for c in completions]", timeout_s=60)
     assert one(reward, answer("x" * 3_000_000), answer("y")) == [3_000_000, 1]
+
+
+def test_the_example_of_the_documentation_works(function: Write) -> None:
+    [source] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "rewards.md").read_text(), re.DOTALL)
+    chat = [answer(text, messages=[{"role": "user", "content": "2+2?"}], answer="4", other=1) for text in ("4", "5")]
+    assert one(function(source)) == one(function(source), *chat) == [1.1, 0.1]
 
 
 # --- what it may return ----------------------------------------------------------------------------------------------
@@ -349,6 +357,19 @@ pool.call({{"completions": ["h"]}}, size=1, seed=0)
         run.send_signal(signal.SIGKILL)
         run.wait()
     wait_until(lambda: not any(map(alive, pids(tmp_path))))
+
+
+def test_a_forked_child_of_the_run_does_not_keep_a_worker_alive(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(textwrap.dedent(LEAVES_CHILDREN))
+    process = pool.Worker(pool.Target(tmp_path / "mine.py", "score"), output.Output("", None))
+    held = os.dup(process._process.stdin.fileno())  # what a process has that was forked from the run
+    question = {"arguments": {"completions": ["4"]}, "size": 1, "seed": 0, "timeout_s": 60.0}
+    assert process.ask(json.dumps(question).encode(), 60.0)["values"] == [1.0]
+    begin = time.monotonic()
+    process.end()
+    os.close(held)
+    assert time.monotonic() - begin < pool.END_S
+    assert len(pids(tmp_path)) == 3 and not any(map(alive, pids(tmp_path)))
 
 
 def test_a_worker_outlives_the_thread_that_started_it(function: Write) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -121,6 +124,17 @@ def test_a_parts_files_are_made_absolute_and_checked(workdir: Path) -> None:
     assert isinstance(part.config, FunctionConfig) and part.weight == 3.0
     assert part.config.path == f"{workdir.resolve()}/mine.py:score"
     assert scores(config, answer("4", answer="4")) == [1 + 3 * 0.5]
+
+
+def test_the_examples_of_the_documentation_decode() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text()
+    [recipe] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert [p.weight for p in members(yaml.safe_load(recipe)["reward"]["parts"])] == [1.0, 0.2, 1.0]
+    [typed] = re.findall(r"'(reward\.parts=.*?)'", page)
+    value = OverridesParser.create().parse_override(typed).value()
+    assert [(p.config.name, p.weight) for p in members(value)] == [("exact", 1.0), ("length", 0.5)]
+    [extract] = re.findall(r"'(reward\.extract=.*?)'", page)
+    assert OverridesParser.create().parse_override(extract).value() == "<answer>(.*?)</answer>"
 
 
 def test_what_was_built_is_closed_when_a_later_part_cannot_be(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from runner.data.config import FileConfig
 from runner.errors import SecurityRefusal, SpecError
 from runner.optimizer.config import OptimizerConfig
 from runner.registry import Registry, default_registry
+from runner.reward.config import ExactConfig
 from runner.spec.decode import decode
 from runner.spec.schema import groups_of, job_schema
 from runner.tracker.config import WandbConfig
@@ -26,6 +27,8 @@ NAMES = {
     "data": "demo",
     "algorithm": "sft",
     "sampler": "none",
+    "reward": "none",
+    "environment": "none",
     "optimizer": "adamw",
     "schedule": "constant",
     "tracker": "none",
@@ -104,10 +107,76 @@ def test_defaults_decode_to_the_classes_of_their_names() -> None:
             "launch.devices",
             "parallelism=single runs one process, not 2; set launch.devices=1",
         ),
+        (
+            {"model": {"dtype": "bfloat16"}},
+            "model.dtype",
+            "bfloat16 weights round most updates of full fine-tuning away; type model.dtype=float32 "
+            "model.autocast=bfloat16, or adapter=lora",
+        ),
+        (
+            {"model": {"dtype": "bfloat16"}, "adapter": {"name": "lora", "modules_to_save": ["lm_head"]}},
+            "adapter.modules_to_save",
+            "these are trained in full, and bfloat16 weights round most of their updates away; type "
+            "model.dtype=float32 model.autocast=bfloat16",
+        ),
+        (
+            {"model": {"max_positions": 512}},
+            "data.max_length",
+            "1024 is above model.max_positions=512; lower the one or raise the other",
+        ),
+        (
+            {"schedule": {"name": "wsd", "warmup_steps": 60, "decay_steps": 50}},
+            "schedule.decay_steps",
+            "50 and schedule.warmup_steps=60 are more than steps=100",
+        ),
+        ({"checkpoint": {"best_mode": "min"}}, "checkpoint.best_mode", "is for checkpoint.best; leave it out"),
+        (
+            {"checkpoint": {"best": "mine/x"}},
+            "checkpoint.best_mode",
+            "must be given, max or min: nothing is known of checkpoint.best=mine/x",
+        ),
+        (
+            {"checkpoint": {"best": "eval/loss"}, "evaluation": {"every": 0}},
+            "checkpoint.best",
+            "eval/loss is never measured with evaluation.every=0",
+        ),
     ],
 )
 def test_one_mistake_is_one_sentence(changes: dict[str, Any], key: str, message: str) -> None:
     assert said(**changes) == {key: message}
+
+
+FILE = {"name": "file", "path": "x.jsonl"}
+HUB = {"name": "hub", "path": "x/y"}
+
+
+@pytest.mark.parametrize(
+    ("condition", "option"),
+    [
+        *(({"evaluation": {"every": 0}}, ("evaluation", name, 3)) for name in ("max_new_tokens", "batch_size")),
+        ({"evaluation": {"every": 0}}, ("evaluation", "samples", 0)),
+        ({"evaluation": {"every": 0}, "data": FILE}, ("data", "eval_path", "held_out.jsonl")),
+        ({"evaluation": {"every": 0}, "data": FILE}, ("data", "eval_items", 7)),
+        ({"evaluation": {"every": 0}, "data": HUB}, ("data", "eval_split", "test")),
+        ({"algorithm": {"name": "cpt"}, "data": FILE}, ("data", "loss_on", "last_assistant")),
+        ({}, ("checkpoint", "best_mode", "min")),
+    ],
+    ids=str,
+)
+def test_an_option_that_the_rest_does_not_use_is_an_error(
+    condition: dict[str, Any], option: tuple[str, str, Any]
+) -> None:
+    section, name, value = option
+    decode(job(**condition), {})
+    changes = {**condition, section: {**condition.get(section, {}), name: value}}
+    assert set(said(**changes)) == {f"{section}.{name}"}
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_the_problems_that_have_a_way_out_have_it(adapter: str) -> None:
+    """What the messages about bfloat16 say to type is accepted."""
+    assert decode(job(model={"autocast": "bfloat16"}, adapter={"name": adapter}), {})
+    assert decode(job(model={"dtype": "bfloat16"}, adapter={"name": "lora"}), {})
 
 
 def test_all_problems_come_at_once_contradictions_among_them() -> None:
@@ -173,10 +242,25 @@ COMPONENTS = [
 ]
 
 
+VALUES: dict[tuple[str, str], dict[str, Any]] = {
+    ("reward", "length"): {"target": 3},
+    ("reward", "function"): {"path": "x.py:y"},
+    ("reward", "http"): {"url": "http://x/y"},
+    ("reward", "sum"): {"parts": ({**ExactConfig().model_dump(), "weight": 1.0},)},
+}
+SAMPLING = {
+    group: {"name": name} for group, name in {"algorithm": "grpo", "sampler": "torch", "reward": "exact"}.items()
+}
+
+
 @pytest.mark.parametrize(("group", "cls"), COMPONENTS, ids=lambda v: getattr(v, "__name__", v))
-def test_a_dumped_spec_decodes_to_itself(group: str, cls: type) -> None:
-    required = {name: "x/y" for name, info in cls.model_fields.items() if info.is_required()}
-    spec = decode(job(**{group: {"name": cls.component_name(), **required}}), {})
+def test_a_dumped_spec_decodes_to_itself(group: str, cls: Any) -> None:
+    name = cls.component_name()
+    needed = {field: "x/y" for field, info in cls.model_fields.items() if info.is_required()}
+    section = {"name": name, **VALUES.get((group, name), needed)}
+    samples = cls.samples if group == "algorithm" else group in ("sampler", "reward", "environment")
+    others = SAMPLING if samples and name != "none" else {}
+    spec = decode(job(**{**others, group: section}), {})
     assert decode(spec.model_dump(), {}) == spec
     assert decode(spec.model_dump(mode="json"), {}) == spec
     assert type(getattr(spec, group)) is cls
