@@ -68,7 +68,7 @@ def test_they_do_not_depend_on_how_many_items_go_at_once(loss: str) -> None:
 
 
 def test_a_sample_is_an_item_in_words_with_its_own_numbers() -> None:
-    algorithm, models = dpo()
+    algorithm, models = dpo(mini_batches=2)
     report = measured(algorithm, PAIRS, models, 3, samples=5)
     assert len(report.samples) == 5
     for sample, pair in zip(report.samples, PAIRS, strict=False):

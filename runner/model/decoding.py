@@ -134,7 +134,7 @@ class ColumnLayer(CacheLayerMixin):
         return self.span.end - self.span.begin
 
     def get_max_length(self) -> int:
-        """None: it is moved to larger memory when it is full."""
+        """-1, no limit: it is moved to larger memory when it is full."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name in older transformers
@@ -233,8 +233,10 @@ class Columns:
     def _prefill(self) -> None:
         """Compute the next prompts of the queue, as many as the budget allows and at least one."""
         chunk = [self._queue.popleft()]
-        while self._queue and (len(chunk) + 1) * max(map(len, [*chunk, self._queue[0]])) <= PREFILL_TOKENS:
+        longest = len(chunk[0])
+        while self._queue and (len(chunk) + 1) * max(longest, len(self._queue[0])) <= PREFILL_TOKENS:
             chunk.append(self._queue.popleft())
+            longest = max(longest, len(chunk[-1]))
         logits, cache, _ = self._forward.prefill(chunk, DynamicCache())
         for row, prompt in enumerate(chunk):
             layers = tuple((x.keys[row, :, -len(prompt) :], x.values[row, :, -len(prompt) :]) for x in cache.layers)

@@ -87,7 +87,9 @@ def test_each_loss_is_that_of_plain_passes_over_one_answer_at_a_time(loss: str, 
     policy, reference = policy_and_reference()
     algorithm = dpo(PAIRS, loss=loss, share_prompts=share, **options_of(loss))
     subject = learner(policy)
-    _, metrics = backward(subject, algorithm, {"policy": subject, "reference": frozen(reference)})
+    batch, metrics = backward(subject, algorithm, {"policy": subject, "reference": frozen(reference)})
+    prompts, answers = sum(len(p.prompt) for p in PAIRS), sum(len(p.chosen) + len(p.rejected) for p in PAIRS)
+    assert batch.num_tokens == prompts * (1 if share else 2) + answers
     _, formula, reward = CASES[loss]
     losses, chosen, rejected = [], [], []
     for pair, (pc, pr, rc, rr) in zip(PAIRS, plain_sums(), strict=True):

@@ -62,8 +62,9 @@ def test_the_loss_is_that_of_plain_passes(use_margin: bool, centring: float) -> 
     for share in (True, False):
         subject = learner(made, budget=1)
         algorithm = rm(PAIRS, use_margin=use_margin, centring=centring, share_prompts=share)
-        _, metrics = backward(subject, algorithm, {"reward_model": subject})
+        batch, metrics = backward(subject, algorithm, {"reward_model": subject})
         assert metrics.result() == pytest.approx(expected, rel=1e-5)
+        assert batch.num_rows == (3 if share else 2) * len(PAIRS)
     assert 0 < expected["train/accuracy"] < 1 and any(p.margin for p in PAIRS)
 
 

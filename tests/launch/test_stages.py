@@ -1,0 +1,96 @@
+"""Where a job's first weights come from: runs, exports, and recipes that are run first."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from runner.cli.compose import compose_job
+from runner.errors import SpecError
+from runner.launch.stages import StageFailed, with_first_weights
+
+SMALL = ("model.hidden_size=32", "model.intermediate_size=48", "model.layers=2", "tracker=none", "steps=2")
+
+
+def run(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "runner", *words], cwd=cwd, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_recipe_is_run_first_on_this_jobs_model(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        "+recipe=grpo_demo",
+        *SMALL,
+        "data.items=64",
+        "data.held_out=8",
+        "algorithm.batch_size=4",
+        "algorithm.group_size=2",
+        "evaluation.every=0",
+        "init_from=recipe:quick",
+        f"--config-dir={_with_recipe(tmp_path)}",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "init_from: running +recipe=quick first" in done.stderr
+    spec = (tmp_path / "outputs/latest/spec.yaml").read_text()
+    [stage] = [p for p in (tmp_path / "outputs").glob("*/*-quick-*")]
+    assert f"init_from: {stage.resolve()}/export" in spec
+    assert "hidden_size: 32" in (stage / "spec.yaml").read_text(), "the first run has this job's model"
+    assert json.loads((stage / "status.json").read_text())["state"] == "done"
+
+
+def _with_recipe(folder: Path) -> Path:
+    conf = folder / "mine"
+    (conf / "recipe").mkdir(parents=True)
+    text = (
+        "# @package _global_\ndefaults:\n  - override /algorithm: sft\nname: quick\nsteps: 2\nevaluation:\n  every: 0\n"
+    )
+    (folder / "recipes").mkdir()
+    (folder / "recipes" / "quick.yaml").write_text(text)
+    return conf
+
+
+def test_the_weights_of_an_export_are_the_first_ones(tmp_path: Path) -> None:
+    first = run(tmp_path, "+recipe=sft_demo", *SMALL, "evaluation.every=0", "data.items=64", "data.held_out=8")
+    assert first.returncode == 0, first.stderr
+    export = (tmp_path / "outputs/latest/export").resolve()
+    words = ("+recipe=sft_demo", *SMALL, "steps=1", "optimizer.lr=1e-30", "evaluation.every=0", "data.items=64")
+    again = run(tmp_path, *words, "data.held_out=8", "init_from=outputs/latest", "seed=5")
+    assert again.returncode == 0, again.stderr
+    one, two = (load_file(p / "model.safetensors") for p in (export, tmp_path / "outputs/latest/export"))
+    assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=1e-7) for n in one)
+
+
+@pytest.mark.parametrize("what", ["nothing", "empty", "adapter"])
+def test_a_folder_without_weights_is_named(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "there"
+    if what != "nothing":
+        folder.mkdir()
+    if what == "adapter":
+        (folder / "adapter_config.json").write_text("{}")
+    spec = compose_job(["+recipe=sft_demo", f"init_from={folder}"]).spec
+    with pytest.raises(SpecError, match="is an adapter" if what == "adapter" else "no weights in"):
+        with_first_weights(spec)
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    save_file({"model.embed_tokens.weight": torch.zeros(3, 3)}, tmp_path / "model.safetensors")
+    done = run(tmp_path, "+recipe=sft_demo", *SMALL, f"init_from={tmp_path}")
+    assert done.returncode == 2
+    assert "model.embed_tokens.weight has no place in this model" in done.stderr
+
+
+def test_a_recipe_that_fails_ends_this_job_with_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = compose_job(["+recipe=sft_demo", "init_from=recipe:nothing_like_it"]).spec
+    with pytest.raises(StageFailed, match="ended with exit code 2") as caught:
+        with_first_weights(spec)
+    assert caught.value.exit_code == 2 and not (tmp_path / "outputs").exists()
