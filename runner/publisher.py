@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from torch import Tensor
 
 from runner.protocols import Sampler
 
+T = TypeVar("T")
 Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
@@ -33,6 +35,15 @@ class Publisher:
             self._kept[version] = copy
             for old in [v for v in self._kept if v < version - self._lag]:
                 del self._kept[old]
+
+    def before(self, collect: Callable[[int], T]) -> Callable[[int], T]:
+        """`collect`, but with the sampler holding the weights that are due to the step."""
+
+        def loaded(step: int) -> T:
+            self.load_for(step)
+            return collect(step)
+
+        return loaded
 
     def load_for(self, step: int) -> None:
         """Give the sampler the weights that `step` is to be sampled with."""

@@ -21,10 +21,8 @@ from runner.reward.config import RewardConfig
 from runner.sampler.config import SamplerConfig
 from runner.schedule.config import ScheduleConfig
 from runner.spec.base import Config
-from runner.spec.words import shown
 from runner.tracker.config import TrackerConfig
 
-HELD_OUT = frozenset({"eval_path", "eval_split", "eval_items"})  # of data
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
 
 
@@ -37,18 +35,6 @@ class EvaluationConfig(Config):
     max_new_tokens: int = Field(default=64, ge=1, description="Longest greedy answer in tokens.")
     batch_size: int = Field(default=64, ge=1, description="Questions answered at once.")
     samples: int = Field(default=8, ge=0, description="Answers per evaluation that are written to samples.jsonl.")
-
-    def problems(self, job: Any) -> list[tuple[str, str]]:
-        """Options that wait for an evaluation, where there is none."""
-        if self.every:
-            return []
-        waiting = [("evaluation", self, set(type(self).model_fields) - {"every"}), ("data", job.data, HELD_OUT)]
-        return [
-            (f"{section}.{name}", f"does nothing with evaluation.every=0; leave it at {shown(info.default)}")
-            for section, config, names in waiting
-            for name, info in type(config).model_fields.items()
-            if name in names and getattr(config, name) != info.default
-        ]
 
 
 class WatchConfig(Config):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ import torch
 from runner.algorithm.parts import Parts
 from runner.algorithm.policy import PolicyOptimisation, build
 from runner.algorithm.policy_config import PolicyConfig
-from runner.build import _collect
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
 from runner.feed import Feed
@@ -135,7 +133,7 @@ def job_of(
         ranks=SingleRank(SingleConfig()),
         algorithm=algorithm,
         feed=Feed(
-            partial(_collect, algorithm, publisher), steps, config.lag, encode=algorithm.encode, decode=algorithm.decode
+            publisher.before(algorithm.collect), steps, config.lag, encode=algorithm.encode, decode=algorithm.decode
         ),
         publish=publisher.publish,
         learners=learners,

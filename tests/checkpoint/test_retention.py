@@ -54,9 +54,6 @@ def test_problems() -> None:
     assert said(best_mode="min") == {"checkpoint.best_mode": "is for checkpoint.best; leave it out"}
     assert "must be given, max or min" in said(best="mine/x")["checkpoint.best_mode"]
     assert "must be given" in said(best="reward/std")["checkpoint.best_mode"]
-    never = SimpleNamespace(evaluation=SimpleNamespace(every=0))
-    [(key, message)] = CheckpointConfig(name="c", best="eval/loss").problems(never)
-    assert (key, message) == ("checkpoint.best", "eval/loss is never measured with evaluation.every=0")
 
 
 @given(VALUES)

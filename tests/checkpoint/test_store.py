@@ -17,7 +17,7 @@ import torch
 from runner.checkpoint import reader, store
 from runner.checkpoint.config import SafetensorsConfig
 from runner.checkpoint.store import CheckpointStore
-from runner.errors import CheckpointError, StorageError, TrainingDiverged
+from runner.errors import CheckpointError, SpecError, StorageError, TrainingDiverged
 
 Open = Callable[..., CheckpointStore]
 StateOf = Callable[[int], dict[str, dict[str, Any]]]
@@ -128,11 +128,12 @@ def test_the_newest_and_the_best_are_kept(open_store: Open, state_of: StateOf) -
     scores = {1: 0.1, 2: 0.9, 3: 0.5, 4: 0.9, 5: 0.2, 6: 0.3}
     for step, score in scores.items():  # a new process each time: what is best survives a restart
         metrics = {"eval/x": score} if step != 5 else {}
-        open_store(keep=2, best="eval/x").save(step, state_of(step), metrics)
+        open_store(keep=2, best="eval/x", best_mode="max").save(step, state_of(step), metrics)
     assert open_store().steps() == [2, 5, 6], "of the equals 2 and 4 the older"
-    assert open_store(best="eval/x").best() == 2
+    assert open_store(best="eval/x", best_mode="max").best() == 2
     assert open_store().best() is None
-    assert open_store(best="eval/other").best() is None
+    with pytest.raises(SpecError, match="eval/other is not measured"):
+        open_store(best="eval/other").best()
 
 
 def test_the_least_can_be_the_best(open_store: Open, state_of: StateOf) -> None:

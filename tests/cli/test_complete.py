@@ -24,7 +24,7 @@ def completed(
         ("run device=", ["device=auto", "device=cpu", "device=cuda", "device=npu"]),
         ("run device=c", ["device=cpu", "device=cuda"]),
         ("run +rec", ["+recipe="]),
-        ("run recipe=sft", ["recipe=sft_demo", "recipe=sft_npu"]),
+        ("run recipe=sft_n", ["recipe=sft_npu"]),
         ("run +recipe=sft_d", ["+recipe=sft_demo"]),
         ("run +recipe=my/", ["+recipe=my/own"]),
         ("run optimizer.l", ["optimizer.lr="]),

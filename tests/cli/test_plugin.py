@@ -63,7 +63,8 @@ def run(site: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_it_is_listed(site: Path, workdir: Path) -> None:
-    assert "  theirs  Their own algorithm." in run(site, workdir, "list", "algorithm").stdout.splitlines()
+    shown = run(site, workdir, "list", "algorithm").stdout.splitlines()
+    assert ["theirs", "Their own algorithm."] in [line.split(maxsplit=1) for line in shown]
     assert "  theirs    Their data." in run(site, workdir, "list", "data").stdout.splitlines()
     assert "Their demo." in run(site, workdir, "list", "recipe").stdout
 

@@ -135,11 +135,6 @@ def test_defaults_decode_to_the_classes_of_their_names() -> None:
             "checkpoint.best_mode",
             "must be given, max or min: nothing is known of checkpoint.best=mine/x",
         ),
-        (
-            {"checkpoint": {"best": "eval/loss"}, "evaluation": {"every": 0}},
-            "checkpoint.best",
-            "eval/loss is never measured with evaluation.every=0",
-        ),
     ],
 )
 def test_one_mistake_is_one_sentence(changes: dict[str, Any], key: str, message: str) -> None:
@@ -147,17 +142,11 @@ def test_one_mistake_is_one_sentence(changes: dict[str, Any], key: str, message:
 
 
 FILE = {"name": "file", "path": "x.jsonl"}
-HUB = {"name": "hub", "path": "x/y"}
 
 
 @pytest.mark.parametrize(
     ("condition", "option"),
     [
-        *(({"evaluation": {"every": 0}}, ("evaluation", name, 3)) for name in ("max_new_tokens", "batch_size")),
-        ({"evaluation": {"every": 0}}, ("evaluation", "samples", 0)),
-        ({"evaluation": {"every": 0}, "data": FILE}, ("data", "eval_path", "held_out.jsonl")),
-        ({"evaluation": {"every": 0}, "data": FILE}, ("data", "eval_items", 7)),
-        ({"evaluation": {"every": 0}, "data": HUB}, ("data", "eval_split", "test")),
         ({"algorithm": {"name": "cpt"}, "data": FILE}, ("data", "loss_on", "last_assistant")),
         ({}, ("checkpoint", "best_mode", "min")),
     ],

@@ -1,0 +1,135 @@
+"""A job, built from its spec.
+
+    device → tokenizer → data → models → adapters → optimizers → learners → sampler, reward → algorithm → callbacks
+
+Data comes before the model, so that a mistake in it is found before gigabytes are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.algorithm.parts import Parts
+from runner.build.evaluation import build_evaluation
+from runner.build.parts import build_data, build_device, build_frozen, build_learner, build_model, build_tokenizer
+from runner.build.rollouts import build_reward, build_sampler
+from runner.callback.evaluation import Evaluation
+from runner.callback.record import Record
+from runner.callback.rollouts import Rollouts
+from runner.callback.saving import Saving
+from runner.callback.stall import StallWatch
+from runner.checkpoint.store import CheckpointStore
+from runner.decisions import Decisions
+from runner.errors import CheckpointError
+from runner.evaluator import Report
+from runner.feed import Feed
+from runner.folder import RunFolder
+from runner.identity import identity, refuse_changed
+from runner.loop import Job
+from runner.protocols import Callback, Model, State
+from runner.publisher import Publisher
+from runner.registry import default_registry
+from runner.signals import StopSignal
+from runner.spec.job import JobSpec
+
+Samples = Callable[[int, Sequence[Mapping[str, Any]]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Outlets:
+    """Where numbers, samples and words go: given by whoever launches."""
+
+    step: Sequence[Callable[[int, Mapping[str, float]], None]]
+    samples: Samples  # of an evaluation, which are shown too
+    rollouts: Samples  # of a step
+    say: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A job, and what its launcher needs beside it."""
+
+    job: Job
+    model: Any
+    store: CheckpointStore
+    sections: Mapping[str, Any]
+    identity: Mapping[str, Any]
+
+    def save(self, step: int, values: Mapping[str, float]) -> Path:
+        """Write a checkpoint of every section's state."""
+        state: dict[str, State] = {name: part.state_dict() for name, part in self.sections.items()}
+        return self.store.save(step, {**state, "identity": dict(self.identity)}, values)
+
+    def restore(self, state: Mapping[str, State]) -> None:
+        """Load every section. Raises DataError if the data changed, CheckpointError if the model did."""
+        refuse_changed(self.identity, state["identity"])
+        for name, part in self.sections.items():
+            if name not in state:
+                raise CheckpointError(f"the checkpoint has no section {name!r}; it is of another version of this job")
+            part.load_state_dict(state[name])
+
+
+def build(
+    spec: JobSpec, folder: RunFolder, store: CheckpointStore, decide: Decisions, stop: StopSignal, outlets: Outlets
+) -> Built:
+    """Build everything that `spec` names."""
+    registry = default_registry()
+    device = build_device(spec, decide)
+    tokenizer = build_tokenizer(spec)
+    data = build_data(spec, tokenizer, decide)
+    made = {
+        role: build_model(spec, tokenizer, device, decide, head) for role, head in spec.algorithm.learners().items()
+    }
+    learners = {role: build_learner(spec, role, model, device, decide) for role, model in made.items()}
+    main, model = next(iter(made.items()))
+    frozen = {role: build_frozen(spec, model, tokenizer, device, decide) for role in spec.algorithm.frozen()}
+    reward = build_reward(spec, tokenizer, device, decide, folder)
+    sampler = build_sampler(spec, model, tokenizer, device, decide)
+    environments = registry.factory(spec.environment)(spec.environment, decide=decide)
+    algorithm = registry.factory(spec.algorithm)(
+        spec.algorithm, Parts(data, tokenizer, spec.seed, decide, sampler, reward, environments)
+    )
+    publisher = None if sampler is None else Publisher(learners[main].weights, sampler, algorithm.lag)
+    models: dict[str, Model] = {**learners, **frozen}
+    ranks = registry.factory(spec.parallelism)(spec.parallelism)
+    evaluate = build_evaluation(spec, data, learners[main], model, algorithm, models, ranks, decide)
+    if (best := spec.checkpoint.best) and best.startswith("eval/") and evaluate is None:
+        decide("checkpoint.best", best, "none", "nothing is evaluated")
+    callbacks: list[Callback] = [
+        *([] if evaluate is None else [_evaluation(spec, evaluate, outlets)]),
+        StallWatch(folder.stacks, spec.watch.stall_s),
+        Record(outlets.step),
+        Rollouts(outlets.rollouts, spec.watch.samples),
+    ]
+    collect = algorithm.collect if publisher is None else publisher.before(algorithm.collect)
+    feed = Feed(collect, spec.steps, algorithm.lag, encode=algorithm.encode, decode=algorithm.decode)
+    job = Job(
+        steps=spec.steps,
+        device=device,
+        ranks=ranks,
+        algorithm=algorithm,
+        feed=feed,
+        publish=_publish_nothing if publisher is None else publisher.publish,
+        learners=learners,
+        models=models,
+        callbacks=callbacks,
+        stop=stop,
+        closing=() if reward is None else (reward.close,),
+    )
+    sections = {**learners, "algorithm": algorithm, "feed": feed}
+    own = identity(spec, data.fingerprint, data.style, model.origin, device.describe())
+    built = Built(job, model, store, sections, own)
+    callbacks.append(Saving(built.save, every=spec.checkpoint.every))
+    return built
+
+
+def _publish_nothing(version: int) -> None:
+    """Nobody samples."""
+
+
+def _evaluation(spec: JobSpec, evaluate: Callable[[], Report], outlets: Outlets) -> Evaluation:
+    wanted = spec.evaluation
+    return Evaluation(evaluate, every=wanted.every, keep=wanted.samples, record=outlets.samples, say=outlets.say)
