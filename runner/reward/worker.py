@@ -193,7 +193,7 @@ def load(path: str, name: str, here: bool) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not callable(function):
         raise TypeError(f"{name} is {type(function).__name__}, not a function")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def ask(function: Callable[..., Any], question: Mapping[str, Any], path: str) -> dict[str, Any]:

@@ -1,0 +1,31 @@
+"""The parts of a job that samples: sampler, reward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runner.build.parts import build_model
+from runner.decisions import Decisions
+from runner.folder import RunFolder
+from runner.protocols import Device, Reward, Sampler
+from runner.registry import default_registry
+from runner.spec.job import JobSpec
+
+
+def build_sampler(spec: JobSpec, policy: Any, tokenizer: Any, device: Device, decide: Decisions) -> Sampler | None:
+    """The sampler: over the policy itself at lag 0, over a copy where sampling runs ahead of training."""
+    if not spec.algorithm.samples:
+        return None
+    model = policy if spec.algorithm.steps_ahead() == 0 else build_model(spec, tokenizer, device, decide)
+    sampler: Sampler = default_registry().factory(spec.sampler)(spec.sampler, model=model, decide=decide)
+    return sampler
+
+
+def build_reward(spec: JobSpec, tokenizer: Any, device: Device, decide: Decisions, folder: RunFolder) -> Reward | None:
+    """The reward; user code keeps its log in the run's folder."""
+    if not spec.algorithm.samples:
+        return None
+    reward: Reward = default_registry().factory(spec.reward)(
+        spec.reward, device=device.torch_device, tokenizer=tokenizer, seed=spec.seed, decide=decide, folder=folder.root
+    )
+    return reward
