@@ -65,6 +65,11 @@ class RunFolder:
         return self.root / "checkpoints"
 
     @property
+    def has_checkpoint(self) -> bool:
+        """Whether a checkpoint was committed; it may be damaged."""
+        return any(self.checkpoints.glob("step-*/MANIFEST.json"))
+
+    @property
     def export(self) -> Path:
         """A Hugging Face folder or a PEFT adapter."""
         return self.root / "export"
@@ -120,6 +125,11 @@ def point_latest(folder: RunFolder, outputs: Path = OUTPUTS) -> None:
         ) from error
 
 
+def is_latest(folder: RunFolder, outputs: Path = OUTPUTS) -> bool:
+    """Whether outputs/latest points to `folder`."""
+    return (outputs / "latest").resolve() == folder.root.resolve()
+
+
 def find(where: str, outputs: Path = OUTPUTS) -> RunFolder:
     """The run called `where`: `latest`, or a folder. Raises EnvironmentProblem when it is no run."""
     root = outputs / "latest" if where == "latest" else Path(where)
@@ -128,8 +138,24 @@ def find(where: str, outputs: Path = OUTPUTS) -> RunFolder:
     except (OSError, ValueError) as error:  # a name no file can have, or a folder that may not be entered
         raise EnvironmentProblem(f"{root}: cannot be read ({error})") from error
     if not known:
-        raise EnvironmentProblem(f"{root}: no run there (no spec.yaml); `latest` or the folder of a run is expected")
+        whose = f"; it is an export of the run {root.parent}: type that" if (root.parent / "spec.yaml").is_file() else ""
+        raise EnvironmentProblem(
+            f"{root}: no run there (no spec.yaml); `latest` or the folder of a run is expected{whose}"
+        )
     return RunFolder(root.resolve())
+
+
+def find_trained(where: str, outputs: Path = OUTPUTS) -> tuple[RunFolder, RunFolder | None]:
+    """The run called `where`, and the newest run if it was passed over because it has no checkpoint yet.
+
+    `latest` then means the newest run that has one. Raises EnvironmentProblem when there is no run.
+    """
+    named = find(where, outputs)
+    if where != "latest" or named.has_checkpoint:
+        return named, None
+    runs = (RunFolder(path.parent.resolve()) for path in sorted(outputs.glob("*/*/spec.yaml"), reverse=True))
+    trained = next((run for run in runs if run.has_checkpoint), None)
+    return (named, None) if trained is None else (trained, named)
 
 
 def lock(folder: RunFolder) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from runner.batch import Batch, micro_batches
-from runner.learner import joined
+from runner.batch import Batch
+from runner.learner import score
 from runner.protocols import Outputs
 
 
@@ -26,9 +26,14 @@ class FrozenModel:
     ) -> None:
         self._model, self._budget, self._device, self._during = model, budget, device, during
 
+    @property
+    def origin(self) -> Mapping[str, str]:
+        """Where its weights come from."""
+        origin: Mapping[str, str] = self._model.origin
+        return origin
+
     @torch.no_grad()
     def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
         """The outputs named in `needs`, [T] or [N], on the model's device."""
         with self._during():
-            parts = [self._model.outputs(micro.to(self._device), needs) for micro in micro_batches(batch, self._budget)]
-        return joined(parts, needs)
+            return score(self._model, batch, needs, budget=self._budget, device=self._device)

@@ -57,12 +57,12 @@ def refuse_changed_spec(spec: JobSpec, saved: Mapping[str, Any], free: Collectio
         raise SpecError(problems)
 
 
-def refuse_changed_model(origin: Mapping[str, str], saved: Mapping[str, Any]) -> None:
+def refuse_changed_model(origin: Mapping[str, str], saved: Mapping[str, Any], role: str = "model") -> None:
     """Raise CheckpointError if the model that is built does not come from where that of the checkpoint did."""
     before = saved["model"]
     if changed := [name for name in sorted({*before, *origin}) if before.get(name) != origin.get(name)]:
         raise CheckpointError(
-            f"the model is not the one that the checkpoint was written for: another {', '.join(changed)} "
+            f"the {role} is not the one that the checkpoint was written for: another {', '.join(changed)} "
             f"({'; '.join(f'{name} was {before.get(name)}, is {origin.get(name)}' for name in changed)})\n"
             "  put the model back that the run began with"
         )
@@ -77,7 +77,11 @@ def refuse_changed(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
             "restore it, or start a new run from the export of this one"
         )
     refuse_changed_model(now["model"], saved)
-    differing = {k: (saved.get(k), v) for k, v in now.items() if k not in ("spec", "model") and saved.get(k) != v}
+    for role, origin in now.get("frozen", {}).items():
+        refuse_changed_model(origin, {"model": saved["frozen"][role]}, role)
+    differing = {
+        k: (saved.get(k), v) for k, v in now.items() if k not in ("spec", "model", "frozen") and saved.get(k) != v
+    }
     if differing:
         log.warning(
             "resumed, but not bit for bit: %s", ", ".join(f"{k} was {a}, is {b}" for k, (a, b) in differing.items())

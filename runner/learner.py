@@ -73,6 +73,7 @@ class LocalLearner:
         self._budget, self._seed, self._device, self._prefix = budget, seed, device, prefix
         self._parameters = model.trainable()
         self._step = self._micro = 0
+        self._said_oversized = False
 
     def begin_step(self, step: int) -> None:
         """Set what is a pure function of the step: the learning rate and the dropout streams."""
@@ -95,14 +96,16 @@ class LocalLearner:
         """
         self.model.train()
         metrics, kept, total = Metrics(), [], torch.zeros((), device=self._device)
+        oversized: list[int] = []
         for micro in micro_batches(batch, self._budget, padded=self.model.padded):
-            self._say_if_oversized(micro)
+            oversized += self._oversized(micro)
             torch.manual_seed(derive(self._seed, "dropout", self._step, self._micro))
             self._micro += 1
             value, outputs = self._backward(micro, loss)
             total += value.total.detach()
             metrics.merge(value.metrics)
             kept.append({name: outputs[name].detach() for name in keep})
+        self._say_once(oversized)
         if not torch.isfinite(total):
             raise TrainingDiverged(
                 f"step {self._step + 1}: the loss is {float(total)}; nothing was updated with it. "
@@ -121,16 +124,24 @@ class LocalLearner:
         value.total.backward()  # type: ignore[no-untyped-call]
         return value, outputs
 
-    def _say_if_oversized(self, micro: Batch) -> None:
+    def _oversized(self, micro: Batch) -> list[int]:
+        """The tokens that a micro-batch takes, if they are above the budget."""
         taken = sum(places(micro), Places()).count(self.model.padded)
-        if taken > self._budget:
-            log.info(
-                "step %d: a unit of %d tokens%s is above algorithm.micro_batch_tokens=%d and runs alone",
-                self._step + 1,
-                taken,
-                ", padding included," if self.model.padded else "",
-                self._budget,
-            )
+        return [taken] if taken > self._budget else []
+
+    def _say_once(self, oversized: list[int]) -> None:
+        if not oversized or self._said_oversized:
+            return
+        self._said_oversized = True
+        log.info(
+            "step %d: %d items are longer than algorithm.micro_batch_tokens=%d (the longest: %d tokens%s); such an item "
+            "runs alone, now and later; this is said once",
+            self._step + 1,
+            len(oversized),
+            self._budget,
+            max(oversized),
+            ", padding included" if self.model.padded else "",
+        )
 
     def optim_step(self) -> Metrics:
         """Clip, step, clear. Raises TrainingDiverged, with the weights untouched, if a gradient is not finite."""

@@ -40,7 +40,7 @@ def beside(group: str, name: str) -> list[str]:
     """The choices of other groups without which this one makes no job."""
     samples = group == "algorithm" and needs_a_sampler(name)
     uses = samples or (group in ("sampler", "reward", "environment") and name != "none")
-    chosen = {"model": "tiny", "data": "demo"}
+    chosen = {"model": "tiny", "data": "demo", "adapter": "lora" if name == "qwen2_5_7b_instruct" else "none"}
     if uses:
         chosen |= {"algorithm": "grpo", "sampler": "torch", "reward": "exact"}
     return [f"{g}={n}" for g, n in chosen.items() if g != group]

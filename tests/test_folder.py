@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from runner.errors import EnvironmentProblem, StorageError
-from runner.folder import RunFolder, create, find, lock, point_latest, shown, write_atomic, write_json
+from runner.folder import RunFolder, create, find, find_trained, lock, point_latest, shown, write_atomic, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -105,6 +105,30 @@ def test_a_folder_called_latest_is_left_alone(tmp_path: Path) -> None:
 def test_what_is_no_run_is_an_environment_problem(tmp_path: Path, where: str) -> None:
     with pytest.raises(EnvironmentProblem):
         find(where, tmp_path)
+
+
+def test_the_newest_run_with_a_checkpoint_stands_in_for_one_without(tmp_path: Path) -> None:
+    names = ("2026-01-01/235959-a-1", "2026-01-02/000001-b-2", "2026-01-02/000002-c-3")
+    first, second, failed = (RunFolder((tmp_path / name).resolve()) for name in names)
+    for run in (first, second, failed):
+        run.root.mkdir(parents=True)
+        run.spec.touch()
+    point_latest(failed, tmp_path)
+    assert find_trained("latest", tmp_path) == (failed, None)
+    for run in (first, second):
+        (run.checkpoints / "step-00000002").mkdir(parents=True)
+        (run.checkpoints / "step-00000002" / "MANIFEST.json").touch()
+    assert find_trained("latest", tmp_path) == (second, failed)
+    assert find_trained(str(failed.root), tmp_path) == (failed, None)
+    point_latest(first, tmp_path)
+    assert find_trained("latest", tmp_path) == (first, None)
+
+
+def test_an_export_is_not_taken_for_a_run(tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    (tmp_path / "spec.yaml").touch()
+    with pytest.raises(EnvironmentProblem, match=f"it is an export of the run {tmp_path}"):
+        find(str(tmp_path / "export"))
 
 
 def test_a_run_is_found_by_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

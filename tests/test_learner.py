@@ -150,7 +150,7 @@ def test_a_non_finite_loss_or_gradient_changes_no_weight() -> None:
 def test_an_oversized_unit_runs_alone_and_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="runner"):
         learner(budget=3).forward_backward(batch(), CrossEntropy())
-    assert "a unit of 5 tokens is above algorithm.micro_batch_tokens=3 and runs alone" in caplog.text
+    assert "are longer than algorithm.micro_batch_tokens=3 (the longest: 5 tokens)" in caplog.text
 
 
 @pytest.mark.parametrize("verb", ["forward", "forward_backward"])

@@ -29,7 +29,7 @@ from runner.feed import Feed
 from runner.folder import RunFolder
 from runner.identity import identity, refuse_changed
 from runner.loop import Job
-from runner.protocols import Callback, Model, State
+from runner.protocols import Callback, Data, Model, State
 from runner.publisher import Publisher
 from runner.registry import default_registry
 from runner.signals import StopSignal
@@ -57,6 +57,7 @@ class Built:
     store: CheckpointStore
     sections: Mapping[str, Any]
     identity: Mapping[str, Any]
+    data: Data
 
     def save(self, step: int, values: Mapping[str, float]) -> Path:
         """Write a checkpoint of every section's state."""
@@ -121,7 +122,8 @@ def build(
     )
     sections = {**learners, "algorithm": algorithm, "feed": feed}
     own = identity(spec, data.fingerprint, data.style, model.origin, device.describe())
-    built = Built(job, model, store, sections, own)
+    own["frozen"] = {role: dict(one.origin) for role, one in frozen.items()}
+    built = Built(job, model, store, sections, own, data)
     callbacks.append(Saving(built.save, every=spec.checkpoint.every))
     return built
 

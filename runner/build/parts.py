@@ -66,6 +66,7 @@ def build_model(spec: JobSpec, tokenizer: Any, device: Device, decide: Decisions
         decide=decide,
         head=head,
         init_from=spec.init_from,
+        longest=spec.data.max_length + spec.sampler.answer_tokens(),
     )
     return registry.factory(spec.adapter)(spec.adapter, model, decide=decide)
 

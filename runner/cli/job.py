@@ -6,13 +6,14 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import yaml
 
 from runner.cli.args import UsageError, is_override
 from runner.cli.compose import Composed, compose_job, re_decode
 from runner.cli.sources import GROUP
-from runner.folder import find, shown
+from runner.folder import RunFolder, find, find_trained, shown
 from runner.spec.job import JobSpec
 
 TRUST = "model.trust_remote_code="  # a run's spec.yaml may not say so: whoever uses the run says it again
@@ -53,45 +54,52 @@ def resume(args: Namespace) -> int:
 def infer(args: Namespace) -> int:
     """Answer prompts: those typed, those of a file (one a line), or line by line from the keyboard."""
     _check_sampling(args)
-    where, prompts, composed = _used(args)
+    folder, prompts, composed = _used(args)
     from runner.launch import use
 
     if args.file:
         prompts += use.prompts_of(args.file)
-    model, loaded = use.load_model(find(where), composed.spec, args.checkpoint)
+    model, loaded = use.load_model(folder, composed.spec, args.checkpoint)
     style = loaded.state["identity"]["prompt_style"]
     asked = "asked as plain text, like the data" if style == "text" else "asked through the chat template"
-    print(f"{shown(find(where).root)}, step {loaded.step}, {asked}", file=sys.stderr)
+    print(f"{shown(folder.root)}, step {loaded.step}, {asked}", file=sys.stderr)
     several = args.file is not None or len(prompts) > 1
     settings = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
     for prompt in prompts or _typed_prompts():
         if several:
             print(f"> {prompt}")
+        written = False
         for piece in use.answer(model, prompt, style, top_p=args.top_p or 1.0, seed=args.seed or 0, **settings):
             print(piece, end="", flush=True)
+            written = written or bool(piece)
         print()
+        if not written:
+            print("(an empty answer)", file=sys.stderr)
     return 0
 
 
 def export(args: Namespace) -> int:
     """Write an export of a run."""
-    where, more, composed = _used(args)
+    folder, more, composed = _used(args)
     if more:
         raise UsageError(f"what is '{more[0]}'? write: run export latest --checkpoint 100 --out FOLDER")
     from runner.launch import use
 
-    print(shown(use.export(find(where), composed.spec, args.checkpoint, args.out)))
+    target, step = use.export(folder, composed.spec, args.checkpoint, args.out)
+    kind = "a Hugging Face folder" if composed.spec.adapter.name == "none" else "a PEFT adapter, not merged into its base"
+    print(f"{shown(folder.root)}, step {step}: {kind}", file=sys.stderr)
+    print(shown(target))
     return 0
 
 
 def _where(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The run meant (`latest` where none is named) and the other words."""
-    if words and not is_override(words[0]):
+    """The run meant (`latest` where none is named, and before a prompt of several words) and the other words."""
+    if words and not is_override(words[0]) and (Path(words[0]).exists() or not re.search(r"\s", words[0])):
         return words[0], list(words[1:])
     return "latest", list(words)
 
 
-def _used(args: Namespace) -> tuple[str, list[str], Composed]:
+def _used(args: Namespace) -> tuple[RunFolder, list[str], Composed]:
     """The run meant, the words that are prompts, and its job with what may be set for this use. Raises UsageError."""
     settings = [word for word in args.words if _is_setting(word)]
     for word in settings:
@@ -100,8 +108,15 @@ def _used(args: Namespace) -> tuple[str, list[str], Composed]:
             raise UsageError(
                 f"run {args.verb}: only device=…, model.path=… and {TRUST}… can be set, not {word}{prompt}"
             )
-    where, words = _where([word for word in args.words if word not in settings])
-    return where, [*words, *args.literal], re_decode(find(where).spec, settings)
+    words = [word for word in args.words if word not in settings]
+    where, words = _where(words)
+    folder, passed_over = find_trained(where)
+    if passed_over is not None:
+        print(
+            f"latest: {shown(passed_over.root)} has no checkpoint yet; taking the newest run that has one",
+            file=sys.stderr,
+        )
+    return folder, [*words, *args.literal], re_decode(folder.spec, settings)
 
 
 def _is_setting(word: str) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from runner import __version__
 from runner.cli.args import parse
-from runner.errors import RunnerError
+from runner.errors import Interrupted, RunnerError
 
 HANDLERS = {
     "run": "runner.cli.job:run",
@@ -36,13 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     try:
         return _dispatch(parse(_completing(words)))
+    except Interrupted as stop:  # what the user wanted, and no error
+        print(stop, file=sys.stderr)
+        return stop.exit_code
     except RunnerError as error:
         if debug:
             traceback.print_exc()
         _complain(str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        _complain("interrupted")
+        print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader (`| head`) has what it wanted; what is still buffered has nowhere to go.

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from runner import manifest
 from runner.decisions import Decisions
 from runner.errors import Interrupted, OutOfMemory, RunnerError
-from runner.folder import RunFolder, shown, write_json
+from runner.folder import RunFolder, is_latest, shown, write_json
 from runner.identity import refuse_changed_spec
 from runner.launch.export import write_export
 from runner.launch.screen import on_screen
+from runner.launch.words import NO_EXAMPLE, Turn, amount, example, plain_sample, title
 from runner.registry import default_registry
 from runner.signals import StopSignal
 from runner.spec.job import JobSpec
@@ -46,12 +47,17 @@ class Session:
     stop: StopSignal = field(default_factory=StopSignal)
     values: Mapping[str, float] = field(default_factory=dict)  # the newest step's numbers, for the model card
     made_of: dict[str, Any] = field(default_factory=dict)  # the manifest, but for what was decided
+    turn: Turn | None = None  # what stands around a user's message, where the data are conversations
 
     def run(self) -> int:
         """Run to the end; returns 0. Raises RunnerError for everything that is worded for the user."""
-        with on_screen(self.folder.log) as console, self._status():
-            self.stop.install()
-            self._run(console)
+        try:
+            with on_screen(self.folder.log) as console, self._status():
+                self.stop.install()
+                self._run(console)
+        except Interrupted as error:
+            where = "latest" if is_latest(self.folder) else shown(self.folder.root)
+            raise Interrupted(error.exit_code - 128, f"{error}\ngo on    run resume {where}") from error
         return 0
 
     @contextmanager
@@ -106,6 +112,7 @@ class Session:
         if loaded is not None:
             built.restore(loaded.state)
             self.values = loaded.metrics
+        self.turn = Turn.of(built.model.tokenizer) if built.data.style == "chat" else None
         self.made_of = manifest.collect(self.spec.model_dump(mode="json"), built.job.device.describe())
         return built, first
 
@@ -147,7 +154,7 @@ class Session:
         def samples(step: int, rows: Sequence[Mapping[str, Any]]) -> None:
             rollouts(step, rows)
             for row in rows[:1]:
-                console.sample(row)
+                console.sample(plain_sample(row, self.turn))
 
         def remember(step: int, values: Mapping[str, float]) -> None:
             self.values = dict(values)
@@ -161,8 +168,8 @@ class Session:
     def _loop(self, built: Built, first: int, console: Console) -> float:
         from runner.loop import run
 
-        title = {"name": self.spec.name, "device": built.job.device.name, "seed": self.spec.seed}
-        console.start(title | {"folder": shown(self.folder.root)}, self.spec.steps)
+        console.message(amount(self.spec, len(built.data)))
+        console.start(title(self.spec, built.model) | {"device": built.job.device.name}, self.spec.steps)
         begin = time.perf_counter()
         run(built.job, first)
         return time.perf_counter() - begin
@@ -172,9 +179,17 @@ class Session:
         if self.spec.checkpoint.export:
             write_export(built.model, self.folder.export, self.spec, self.spec.steps, self.values)
             lines.append(f"model    {shown(self.folder.export)}")
-        lines.append(f"try it   run infer latest {self.spec.data.example()}")
+        lines.append(f"try it   {self._try_it(built)}")
         lines.append(f"go on    run resume latest steps={self.spec.steps * 2}")
         return lines
+
+    def _try_it(self, built: Built) -> str:
+        """The command that uses what was made."""
+        if not hasattr(built.model, "stream"):
+            return f"as a reward: reward=model reward.path={shown(self.folder.export)} (with algorithm=grpo or ppo)"
+        own = self.spec.data.example()
+        given = example(built.data.take(0, 1), built.model.tokenizer, self.turn)
+        return f"run infer latest {given if own == NO_EXAMPLE else own}"
 
 
 @contextmanager

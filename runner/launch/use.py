@@ -11,10 +11,11 @@ from runner import build
 from runner.checkpoint.reader import Loaded
 from runner.data.tokenise import special_ends
 from runner.decisions import Decisions
-from runner.errors import CheckpointError, EnvironmentProblem
+from runner.errors import CheckpointError, DataError, EnvironmentProblem, SpecError
 from runner.folder import RunFolder, locked, shown
 from runner.identity import PromptStyle, refuse_changed_model, refuse_changed_spec
 from runner.launch.export import write_export
+from runner.launch.local import status
 from runner.learner import load_parameters
 from runner.spec.job import JobSpec
 
@@ -36,9 +37,7 @@ def load_model(folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best
         )
     loaded = store.load(step)
     if loaded is None:
-        raise CheckpointError(
-            f"{shown(folder.root)}: no checkpoint was written yet; go on with: run resume {shown(folder.root)}"
-        )
+        raise CheckpointError(f"{shown(folder.root)}: no checkpoint was written yet; {_what_now(folder, spec)}")
     refuse_changed_spec(spec, loaded.state["identity"], free=SETTABLE)
     device = build.build_device(spec, decide)
     role, head = next(iter(spec.algorithm.learners().items()))
@@ -47,6 +46,18 @@ def load_model(folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best
     load_parameters(model.trainable(), loaded.state[role]["tensors"])
     model.eval()
     return model, loaded
+
+
+def _what_now(folder: RunFolder, spec: JobSpec) -> str:
+    """What to do about a run without a checkpoint."""
+    known = status(folder)
+    resume = f"go on with: run resume {shown(folder.root)}"
+    if known.get("state") == "running":
+        first = min(spec.checkpoint.every or spec.steps, spec.steps)
+        return f"if it is running, the first one comes after step {first}; if it was killed, {resume}"
+    if known.get("exit_code") in (SpecError.exit_code, DataError.exit_code):
+        return f"it failed: {str(known.get('error')).splitlines()[0]}; correct that and start a new run"
+    return resume
 
 
 def answer(
@@ -79,8 +90,8 @@ def prompt_ids(tokenizer: Any, prompt: str, style: PromptStyle) -> list[int]:
     return ids if ids[:1] == begin[:1] else [*begin, *ids]
 
 
-def export(folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best"] | None, out: Path | None) -> Path:
-    """Write a Hugging Face folder or a PEFT adapter from a checkpoint; returns where.
+def export(folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best"] | None, out: Path | None) -> tuple[Path, int]:
+    """Write a Hugging Face folder or a PEFT adapter from a checkpoint; returns where, and the checkpoint's step.
 
     Without `out` that is in the run's folder, which must not be running: export/ for the newest checkpoint,
     export-step-N/ for one that was named.
@@ -91,7 +102,7 @@ def export(folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best"] |
         model, loaded = load_model(folder, spec, checkpoint)
         target = out or (folder.export if checkpoint is None else folder.export_of(loaded.step))
         write_export(model, target, spec, loaded.step, loaded.metrics)
-    return target
+    return target, loaded.step
 
 
 def prompts_of(path: Path) -> Sequence[str]:

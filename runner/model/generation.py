@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from runner.model.decoding import Decoder, Prompt, Way
+from runner.model.positions import longest_row
 
 REPLACEMENT = "\ufffd"  # what a decoder shows for the bytes of an unfinished character
 
@@ -30,17 +31,16 @@ Choose = Callable[[Tensor, Sequence[int]], Sequence[int | None]]
 class Writer:
     """Writes many answers at once: a row that ends leaves its place to the next prompt.
 
-    ends: every id that ends an answer; positions: most tokens of prompt and answer, None = no limit
+    ends: every id that ends an answer; longest: most tokens of prompt and answer together, and why; None = no limit
     """
 
     def __init__(
         self, causal: Any, ends: frozenset[int], way: Way, writing: Callable[[], AbstractContextManager[Any]]
     ) -> None:
         """writing: the context in which the model writes, see `CausalLM`."""
-        config = causal.config.get_text_config()
         self.ends = ends
-        self.vocabulary: int = config.vocab_size
-        self.positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.vocabulary: int = causal.config.get_text_config().vocab_size
+        self.longest = longest_row(causal.config)
         self._causal, self._way, self._writing = causal, way, writing
 
     def write(self, prompts: Sequence[Sequence[int]], choose: Choose, rows: int) -> None:

@@ -15,6 +15,10 @@ class SamplerConfig(ComponentConfig):
 
     group: ClassVar[str] = "sampler"
 
+    def answer_tokens(self) -> int:
+        """Most tokens of one answer."""
+        return 0
+
 
 class NoSamplerConfig(SamplerConfig):
     """No rollouts: for algorithms that learn from given data."""
@@ -46,6 +50,9 @@ class TorchSamplerConfig(SamplerConfig):
     batch_size: int = Field(
         default=256, ge=1, description="Most answers in work at once; one that ends makes room for the next."
     )
+
+    def answer_tokens(self) -> int:
+        return self.max_new_tokens
 
 
 COMPONENTS = (NoSamplerConfig, TorchSamplerConfig)

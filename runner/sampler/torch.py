@@ -31,7 +31,7 @@ class Writes(Protocol):
 
     ends: frozenset[int]
     vocabulary: int
-    positions: int | None
+    longest: tuple[int, str] | None  # tokens of prompt and answer together, and why
 
     def write(self, prompts: Sequence[Sequence[int]], choose: Choose, rows: int) -> None: ...
 
@@ -94,21 +94,21 @@ class TorchSampler:
         """One rollout per request, in their order.
 
         The end token is part of the ids, a stop string's ids stay. Raises ValueError for an empty prompt, DataError
-        for one that leaves no room in the model's positions, TrainingDiverged if logits are not finite.
+        for one that leaves no room for its answer, TrainingDiverged if logits are not finite.
         """
         answers = [Answer(uniforms(r.seed), self._limit(r)) for r in requests]
         self._writer.write([r.prompt for r in requests], partial(self._choose, answers), self._rows)
         return [answer.rollout(self._version) for answer in answers]
 
     def _limit(self, request: Request) -> int:
-        limit = min(request.max_new_tokens, self.max_new_tokens)
-        positions = self._writer.positions
+        limit, prompt = min(request.max_new_tokens, self.max_new_tokens), len(request.prompt)
         if limit < 1:
             raise ValueError(f"max_new_tokens={request.max_new_tokens}; an answer needs at least one token")
-        if positions is not None and len(request.prompt) + limit > positions:
+        if self._writer.longest is not None and prompt + limit > self._writer.longest[0]:
+            most, reason = self._writer.longest
             raise DataError(
-                f"a prompt of {len(request.prompt)} tokens and {limit} new ones are more than the model's {positions} "
-                "positions; lower sampler.max_new_tokens or data.max_length"
+                f"a prompt of {prompt} tokens and {limit} new ones are more than {most}: {reason}; "
+                "lower sampler.max_new_tokens or data.max_length"
             )
         return limit
 

@@ -30,7 +30,7 @@ CURVES: tuple[tuple[str, str, Better], ...] = (
 )
 # Metrics that a plain line shows, in this order.
 PLAIN = (
-    *(name for name, _, _ in CURVES), "train/grad_norm", "train/lr", "perf/tokens_per_s", "perf/peak_memory_bytes",
+    *(name for name, _, _ in CURVES), "train/grad_norm", "train/lr", "perf/tokens_per_s",
 )  # fmt: skip
 SAMPLE_CHARACTERS = 400
 POINTS = 512  # of a curve; beyond, neighbours are merged
@@ -78,6 +78,7 @@ class Progress:
     begin: float = field(default_factory=time.monotonic)
     step: int = 0
     latest: dict[str, float] = field(default_factory=dict)
+    now: Mapping[str, float] = field(default_factory=dict)  # what the last step measured
     curves: dict[str, Curve] = field(default_factory=dict)
     last_sample: str = ""
     times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -86,6 +87,7 @@ class Progress:
         """Take in a finished step."""
         self.step = step
         self.latest.update(metrics)
+        self.now = dict(metrics)
         self.times.append((step, now))
         for name, _, better in CURVES:
             if name in metrics:
@@ -100,9 +102,11 @@ class Progress:
 
 
 def plain_line(progress: Progress, now: float) -> str:
-    """One line of key=value for a step."""
+    """One line of key=value for the last step: what it measured, and no older number."""
     pairs = [f"step={progress.step}/{progress.steps}"]
-    pairs += [f"{name}={number(progress.latest[name])}" for name in PLAIN if name in progress.latest]
+    pairs += [f"{name}={number(progress.now[name])}" for name in PLAIN if name in progress.now]
+    if "perf/peak_memory_bytes" in progress.now:
+        pairs += [f"memory={size(progress.now['perf/peak_memory_bytes']).replace(' ', '')}"]
     pairs += [f"elapsed={duration(now - progress.begin).replace(' ', '')}"]
     return " ".join([*pairs, f"eta={duration(progress.remaining_s()).replace(' ', '')}"])
 

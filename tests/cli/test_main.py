@@ -147,8 +147,8 @@ def test_an_unknown_verb_is_answered_with_the_list(workdir: Path, capsys: pytest
 
 def used(*words: str) -> tuple[str, list[str], dict]:
     """What `run infer` makes of its words: the run, the prompts, the job's data."""
-    where, prompts, composed = job._used(parse(["infer", *words]))
-    return where, prompts, composed.data
+    folder, prompts, composed = job._used(parse(["infer", *words]))
+    return folder.root.name, prompts, composed.data
 
 
 def test_a_word_of_infer_is_a_run_a_setting_or_a_prompt(workdir: Path) -> None:
@@ -159,6 +159,7 @@ def test_a_word_of_infer_is_a_run_a_setting_or_a_prompt(workdir: Path) -> None:
     assert (where, prompts) == ("latest", ["sort 31", "2+2=4", "steps=3", "--seed"])
     assert data["device"]["name"] == "cuda" and data["steps"] == 200
     assert used("2+2=4")[:2] == ("latest", ["2+2=4"])
+    assert used("sort 31")[:2] == ("latest", ["sort 31"])
     assert used("device.threads=2", "--", "hi")[1:][0] == ["hi"]
     assert used("device.threads=2")[2]["device"]["threads"] == 2
 

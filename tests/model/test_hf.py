@@ -196,7 +196,8 @@ def test_the_commit_of_the_hub_is_found_and_kept_for_all_files(folder: Path) -> 
     cached_on_hub(folder, "hub/moving", first)
     assert build("hub/moving").origin == {"commit": first}
     cached_on_hub(folder, "hub/moving", second)
-    assert build("hub/moving").origin == {"commit": second}
+    moved = build("hub/moving")
+    assert moved.origin == {"commit": second} and moved.config.revision == second  # type: ignore[attr-defined]
     pinned = build("hub/moving", revision=first)
     assert pinned.origin == {"commit": first} and pinned.config.revision == first  # type: ignore[attr-defined]
 

@@ -189,6 +189,11 @@ def test_what_cannot_be_sampled_is_refused() -> None:
     with pytest.raises(DataError, match="a prompt of 9 tokens and 8 new ones"):
         draws.sample([Request((1,) * 9, 0, 8, 0)])
     assert len(draws.sample([Request((1,) * 8, 0, 8, 0)])[0].ids) == 8
+    scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    with pytest.raises(DataError, match="more than 15: .* dynamic positions depend on"):
+        sampler(causal("llama", max_position_embeddings=16, rope_parameters=scaled), max_new_tokens=8).sample(
+            [Request((1,) * 8, 0, 8, 0)]
+        )
     with pytest.raises(SpecError, match=r"sampler\.stop_tokens: .*no 300[\s\S]*sampler\.top_k: .* 300 ids"):
         sampler(model, stop_tokens=[5, VOCAB], top_k=VOCAB + 1)
 

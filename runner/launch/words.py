@@ -1,0 +1,92 @@
+"""What a run says of itself: who learns what from how much data, and a prompt to try it with.
+
+spec, what was built ─▶ title() · amount()        tokens of a prompt ─▶ plain_prompt() ─▶ what the user asked
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runner.spec.job import JobSpec
+from runner.tracker.text import number, rate
+
+LONGEST_EXAMPLE = 100  # characters of a prompt that is offered to be typed
+NO_EXAMPLE = '"…"'
+FIRST_WORDS = 4  # of a plain text, as a prompt to go on from
+
+
+def title(spec: JobSpec, model: Any) -> dict[str, str]:
+    """The facts of a run's first line: what learns, how many numbers of it, and where."""
+    everything = sum(p.numel() for p in model.module.parameters())
+    learnt = sum(p.numel() for p in model.trainable().values())
+    share = "all" if learnt == everything else rate(learnt)
+    return {
+        "name": spec.name,
+        "model": getattr(spec.model, "path", f"{spec.model.name} (random weights)"),
+        "adapter": spec.adapter.name,
+        "parameters": f"{rate(everything)}, {share} learnt",
+        "device": spec.device.name,
+        "seed": str(spec.seed),
+    }
+
+
+def amount(spec: JobSpec, items: int) -> str:
+    """How much data a run sees: items, per step, and how often it sees each."""
+    per_step = spec.algorithm.batch_size
+    said = f"data     {items} items · {per_step} per step · {spec.steps} steps"
+    if getattr(spec.data, "weights", None):  # a mixture's sources are gone through at paces of their own
+        return said
+    return f"{said} = {number(float(f'{spec.steps * per_step / items:.3g}'))} epochs"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a chat template puts around the last user's message."""
+
+    opening: str
+    closing: str
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Turn:
+        """The marks of a tokenizer that has a chat template."""
+        messages = [{"role": "user", "content": "MESSAGE"}]
+        before, _, after = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        ).rpartition("MESSAGE")
+        return cls(before[max(before.rfind("<"), before.rfind("["), 0) :], after)
+
+    def message(self, prompt: str) -> str:
+        """The last user's message of a rendered prompt; the whole prompt where it ends in another way."""
+        if not (self.opening and self.closing and prompt.endswith(self.closing)):
+            return prompt
+        _, opened, message = prompt.removesuffix(self.closing).rpartition(self.opening)
+        return message if opened else prompt
+
+
+def plain_sample(row: Mapping[str, Any], turn: Turn | None) -> Mapping[str, Any]:
+    """A sample with the user's last message in place of the rendered prompt."""
+    prompt = row.get("prompt")
+    return {**row, "prompt": turn.message(prompt)} if turn and isinstance(prompt, str) else row
+
+
+def example(items: Sequence[Any], tokenizer: Any, turn: Turn | None) -> str:
+    """The first item's prompt, quoted for a shell; "…" in quotes where it is too long to type."""
+    item = items[0]
+    if hasattr(item, "weights"):
+        learnt = [weight > 0 for weight in item.weights]
+        ids = item.ids[: learnt.index(True) if True in learnt else None]
+        text = tokenizer.decode(list(ids)) or " ".join(
+            tokenizer.decode(list(item.ids), skip_special_tokens=True).split()[:FIRST_WORDS]
+        )
+    else:
+        text = tokenizer.decode(list(item.ids if hasattr(item, "ids") else item.prompt))
+    text = turn.message(text) if turn else text.strip()
+    fits = text.isprintable() and 0 < len(text) <= LONGEST_EXAMPLE
+    return _quoted(text) if fits else NO_EXAMPLE
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"' if not set(text) & set('"$`\\!') else shlex.quote(text)
