@@ -138,7 +138,8 @@ def find(where: str, outputs: Path = OUTPUTS) -> RunFolder:
     except (OSError, ValueError) as error:  # a name no file can have, or a folder that may not be entered
         raise EnvironmentProblem(f"{root}: cannot be read ({error})") from error
     if not known:
-        whose = f"; it is an export of the run {root.parent}: type that" if (root.parent / "spec.yaml").is_file() else ""
+        is_export = (root.parent / "spec.yaml").is_file()
+        whose = f"; it is an export of the run {root.parent}: name the run" if is_export else ""
         raise EnvironmentProblem(
             f"{root}: no run there (no spec.yaml); `latest` or the folder of a run is expected{whose}"
         )

@@ -134,8 +134,8 @@ class LocalLearner:
             return
         self._said_oversized = True
         log.info(
-            "step %d: %d items are longer than algorithm.micro_batch_tokens=%d (the longest: %d tokens%s); such an item "
-            "runs alone, now and later; this is said once",
+            "step %d: %d items are longer than algorithm.micro_batch_tokens=%d (the longest: %d tokens%s); "
+            "such an item runs alone, now and later; this is said once",
             self._step + 1,
             len(oversized),
             self._budget,

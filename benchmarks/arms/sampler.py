@@ -2,8 +2,8 @@
 
     python -m arms.sampler RESULT SIZE CASE ROUNDS
 
-Random weights, random prompts. An answer ends at one of a few ids, or at its last permitted token, so that lengths
-differ as in practice; each arm counts the tokens of its own answers, up to their ends. A hook reads the clock around
+Random weights, random prompts. An answer ends at one of so many ids, so that lengths differ as in practice, or only at
+its last permitted token; each arm counts the tokens of its own answers, up to their ends. A hook reads the clock around
 the model's forward: what remains is the arm's own time.
 """
 
@@ -108,9 +108,10 @@ def runner_arm(model: CausalLM, case: Case, kept: list[tuple[Request, Rollout]])
 
 def generate_arm(model: CausalLM, case: Case) -> Arm:
     """transformers: batches in the given order, padded on the left, drawn from the whole distribution."""
-    ends = sorted({model.tokenizer.eos_token_id, *case.end_ids()})
-    pad = model.tokenizer.pad_token_id
-    config = GenerationConfig(max_new_tokens=case.new, do_sample=True, top_k=0, eos_token_id=ends, pad_token_id=pad)
+    ends, pad = case.end_ids(), model.tokenizer.pad_token_id
+    config = GenerationConfig(
+        max_new_tokens=case.new, do_sample=True, top_k=0, eos_token_id=ends or None, pad_token_id=pad
+    )
     asked = case.asked()
     batches = [asked[i : i + case.batch] for i in range(0, len(asked), case.batch)]
 
@@ -151,6 +152,7 @@ def main(result: Path, size: str, case: Case, rounds: int) -> None:
     config = SIZES[size]
     place = {"tokenizer": tiny.tokenizer(config), "device": torch.device("cpu"), "seed": 0}
     model = tiny.build(config.model_copy(update={"layout": "padded"}), decide=_refuse, **place)
+    model.tokenizer.eos_token = model.causal.generation_config.eos_token_id = None  # only the case's ids end an answer
     kept: list[tuple[Request, Rollout]] = []
     clock = Clock(model.causal)
     arms = {"runner": runner_arm(model, case, kept), "generate": generate_arm(model, case)}

@@ -39,7 +39,12 @@ def build_evaluation(
         held_out = HeldOutLoss(algorithm, items, spec.algorithm.batch_size, wanted.samples, model.tokenizer, ranks)
         found.append(lambda: held_out.evaluate(models))
     if not found:
-        decide("evaluation", f"every {spec.evaluation.every} steps", "none", f"data={spec.data.name} holds nothing out")
+        decide(
+            "evaluation",
+            f"every {spec.evaluation.every} steps",
+            "none",
+            f"data={spec.data.name} holds nothing out; to say so: evaluation.every=0",
+        )
         return None
     return partial(_together, found)
 

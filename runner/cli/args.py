@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from runner.errors import RunnerError
+from runner.paths import recipes_dir
 from runner.spec import suggest
 
 VERBS = {
@@ -23,7 +24,19 @@ VERBS = {
     "infer": 'try a run\'s model; `run infer latest "sort 5031"`',
     "export": "write a Hugging Face folder or PEFT adapter from any checkpoint; `run export latest --checkpoint best`",
 }
+WORDS = {
+    "run": "+recipe=NAME, group=option, group.key=value",
+    "list": "a group",
+    "explain": "a key, a group, or group=option",
+    "schema": "job or recipe",
+    "resume": "latest or a run's folder, then group.key=value",
+    "infer": "latest or a run's folder, then prompts, device=NAME; words after -- are prompts, whatever they look like",
+    "export": "latest or a run's folder, device=NAME",
+}
 FLAGS = {"--help", "-h", "--version", "--debug", "--multirun", "-m", "--shell-completion", "-sc"}
+
+
+FLAGS_OF_VERBS = ("--config-dir", "--max-new-tokens", "--top-p")
 
 
 class UsageError(RunnerError):
@@ -34,23 +47,47 @@ class UsageError(RunnerError):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        hint = "; options of a job are written without dashes: key=value" if "unrecognized" in message else ""
+        hint = _about_flags(message) if "unrecognized" in message else ""
         raise UsageError(f"{self.prog}: {message}{hint}\n  see: run --help")
+
+
+def _about_flags(message: str) -> str:
+    """What to type instead of an unknown word with dashes."""
+    if "--config" in message.split():
+        return "; a config file of yours is a recipe: recipes/NAME.yaml here, chosen with +recipe=NAME"
+    flag = next((word for word in message.split() if word.startswith("--")), "")
+    dashed = flag.replace("_", "-").partition("=")[0]
+    if dashed in FLAGS_OF_VERBS and dashed != flag:
+        return f"; did you mean {dashed}?"
+    return "; options of a job are written without dashes: key=value"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """`verb`, `words`, `literal` (the words after `--`) and the options of that verb. Raises UsageError."""
+    argv = ["--help", *argv[1:]] if argv[:1] == ["help"] else argv
     end = list(argv).index("--") if "--" in argv else len(argv)
     verb, rest = split_verb(argv[:end])
-    parser = _Parser(prog=f"run {verb}" if verb != "run" else "run", add_help=False, allow_abbrev=False)
-    _common(parser)
-    _OPTIONS.get(verb, _none)(parser)
-    parser.add_argument("words", nargs="*")
+    parser = parser_of(verb)
     literal = list(argv[end + 1 :])
     if literal and verb != "infer":
         parser.error(f"what is '{literal[0]}'? only run infer takes words after --")
     # What every verb may be answered with instead (--help, completion) looks for files, too.
     return parser.parse_intermixed_args(rest, argparse.Namespace(verb=verb, literal=literal, config_dir=None))
+
+
+def parser_of(verb: str) -> argparse.ArgumentParser:
+    """What a verb takes."""
+    parser = _Parser(prog=f"run {verb}" if verb != "run" else "run", add_help=False, allow_abbrev=False)
+    _common(parser)
+    _OPTIONS.get(verb, _none)(parser)
+    parser.add_argument("words", nargs="*", help=WORDS.get(verb, argparse.SUPPRESS))
+    return parser
+
+
+def flags_of(verb: str) -> list[str]:
+    """The options with two dashes of a verb."""
+    shown = (a for a in parser_of(verb)._actions if a.help != argparse.SUPPRESS)
+    return [flag for action in shown for flag in action.option_strings if flag.startswith("--")]
 
 
 def split_verb(argv: Sequence[str]) -> tuple[str, list[str]]:
@@ -74,6 +111,9 @@ def is_override(word: str) -> bool:
 
 
 def _unknown_verb(word: str) -> str:
+    recipe = Path(word).stem if Path(word).suffix in (".yaml", ".yml") else word
+    if any((place / f"{recipe}.yaml").is_file() for place in (Path("recipes"), recipes_dir())) or recipe != word:
+        return f"no verb named '{word}'; a recipe (a file in ./recipes) is run with: run +recipe={recipe}"
     if "." in word:
         return f"no verb named '{word}'; to set it: run {word}=VALUE; to read about it: run explain {word}"
     meant = suggest.nearest(word, VERBS)
@@ -83,10 +123,10 @@ def _unknown_verb(word: str) -> str:
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--version", action="store_true")
-    parser.add_argument("--debug", action="store_true")
-    parser.add_argument("--shell-completion", "-sc", action="store_true")
+    parser.add_argument("--help", "-h", action="store_true", help="say this")
+    parser.add_argument("--version", action="store_true", help="say which version this is")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument("--shell-completion", "-sc", action="store_true", help=argparse.SUPPRESS)
 
 
 def _none(parser: argparse.ArgumentParser) -> None:
@@ -96,30 +136,31 @@ def _none(parser: argparse.ArgumentParser) -> None:
 def _run(parser: argparse.ArgumentParser) -> None:
     _resume(parser)
     _config_dir(parser)
-    parser.add_argument("--spec", type=Path)
-    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--spec", type=Path, help="a run's folder or its spec.yaml: that job again")
+    parser.add_argument("--multirun", "-m", action="store_true", help=argparse.SUPPRESS)
 
 
 def _resume(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--cfg", "-c", choices=["job"], help="print the job, run nothing")
 
 
 def _config_dir(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config-dir", "-cd", type=Path)
+    parser.add_argument("--config-dir", "-cd", type=Path, help="one more folder with config groups and recipes/")
 
 
 def _infer(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--file", type=Path)
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--checkpoint", type=_checkpoint)
+    parser.add_argument("--file", type=Path, help="a text file of prompts, one a line")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer (256)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 = always the likeliest token (0)")
+    parser.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this share (1)")
+    parser.add_argument("--seed", type=int, help="of what is drawn (0)")
+    parser.add_argument("--checkpoint", type=_checkpoint, help="a step, or best (the newest)")
 
 
 def _export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", type=_checkpoint)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--checkpoint", type=_checkpoint, help="a step, or best (the newest)")
+    parser.add_argument("--merge", action="store_true", help="an adapter merged into its base, in float32")
+    parser.add_argument("--out", type=Path, help="a new folder (in the run's own)")
 
 
 def _checkpoint(text: str) -> int | str:

@@ -8,18 +8,20 @@ from __future__ import annotations
 import io
 import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from typing import Any
 
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.completion_plugin import CompletionPlugin, DefaultCompletionPlugin
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.cli.args import VERBS, UsageError, is_override
+from runner.cli.args import VERBS, UsageError, flags_of, is_override
 from runner.cli.sources import GROUP, options, session
 from runner.registry import default_registry
-from runner.spec.schema import groups_of
+from runner.spec.job import JobSpec
+from runner.spec.schema import groups_of, model_schema, sections
 
 COMMANDS = ("install", "uninstall", "query")
 
@@ -36,7 +38,8 @@ def answer(args: Namespace) -> int:
             getattr(plugin, command)()
             return 0
         line = os.environ.get("COMP_LINE", "run ")
-        found = query(plugin, line) + _recipes(line, options(loader.get_sources(), GROUP))
+        values = _values(line.split(" ")[-1])
+        found = values or query(plugin, line) + _recipes(line, options(loader.get_sources(), GROUP))
     print(("\n" if shell == "fish" else " ").join(sorted(set(found))))
     return 0
 
@@ -54,6 +57,9 @@ def query(plugin: CompletionPlugin, line: str) -> list[str]:
         return [name for name in (*groups_of(default_registry()), GROUP) if name.startswith(others[-1])]
     if first in ("resume", "infer", "export") and len(others) == 1 and "latest".startswith(others[0]):
         return ["latest"]
+    if (others or [first])[-1].startswith("--"):
+        verb = first if first in VERBS else "run"
+        return [flag for flag in flags_of(verb) if flag.startswith((others or [first])[-1])]
     verbs = [verb for verb in VERBS if not others and verb.startswith(first)]
     asked = words if first not in VERBS else [w for w in others[:-1] if is_override(w)] + others[-1:]
     before = os.environ.get("COMP_LINE")
@@ -72,6 +78,25 @@ def query(plugin: CompletionPlugin, line: str) -> list[str]:
     found = [word for word in printed.getvalue().split() if not word.lstrip("+").startswith("hydra")]
     # Hydra leaves it open whether a group with folders goes on with `=` or `/`; ours always goes on with `=`.
     return verbs + [f"{word}=" if word.lstrip("+") == GROUP else word for word in found]
+
+
+def _values(word: str) -> list[str]:
+    """`key=value` for every value of an option that takes one of a few."""
+    key, equals, start = word.partition("=")
+    section, _, leaf = key.lstrip("+").rpartition(".")
+    classes = [*default_registry().classes(section).values(), *filter(None, [sections().get(section)])]
+    schemas = [model_schema(cls).get(leaf, {}) for cls in (classes if section else [JobSpec])] if equals else []
+    few = dict.fromkeys(value for schema in schemas for value in _few(schema) if leaf != "name")
+    return [f"{key}={value}" for value in few if value.startswith(start)]
+
+
+def _few(schema: Mapping[str, Any]) -> list[str]:
+    """The values of a choice or a switch, as they are typed; none where any number or text will do."""
+    kinds = schema.get("anyOf", [schema])
+    if not any("enum" in kind or kind.get("type") == "boolean" for kind in kinds):
+        return []
+    switch = {"boolean": ["true", "false"], "null": ["null"]}
+    return [value for kind in kinds for value in kind.get("enum", switch.get(str(kind.get("type")), []))]
 
 
 def _recipes(line: str, names: Sequence[str]) -> list[str]:

@@ -166,7 +166,9 @@ def _merged(entries: Sequence[ResultDefault], sources: Sequence[ConfigSource]) -
         OmegaConf.update(boxed, entry.package, content) if entry.package else boxed.merge_with(content)
         files.config.merge_with(boxed)
         files.origins |= {key: path for key, _ in leaves(OmegaConf.to_container(boxed, resolve=False)) if key}
-        files.notes += tuple(f"{path}: {other.path} has one too, hidden by that of {used.path}" for other in others)
+        files.notes += tuple(
+            f"warning: {path}: {other.path} has one too, hidden by that of {used.path}" for other in others
+        )
     files.config.pop("hydra", None)
     return files
 
@@ -185,10 +187,21 @@ def _misplaced(files: _Files, groups: Sequence[str]) -> list[Problem]:
         if who and not who.startswith(f"{group}/"):
             chosen = OmegaConf.select(files.config, key)
             found.append(Problem(key, f"a file chooses with 'override /{group}: {chosen}' in its defaults list", who))
+        elif not who and (section := files.config.get(group)) and isinstance(section, DictConfig):
+            origin = next((o for k, o in files.origins.items() if k.startswith(f"{group}.")), "")
+            begin = f"defaults: [{_fitting(section, group)}, _self_]"
+            text = f"the file names no component; begin it with a line such as '{begin}'"
+            found.append(Problem(group, text, origin))
     for key, who in files.origins.items():
         if key.startswith("hydra.") and who != JOB:
             found.append(Problem(key, "Hydra's own settings are not used", who))
     return found
+
+
+def _fitting(section: DictConfig, group: str) -> str:
+    """The component that has most of a section's options."""
+    classes = default_registry().classes(group)
+    return max(classes, key=lambda name: len(set(map(str, section)) & set(classes[name].model_fields)))
 
 
 def _overlaid(files: _Files, typed: Sequence[Typed], problems: Sequence[Problem]) -> Draft:

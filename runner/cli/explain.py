@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from runner.cli.args import UsageError, is_override
 from runner.cli.compose import Draft, draft, finish
 from runner.cli.conf import scalar
-from runner.cli.sources import plain
+from runner.cli.sources import GROUP, options, plain, session
 from runner.errors import SpecError
 from runner.registry import Registry, default_registry
 from runner.spec import suggest
@@ -35,9 +35,12 @@ UNITS = {
 def show(args: Namespace) -> int:
     """Explain the key, or list the options of the group, that the first word names."""
     keys = [word.rstrip("=.") for word in args.words if not is_override(word) or word.endswith("=")]
+    registry = default_registry()
+    keys = keys or _chosen(args.words, registry)
+    if keys in ([GROUP], ["recipes"]):
+        raise UsageError(f"the recipes there are: run list {GROUP}; one of them in full: run --cfg job +{GROUP}=NAME")
     if len(keys) != 1:
         raise UsageError("run explain: one key is expected, e.g. run explain optimizer.lr")
-    registry = default_registry()
     now = draft([w for w in args.words if is_override(w) and not w.endswith("=")], args.config_dir)
     key = keys[0]
     if key == "loss":
@@ -45,14 +48,26 @@ def show(args: Namespace) -> int:
         print("\n".join(spec.algorithm.formula(spec)))
         return 0
     if key in groups_of(registry) or key in sections():
-        _section(key, _owner(key, now, registry), now, registry)
+        with session(registry, args.config_dir) as loader:
+            names = options(loader.get_sources(), key)
+        _section(key, _owner(key, now, registry), now, names)
     else:
         _key(key, now, registry)
+    for note in now.notes:
+        print(f"\nnote: {note}")
     try:
         finish(now, registry)
     except SpecError as error:
         print(f"\nnote: {error}")
     return 0
+
+
+def _chosen(words: Sequence[str], registry: Registry) -> list[str]:
+    """The groups that are chosen for, which `run explain data=file` asks about. Raises UsageError for a recipe."""
+    names = [word.lstrip("+").partition("=")[0] for word in words]
+    if GROUP in names:
+        raise UsageError(f"a {GROUP} is shown by: run --cfg job {' '.join(words)}; all of them: run list {GROUP}")
+    return [name for name in names if name in groups_of(registry)]
 
 
 def _owner(section: str, now: Draft, registry: Registry) -> type[BaseModel] | None:
@@ -65,15 +80,14 @@ def _owner(section: str, now: Draft, registry: Registry) -> type[BaseModel] | No
     return registry.classes(section).get(str(chosen.get("name"))) if isinstance(chosen, Mapping) else None
 
 
-def _section(section: str, owner: type[BaseModel] | None, now: Draft, registry: Registry) -> None:
-    classes = registry.classes(section)
+def _section(section: str, owner: type[BaseModel] | None, now: Draft, names: Sequence[str]) -> None:
     if owner is not None:
-        chosen = f"={now.data[section]['name']}" if classes else ""
+        chosen = f"={now.data[section]['name']}" if names else ""
         print(f"{section}{chosen}: {' '.join((owner.__doc__ or '').split())}")
-    if classes:
-        print(f"  choose with {section}=NAME: {', '.join(sorted(classes))}")
+    if names:
+        print(f"  choose with {section}=NAME: {', '.join(names)}")
     for name, info in owner.model_fields.items() if owner else ():
-        if name != "name" or not classes:
+        if name != "name" or not names:
             value = _now(f"{section}.{name}", info, now)
             print(f"  {section}.{name}={value}\n      {info.description}")
 
@@ -85,7 +99,7 @@ def _key(key: str, now: Draft, registry: Registry) -> None:
     if owner is None or leaf not in owner.model_fields:
         members = {n: c for n, c in registry.classes(section).items() if leaf in c.model_fields}
         if not members:
-            hint = suggest.key(section, "", leaf, Keys(registry).options)
+            hint = _hint(section, leaf, registry)
             raise UsageError(f"no option named '{key}'" + (f"; {hint}" if hint else ""))
         owner = next(iter(members.values()))
         owners = ", ".join(f"{section}={name}" for name in members)
@@ -95,6 +109,15 @@ def _key(key: str, now: Draft, registry: Registry) -> None:
         standing = [("now", value), ("set by", origin_of(key, now.origins) or "the schema's default")]
     for label, text in [*_facts(key, leaf, owner), *standing]:
         print(f"{label.ljust(9)}{text}")
+
+
+def _hint(section: str, leaf: str, registry: Registry) -> str:
+    """What the unknown key was probably meant to be, in full."""
+    known = Keys(registry).options
+    own = {name for names in known.get(section, {}).values() for name in names} if section else ()
+    if close := suggest.nearest(leaf, own):
+        return f"did you mean '{section}.{close}'?"
+    return suggest.key(section, "", leaf, known)
 
 
 def _facts(key: str, leaf: str, owner: type[BaseModel]) -> list[tuple[str, str]]:

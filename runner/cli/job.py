@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from runner.cli.args import UsageError, is_override
-from runner.cli.compose import Composed, compose_job, re_decode
+from runner.cli.compose import SPEC, Composed, compose_job, re_decode
 from runner.cli.sources import GROUP
 from runner.folder import RunFolder, find, find_trained, shown
 from runner.spec.job import JobSpec
@@ -26,7 +26,8 @@ def run(args: Namespace) -> int:
     if args.multirun:
         raise UsageError("-m/--multirun: sweeps are not part of this version; start one job per command")
     where = (args.words, args.config_dir)
-    composed = re_decode(args.spec, *where) if args.spec else compose_job(*where)
+    spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
+    composed = re_decode(spec, *where) if spec else compose_job(*where)
     for note in composed.notes:
         print(note, file=sys.stderr)
     if args.cfg:
@@ -85,8 +86,8 @@ def export(args: Namespace) -> int:
         raise UsageError(f"what is '{more[0]}'? write: run export latest --checkpoint 100 --out FOLDER")
     from runner.launch import use
 
-    target, step = use.export(folder, composed.spec, args.checkpoint, args.out)
-    kind = "a Hugging Face folder" if composed.spec.adapter.name == "none" else "a PEFT adapter, not merged into its base"
+    target, step = use.export(folder, composed.spec, args.checkpoint, args.out, args.merge)
+    kind = "a PEFT adapter (--merge writes a whole model)" if use.is_adapter(target) else "a Hugging Face folder"
     print(f"{shown(folder.root)}, step {step}: {kind}", file=sys.stderr)
     print(shown(target))
     return 0

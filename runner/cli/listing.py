@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hydra.plugins.config_source import ConfigSource
 
-from runner.cli.args import VERBS, UsageError
+from runner.cli.args import VERBS, UsageError, parser_of
 from runner.cli.conf import choices
 from runner.cli.sources import GROUP, holders, options, session
 from runner.registry import Registry, default_registry
@@ -25,17 +25,19 @@ EXAMPLES = """examples
   run --spec outputs/latest/spec.yaml seed=1     the job of a run, again
   eval "$(run -sc install=bash)"                 tab completion (bash, zsh, fish)
 
-any verb --debug (tracebacks), --version, --help
+any verb --help (its options and their defaults), --debug (tracebacks), --version
 run      --cfg job, --spec FILE, --config-dir FOLDER
 resume   --cfg job
-infer    --file PROMPTS, --checkpoint STEP|best, --max-new-tokens, --temperature, --top-p, --seed, device=NAME;
-         words after -- are prompts, whatever they look like
-export   --checkpoint STEP|best, --out FOLDER, device=NAME
+infer    --file PROMPTS, --checkpoint STEP|best, --max-new-tokens, --temperature, --top-p, --seed, device=NAME
+export   --checkpoint STEP|best, --merge, --out FOLDER, device=NAME
 list, explain  --config-dir FOLDER"""
 
 
 def usage(args: Namespace) -> int:
-    """`run --help`."""
+    """`run --help`, and `run VERB --help`."""
+    if args.verb != "run":
+        print(f"{VERBS[args.verb]}\n\n{parser_of(args.verb).format_help()}", end="")
+        return 0
     print("run: trains language models after pre-training, from one declarative job\n")
     print("usage  run [verb] [+recipe=NAME] [group=option] [group.key=value]\n\nverbs")
     _table(list(VERBS.items()))

@@ -28,6 +28,8 @@ def worded(error: Exception, sources: Sequence[ConfigSource], recipes: Sequence[
     if several := re.search(r"Multiple values for ([^\s.]+)", text):
         return _without_override(several.group(1), "NAME", origin or ", ".join(recipes))
     if unknown := re.search(r"Could not override '([^']+)'", text):
+        if unknown.group(1).startswith(f"{GROUP}/"):  # `override device: npu`, without the slash
+            return _without_override(unknown.group(1).removeprefix(f"{GROUP}/").partition("@")[0], "NAME", origin)
         groups = sorted({group for source in sources for group in source.list("", None) if source.is_group(group)})
         meant = suggest.nearest(unknown.group(1), [g for g in groups if g != "hydra"])
         return Problem(unknown.group(1), "no such group" + (f"; did you mean '{meant}'?" if meant else ""), origin)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -19,6 +20,7 @@ from runner.spec.decode import unknown_name
 from runner.spec.origin import COMMAND_LINE
 
 DEMO = "sft_demo"
+NO_MODEL = "no model chosen: taking model=tiny, from random weights; for a real one: model=hf model.path=FOLDER"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ def _parse(word: str) -> Override | Problem:
         return OverridesParser.create().parse_override(word)
     except HydraException:
         key, equals, value = word.partition("=")
+        if value.startswith("~/") and "'" not in value:  # a quoted word, or a shell that expands none after an equals
+            return _parse(f"{key}='{Path(value).expanduser()}'")
         if not equals:
             return problem(word, f"not an override; write {word.lstrip('+~')}=VALUE")
         return problem(key.lstrip("+"), f"cannot read {value or 'an empty value'}; quote it: '{key}=\"{value}\"'")
@@ -83,7 +87,8 @@ def _judge(override: Override, word: str, groups: Collection[str]) -> Typed | Pr
         return problem(word, f"there is no such group; groups are {', '.join(groups)}")
     if override.is_sweep_override():
         several = f"{override.get_value_string()} is several values"
-        return problem(key, f"{several}; write a list as [1,2]; sweeps are not part of this version")
+        written = f"'{key}=[{override.get_value_string()}]'" if override.is_choice_sweep() else "[1,2]"
+        return problem(key, f"{several}; write a list as {written}; sweeps are not part of this version")
     choice = key in (*groups, GROUP) and not isinstance(value, dict)
     if choice and isinstance(value, list) and key != GROUP:
         return problem(key, "takes one choice, not a list")
@@ -91,9 +96,11 @@ def _judge(override: Override, word: str, groups: Collection[str]) -> Typed | Pr
 
 
 def with_demo(typed: Sequence[Typed]) -> tuple[list[Typed], tuple[str, ...]]:
-    """Add the demo where the command line chooses no recipe, model or data, and a line that says so."""
-    if any(t.choice and t.key in (GROUP, "model", "data") for t in typed):
-        return list(typed), ()
+    """Add the demo where the command line chooses no recipe, model or data, and a line on what was taken unasked."""
+    chosen = {t.key: t.names[0] for t in typed if t.choice}
+    if chosen.keys() & {GROUP, "model", "data"}:
+        unsaid = not chosen.keys() & {GROUP, "model"} and chosen["data"] != "demo"
+        return list(typed), (NO_MODEL,) if unsaid else ()
     note = f"no recipe, model or data chosen: taking +{GROUP}={DEMO}"
     return [Typed(f"+{GROUP}={DEMO}", GROUP, DEMO, True), *typed], (note,)
 
@@ -113,6 +120,8 @@ def check(choice: Typed, known: Collection[str]) -> tuple[Typed | None, list[Pro
 
 
 def _as_path(group: str, name: str) -> str:
+    if group == GROUP and Path(name).suffix in (".yaml", ".yml"):
+        return f"; a file in ./recipes is chosen by its name: +{GROUP}={Path(name).stem}"
     member = {"model": "hf", "data": "file"}.get(group)
     return (
         f"; a path is given with {group}={member} {group}.path={name}"

@@ -9,15 +9,17 @@ import yaml
 
 from runner.spec.job import JobSpec
 
+CARD = "README.md"
+
 
 def write_card(export: Path, spec: JobSpec, step: int, values: Mapping[str, float]) -> None:
     """Write README.md into an export; `values` are the metrics of the exported step."""
     base = getattr(spec.model, "path", None)
     head = {
-        "library_name": "transformers" if spec.adapter.name == "none" else "peft",
+        "library_name": "peft" if (export / "adapter_config.json").is_file() else "transformers",
         "pipeline_tag": "text-generation",
-        "tags": [spec.algorithm.name, spec.adapter.name],
-        **({"base_model": base} if base else {}),
+        "tags": [name for name in (spec.algorithm.name, spec.adapter.name) if name != "none"],
+        **({"base_model": base} if base and not Path(base).is_absolute() else {}),  # a hub id: others can follow it
     }
     rows = [
         ("base model", base or f"{spec.model.name}, from random weights"),
@@ -30,4 +32,4 @@ def write_card(export: Path, spec: JobSpec, step: int, values: Mapping[str, floa
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     front = yaml.safe_dump(head, sort_keys=False)
     text = f"---\n{front}---\n\n# {spec.name}\n\n| | |\n| --- | --- |\n{table}\n"
-    (export / "README.md").write_text(text, encoding="utf-8")
+    (export / CARD).write_text(text, encoding="utf-8")

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from runner.checkpoint.durable import reason
 from runner.errors import StorageError
 from runner.folder import shown
-from runner.launch.card import write_card
+from runner.launch.card import CARD, write_card
 from runner.spec.job import JobSpec
 
 
@@ -35,10 +35,18 @@ def write_export(model: Any, target: Path, spec: JobSpec, step: int, values: Map
         try:
             model.save(staging)
             write_card(staging, spec, step, values)
+            _open_to_readers(staging)
             _put_in_place(staging, target)
         finally:
             if staging.exists():
                 shutil.rmtree(staging)
+
+
+def _open_to_readers(staging: Path) -> None:
+    """Give every file the mode that the user's umask gives the card: safetensors are written for their owner alone."""
+    mode = (staging / CARD).stat().st_mode
+    for path in staging.iterdir():
+        path.chmod(mode)
 
 
 def _put_in_place(staging: Path, target: Path) -> None:

@@ -13,6 +13,7 @@ import yaml
 from runner.errors import Problem, SpecError, StorageError
 from runner.folder import RunFolder, create, locked, point_latest, shown, write_atomic
 from runner.identity import RESUMABLE
+from runner.launch.preflight import check_model
 from runner.launch.session import Session
 from runner.launch.stages import with_first_weights
 from runner.spec.job import JobSpec
@@ -26,6 +27,7 @@ def start(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str]) -> in
     spec.device.preflight()
     local = {name: getattr(spec, name).absolute() for name in ("data", "model", "reward")}
     spec = spec.model_copy(update=local)
+    check_model(spec)
     spec.data.preflight(spec.algorithm.items)
     spec.reward.preflight()
     spec = with_first_weights(spec)

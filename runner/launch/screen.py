@@ -10,6 +10,7 @@ from pathlib import Path
 from runner.tracker.console import Console
 
 LOGGER = "runner"
+RETRIES = "huggingface_hub.utils._http"
 
 
 class _ToConsole(logging.Handler):
@@ -32,6 +33,7 @@ def on_screen(path: Path) -> Iterator[Console]:
         logger.addHandler(handler)
         logger.propagate = False
     loggers[0].setLevel(logging.INFO)
+    logging.getLogger(RETRIES).setLevel(logging.ERROR)  # five lines a file, before the error that says it all
     try:
         yield console
     finally:

@@ -47,7 +47,7 @@ def _weights_of(where: Path) -> Path:
     """The folder with safetensors at `where`, or in its export."""
     for folder in (where / "export", where):
         if (folder / "adapter_config.json").exists():
-            text = f"{shown(folder)} is an adapter; merge it into its base first, or set model.path to a merged model"
+            text = f"{shown(folder)} is an adapter; merge it into its base first: run export RUN --merge"
             raise SpecError([Problem("init_from", text)])
         if list(folder.glob("*.safetensors")):
             return folder.resolve()

@@ -72,7 +72,9 @@ def answer(
 ) -> Iterator[str]:
     """Pieces of the answer to a prompt, as they come. Raises EnvironmentProblem for a prompt without a token."""
     if not hasattr(model, "stream"):
-        raise EnvironmentProblem("this run made a model that scores answers; it writes none")
+        raise EnvironmentProblem(
+            "this run made a model that scores answers; it writes none; to use it: reward=model reward.path=EXPORT"
+        )
     ids = prompt_ids(model.tokenizer, prompt, style)
     if not ids:
         raise EnvironmentProblem("the prompt is empty; type a text to go on from")
@@ -90,19 +92,29 @@ def prompt_ids(tokenizer: Any, prompt: str, style: PromptStyle) -> list[int]:
     return ids if ids[:1] == begin[:1] else [*begin, *ids]
 
 
-def export(folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best"] | None, out: Path | None) -> tuple[Path, int]:
+def export(
+    folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best"] | None, out: Path | None, merge: bool = False
+) -> tuple[Path, int]:
     """Write a Hugging Face folder or a PEFT adapter from a checkpoint; returns where, and the checkpoint's step.
 
     Without `out` that is in the run's folder, which must not be running: export/ for the newest checkpoint,
-    export-step-N/ for one that was named.
+    export-step-N/ for one that was named. `merge` writes an adapter merged into its base, to a name with -merged.
     """
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise EnvironmentProblem(f"{out} exists and is not an empty folder; choose another --out")
     with locked(folder) if out is None else nullcontext():
         model, loaded = load_model(folder, spec, checkpoint)
-        target = out or (folder.export if checkpoint is None else folder.export_of(loaded.step))
+        if merge:
+            model.merge()
+        own = folder.export if checkpoint is None else folder.export_of(loaded.step)
+        target = out or (own.with_name(f"{own.name}-merged") if merge else own)
         write_export(model, target, spec, loaded.step, loaded.metrics)
     return target, loaded.step
+
+
+def is_adapter(export: Path) -> bool:
+    """Whether an export is an adapter without its base."""
+    return (export / "adapter_config.json").is_file()
 
 
 def prompts_of(path: Path) -> Sequence[str]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from runner.folder import shown
 from runner.spec.job import JobSpec
 from runner.tracker.text import number, rate
 
@@ -25,12 +27,19 @@ def title(spec: JobSpec, model: Any) -> dict[str, str]:
     share = "all" if learnt == everything else rate(learnt)
     return {
         "name": spec.name,
-        "model": getattr(spec.model, "path", f"{spec.model.name} (random weights)"),
+        "model": f"{getattr(spec.model, 'path', spec.model.name)}{_first_weights(spec)}",
         "adapter": spec.adapter.name,
         "parameters": f"{rate(everything)}, {share} learnt",
         "device": spec.device.name,
         "seed": str(spec.seed),
     }
+
+
+def _first_weights(spec: JobSpec) -> str:
+    """Where they come from, if not from model.path."""
+    if spec.init_from is not None:
+        return f" (weights of {shown(Path(spec.init_from))})"
+    return " (random weights)" if getattr(spec.model, "from_scratch", True) else ""  # tiny has no other
 
 
 def amount(spec: JobSpec, items: int) -> str:
@@ -48,6 +57,7 @@ class Turn:
 
     opening: str
     closing: str
+    special: tuple[str, ...] = ()  # what an answer ends with, and its like
 
     @classmethod
     def of(cls, tokenizer: Any) -> Turn:
@@ -56,7 +66,7 @@ class Turn:
         before, _, after = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False
         ).rpartition("MESSAGE")
-        return cls(before[max(before.rfind("<"), before.rfind("["), 0) :], after)
+        return cls(before[max(before.rfind("<"), before.rfind("["), 0) :], after, tuple(tokenizer.all_special_tokens))
 
     def message(self, prompt: str) -> str:
         """The last user's message of a rendered prompt; the whole prompt where it ends in another way."""
@@ -65,27 +75,39 @@ class Turn:
         _, opened, message = prompt.removesuffix(self.closing).rpartition(self.opening)
         return message if opened else prompt
 
+    def without_special(self, text: str) -> str:
+        """A text without its special tokens."""
+        for token in self.special:
+            text = text.replace(token, "")
+        return text
+
 
 def plain_sample(row: Mapping[str, Any], turn: Turn | None) -> Mapping[str, Any]:
-    """A sample with the user's last message in place of the rendered prompt."""
-    prompt = row.get("prompt")
-    return {**row, "prompt": turn.message(prompt)} if turn and isinstance(prompt, str) else row
+    """A sample with the user's last message in place of the rendered prompt, and no special token in its answers."""
+    if turn is None:
+        return row
+    plain = {name: turn.without_special(text) for name, text in row.items() if isinstance(text, str)}
+    return {**row, **plain, **({"prompt": turn.message(row["prompt"])} if "prompt" in plain else {})}
 
 
 def example(items: Sequence[Any], tokenizer: Any, turn: Turn | None) -> str:
     """The first item's prompt, quoted for a shell; "…" in quotes where it is too long to type."""
     item = items[0]
     if hasattr(item, "weights"):
-        learnt = [weight > 0 for weight in item.weights]
-        ids = item.ids[: learnt.index(True) if True in learnt else None]
-        text = tokenizer.decode(list(ids)) or " ".join(
-            tokenizer.decode(list(item.ids), skip_special_tokens=True).split()[:FIRST_WORDS]
-        )
+        text = _context(item, tokenizer)
     else:
         text = tokenizer.decode(list(item.ids if hasattr(item, "ids") else item.prompt))
     text = turn.message(text) if turn else text.strip()
     fits = text.isprintable() and 0 < len(text) <= LONGEST_EXAMPLE
     return _quoted(text) if fits else NO_EXAMPLE
+
+
+def _context(item: Any, tokenizer: Any) -> str:
+    """What stands before the first learnt token; of a text that is learnt from the start, its first words."""
+    first = next((at for at, weight in enumerate(item.weights) if weight > 0), 0)
+    if first > 1:  # the very first token has nothing before it to be predicted from
+        return str(tokenizer.decode(list(item.ids[:first])))
+    return " ".join(tokenizer.decode(list(item.ids), skip_special_tokens=True).split()[:FIRST_WORDS])
 
 
 def _quoted(text: str) -> str:

@@ -86,10 +86,16 @@ class RaggedModel:
             decide("model.gradient_checkpointing", "on", "off", f"{type(self.inner).__name__} does not support it")
 
     def _choose_export(self, decide: Decide) -> None:
-        self.merges = self.module is not self.inner and self.source.drawn is not None
-        if not self.merges:
-            return
-        decide("export", "an adapter", "a merged model", "its base is random numbers, which nobody else has")
+        self.merges = False
+        if self.module is not self.inner and self.source.drawn is not None:
+            decide("export", "an adapter", "a merged model", "its base is random numbers, which nobody else has")
+            self.merge()
+
+    def merge(self) -> None:
+        """Let `save` write the adapter merged into its base. Raises SpecError if there is none, or none that can be."""
+        if self.module is self.inner:
+            raise SpecError([Problem("adapter", "there is none to merge; the export is a whole model already")])
+        self.merges = True
         ends = [end for end in (self.inner.get_input_embeddings(), self.inner.get_output_embeddings()) if end]
         if self.inner.config.tie_word_embeddings and any(p.requires_grad for end in ends for p in end.parameters()):
             text = "the embedding and the LM head share their weights, so that an adapter on them cannot be merged"

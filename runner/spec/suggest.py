@@ -58,6 +58,13 @@ KEYS = {
     **dict.fromkeys(("project_name", "wandb_project"), "tracker.project"),
     "wandb_mode": "tracker.mode",
 }
+ELSEWHERE = {
+    **dict.fromkeys(
+        ("output_dir", "out_dir", "outputs", "save_dir", "logging_dir"),
+        "runs go to ./outputs of the folder you start from; start elsewhere, or make outputs a link",
+    ),
+    **dict.fromkeys(("deepspeed", "fsdp", "accelerate"), "a run is one process on one device in this version"),
+}
 NAMES = {
     "device": {"gpu": "cuda", "nvidia": "cuda", "ascend": "npu", "huawei": "npu"},
     "adapter": {"full": "none", "null": "none", "qlora": "lora"},
@@ -93,6 +100,8 @@ def key(section: str, chosen: str, wrong: str, options: Options) -> str:
 
     `chosen` is the section's chosen member; `options` lists every option there is.
     """
+    if said := ELSEWHERE.get(wrong.lower()):
+        return said
     own = list(options.get(section, {}).get(chosen, ()))
     if wrong.lower() in KEYS and (found := _synonym(section, chosen, wrong, options)):
         return found
@@ -116,9 +125,9 @@ def _synonym(section: str, chosen: str, wrong: str, options: Options) -> str:
         return ""
     partial = len(members) < len(options[place])  # say which component has it
     owners = " of " + " or ".join(f"{place}={m}" for m in members) if partial else ""
-    aside = " (a run's length is given in steps)" if "epoch" in wrong.lower() else ""
+    aside = " (steps = epochs × items / algorithm.batch_size)" if "epoch" in wrong.lower() else ""
     own = place == section and chosen in members
-    return f"did you mean '{leaf}'?" if own else f"did you mean '{target}'{owners}{aside}?"
+    return f"did you mean '{leaf}'{aside}?" if own else f"did you mean '{target}'{owners}{aside}?"
 
 
 def _has(options: Options, place: str, leaf: str) -> bool:

@@ -16,6 +16,12 @@ TYPES = {
 }
 
 
+PATTERNS = {  # in words, where a newcomer meets them
+    r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,79}$": "of at most 80 letters, digits, '.', '_' and '-'"
+}
+SAME = {"bf16": "bfloat16", "fp32": "float32"}  # what people call a choice
+
+
 def expectation(schema: Mapping[str, Any]) -> str:
     """What a field takes, from its JSON Schema: `a number above 0 or null`."""
     if "anyOf" in schema:
@@ -46,7 +52,8 @@ def limits(schema: Mapping[str, Any]) -> str:
         parts += [f"at most {high}"] if high is not None else []
     parts += [f"below {schema['exclusiveMaximum']}"] if "exclusiveMaximum" in schema else []
     parts += [f"a multiple of {schema['multipleOf']}"] if "multipleOf" in schema else []
-    parts += [f"matching {schema['pattern']}"] if "pattern" in schema else []
+    if "pattern" in schema:
+        parts.append(PATTERNS.get(schema["pattern"], f"matching {schema['pattern']}"))
     parts += ["that is not empty"] if schema.get("minLength") == 1 else []
     return " and ".join(parts)
 
@@ -62,6 +69,9 @@ def shown(value: Any, bare: bool = False) -> str:
 def complaint(schema: Mapping[str, Any], key: str, value: Any) -> str:
     """What was expected and what came instead, with the remedy for a number where text is wanted."""
     said = f"expected {expectation(schema)}, got {shown(value)}"
+    few = [choice for s in schema.get("anyOf", [schema]) for choice in s.get("enum", ())]
+    if isinstance(value, str) and (meant := SAME.get(value.lower())) in few:
+        said += f"; did you mean '{meant}'?"
     wants_text = any(s.get("type") == "string" and "enum" not in s for s in schema.get("anyOf", [schema]))
     if wants_text and isinstance(value, int | float):
         said += f"; to give it as a text: '{key}=\"{shown(value)}\"'"

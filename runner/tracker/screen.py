@@ -114,7 +114,8 @@ def plain_line(progress: Progress, now: float) -> str:
 def sample_line(row: Mapping[str, Any]) -> str:
     """One line of a sample: prompt → answer (and what was expected, or its reward), control characters written out."""
     if "prompt" not in row or "answer" not in row:
-        return _shortened("  ".join(f"{k}={v}" for k, v in row.items()))
+        facts = {k: number(v) if isinstance(v, float) else v for k, v in row.items() if v is not None}
+        return _shortened("  ".join(f"{k}={v}" for k, v in facts.items()))
     line = f"{row['prompt']} → {row['answer']}"
     if row.get("expected") not in (None, "", row["answer"]):
         line += f"  (expected {row['expected']})"

@@ -46,6 +46,17 @@ def test_choosing_data_or_model_means_no_demo(workdir: Path) -> None:
     assert (spec.name, spec.optimizer.lr, spec.data.path) == ("job", 1e-5, "my.jsonl")
 
 
+def test_a_model_that_was_taken_unasked_is_said(workdir: Path) -> None:
+    own = ["data=file", "data.path=my.jsonl"]
+    assert "from random weights" in compose_job(own).notes[0]
+    assert compose_job([*own, "model=tiny"]).notes == compose_job(["data=demo"]).notes == ()
+
+
+def test_the_home_folder_may_be_a_tilde(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(workdir))
+    assert compose_job(["data=file", "data.path=~/my.jsonl"]).spec.data.path == str(workdir / "my.jsonl")
+
+
 @pytest.mark.parametrize(
     "words", [*permutations(["+recipe=sft_demo", "device=cuda", "optimizer.lr=0.5", "schedule=wsd"])]
 )
@@ -112,6 +123,13 @@ def test_a_file_hidden_by_a_shipped_one_is_pointed_out(workdir: Path) -> None:
     assert any("optimizer/adamw" in note and "hidden" in note for note in composed.notes)
 
 
+def test_a_preset_without_a_component_is_told_to_extend_one(workdir: Path) -> None:
+    recipe(workdir / "conf/data", "mine", "path: my.jsonl\neval_path: held_out.jsonl\n")
+    [problem] = problems("data=mine")
+    assert (problem.key, problem.origin) == ("data", "data/mine")
+    assert "'defaults: [file, _self_]'" in problem.message
+
+
 def test_config_dir_adds_groups_and_recipes(workdir: Path, tmp_path: Path) -> None:
     more = tmp_path / "elsewhere"
     recipe(more / "optimizer", "hot", "defaults: [sgd, _self_]\nlr: 3.0\n")
@@ -153,6 +171,11 @@ def test_all_mistakes_of_a_command_line_come_together(workdir: Path) -> None:
         ("data=my.jsonl", "data", "a path is given with data=file data.path=my.jsonl"),
         ("device.name=npu", "device.name", "a component is chosen with device=npu"),
         ("optimizer={name: sgd}", "optimizer.name", "a component is chosen with optimizer=sgd"),
+        ("+recipe=recipes/mine.yaml", "recipe", "chosen by its name: +recipe=mine"),
+        ("data.path=a,b", "data.path", "write a list as 'data.path=[a,b]'"),
+        ("name=my run", "name", "expected a text of at most 80 letters, digits, '.', '_' and '-'"),
+        ("model.dtype=bf16", "model.dtype", "did you mean 'bfloat16'?"),
+        ("output_dir=x", "output_dir", "runs go to ./outputs"),
         ("steps", "steps", "not an override; write steps=VALUE"),
         ("steps=1,2", "steps", "sweeps are not part of this version"),
         ("seed=range(1,3)", "seed", "sweeps are not part of this version"),
@@ -207,6 +230,7 @@ def test_switching_a_group_names_what_the_recipe_left_behind(workdir: Path) -> N
         ("defaults: [override /device: gpu]", "device", "no device named 'gpu'; did you mean 'cuda'?"),
         ("defaults: [device: npu]", "device", "a recipe chooses with 'override /device: npu'"),
         ("defaults: [/device: npu]", "device", "a recipe chooses with 'override /device: NAME'"),
+        ("defaults: [override device: npu]", "device", "a recipe chooses with 'override /device: NAME'"),
         ("defaults: [override /devise: npu]", "devise", "no such group; did you mean 'device'?"),
         ("defaults: [nope]", "recipe", "no recipe named 'nope'"),
         ("optimizer:\n  lrr: 1", "optimizer.lrr", "did you mean 'lr'?"),

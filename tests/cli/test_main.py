@@ -100,6 +100,14 @@ def test_cfg_prints_yaml_that_is_the_job(workdir: Path, capsys: pytest.CaptureFi
         (["-m", "seed=1,2"], "sweeps are not part of this version"),
         (["--multirun"], "sweeps are not part of this version"),
         (["--lr", "3"], "written without dashes"),
+        (["sft_demo"], "run +recipe=sft_demo"),
+        (["recipes/mine.yaml"], "run +recipe=mine"),
+        (["--config", "mine.yaml"], "chosen with +recipe=NAME"),
+        (["infer", "latest", "--max_new_tokens", "3"], "did you mean --max-new-tokens?"),
+        (["explain", "recipe"], "run list recipe"),
+        (["explain", "+recipe=sft_demo"], "run --cfg job +recipe=sft_demo"),
+        (["explain", "evaluation.everyy"], "did you mean 'evaluation.every'?"),
+        (["--spec", "."], "spec.yaml: no such file"),
         (["--cfg", "all"], "invalid choice"),
         (["list", "devise"], "no group named 'devise'; did you mean 'device'?"),
         (["explain"], "one key is expected"),
@@ -211,6 +219,13 @@ def test_help_names_verbs_groups_recipes_and_examples(workdir: Path, capsys: pyt
         assert word in out
 
 
+@pytest.mark.parametrize("words", [["infer", "--help"], ["help", "infer"]])
+def test_a_verb_has_a_help_of_its_own(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = in_process(words, capsys)
+    assert code == 0 and "usage: run infer" in out and "longest answer (256)" in out and "--spec" not in out
+    assert in_process(["help"], capsys)[1] == in_process(["--help"], capsys)[1]
+
+
 def test_list_shows_own_recipes_with_their_first_comment(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (workdir / "recipes").mkdir()
     (workdir / "recipes" / "mine.yaml").write_text("# @package _global_\n# What mine does.\nsteps: 3\n")
@@ -248,6 +263,8 @@ def test_schema_is_json_that_discriminates_by_name(capsys: pytest.CaptureFixture
         (["data.path", "data=file"], ["default  none: it must be given", "now      ???"]),
         (["evaluation.every"], ["unit     steps", "range    at least 0"]),
         (["optimizer", "optimizer=sgd"], ["optimizer=sgd: Stochastic gradient descent.", "  optimizer.momentum=0.0"]),
+        (["data=file"], ["  choose with data=NAME: capybara, demo, file, gsm8k, hub", "  data.path=???"]),
+        (["optimizer.lr"], ["note: no recipe, model or data chosen: taking +recipe=sft_demo"]),
         (["watch"], ["  watch.stall_s=1800.0"]),
     ],
     ids=lambda v: " ".join(v),

@@ -45,6 +45,25 @@ def test_a_newer_export_takes_the_place_of_the_older_and_leaves_nothing_of_it(tm
     assert [p.name for p in target.parent.iterdir()] == ["export"]
 
 
+def test_every_file_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_export(Toy(1.0), tmp_path / "export", SPEC, 1, {})
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "export").iterdir()} == {0o640}
+
+
+def test_the_card_names_no_folder_of_this_machine_and_no_adapter_where_there_is_none(tmp_path: Path) -> None:
+    local = compose_job(["model=hf", "model.path=/models/base", "data=demo"]).spec
+    write_export(Toy(1.0), tmp_path / "export", local, 1, {})
+    front = (tmp_path / "export" / "README.md").read_text().split("---")[1]
+    assert "base_model" not in front and "- none" not in front
+    hub = compose_job(["model=hf", "model.path=owner/base", "data=demo", "adapter=lora"]).spec
+    write_export(Toy(1.0), tmp_path / "export", hub, 1, {})
+    assert "base_model: owner/base" in (tmp_path / "export" / "README.md").read_text()
+
+
 @pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), SafetensorError("I/O error")], ids=type)
 def test_a_fault_is_a_storage_error_and_leaves_the_older(tmp_path: Path, fault: Exception) -> None:
     target = tmp_path / "export"

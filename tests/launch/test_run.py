@@ -10,9 +10,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 SMALL = (
     "+recipe=sft_demo",
@@ -179,6 +183,7 @@ def test_a_signal_during_the_build_is_obeyed_at_once(tmp_path: Path) -> None:
     printed = process.communicate(timeout=60)[0].decode()
     run = (tmp_path / "outputs/latest").resolve()
     assert process.returncode == 143 and "SIGTERM before a step was made; no checkpoint was written" in printed
+    assert printed.endswith("go on    run resume latest\n") and "error" not in printed
     assert json.loads((run / "status.json").read_text())["state"] == "interrupted"
     assert not (run / "checkpoints").exists() and not (run / "metrics.jsonl").exists()
 
@@ -248,6 +253,17 @@ def test_a_nan_ends_the_run_with_5_and_keeps_the_last_checkpoint(tmp_path: Path)
     assert "nothing was updated with it" in out
 
 
+def causal(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def same_answers(one: Any, other: Any) -> bool:
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        return torch.allclose(one(ids).logits, other(ids).logits, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_a_lora_run_starts_from_the_latest_runs_export_on_the_users_own_file(finished: Path) -> None:
     base = (finished / "outputs/latest").resolve() / "export"
     shutil.copytree(base, finished / "moved")
@@ -267,6 +283,9 @@ def test_a_lora_run_starts_from_the_latest_runs_export_on_the_users_own_file(fin
     )
     export = finished / "outputs/latest/export"
     assert (export / "adapter_model.safetensors").exists() and not (export / "model.safetensors").exists()
+    merged = runner(finished, "export", "latest", "--merge")
+    assert "export-merged\n" in merged and "a Hugging Face folder" in merged
+    assert same_answers(PeftModel.from_pretrained(causal(base), export), causal(export.with_name("export-merged")))
     weights = base / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\xbf")  # the last number changes its sign
     words = ("infer", "latest", "reverse 1234", "--max-new-tokens", "4")

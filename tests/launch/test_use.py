@@ -13,8 +13,8 @@ from runner.cli.compose import compose_job
 from runner.data.config import FileConfig
 from runner.data.file import build
 from runner.decisions import Decisions
-from runner.errors import EnvironmentProblem
-from runner.folder import RunFolder, lock
+from runner.errors import CheckpointError, EnvironmentProblem
+from runner.folder import RunFolder, lock, write_json
 from runner.launch.use import answer, export, prompt_ids
 from tests.data.conftest import byte_tokenizer, chat
 
@@ -63,6 +63,24 @@ def test_a_running_run_gets_no_export_into_its_folder(tmp_path: Path) -> None:
             export(folder, compose_job(["+recipe=sft_demo"]).spec, 4, None)
     finally:
         os.close(handle)
+
+
+@pytest.mark.parametrize(
+    ("status", "advice"),
+    [
+        ({}, "go on with: run resume"),
+        ({"state": "running"}, "if it is running, the first one comes after step 50"),
+        ({"state": "failed", "exit_code": 3, "error": "bad row\nmore"}, "bad row; correct that and start a new run"),
+        ({"state": "interrupted", "exit_code": 130}, "go on with: run resume"),
+    ],
+)
+def test_a_run_without_a_checkpoint_is_answered_with_what_to_do(
+    status: dict[str, object], advice: str, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path)
+    write_json(folder.status, status)
+    with pytest.raises(CheckpointError, match=f"no checkpoint was written yet; .*{advice}"):
+        export(folder, compose_job(["+recipe=sft_demo"]).spec, None, None)
 
 
 def test_an_out_that_is_taken_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -40,11 +40,13 @@ def test_names(group: str, wrong: str, right: str | None) -> None:
     ("section", "chosen", "wrong", "hint"),
     [
         ("", "", "max_steps", "did you mean 'steps'?"),
-        ("data", "demo", "epochs", "did you mean 'steps' (a run's length is given in steps)?"),
+        ("data", "demo", "epochs", "did you mean 'steps' (steps = epochs × items / algorithm.batch_size)?"),
         ("optimizer", "adamw", "learning_rate", "did you mean 'lr'?"),
         ("algorithm", "sft", "learning_rate", "did you mean 'optimizer.lr'?"),
         ("optimizer", "adamw", "momentum", "an option of optimizer=sgd"),
         ("model", "tiny", "every", "did you mean 'checkpoint.every' or 'evaluation.every'?"),
+        ("", "", "num_epochs", "did you mean 'steps' (steps = epochs × items / algorithm.batch_size)?"),
+        ("", "", "deepspeed", "a run is one process on one device in this version"),
         ("model", "tiny", "qqqqq", ""),
     ],
 )

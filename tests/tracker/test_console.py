@@ -15,6 +15,7 @@ import pytest
 
 from runner.errors import RunnerError, StorageError
 from runner.tracker.console import Console
+from runner.tracker.screen import Progress, plain_line
 
 ROOT = Path(__file__).resolve().parents[2]
 TITLE = {"name": "toy", "device": "cpu", "seed": 0, "folder": "outputs/x"}
@@ -111,6 +112,14 @@ def test_a_pipe_gets_plain_lines_at_sensible_intervals(tmp_path: Path) -> None:
         re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d (info   |warning) ", x)
         for x in log.read_text().splitlines()
     )
+
+
+def test_a_plain_line_shows_what_its_own_step_measured(tmp_path: Path) -> None:
+    progress = Progress({}, steps=3, begin=0.0)
+    progress.update(1, {"train/loss": 2.0, "eval/loss": 3.0, "perf/peak_memory_bytes": 560_000_000}, 1.0)
+    assert "eval/loss=3" in plain_line(progress, 1.0) and " memory=560MB " in plain_line(progress, 1.0)
+    progress.update(2, {"train/loss": 1.0}, 2.0)
+    assert "train/loss=1" in plain_line(progress, 2.0) and "eval/loss" not in plain_line(progress, 2.0)
 
 
 def test_a_step_costs_less_than_a_tenth_of_a_millisecond(tmp_path: Path) -> None:
