@@ -32,7 +32,7 @@ class Cuda:
         """Choose precision and determinism; the cuBLAS workspace must be set before its first use."""
         if self.config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(self.config.deterministic)
+        torch.set_deterministic_debug_mode("error" if self.config.deterministic else "default")
         torch.backends.cuda.matmul.allow_tf32 = self.config.tf32
         torch.backends.cudnn.allow_tf32 = self.config.tf32
 

@@ -30,7 +30,7 @@ class Npu:
 
     def prepare(self) -> None:
         """Choose determinism."""
-        torch.use_deterministic_algorithms(self.config.deterministic)
+        torch.set_deterministic_debug_mode("error" if self.config.deterministic else "default")
 
     def synchronize(self) -> None:
         """Wait for the NPU, so that times mean something."""

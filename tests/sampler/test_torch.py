@@ -190,7 +190,7 @@ def test_what_cannot_be_sampled_is_refused() -> None:
         draws.sample([Request((1,) * 9, 0, 8, 0)])
     assert len(draws.sample([Request((1,) * 8, 0, 8, 0)])[0].ids) == 8
     scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
-    with pytest.raises(DataError, match="more than 15: .* dynamic positions depend on"):
+    with pytest.raises(DataError, match=r"more than 15: .* dynamic positions depend on"):
         sampler(causal("llama", max_position_embeddings=16, rope_parameters=scaled), max_new_tokens=8).sample(
             [Request((1,) * 8, 0, 8, 0)]
         )
