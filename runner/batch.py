@@ -154,6 +154,11 @@ def select_units(batch: Batch, order: Sequence[int]) -> Batch:
     return join([batch.slice_rows(*spans[at][:2]) for at in order])
 
 
+def with_tokens(batch: Batch, **channels: Tensor) -> Batch:
+    """The same batch with token channels added or replaced, on the CPU and in float32."""
+    return replace(batch, tokens={**batch.tokens, **{name: v.cpu().float() for name, v in channels.items()}})
+
+
 def unit_spans(batch: Batch) -> list[tuple[int, int, int]]:
     """(first row, row after the last, tokens) of each unit, in order."""
     rows_of = batch.structure.rows

@@ -19,21 +19,21 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from runner.algorithm import advantages, aggregation, correction, kl, returns, rollouts
+from runner.algorithm import correction, rollouts
 from runner.algorithm.kl_control import KlControl
-from runner.algorithm.moments import Moments, moments, whiten
+from runner.algorithm.moments import moments
 from runner.algorithm.parts import Parts
-from runner.algorithm.policy_config import GrpoConfig, PolicyConfig, PpoConfig
+from runner.algorithm.policy_config import PolicyConfig, PpoConfig
 from runner.algorithm.rollouts import Collector, Experience, Group
 from runner.algorithm.surrogate import PolicyLoss, ValueLoss
 from runner.algorithm.turns import Turns
-from runner.batch import Batch, row_of_tokens, select_units, with_totals
+from runner.algorithm.valuation import valued, weighted
+from runner.batch import Batch, row_of_tokens, select_units, with_tokens
 from runner.errors import TrainingDiverged
 from runner.protocols import LossFn, Model, Ranks, Role, Sample, State
 from runner.randomness import derive
@@ -82,10 +82,10 @@ class PolicyOptimisation:
         """Mini-batches with everything the losses need; all but `weight` is fixed before the first update."""
         batch = self._laid_out(experience)
         batch = self._scored(batch, models)
-        batch = self._valued(batch, ranks)
+        batch = valued(self.config, batch, self.kl.coefficient, ranks)
         for epoch in range(self.config.epochs):
             for part in self._mini_batches(batch, experience.step, epoch):
-                yield self._weighted(part, ranks)
+                yield weighted(self.config, part, self.max_new_tokens, ranks)
 
     def describe(self, step: int, experience: Experience) -> tuple[Mapping[str, float], Sequence[Sample]]:
         """Reward, lengths, staleness; the coefficient in force; health of the importance weights."""
@@ -131,7 +131,7 @@ class PolicyOptimisation:
         prompts = batch.rows["branch"] < 0
         batch = replace(batch, rows={**batch.rows, "reward": batch.rows["reward"].masked_fill(prompts, torch.nan)})
         if self.temperature != 1:
-            batch = _with(batch, temperature=torch.full((batch.num_tokens,), self.temperature))
+            batch = with_tokens(batch, temperature=torch.full((batch.num_tokens,), self.temperature))
         return batch
 
     def _tree(self, group: Group, silent: bool) -> Tree:
@@ -147,15 +147,15 @@ class PolicyOptimisation:
         config = self.config
         corrected = config.correction != "none"
         if corrected or (config.lag == 0 and self._needs_old):
-            batch = _with(batch, old=models["policy"].forward(batch, LOGPROBS)["logprobs"])
+            batch = with_tokens(batch, old=models["policy"].forward(batch, LOGPROBS)["logprobs"])
         elif config.lag:
-            batch = _with(batch, old=batch.tokens["sampled"])
+            batch = with_tokens(batch, old=batch.tokens["sampled"])
         if corrected:
             batch = self._corrected(batch)
         for role in config.frozen():
-            batch = _with(batch, **{role: models[role].forward(batch, LOGPROBS)["logprobs"]})
+            batch = with_tokens(batch, **{role: models[role].forward(batch, LOGPROBS)["logprobs"]})
         if "critic" in models:
-            batch = _with(batch, values=models["critic"].forward(batch, VALUES)["values"])
+            batch = with_tokens(batch, values=models["critic"].forward(batch, VALUES)["values"])
         return batch
 
     @property
@@ -183,51 +183,7 @@ class PolicyOptimisation:
             ),
             "sampler/bounded": float(affected) / max(int(count), 1),
         }
-        return _with(batch, importance=found.weights)
-
-    def _valued(self, batch: Batch, ranks: Ranks) -> Batch:
-        """The channels `advantages` and, with a critic, `returns`."""
-        mask, row = batch.tokens["weight"] != 0, row_of_tokens(batch)
-        rewards, penalty = batch.rows["reward"].double(), torch.zeros(batch.num_tokens, dtype=torch.float64)
-        if self.config.kl != "none" and self.config.in_force.kl_place == "reward":
-            penalty = kl.k1(batch.tokens["old"], batch.tokens["reference"]).double()
-        beta = self.kl.coefficient
-        if isinstance(self.config, PpoConfig):
-            placed = returns.token_rewards(rewards, penalty, mask, row, beta)
-            values = batch.tokens["values"].double()
-            found, back = returns.gae(placed, values, mask, row, gamma=self.config.gamma, lam=self.config.lam)
-            batch = _with(batch, returns=back)
-            if self.config.whiten:
-                found = whiten(found, mask, _summed(moments(found, mask), ranks))
-            return _with(batch, advantages=found)
-        assert isinstance(self.config, GrpoConfig)
-        if self.config.advantage == "reinforce_pp":
-            placed = returns.token_rewards(rewards, penalty, mask, row, beta)
-            gamma = 1.0 if self.config.gamma is None else self.config.gamma
-            found = returns.discounted_returns(placed, mask, row, gamma)
-            return _with(batch, advantages=whiten(found, mask, _summed(moments(found, mask), ranks)))
-        rewards = returns.penalised_rewards(rewards, penalty, mask, row, beta)
-        return _with(batch, advantages=self._of_groups(self.config, batch, rewards, mask, ranks))
-
-    def _of_groups(self, config: GrpoConfig, batch: Batch, rewards: Tensor, mask: Tensor, ranks: Ranks) -> Tensor:
-        """Advantages [T] from rewards [N] by what the group makes of them."""
-        group, row = batch.rows["tree"], row_of_tokens(batch)
-        if config.advantage == "batch_std":
-            over = _summed(moments(rewards, ~rewards.isnan()), ranks)
-            return advantages.batch_std(rewards, group, over, eps=1e-6)[row]
-        if config.advantage == "opo":
-            lengths = mask.new_zeros(batch.num_rows, dtype=torch.int64).index_add(0, row, mask.long())
-            return advantages.opo(rewards, group, lengths)[row]
-        if config.advantage == "reinforce_pp_baseline":
-            found = advantages.group_mean(rewards, group)[row]
-            return whiten(found, mask, _summed(moments(found, mask), ranks))
-        plain = {
-            "group_mean_std": lambda: advantages.group_mean_std(rewards, group, eps=1e-6),
-            "group_mean": lambda: advantages.group_mean(rewards, group),
-            "leave_one_out": lambda: advantages.leave_one_out(rewards, group),
-            "none": lambda: advantages.no_baseline(rewards),
-        }
-        return plain[config.advantage]()[row]
+        return with_tokens(batch, importance=found.weights)
 
     def _mini_batches(self, batch: Batch, step: int, epoch: int) -> Iterator[Batch]:
         """The batch in `mini_batches` parts of whole prompts, in an order of their own for each step and epoch."""
@@ -243,40 +199,11 @@ class PolicyOptimisation:
             if units:
                 yield select_units(batch, units)
 
-    def _weighted(self, part: Batch, ranks: Ranks) -> Batch:
-        """The aggregation's weights, with denominators over this optimizer step and all ranks."""
-        mask, row = part.tokens["weight"], row_of_tokens(part)
-        tree = part.rows["tree"][row]
-        prompts = {"prompts": int(torch.unique(tree[mask != 0]).numel())}
-        totals = ranks.sum({**part.count(), **prompts})
-        name = self.config.aggregation
-        weight = {
-            "token_mean": lambda: aggregation.token_mean(mask, totals["tokens"]),
-            "seq_mean_token_mean": lambda: aggregation.seq_mean_token_mean(mask, row, totals["rows"]),
-            "seq_mean_token_sum": lambda: aggregation.seq_mean_token_sum(mask, totals["rows"]),
-            "seq_mean_token_sum_norm": lambda: aggregation.seq_mean_token_sum_norm(
-                mask, totals["rows"], self.config.aggregation_length or self.max_new_tokens
-            ),
-            "prompt_mean": lambda: aggregation.prompt_mean(mask, tree, totals["prompts"]),
-        }[name]()
-        return with_totals(_with(part, weight=weight), totals)
-
-
-def _with(batch: Batch, **channels: Tensor) -> Batch:
-    """The batch with token channels added or replaced, on the CPU and in float32."""
-    return replace(batch, tokens={**batch.tokens, **{name: v.cpu().float() for name, v in channels.items()}})
-
 
 def _first_rows(batch: Batch) -> Tensor:
     """The first row of each unit."""
     _, counts = torch.unique_consecutive(batch.rows["unit"], return_counts=True)
     return torch.cumsum(counts, 0) - counts
-
-
-def _summed(one: Moments, ranks: Ranks) -> Moments:
-    """Moments over all data ranks."""
-    total: dict[str, Any] = ranks.sum({name: float(value) for name, value in one._asdict().items()})
-    return Moments(**{name: torch.tensor(total[name], dtype=one.sum.dtype) for name in Moments._fields})
 
 
 def build(config: PolicyConfig, parts: Parts) -> PolicyOptimisation:
