@@ -1,6 +1,5 @@
 """What a user can set of every algorithm, and what every algorithm says of itself."""
 
-from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -16,6 +15,7 @@ class AlgorithmConfig(ComponentConfig):
     group: ClassVar[str] = "algorithm"
     items: ClassVar[ItemKind] = "sft"  # what it learns from
     samples: ClassVar[bool] = False  # whether it needs a sampler and a reward
+    explains: ClassVar[str | None] = None  # "module:function" of (config, job) → the lines of `run explain loss`
     batch_size: int = Field(default=32, ge=1, description="Examples (pairs, prompts) per step, over all ranks.")
     mini_batches: int = Field(
         default=1, ge=1, description="Optimizer steps per step; each takes an equal share of the batch."
@@ -45,10 +45,6 @@ class AlgorithmConfig(ComponentConfig):
     def learning_rate(self, role: str, common: float) -> float:
         """The learning rate of a role; `common` is optimizer.lr."""
         return common
-
-    def formula(self, job: Any) -> Iterable[str]:
-        """The loss with the constants in force, line by line (`run explain loss`)."""
-        raise NotImplementedError(f"algorithm={self.name} does not say what its loss is")
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = [*self._parts_problems(job)]

@@ -4,13 +4,11 @@ The knobs are orthogonal. One that a combination does not use has no value (null
 stands for the default that its description names.
 """
 
-from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import Field
 
 from runner.algorithm.base import AlgorithmConfig, Head
-from runner.algorithm.policy_formula import formula
 from runner.spec.base import ItemKind
 
 # which options belong to which choice: option → (deciding option, choices that use it)
@@ -60,6 +58,7 @@ class PolicyConfig(AlgorithmConfig):
     usual_kl_place: ClassVar[Literal["loss", "reward"]] = "loss"
     items: ClassVar[ItemKind] = "prompts"
     samples: ClassVar[bool] = True
+    explains: ClassVar[str | None] = "runner.algorithm.policy_formula:formula"
     group_size: int = Field(default=8, ge=1, description="Answers sampled per prompt.")
     epochs: int = Field(default=1, ge=1, description="Passes over a step's samples.")
     share_prompts: bool = Field(
@@ -135,9 +134,6 @@ class PolicyConfig(AlgorithmConfig):
 
     def reference_kind(self) -> Literal["adapter", "copy"] | None:
         return self.reference
-
-    def formula(self, job: Any) -> Iterable[str]:
-        return formula(self, job)
 
     @property
     def in_force(self) -> InForce:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from runner.algorithm.policy_config import PolicyConfig
+from runner.algorithm.policy_config import PolicyConfig
 
 AGGREGATIONS = {
     "token_mean": "1 / (learnt tokens of the step)",

@@ -69,6 +69,7 @@ class DpoConfig(PreferenceConfig):
     """Direct preference optimisation (2305.18290) and its kin: a loss of the two answers' log-probabilities."""
 
     factory: ClassVar[str] = "runner.algorithm.preference:build_dpo"
+    explains: ClassVar[str | None] = "runner.algorithm.given_formula:pairs"
     items: ClassVar[ItemKind] = "pairs"
     name: Literal["dpo"] = "dpo"
     loss: PairLoss = Field(
@@ -133,6 +134,7 @@ class KtoConfig(PreferenceConfig):
     """Kahneman-Tversky optimisation (2402.01306): answers judged good or bad, one by one."""
 
     factory: ClassVar[str] = "runner.algorithm.preference:build_kto"
+    explains: ClassVar[str | None] = "runner.algorithm.given_formula:judged"
     items: ClassVar[ItemKind] = "judged"
     name: Literal["kto"] = "kto"
     beta: float = Field(default=0.1, gt=0, description="Factor of the log-ratios.")
@@ -158,6 +160,7 @@ class RmConfig(AlgorithmConfig):
     """A reward model from pairs: Bradley-Terry on the scores of the two answers."""
 
     factory: ClassVar[str] = "runner.algorithm.reward_model:build"
+    explains: ClassVar[str | None] = "runner.algorithm.given_formula:scores"
     items: ClassVar[ItemKind] = "pairs"
     name: Literal["rm"] = "rm"
     use_margin: bool = Field(

@@ -14,7 +14,7 @@ from runner.cli.compose import Draft, draft, finish
 from runner.cli.conf import scalar
 from runner.cli.sources import GROUP, options, plain, session
 from runner.errors import SpecError
-from runner.registry import Registry, default_registry
+from runner.registry import Registry, default_registry, resolve
 from runner.spec import suggest
 from runner.spec.job import JobSpec
 from runner.spec.origin import at, origin_of
@@ -44,9 +44,7 @@ def show(args: Namespace) -> int:
     now = draft([w for w in args.words if is_override(w) and not w.endswith("=")], args.config_dir)
     key = keys[0]
     if key == "loss":
-        spec = finish(now, registry).spec
-        print("\n".join(spec.algorithm.formula(spec)))
-        return 0
+        return _loss(finish(now, registry).spec)
     if key in groups_of(registry) or key in sections():
         with session(registry, args.config_dir) as loader:
             names = options(loader.get_sources(), key)
@@ -68,6 +66,14 @@ def _chosen(words: Sequence[str], registry: Registry) -> list[str]:
     if GROUP in names:
         raise UsageError(f"a {GROUP} is shown by: run --cfg job {' '.join(words)}; all of them: run list {GROUP}")
     return [name for name in names if name in groups_of(registry)]
+
+
+def _loss(spec: JobSpec) -> int:
+    """The algorithm's loss with the constants in force."""
+    if spec.algorithm.explains is None:
+        raise UsageError(f"algorithm={spec.algorithm.name} does not say what its loss is; ask whoever wrote it")
+    print("\n".join(resolve(spec.algorithm.explains)(spec.algorithm, spec)))
+    return 0
 
 
 def _owner(section: str, now: Draft, registry: Registry) -> type[BaseModel] | None:

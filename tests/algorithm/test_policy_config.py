@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from runner.algorithm.given_formula import SYMBOLS
 from runner.algorithm.kl_control import KlControl
 from runner.algorithm.policy_config import GrpoConfig, PpoConfig
+from runner.algorithm.preference_config import DEFAULTS
 from runner.cli.compose import compose_job
 from runner.cli.main import main
 from runner.errors import SpecError
+from runner.registry import default_registry
 
 BASE = ("algorithm=grpo", "sampler=torch", "reward=exact", "model=tiny", "data=demo")
 
@@ -95,6 +98,22 @@ def test_explain_loss_prints_the_formula_in_force(
     assert main(["explain", "loss", "sampler=torch", "reward=exact", *words]) == 0
     printed = capsys.readouterr().out
     assert all(line in printed for line in lines), printed
+
+
+@pytest.mark.parametrize("name", sorted(default_registry().classes("algorithm")))
+def test_every_algorithm_says_what_its_loss_is(name: str, workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples = default_registry().classes("algorithm")[name].samples  # type: ignore[attr-defined]
+    beside = ["sampler=torch", "reward=exact"] if samples else []
+    assert main(["explain", "loss", f"algorithm={name}", *beside]) == 0
+    assert capsys.readouterr().out.startswith("loss = ")
+
+
+@pytest.mark.parametrize("loss", sorted(DEFAULTS))
+def test_every_pair_loss_prints_its_constants(loss: str, workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "loss", "algorithm=dpo", f"algorithm.loss={loss}"]) == 0
+    printed = capsys.readouterr().out
+    assert f"(loss={loss})" in printed
+    assert all(f"  {SYMBOLS[name]}   {value:g}" in printed for name, value in DEFAULTS[loss].items())
 
 
 def test_the_kl_coefficient_goes_towards_its_target() -> None:
