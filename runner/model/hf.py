@@ -19,11 +19,11 @@ from runner.model.build import DTYPES, HEADS, Head, drawn, placed
 from runner.model.causal import CausalLM
 from runner.model.config import HfConfig
 from runner.model.positions import check_rows, longest_row
-from runner.model.quiet import no_progress_bar
 from runner.model.ragged import RaggedModel
 from runner.model.scalar import ScalarModel
 from runner.model.source import Source
 from runner.protocols import Decide
+from runner.quiet import no_progress_bar
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 SAFE_ENDINGS = (".safetensors", ".safetensors.index.json")

@@ -25,9 +25,9 @@ from runner.model import layout
 from runner.model.config import ModelConfig
 from runner.model.positions import check_rows, longest_row
 from runner.model.probe import packed_objection
-from runner.model.quiet import no_progress_bar
 from runner.model.source import Source
 from runner.protocols import Decide
+from runner.quiet import no_progress_bar
 
 
 class RaggedModel:

@@ -10,17 +10,16 @@ the last token, whatever that is: transformers would take it for padding where i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.utils import logging
 
 from runner.errors import EnvironmentProblem, SecurityRefusal
 from runner.protocols import Completion, Decide
+from runner.quiet import no_progress_bar
 from runner.reward.config import ModelRewardConfig
 from runner.reward.faults import Fault, Faults, Scored, Unscorable
 
@@ -132,7 +131,7 @@ def _loaded(config: ModelRewardConfig) -> tuple[Any, Any]:
             raise EnvironmentProblem(
                 f"reward.path={path} has {labels} labels; a reward model is a sequence classifier with num_labels=1"
             )
-        with _no_progress_bar():
+        with no_progress_bar():
             loaded: Any = AutoModelForSequenceClassification.from_pretrained(
                 path, dtype=DTYPES[config.dtype], use_safetensors=True, output_loading_info=True
             )
@@ -149,17 +148,6 @@ def _loaded(config: ModelRewardConfig) -> tuple[Any, Any]:
     if len(own) < rows / 10:  # transformers makes up an empty tokenizer where it finds none
         raise EnvironmentProblem(f"reward.path={path}: its tokenizer has {len(own)} ids, the model rows for {rows}")
     return module, own
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _worded(path: str, error: Exception) -> Exception:

@@ -12,9 +12,9 @@ from transformers.utils import logging
 def no_progress_bar() -> Iterator[None]:
     """No progress bar of transformers inside the block."""
     shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         if shown:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
