@@ -14,6 +14,7 @@ class AlgorithmConfig(ComponentConfig):
 
     group: ClassVar[str] = "algorithm"
     items: ClassVar[ItemKind] = "sft"  # what it learns from
+    learns_all: ClassVar[bool] = False  # every token of an item, and not its answers only
     samples: ClassVar[bool] = False  # whether it needs a sampler and a reward
     explains: ClassVar[str | None] = None  # "module:function" of (config, job) → the lines of `run explain loss`
     batch_size: int = Field(default=32, ge=1, description="Examples (pairs, prompts) per step, over all ranks.")

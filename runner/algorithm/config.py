@@ -20,6 +20,7 @@ class CptConfig(AlgorithmConfig):
 
     factory: ClassVar[str] = "runner.algorithm.sft:build"
     explains: ClassVar[str | None] = "runner.algorithm.given_formula:likelihood"
+    learns_all: ClassVar[bool] = True
     name: Literal["cpt"] = "cpt"
 
 

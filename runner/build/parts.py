@@ -42,9 +42,11 @@ def build_tokenizer(spec: JobSpec) -> Any:
 
 def build_data(spec: JobSpec, tokenizer: Any, decide: Decisions) -> Data:
     """The data, read, checked and tokenised."""
-    factory = default_registry().factory(spec.data)
-    data: Data = factory(
-        spec.data,
+    config = spec.data
+    if spec.algorithm.learns_all and hasattr(config, "loss_on"):
+        config = config.model_copy(update={"loss_on": "all"})
+    data: Data = default_registry().factory(config)(
+        config,
         tokenizer=tokenizer,
         seed=spec.seed,
         decide=decide,

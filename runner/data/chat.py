@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from runner.data.examples import Chat
-from runner.data.messages import Message
+from runner.data.messages import Message, is_learnt
 from runner.errors import DataError
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ class ChatTemplate:
         if loss_on == "completion":
             return self._completion(chat)
         turns = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant" and i >= chat.context]
-        if loss_on != "assistant":
-            turns = turns[-1:]
+        turns = [i for i in turns if is_learnt(chat.messages[i])] if loss_on == "assistant" else turns[-1:]
         messages = chat.messages[: turns[-1] + 1] if loss_on == "last_assistant" else chat.messages
         full, done, found = self.render(chat, messages), 0, list[Segment]()
         for turn in turns:

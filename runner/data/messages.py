@@ -17,6 +17,11 @@ def is_messages(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(v, dict) for v in value)
 
 
+def is_learnt(message: Message) -> bool:
+    """Whether a turn of the assistant is learnt: not where it says `weight: 0`, as OpenAI's format can."""
+    return message.get("weight") != 0
+
+
 def conversation_fault(
     messages: Sequence[Message], names: Sequence[str], context: int, where: str = "the conversation"
 ) -> str | None:
@@ -25,8 +30,11 @@ def conversation_fault(
     The first `context` messages are the prompt's; what is learnt must come after them, in what is called `where`.
     """
     fault = messages_fault(messages, names)
-    if fault or any(message["role"] == "assistant" for message in messages[context:]):
+    said = [message for message in messages[context:] if fault is None and message["role"] == "assistant"]
+    if fault or any(map(is_learnt, said)):
         return fault
+    if said:
+        return f"every assistant turn of {where} has weight 0; expected one to learn"
     found = ", ".join(m["role"] for m in messages[context:]) or "no message"
     return f"{where} has no assistant turn; expected a message with role assistant, found {found}"
 
@@ -51,6 +59,8 @@ def _message_fault(message: Message) -> str | None:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         return _role_fault(message)
+    if message.get("weight") not in (None, 0, 1):
+        return f".weight: expected 0 (context) or 1 (learnt), found {message['weight']!r}"
     if content is None and message.get("tool_calls"):
         return None
     if "content" not in message:

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from runner.data.chat import ChatTemplate, Learnt, NotPrefixStable, Segment
 from runner.data.examples import Ask, Chat, Plain
+from runner.data.messages import is_learnt
 from runner.data.rows import Place, Problems
 from runner.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 1  # raise it when the same rows give other tokens, so that no old cache is used
+VERSION = 2  # raise it when the same rows give other tokens, so that no old cache is used
 UNSTABLE = (
     "the chat template writes an assistant turn in another way once the conversation goes on (some drop earlier "
     "thinking), and has no {% generation %} marks, so its turns cannot be told apart"
@@ -123,7 +124,8 @@ class Tokeniser:
 
         The last turn is an answer to ask for only if generation would see the very ids that stand before it.
         """
-        marked = template.marked(chat) if self.loss_on == "assistant" and not chat.context else None
+        whole = self.loss_on == "assistant" and not chat.context and all(map(is_learnt, chat.messages))
+        marked = template.marked(chat) if whole else None
         if marked is None:
             raise NotPrefixStable
         ids, mask = marked

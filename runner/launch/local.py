@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from runner.identity import RESUMABLE
 from runner.launch.preflight import check_model
 from runner.launch.session import Session
 from runner.launch.stages import with_first_weights
+from runner.schedule.config import DecayConfig
 from runner.spec.job import JobSpec
 from runner.spec.origin import COMMAND_LINE
 
@@ -48,6 +50,11 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
         print(f"{shown(folder.root)}: finished after {before.steps} steps; to go on: {more}")
         return 0
     spec.device.preflight()
+    if spec.steps != before.steps and isinstance(spec.schedule, DecayConfig):
+        moved = (
+            f"the end that schedule={spec.schedule.name} falls towards moves from {before.steps} to {spec.steps} steps"
+        )
+        print(f"note: {moved}; the learning rate rises again, unlike in one run of that length", file=sys.stderr)
     with locked(folder):
         attempt = next_attempt(folder)
         _keep_evidence(folder, attempt, typed)

@@ -138,3 +138,17 @@ def test_roles_and_calls_that_are_sound() -> None:
 def test_all_faults_are_reported_at_once_except_after_an_unknown_format() -> None:
     assert "3 problems" in check({"text": "a"}, {"text": ""}, {"text": 1}, {})[2]
     assert "1 problem\n" in check({"q": "a"}, {"q": "b"}, {"q": "c"})[2]
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ((0,), "every assistant turn of the conversation has weight 0; expected one to learn"),
+        (("no",), "messages[1].weight: expected 0 (context) or 1 (learnt), found 'no'"),
+        ((0.5,), "messages[1].weight: expected 0 (context) or 1 (learnt), found 0.5"),
+    ],
+)
+def test_weights_of_messages_are_zero_or_one_and_leave_something_to_learn(weights: tuple[Any], said: str) -> None:
+    talk = [dict(message) for message in TALK]
+    talk[1]["weight"] = weights[0]
+    assert said in check({"messages": talk})[2]

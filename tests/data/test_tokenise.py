@@ -79,6 +79,16 @@ def test_several_turns(tokenizer: Any, loss_on: LossOn, expected: str) -> None:
     assert tokenizer.decode(row.ids).endswith("bye<|im_end|>\n") == (loss_on == "assistant")
 
 
+def test_a_turn_of_weight_zero_is_context(tokenizer: Any) -> None:
+    messages = chat("2+2?", "5", "3+3?", "6")
+    messages[1]["weight"] = 0
+    row = encode(tokenizer, Chat(HERE, tuple(messages)))
+    assert learnt(tokenizer, row) == "6<|im_end|>"
+    messages[1]["weight"], messages[3]["weight"] = 1, 0
+    row = encode(tokenizer, Chat(HERE, tuple(messages)))
+    assert learnt(tokenizer, row) == tokenizer.decode(row.ids[slice(*row.answer)]) == "5<|im_end|>"
+
+
 def test_loss_on_all_learns_everything_but_the_first_token(tokenizer: Any) -> None:
     row = encode(tokenizer, Chat(HERE, tuple(chat("a", "b", "c"))), "all")
     assert row.learnt == [0] + [1] * (len(row.ids) - 1)
@@ -235,4 +245,4 @@ def test_golden_tokens(tokenizer: Any) -> None:
         for row in Tokeniser(tokenizer, loss_on).encode(examples, Problems("k", "a"))
     ]
     found = hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
-    assert (VERSION, found) == (1, "44a2e48f5a269405")
+    assert (VERSION, found) == (2, "44a2e48f5a269405")
