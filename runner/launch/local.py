@@ -50,17 +50,20 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
         print(f"{shown(folder.root)}: finished after {before.steps} steps; to go on: {more}")
         return 0
     spec.device.preflight()
-    if spec.steps != before.steps and isinstance(spec.schedule, DecayConfig):
-        moved = (
-            f"the end that schedule={spec.schedule.name} falls towards moves from {before.steps} to {spec.steps} steps"
-        )
-        print(f"note: {moved}; the learning rate rises again, unlike in one run of that length", file=sys.stderr)
+    _say_stretched(before, spec)
     with locked(folder):
         attempt = next_attempt(folder)
         _keep_evidence(folder, attempt, typed)
         if spec != before:
             write_spec(folder, spec)
         return Session(spec, folder, attempt).run()
+
+
+def _say_stretched(before: JobSpec, spec: JobSpec) -> None:
+    """A falling schedule falls towards the end of the run: with more steps the curve is not that of one longer run."""
+    if spec.steps != before.steps and isinstance(spec.schedule, DecayConfig):
+        moved = f"schedule={spec.schedule.name} now ends at step {spec.steps} and not {before.steps}"
+        print(f"note: {moved}: the learning rate rises again, unlike in one run of that length", file=sys.stderr)
 
 
 def write_spec(folder: RunFolder, spec: JobSpec) -> None:

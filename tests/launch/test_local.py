@@ -10,7 +10,7 @@ import pytest
 from runner.cli.compose import compose_job
 from runner.errors import SpecError
 from runner.folder import RunFolder
-from runner.launch.local import next_attempt, refuse_other_job, resume, status, write_spec
+from runner.launch.local import _say_stretched, next_attempt, refuse_other_job, resume, status, write_spec
 from runner.spec.job import JobSpec
 
 
@@ -52,6 +52,16 @@ def test_an_override_that_no_step_of_a_finished_run_would_see_is_refused(
     assert "steps=20" in str(caught.value)
     assert resume(done, spec(), spec()) == 0 and "finished after 10 steps" in capsys.readouterr().out
     assert sorted(p.name for p in done.root.iterdir()) == ["spec.yaml", "status.json"]
+
+
+@pytest.mark.parametrize(("schedule", "said"), [("cosine", True), ("linear", True), ("constant", False)])
+def test_a_stretched_schedule_is_said(schedule: str, said: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"schedule={schedule}"]
+    _say_stretched(spec(*words), spec(*words, steps=20))
+    expected = f"note: schedule={schedule} now ends at step 20 and not 10: the learning rate rises again"
+    assert (expected in capsys.readouterr().err) == said
+    _say_stretched(spec(*words), spec(*words, "seed=1"))
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "\xff", '{"attempt": "two"}'])
