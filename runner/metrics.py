@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -46,8 +46,3 @@ def merged(records: Iterable[Metrics]) -> Metrics:
     for record in records:
         out.merge(record)
     return out
-
-
-def prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
-    """The same numbers under `prefix/`."""
-    return {f"{prefix}/{k}": v for k, v in values.items()}

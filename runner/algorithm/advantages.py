@@ -82,19 +82,6 @@ def zero_variance(rewards: Tensor, group: Tensor, *, tolerance: float = 0.0) -> 
     return (largest <= tolerance) | (sum_within(scored.long(), group) < 2)
 
 
-def soft_overlong(lengths: Tensor, longest: int, cache: int) -> Tensor:
-    """DAPO's soft punishment of length (2503.14476, section 3.4), to be added to the reward: [N] within −1..0.
-
-        0 up to longest − cache, then falling in a line to −1 at `longest`, and −1 beyond
-
-    lengths: [N] in sampled tokens; result in their dtype where that is floating, else torch's default.
-    Raises ValueError unless 0 < cache ≤ longest.
-    """
-    if not 0 < cache <= longest:
-        raise ValueError(f"the cache must be within 1..{longest} (the longest length), not {cache}")
-    return ((longest - cache - lengths) / cache).clamp(-1, 0)
-
-
 def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     """(R − mean of the group, 0 where unscored; scored samples of the group), both [N]."""
     shifted, scored = _shifted(rewards, group)

@@ -5,7 +5,6 @@ Source: J. Schulman, "Approximating KL divergence" (2020); as losses: 2506.09477
 
     estimator   value               gradient in l, used as a loss
     k1          d                   1: zero in expectation, so useless as a loss; belongs in the reward
-    absolute    |d|                 sign(d)
     k2          d²/2                d: that of the reverse KL on on-policy samples
     k3          exp(−d) − 1 + d     1 − exp(−d): biased, at most 1, without a lower bound
     k3_ratio    r·k3                d at r = 1: unbiased also off-policy
@@ -27,11 +26,6 @@ from runner.algorithm.ratios import clamped
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
     """d, [T]; unbiased, of either sign ("kl" in verl)."""
     return logprobs - reference
-
-
-def absolute(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """|d|, [T] ("abs")."""
-    return (logprobs - reference).abs()
 
 
 def k2(logprobs: Tensor, reference: Tensor) -> Tensor:

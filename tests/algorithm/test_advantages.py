@@ -114,22 +114,3 @@ def test_zero_variance_has_a_tolerance() -> None:
     rewards, group = torch.tensor([1.0, 1.0005, 3.0, 4.0]), torch.tensor([0, 0, 1, 1])
     assert advantages.zero_variance(rewards, group).tolist() == [False] * 4
     assert advantages.zero_variance(rewards, group, tolerance=1e-3).tolist() == [True, True, False, False]
-
-
-@given(st.integers(1, 50), st.integers(0, 50), st.lists(st.integers(0, 200), max_size=6))
-def test_soft_overlong_falls_in_a_line_over_the_cache(cache: int, rest: int, lengths: list[int]) -> None:
-    longest = cache + rest
-
-    def punishment(length: int) -> float:
-        if length <= longest - cache:
-            return 0.0
-        return ((longest - cache) - length) / cache if length <= longest else -1.0
-
-    got = advantages.soft_overlong(torch.tensor(lengths, dtype=torch.float64), longest, cache)
-    assert got.tolist() == pytest.approx([punishment(n) for n in lengths])
-
-
-@pytest.mark.parametrize("cache", [0, -1, 11])
-def test_soft_overlong_needs_a_cache_within_the_length(cache: int) -> None:
-    with pytest.raises(ValueError, match=r"within 1\.\.10"):
-        advantages.soft_overlong(torch.tensor([3]), 10, cache)

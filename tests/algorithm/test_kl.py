@@ -25,7 +25,6 @@ def value_of_k3(d: float) -> float:
 
 CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[float], float], Callable[[float], float]]] = {
     "k1": (kl.k1, lambda d: d, lambda d: 1.0),
-    "abs": (kl.absolute, abs, lambda d: math.copysign(1, d)),
     "k2": (kl.k2, lambda d: d * d / 2, lambda d: d),
     "k3": (kl.k3, value_of_k3, lambda d: 1 - math.exp(-d)),
     "k3 with ratio": (corrected, value_of_k3, lambda d: d),

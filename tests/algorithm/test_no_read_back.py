@@ -18,7 +18,6 @@ from runner.algorithm.advantages import (
     leave_one_out,
     no_baseline,
     opo,
-    soft_overlong,
     zero_variance,
 )
 from runner.algorithm.correction import (
@@ -47,7 +46,6 @@ CALLS: dict[str, Callable[[], Any]] = {
         opo(x, ids, ids),
         no_baseline(x),
         zero_variance(x, ids),
-        soft_overlong(x, 10, 2),
     ],
     "returns": lambda: [
         penalised_rewards(x, x, mask, ids, 0.1),
@@ -57,7 +55,7 @@ CALLS: dict[str, Callable[[], Any]] = {
         whiten(x, mask, moments(x, mask)),
     ],
     "ratios": lambda: [token_ratio(x, x), sequence_ratio(x, x, mask, ids)],
-    "kl": lambda: [kl.k1(x, x), kl.absolute(x, x), kl.k2(x, x), kl.k3(x, x), kl.k3_ratio(x, x, x), kl.k3_plus(x, x)],
+    "kl": lambda: [kl.k1(x, x), kl.k2(x, x), kl.k3(x, x), kl.k3_ratio(x, x, x), kl.k3_plus(x, x)],
     "policy": lambda: [
         policy_losses.ppo_clip(x, x, low=0.2, high=0.28, dual=3.0),
         policy_losses.cispo(x, x, x, low=0.2, high=0.28),
