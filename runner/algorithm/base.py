@@ -1,6 +1,7 @@
 """What a user can set of every algorithm, and what every algorithm says of itself."""
 
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -9,13 +10,23 @@ from runner.spec.base import ITEM_WORDS, ComponentConfig, ItemKind
 Head = Literal["lm", "scalar"]  # a language model, or the same backbone with a head of one number
 
 
+class Frozen(NamedTuple):
+    """A model that only scores, as a config asks for it.
+
+    way: the model with its adapter off, or a frozen copy of what it starts from; None = off where there is an adapter
+    """
+
+    way: Literal["adapter", "copy"] | None = None
+
+
 class AlgorithmConfig(ComponentConfig):
     """How a step learns, and the one batch vocabulary."""
 
     group: ClassVar[str] = "algorithm"
     items: ClassVar[ItemKind] = "sft"  # what it learns from
     learns_all: ClassVar[bool] = False  # every token of an item, and not its answers only
-    samples: ClassVar[bool] = False  # whether it needs a sampler and a reward
+    samples: ClassVar[bool] = False  # whether it needs a sampler
+    rewarded: ClassVar[bool] = False  # whether it needs a reward
     explains: ClassVar[str | None] = None  # "module:function" of (config, job) → the lines of `run explain loss`
     batch_size: int = Field(default=32, ge=1, description="Examples (pairs, prompts) per step, over all ranks.")
     mini_batches: int = Field(
@@ -31,17 +42,13 @@ class AlgorithmConfig(ComponentConfig):
         """The models that learn, by role; the first one is what a run makes."""
         return {"policy": "lm"}
 
-    def frozen(self) -> tuple[str, ...]:
-        """The models that only score: reference, teacher."""
-        return ()
+    def frozen(self) -> Mapping[str, Frozen]:
+        """The models that only score, by role: reference, teacher."""
+        return {}
 
     def steps_ahead(self) -> int:
         """How far sampling runs ahead of training."""
         return 0
-
-    def reference_kind(self) -> Literal["adapter", "copy"] | None:
-        """What the reference is, where there is one; None = the model with its adapter off, if it has one."""
-        return None
 
     def learning_rate(self, role: str, common: float) -> float:
         """The learning rate of a role; `common` is optimizer.lr."""
@@ -59,7 +66,8 @@ class AlgorithmConfig(ComponentConfig):
         what = {"sampler": "sampler=torch", "reward": "reward=exact, or reward=function reward.path=my_reward.py:score"}
         chosen = {group: getattr(job, group).name for group in ("sampler", "reward", "environment")}
         if self.samples:
-            missing = [group for group in what if chosen[group] == "none"]
+            needed = ["sampler", "reward"] if self.rewarded else ["sampler"]
+            missing = [group for group in needed if chosen[group] == "none"]
             return [(group, f"algorithm={self.name} needs one; type {what[group]}") for group in missing]
         learns = f"algorithm={self.name} learns from given data ({ITEM_WORDS[self.items]})"
         return [(group, f"{learns}; type {group}=none") for group, name in chosen.items() if name != "none"]

@@ -4,11 +4,12 @@ The knobs are orthogonal. One that a combination does not use has no value (null
 stands for the default that its description names.
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import Field
 
-from runner.algorithm.base import AlgorithmConfig, Head
+from runner.algorithm.base import AlgorithmConfig, Frozen, Head
 from runner.spec.base import ItemKind
 
 # which options belong to which choice: option → (deciding option, choices that use it)
@@ -58,6 +59,7 @@ class PolicyConfig(AlgorithmConfig):
     usual_kl_place: ClassVar[Literal["loss", "reward"]] = "loss"
     items: ClassVar[ItemKind] = "prompts"
     samples: ClassVar[bool] = True
+    rewarded: ClassVar[bool] = True
     explains: ClassVar[str | None] = "runner.algorithm.policy_formula:formula"
     group_size: int = Field(default=8, ge=1, description="Answers sampled per prompt.")
     epochs: int = Field(default=1, ge=1, description="Passes over a step's samples.")
@@ -126,14 +128,11 @@ class PolicyConfig(AlgorithmConfig):
         description="Stop if sampler and trainer differ by more than this at lag 0 (mean |log-prob.|); null = never.",
     )
 
-    def frozen(self) -> tuple[str, ...]:
-        return () if self.kl == "none" else ("reference",)
+    def frozen(self) -> Mapping[str, Frozen]:
+        return {} if self.kl == "none" else {"reference": Frozen(self.reference)}
 
     def steps_ahead(self) -> int:
         return self.lag
-
-    def reference_kind(self) -> Literal["adapter", "copy"] | None:
-        return self.reference
 
     @property
     def in_force(self) -> InForce:

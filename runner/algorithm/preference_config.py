@@ -4,11 +4,12 @@ An option that the chosen loss does not use has no value (null), and setting it 
 default that its description names.
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from runner.algorithm.base import AlgorithmConfig, Head
+from runner.algorithm.base import AlgorithmConfig, Frozen, Head
 from runner.spec.base import ItemKind
 
 PairLoss = Literal[
@@ -54,8 +55,8 @@ class PreferenceConfig(AlgorithmConfig):
         description="The reference: the model with its adapter off, or a frozen copy; null = adapter if there is one.",
     )
 
-    def reference_kind(self) -> Literal["adapter", "copy"] | None:
-        return self.reference
+    def frozen(self) -> Mapping[str, Frozen]:
+        return {"reference": Frozen(self.reference)}
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
@@ -98,8 +99,8 @@ class DpoConfig(PreferenceConfig):
         default=True, description="Compute the prompt of a pair once; changes speed, not the numbers."
     )
 
-    def frozen(self) -> tuple[str, ...]:
-        return () if self.loss in WITHOUT_REFERENCE else ("reference",)
+    def frozen(self) -> Mapping[str, Frozen]:
+        return {} if self.loss in WITHOUT_REFERENCE else super().frozen()
 
     def options(self) -> dict[str, float]:
         """The options that the loss uses, each with its value in force."""
@@ -144,9 +145,6 @@ class KtoConfig(PreferenceConfig):
         description="Weight of good answers; with its number it should be 1 to 4/3 times the bad ones' product.",
     )
     undesirable_weight: float = Field(default=1.0, ge=0, description="Weight of bad answers.")
-
-    def frozen(self) -> tuple[str, ...]:
-        return ("reference",)
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)

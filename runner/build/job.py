@@ -86,7 +86,9 @@ def build(
     }
     learners = {role: build_learner(spec, role, model, device, decide) for role, model in made.items()}
     main, model = next(iter(made.items()))
-    frozen = {role: build_frozen(spec, model, tokenizer, device, decide) for role in spec.algorithm.frozen()}
+    frozen = {
+        role: build_frozen(spec, one, model, tokenizer, device, decide) for role, one in spec.algorithm.frozen().items()
+    }
     reward = build_reward(spec, tokenizer, device, decide, folder)
     sampler = build_sampler(spec, model, tokenizer, device, decide)
     environments = registry.factory(spec.environment)(spec.environment, decide=decide)

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from runner.algorithm.base import Head
+from runner.algorithm.base import Frozen, Head
 from runner.checkpoint.store import CheckpointStore
 from runner.decisions import Decisions
 from runner.folder import RunFolder
@@ -92,11 +92,13 @@ def build_learner(spec: JobSpec, role: str, model: Any, device: Device, decide: 
     )
 
 
-def build_frozen(spec: JobSpec, policy: Any, tokenizer: Any, device: Device, decide: Decisions) -> FrozenModel:
+def build_frozen(
+    spec: JobSpec, wanted: Frozen, policy: Any, tokenizer: Any, device: Device, decide: Decisions
+) -> FrozenModel:
     """The reference: the policy with its adapter off, or a copy of what it starts from."""
-    wanted = spec.algorithm.reference_kind() or ("copy" if spec.adapter.name == "none" else "adapter")
+    way = wanted.way or ("copy" if spec.adapter.name == "none" else "adapter")
     model, during = policy, nullcontext
-    if wanted == "adapter":
+    if way == "adapter":
         during = policy.module.disable_adapter
     else:
         model = build_model(spec, tokenizer, device, decide)

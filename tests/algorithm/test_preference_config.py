@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
+from runner.algorithm.base import Frozen
 from runner.algorithm.preference import PAIR_LOSSES, inputs_of
 from runner.algorithm.preference_config import DEFAULTS, WITHOUT_REFERENCE, DpoConfig, KtoConfig, PairLoss, RmConfig
 from runner.errors import SpecError
@@ -57,8 +58,8 @@ def test_contradictions(options: dict[str, Any], key: str, words: str) -> None:
 def test_the_reference_under_an_adapter(reference: Any) -> None:
     for name in ("dpo", "kto"):
         assert problems(adapter="lora", name=name, reference=reference) == {}
-    assert DpoConfig(reference=reference).reference_kind() == reference
-    assert DpoConfig().frozen() == KtoConfig().frozen() == ("reference",)
+    for config in (DpoConfig(reference=reference), KtoConfig(reference=reference)):
+        assert config.frozen() == {"reference": Frozen(reference)}
 
 
 def test_each_loss_has_its_options_and_its_formula() -> None:
@@ -74,4 +75,4 @@ def test_each_loss_has_its_options_and_its_formula() -> None:
 def test_what_a_job_builds_for_a_reward_model() -> None:
     config = RmConfig()
     assert config.learners() == {"reward_model": "scalar"}
-    assert config.frozen() == () and config.items == "pairs"
+    assert config.frozen() == {} and config.items == "pairs"
