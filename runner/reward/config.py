@@ -10,29 +10,19 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_serializer
 
 from runner.errors import EnvironmentProblem, Problem, SpecError
-from runner.spec.base import ComponentConfig, absolute_if_local
+from runner.reward.base import RewardConfig as RewardConfig
+from runner.reward.parts import decoded, dumped, members, record, renamed, with_own_keys
+from runner.spec.base import absolute_if_local
 
 # YAML and command lines have lists only; what a part may hold is decided by the component that it names.
 Parts = Annotated[tuple[dict[str, Any], ...], Field(strict=False, min_length=1)]
-
-
-class RewardConfig(ComponentConfig):
-    """How sampled answers are scored."""
-
-    group: ClassVar[str] = "reward"
-
-    def absolute(self) -> Self:
-        """The same config with the paths of local files made absolute."""
-        return self
-
-    def preflight(self) -> None:
-        """Raise for what is wrong outside the spec (files, packages); imports nothing heavy."""
 
 
 class NoRewardConfig(RewardConfig):
     """Nothing is scored: for algorithms that learn from given data."""
 
     factory: ClassVar[str] = "runner.reward.none:build"
+    summable: ClassVar[bool] = False
     name: Literal["none"] = "none"
 
 
@@ -235,6 +225,7 @@ class SumConfig(RewardConfig):
     """A weighted sum of other rewards; a sample that one of them cannot score is not scored."""
 
     factory: ClassVar[str] = "runner.reward.sum:build"
+    summable: ClassVar[bool] = False
     name: Literal["sum"] = "sum"
     parts: Parts = Field(
         description="The parts, e.g. [{name: exact, weight: 1.0, column: answer}, {name: length, target: 100}]: "
@@ -244,26 +235,18 @@ class SumConfig(RewardConfig):
     @field_serializer("parts")
     def _filled_in(self, parts: Parts) -> list[dict[str, Any]]:
         """The parts with every default filled in."""
-        from runner.reward.parts import dumped
-
         return dumped(parts)
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        from runner.reward.parts import decoded, renamed
-
         parts, found = decoded(self.parts)
         return found + [entry for i, part in parts for entry in renamed(part.config.problems(job), i)]
 
     def absolute(self) -> Self:
-        from runner.reward.parts import members, record
-
         parts = tuple(record(part.config.absolute(), part.weight) for part in members(self.parts))
         return self.model_copy(update={"parts": parts})
 
     def preflight(self) -> None:
         """Raise SpecError with what is wrong with all parts; another error of a part as it is."""
-        from runner.reward.parts import members, with_own_keys
-
         found: list[Problem] = []
         for i, part in enumerate(members(self.parts)):
             try:

@@ -16,13 +16,12 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from runner.errors import Problem, SpecError
-from runner.reward.config import NoRewardConfig, RewardConfig, SumConfig
+from runner.reward.base import RewardConfig
 from runner.spec import suggest
 from runner.spec.base import Config
 from runner.spec.words import complaint, shown
 
 Found = tuple[str, str]  # key, message
-NOT_PARTS = (NoRewardConfig, SumConfig)
 MISSING = "???"  # what a config file writes where a value has to be given
 
 
@@ -134,15 +133,20 @@ def _unknown(name: Any, known: Mapping[str, type[RewardConfig]]) -> str:
     names = ", ".join(sorted(known))
     if name is None:
         return f"each part names a reward: {{name: …}} ({names})"
-    if name in (cls.component_name() for cls in NOT_PARTS):
+    if name in (cls.component_name() for cls in _named() if not cls.summable):
         return f"{name} cannot be a part of a sum ({names})"
     meant = suggest.name("reward", str(name), known)
     return f"no reward named {shown(name)}" + (f"; did you mean '{meant}'?" if meant else "") + f" ({names})"
 
 
-def _rewards(base: type[RewardConfig] = RewardConfig) -> Iterator[type[RewardConfig]]:
-    """Every class below `base` that names a component and can be a part."""
+def _rewards() -> Iterator[type[RewardConfig]]:
+    """Every reward that can be a part."""
+    return (cls for cls in _named() if cls.summable)
+
+
+def _named(base: type[RewardConfig] = RewardConfig) -> Iterator[type[RewardConfig]]:
+    """Every class below `base` that names a component."""
     for cls in base.__subclasses__():
-        if isinstance(cls.model_fields["name"].default, str) and cls not in NOT_PARTS:
+        if isinstance(cls.model_fields["name"].default, str):
             yield cls
-        yield from _rewards(cls)
+        yield from _named(cls)
