@@ -43,7 +43,7 @@ class Arm:
 PADDED = Arm("bare loop, padded", "arms.bare", ("padded",))
 FLAT = Arm("bare loop, no padding, block mask", "arms.bare", ("flat",))
 ROWS = Arm("bare loop, no padding, by row", "arms.bare", ("rows",))
-RUNNER = Arm("this runner", "arms.runner_cli")
+RUNNER = Arm("this runner", "arms.runner_cli", ("sft",))
 TRL = Arm("TRL SFTTrainer", "arms.trl_sft", (), str(TRL_VENV / "bin" / "python"))
 
 

@@ -1,9 +1,9 @@
-"""Sampling side by side: this runner's sampler and transformers' `generate`.
+"""Reinforcement learning and preferences side by side: this runner, TRL, and transformers' ways of sampling.
 
-    python benchmarks/rl.py [--quick] [--rounds N] [--threads N] [--out FILE]
+    python benchmarks/rl.py [--quick] [--trl] [--only PART …] [--rounds N] [--threads N] [--out FILE]
 
-Random models of 1 and 4 million parameters, one thread. Exits with 1 if an arm fails or if the reported logprobs are
-not those of the model, whatever the speed.
+The same tiny model, data and lengths, one thread. Exits with 1 if an arm fails, if arms do not learn the same or sample
+from the same distribution, or if reported logprobs are not the model's; speed never fails it.
 """
 
 from __future__ import annotations
@@ -12,104 +12,56 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import measure
-import report
-from arms.sampler import CASES, SIZES
+from parts import ahead, dpo, grpo, loop, sampler
+from parts.plan import Plan
 
 ROUNDS = 3
-QUICK = ("8 at once", "64, and 8 per prompt")  # of the smaller model, one round
-LARGEST_DIFFERENCE = 1e-4  # of logprobs, in nats
-HEAD = (
-    "model, answers",
-    "tokens/cpu-s",
-    "generate",
-    "ratio",
-    "of its forwards",
-    "generate's",
-    "forwards",
-    "generate's",
-)
+PARTS: dict[str, Any] = {"sampler": sampler, "dpo": dpo, "grpo": grpo, "loop": loop, "ahead": ahead}
 
 
-def one(size: str, case: str, rounds: int, threads: int, folder: Path) -> dict[str, Any]:
-    """All rounds of one case, in a process of its own."""
-    result = folder / "sampler.json"
-    argv = (sys.executable, "-m", "arms.sampler", str(result), size, case, str(rounds))
-    measure.command(argv, threads, folder)
-    measured: dict[str, Any] = json.loads(result.read_text())
-    return {"size": size, "case": case, **measured}
-
-
-def everything(cases: Sequence[tuple[str, str]], rounds: int, threads: int, folder: Path) -> list[dict[str, Any]]:
-    """All cases, one after another."""
-    out = []
-    for size, case in cases:
-        out.append(one(size, case, rounds, threads, folder))
-        print(f"  {size}, {case}", file=sys.stderr, flush=True)
-    return out
-
-
-def rate(arm: Mapping[str, float]) -> float:
-    """Tokens per processor second."""
-    return arm["tokens"] / arm["cpu_s"]
-
-
-def line(measured: Mapping[str, Any]) -> tuple[str, ...]:
-    """One row of the table: medians over rounds, ratios within rounds."""
-    rounds = measured["rounds"]
-    arms = ("runner", "generate")
-    return (
-        f"{measured['size']}, {measured['case']}",
-        *(f"{median(rate(r[arm]) for r in rounds):.0f}" for arm in arms),
-        f"{median(rate(r['runner']) / rate(r['generate']) for r in rounds):.2f}",
-        *(f"{median(r[arm]['cpu_s'] / r[arm]['forward_cpu_s'] for r in rounds):.2f}" for arm in arms),
-        *(f"{rounds[0][arm]['forwards']}" for arm in arms),
-    )
-
-
-def disagreements(measured: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Cases whose reported logprobs are not the model's."""
-    return [
-        f"{m['size']}, {m['case']}: a reported logprob is off by {m['worst_logprob']:.1e}"
-        for m in measured
-        if not m["worst_logprob"] <= LARGEST_DIFFERENCE
-    ]
+def everything(chosen: list[str], plan: Plan) -> dict[str, Any]:
+    """The chosen parts, one after another."""
+    for module in ("arms.workload", "arms.preferences"):
+        measure.command((sys.executable, "-m", module, str(plan.folder)), plan.threads, plan.folder)
+    return {name: PARTS[name].measure(plan) for name in chosen}
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    out.add_argument("--quick", action="store_true", help="two cases, one round: under a minute")
-    out.add_argument("--rounds", type=int, help="turns of both arms")
+    out.add_argument("--quick", action="store_true", help="one short round of a few cases: under two minutes")
+    out.add_argument("--trl", action="store_true", help="with TRL's trainers; installs it into benchmarks/.venv-trl")
+    out.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure")
+    out.add_argument("--rounds", type=int, help="turns of all arms")
     out.add_argument("--threads", type=int, default=1, help="threads of every arm")
     out.add_argument("--out", type=Path, help="write everything measured to this JSON file")
     return out
 
 
 def main() -> int:
-    """Exit code 0, or 1 if an arm failed or logprobs are wrong."""
-    arguments = parser().parse_args()
-    cases = [(size, case) for size in SIZES for case in CASES]
-    if arguments.quick:
-        cases = [(next(iter(SIZES)), case) for case in QUICK]
-    rounds = arguments.rounds or (1 if arguments.quick else ROUNDS)
+    """Exit code 0, or 1 if an arm failed or something is wrong."""
+    asked = parser().parse_args()
+    rounds = asked.rounds or (1 if asked.quick else ROUNDS)
     try:
+        if asked.trl:
+            measure.install_trl()
         with tempfile.TemporaryDirectory(prefix="benchmark-") as place:
-            measured = everything(cases, rounds, arguments.threads, Path(place))
+            measured = everything(asked.only, Plan(Path(place), rounds, asked.threads, asked.quick, asked.trl))
     except measure.ArmFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if arguments.out:
-        arguments.out.write_text(json.dumps(measured, indent=1) + "\n")
-    print("\n" + report.table(HEAD, [line(m) for m in measured]))
-    for problem in disagreements(measured):
-        print(f"error: {problem}", file=sys.stderr)
-    return 1 if disagreements(measured) else 0
+    if asked.out:
+        asked.out.write_text(json.dumps(measured, indent=1) + "\n")
+    for name, found in measured.items():
+        print("\n" + PARTS[name].show(found))
+    problems = [line for name, found in measured.items() for line in PARTS[name].problems(found)]
+    for line in problems:
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

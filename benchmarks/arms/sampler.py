@@ -1,6 +1,6 @@
-"""Sampling side by side in one process: the runner's sampler and transformers' `generate`, turn by turn.
+"""Sampling side by side in one process: the runner's sampler and transformers' own ways, turn by turn.
 
-    python -m arms.sampler RESULT SIZE CASE ROUNDS
+    python -m arms.sampler RESULT SIZE CASE ROUNDS ARM,ARM,…      (runner, generate, continuous)
 
 Random weights, random prompts. An answer ends at one of so many ids, so that lengths differ as in practice, or only at
 its last permitted token; each arm counts the tokens of its own answers, up to their ends. A hook reads the clock around
@@ -15,11 +15,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from runner.model import tiny
 from runner.model.causal import CausalLM
@@ -65,6 +66,8 @@ CASES = {
     "64, lengths differ": Case(prompts=256, shortest=8, longest=128, each=1, batch=64, new=128, ends=12),
     "64, and 8 per prompt": Case(prompts=32, shortest=8, longest=128, each=8, batch=64, new=128, ends=12),
 }
+# Sizes that continuous batching would take from a GPU's memory.
+PAGES = {"num_blocks": 512, "page_size": 32, "max_batch_tokens": 2048}
 Arm = Callable[[], int]  # answers all prompts; returns the tokens of the answers
 
 
@@ -108,10 +111,7 @@ def runner_arm(model: CausalLM, case: Case, kept: list[tuple[Request, Rollout]])
 
 def generate_arm(model: CausalLM, case: Case) -> Arm:
     """transformers: batches in the given order, padded on the left, drawn from the whole distribution."""
-    ends, pad = case.end_ids(), model.tokenizer.pad_token_id
-    config = GenerationConfig(
-        max_new_tokens=case.new, do_sample=True, top_k=0, eos_token_id=ends or None, pad_token_id=pad
-    )
+    ends, pad, config = case.end_ids(), model.tokenizer.pad_token_id, _sampling(model, case)
     asked = case.asked()
     batches = [asked[i : i + case.batch] for i in range(0, len(asked), case.batch)]
 
@@ -143,24 +143,59 @@ def worst_logprob(model: CausalLM, kept: Sequence[tuple[Request, Rollout]]) -> f
     return worst
 
 
+def continuous_arm(model: CausalLM, case: Case) -> Arm:
+    """transformers' continuous batching: a paged cache, equal beginnings shared; drawn from the whole distribution."""
+    config = _sampling(model, case)
+    pages = ContinuousBatchingConfig(max_requests_per_batch=case.batch, **PAGES)
+    asked = [list(prompt) for prompt in case.asked()]
+
+    def run() -> int:
+        with torch.no_grad():
+            out = model.causal.generate_batch(asked, generation_config=config, continuous_batching_config=pages)
+        if len(out) != len(asked):
+            raise RuntimeError(f"{len(asked) - len(out)} of {len(asked)} prompts have no answer")
+        return sum(len(answer.generated_tokens) for answer in out.values())
+
+    return run
+
+
+def _sampling(model: CausalLM, case: Case) -> GenerationConfig:
+    ends, pad = case.end_ids(), model.tokenizer.pad_token_id
+    return GenerationConfig(
+        max_new_tokens=case.new, do_sample=True, top_k=0, eos_token_id=ends or None, pad_token_id=pad
+    )
+
+
 def _refuse(feature: str, wanted: str, got: str, reason: str) -> None:
     raise RuntimeError(f"{feature}: {got} instead of {wanted} ({reason}); this would not measure what it says")
 
 
-def main(result: Path, size: str, case: Case, rounds: int) -> None:
-    """One warm-up each, then A B A B …; writes all rounds and the worst logprob."""
+def random_model(size: str) -> CausalLM:
+    """The same weights every time; only the case's ids end an answer."""
     config = SIZES[size]
     place = {"tokenizer": tiny.tokenizer(config), "device": torch.device("cpu"), "seed": 0}
     model = tiny.build(config.model_copy(update={"layout": "padded"}), decide=_refuse, **place)
-    model.tokenizer.eos_token = model.causal.generation_config.eos_token_id = None  # only the case's ids end an answer
+    model.tokenizer.eos_token = model.causal.generation_config.eos_token_id = None
+    return model
+
+
+def main(result: Path, size: str, case: Case, rounds: int, names: Sequence[str]) -> None:
+    """One warm-up each, then A B A B …; writes all rounds and the worst logprob."""
     kept: list[tuple[Request, Rollout]] = []
-    clock = Clock(model.causal)
-    arms = {"runner": runner_arm(model, case, kept), "generate": generate_arm(model, case)}
+    makers: dict[str, Callable[[CausalLM, Case], Arm]] = {
+        "runner": partial(runner_arm, kept=kept),
+        "generate": generate_arm,
+        "continuous": continuous_arm,
+    }
+    models = {name: random_model(size) for name in names}  # one each, because continuous batching changes its model
+    clocks = {name: Clock(model.causal) for name, model in models.items()}
+    arms = {name: makers[name](model, case) for name, model in models.items()}
     for arm in arms.values():
         arm()
-    measured = [{name: clock.measure(arm) for name, arm in arms.items()} for _ in range(rounds)]
+    measured = [{name: clocks[name].measure(arm) for name, arm in arms.items()} for _ in range(rounds)]
+    model = models["runner"]
     result.write_text(json.dumps({"rounds": measured, "worst_logprob": worst_logprob(model, kept[:16])}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], CASES[sys.argv[3]], int(sys.argv[4]))
+    main(Path(sys.argv[1]), sys.argv[2], CASES[sys.argv[3]], int(sys.argv[4]), sys.argv[5].split(","))

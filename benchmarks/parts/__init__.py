@@ -1,0 +1,1 @@
+"""The parts of `rl.py`: each measures one thing, shows it as a table, and says what is wrong with it."""
