@@ -327,6 +327,11 @@ def _close(got: Tensor, wanted: Tensor) -> bool:
     return float((got - wanted).abs().max()) <= limit
 
 
+def fitting(causal: Any) -> Way | None:
+    """The first of Columns and Waves that gives the logits of whole rows."""
+    return next((way for way in (Columns, Waves) if objection(causal, way) is None), None)
+
+
 def way_of(causal: Any, decide: Decide) -> Way:
     """Columns if this model can, else Waves. Raises SpecError if it can neither."""
     against = objection(causal, Columns)

@@ -1,7 +1,7 @@
 """Writing text: answers to many prompts at once, greedy ones, and a stream of text for one.
 
     prompts ──join──▶ live rows ◀──step── logits ──choose──▶ ids; a row that ends makes room for the next prompt
-    prompts ──left-pad──▶ generate ──cut at end of sequence──▶ ids
+    prompts ──left-pad──▶ generate ──cut at end of sequence──▶ ids                     (where no cache of ours fits)
     prompt  ──token by token with a cache──▶ ids ──whole characters only──▶ text
 
 Functions here expect a transformers causal LM in evaluation mode with its own attention (see `causal`).
@@ -85,11 +85,29 @@ def end_ids(causal: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(int(i) for i in [*several, tokenizer.eos_token_id] if i is not None)
 
 
-def greedy(causal: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+def likeliest(writer: Writer, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
     """The likeliest next id, again and again; the new ids of each prompt up to but excluding the end.
 
     Raises ValueError for an empty prompt.
     """
+    answers: list[list[int]] = [[] for _ in prompts]
+
+    def choose(logits: Tensor, asked: Sequence[int]) -> list[int | None]:
+        return [extended(answers[row], token) for row, token in zip(asked, logits.argmax(-1).tolist(), strict=True)]
+
+    def extended(answer: list[int], token: int) -> int | None:
+        if token in writer.ends:
+            return None
+        answer.append(token)
+        return token if len(answer) < max_new_tokens else None
+
+    if prompts:
+        writer.write(prompts, choose, len(prompts))
+    return answers
+
+
+def greedy(causal: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+    """The same with the model's own `generate`, for a model that no `Writer` fits. Raises ValueError as well."""
     if not prompts:
         return []
     if any(len(prompt) == 0 for prompt in prompts):

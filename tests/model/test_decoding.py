@@ -14,7 +14,10 @@ from transformers.models.mamba import MambaConfig, MambaForCausalLM
 from runner.decisions import Decisions
 from runner.errors import SpecError
 from runner.model import decoding
+from runner.model.causal import CausalLM
+from runner.model.config import TinyConfig
 from runner.model.decoding import Columns, Waves
+from runner.model.tokenizer import byte_tokenizer
 from tests.model.zoo import SHAPE, VOCAB, ZOO, causal, module, rows
 
 PLAIN = module("qwen3").double()
@@ -40,10 +43,23 @@ def test_a_wrong_answer_is_an_objection(monkeypatch: pytest.MonkeyPatch) -> None
         assert "differ from those of whole rows" in str(decoding.objection(plain, way))
 
 
+def mamba() -> Any:
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4, initializer_range=0.5)
+    return MambaForCausalLM(config).eval()
+
+
 def test_a_model_without_such_a_cache_is_refused() -> None:
-    mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)).eval()
     with pytest.raises(SpecError, match="sampler: MambaForCausalLM cannot be sampled from: its forward takes no cache"):
-        decoding.way_of(mamba, Decisions())
+        decoding.way_of(mamba(), Decisions())
+
+
+def test_a_model_without_such_a_cache_answers_all_the_same() -> None:
+    model, prompt, wanted = CausalLM(mamba(), byte_tokenizer(512), TinyConfig(), decide=Decisions(), seed=0), [7, 3], []
+    for _ in range(6):
+        wanted.append(int(last_logits(mamba(), [*prompt, *wanted]).argmax()))
+    assert decoding.fitting(model.causal) is None
+    assert model.generate([prompt], 6) == [wanted]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -88,5 +104,12 @@ def test_likeliest_ids_are_those_of_another_implementation(kind: str) -> None:
         return [None if ended else token for ended, token in zip(over, tokens, strict=True)]
 
     model.writer(decide=Decisions()).write(prompts, choose, rows=3)
-    wanted = model.generate(prompts, 20)
-    assert [[i for i in ids if i != SHAPE["eos_token_id"]] for ids in answers] == wanted
+    got = [[i for i in ids if i != SHAPE["eos_token_id"]] for ids in answers]
+    assert got == model.generate(prompts, 20) == [_generated(kind, prompt, 20) for prompt in prompts]
+
+
+def _generated(kind: str, prompt: Sequence[int], most: int) -> list[int]:
+    """transformers' greedy answer to one prompt."""
+    options = {"do_sample": False, "max_new_tokens": most, "pad_token_id": 0}
+    ids = module(kind).generate(torch.tensor([list(prompt)]), **options)[0, len(prompt) :].tolist()
+    return [i for i in ids if i != SHAPE["eos_token_id"]]
