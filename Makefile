@@ -43,9 +43,10 @@ format: $(VENV)/.installed-dev  ## rewrite the code in the house's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-generate: $(VENV)/.installed  ## rewrite what is written from the config classes: conf/, the schema, docs/reference.md
+generate: $(VENV)/.installed  ## rewrite what is generated: conf/, the schema, docs/reference.md, docs/npu-versions.md, constraints/npu-*
 	$(BIN)/python -m runner.cli.conf --write
 	$(BIN)/python docs/make_reference.py
+	$(BIN)/python docs/make_versions.py
 
 bench: $(VENV)/.installed-dev  ## the benchmark, side by side with other loops
 	$(BIN)/python benchmarks/sft.py $(ARGS)

@@ -1,0 +1,72 @@
+"""Writes docs/npu-versions.md and constraints/npu-*.txt from the doctor's table. `make generate` runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from runner.doctor.versions import AS_OF, CANN, OLDEST_TORCH, PYTHON, SETS, VersionSet
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "npu-versions.md"
+HEAD = f"""# Versions on an Ascend NPU
+
+Written by `docs/make_versions.py` from `runner/doctor/versions.py`, which [`run doctor`](doctor.md) reads too; do not
+edit. As of {AS_OF}. What is not in a table is reported as unknown, never guessed.
+
+Three rules stand behind the tables. torch_npu X.Y.Z, with or without a post number, needs torch X.Y.Z. The post number
+selects the CANN it was built for, which pip cannot know. vllm-ascend X.Y.Z serves vLLM X.Y.Z.
+"""
+FOOT = f"""
+*This project* needs torch {OLDEST_TORCH} or newer. The older sets stand here because the doctor meets them, and names
+them. vLLM's own wheel demands another torch than vllm-ascend: `VLLM_TARGET_DEVICE=empty pip install --no-binary vllm
+vllm==X`. On x86_64, torch_npu 2.10.0.post4 demands the CPU build of torch, `torch==2.10.0+cpu`.
+
+Nobody of this project has run any of these sets on a card. The first one was installed without CANN, and trained on the
+CPU.
+"""
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """A table in Markdown."""
+    yield from ("", *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)))
+
+
+def row(one: VersionSet) -> list[str]:
+    """One set; a dash where nothing is named."""
+    cells = [one.torch, one.torch_npu, one.cann, one.vllm, one.vllm_ascend, one.triton_ascend, one.transformers]
+    constraints = f"[file](../constraints/{path(one).name})" if one.usable else "–"
+    return [one.name, one.about, *(cell or "–" for cell in cells), constraints]
+
+
+def page() -> str:
+    """The whole page."""
+    head = ("set", "what it is", "torch", "torch_npu", "CANN", "vllm", "vllm-ascend", "triton-ascend", "transformers")
+    lines = [HEAD, "## Sets", *table((*head, "constraints"), map(row, SETS)), FOOT]
+    lines += ["## CANN and torch_npu", *table(("CANN", "torch_npu"), ((c, ", ".join(b)) for c, b in CANN.items()))]
+    ranges = ((torch, f"{low[0]}.{low[1]} to {high[0]}.{high[1]}") for torch, (low, high) in PYTHON.items())
+    lines += ["", "## Python", *table(("torch_npu", "Python"), ranges)]
+    return "\n".join(lines) + "\n"
+
+
+def path(one: VersionSet) -> Path:
+    """The constraints file of a set."""
+    return ROOT / "constraints" / f"npu-{one.name}.txt"
+
+
+def constraints(one: VersionSet) -> str:
+    """The pins of a set, for `pip install -c`."""
+    cann = f"CANN {one.cann}" if one.cann else "CANN: not established"
+    head = f"# Written by docs/make_versions.py; do not edit. The set {one.name}: {one.about}.\n"
+    head += f"# {cann}. Never run on a card by this project.\n"
+    return head + "".join(f"{name}=={version}\n" for name, version in one.pins().items())
+
+
+def files() -> dict[Path, str]:
+    """Everything that is written: path → text."""
+    return {PAGE: page()} | {path(one): constraints(one) for one in SETS if one.usable}
+
+
+if __name__ == "__main__":
+    for target, text in files().items():
+        target.write_text(text, encoding="utf-8")

@@ -1,0 +1,57 @@
+"""Reads what `nvidia-smi` prints. Nothing here imports torch or starts a process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+FIELDS = "index,name,uuid,memory.used,memory.total,utilization.gpu,temperature.gpu,power.draw"
+QUERY = ("nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One line of the query; None where the GPU does not say."""
+
+    index: int
+    name: str
+    uuid: str
+    memory_used_mb: int
+    memory_total_mb: int
+    busy_percent: float | None
+    temperature_c: float | None
+    power_w: float | None
+
+
+def parse_query(text: str) -> list[Gpu]:
+    """What QUERY prints; lines of another shape (messages of a driver) are no GPUs."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    return [_gpu(row) for row in rows if len(row) == len(FIELDS.split(",")) and row[0].isdecimal()]
+
+
+def links(text: str) -> dict[str, int]:
+    """`nvidia-smi topo -m`: kind of link (NV18, PIX, SYS, …) → how many pairs of GPUs; empty without a matrix."""
+    rows = [line.replace("\x1b[4m", "").replace("\x1b[0m", "").split() for line in text.splitlines()]
+    gpus = [row for row in rows if row and row[0].startswith("GPU") and row[0][3:].isdecimal() and "X" in row]
+    kinds = Counter(row[1 + column] for index, row in enumerate(gpus) for column in range(len(gpus)) if column > index)
+    return dict(kinds)
+
+
+def _gpu(row: list[str]) -> Gpu:
+    return Gpu(
+        index=int(row[0]),
+        name=row[1],
+        uuid=row[2],
+        memory_used_mb=int(_number(row[3]) or 0),
+        memory_total_mb=int(_number(row[4]) or 0),
+        busy_percent=_number(row[5]),
+        temperature_c=_number(row[6]),
+        power_w=_number(row[7]),
+    )
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
