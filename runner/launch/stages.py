@@ -1,7 +1,7 @@
-"""Where a job's first weights come from: a run, an export, or a recipe that is run first (`init_from`).
+"""Where a job's first weights come from (`init_from`), or its teacher: a run, an export, a recipe that is run first.
 
 recipe:NAME ──a run of its own, in a process of its own──▶ its export ─┐
-a run's folder ──▶ its export ─────────────────────────────────────────┴──▶ init_from = an absolute folder
+a run's folder ──▶ its export ─────────────────────────────────────────┴──▶ an absolute folder
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from pathlib import Path
 
 import yaml
 
+from runner.algorithm.distillation_config import TaughtConfig
 from runner.errors import EnvironmentProblem, Interrupted, Problem, RunnerError, SpecError
 from runner.folder import OUTPUTS, shown
+from runner.launch.preflight import is_hub_id
 from runner.spec.job import JobSpec
 
 RECIPE = "recipe:"
@@ -37,30 +39,55 @@ def with_first_weights(spec: JobSpec) -> JobSpec:
     if spec.init_from is None:
         return spec
     if spec.init_from.startswith(RECIPE):
-        where = _run_first(spec, spec.init_from.removeprefix(RECIPE))
+        where = _run_first(spec, spec.init_from.removeprefix(RECIPE), "init_from", own_model=False)
     else:
         where = Path(spec.init_from).expanduser()
-    return spec.model_copy(update={"init_from": str(_weights_of(where))})
+    return spec.model_copy(update={"init_from": str(_weights_of(where, "init_from"))})
 
 
-def _weights_of(where: Path) -> Path:
+def with_teacher(spec: JobSpec) -> JobSpec:
+    """The spec with its teacher, if it has one, as an absolute folder or a hub id; a recipe is run now, on a model of
+    its own.
+
+    Raises SpecError if a folder has no weights, Interrupted or StageFailed if the recipe did not end well.
+    """
+    if not isinstance(spec.algorithm, TaughtConfig):
+        return spec
+    path, key = spec.algorithm.teacher, "algorithm.teacher"
+    if path.startswith(RECIPE):
+        where = _run_first(spec, path.removeprefix(RECIPE), key, own_model=True)
+    elif is_hub_id(path):
+        print(f"{key}: no folder {path} here, so taken as a hub id", file=sys.stderr)
+        return spec
+    else:
+        where = Path(path).expanduser()
+    if spec.algorithm.teacher_revision is not None:
+        raise SpecError([Problem("algorithm.teacher_revision", f"not used with {path}; it belongs to a hub id")])
+    algorithm = spec.algorithm.model_copy(update={"teacher": str(_weights_of(where, key))})
+    return spec.model_copy(update={"algorithm": algorithm})
+
+
+def _weights_of(where: Path, key: str) -> Path:
     """The folder with safetensors at `where`, or in its export."""
     for folder in (where / "export", where):
         if (folder / "adapter_config.json").exists():
             text = f"{shown(folder)} is an adapter; merge it into its base first: run export RUN --merge"
-            raise SpecError([Problem("init_from", text)])
+            raise SpecError([Problem(key, text)])
         if list(folder.glob("*.safetensors")):
             return folder.resolve()
     text = f"no weights in {shown(where)}; a finished run's folder, an export, or {RECIPE}NAME is expected"
-    raise SpecError([Problem("init_from", text)])
+    raise SpecError([Problem(key, text)])
 
 
-def _run_first(spec: JobSpec, recipe: str) -> Path:
-    """Run the recipe on this job's model and device; returns its run folder."""
+def _run_first(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> Path:
+    """Run the recipe that the option `key` names on this job's device, and on this job's model unless it has its own;
+    returns its run folder."""
     name = f"{recipe[:30]}-{secrets.token_hex(4)}"
-    print(f"init_from: running +recipe={recipe} first, on this job's model (name={name})", file=sys.stderr, flush=True)
+    what = "its own model" if own_model else "this job's model"
+    print(f"{key}: running +recipe={recipe} first, on {what} (name={name})", file=sys.stderr, flush=True)
     words = [f"+recipe={recipe}", f"name={name}", f"seed={spec.seed}", f"device={spec.device.name}"]
-    words += [f"model={spec.model.name}", *_options("model", spec.model.model_dump(mode="json"))]
+    if not own_model:
+        words += [f"model={spec.model.name}", *_options("model", spec.model.model_dump(mode="json"))]
     words += [f"tracker={spec.tracker.name}", *_options("tracker", spec.tracker.model_dump(mode="json"))]
     process = subprocess.Popen([sys.executable, "-m", "runner", *words])
     try:
@@ -71,7 +98,7 @@ def _run_first(spec: JobSpec, recipe: str) -> Path:
     if code in (130, 143):
         raise Interrupted(code - 128, f"while running +recipe={recipe} first; this job was not begun")
     if code:
-        raise StageFailed(f"+recipe={recipe}, which init_from asks for, ended with exit code {code}", code)
+        raise StageFailed(f"+recipe={recipe}, which {key} asks for, ended with exit code {code}", code)
     found = sorted(OUTPUTS.glob(f"*/*-{name}-*"))
     if not found:
         raise EnvironmentProblem(f"+recipe={recipe} ended well, but left no run called {name} in {OUTPUTS}/")

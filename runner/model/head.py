@@ -5,7 +5,7 @@
 Legend: S predicted tokens (hidden states of their parents), H hidden size, V vocabulary. Three ways:
 `score` of a linear head makes the logits again in the backward pass; `linear` knows the gradient of its
 result beforehand and makes the head's gradient while the logits are there; any other head module is called
-chunk by chunk under checkpointing.
+chunk by chunk under checkpointing. For other functions of the logits than these two see `runner.model.terms`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _called_in_chunks(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: i
     return torch.cat(logprobs), torch.cat(entropy)
 
 
-class _Operands:
+class Operands:
     """The head's tensors in the data type of the matrix products, and buffers for their gradients."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, compute: torch.dtype | None) -> None:
@@ -106,9 +106,13 @@ class _Operands:
             torch.zeros_like(self.bias, dtype=wide) if needed[2] and self.bias is not None else None,
         )
 
-    def log_softmax(self, span: slice) -> Tensor:
+    def logits(self, span: slice) -> Tensor:
         """[chunk, V] of one chunk of tokens."""
-        return _log_softmax(F.linear(self.hidden[span], self.weight, self.bias))
+        return F.linear(self.hidden[span], self.weight, self.bias)
+
+    def log_softmax(self, span: slice) -> Tensor:
+        """The same as log-probabilities, in float32 or better."""
+        return _log_softmax(self.logits(span))
 
     def accumulate(
         self, span: slice, log_softmax: Tensor, targets: Tensor, grad: Tensor, grad_entropy: Tensor | None = None
@@ -124,7 +128,10 @@ class _Operands:
             entropy = torch.special.entr(p).sum(1, keepdim=True)
             d_logits = log_softmax.clamp_(min=torch.finfo(p.dtype).min).add_(entropy).mul_(grad_entropy[:, None])
             d_logits = d_logits.add_(grad[:, None]).mul_(p).neg_()
-        d_logits.scatter_add_(1, targets[:, None], grad[:, None])
+        self.propagate(span, d_logits.scatter_add_(1, targets[:, None], grad[:, None]))
+
+    def propagate(self, span: slice, d_logits: Tensor) -> None:
+        """Add what one chunk's gradient of its logits [chunk, V] means for hidden states, weight and bias."""
         d_hidden, d_weight, d_bias = self.grads
         if d_bias is not None:
             d_bias += d_logits.sum(0)
@@ -141,7 +148,8 @@ class _Operands:
         return tuple(None if g is None else g.to(t) for g, t in zip(self.grads, self.types, strict=True))
 
 
-def _spans(count: int, chunk: int) -> Iterator[slice]:
+def spans(count: int, chunk: int) -> Iterator[slice]:
+    """The chunks of `count` tokens."""
     return (slice(start, start + chunk) for start in range(0, count, chunk))
 
 
@@ -161,10 +169,10 @@ class _Score(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.chunk, ctx.compute = chunk, compute
         ctx.set_materialize_grads(False)
-        operands = _Operands(hidden, weight, bias, compute)
+        operands = Operands(hidden, weight, bias, compute)
         logprobs = hidden.new_empty(len(targets), dtype=torch.promote_types(operands.weight.dtype, torch.float32))
         entropy = torch.empty_like(logprobs)
-        for span in _spans(len(targets), chunk):
+        for span in spans(len(targets), chunk):
             log_softmax = operands.log_softmax(span)
             logprobs[span] = log_softmax.gather(1, targets[span, None])[:, 0]
             entropy[span] = _entropy(log_softmax)
@@ -178,9 +186,9 @@ class _Score(torch.autograd.Function):
             grad = torch.zeros_like(grad_entropy) if grad_entropy is not None else None
         if grad is None:
             return (None,) * 6
-        operands = _Operands(hidden, weight, bias, ctx.compute)
+        operands = Operands(hidden, weight, bias, ctx.compute)
         operands.want(ctx.needs_input_grad[:3])
-        for span in _spans(len(targets), ctx.chunk):
+        for span in spans(len(targets), ctx.chunk):
             part = None if grad_entropy is None else grad_entropy[span]
             operands.accumulate(span, operands.log_softmax(span), targets[span], grad[span], part)
         return (*operands.results(), None, None, None)
@@ -200,11 +208,11 @@ class _Linear(torch.autograd.Function):
         chunk: int,
         compute: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:
-        operands = _Operands(hidden, weight, bias, compute)
+        operands = Operands(hidden, weight, bias, compute)
         operands.want(ctx.needs_input_grad[:3])
         out = hidden.new_empty(len(targets), dtype=torch.promote_types(operands.weight.dtype, torch.float32))
         factors = coefficients.to(out.dtype)
-        for span in _spans(len(targets), chunk):
+        for span in spans(len(targets), chunk):
             log_softmax = operands.log_softmax(span)
             out[span] = log_softmax.gather(1, targets[span, None])[:, 0]
             operands.accumulate(span, log_softmax, targets[span], factors[span])

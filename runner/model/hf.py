@@ -15,13 +15,14 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from runner.errors import EnvironmentProblem, SecurityRefusal
-from runner.model.build import DTYPES, HEADS, Head, drawn, placed
+from runner.model.build import DTYPES, HEADS, Fit, Head, drawn, placed
 from runner.model.causal import CausalLM
 from runner.model.config import HfConfig
 from runner.model.positions import check_rows, longest_row
 from runner.model.ragged import RaggedModel
 from runner.model.scalar import ScalarModel
 from runner.model.source import Source
+from runner.model.valued import ValuedLM
 from runner.protocols import Decide
 from runner.quiet import no_progress_bar
 
@@ -29,12 +30,15 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 SAFE_ENDINGS = (".safetensors", ".safetensors.index.json")
 
 
-def tokenizer(config: HfConfig) -> Any:
-    """The model's tokenizer. Raises EnvironmentProblem if it cannot be had, SecurityRefusal if it is code."""
+def tokenizer(config: HfConfig, key: str = "model.path") -> Any:
+    """The model's tokenizer; `key` is the option that says its path.
+
+    Raises EnvironmentProblem if it cannot be had, SecurityRefusal if it is code.
+    """
     path = config.tokenizer or config.path
-    path = _checked(path, "model.tokenizer" if config.tokenizer else "model.path")
+    path = _checked(path, "model.tokenizer" if config.tokenizer else key)
     revision = None if config.tokenizer else config.revision
-    with _worded(path):
+    with _worded(path, key):
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
 
 
@@ -48,32 +52,36 @@ def build(
     head: Head = "lm",
     init_from: str | None = None,
     longest: int = 0,
+    key: str = "model.path",
+    fit: Fit | None = None,
 ) -> RaggedModel:
     """The model with its own weights, those of the folder `init_from`, or, with from_scratch, drawn from `seed`.
 
     head="scalar" makes a sequence classifier with one label; a head that the weights lack is drawn from `seed`.
+    head="lm+value" is a causal LM with a value head beside it. `key` is the option that says the path; `fit` sees the
+    module first (see `placed`).
     Raises SpecError if rows of `longest` tokens are too long for it, EnvironmentProblem if it cannot be had or does not
     fit the tokenizer, SecurityRefusal if its weights are pickles or it is code.
     """
-    key = "model.path" if init_from is None else "init_from"
+    key = key if init_from is None else "init_from"
     path = _checked(init_from or config.path, key)
     auto, scratch = _AUTO[head], config.from_scratch and init_from is None
-    with _worded(path):
+    with _worded(path, key):
         source = _source(path, key, config.revision, f"from seed {seed}" if scratch else None)
         config = config.model_copy(
             update={"revision": source.commit or config.revision}
         )  # one commit for config and weights
-        architecture = _architecture(path, config, head)
+        architecture = _architecture(path, key, config, head)
         check_rows(longest, longest_row(architecture))
         if scratch:
             module = drawn(lambda: _from_scratch(auto, config, architecture), seed)
         else:
-            module = drawn(lambda: _pretrained(auto, path, config, architecture, decide), seed)
+            module = drawn(lambda: _pretrained(auto, path, key, config, architecture, decide), seed)
     _check_vocabulary(module, tokenizer)
-    if head == "lm":
+    if head != "scalar":
         _mend_generation_config(path, module.generation_config, decide)
-    made: type[RaggedModel] = CausalLM if head == "lm" else ScalarModel
-    module = placed(module, DTYPES[config.dtype], device)
+    made = _MADE[head]
+    module = placed(module, DTYPES[config.dtype], device, fit)
     return made(module, tokenizer, config, seed=seed, decide=decide, source=source)
 
 
@@ -94,10 +102,15 @@ def _adapter(path: str, key: str) -> EnvironmentProblem:
     )
 
 
-_AUTO: dict[Head, Any] = {"lm": AutoModelForCausalLM, "scalar": AutoModelForSequenceClassification}
+_AUTO: dict[Head, Any] = {
+    "lm": AutoModelForCausalLM,
+    "scalar": AutoModelForSequenceClassification,
+    "lm+value": AutoModelForCausalLM,
+}
+_MADE: dict[Head, type[RaggedModel]] = {"lm": CausalLM, "scalar": ScalarModel, "lm+value": ValuedLM}
 
 
-def _architecture(path: str, config: HfConfig, head: Head) -> Any:
+def _architecture(path: str, key: str, config: HfConfig, head: Head) -> Any:
     """The model's config, without what in it could fetch code or pickles: attention kernels, odd weight files."""
     found = AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
     found._attn_implementation = None  # transformers then takes the best of its own
@@ -105,7 +118,7 @@ def _architecture(path: str, config: HfConfig, head: Head) -> Any:
         found.num_labels = 1
     weights = getattr(found, "transformers_weights", None)
     if weights and not str(weights).endswith(SAFE_ENDINGS):
-        raise SecurityRefusal(f"model.path={path}: its config names {weights} as weights; only safetensors are loaded")
+        raise SecurityRefusal(f"{key}={path}: its config names {weights} as weights; only safetensors are loaded")
     return found
 
 
@@ -113,7 +126,7 @@ def _from_scratch(auto: Any, config: HfConfig, architecture: Any) -> Any:
     return auto.from_config(architecture, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
 
 
-def _pretrained(auto: Any, path: str, config: HfConfig, architecture: Any, decide: Decide) -> Any:
+def _pretrained(auto: Any, path: str, key: str, config: HfConfig, architecture: Any, decide: Decide) -> Any:
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # or transformers asks a service of the hub to convert pickles
     with no_progress_bar():
         loaded: Any = auto.from_pretrained(
@@ -131,13 +144,13 @@ def _pretrained(auto: Any, path: str, config: HfConfig, architecture: Any, decid
     ]
     if absent:
         raise EnvironmentProblem(
-            f"model.path={path} lacks {len(absent)} of the model's weights, e.g. {absent[0]}; is it a causal LM?\n"
-            "  for random weights set model.from_scratch=true"
+            f"{key}={path} lacks {len(absent)} of the model's weights, e.g. {absent[0]}; is it a causal LM?\n"
+            "  model.from_scratch=true keeps model.path's architecture and draws random weights"
         )
     unused = sorted(set(info["unexpected_keys"]) - HEADS)
     if unused:
         reason = f"the architecture has no place for {unused[0]} and its like"
-        decide("model.path", "all weights", f"{len(unused)} left out", reason)
+        decide(key, "all weights", f"{len(unused)} left out", reason)
     return module
 
 
@@ -172,7 +185,7 @@ def _checked(path: str, key: str) -> str:
 
 
 @contextmanager
-def _worded(path: str) -> Iterator[None]:
+def _worded(path: str, key: str = "model.path") -> Iterator[None]:
     """Turn what transformers raises about a model it cannot get into errors that say what to type."""
     try:
         yield
@@ -183,10 +196,9 @@ def _worded(path: str) -> Iterator[None]:
         ) from error
     except ValueError as error:
         if "trust_remote_code" in str(error):
-            raise SecurityRefusal(
-                f"{path} brings Python code of its own, which is not run\n"
-                "  if you have read that code: model.trust_remote_code=true"
-            ) from error
+            ours = key.startswith("model.") or key == "init_from"
+            hint = "if you have read that code: model.trust_remote_code=true" if ours else f"choose another {key}"
+            raise SecurityRefusal(f"{path} brings Python code of its own, which is not run\n  {hint}") from error
         raise EnvironmentProblem(f"{path} cannot be loaded: {_first_lines(error)}") from error
 
 

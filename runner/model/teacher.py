@@ -1,0 +1,60 @@
+"""A teacher: another model, with weights of its own, that only scores; the same ids mean the same to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from runner.errors import EnvironmentProblem
+from runner.model import hf
+from runner.model.build import Fit
+from runner.model.config import HfConfig, ModelConfig
+from runner.model.ragged import RaggedModel
+from runner.protocols import Decide
+
+KEY = "algorithm.teacher"
+
+
+def build(
+    path: str,
+    revision: str | None,
+    like: ModelConfig,
+    *,
+    tokenizer: Any,
+    device: torch.device,
+    seed: int,
+    decide: Decide,
+    longest: int,
+    fit: Fit | None = None,
+) -> RaggedModel:
+    """The model at `path`, a folder or hub id, which runs (data types, layout, chunks) like the student's config `like`
+    says; none of its parameters learns.
+
+    tokenizer: the student's. Raises what `hf.build` does, and EnvironmentProblem for another vocabulary.
+    """
+    how = {name: getattr(like, name) for name in ModelConfig.model_fields if name != "name"}
+    config = HfConfig(path=path, revision=revision, **{**how, "gradient_checkpointing": False})
+    refuse_other_vocabulary(path, hf.tokenizer(config, KEY), tokenizer)
+    given = {"tokenizer": tokenizer, "device": device, "seed": seed, "decide": decide, "longest": longest, "fit": fit}
+    model = hf.build(config, key=KEY, **given)
+    model.module.requires_grad_(False)
+    return model
+
+
+def refuse_other_vocabulary(path: str, teachers: Any, students: Any) -> None:
+    """Raise EnvironmentProblem unless each id of the student's tokenizer means the same to the teacher's, which may
+    have more of them, and answers end alike."""
+    theirs, ours = ({i: token for token, i in one.get_vocab().items()} for one in (teachers, students))
+    differing = sorted(i for i in ours if theirs.get(i) != ours[i])
+    if differing:
+        there, here = theirs.get(differing[0], ""), ours[differing[0]]
+        what = f"{len(differing)} ids differ, e.g. {differing[0]} is {there!r} there and {here!r} here"
+    elif teachers.eos_token_id != students.eos_token_id:
+        what = f"there an answer ends with {teachers.eos_token!r}, here with {students.eos_token!r}"
+    else:
+        return
+    raise EnvironmentProblem(
+        f"{KEY}={path}: its tokenizer is not the student's: {what}\n"
+        "  distillation compares probabilities of the same ids: give a teacher with the student's tokenizer"
+    )

@@ -1,0 +1,102 @@
+"""A teacher is another model with the student's ids, and none of it learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken
+
+from runner.decisions import Decisions
+from runner.errors import EnvironmentProblem, SecurityRefusal, SpecError
+from runner.model import teacher, tiny
+from runner.model.config import TinyConfig
+from runner.model.tokenizer import byte_tokenizer
+from tests.model.zoo import CPU, LOGPROBS, batch, causal
+
+LIKE = TinyConfig(head_chunk_tokens=3, layout="padded", dtype="float32")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    causal("qwen3", seed=4).save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def build(folder: Path | str, tokenizer: Any = None, **options: Any) -> Any:
+    students = tokenizer or byte_tokenizer(512)
+    given: dict[str, Any] = {"device": CPU, "seed": 0, "decide": Decisions(strict=True), "longest": 64} | options
+    return teacher.build(str(folder), None, LIKE, tokenizer=students, **given)
+
+
+def test_it_has_its_own_weights_and_runs_as_the_student_does(folder: Path) -> None:
+    made, wanted = build(folder), causal("qwen3", seed=4)
+    assert made.config.head_chunk_tokens == 3 and made.layout == "padded"
+    assert not made.trainable()
+    torch.testing.assert_close(
+        made.outputs(batch(), LOGPROBS)["logprobs"], wanted.outputs(batch(), LOGPROBS)["logprobs"].detach()
+    )
+
+
+def test_its_hidden_states_and_its_head_are_its_logits(folder: Path) -> None:
+    made, data = build(folder), batch()
+    found = made.outputs(data, frozenset({"hidden", "logprobs"}))
+    logits = made.lm_head()(found["hidden"])
+    picked = torch.log_softmax(logits, -1).gather(1, data.tokens["ids"][:, None])[:, 0]
+    learnt = data.tokens["parent"] >= 0
+    torch.testing.assert_close(picked[learnt], found["logprobs"][learnt])
+    assert not found["hidden"][~learnt].any() and not logits.requires_grad
+
+
+def test_its_weights_are_part_of_where_it_comes_from(folder: Path, tmp_path: Path) -> None:
+    causal("qwen3", seed=5).save(tmp_path / "other")
+    origins = [build(path).origin for path in (folder, tmp_path / "other")]
+    assert origins[0]["config"] == origins[1]["config"] and origins[0]["weights"] != origins[1]["weights"]
+
+
+def test_another_vocabulary_is_refused(folder: Path) -> None:
+    more = byte_tokenizer(512)
+    more.add_tokens([AddedToken("<new>")])
+    with pytest.raises(
+        EnvironmentProblem, match=r"algorithm\.teacher=.*1 ids differ, e\.g\. 259 is .* and '<new>' here"
+    ):
+        build(folder, more)
+
+
+def test_another_end_of_answers_is_refused(folder: Path) -> None:
+    other = byte_tokenizer(512)
+    other.eos_token = "<|im_start|>"
+    with pytest.raises(
+        EnvironmentProblem, match=r"there an answer ends with '<\|im_end\|>', here with '<\|im_start\|>'"
+    ):
+        build(folder, other)
+
+
+def test_a_teacher_that_knows_more_ids_is_welcome(tmp_path: Path) -> None:
+    made = causal("qwen3", seed=4)
+    made.tokenizer.add_tokens([AddedToken("<new>")])
+    made.save(tmp_path / "model")
+    assert build(tmp_path / "model").layout == "padded"
+
+
+def test_rows_that_are_too_long_for_it_are_refused(tmp_path: Path) -> None:
+    causal("qwen3", max_position_embeddings=128).save(tmp_path / "model")
+    with pytest.raises(SpecError, match="the model has 128 positions"):
+        build(tmp_path / "model", longest=1000)
+
+
+def test_what_is_wrong_with_it_is_said_of_the_teacher(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match=r"algorithm\.teacher=/no/such/folder: no such folder"):
+        build("/no/such/folder")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(SecurityRefusal, match=r"algorithm\.teacher=.*pickles"):
+        build(folder)
+
+
+def test_the_export_of_a_tiny_run_can_teach_a_tiny_one(tmp_path: Path) -> None:
+    config = TinyConfig(hidden_size=32, intermediate_size=48, layers=1)
+    own = tiny.tokenizer(config)
+    tiny.build(config, tokenizer=own, device=CPU, seed=0, decide=Decisions()).save(tmp_path / "export")
+    assert build(tmp_path / "export", own).inner.config.hidden_size == 32
