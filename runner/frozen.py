@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from runner.batch import Batch
 from runner.learner import score
@@ -31,6 +32,11 @@ class FrozenModel:
         """Where its weights come from."""
         origin: Mapping[str, str] = self._model.origin
         return origin
+
+    def lm_head(self) -> Callable[[Tensor], Tensor]:
+        """What makes logits [S, V] of its output `hidden` [S, H]. Raises SpecError for a model without such a head."""
+        found: Callable[[Tensor], Tensor] = self._model.lm_head()
+        return found
 
     @torch.no_grad()
     def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:

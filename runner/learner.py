@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from runner.batch import Batch, Places, micro_batches, places
 from runner.errors import CheckpointError, RunnerError, TrainingDiverged
 from runner.metrics import Metrics
-from runner.protocols import LinearLossFn, LossFn, Outputs, State
+from runner.protocols import LinearLossFn, LogitsLossFn, LossFn, Outputs, State, Terms
 from runner.randomness import derive
 
 log = logging.getLogger("runner")
@@ -36,7 +36,9 @@ class ScoringModel(Protocol):
 class TrainableModel(ScoringModel, Protocol):
     """What the learner needs of a model adapter."""
 
-    def linear(self, batch: Batch, coefficients: Tensor) -> tuple[Tensor, dict[str, Tensor]]: ...
+    def linear(
+        self, batch: Batch, coefficients: Tensor, terms: Terms | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
     def trainable(self) -> dict[str, nn.Parameter]: ...
 
@@ -116,7 +118,8 @@ class LocalLearner:
     def _backward(self, micro: Batch, loss: LossFn) -> tuple[Any, Mapping[str, Tensor]]:
         batch = micro.to(self._device)
         if isinstance(loss, LinearLossFn):
-            total, outputs = self.model.linear(batch, loss.coefficients(micro))
+            terms = loss.terms if isinstance(loss, LogitsLossFn) else None
+            total, outputs = self.model.linear(batch, loss.coefficients(micro), terms)
             total.backward()  # type: ignore[no-untyped-call]
             return loss(batch, outputs), outputs
         outputs = self.model.outputs(batch, loss.needs)

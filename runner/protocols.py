@@ -52,6 +52,19 @@ class LinearLossFn(Protocol):
     def coefficients(self, batch: Batch) -> Tensor: ...  # float32 [T], constant
 
 
+# logits [S, V] of some tokens, and those tokens' channels [S, …] → named terms [S], of which "loss" is learnt
+Terms = Callable[[Tensor, Mapping[str, Tensor]], Mapping[str, Tensor]]
+
+
+@runtime_checkable
+class LogitsLossFn(LinearLossFn, Protocol):
+    """A loss of whole distributions: total = Σ coefficients · terms["loss"], where the terms are functions of a token's
+    logits. They are made, with their gradient, in the chunk that made the logits: [T, vocab] never exists at once.
+    """
+
+    def terms(self, logits: Tensor, tokens: Mapping[str, Tensor]) -> Mapping[str, Tensor]: ...  # see Terms
+
+
 class Model(Protocol):
     """Anything that scores a ragged batch without gradient."""
 
@@ -170,13 +183,16 @@ class Prompt:
 class Question:
     """A held-out item: its tokens, and, where it has an answer, what to ask and what to expect.
 
-    `prompt_ids` is empty for plain text, of which only the loss can be measured.
+    `prompt_ids` is empty for plain text, of which only the loss can be measured. messages, columns: as of a `Prompt`,
+    where the row has them; for an environment.
     """
 
     item: Item
     prompt_ids: tuple[int, ...] = ()
     prompt: str = ""
     answer: str = ""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +303,30 @@ class Data(Protocol):
     def held_out_items(self) -> Sequence[Any]: ...  # pairs or judged answers held out; empty for other kinds
 
 
+class VarlenAttention(Protocol):
+    """Causal attention within sequences that lie end to end, by a kernel of a device's own.
+
+    query [Q, heads, d]; key, value [K, kv heads, d], all of one data type and on the device; returns [Q, heads, d].
+    Sequence i has query_lengths[i] queries, which are the last of its key_lengths[i] tokens: query q of it sees the
+    keys up to its own, and with a window only the last `window` of those, its own included.
+    """
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        query_lengths: tuple[int, ...],
+        key_lengths: tuple[int, ...],
+        window: int | None,
+        dropout: float,
+        scale: float,
+    ) -> Tensor: ...
+
+
 class Device(Protocol):
-    """Where tensors live."""
+    """Where tensors live, and which kernels run on them."""
 
     name: str
     torch_device: torch.device
@@ -300,6 +338,13 @@ class Device(Protocol):
     def peak_memory_bytes(self) -> int: ...
 
     def describe(self) -> dict[str, Any]: ...
+
+    # each tells, by name, what the device is doing now: busy, temperature, memory; may take a second
+    def readings(self) -> Sequence[Callable[[], Mapping[str, float]]]: ...
+
+    def attention(self, dtype: torch.dtype) -> VarlenAttention | None: ...  # None: torch's own, row by row
+
+    def fuse(self, module: torch.nn.Module) -> None: ...  # exchange what of a transformers model has fused operators
 
 
 class Decide(Protocol):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from runner.algorithm.moments import Moments, variance
-from runner.algorithm.segments import max_within, min_within, sum_within
+from runner.algorithm.segments import min_within, sum_within
 
 
 def group_mean_std(rewards: Tensor, group: Tensor, *, eps: float) -> Tensor:
@@ -70,16 +70,6 @@ def opo(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
 def no_baseline(rewards: Tensor) -> Tensor:
     """R, and 0 where unscored, [N]."""
     return torch.where(rewards.isnan(), 0, rewards)
-
-
-def zero_variance(rewards: Tensor, group: Tensor, *, tolerance: float = 0.0) -> Tensor:
-    """Bool [N]: the scored rewards of the sample's group span at most `tolerance`, so that it teaches nothing.
-
-    True as well where one sample or none of the group was scored. (SkyRL's tolerance is 1e-6.)
-    """
-    shifted, scored = _shifted(rewards, group)
-    largest = max_within(shifted, group)
-    return (largest <= tolerance) | (sum_within(scored.long(), group) < 2)
 
 
 def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,22 +1,27 @@
 """What a user can set of every algorithm, and what every algorithm says of itself."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field
 
 from runner.spec.base import ITEM_WORDS, ComponentConfig, ItemKind
 
-Head = Literal["lm", "scalar"]  # a language model, or the same backbone with a head of one number
+# a language model, the same backbone with a head of one number, or with both
+Head = Literal["lm", "scalar", "lm+value"]
 
 
 class Frozen(NamedTuple):
     """A model that only scores, as a config asks for it.
 
-    way: the model with its adapter off, or a frozen copy of what it starts from; None = off where there is an adapter
+    way: the model with its adapter off, or a frozen copy of what it starts from; None = off where there is an adapter;
+        cached = what either says of all that the run asks for, computed before the first step
+    path: another model, by folder or hub id, instead of either; revision: of the hub
     """
 
-    way: Literal["adapter", "copy"] | None = None
+    way: Literal["adapter", "copy", "cached"] | None = None
+    path: str | None = None
+    revision: str | None = None
 
 
 class AlgorithmConfig(ComponentConfig):
@@ -46,6 +51,10 @@ class AlgorithmConfig(ComponentConfig):
         """The models that only score, by role: reference, teacher."""
         return {}
 
+    def absolute(self) -> Self:
+        """The same config with the paths of local folders made absolute."""
+        return self
+
     def steps_ahead(self) -> int:
         """How far sampling runs ahead of training."""
         return 0
@@ -53,6 +62,10 @@ class AlgorithmConfig(ComponentConfig):
     def learning_rate(self, role: str, common: float) -> float:
         """The learning rate of a role; `common` is optimizer.lr."""
         return common
+
+    def drops_out(self) -> bool:
+        """Whether the dropout of model and adapter is on where they learn."""
+        return True
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = [*self._parts_problems(job)]
@@ -68,6 +81,9 @@ class AlgorithmConfig(ComponentConfig):
         if self.samples:
             needed = ["sampler", "reward"] if self.rewarded else ["sampler"]
             missing = [group for group in needed if chosen[group] == "none"]
-            return [(group, f"algorithm={self.name} needs one; type {what[group]}") for group in missing]
+            found = [(group, f"algorithm={self.name} needs one; type {what[group]}") for group in missing]
+            if not self.rewarded and chosen["reward"] != "none":
+                found.append(("reward", f"algorithm={self.name} learns without a reward; type reward=none"))
+            return found
         learns = f"algorithm={self.name} learns from given data ({ITEM_WORDS[self.items]})"
         return [(group, f"{learns}; type {group}=none") for group, name in chosen.items() if name != "none"]

@@ -3,6 +3,7 @@
 from typing import ClassVar, Literal
 
 from runner.algorithm.base import AlgorithmConfig as AlgorithmConfig
+from runner.algorithm.distillation_config import DistillConfig, OpdConfig
 from runner.algorithm.policy_config import GrpoConfig, PpoConfig
 from runner.algorithm.preference_config import DpoConfig, KtoConfig, RmConfig
 
@@ -24,4 +25,4 @@ class CptConfig(AlgorithmConfig):
     name: Literal["cpt"] = "cpt"
 
 
-COMPONENTS = (SftConfig, CptConfig, GrpoConfig, PpoConfig, DpoConfig, KtoConfig, RmConfig)
+COMPONENTS = (SftConfig, CptConfig, GrpoConfig, PpoConfig, OpdConfig, DistillConfig, DpoConfig, KtoConfig, RmConfig)

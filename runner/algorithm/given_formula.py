@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from runner.algorithm.config import CptConfig, SftConfig
+from runner.algorithm.distillation_config import DistillConfig
 from runner.algorithm.preference_config import DpoConfig, KtoConfig, RmConfig
 
 PAIRS = {
@@ -23,6 +24,11 @@ PAIRS = {
     "cpo": "−log σ(β·(p_c − p_r)) − α·p_c",
     "cpo_averaged": "−log σ(β·(p_c − p_r)) − α·p_c/n_c",
 }
+DIVERGENCES = {
+    "forward_kl": "KL(P ‖ Q)",
+    "reverse_kl": "KL(Q ‖ P)",
+    "jsd": "{beta:g}·KL(P ‖ M) + {rest:g}·KL(Q ‖ M), M = {beta:g}·P + {rest:g}·Q",
+}
 SYMBOLS = {"beta": "β", "label_smoothing": "e", "gamma": "γ", "lam": "λ", "alpha": "α"}
 SUMS = "  p   the sum of log π over an answer's tokens, n their number; c the chosen answer, r the rejected one"
 RATIOS = "  d   the sum of log π − log π_ref over an answer's tokens"
@@ -32,6 +38,19 @@ def likelihood(config: SftConfig | CptConfig, job: Any) -> Iterator[str]:
     """Of sft and cpt."""
     where = "the answers' tokens" if isinstance(config, SftConfig) else "every token of the text"
     yield f"loss = −Σ_t log π(token t) / N, over {where}; N = their number in the whole optimizer step"
+
+
+def distillation(config: DistillConfig, job: Any) -> Iterator[str]:
+    """Of distill."""
+    t, top = config.temperature, config.top_k
+    scaled, logits = ("", "the logits") if t == 1 else (f"{t:g}²·", f"the logits / {t:g}")
+    more = f" − {config.sft_coef:g}·log π(token t)" if config.sft_coef else ""
+    yield f"loss = Σ_t ({scaled}D_t{more}) / N, over the answers' tokens; N = their number in the whole optimizer step"
+    formula = DIVERGENCES[config.divergence].format(beta=config.mixture, rest=1 - config.mixture)
+    yield f"  D   {formula}   (divergence={config.divergence})"
+    yield f"  P, Q   softmax of {logits} of the teacher and of the student; KL(P ‖ Q) = Σ P·(log P − log Q)"
+    if top is not None:
+        yield f"      over the teacher's {top} likeliest tokens and, as one event, all others   (top_k={top})"
 
 
 def pairs(config: DpoConfig, job: Any) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""Policy optimisation: grpo, ppo and what their options make of them.
+"""Policy optimisation: grpo, ppo, opd and what their options make of them.
 
     collect   prompts ─▶ sampler ─▶ reward ─▶ groups of samples              (may run `lag` steps ahead)
-    prepare   groups ─▶ one ragged batch ─▶ old, reference, values ─▶ advantages ─▶ epochs × mini-batches
-    losses    policy: clipped surrogate, KL, entropy;  critic: clipped value error
+    prepare   groups ─▶ one ragged batch ─▶ old, reference, teacher, values ─▶ advantages ─▶ epochs × mini-batches
+    losses    policy: clipped surrogate, KL, entropy;  critic: clipped value error;  on one backbone: one loss of both
 
 Papers: GRPO 2402.03300, PPO 1707.06347, GAE 1506.02438; each part names its own (`runner.algorithm.advantages`,
 `policy_losses`, `kl`, `correction`, `aggregation`). Legend: N rows, T tokens.
@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 
 from runner.algorithm import correction, rollouts
+from runner.algorithm.distillation_config import OpdConfig
 from runner.algorithm.kl_control import KlControl
 from runner.algorithm.moments import moments
 from runner.algorithm.parts import Parts
 from runner.algorithm.policy_config import PolicyConfig, PpoConfig
 from runner.algorithm.rollouts import Collector, Experience, Group
-from runner.algorithm.surrogate import PolicyLoss, ValueLoss
+from runner.algorithm.surrogate import losses_of
 from runner.algorithm.turns import Turns
 from runner.algorithm.valuation import valued, weighted
 from runner.batch import Batch, row_of_tokens, select_units, with_tokens
@@ -39,14 +40,13 @@ from runner.protocols import LossFn, Model, Ranks, Role, Sample, State
 from runner.randomness import derive
 from runner.tree import Branch, Tree, pack_trees
 
-LOGPROBS, VALUES = frozenset({"logprobs"}), frozenset({"values"})
-
 
 class PolicyOptimisation:
-    """Samples, scores, and learns from the difference."""
+    """Samples, scores (opd: by its teacher alone), and learns from the difference."""
 
     def __init__(self, config: PolicyConfig, parts: Parts) -> None:
-        assert parts.sampler is not None and parts.reward is not None  # the config's problems() see to it
+        assert parts.sampler is not None  # the config's problems() see to it, and to the reward
+        assert (parts.reward is not None) == config.rewarded
         self.config, self.parts = config, parts
         self.temperature = parts.sampler.temperature
         self.max_new_tokens = parts.sampler.max_new_tokens
@@ -55,9 +55,7 @@ class PolicyOptimisation:
             parts.sampler, parts.reward, parts.tokenizer, parts.seed, config.group_size, parts.environments, turns
         )
         self.kl = KlControl(config.in_force.kl_coef, config.kl_target)
-        self.losses: Mapping[Role, LossFn] = {"policy": PolicyLoss(config, lambda: self.kl.coefficient)}
-        if isinstance(config, PpoConfig):
-            self.losses = {**self.losses, "critic": ValueLoss(config)}
+        self.losses: Mapping[Role, LossFn] = losses_of(config, lambda: self.kl.coefficient)
         self._health: dict[str, float] = {}
 
     @property
@@ -90,9 +88,11 @@ class PolicyOptimisation:
     def describe(self, step: int, experience: Experience) -> tuple[Mapping[str, float], Sequence[Sample]]:
         """Reward, lengths, staleness; the coefficient in force; health of the importance weights."""
         found = rollouts.numbers(experience) | self._health
+        if self.config.rewarded:
+            found |= rollouts.rewards(experience)
         if self.config.kl != "none":
             found["policy/kl_coef"] = self.kl.coefficient
-        return found, list(islice(rollouts.samples(experience), len(experience.groups)))
+        return found, list(islice(rollouts.samples(experience, self.config.rewarded), len(experience.groups)))
 
     def observe(self, step: int, values: Mapping[str, float]) -> None:
         """Adapt the KL coefficient. Raises TrainingDiverged if sampler and trainer disagree too much."""
@@ -137,33 +137,34 @@ class PolicyOptimisation:
     def _tree(self, group: Group, silent: bool) -> Tree:
         branches = []
         for one in group.samples:
-            left_out = silent or one.reward is None or (self.config.overlong == "mask" and one.finish == "length")
+            unscored = self.config.rewarded and one.reward is None
+            left_out = silent or unscored or (self.config.overlong == "mask" and one.finish == "length")
             channels = {"weight": [0.0] * len(one.ids) if left_out else one.mask, "sampled": one.logprobs}
             branches.append(Branch(one.ids, channels, {"reward": torch.nan if one.reward is None else one.reward}))
         return Tree(group.prompt.ids, branches)
 
     def _scored(self, batch: Batch, models: Mapping[Role, Model]) -> Batch:
-        """The channels that models make: old, importance, reference, values."""
+        """The channels that models make: old, importance, reference, teacher, values."""
         config = self.config
         corrected = config.correction != "none"
+        wanted: dict[Role, dict[str, str]] = {role: {role: "logprobs"} for role in config.frozen()}
         if corrected or (config.lag == 0 and self._needs_old):
-            batch = with_tokens(batch, old=models["policy"].forward(batch, LOGPROBS)["logprobs"])
+            wanted["policy"] = {"old": "logprobs"}
         elif config.lag:
             batch = with_tokens(batch, old=batch.tokens["sampled"])
-        if corrected:
-            batch = self._corrected(batch)
-        for role in config.frozen():
-            batch = with_tokens(batch, **{role: models[role].forward(batch, LOGPROBS)["logprobs"]})
-        if "critic" in models:
-            batch = with_tokens(batch, values=models["critic"].forward(batch, VALUES)["values"])
-        return batch
+        if isinstance(config, PpoConfig):
+            wanted.setdefault(config.valued_by, {})["values"] = "values"
+        for role, channels in wanted.items():  # one pass of each model
+            found = models[role].forward(batch, frozenset(channels.values()))
+            batch = with_tokens(batch, **{channel: found[output] for channel, output in channels.items()})
+        return self._corrected(batch) if corrected else batch
 
     @property
     def _needs_old(self) -> bool:
-        """Whether the policy moves between mini-batches, or its log-probabilities are part of the reward."""
+        """Whether the policy moves between mini-batches, or what samples are worth depends on its log-probabilities."""
         config = self.config
         in_reward = config.kl != "none" and config.in_force.kl_place == "reward"
-        return config.epochs * config.mini_batches > 1 or in_reward
+        return config.epochs * config.mini_batches > 1 or in_reward or isinstance(config, OpdConfig)
 
     def _corrected(self, batch: Batch) -> Batch:
         now, mask = self.config.in_force, batch.tokens["weight"] != 0

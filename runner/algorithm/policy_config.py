@@ -249,11 +249,38 @@ class PpoConfig(PolicyConfig):
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount per token.")
     lam: float = Field(default=0.95, ge=0, le=1, description="GAE's lambda.")
     value_clip: float | None = Field(default=0.2, gt=0, description="Clip range of the value loss; null = none.")
-    critic_lr: float | None = Field(default=None, gt=0, description="Learning rate of the critic; null = optimizer.lr.")
+    critic: Literal["separate", "shared"] = Field(
+        default="separate", description="The critic: a model of its own, or a value head on the policy's backbone."
+    )
+    critic_lr: float | None = Field(
+        default=None, gt=0, description="Learning rate of a separate critic; null = optimizer.lr."
+    )
+    value_coef: float | None = Field(
+        default=None, gt=0, description="Weight of the value loss of a shared critic; null = 0.1 (1909.08593)."
+    )
     whiten: bool = Field(default=True, description="Whiten the advantages over the step's tokens.")
 
     def learners(self) -> dict[str, Head]:
-        return {"policy": "lm", "critic": "scalar"}
+        return {"policy": "lm+value"} if self.critic == "shared" else {"policy": "lm", "critic": "scalar"}
+
+    @property
+    def valued_by(self) -> Literal["policy", "critic"]:
+        """The role whose model gives the values."""
+        return "policy" if self.critic == "shared" else "critic"
+
+    @property
+    def shared_value_coef(self) -> float:
+        """value_coef as it is used."""
+        return _given(self.value_coef, 0.1)
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        found = super().problems(job)
+        if self.critic == "shared" and self.critic_lr is not None:
+            found.append(("algorithm.critic_lr", "critic=shared learns with optimizer.lr; leave it out"))
+        if self.critic == "separate" and self.value_coef is not None:
+            text = "a separate critic has a loss of its own; type algorithm.critic=shared, or leave it out"
+            found.append(("algorithm.value_coef", text))
+        return found
 
     def learning_rate(self, role: str, common: float) -> float:
         return self.critic_lr if role == "critic" and self.critic_lr is not None else common

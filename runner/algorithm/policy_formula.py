@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from runner.algorithm.policy_config import PolicyConfig
+from runner.algorithm.distillation_config import OpdConfig
+from runner.algorithm.policy_config import PolicyConfig, PpoConfig
 
 AGGREGATIONS = {
     "token_mean": "1 / (learnt tokens of the step)",
@@ -53,16 +54,22 @@ def formula(config: PolicyConfig, job: Any) -> Iterator[str]:
         adapted = "" if config.kl_target is None else f", adapted towards a KL of {config.kl_target:g} per token"
         yield f"  KL  {KLS[config.kl]}, d = log π − log π_ref; in the {config.in_force.kl_place}   (kl={config.kl})"
         yield f"  β   {config.in_force.kl_coef:g}{adapted}"
-    yield f"  {_groups(config)}"
-    if hasattr(config, "value_clip"):
+    yield from _groups(config)
+    if isinstance(config, PpoConfig):
         clip = "" if config.value_clip is None else f", V kept within ±{config.value_clip:g} of its old value"
-        yield f"critic = Σ_t w_t · ½(V_t − (A_t + V_t,old))²{clip}"
+        error = f"½(V_t − (A_t + V_t,old))²{clip}"
+        if config.critic == "shared":
+            yield f"  E   {error}; V from the policy's own backbone   (critic=shared)"
+        else:
+            yield f"critic = Σ_t w_t · {error}"
 
 
 def _whole(config: PolicyConfig) -> str:
     parts = "−c·J" if config.correction != "none" else "−J"
     if config.kl != "none" and config.in_force.kl_place == "loss":
         parts += " + β·KL"
+    if isinstance(config, PpoConfig) and config.critic == "shared":
+        parts += f" + {config.shared_value_coef:g}·E"
     return parts + (f" − {config.entropy_coef:g}·H" if config.entropy_coef else "")
 
 
@@ -88,17 +95,19 @@ def _ratio(config: PolicyConfig) -> str:
 def _old(config: PolicyConfig) -> str:
     if config.lag and config.correction == "none":
         return f"the policy that sampled, {config.lag} step{'s' if config.lag > 1 else ''} older"
-    if config.correction == "none" and config.epochs * config.mini_batches == 1:
+    if config.rewarded and config.correction == "none" and config.epochs * config.mini_batches == 1:
         return "the policy itself: one update per step, so r = 1 and has the gradient of log π"
     return "the policy before the step's first update, computed by the trainer"
 
 
 def _advantage(config: PolicyConfig) -> str:
     penalty = " − β·KL per token" if config.kl != "none" and config.in_force.kl_place == "reward" else ""
-    if hasattr(config, "lam"):
-        white = ", whitened over the step's tokens" if config.whiten else ""  # type: ignore[attr-defined]
-        text = f"GAE with γ = {config.gamma:g}, λ = {config.lam:g}{white}"  # type: ignore[attr-defined]
+    if isinstance(config, PpoConfig):
+        white = ", whitened over the step's tokens" if config.whiten else ""
+        text = f"GAE with γ = {config.gamma:g}, λ = {config.lam:g}{white}"
         return f"{text}; the reward stands on the last token{penalty}"
+    if isinstance(config, OpdConfig):
+        return "log π_teacher − log π_old of the token: the negative reverse KL, estimated on what was sampled"
     gamma = getattr(config, "gamma", None) or 1.0
     name = config.advantage  # type: ignore[attr-defined]
     return f"{ADVANTAGES[name].format(gamma=gamma)}{penalty}   (advantage={name})"
@@ -113,11 +122,17 @@ def _correction(config: PolicyConfig) -> str:
     return f"{text}; ρ = π_old / π_sampler {rho}"
 
 
-def _groups(config: PolicyConfig) -> str:
+def _groups(config: PolicyConfig) -> Iterator[str]:
+    if config.rewarded:
+        yield f"  groups whose rewards are all equal are {_equal(config)}"
+    if config.overlong == "mask":
+        yield "  answers cut off at max_new_tokens are left out of the loss"
+
+
+def _equal(config: PolicyConfig) -> str:
     what = {
         "keep": "kept",
         "drop": "left out",
         "resample": f"replaced by new prompts, up to {config.in_force.resample_rounds} rounds",
     }
-    cut = "" if config.overlong == "keep" else "; answers cut off at max_new_tokens are left out of the loss"
-    return f"groups whose rewards are all equal are {what[config.zero_variance]}{cut}"
+    return what[config.zero_variance]

@@ -7,7 +7,7 @@ Legend: N rows, T tokens, P pairs. The mathematics and its papers are in `prefer
 the pairs (kto: answers) of the whole optimizer step, so it does not depend on micro-batches, sharing or ranks.
 
 Shared by all: every token of an answer counts, its end token included, and none of the prompt. The reference scores
-without dropout.
+without dropout, and the policy learns without it, as in TRL: it would be noise in their ratio (`algorithm.dropout`).
 
 KTO (2402.01306): z, the estimate of KL(policy ‖ reference), is the mean log-ratio of mismatched answers. The prompt of
 an answer is put before the next answer of the same mini-batch, as TRL does, and z holds for the whole mini-batch over
@@ -120,6 +120,10 @@ class Dpo(LearnsFromData):
         """Any pairs as what `prepare` takes."""
         return pack_pairs(items, share=self.config.share_prompts)
 
+    def referenced(self, experience: Batch) -> Iterator[Batch]:
+        """What of an experience the reference scores."""
+        yield experience
+
     def prepare(self, experience: Batch, models: Mapping[Role, Model], ranks: Ranks) -> Iterator[Batch]:
         """Mini-batches of whole pairs, with the reference's logprobs where the loss has a reference."""
         known = with_reference(experience, models["reference"]) if self.config.frozen() else experience
@@ -191,6 +195,11 @@ class Kto(LearnsFromData):
         edges = [len(items) * i // self.config.mini_batches for i in range(self.config.mini_batches + 1)]
         parts = [items[a:b] for a, b in pairwise(edges) if a < b]
         return [JudgedPart(pack_judged(part), pack_judged(mismatched(part)) if part[1:] else None) for part in parts]
+
+    def referenced(self, experience: list[JudgedPart]) -> Iterator[Batch]:
+        """What of an experience the reference scores: the answers, and the same behind other prompts."""
+        for part in experience:
+            yield from (part.batch,) if part.mismatched is None else (part.batch, part.mismatched)
 
     def prepare(self, experience: list[JudgedPart], models: Mapping[Role, Model], ranks: Ranks) -> Iterator[Batch]:
         """Each mini-batch with the reference's logprobs, and with its z under the policy as it now is."""

@@ -50,16 +50,28 @@ WITHOUT_REFERENCE = ("simpo", "orpo", "cpo", "cpo_averaged")
 class PreferenceConfig(AlgorithmConfig):
     """What the algorithms with a reference model have in common."""
 
-    reference: Literal["adapter", "copy"] | None = Field(
+    reference: Literal["adapter", "copy", "cached"] | None = Field(
         default=None,
-        description="The reference: the model with its adapter off, or a frozen copy; null = adapter if there is one.",
+        description="The reference: the model with its adapter off, a frozen copy, or what they say, computed before "
+        "the first step and kept on disk; null = adapter if there is one.",
+    )
+
+    dropout: bool = Field(
+        default=False,
+        description="Keep the dropout of model and adapter where the policy learns: noise, as the reference has none.",
     )
 
     def frozen(self) -> Mapping[str, Frozen]:
         return {"reference": Frozen(self.reference)}
 
+    def drops_out(self) -> bool:
+        return self.dropout
+
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
+        if not self.dropout and getattr(job.adapter, "dropout", 0) > 0:
+            text = f"algorithm={self.name} learns without dropout; leave it out, or type algorithm.dropout=true"
+            found.append(("adapter.dropout", text))
         if self.frozen() and self.reference == "adapter" and job.adapter.name == "none":
             text = "there is no adapter to switch off; type adapter=lora, or algorithm.reference=copy"
             found.append(("algorithm.reference", text))

@@ -9,18 +9,18 @@ Legend: G samples per prompt.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from runner.algorithm.episodes import Episode, Player
 from runner.algorithm.turns import Turns
 from runner.protocols import (
     Completion,
-    Environment,
     Environments,
-    Observation,
     Prompt,
     Request,
     Reward,
@@ -30,12 +30,16 @@ from runner.protocols import (
 )
 from runner.randomness import derive
 
+Parts = Mapping[str, float | None]  # name → score of one part of a reward
+
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """One sampled answer: its tokens, which of them the policy chose (mask), and what it was worth.
 
-    ids, mask, logprobs have one entry per token; a reward of None could not be scored.
+    ids, mask, logprobs have one entry per token; a reward of None could not be scored, or nothing scores.
+    text: of the last turn; before: what was said until then by the policy and its environment, in a conversation of
+    several turns; parts: what a reward that is made of others is made of
     """
 
     ids: tuple[int, ...]
@@ -45,6 +49,8 @@ class Drawn:
     finish: str
     version: int
     reward: float | None
+    before: tuple[Mapping[str, Any], ...] = ()
+    parts: Parts = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,46 +76,13 @@ class Experience:
     sampled_tokens: int
 
 
-@dataclass(slots=True)
-class Episode:
-    """A sample in the making: the policy's turns, and between them what its environment said."""
+@runtime_checkable
+class Composed(Protocol):
+    """A reward made of others, which also says what each of them gave: name of a part → its own score."""
 
-    prompt: Prompt
-    group: int
-    environment: Environment | None
-    said: list[Mapping[str, Any]] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    mask: list[float] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    text: str = ""
-    finish: str = ""
-    version: int = 0
-
-    def hear(self, rollout: Rollout, text: str) -> None:
-        """A turn of the policy."""
-        self.ids += rollout.ids
-        self.mask += [1.0] * len(rollout.ids)
-        self.logprobs += rollout.logprobs
-        self.said.append({"role": "assistant", "content": text})
-        self.text, self.finish, self.version = text, rollout.finish, rollout.version
-
-    def told(self, observation: Observation, ids: Sequence[int]) -> None:
-        """What the environment said: context, never learnt."""
-        self.ids += ids
-        self.mask += [0.0] * len(ids)
-        self.logprobs += [0.0] * len(ids)
-        self.said.append({"role": observation.role, "content": observation.text})
-
-    def completion(self) -> Completion:
-        """The episode as a reward sees it."""
-        own = tuple(i for i, mine in zip(self.ids, self.mask, strict=True) if mine)
-        messages = None if self.prompt.messages is None else (*self.prompt.messages, *self.said)
-        return Completion(self.prompt, own, self.text, self.finish, messages)
-
-    def drawn(self, reward: float | None) -> Drawn:
-        """The finished sample."""
-        tokens = (tuple(self.ids), tuple(self.mask), tuple(self.logprobs))
-        return Drawn(*tokens, self.text, self.finish, self.version, reward)
+    def composed(
+        self, groups: Sequence[Sequence[Completion]]
+    ) -> tuple[list[list[float | None]], list[list[Parts]]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +90,7 @@ class Collector:
     """Draws and scores the answers to prompts; with environments an answer is an episode of several turns."""
 
     sampler: Sampler
-    reward: Reward
+    reward: Reward | None
     tokenizer: Any
     seed: int
     group_size: int
@@ -125,64 +98,69 @@ class Collector:
     turns: Turns | None = None
 
     def groups(self, prompts: Sequence[Prompt], step: int, round: int) -> list[Group]:
-        """G scored answers to each prompt; seeded by (seed, step, round, prompt, sample, turn)."""
-        episodes = [self._begin(prompt, at) for at, prompt in enumerate(prompts) for _ in range(self.group_size)]
-        live, turn = list(enumerate(episodes)), 0
-        while live:
-            rollouts = self.sampler.sample([self._request(e, turn, step, round, at) for at, e in live])
-            for (_, episode), rollout in zip(live, rollouts, strict=True):
-                episode.hear(rollout, self._text(rollout))
-            live = [(at, episode) for at, episode in live if self._goes_on(episode, turn)]
-            turn += 1
+        """G answers to each prompt, scored by a reward if any; seeded by (seed, step, round, prompt, sample, turn)."""
         size = self.group_size
+
+        def write(live: Sequence[tuple[int, Episode]], turn: int) -> list[Rollout]:
+            return self.sampler.sample([self._request(e, turn, step, round, at) for at, e in live])
+
+        player = Player(self.tokenizer, self.environments, self.turns)
+        episodes = player.play([prompt for prompt in prompts for _ in range(size)], write)
         grouped = [episodes[at * size : (at + 1) * size] for at in range(len(prompts))]
-        rewards = self.reward.score([[e.completion() for e in group] for group in grouped])
         return [
-            Group(prompt, tuple(e.drawn(r) for e, r in zip(group, scores, strict=True)))
-            for prompt, group, scores in zip(prompts, grouped, rewards, strict=True)
+            Group(prompt, tuple(finished(*one) for one in zip(group, rewards, parts, strict=True)))
+            for prompt, group, rewards, parts in zip(prompts, grouped, *self._worth(grouped), strict=True)
         ]
 
-    def _begin(self, prompt: Prompt, at: int) -> Episode:
-        environment = None if self.environments is None else self.environments.make()
-        if environment is not None:
-            environment.reset(prompt)
-        return Episode(prompt, at, environment)
+    def _worth(self, grouped: Sequence[Sequence[Episode]]) -> tuple[list[list[float | None]], list[list[Parts]]]:
+        """The reward of each sample of each group, and its parts."""
+        empty: list[list[Parts]] = [[{} for _ in group] for group in grouped]
+        if self.reward is None:
+            return [[None] * len(group) for group in grouped], empty
+        asked = [[e.completion() for e in group] for group in grouped]
+        if isinstance(self.reward, Composed):
+            return self.reward.composed(asked)
+        return self.reward.score(asked), empty
 
     def _request(self, episode: Episode, turn: int, step: int, round: int, at: int) -> Request:
-        """The next turn's request; only first turns share their prompt."""
-        sample = at % self.group_size
-        seed = derive(self.seed, "sample", step, round, episode.group, sample, turn)
-        group = episode.group if turn == 0 else at
+        """The next turn's request, of the episode number `at`; only first turns share their prompt."""
+        prompt, sample = divmod(at, self.group_size)
+        seed = derive(self.seed, "sample", step, round, prompt, sample, turn)
+        group = prompt if turn == 0 else at
         return Request((*episode.prompt.ids, *episode.ids), seed, self.sampler.max_new_tokens, group)
 
-    def _goes_on(self, episode: Episode, turn: int) -> bool:
-        """Let the environment answer; False at the end of the episode."""
-        if episode.environment is None or self.turns is None or self.environments is None:
-            return False
-        if episode.finish == "length" or turn + 1 == self.environments.max_turns:
-            return False
-        observation = episode.environment.step(episode.text)
-        if observation is None:
-            return False
-        episode.told(observation, self.turns.observation(observation.role, observation.text, episode.ids))
-        return True
 
-    def _text(self, rollout: Rollout) -> str:
-        text: str = self.tokenizer.decode(rollout.ids, skip_special_tokens=True)
-        return text
+def finished(episode: Episode, reward: float | None, parts: Parts) -> Drawn:
+    """The finished sample."""
+    tokens = (tuple(episode.ids), tuple(episode.mask), tuple(episode.logprobs))
+    return Drawn(*tokens, episode.text, episode.finish, episode.version, reward, episode.before, parts)
 
 
-def numbers(experience: Experience) -> dict[str, float]:
-    """What a step's samples say of the policy and of the reward, under stable names."""
+def rewards(experience: Experience) -> dict[str, float]:
+    """What a step's samples say of the reward, under stable names."""
     drawn = [s for group in experience.groups for s in group.samples]
     scored = torch.tensor([s.reward for s in drawn if s.reward is not None], dtype=torch.float64)
-    lengths = torch.tensor([sum(s.mask) for s in drawn], dtype=torch.float64)
     contrast = [group.has_contrast for group in experience.groups]
     return {
         "reward/mean": float(scored.mean()) if len(scored) else float("nan"),
         "reward/std": float(scored.std(correction=0)) if len(scored) else float("nan"),
         "reward/unscored": float(len(drawn) - len(scored)),
         "reward/zero_variance": 1.0 - sum(contrast) / len(contrast),
+        **{f"reward/{name}": _mean([s.parts[name] for s in drawn]) for name in drawn[0].parts},
+    }
+
+
+def _mean(scores: Sequence[float | None]) -> float:
+    """Of those that there are; NaN without any."""
+    known = [score for score in scores if score is not None]
+    return math.fsum(known) / len(known) if known else math.nan
+
+
+def numbers(experience: Experience) -> dict[str, float]:
+    """What a step's samples say of the policy, under stable names."""
+    drawn = [s for group in experience.groups for s in group.samples]
+    lengths = torch.tensor([sum(s.mask) for s in drawn], dtype=torch.float64)
+    return {
         "rollout/length": float(lengths.mean()),
         "rollout/cut_off": sum(s.finish == "length" for s in drawn) / len(drawn),
         "rollout/tokens": float(experience.sampled_tokens),
@@ -191,7 +169,7 @@ def numbers(experience: Experience) -> dict[str, float]:
     }
 
 
-def samples(experience: Experience) -> Iterator[Mapping[str, Any]]:
+def samples(experience: Experience, rewarded: bool) -> Iterator[Mapping[str, Any]]:
     """Every sample as a line for samples.jsonl, the first of each group first."""
     for turn in range(max(len(group.samples) for group in experience.groups)):
         for group in experience.groups:
@@ -199,8 +177,9 @@ def samples(experience: Experience) -> Iterator[Mapping[str, Any]]:
                 one = group.samples[turn]
                 yield {
                     "prompt": group.prompt.text,
+                    **({"turns": list(one.before)} if one.before else {}),
                     "answer": one.text,
-                    "reward": one.reward,
+                    **({"reward": one.reward} if rewarded else {}),
                     "finish": one.finish,
                     "version": one.version,
                 }
@@ -218,7 +197,10 @@ def encode(experience: Experience) -> State:
                 "messages": None if g.prompt.messages is None else [dict(m) for m in g.prompt.messages],
                 "columns": dict(g.prompt.columns),
             },
-            "samples": [[len(s.ids), s.text, s.finish, s.version, s.reward] for s in g.samples],
+            "samples": [
+                [len(s.ids), s.text, s.finish, s.version, s.reward, [dict(m) for m in s.before], dict(s.parts)]
+                for s in g.samples
+            ],
         }
         for g in experience.groups
     ]
@@ -236,14 +218,14 @@ def decode(state: State) -> Experience:
     """The inverse of `encode`."""
     rest = {name: iter(tensor.tolist()) for name, tensor in state["tensors"].items()}
 
-    def drawn(size: int, text: str, finish: str, version: int, reward: float | None) -> Drawn:
+    def sample(size: int, text: str, finish: str, version: int, reward: Any, before: Any, parts: Parts) -> Drawn:
         ids, mask, logprobs = (tuple(next(rest[n]) for _ in range(size)) for n in ("ids", "mask", "logprobs"))
-        return Drawn(ids, mask, logprobs, text, finish, version, reward)
+        return Drawn(ids, mask, logprobs, text, finish, version, reward, tuple(before), parts)
 
     groups = []
     for group in state["groups"]:
         one = group["prompt"]
         messages = None if one["messages"] is None else tuple(one["messages"])
         prompt = Prompt(tuple(one["ids"]), one["text"], messages, one["columns"])
-        groups.append(Group(prompt, tuple(drawn(*s) for s in group["samples"])))
+        groups.append(Group(prompt, tuple(sample(*s) for s in group["samples"])))
     return Experience(state["step"], tuple(groups), state["rounds"], state["sampled_tokens"])

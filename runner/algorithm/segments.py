@@ -1,4 +1,4 @@
-"""Sums, extremes and successors among values that bear the same id; no loop, no read-back from the device.
+"""Sums, smallest values and successors among values that bear the same id; no loop, no read-back from the device.
 
     ids     7  7  3  7  3          numbered   1  1  0  1  0
     values  1  2  3  4  5          sum_within 7  7  8  7  8        every value meets the sum of its own segment
@@ -28,12 +28,8 @@ def sum_within(values: Tensor, ids: Tensor) -> Tensor:
 
 def min_within(values: Tensor, ids: Tensor) -> Tensor:
     """Values [K], ids int64 [K] → [K]: each segment's smallest value, at each of its members."""
-    return _extreme_within(values, ids, "amin")
-
-
-def max_within(values: Tensor, ids: Tensor) -> Tensor:
-    """Values [K], ids int64 [K] → [K]: each segment's largest value, at each of its members."""
-    return _extreme_within(values, ids, "amax")
+    numbers = numbered(ids)
+    return torch.zeros_like(values).scatter_reduce(0, numbers, values, "amin", include_self=False)[numbers]
 
 
 def next_within(mask: Tensor, ids: Tensor) -> Tensor:
@@ -47,8 +43,3 @@ def next_within(mask: Tensor, ids: Tensor) -> Tensor:
     nearest = later.flip(0).cummin(0).values.flip(0)
     same = ids[nearest.clamp(max=size - 1)] == ids if size else mask
     return torch.where(same, nearest, size)
-
-
-def _extreme_within(values: Tensor, ids: Tensor, reduce: str) -> Tensor:
-    numbers = numbered(ids)
-    return torch.zeros_like(values).scatter_reduce(0, numbers, values, reduce, include_self=False)[numbers]

@@ -1,14 +1,17 @@
 """The losses of policy optimisation as the learner takes them: the policy's surrogate, and the critic's error.
 
     token channels   weight (aggregation with its global denominator, 0 where nothing is learnt), advantages, sampled
-    where needed     old, reference, importance;  for the critic: values, returns
+    where needed     old, reference, teacher, importance;  for the critic: values, returns
+
+    separate   policy ◀── surrogate      critic ◀── value error
+    shared     policy ◀── surrogate + value_coef · value error
 
 Legend: T tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +22,7 @@ from runner.algorithm.policy_config import PolicyConfig, PpoConfig
 from runner.algorithm.ratios import sequence_ratio, token_ratio
 from runner.batch import Batch, row_of_tokens
 from runner.metrics import Metrics
-from runner.protocols import Loss, Outputs
+from runner.protocols import Loss, LossFn, Outputs, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,8 @@ class PolicyLoss:
             metrics.add(f"sampler/{name}", value, number)
         if "reference" in batch.tokens:
             mean("policy/kl", kl.k3(found["old"], batch.tokens["reference"]))
+        if "teacher" in batch.tokens:
+            mean("distill/reverse_kl", kl.k1(found["old"], batch.tokens["teacher"]))
         return metrics
 
 
@@ -107,3 +112,36 @@ class ValueLoss:
         metrics.add("critic/value", torch.where(mask, outputs["values"].detach(), 0).sum(), count)
         metrics.add("critic/return", torch.where(mask, tokens["returns"], 0).sum(), count)
         return Loss(total, metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLoss:
+    """policy + coefficient · value, of one model that gives log-probabilities and values in one pass.
+
+    The metrics are those of the two: `train/loss` is the policy's part, `critic/loss` the value error before it is
+    weighed.
+    """
+
+    policy: PolicyLoss
+    value: ValueLoss
+    coefficient: float
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What both read."""
+        return self.policy.needs | self.value.needs
+
+    def __call__(self, batch: Batch, outputs: Outputs) -> Loss:
+        policy, value = self.policy(batch, outputs), self.value(batch, outputs)
+        policy.metrics.merge(value.metrics)
+        return Loss(policy.total + self.coefficient * value.total, policy.metrics)
+
+
+def losses_of(config: PolicyConfig, kl_coef: Callable[[], float]) -> Mapping[Role, LossFn]:
+    """The losses by role; one for policy and critic together where they share their backbone."""
+    policy = PolicyLoss(config, kl_coef)
+    if not isinstance(config, PpoConfig):
+        return {"policy": policy}
+    if config.critic == "shared":
+        return {"policy": SharedLoss(policy, ValueLoss(config), config.shared_value_coef)}
+    return {"policy": policy, "critic": ValueLoss(config)}

@@ -1,6 +1,7 @@
 """What samples are worth and how much each token weighs: the channels that the losses of policy optimisation read.
 
     reward [N], values [T], KL [T] ──valued──▶ advantages [T] (returns [T])      once per step, before the first update
+    teacher, old [T]               ──valued──▶ advantages [T]                    of opd: the negative reverse KL
     weight [T] of a mini-batch ──weighted──▶ the aggregation's weights [T]       per optimizer step
 
 Legend: N rows, T tokens. Sums run over all data ranks.
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from runner.algorithm import advantages, aggregation, kl, returns
+from runner.algorithm.distillation_config import OpdConfig
 from runner.algorithm.moments import Moments, moments, whiten
 from runner.algorithm.policy_config import GrpoConfig, PolicyConfig, PpoConfig
 from runner.batch import Batch, row_of_tokens, with_tokens, with_totals
@@ -22,6 +24,8 @@ from runner.protocols import Ranks
 
 def valued(config: PolicyConfig, batch: Batch, beta: float, ranks: Ranks) -> Batch:
     """The batch with the channel `advantages` and, with a critic, `returns`; `beta` weighs a KL in the reward."""
+    if isinstance(config, OpdConfig):
+        return with_tokens(batch, advantages=batch.tokens["teacher"] - batch.tokens["old"])
     mask, row = batch.tokens["weight"] != 0, row_of_tokens(batch)
     rewards, penalty = batch.rows["reward"].double(), torch.zeros(batch.num_tokens, dtype=torch.float64)
     if config.kl != "none" and config.in_force.kl_place == "reward":

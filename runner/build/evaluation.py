@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from runner.algorithm.episodes import Player
+from runner.algorithm.turns import Turns
 from runner.decisions import Decisions
 from runner.evaluator import Evaluator, Report, askable
 from runner.held_out_loss import HeldOutLoss, LearnsFromItems
 from runner.learner import LocalLearner
-from runner.protocols import Algorithm, Data, Model, Ranks
+from runner.protocols import Algorithm, Data, Environments, Model, Ranks
 from runner.spec.job import JobSpec
 
 
@@ -22,6 +24,7 @@ def build_evaluation(
     algorithm: Algorithm,
     models: Mapping[str, Model],
     ranks: Ranks,
+    environments: Environments | None,
     decide: Decisions,
 ) -> Callable[[], Report] | None:
     """The evaluation of the job, None where there is nothing to evaluate or it is not wanted."""
@@ -33,6 +36,9 @@ def build_evaluation(
         limit = spec.evaluation.max_new_tokens
         asked = askable(questions, model.tokenizer, limit, decide)
         ask = Evaluator(questions, asked, spec.evaluation.batch_size, limit)
+        if environments is not None:  # an answer given at once is not what is learnt, so it has no loss worth knowing
+            converse = Player(model.tokenizer, environments, Turns(model.tokenizer)).greedy
+            ask = Evaluator((), asked, spec.evaluation.batch_size, limit, converse)
         found.append(lambda: ask.evaluate(learner, model))
     if items and isinstance(algorithm, LearnsFromItems):
         wanted = spec.evaluation

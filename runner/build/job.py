@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from runner.algorithm.parts import Parts
+from runner.build.beforehand import compute_beforehand
 from runner.build.evaluation import build_evaluation
 from runner.build.parts import build_data, build_device, build_frozen, build_learner, build_model, build_tokenizer
 from runner.build.rollouts import build_reward, build_sampler
+from runner.callback.activity import Activity
 from runner.callback.evaluation import Evaluation
 from runner.callback.record import Record
 from runner.callback.rollouts import Rollouts
@@ -87,22 +91,25 @@ def build(
     learners = {role: build_learner(spec, role, model, device, decide) for role, model in made.items()}
     main, model = next(iter(made.items()))
     frozen = {
-        role: build_frozen(spec, one, model, tokenizer, device, decide) for role, one in spec.algorithm.frozen().items()
+        role: build_frozen(spec, one, model, data, tokenizer, device, decide)
+        for role, one in spec.algorithm.frozen().items()
     }
     reward = build_reward(spec, tokenizer, device, decide, folder)
     sampler = build_sampler(spec, model, tokenizer, device, decide)
     environments = registry.factory(spec.environment)(spec.environment, decide=decide)
-    algorithm = registry.factory(spec.algorithm)(
-        spec.algorithm, Parts(data, tokenizer, spec.seed, decide, sampler, reward, environments)
-    )
+    parts = Parts(data, tokenizer, spec.seed, decide, sampler, reward, environments, _lm_heads(frozen))
+    algorithm = registry.factory(spec.algorithm)(spec.algorithm, parts)
+    compute_beforehand(spec, frozen.values(), algorithm, data, decide, outlets.say)
     publisher = None if sampler is None else Publisher(learners[main].weights, sampler, algorithm.lag)
     models: dict[str, Model] = {**learners, **frozen}
     ranks = registry.factory(spec.parallelism)(spec.parallelism)
-    evaluate = build_evaluation(spec, data, learners[main], model, algorithm, models, ranks, decide)
+    evaluate = build_evaluation(spec, data, learners[main], model, algorithm, models, ranks, environments, decide)
     if (best := spec.checkpoint.best) and best.startswith("eval/") and evaluate is None:
         decide("checkpoint.best", best, "none", "nothing is evaluated")
+    activity = Activity(device.readings(), spec.watch.device_s)
     callbacks: list[Callback] = [
         *([] if evaluate is None else [_evaluation(spec, evaluate, outlets)]),
+        *([activity] if spec.watch.device_s else []),
         StallWatch(folder.stacks, spec.watch.stall_s),
         Record(outlets.step),
         Rollouts(outlets.rollouts, spec.watch.samples),
@@ -120,7 +127,7 @@ def build(
         models=models,
         callbacks=callbacks,
         stop=stop,
-        closing=() if reward is None else (reward.close,),
+        closing=(activity.close, *(() if reward is None else (reward.close,))),
     )
     sections = {**learners, "algorithm": algorithm, "feed": feed}
     own = identity(spec, data.fingerprint, data.style, model.origin, device.describe())
@@ -128,6 +135,11 @@ def build(
     built = Built(job, model, store, sections, own, data)
     callbacks.append(Saving(built.save, every=spec.checkpoint.every))
     return built
+
+
+def _lm_heads(frozen: Mapping[str, Any]) -> Callable[[str], Callable[[Tensor], Tensor]]:
+    """The head of a frozen model, by role, when an algorithm asks for it."""
+    return lambda role: frozen[role].lm_head()
 
 
 def _publish_nothing(version: int) -> None:

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import logging
-import os
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from runner.algorithm.base import Frozen, Head
+from runner.build.beforehand import build_cached
 from runner.checkpoint.store import CheckpointStore
 from runner.decisions import Decisions
 from runner.folder import RunFolder
 from runner.frozen import FrozenModel
 from runner.learner import LocalLearner
+from runner.model.ragged import RaggedModel
+from runner.paths import cache_folder
 from runner.protocols import Data, Device
 from runner.randomness import derive
 from runner.registry import default_registry, resolve
 from runner.spec.job import JobSpec
 
 log = logging.getLogger("runner")
-
-
-def cache_folder() -> Path:
-    """Where tokenised data is kept between runs: $RUNNER_CACHE, else the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(os.environ.get("RUNNER_CACHE") or Path(base) / "runner")
 
 
 def build_device(spec: JobSpec, decide: Decisions) -> Device:
@@ -68,9 +63,17 @@ def build_model(spec: JobSpec, tokenizer: Any, device: Device, decide: Decisions
         decide=decide,
         head=head,
         init_from=spec.init_from,
-        longest=spec.data.max_length + spec.sampler.answer_tokens(),
+        longest=_longest(spec),
+        fit=device.fuse,
     )
+    _attend(model, device, decide)
     return registry.factory(spec.adapter)(spec.adapter, model, decide=decide)
+
+
+def _attend(model: Any, device: Device, decide: Decisions) -> None:
+    """Let packed rows attend by the device's kernel for rows end to end; an adapter around the model keeps it."""
+    if isinstance(model, RaggedModel) and not model.padded and (kernel := device.attention(model.compute_type)):
+        model.attend_with(kernel, decide=decide)
 
 
 def build_learner(spec: JobSpec, role: str, model: Any, device: Device, decide: Decisions) -> LocalLearner:
@@ -79,6 +82,8 @@ def build_learner(spec: JobSpec, role: str, model: Any, device: Device, decide: 
     if spec.schedule.warmup_steps >= spec.steps:
         reason = f"schedule.warmup_steps={spec.schedule.warmup_steps} and steps={spec.steps}"
         decide("schedule", spec.schedule.name, "warm-up only", reason)
+    if not spec.algorithm.drops_out() and (rate := model.without_dropout()):
+        decide.state("algorithm.dropout", "off", f"{type(model.inner).__name__} has a dropout of up to {rate:g}")
     return LocalLearner(
         model,
         registry.factory(spec.optimizer)(spec.optimizer, parameters=model.trainable(), decide=decide),
@@ -93,18 +98,46 @@ def build_learner(spec: JobSpec, role: str, model: Any, device: Device, decide: 
 
 
 def build_frozen(
-    spec: JobSpec, wanted: Frozen, policy: Any, tokenizer: Any, device: Device, decide: Decisions
+    spec: JobSpec, wanted: Frozen, policy: Any, data: Data, tokenizer: Any, device: Device, decide: Decisions
 ) -> FrozenModel:
-    """The reference: the policy with its adapter off, or a copy of what it starts from."""
+    """The reference: the policy with its adapter off, or a copy of what it starts from; the teacher: another model."""
+    if wanted.way == "cached":
+        return build_cached(spec, policy, data, device, decide, cache_folder())
     way = wanted.way or ("copy" if spec.adapter.name == "none" else "adapter")
     model, during = policy, nullcontext
-    if way == "adapter":
+    if wanted.path is not None:
+        model = build_teacher(spec, wanted.path, wanted.revision, tokenizer, device, decide)
+    elif way == "adapter":
         during = policy.module.disable_adapter
     else:
         model = build_model(spec, tokenizer, device, decide)
         model.module.requires_grad_(False)
     budget = spec.algorithm.micro_batch_tokens
     return FrozenModel(model, budget=budget, device=device.torch_device, during=during)
+
+
+def build_teacher(
+    spec: JobSpec, path: str, revision: str | None, tokenizer: Any, device: Device, decide: Decisions
+) -> Any:
+    """Another model than the job's, with the same tokenizer."""
+    teacher = resolve("runner.model.teacher:build")(
+        path,
+        revision,
+        spec.model,
+        tokenizer=tokenizer,
+        device=device.torch_device,
+        seed=derive(spec.seed, "teacher"),
+        decide=decide,
+        longest=_longest(spec),
+        fit=device.fuse,
+    )
+    _attend(teacher, device, decide)
+    return teacher
+
+
+def _longest(spec: JobSpec) -> int:
+    """Tokens of the longest row that a model may meet."""
+    return spec.data.max_length + spec.sampler.answer_tokens()
 
 
 def build_store(spec: JobSpec, folder: RunFolder) -> CheckpointStore:

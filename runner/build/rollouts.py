@@ -16,7 +16,8 @@ def build_sampler(spec: JobSpec, policy: Any, tokenizer: Any, device: Device, de
     """The sampler: over the policy itself at lag 0, over a copy where sampling runs ahead of training."""
     if not spec.algorithm.samples:
         return None
-    model = policy if spec.algorithm.steps_ahead() == 0 else build_model(spec, tokenizer, device, decide)
+    head = next(iter(spec.algorithm.learners().values()))  # the copy has the heads of the policy, whose weights it gets
+    model = policy if spec.algorithm.steps_ahead() == 0 else build_model(spec, tokenizer, device, decide, head)
     sampler: Sampler = default_registry().factory(spec.sampler)(spec.sampler, model=model, decide=decide)
     return sampler
 

@@ -13,8 +13,9 @@ from torch import nn
 from runner.errors import EnvironmentProblem
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Head = Literal["lm", "scalar"]  # logits over the vocabulary, or one number
+Head = Literal["lm", "scalar", "lm+value"]  # logits over the vocabulary, one number, or both
 HEADS = frozenset({"lm_head.weight", "score.weight"})  # what a model with the other head has instead
+Fit = Callable[[nn.Module], None]
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -28,12 +29,16 @@ def drawn(make: Callable[[], M], seed: int) -> M:
         return make()
 
 
-def placed(module: M, dtype: torch.dtype, device: torch.device) -> M:
-    """The same module with its parameters in `dtype` on `device`; buffers (rotary frequencies) keep their type."""
+def placed(module: M, dtype: torch.dtype, device: torch.device, fit: Fit | None = None) -> M:
+    """The same module with its parameters in `dtype` on `device`; buffers (rotary frequencies) keep their type. There
+    `fit` may exchange parts of it for the device's own."""
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
     module.config.dtype = dtype
-    return module.to(device)
+    module = module.to(device)
+    if fit is not None:
+        fit(module)
+    return module
 
 
 def load_folder(module: nn.Module, folder: str) -> None:

@@ -7,9 +7,9 @@ Legend: N rows, T tokens, S predicted tokens, H hidden size (see `runner.batch`)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,13 +22,14 @@ from runner.model.config import ModelConfig
 from runner.model.folded import folded
 from runner.model.probe import head_objection
 from runner.model.ragged import RaggedModel, predicted, scatter
-from runner.protocols import Decide
+from runner.model.terms import summed
+from runner.protocols import Decide, Terms
 
 
 class CausalLM(RaggedModel):
     """A transformers causal LM, or a peft model around one, with its tokenizer."""
 
-    made = frozenset({"logprobs", "entropy"})
+    made = frozenset({"logprobs", "entropy", "hidden"})
 
     def __init__(self, module: nn.Module, tokenizer: Any, config: ModelConfig, *, decide: Decide, **more: Any) -> None:
         """See `RaggedModel`."""
@@ -48,26 +49,55 @@ class CausalLM(RaggedModel):
 
         logprobs: [T], log p(ids[t] | its ancestors); entropy: [T], of the distribution that ids[t] was drawn from, in
         nats; float32 or better, 0 at roots. The token channel `temperature`, where the batch has it, divides the
-        logits that predict each token. Raises SpecError for an unknown name.
+        logits that predict each token. hidden: [T, H], what ids[t] is predicted from, see `lm_head`. Raises SpecError
+        for an unknown name.
         """
         self._refuse_unknown(needs)
         if not needs:
             return {}
         places = predicted(batch)
         with self._pass():
-            values = dict(zip(("logprobs", "entropy"), self._score(batch, places), strict=True))
+            values = dict[str, Tensor]()
+            if "hidden" in needs:
+                values["hidden"] = self._backbone(batch).index_select(0, batch.tokens["parent"][places])
+            if needs & {"logprobs", "entropy"}:
+                values |= zip(("logprobs", "entropy"), self._score(batch, places), strict=True)
         return {name: scatter(values[name], places, batch.num_tokens) for name in needs}
 
-    def linear(self, batch: Batch, coefficients: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Σ coefficients · logprobs, and the detached outputs; the head runs only where a coefficient is not 0.
+    def lm_head(self) -> Callable[[Tensor], Tensor]:
+        """What makes logits [S, V] of the output `hidden` [S, H], without gradient.
+
+        Raises SpecError for a model whose logits are not its head's, of its last hidden states.
+        """
+        if not self.chunked:
+            text = f"the logits of {type(self.causal).__name__} are not its head's, of its last hidden states"
+            raise SpecError([Problem("algorithm.teacher", f"{text}; take another, or algorithm=opd")])
+
+        @torch.no_grad()
+        def logits(hidden: Tensor) -> Tensor:
+            lm_head = self.causal.get_output_embeddings()
+            with self._pass():
+                made: Tensor = lm_head(hidden.to(lm_head.weight.dtype))
+            return made
+
+        return logits
+
+    def linear(
+        self, batch: Batch, coefficients: Tensor, terms: Terms | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Σ coefficients · logprobs, or · terms["loss"], and the detached outputs; the head runs only where a
+        coefficient is not 0.
 
         coefficients: float [T], constant, 0 at roots; best on the CPU, so that counting those that are not 0 waits for
-        no device. The total can be differentiated once. Outputs: logprobs, float32 [T], 0 where the coefficient is.
+        no device. The total can be differentiated once. Outputs: logprobs, or the terms, float32 [T], 0 where the
+        coefficient is.
         """
         device = batch.tokens["ids"].device
         places = coefficients.nonzero()[:, 0]
         chosen, places = (t.to(device, non_blocking=True) for t in (coefficients[places], places))
         with self._pass():
+            if terms is not None:
+                return self._of_terms(batch, places, chosen, terms)
             if self.chunked:
                 parts = self._head_inputs(batch, places)
                 total, values = head.linear(*parts, chosen, self.config.head_chunk_tokens, self._compute)
@@ -76,10 +106,33 @@ class CausalLM(RaggedModel):
                 total = (values * chosen).sum()
         return total, {"logprobs": scatter(values.detach(), places, batch.num_tokens)}
 
+    def _of_terms(self, batch: Batch, places: Tensor, chosen: Tensor, terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
+        """`linear` of terms, with coefficients `chosen` [S] at `places` [S]."""
+        tokens = {name: channel.index_select(0, places) for name, channel in batch.tokens.items()}
+        if self.chunked:
+            lm_head, states, _ = self._head_inputs(batch, places)
+        else:
+            lm_head, states = nn.Identity(), self._logits(batch).index_select(0, batch.tokens["parent"][places])
+        chunk = self.config.head_chunk_tokens
+        total, values = summed(lm_head, states, chosen, terms, tokens, chunk, self._compute)
+        return total, {name: scatter(value, places, batch.num_tokens) for name, value in values.items()}
+
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-        """Greedy answers: the new ids of each prompt, up to but excluding the end of sequence."""
+        """Greedy answers: the new ids of each prompt, up to but excluding the end of sequence.
+
+        Raises ValueError for an empty prompt.
+        """
+        way = self._greedy_way
+        if way is None:
+            with self._writing():
+                return generation.greedy(self.causal, self.tokenizer, prompts, max_new_tokens)
+        ends = generation.end_ids(self.causal, self.tokenizer)
+        return generation.likeliest(generation.Writer(self.causal, ends, way, self._writing), prompts, max_new_tokens)
+
+    @cached_property
+    def _greedy_way(self) -> decoding.Way | None:
         with self._writing():
-            return generation.greedy(self.causal, self.tokenizer, prompts, max_new_tokens)
+            return decoding.fitting(self.causal)
 
     def stream(
         self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, top_p: float, seed: int
@@ -143,9 +196,12 @@ class CausalLM(RaggedModel):
 
         return self._run(forward, batch)
 
-    def _head_inputs(self, batch: Batch, places: Tensor) -> tuple[nn.Module, Tensor, Tensor]:
+    def _head_inputs(
+        self, batch: Batch, places: Tensor, hidden: Tensor | None = None
+    ) -> tuple[nn.Module, Tensor, Tensor]:
         """The head, the hidden states [S, H] that predict the tokens at `places` [S], and those tokens' ids [S]."""
-        states = self._backbone(batch).index_select(0, batch.tokens["parent"][places])
+        hidden = self._backbone(batch) if hidden is None else hidden
+        states = hidden.index_select(0, batch.tokens["parent"][places])
         lm_head = self.causal.get_output_embeddings()
         if "temperature" in batch.tokens:
             if getattr(lm_head, "bias", None) is not None:
@@ -153,11 +209,14 @@ class CausalLM(RaggedModel):
             states = states / batch.tokens["temperature"][places, None].to(states.dtype)
         return lm_head, states, batch.tokens["ids"][places]
 
-    def _score(self, batch: Batch, places: Tensor) -> tuple[Tensor, Tensor]:
-        """logprobs and entropies [S] of the tokens at `places` [S], none of them a root."""
+    def _score(self, batch: Batch, places: Tensor, made: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """logprobs and entropies [S] of the tokens at `places` [S], none of them a root.
+
+        made: the batch's hidden states [T, H], or its logits [T, V] where the head is not `chunked`; None = to be made.
+        """
         if self.chunked:
-            return head.score(*self._head_inputs(batch, places), self.config.head_chunk_tokens, self._compute)
-        logits = self._logits(batch).index_select(0, batch.tokens["parent"][places])
+            return head.score(*self._head_inputs(batch, places, made), self.config.head_chunk_tokens, self._compute)
+        logits = (self._logits(batch) if made is None else made).index_select(0, batch.tokens["parent"][places])
         if "temperature" in batch.tokens:
             logits = logits / batch.tokens["temperature"][places, None]
         return head.gather(logits, batch.tokens["ids"][places])

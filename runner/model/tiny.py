@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-from runner.model.build import DTYPES, Head, drawn, load_folder, placed
+from runner.model.build import DTYPES, Fit, Head, drawn, load_folder, placed
 from runner.model.causal import CausalLM
 from runner.model.config import ModelConfig, TinyConfig
 from runner.model.positions import check_rows, longest_row
@@ -17,6 +17,7 @@ from runner.model.ragged import RaggedModel
 from runner.model.scalar import ScalarModel
 from runner.model.source import Source
 from runner.model.tokenizer import byte_tokenizer
+from runner.model.valued import ValuedLM
 from runner.protocols import Decide
 
 
@@ -35,8 +36,10 @@ def build(
     head: Head = "lm",
     init_from: str | None = None,
     longest: int = 0,
+    fit: Fit | None = None,
 ) -> RaggedModel:
-    """The model with weights drawn from `seed`, or those of the folder `init_from`; head="scalar" scores rows.
+    """The model with weights drawn from `seed`, or those of the folder `init_from`; head="scalar" scores rows,
+    head="lm+value" is a language model with a value head beside it. `fit` sees the module first (see `placed`).
 
     Raises SpecError if rows of `longest` tokens are too long for it.
     """
@@ -62,7 +65,7 @@ def build(
     if init_from is not None:
         load_folder(module, init_from)
         source = Source(folder=Path(init_from))
-    module = placed(module, DTYPES[config.dtype], device)
+    module = placed(module, DTYPES[config.dtype], device, fit)
     return made(module, tokenizer, config, seed=seed, decide=decide, source=source)
 
 
@@ -75,4 +78,5 @@ def _shape(config: TinyConfig) -> str:
 _KINDS: dict[Head, tuple[Any, type[RaggedModel]]] = {
     "lm": (Qwen2ForCausalLM, CausalLM),
     "scalar": (Qwen2ForSequenceClassification, ScalarModel),
+    "lm+value": (Qwen2ForCausalLM, ValuedLM),
 }

@@ -20,7 +20,7 @@ from runner.model import tiny
 from runner.model.config import TinyConfig
 from runner.parallelism.config import SingleConfig
 from runner.parallelism.single import SingleRank
-from runner.protocols import Callback, Completion, Prompt, Question
+from runner.protocols import Callback, Completion, Environments, Observation, Prompt, Question
 from runner.publisher import Publisher
 from runner.sampler import torch as torch_sampler
 from runner.sampler.config import TorchSamplerConfig
@@ -71,6 +71,16 @@ class Rated:
         pass
 
 
+class Nods:
+    """An environment that says a word to every turn."""
+
+    def reset(self, prompt: Prompt) -> None:
+        pass
+
+    def step(self, answer: str) -> Observation | None:
+        return Observation("tool", "go on")
+
+
 def even_bytes(completion: Completion) -> float:
     """The share of even token ids: something that every sample differs in."""
     return sum(i % 2 == 0 for i in completion.ids) / len(completion.ids)
@@ -95,16 +105,21 @@ def job_of(
     lr: float = 1e-2,
     temperature: float = 1.0,
     sgd: bool = False,
+    environments: Environments | None = None,
 ) -> Job:
     """The whole job, wired as `runner.build` does it."""
-    policy = model_of(1)
+    head = config.learners()["policy"]
+    policy = model_of(1, head)
     ahead = config.lag > 0
     sampler = torch_sampler.build(
         TorchSamplerConfig(max_new_tokens=6, temperature=temperature),
-        model=model_of(1) if ahead else policy,
+        model=model_of(1, head) if ahead else policy,
         decide=silent,
     )
-    algorithm: PolicyOptimisation = build(config, Parts(Prompts(), policy.tokenizer, 3, silent, sampler, Rated(rate)))
+    algorithm: PolicyOptimisation = build(
+        config,
+        Parts(Prompts(), policy.tokenizer, 3, silent, sampler, Rated(rate) if config.rewarded else None, environments),
+    )
 
     def learner(model: Any, prefix: str) -> LocalLearner:
         parameters = list(model.trainable().values())

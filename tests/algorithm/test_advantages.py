@@ -77,10 +77,16 @@ def test_the_order_of_samples_and_the_names_of_groups_do_not_matter(name: str, s
 @given(judged(), st.floats(-50, 50), st.floats(0.1, 10))
 def test_a_normalised_advantage_ignores_shift_and_scale(samples: Samples, shift: float, scale: float) -> None:
     rewards, group = tensors(samples)
-    spread = advantages.zero_variance(rewards, group, tolerance=1e-3)
+    apart = [_spread(samples, g) > 1e-3 for _, g in samples]  # nearer ones drown in the rounding of the shift
     moved = advantages.group_mean_std(scale * rewards + shift, group, eps=0.0)
     original = advantages.group_mean_std(rewards, group, eps=0.0)
-    torch.testing.assert_close(moved[~spread], original[~spread], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(moved[apart], original[apart], rtol=1e-6, atol=1e-6)
+
+
+def _spread(samples: Samples, group: int) -> float:
+    """Between the largest and the smallest scored reward of a group."""
+    scored = [r for r, g in samples if g == group and not math.isnan(r)]
+    return max(scored) - min(scored) if scored else 0.0
 
 
 @pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "no_baseline"])
@@ -100,17 +106,3 @@ def test_an_unscored_sample_is_as_if_it_had_not_been_drawn() -> None:
         got = FUNCTIONS[name](with_nan, group)
         assert got[1] == 0
         torch.testing.assert_close(got[kept], FUNCTIONS[name](with_nan[kept], group[kept]))
-
-
-@given(judged())
-def test_zero_variance_marks_groups_whose_scored_rewards_are_all_equal(samples: Samples) -> None:
-    def flat(group: int) -> bool:
-        return len({r for r, g in samples if g == group and not math.isnan(r)}) < 2
-
-    assert advantages.zero_variance(*tensors(samples)).tolist() == [flat(g) for _, g in samples]
-
-
-def test_zero_variance_has_a_tolerance() -> None:
-    rewards, group = torch.tensor([1.0, 1.0005, 3.0, 4.0]), torch.tensor([0, 0, 1, 1])
-    assert advantages.zero_variance(rewards, group).tolist() == [False] * 4
-    assert advantages.zero_variance(rewards, group, tolerance=1e-3).tolist() == [True, True, False, False]

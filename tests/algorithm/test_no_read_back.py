@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from runner.algorithm import aggregation, kl, policy_losses
+from runner.algorithm import distillation_losses as distillation
 from runner.algorithm import preference_losses as preference
 from runner.algorithm.advantages import (
     batch_std,
@@ -18,7 +19,6 @@ from runner.algorithm.advantages import (
     leave_one_out,
     no_baseline,
     opo,
-    zero_variance,
 )
 from runner.algorithm.correction import (
     affected_share,
@@ -45,7 +45,6 @@ CALLS: dict[str, Callable[[], Any]] = {
         batch_std(x, ids, moments(x, mask), eps=1e-4),
         opo(x, ids, ids),
         no_baseline(x),
-        zero_variance(x, ids),
     ],
     "returns": lambda: [
         penalised_rewards(x, x, mask, ids, 0.1),
@@ -63,6 +62,13 @@ CALLS: dict[str, Callable[[], Any]] = {
         policy_losses.reinforce(x, x, x),
         policy_losses.value_clip(x, x, x, clip=0.2),
         policy_losses.entropy_bonus(x, 0.1),
+    ],
+    "distillation": lambda: [
+        distillation.tempered(x[:, None], 2.0),
+        distillation.forward_kl(x[:, None], x[:, None]),
+        distillation.reverse_kl(x[:, None], x[:, None]),
+        distillation.jsd(x[:, None], x[:, None], beta=0.3),
+        distillation.coarse(x.view(2, 3), x.view(2, 3), 2),
     ],
     "aggregation": lambda: [
         aggregation.token_mean(x, 6),

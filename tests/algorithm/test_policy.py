@@ -15,8 +15,8 @@ from runner.callback.base import NoOp
 from runner.callback.record import Record
 from runner.errors import TrainingDiverged
 from runner.loop import Job, run
-from runner.protocols import Completion, StepEnd
-from tests.algorithm.harness import even_bytes, job_of
+from runner.protocols import Completion, Environments, StepEnd
+from tests.algorithm.harness import Nods, even_bytes, job_of
 
 SMALL: dict[str, Any] = {"batch_size": 4, "micro_batch_tokens": 10**6}
 
@@ -47,6 +47,7 @@ VARIANTS: dict[str, PolicyConfig] = {
     "kl": GrpoConfig(**SMALL, kl="k3", kl_coef=0.3, entropy_coef=0.1, aggregation="prompt_mean"),
     "pp": GrpoConfig(**SMALL, advantage="reinforce_pp", zero_variance="keep", kl="k1", kl_place="reward", kl_coef=0.1),
     "ppo": PpoConfig(**SMALL, group_size=4, kl="k1", kl_coef=0.1),
+    "ppo shared": PpoConfig(**SMALL, group_size=4, kl="k1", kl_coef=0.1, entropy_coef=0.1, critic="shared"),
     "decoupled": GrpoConfig(**SMALL, lag=1, correction="decoupled"),
 }
 
@@ -213,17 +214,26 @@ def curve_and_weights(job: Job, first: int) -> tuple[list[float], list[Tensor]]:
         GrpoConfig(**SMALL, lag=1),
         GrpoConfig(**SMALL, lag=3, correction="decoupled"),
         PpoConfig(**SMALL, mini_batches=2, epochs=2),
+        PpoConfig(**SMALL, mini_batches=2, lag=1, critic="shared"),
     ],
-    ids=["adaptive", "lag1", "lag3", "ppo"],
+    ids=["adaptive", "lag1", "lag3", "ppo", "ppo shared, lag1"],
 )
 def test_a_resumed_run_is_the_same_bit_for_bit(config: PolicyConfig) -> None:
-    wanted, end = curve_and_weights(job_of(config, steps=7, callbacks=[]), 0)
-    job = job_of(config, steps=7, callbacks=[])
+    assert_resumes(config)
+
+
+def test_a_resumed_run_of_several_turns_is_the_same_bit_for_bit() -> None:
+    assert_resumes(GrpoConfig(**SMALL, lag=1), environments=Environments(Nods, 3))
+
+
+def assert_resumes(config: PolicyConfig, **options: Any) -> None:
+    wanted, end = curve_and_weights(job_of(config, steps=7, callbacks=[], **options), 0)
+    job = job_of(config, steps=7, callbacks=[], **options)
     stop = Stop(job, 3)
     job.callbacks.append(stop)  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
         run(job, 0)
-    again = job_of(config, steps=7, callbacks=[])
+    again = job_of(config, steps=7, callbacks=[], **options)
     parts: dict[str, Any] = {**again.learners, "algorithm": again.algorithm, "feed": again.feed}
     for name, part in parts.items():
         state = stop.state[name]

@@ -51,6 +51,14 @@ BASE = ("algorithm=grpo", "sampler=torch", "reward=exact", "model=tiny", "data=d
             "algorithm.kl_target: an adaptive coefficient",
         ),
         (["sampler=none"], "sampler: algorithm=grpo needs one; type sampler=torch"),
+        (
+            ["algorithm=ppo", "algorithm.critic=shared", "algorithm.critic_lr=1e-3"],
+            "algorithm.critic_lr: critic=shared learns with optimizer.lr",
+        ),
+        (
+            ["algorithm=ppo", "algorithm.value_coef=0.5"],
+            "algorithm.value_coef: a separate critic has a loss of its own",
+        ),
     ],
 )
 def test_a_contradiction_is_one_problem_that_says_what_to_type(words: list[str], said: str, workdir: Path) -> None:
@@ -88,6 +96,10 @@ def test_what_stands_for_null_depends_on_the_choice() -> None:
         (["algorithm=dr_grpo", "sampler.max_new_tokens=77"], ["1 / (answers of the step × 77)"]),
         (["algorithm=grpo_paper"], ["−J + β·KL", "exp(−d) − 1 + d", "β   0.04"]),
         (["algorithm=ppo"], ["GAE with γ = 1, λ = 0.95", "critic = "]),
+        (
+            ["algorithm=ppo", "algorithm.critic=shared", "algorithm.value_coef=0.5"],
+            ["(−J + 0.5·E)", "  E   ½(V_t − (A_t + V_t,old))²", "(critic=shared)"],
+        ),
         (["algorithm=grpo", "algorithm.lag=1"], ["the policy that sampled, 1 step older"]),
         (["algorithm=grpo", "algorithm.correction=mis"], ["ρ where 0.5 ≤ ρ ≤ 5, else 0"]),
     ],
@@ -102,8 +114,9 @@ def test_explain_loss_prints_the_formula_in_force(
 
 @pytest.mark.parametrize("name", sorted(default_registry().classes("algorithm")))
 def test_every_algorithm_says_what_its_loss_is(name: str, workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    samples = default_registry().classes("algorithm")[name].samples  # type: ignore[attr-defined]
-    beside = ["sampler=torch", "reward=exact"] if samples else []
+    cls: Any = default_registry().classes("algorithm")[name]
+    beside = [*(["sampler=torch"] if cls.samples else []), *(["reward=exact"] if cls.rewarded else [])]
+    beside += ["algorithm.teacher=x"] if "teacher" in cls.model_fields else []
     assert main(["explain", "loss", f"algorithm={name}", *beside]) == 0
     assert capsys.readouterr().out.startswith("loss = ")
 

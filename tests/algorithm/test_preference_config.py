@@ -20,9 +20,10 @@ KNOWN = {group: default_registry().classes(group) for group in groups_of(default
 JOB = {group: {"name": "none" if "none" in known else next(iter(known))} for group, known in KNOWN.items()}
 
 
-def problems(adapter: str = "none", **algorithm: Any) -> dict[str, str]:
+def problems(adapter: str = "none", dropout: float | None = None, **algorithm: Any) -> dict[str, str]:
+    of_adapter = {"name": adapter} | ({} if dropout is None else {"dropout": dropout})
     try:
-        decode({**JOB, "adapter": {"name": adapter}, "algorithm": algorithm}, {})
+        decode({**JOB, "adapter": of_adapter, "algorithm": algorithm}, {})
     except SpecError as error:
         return {p.key: p.message for p in error.problems}
     return {}
@@ -76,3 +77,19 @@ def test_what_a_job_builds_for_a_reward_model() -> None:
     config = RmConfig()
     assert config.learners() == {"reward_model": "scalar"}
     assert config.frozen() == {} and config.items == "pairs"
+
+
+@pytest.mark.parametrize("algorithm", [{"name": "dpo"}, {"name": "dpo", "loss": "simpo"}, {"name": "kto"}])
+def test_dropout_of_an_adapter_is_refused_unless_it_is_wanted(algorithm: dict[str, Any]) -> None:
+    found = problems("lora", 0.1, **algorithm)
+    assert list(found) == ["adapter.dropout"] and "type algorithm.dropout=true" in found["adapter.dropout"]
+    assert problems("lora", 0.0, **algorithm) == {}
+    assert problems("lora", None, **algorithm) == {}
+
+
+def test_dropout_can_be_kept_and_reward_models_have_it() -> None:
+    kept, switched_off = DpoConfig(dropout=True), DpoConfig()
+    assert (kept.drops_out(), switched_off.drops_out(), RmConfig().drops_out()) == (True, False, True)
+    adapter = {"name": "lora", "dropout": 0.1}
+    decode({**JOB, "adapter": adapter, "algorithm": {"name": "dpo", "dropout": True}}, {})
+    decode({**JOB, "adapter": adapter, "algorithm": {"name": "rm"}}, {})

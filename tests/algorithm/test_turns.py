@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+import torch
 
-from runner.algorithm.rollouts import Collector
+from runner.algorithm import rollouts
+from runner.algorithm.episodes import Player
+from runner.algorithm.rollouts import Collector, Experience, Group
 from runner.algorithm.turns import Turns
 from runner.environment import calculator
 from runner.environment.config import CalculatorConfig
 from runner.errors import EnvironmentProblem
+from runner.evaluator import Evaluator
 from runner.model.tokenizer import byte_tokenizer
-from runner.protocols import Completion, Environments, Observation, Prompt, Request, Rollout
+from runner.protocols import Completion, Environments, Item, Observation, Prompt, Question, Request, Rollout
 
 TOKENIZER = byte_tokenizer(512)
 END = TOKENIZER.eos_token_id
@@ -121,6 +126,72 @@ def test_the_calculator_answers_calls_and_nothing_else(call: str, answer: str) -
     environment.reset(PROMPT)
     assert environment.step(call) == Observation("tool", answer)
     assert environment.step("14") is None
+
+
+def test_what_was_said_before_the_last_turn_is_kept_and_survives_a_checkpoint() -> None:
+    sample, _, _ = play("calc 12+34", "46")
+    assert sample.before == ({"role": "assistant", "content": "calc 12+34"}, {"role": "tool", "content": "46"})
+    experience = Experience(0, (Group(PROMPT, (sample,)),), 1, 14)
+    again = rollouts.decode(json.loads(json.dumps(rollouts.encode(experience), default=list_of), object_hook=tensor_of))
+    assert again == experience
+    [row] = rollouts.samples(experience, rewarded=True)
+    assert (row["turns"], row["answer"]) == (list(sample.before), "46")
+    [alone] = rollouts.samples(Experience(0, (Group(PROMPT, (play("46")[0],)),), 1, 3), rewarded=True)
+    assert "turns" not in alone and alone["answer"] == "46"
+
+
+def list_of(tensor: torch.Tensor) -> dict[str, Any]:
+    return {"is": str(tensor.dtype).removeprefix("torch."), "values": tensor.tolist()}
+
+
+def tensor_of(value: dict[str, Any]) -> Any:
+    return torch.tensor(value["values"], dtype=getattr(torch, value["is"])) if "is" in value else value
+
+
+def answers(*turns: str, limit: int = 32) -> tuple[Any, list[tuple[int, ...]]]:
+    """The greedy episode of a model that says these turns, and what it was asked."""
+    asked: list[tuple[int, ...]] = []
+
+    def generate(prompts: Any) -> list[list[int]]:
+        asked.extend(map(tuple, prompts))
+        return [list(ids_of(turns[len(asked) - 1]))]
+
+    player = Player(TOKENIZER, calculator.build(CalculatorConfig()), Turns(TOKENIZER))
+    [episode] = player.greedy([PROMPT], generate, limit)
+    return episode, asked
+
+
+def test_a_greedy_episode_is_asked_the_very_tokens_of_a_sampled_one() -> None:
+    """`generate` gives no end token, a sampler does; the conversation is the same."""
+    episode, asked = answers("calc 12+34", "46")
+    sample, sampler, _ = play("calc 12+34", "46")
+    assert asked == [request.prompt for requests in sampler.asked for request in requests]
+    assert (episode.text, episode.before, episode.finish) == (sample.text, sample.before, "stop")
+
+
+def test_a_greedy_turn_that_was_cut_off_ends_the_episode() -> None:
+    call = "calc 12+34"
+    episode, asked = answers(call, "46", limit=len(ids_of(call)))
+    assert (episode.text, episode.before, episode.finish, len(asked)) == (call, (), "length", 1)
+    whole, _ = answers(call, "46", limit=len(ids_of(call)) + 1)
+    assert (whole.text, whole.finish) == ("46", "stop")
+
+
+def test_an_evaluation_with_an_environment_compares_the_last_turn() -> None:
+    questions = [Question(Item(PROMPT.ids, (0.0,) * len(PROMPT.ids)), PROMPT.ids, "", right) for right in ("46", "47")]
+
+    class Knows:
+        tokenizer = TOKENIZER
+
+        def generate(self, prompts: Any, max_new_tokens: int) -> list[list[int]]:
+            return [list(ids_of("calc 12+34" if tuple(p) == PROMPT.ids else "46")) for p in prompts]
+
+    player = Player(TOKENIZER, calculator.build(CalculatorConfig()), Turns(TOKENIZER))
+    model: Any = None  # nothing is scored
+    report = Evaluator((), questions, 8, 16, player.greedy).evaluate(model, Knows())
+    assert report.values["eval/exact_match"] == 0.5 and "eval/loss" not in report.values
+    assert [s["turns"][1]["content"] for s in report.samples] == ["46", "46"]
+    assert Evaluator((), questions, 8, 16).evaluate(model, Knows()).values["eval/exact_match"] == 0
 
 
 def test_a_turn_without_its_end_token_is_closed() -> None:

@@ -1,0 +1,87 @@
+"""A causal language model with a second head that reads values from the same hidden states: policy and critic in one.
+
+    batch ──layout──▶ backbone ──▶ hidden [T, H] ──rows of parents──┬─▶ chunked LM head ──▶ logprobs, entropy [T]
+                                                                    └─▶ value head ───────▶ values [T]
+
+The value head learns beside the module and in float32, with full parameters as with an adapter. It is no part of the
+module: checkpoints hold it, an export is the language model alone.
+
+Legend: N rows, T tokens, S predicted tokens, H hidden size (see `runner.batch`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.batch import Batch
+from runner.errors import Problem, SpecError
+from runner.model.causal import CausalLM
+from runner.model.ragged import predicted, scatter
+from runner.protocols import Decide
+
+
+class ValuedLM(CausalLM):
+    """A causal LM that also says V(state before ids[t]) of every token."""
+
+    made = CausalLM.made | {"values"}
+
+    def __init__(self, module: nn.Module, *arguments: Any, decide: Decide, **options: Any) -> None:
+        """See `RaggedModel`. The value head starts at zero: so do the values, and what they send into the backbone.
+
+        Raises SpecError for a model whose hidden states cannot be had.
+        """
+        super().__init__(module, *arguments, decide=decide, **options)
+        if self.causal.base_model is self.causal:
+            text = f"shared needs a model that shows its backbone, and {type(self.causal).__name__} does not"
+            raise SpecError([Problem("algorithm.critic", f"{text}; type algorithm.critic=separate")])
+        size = self.causal.config.get_text_config().hidden_size
+        self.value_head = nn.Parameter(torch.zeros(size, device=self.device, dtype=torch.float32))
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """What learns of the module, and the value head under the name `value_head`."""
+        return {**super().trainable(), "value_head": self.value_head}
+
+    def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
+        """As `CausalLM.outputs`, from one pass of the backbone with values: [T], read at each token's parent, in units
+        of the reward, float32 or better, 0 at roots. `temperature` changes no value; without logprobs and entropy
+        the LM head does not run."""
+        if "values" not in needs:
+            return super().outputs(batch, needs)
+        self._refuse_unknown(needs)
+        places, scored = predicted(batch), bool(needs & {"logprobs", "entropy"})
+        with self._pass():
+            hidden, made = self._hidden(batch, scored)
+            states = hidden.index_select(0, batch.tokens["parent"][places])
+            found = {"hidden": states, "values": self._values(states)}
+            if scored:
+                found |= zip(("logprobs", "entropy"), self._score(batch, places, made), strict=True)
+        return {name: scatter(found[name], places, batch.num_tokens) for name in needs}
+
+    def _hidden(self, batch: Batch, scored: bool) -> tuple[Tensor, Tensor]:
+        """Hidden states [T, H], and what `_score` starts from: they, or logits [T, V] where the LM head is not cut."""
+        if self.chunked or not scored:
+            hidden = self._backbone(batch)
+            return hidden, hidden
+        kept: list[Tensor] = []
+
+        def forward(**keywords: Any) -> Tensor:
+            handle = self.causal.base_model.register_forward_hook(
+                lambda module, inputs, output: kept.append(output.last_hidden_state)
+            )
+            try:
+                logits: Tensor = self.causal(use_cache=False, **keywords).logits
+            finally:
+                handle.remove()
+            return torch.cat([kept.pop().to(logits.dtype), logits], -1)
+
+        both = self._run(forward, batch)
+        size = len(self.value_head)
+        return both[:, :size], both[:, size:]
+
+    def _values(self, states: Tensor) -> Tensor:
+        """Values [S] of hidden states [S, H], outside of autocast."""
+        with torch.autocast(self.device.type, enabled=False):
+            return states.to(self.value_head.dtype) @ self.value_head
