@@ -1,13 +1,17 @@
 """Held-out evaluation: the loss on held-out tokens and the exact match of greedy answers.
 
+    question ──generate──▶ answer ──the same as the expected one?──▶ eval/exact_match
+    question ──generate──▶ turn ──environment──▶ words ──generate──▶ … ──▶ answer     the same, with an environment
+
 It runs between steps, draws no random number and leaves no trace in training.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -16,7 +20,7 @@ import torch
 from runner.batch import pack
 from runner.errors import OutOfMemory
 from runner.metrics import Metrics
-from runner.protocols import Decide, Model, Question
+from runner.protocols import Decide, Model, Prompt, Question
 
 Sample = dict[str, Any]
 
@@ -27,6 +31,20 @@ class Answerer(Protocol):
     tokenizer: Any
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]: ...
+
+
+class Answered(Protocol):
+    """A final answer, and what was said before it by the policy and an environment."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def before(self) -> Sequence[Mapping[str, Any]]: ...
+
+
+# Plays a conversation for each prompt, whose turns are what the function given makes of the ids so far.
+Converse = Callable[[Sequence[Prompt], Callable[[Sequence[Sequence[int]]], list[list[int]]], int], Sequence[Answered]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +58,13 @@ class Report:
 @dataclass(frozen=True, slots=True)
 class Evaluator:
     """Measures the loss on `questions` and asks those `asked`, in batches of `batch_size`, for answers of at most
-    `max_new_tokens` tokens."""
+    `max_new_tokens` tokens. With `converse` an answer is the last turn of a conversation, and the limit is a turn's."""
 
     questions: Sequence[Question]
     asked: Sequence[Question]
     batch_size: int
     max_new_tokens: int
+    converse: Converse | None = None
 
     def evaluate(self, model: Model, answerer: Answerer) -> Report:
         """eval/loss (nats per learnt token) and eval/exact_match (share of greedy answers equal to the expected).
@@ -71,21 +90,32 @@ class Evaluator:
 
     def _ask(self, answerer: Answerer, questions: Sequence[Question]) -> Iterator[Sample]:
         try:
-            answers = answerer.generate([q.prompt_ids for q in questions], self.max_new_tokens)
+            answers = self._answers(answerer, questions)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(
                 f"the device's memory is exhausted by {len(questions)} answers at once: {str(error).splitlines()[0]}\n"
                 f"  lower evaluation.batch_size (now {self.batch_size}) or evaluation.max_new_tokens "
                 f"(now {self.max_new_tokens})"
             ) from error
-        for question, ids in zip(questions, answers, strict=True):
-            text = answerer.tokenizer.decode(ids, skip_special_tokens=True)
+        for question, (text, before) in zip(questions, answers, strict=True):
             yield {
                 "prompt": question.prompt,
+                **({"turns": list(before)} if before else {}),
                 "answer": text,
                 "expected": question.answer,
                 "exact": text.strip() == question.answer.strip(),
             }
+
+    def _answers(
+        self, answerer: Answerer, questions: Sequence[Question]
+    ) -> list[tuple[str, Sequence[Mapping[str, Any]]]]:
+        """The final answer to each question, and what was said before it."""
+        generate = partial(answerer.generate, max_new_tokens=self.max_new_tokens)
+        if self.converse is not None:
+            prompts = [Prompt(q.prompt_ids, q.prompt, q.messages, q.columns) for q in questions]
+            return [(one.text, one.before) for one in self.converse(prompts, generate, self.max_new_tokens)]
+        found = generate([q.prompt_ids for q in questions])
+        return [(answerer.tokenizer.decode(ids, skip_special_tokens=True), ()) for ids in found]
 
 
 def askable(questions: Sequence[Question], tokenizer: Any, max_new_tokens: int, decide: Decide) -> list[Question]:

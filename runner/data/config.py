@@ -6,6 +6,7 @@ from pydantic import Field
 
 from runner.spec.base import ComponentConfig, ItemKind, Names, Numbers, absolute_if_local
 
+MOST_DIGITS = 18  # of all numbers of a sum together: its questions are numbered in 64 bits
 TREE_RULES = ("error", "skip", "truncate_left")  # of data.overlong, where a prompt and its answers are apart
 
 
@@ -41,24 +42,58 @@ class DataConfig(ComponentConfig):
 
 
 class DemoConfig(DataConfig):
-    """Generated on this machine: sort the digits of a number. Held-out questions never occur in training."""
+    """Generated on this machine: digits to sort, or numbers to add. Held-out questions never occur in training."""
 
     factory: ClassVar[str] = "runner.data.demo:build"
     name: Literal["demo"] = "demo"
-    digits: int = Field(default=4, ge=2, le=12, description="Digits to sort; more is harder.")
+    task: Literal["sort", "sum"] = Field(
+        default="sort",
+        description="sort the digits of a number, or sum numbers with a calculator (environment=calculator).",
+    )
+    digits: int = Field(default=4, ge=2, le=12, description="Digits to sort, or of each number to add.")
+    terms: int | None = Field(default=None, ge=2, le=9, description="Numbers to add under task=sum; null = 2.")
     items: int = Field(default=4000, ge=16, description="Training conversations.")
     held_out: int = Field(default=256, ge=1, description="Held-out conversations for evaluation.")
 
+    @property
+    def numbers_to_add(self) -> int:
+        """`terms` as it is used."""
+        return 2 if self.terms is None else self.terms
+
     def example(self) -> str:
-        return f'"sort {"503149276814"[: self.digits]}"'
+        number = "503149276814"[: self.digits]
+        return f'"sort {number}"' if self.task == "sort" else f'"sum {" ".join([number] * self.numbers_to_add)}"'
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
+        found = self._sum_problems(job) if self.task == "sum" else self._sort_problems()
+        if self.overlong != "error":
+            found.append(("data.overlong", "data=demo makes its items as long as its options say; only error applies"))
+        return found
+
+    def _sort_problems(self) -> list[tuple[str, str]]:
         found = []
         if self.items + self.held_out > 10**self.digits:
             space = f"the {10**self.digits} numbers of data.digits={self.digits}; ask for fewer"
             found.append(("data.items", f"{self.items} and data.held_out={self.held_out} are more than {space}"))
-        if self.overlong != "error":
-            found.append(("data.overlong", "the items of data=demo are all of one length, so only error applies"))
+        if self.terms is not None:
+            found.append(("data.terms", "not used with task=sort; it belongs to task=sum"))
+        return found
+
+    def _sum_problems(self, job: Any) -> list[tuple[str, str]]:
+        found = []
+        terms = self.numbers_to_add
+        space = (9 * 10 ** (self.digits - 1)) ** terms
+        if self.items + self.held_out > space:
+            few = f"the {space} questions of {terms} numbers with data.digits={self.digits}; ask for fewer"
+            found.append(("data.items", f"{self.items} and data.held_out={self.held_out} are more than {few}"))
+        if terms * self.digits > MOST_DIGITS:
+            text = f"{terms} numbers of data.digits={self.digits} are more than {MOST_DIGITS} digits; lower one of them"
+            found.append(("data.terms", text))
+        if job.algorithm.items not in ("sft", "prompts"):
+            why = (
+                f"algorithm={job.algorithm.name} compares whole answers, and the calculator's words would count as one"
+            )
+            found.append(("data.task", f"sum is answered in several turns; {why}; type data.task=sort"))
         return found
 
 

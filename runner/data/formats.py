@@ -72,8 +72,8 @@ class Format:
 class FormatCheck:
     """Detects the format from the first row and holds the others to it.
 
-    ignored: columns that are not read; given: columns that rewards see; alike: number of pairs left out because
-    their answers are the same; several_turns: number of rows whose answers are more than one message
+    ignored: columns that are not read; given: columns that rewards (held out: environments) see; alike: number of pairs
+    left out because their answers are the same; several_turns: number of rows whose answers are more than one message
     """
 
     def __init__(self, problems: Problems, reading: Reading, columns: Mapping[str, str] | None = None) -> None:
@@ -112,13 +112,13 @@ class FormatCheck:
 
     def _sorted_out(self, form: Format, row: Row) -> Row:
         """The row as it is parsed; notes which of its columns are not."""
-        if self.reading != "prompts":
+        if self.reading not in ("prompts", "questions"):
             used = {*form.columns, *(["tools"] if form.chat else []), *OPTIONAL.get(self.reading, ())}
             self.ignored |= row.value.keys() - used
             return row
-        known = {name: value for name, value in row.value.items() if name == "prompt" or is_json(value)}
+        known = {name: value for name, value in row.value.items() if name in form.columns or is_json(value)}
         self.ignored |= row.value.keys() - known.keys()
-        self.given |= known.keys() - {"prompt"}
+        self.given |= known.keys() - {*form.columns}
         return replace(row, value=known)
 
     def _example(self, form: Format, row: Row) -> Example:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from runner.protocols import Item, Judged, Pair, Prompt, Question
@@ -56,9 +57,10 @@ def question(record: Record, tokenizer: PreTrainedTokenizerBase) -> Question:
 
 def asked(record: Record, tokenizer: PreTrainedTokenizerBase) -> Question:
     """A held-out prompt with its answer, of which the loss can be measured too."""
-    prompt, [answer] = record["prompt"], record["answers"]
+    facts, prompt, [answer] = json.loads(record["facts"]), record["prompt"], record["answers"]
     whole = Item((*prompt, *answer), (0.0,) * len(prompt) + (1.0,) * len(answer))
-    return _question(tokenizer, whole, prompt, answer)
+    messages = facts["messages"] and tuple(facts["messages"])
+    return replace(_question(tokenizer, whole, prompt, answer), messages=messages, columns=facts["columns"])
 
 
 def _question(

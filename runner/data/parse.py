@@ -84,13 +84,15 @@ def ask(row: Row, chat: bool) -> Ask:
 
 
 def question(row: Row, chat: bool) -> Answers:
-    """{"prompt", "answer"}: a held-out prompt, and what a right answer says."""
+    """{"prompt", "answer"} and whatever else the row has: a held-out prompt, and what a right answer says."""
     prompt, answer = row.value["prompt"], _as_text(row.value["answer"])
+    columns = {name: value for name, value in row.value.items() if name != "prompt"}
+    facts = {"messages": prompt if chat else None, "columns": columns}
     if not chat:
-        return Answers(row.place, (_plain(row, prompt, answer, "answer"),))
+        return Answers(row.place, (_plain(row, prompt, answer, "answer"),), facts)
     _refuse(prompt_fault(prompt, _names("prompt", prompt)))
     messages = (*prompt, {"role": "assistant", "content": _filled(answer, "answer")})
-    return Answers(row.place, (Chat(row.place, messages, len(prompt), _tools(row)),))
+    return Answers(row.place, (Chat(row.place, messages, len(prompt), _tools(row)),), facts)
 
 
 def common_messages(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:

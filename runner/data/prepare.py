@@ -126,13 +126,14 @@ class Preparation:
 
     def _say_columns(self, where: str, reading: Reading, summary: store.Summary) -> None:
         ignored = f"not read: {', '.join(summary['ignored'])}"
-        if summary["ignored"] and reading == "prompts":
-            self.decide("data.columns", "given to rewards", ignored, f"{where}: they hold values that JSON cannot")
+        seen_by = {"prompts": "rewards", "questions": "environments"}.get(reading)
+        if summary["ignored"] and seen_by:
+            self.decide("data.columns", f"given to {seen_by}", ignored, f"{where}: they hold values that JSON cannot")
         elif summary["ignored"]:
             self._state("data.columns", ignored, f"{where}: {summary['format']} has no use for them")
         if summary["given"]:
             unlearnt = "; the completion is not learnt" if "completion" in summary["given"] else ""
-            self._state("data.columns", f"for rewards: {', '.join(summary['given'])}", f"{where}{unlearnt}")
+            self._state("data.columns", f"for {seen_by}: {', '.join(summary['given'])}", f"{where}{unlearnt}")
 
     def _say_damaged(self, what: str) -> None:
         self._state("data.cache", "made again", f"damaged: {what}")

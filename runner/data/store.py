@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from runner.errors import StorageError
 
-FORMAT = 2  # raise it when the files are laid out or summed up in another way, so that no old cache is used
+FORMAT = 3  # raise it when the files are laid out or summed up in another way, so that no old cache is used
 IDS = pa.list_(pa.int32())
 ROWS = pa.schema([("ids", IDS), ("learnt", pa.list_(pa.int8())), ("first", pa.int32()), ("last", pa.int32())])
 TREES = pa.schema([("prompt", IDS), ("answers", pa.list_(IDS)), ("facts", pa.large_string())])

@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 
+from runner.cli.compose import compose_job
 from runner.data.config import DemoConfig
-from runner.data.demo import DemoData, build, numbers, wrong
+from runner.data.demo import DemoData, build
+from runner.data.demo_tasks import Sort, Sum, numbers
 from runner.decisions import Decisions
-from runner.errors import DataError
-from runner.protocols import Item, Judged, Pair, Prompt
+from runner.environment import calculator
+from runner.environment.config import CalculatorConfig
+from runner.errors import DataError, SpecError
+from runner.protocols import Item, Judged, Pair, Prompt, Question
 from runner.spec.base import ItemKind
 from tests.data.conftest import CHATML, byte_tokenizer
 
@@ -47,10 +51,10 @@ def test_it_is_a_function_of_seed_and_step(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize(("digits", "count"), [(2, 100), (4, 4256), (7, 500), (12, 4256)])
 def test_numbers_are_distinct_and_spread(digits: int, count: int) -> None:
-    found = numbers(digits, count, 3)
+    found = numbers(10**digits, count, 3)
     assert len(set(found)) == count
-    assert {len(number) for number in found} == {digits}
-    assert {number[0] for number in found} == set("0123456789")
+    assert all(0 <= number < 10**digits for number in found)
+    assert {str(number).zfill(digits)[0] for number in found} == set("0123456789")
 
 
 KINDS: tuple[ItemKind, ...] = ("sft", "pairs", "judged", "prompts")
@@ -135,10 +139,11 @@ def test_a_refill_draws_from_an_order_of_its_own(tokenizer: Any, kind: ItemKind)
 
 
 def test_a_wrong_answer_is_seeded() -> None:
-    assert wrong("5031", 0) == wrong("5031", 0)
-    assert len({wrong("5031", seed) for seed in range(40)}) > 10
-    assert wrong("9999", 0) == "9990"
-    assert {wrong("10", seed) for seed in range(9)} == {"10"}
+    four = Sort(4)
+    assert four.wrong(5031, 0) == four.wrong(5031, 0)
+    assert len({four.wrong(5031, seed) for seed in range(40)}) > 10
+    assert four.wrong(9999, 0) == "9990"
+    assert {Sort(2).wrong(10, seed) for seed in range(9)} == {"10"}
 
 
 def test_more_items_than_numbers_is_a_problem_of_the_spec() -> None:
@@ -177,3 +182,87 @@ def test_datasets_is_not_imported() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=root)
     assert done.stdout == "set()\n"
+
+
+SUM = {"task": "sum", "digits": 3, "terms": 3}
+
+
+def summed(question: str) -> str:
+    """The answer to a question, from its words."""
+    return str(sum(map(int, question.split("sum ")[1].split("<")[0].split())))
+
+
+def test_every_other_sum_is_taught_as_the_conversation_that_the_calculator_would_have(tokenizer: Any) -> None:
+    """What the tool says is what environment=calculator says, and only the assistant is learnt."""
+    found = demo(tokenizer, items=300, held_out=20, **SUM)
+    environment = calculator.build(CalculatorConfig()).make()
+    asked = 0
+    for item in found.take(0, 300):
+        text = tokenizer.decode(item.ids)
+        own = tokenizer.decode([i for i, w in zip(item.ids, item.weights, strict=True) if w])
+        *call, answer, end = own.split("<|im_end|>")
+        assert (answer, end) == (summed(text), "") and environment.step(answer) is None
+        if call:
+            asked += 1
+            said = environment.step(call[0])
+            assert call[0].startswith("calc ") and said is not None and said.text == answer
+            assert f"<|im_start|>{said.role}\n{said.text}<|im_end|>" in text
+    assert asked == 150
+
+
+def test_sums_are_distinct_in_training_and_held_out_and_the_same_for_every_kind(tokenizer: Any) -> None:
+    sft, prompts = (demo(tokenizer, kind=kind, items=400, held_out=50, **SUM) for kind in ("sft", "prompts"))
+    learnt = [tokenizer.decode(item.ids).split("sum ")[1].split("<")[0] for item in sft.take(2, 400)]
+    asked = [item.messages[0]["content"].removeprefix("sum ") for item in prompts.take(2, 400)]
+    assert learnt == asked and len(set(asked)) == 400
+    held_out = {q.messages[0]["content"].removeprefix("sum ") for q in prompts.held_out()}
+    assert len(held_out) == 50 and not held_out & set(asked)
+    for item in prompts.take(0, 400):
+        assert item.columns == {"answer": summed(item.text)}
+    for terms in asked:
+        assert all(len(term) == 3 and term[0] != "0" for term in terms.split()) and len(terms.split()) == 3
+
+
+@pytest.mark.parametrize("task", ["sort", "sum"])
+def test_a_held_out_prompt_is_what_an_environment_is_told(tokenizer: Any, task: Any) -> None:
+    questions = demo(tokenizer, kind="prompts", task=task, items=100, held_out=8).held_out()
+    for one in questions:
+        assert isinstance(one, Question) and one.columns == {"answer": one.answer} and one.messages is not None
+        assert one.prompt == tokenizer.apply_chat_template(one.messages, tokenize=False, add_generation_prompt=True)
+
+
+def test_every_question_of_a_small_sum_is_another() -> None:
+    task = Sum(2, 2)
+    assert len({task.question(n) for n in range(task.space)}) == task.space == 8100
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("algorithm=dpo", r"data\.task: sum is answered in several turns; algorithm=dpo compares whole answers"),
+        ("algorithm=kto", r"data\.task: sum .*type data\.task=sort"),
+        ("algorithm=rm", r"data\.task: sum"),
+        ("algorithm=sft data.digits=10", r"data\.terms: 2 numbers of data\.digits=10 are more than 18 digits"),
+        ("algorithm=sft data.digits=2 data.items=9000", r"data\.items: 9000 and .* the 8100 questions of 2 numbers"),
+        ("algorithm=sft data.task=sort data.terms=3", r"data\.terms: not used with task=sort; it belongs to task=sum"),
+    ],
+)
+def test_what_makes_no_sense_of_a_sum_is_refused(words: str, problem: str, workdir: Path) -> None:
+    with pytest.raises(SpecError, match=problem):
+        compose_job(
+            ["model=tiny", "data=demo", *(["data.task=sum"] if "data.task" not in words else []), *words.split()]
+        )
+
+
+def test_an_example_of_each_task_can_be_typed() -> None:
+    assert DemoConfig().example() == '"sort 5031"'
+    assert DemoConfig(**SUM).example() == '"sum 503 503 503"'
+
+
+def test_the_longest_sum_is_what_is_measured(tokenizer: Any) -> None:
+    """Only every other one has the tool in it, and some sums have a digit more than others."""
+    lengths = sorted({len(item.ids) for item in demo(tokenizer, items=300, held_out=20, **SUM).take(0, 300)})
+    assert len(lengths) == 4
+    with pytest.raises(DataError, match=rf"{lengths[-1]} tokens, above data\.max_length={lengths[-2]}"):
+        demo(tokenizer, items=300, held_out=20, max_length=lengths[-2], **SUM)
+    assert len(demo(tokenizer, items=300, held_out=20, max_length=lengths[-1], **SUM)) == 300

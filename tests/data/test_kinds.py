@@ -178,6 +178,10 @@ def test_held_out_prompts_become_questions(tokenizer: Any, tmp_path: Path, jsonl
     assert [(q.prompt_ids, q.prompt, q.answer) for q in found.held_out()] == [
         (q.prompt_ids, q.prompt, q.answer) for q in expected
     ]
+    trained = {prompt.ids: prompt for prompt in found.take(0, len(PROMPTS))}
+    for one in found.held_out():  # an environment is told of it what it is told of the same row in training
+        asked = trained[one.prompt_ids]
+        assert (one.messages, one.columns, one.prompt) == (asked.messages, asked.columns, asked.text)
     assert found.held_out()[0].item.ids == expected[0].item.ids[:-1]  # without the line break after the end token
     assert sum(found.held_out()[0].item.weights) == sum(expected[0].item.weights) == 3
     assert found.held_out()[2].prompt_ids == found.take(0, 12)[0].ids[:0] + found.held_out()[2].item.ids[:-3]

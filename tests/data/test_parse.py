@@ -90,8 +90,18 @@ SOUND: list[tuple[Reading, dict[str, Any], str, Any]] = [
         Ask(HERE, tuple(TALK[:1]), (), {"completion": "4"}),
     ),
     ("prompts", {"prompt": "a", "completion": "b"}, "prompt (text)", Ask(HERE, "a", (), {"completion": "b"})),
-    ("questions", {"prompt": "a", "answer": 4}, "prompt+answer (text)", Answers(HERE, (Plain(HERE, "a", "4"),))),
-    ("questions", {"prompt": TALK[:1], "answer": "4"}, "prompt+answer (messages)", Answers(HERE, chats(1, TALK))),
+    (
+        "questions",
+        {"prompt": "a", "answer": 4, "hint": "b"},
+        "prompt+answer (text)",
+        Answers(HERE, (Plain(HERE, "a", "4"),), {"messages": None, "columns": {"answer": 4, "hint": "b"}}),
+    ),
+    (
+        "questions",
+        {"prompt": TALK[:1], "answer": "4"},
+        "prompt+answer (messages)",
+        Answers(HERE, chats(1, TALK), {"messages": TALK[:1], "columns": {"answer": "4"}}),
+    ),
 ]
 
 

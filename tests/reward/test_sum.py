@@ -12,10 +12,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runner.algorithm.rollouts import Composed, Drawn, Experience, Group, decode, encode, rewards
 from runner.decisions import Decisions
 from runner.errors import EnvironmentProblem, SpecError
+from runner.protocols import Prompt
 from runner.reward.config import COMPONENTS, ExactConfig, FunctionConfig, RewardConfig, SumConfig
 from runner.reward.parts import members
+from runner.reward.sum import TAKEN, names
 from tests.reward.samples import answer, made, scores
 
 
@@ -32,6 +35,42 @@ def test_weights_multiply_and_scores_add() -> None:
         ]
     )
     assert scores(config, answer("4", 4, answer="4"), answer("x", 2, answer="4")) == [2 * 1 + 0 + 1, 0 - 0.25 + 0]
+
+
+def test_each_part_says_what_it_gave_before_its_weight() -> None:
+    config = SumConfig(parts=[{"name": "exact", "weight": 2}, {"name": "numeric"}, {"name": "exact", "weight": -1}])
+    reward = made(config)
+    assert isinstance(reward, Composed)
+    totals, parts = reward.composed([[answer("4", answer="4"), answer("5", answer="4")], [answer("x", answer="x")]])
+    assert totals == reward.score([[answer("4", answer="4"), answer("5", answer="4")], [answer("x", answer="x")]])
+    assert totals == [[2.0, 0.0], [None]]
+    assert parts == [
+        [{"exact[0]": 1.0, "numeric": 1.0, "exact[2]": 1.0}, {"exact[0]": 0.0, "numeric": 0.0, "exact[2]": 0.0}],
+        [{"exact[0]": 1.0, "numeric": None, "exact[2]": 1.0}],
+    ]
+    reward.close()
+
+
+def test_no_part_takes_the_name_of_another_number() -> None:
+    assert names(["exact", "length", "mean", "length"]) == ["exact", "length[1]", "mean[2]", "length[3]"]
+    scored = Drawn((1,), (1.0,), (0.0,), "", "stop", 0, 1.0)
+    own = rewards(Experience(0, (Group(Prompt((1,), ""), (scored,)),), 1, 1))
+    assert {name.removeprefix("reward/") for name in own} == set(TAKEN)
+
+
+def test_the_means_of_the_parts_are_metrics_and_survive_a_checkpoint() -> None:
+    """Over the samples that the part could score, those included that the sum could not."""
+    samples = [
+        Drawn((1,), (1.0,), (0.0,), "", "stop", 0, None if b is None else a + b, (), {"exact": a, "numeric": b})
+        for a, b in [(1.0, 0.5), (0.0, None), (1.0, 0.1)]
+    ]
+    experience = Experience(
+        0, (Group(Prompt((1,), ""), tuple(samples[:2])), Group(Prompt((2,), ""), (samples[2],))), 1, 3
+    )
+    found = rewards(experience)
+    assert found["reward/exact"] == pytest.approx(2 / 3) and found["reward/numeric"] == pytest.approx(0.3)
+    assert found["reward/mean"] == pytest.approx(1.3) and found["reward/unscored"] == 1
+    assert decode(encode(experience)) == experience and rewards(decode(encode(experience))) == found
 
 
 def test_what_one_part_cannot_score_is_not_scored(caplog: pytest.LogCaptureFixture) -> None:
