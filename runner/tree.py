@@ -139,15 +139,30 @@ def paths(batch: Batch) -> Paths | None:
     before = prefixes(batch)
     if not bool((before >= 0).any()):
         return None
-    lengths = batch.structure.rows["lengths"].cpu()
     leaves = torch.ones_like(before, dtype=torch.bool).index_fill_(0, before[before >= 0], False).nonzero()[:, 0]
-    parts = torch.stack([before[leaves], leaves], 1).flatten()  # of each path the prompt's row, or -1, and the branch
-    sizes = torch.where(parts < 0, 0, lengths[parts])
-    starts = (torch.cumsum(lengths, 0) - lengths)[parts] - (torch.cumsum(sizes, 0) - sizes)
-    index = torch.arange(int(sizes.sum())) + torch.repeat_interleave(starts, sizes)
+    lengths, index = _laid(batch, torch.stack([before[leaves], leaves], 1))
     inverse = torch.empty(batch.num_tokens, dtype=torch.int64)
     inverse[index] = torch.arange(len(index))
-    return Paths(tuple(sizes.view(-1, 2).sum(1).tolist()), index, inverse)
+    return Paths(lengths, index, inverse)
+
+
+def contexts(batch: Batch) -> tuple[tuple[int, ...], Tensor] | None:
+    """What each row sees: the row that it continues, if there is one, and itself. Their lengths [N] and, int64 on the
+    CPU, the batch's token at each place of them end to end; None if every row sees itself alone."""
+    before = prefixes(batch)
+    if not bool((before >= 0).any()):
+        return None
+    return _laid(batch, torch.stack([before, torch.arange(len(before))], 1))
+
+
+def _laid(batch: Batch, parts: Tensor) -> tuple[tuple[int, ...], Tensor]:
+    """Pairs [n, 2] of rows (-1: none) laid end to end: the length of each pair, and the batch's token at each place."""
+    lengths = batch.structure.rows["lengths"].cpu()
+    flat = parts.flatten()
+    sizes = torch.where(flat < 0, 0, lengths[flat])
+    starts = (torch.cumsum(lengths, 0) - lengths)[flat] - (torch.cumsum(sizes, 0) - sizes)
+    index = torch.arange(int(sizes.sum())) + torch.repeat_interleave(starts, sizes)
+    return tuple(sizes.view(-1, 2).sum(1).tolist()), index
 
 
 def rows_alone(batch: Batch) -> Paths:

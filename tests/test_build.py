@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from runner.build.parts import build_data, build_tokenizer
+from runner.build.parts import build_data, build_device, build_learner, build_tokenizer
 from runner.cli.compose import compose_job
 from runner.decisions import Decisions
+from tests.model.zoo import LOGPROBS, batch, causal
 
 
 @pytest.mark.parametrize(("algorithm", "learnt"), [("sft", 7), ("cpt", 26)])
@@ -22,3 +24,18 @@ def test_continued_pre_training_learns_and_evaluates_every_token(algorithm: str,
     [question] = data.held_out()
     assert len(item.ids) == 27, "26 bytes and the end of sequence"
     assert sum(item.weights) == sum(question.item.weights) == learnt
+
+
+@pytest.mark.parametrize(("words", "noisy"), [("dpo", False), ("dpo algorithm.dropout=true", True), ("sft", True)])
+def test_preferences_are_learnt_without_the_models_own_dropout_unless_it_is_kept(
+    words: str, noisy: bool, workdir: Path
+) -> None:
+    spec, decide = compose_job(["model=tiny", "data=demo", *f"algorithm={words}".split()]).spec, Decisions(strict=True)
+    model = causal("gpt2", attn_pdrop=0.1)
+    subject = build_learner(spec, "policy", model, build_device(spec, decide), decide)
+    with torch.enable_grad():
+        one, two = (subject.model.outputs(batch(), LOGPROBS)["logprobs"] for _ in range(2))
+    assert torch.equal(one, two) != noisy
+    assert [str(d) for d in decide.made if d.feature == "algorithm.dropout"] == (
+        [] if noisy else ["algorithm.dropout: off (GPT2LMHeadModel has a dropout of up to 0.1)"]
+    )

@@ -25,7 +25,8 @@ class Bigram:
         picked = torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0]
         return {"logprobs": torch.where(parent < 0, 0.0, picked)}
 
-    def linear(self, batch: Batch, coefficients: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def linear(self, batch: Batch, coefficients: Tensor, terms: object = None) -> tuple[Tensor, dict[str, Tensor]]:
+        assert terms is None
         outputs = self.outputs(batch, frozenset({"logprobs"}))
         return (coefficients * outputs["logprobs"]).sum(), {"logprobs": outputs["logprobs"].detach()}
 

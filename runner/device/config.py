@@ -3,12 +3,20 @@
 import glob
 import importlib.util
 import os
-from typing import ClassVar, Literal
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from runner.device.npu_sim import process
+from runner.device.npu_sim.prepare import prepare
+from runner.device.presets import CUDA_DETERMINISTIC, NPU, Preset
 from runner.errors import EnvironmentProblem
 from runner.spec.base import ComponentConfig
+
+Attention = Literal["fused", "sdpa"]
+Fused = Literal["rms_norm", "rotary", "swiglu", "grouped_matmul"]
 
 
 class DeviceConfig(ComponentConfig):
@@ -22,6 +30,13 @@ class DeviceConfig(ComponentConfig):
 
     def preflight(self) -> None:
         """Raise EnvironmentProblem if the device cannot work; answers without importing torch."""
+
+    def environment(self, job: Any) -> Sequence[Preset]:
+        """The environment variables that a job on this device wants, to be set before torch is imported."""
+        return ()
+
+    def enter(self) -> None:
+        """Make this process one that has the device, before torch is imported. Raises EnvironmentProblem."""
 
 
 class CpuConfig(DeviceConfig):
@@ -39,7 +54,14 @@ class CudaConfig(DeviceConfig):
 
     factory: ClassVar[str] = "runner.device.cuda:Cuda"
     name: Literal["cuda"] = "cuda"
+    attention: Attention = Field(
+        default="fused",
+        description="Attention of packed rows: fused = one call of a flash kernel; sdpa = torch's, in buckets of rows.",
+    )
     tf32: bool = Field(default=False, description="Let float32 matrix products run in TF32: faster, about 3 digits.")
+
+    def environment(self, job: Any) -> Sequence[Preset]:
+        return (CUDA_DETERMINISTIC,) if self.deterministic else ()
 
 
 class NpuConfig(DeviceConfig):
@@ -47,6 +69,22 @@ class NpuConfig(DeviceConfig):
 
     factory: ClassVar[str] = "runner.device.npu:Npu"
     name: Literal["npu"] = "npu"
+    attention: Attention = Field(
+        default="fused",
+        description="Attention of packed rows: fused = npu_fusion_attention; sdpa = torch's, in buckets of rows.",
+    )
+    fused: Annotated[tuple[Fused, ...], Field(strict=False)] = Field(
+        default=("rms_norm", "rotary", "swiglu", "grouped_matmul"),
+        description="Fused operators in models of the families Qwen2, Qwen2.5, Qwen3, Qwen3-MoE and Llama; [] = none.",
+    )
+    preset: Literal["train", "colocated_rl", "disaggregated_rl", "debug"] | None = Field(
+        default=None,
+        description="Environment variables to start with; null = colocated_rl for a job that samples, else train.",
+    )
+
+    def environment(self, job: Any) -> Sequence[Preset]:
+        chosen = self.preset or ("colocated_rl" if job.algorithm.samples else "train")
+        return (NPU[chosen], NPU["deterministic"]) if self.deterministic else (NPU[chosen],)
 
     def preflight(self) -> None:
         """Raise EnvironmentProblem with everything that is missing, in the order in which to install it."""
@@ -55,6 +93,7 @@ class NpuConfig(DeviceConfig):
             steps = "\n".join(f"  {number}. {todo}" for number, todo in enumerate(missing, 1))
             raise EnvironmentProblem(
                 f"device=npu: this machine is not ready for an Ascend NPU; in this order:\n{steps}\n"
+                "  with evidence: run doctor device=npu\n"
                 "  or run it here: device=cpu model=tiny data=demo"
             )
 
@@ -75,11 +114,43 @@ def _npu_requirements() -> list[tuple[bool, str]]:
     ]
 
 
+class NpuSimConfig(NpuConfig):
+    """Simulated NPUs: the real torch_npu on the processor, for rehearsals; fetched and built at its first use."""
+
+    factory: ClassVar[str] = "runner.device.npu_sim.device:NpuSim"
+    name: Literal["npu_sim"] = "npu_sim"  # type: ignore[assignment]
+    cards: int = Field(default=1, ge=1, le=64, description="How many cards the process is to see.")
+    memory_gib: float = Field(
+        default=64.0, gt=0, le=1024, description="Memory of a card in GiB; what does not fit is refused as on a card."
+    )
+    soc: str = Field(default="Ascend910B3", pattern=r"^Ascend\w+$", description="The model that a card says it is.")
+
+    def preflight(self) -> None:
+        """Fetch and build what is missing of the simulator, and say so. Raises EnvironmentProblem where that fails."""
+        prepare(_say)
+
+    def enter(self) -> None:
+        memory_bytes = int(self.memory_gib * 2**30)
+        process.enter(prepare(_say), process.Pretence(self.cards, memory_bytes, self.soc))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 class AutoConfig(DeviceConfig):
     """The best device present: npu before cuda before cpu; the choice is printed."""
 
     factory: ClassVar[str] = "runner.device.auto:pick"
     name: Literal["auto"] = "auto"
 
+    def environment(self, job: Any) -> Sequence[Preset]:
+        """Those of the device that will probably be picked: which one it is is known when torch has been imported."""
+        if all(present for present, _ in _npu_requirements()):
+            return NpuConfig(deterministic=self.deterministic).environment(job)
+        if glob.glob("/dev/nvidia[0-9]*"):
+            return CudaConfig(deterministic=self.deterministic).environment(job)
+        return ()
 
-COMPONENTS = (CpuConfig, CudaConfig, NpuConfig, AutoConfig)
+
+COMPONENTS = (CpuConfig, CudaConfig, NpuConfig, NpuSimConfig, AutoConfig)

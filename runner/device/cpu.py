@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+from runner.device.activity import Reading, own_process
 from runner.device.config import CpuConfig
-from runner.protocols import Decide
+from runner.protocols import Decide, VarlenAttention
 
 
 class Cpu:
@@ -42,3 +45,14 @@ class Cpu:
             "threads": torch.get_num_threads(),
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         }
+
+    def readings(self) -> Sequence[Reading]:
+        """Of this process."""
+        return (own_process(),)
+
+    def attention(self, dtype: torch.dtype) -> VarlenAttention | None:
+        """None: one call of torch's kernel per row is fastest here."""
+        return None
+
+    def fuse(self, module: nn.Module) -> None:
+        """Nothing to exchange."""

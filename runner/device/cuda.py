@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
+from runner.device.accelerator import allocator, refuse_hidden
+from runner.device.activity import Reading, gpu
 from runner.device.config import CudaConfig
+from runner.device.cuda_attention import kernel
 from runner.errors import EnvironmentProblem
-from runner.protocols import Decide
+from runner.protocols import Decide, VarlenAttention
 
 
 class Cuda:
@@ -25,13 +30,13 @@ class Cuda:
                 "  in order: 1. nvidia-smi must list a GPU  2. CUDA_VISIBLE_DEVICES must not be empty  "
                 "3. install a CUDA build of torch\n  or run it here: device=cpu"
             )
+        refuse_hidden("cuda", torch.cuda.device_count())
         self.config = config
+        self._decide = decide
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
 
     def prepare(self) -> None:
-        """Choose precision and determinism; the cuBLAS workspace must be set before its first use."""
-        if self.config.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        """Choose precision and determinism."""
         torch.set_deterministic_debug_mode("error" if self.config.deterministic else "default")
         torch.backends.cuda.matmul.allow_tf32 = self.config.tf32
         torch.backends.cudnn.allow_tf32 = self.config.tf32
@@ -47,3 +52,15 @@ class Cuda:
     def describe(self) -> dict[str, Any]:
         """What exactness depends on."""
         return {"device": "cuda", "card": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+
+    def readings(self) -> Sequence[Reading]:
+        """Of the card as nvidia-smi sees it, and of this process's allocator."""
+        uuid = str(torch.cuda.get_device_properties(self.torch_device).uuid)
+        return gpu(uuid), partial(allocator, self.torch_device)
+
+    def attention(self, dtype: torch.dtype) -> VarlenAttention | None:
+        """The flash kernel that is installed, for models that compute in float16 or bfloat16."""
+        return kernel(self.config, dtype, self._decide)
+
+    def fuse(self, module: nn.Module) -> None:
+        """Nothing to exchange."""

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
+from runner.device.accelerator import allocator, refuse_hidden
+from runner.device.activity import Reading, npu
 from runner.device.config import NpuConfig
+from runner.device.npu_attention import FusionAttention
+from runner.device.npu_fused import fuse
+from runner.device.visible import VARIABLES
 from runner.errors import EnvironmentProblem
-from runner.protocols import Decide
+from runner.protocols import Decide, VarlenAttention
 
 
 class Npu:
@@ -20,12 +29,15 @@ class Npu:
     name = "npu"
 
     def __init__(self, config: NpuConfig, *, decide: Decide) -> None:
-        import torch_npu  # noqa: F401  registers the device with torch
+        import torch_npu  # registers the device with torch
 
         current = torch.accelerator.current_accelerator()
         if current is None or current.type != "npu":
             raise EnvironmentProblem("device=npu: torch_npu is installed and finds no card; npu-smi info must list one")
+        refuse_hidden("npu", torch.accelerator.device_count())
         self.config = config
+        self._decide = decide
+        self._operators: Any = torch_npu
         self.torch_device = torch.device("npu", torch.accelerator.current_device_index())
 
     def prepare(self) -> None:
@@ -43,3 +55,19 @@ class Npu:
     def describe(self) -> dict[str, Any]:
         """What exactness depends on."""
         return {"device": "npu", "index": self.torch_device.index}
+
+    def readings(self) -> Sequence[Reading]:
+        """Of the chip as npu-smi sees it, and of this process's allocator."""
+        index = torch.accelerator.current_device_index()
+        return npu(index, os.environ.get(VARIABLES["npu"])), partial(allocator, self.torch_device)
+
+    def attention(self, dtype: torch.dtype) -> VarlenAttention | None:
+        """npu_fusion_attention, which computes in float16, bfloat16 and float32."""
+        if self.config.attention == "sdpa":
+            return None
+        self._decide.state("attention", "fused", "npu_fusion_attention over rows end to end")
+        return FusionAttention(self._operators.npu_fusion_attention)
+
+    def fuse(self, module: nn.Module) -> None:
+        """Exchange what of a transformers model has fused operators here."""
+        fuse(module, self.config.fused, self._operators, self._decide)

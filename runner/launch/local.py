@@ -12,11 +12,11 @@ from pathlib import Path
 import yaml
 
 from runner.errors import Problem, SpecError, StorageError
-from runner.folder import RunFolder, create, locked, point_latest, shown, write_atomic
+from runner.folder import RunFolder, claim, create, locked, point_latest, shown, write_atomic
 from runner.identity import RESUMABLE
 from runner.launch.preflight import check_model
 from runner.launch.session import Session
-from runner.launch.stages import with_first_weights
+from runner.launch.stages import with_first_weights, with_teacher
 from runner.schedule.config import DecayConfig
 from runner.spec.job import JobSpec
 from runner.spec.origin import COMMAND_LINE
@@ -24,20 +24,24 @@ from runner.spec.origin import COMMAND_LINE
 log = logging.getLogger("runner")
 
 
-def start(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str]) -> int:
-    """Run a new job. The run folder, spec.yaml and `latest` exist before torch is imported."""
+def start(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], where: Path | None = None) -> int:
+    """Run a new job. The run folder, spec.yaml and `latest` exist before torch is imported.
+
+    where: the run's folder, which `latest` then does not follow; None = a new one below outputs/
+    """
     spec.device.preflight()
-    local = {name: getattr(spec, name).absolute() for name in ("data", "model", "reward")}
+    local = {name: getattr(spec, name).absolute() for name in ("data", "model", "algorithm", "reward")}
     spec = spec.model_copy(update=local)
     check_model(spec)
     spec.data.preflight(spec.algorithm.items)
     spec.reward.preflight()
-    spec = with_first_weights(spec)
-    folder = create(spec.name)
+    spec = with_teacher(with_first_weights(spec))
+    folder = create(spec.name) if where is None else claim(where)
     with locked(folder):
         write_spec(folder, spec)
         _write_yaml(folder.overrides, {"typed": list(typed), "set_by": dict(origins)})
-        point_latest(folder)
+        if where is None:
+            point_latest(folder)
         return Session(spec, folder, attempt=1).run()
 
 

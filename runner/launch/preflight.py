@@ -24,6 +24,11 @@ def check_model(spec: JobSpec) -> None:
         print(f"model.path: no folder {path} here, so taken as a hub id", file=sys.stderr)
 
 
+def is_hub_id(path: str) -> bool:
+    """Whether a path that leads nowhere here can be the hub's."""
+    return not Path(path).expanduser().exists() and not _is_place(path)
+
+
 def _is_place(path: str) -> bool:
     """Whether a path that leads nowhere can be no hub id (owner/name), or begins with a folder that is here."""
     return (

@@ -21,6 +21,7 @@ from runner.folder import RunFolder, is_latest, shown, write_json
 from runner.identity import refuse_changed_spec
 from runner.launch.export import write_export
 from runner.launch.screen import on_screen
+from runner.launch.surroundings import load_torch, set_environment
 from runner.launch.words import NO_EXAMPLE, Turn, amount, example, plain_sample, title
 from runner.registry import default_registry
 from runner.signals import StopSignal
@@ -56,9 +57,12 @@ class Session:
                 self.stop.install()
                 self._run(console)
         except Interrupted as error:
-            where = "latest" if is_latest(self.folder) else shown(self.folder.root)
-            raise Interrupted(error.exit_code - 128, f"{error}\ngo on    run resume {where}") from error
+            raise Interrupted(error.exit_code - 128, f"{error}\ngo on    run resume {self._name()}") from error
         return 0
+
+    def _name(self) -> str:
+        """How the run is called in a command."""
+        return "latest" if is_latest(self.folder) else shown(self.folder.root)
 
     @contextmanager
     def _status(self) -> Iterator[None]:
@@ -83,6 +87,9 @@ class Session:
     def _run(self, console: Console) -> None:
         console.message(f"folder   {shown(self.folder.root)}")
         decide = Decisions(self.spec.strict)
+        with self.stop.at_once():
+            set_environment(self.spec, decide)
+            load_torch(self.spec.device.name)
         trackers: list[Tracker] = []
         ending = "failed"
         try:
@@ -113,7 +120,7 @@ class Session:
             built.restore(loaded.state)
             self.values = loaded.metrics
         self.turn = Turn.of(built.model.tokenizer) if built.data.style == "chat" else None
-        self.made_of = manifest.collect(self.spec.model_dump(mode="json"), built.job.device.describe())
+        self.made_of = manifest.collect(self.spec.model_dump(mode="json"), _device(built))
         return built, first
 
     def _load(self, store: CheckpointStore, console: Console) -> Loaded | None:
@@ -180,7 +187,7 @@ class Session:
             write_export(built.model, self.folder.export, self.spec, self.spec.steps, self.values)
             lines.append(f"model    {shown(self.folder.export)}")
         lines.append(f"try it   {self._try_it(built)}")
-        lines.append(f"go on    run resume latest steps={self.spec.steps * 2}")
+        lines.append(f"go on    run resume {self._name()} steps={self.spec.steps * 2}")
         return lines
 
     def _try_it(self, built: Built) -> str:
@@ -189,7 +196,12 @@ class Session:
             return f"as a reward: reward=model reward.path={shown(self.folder.export)} (with algorithm=grpo or ppo)"
         own = self.spec.data.example()
         given = example(built.data.take(0, 1), built.model.tokenizer, self.turn)
-        return f"run infer latest {given if own == NO_EXAMPLE else own}"
+        return f"run infer {self._name()} {given if own == NO_EXAMPLE else own}"
+
+
+def _device(built: Built) -> dict[str, Any]:
+    """What the manifest says of the device: the name that `device=` has, and what exactness depends on."""
+    return {"name": built.job.device.name, **built.job.device.describe()}
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import yaml
 from runner.algorithm.distillation_config import TaughtConfig
 from runner.errors import EnvironmentProblem, Interrupted, Problem, RunnerError, SpecError
 from runner.folder import OUTPUTS, shown
+from runner.launch.child import bound
 from runner.launch.preflight import is_hub_id
 from runner.spec.job import JobSpec
 
@@ -89,7 +90,7 @@ def _run_first(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> Path
     if not own_model:
         words += [f"model={spec.model.name}", *_options("model", spec.model.model_dump(mode="json"))]
     words += [f"tracker={spec.tracker.name}", *_options("tracker", spec.tracker.model_dump(mode="json"))]
-    process = subprocess.Popen([sys.executable, "-m", "runner", *words])
+    process = subprocess.Popen(bound([sys.executable, "-m", "runner", *words]))
     try:
         code = process.wait()
     except KeyboardInterrupt:  # the terminal interrupted both: the first run saves, then this one ends

@@ -24,7 +24,7 @@ def title(spec: JobSpec, model: Any) -> dict[str, str]:
     """The facts of a run's first line: what learns, how many numbers of it, and where."""
     everything = sum(p.numel() for p in model.module.parameters())
     learnt = sum(p.numel() for p in model.trainable().values())
-    share = "all" if learnt == everything else rate(learnt)
+    share = "all" if learnt >= everything else rate(learnt)
     return {
         "name": spec.name,
         "model": f"{getattr(spec.model, 'path', spec.model.name)}{_first_weights(spec)}",
@@ -87,7 +87,9 @@ def plain_sample(row: Mapping[str, Any], turn: Turn | None) -> Mapping[str, Any]
     if turn is None:
         return row
     plain = {name: turn.without_special(text) for name, text in row.items() if isinstance(text, str)}
-    return {**row, **plain, **({"prompt": turn.message(row["prompt"])} if "prompt" in plain else {})}
+    if "prompt" in plain:
+        plain["prompt"] = turn.without_special(turn.message(row["prompt"]))
+    return {**row, **plain}
 
 
 def example(items: Sequence[Any], tokenizer: Any, turn: Turn | None) -> str:

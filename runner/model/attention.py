@@ -1,13 +1,14 @@
 """Attention over rows that lie end to end, without a [T, T] mask.
 
-    q, k, v [1, heads, T, d] ──cut at row ends──▶ causal attention per row or bucket of rows ──▶ [1, T, heads, d]
+    q, k, v [1, heads, T, d] ──cut at row ends──▶ causal attention per row, bucket of rows, or in one call of a kernel
+                                                  for rows end to end ──▶ [1, T, heads, d]
 
 Legend: N rows, T tokens in all rows, P tokens of all paths, d head size. The function is registered with
 transformers under the name `ragged`; having no mask function of that name, transformers builds no mask, and the row
 ends travel as the keyword `ragged` through the model's forward. On the CPU each row is one kernel call, which is
-fastest there (no copy, no padding); elsewhere rows of like lengths share a call, because calls are what costs. Rows
-that continue a shared prompt (see `runner.tree`) are attended along their paths: the prompt's keys are repeated here
-and nowhere else.
+fastest there (no copy, no padding). Elsewhere one call of the device's kernel does all rows; where it has none, rows
+of like lengths share a call, because calls are what costs. Rows that continue a shared prompt (see `runner.tree`) see
+its keys before their own: these are repeated here and nowhere else; its queries only where there is no kernel.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from runner.batch import Batch
-from runner.tree import Paths, paths, rows_alone
+from runner.protocols import VarlenAttention
+from runner.tree import Paths, contexts, paths, rows_alone
 
 NAME = "ragged"
 # Keywords that models hand to an attention function and that do not change what is computed.
@@ -46,19 +48,32 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where rows end. `buckets` is empty if each row is to be attended alone; `inverse` [T] undoes the buckets."""
+    """Where rows end. `buckets` is empty if each row is to be attended alone; `inverse` [T] undoes the buckets.
+
+    With a kernel: of each row the number of keys that it sees, `key_lengths`, and `key_index`, int64 [K], where they
+    all lie in the batch; None if each row sees itself alone.
+    """
 
     lengths: tuple[int, ...]
     buckets: tuple[Bucket, ...] = ()
     inverse: Tensor | None = None
+    kernel: VarlenAttention | None = None
+    key_lengths: tuple[int, ...] = ()
+    key_index: Tensor | None = None
 
 
-def rows_of(batch: Batch) -> Rows:
-    """The plan for one batch: row by row on the CPU, in buckets elsewhere and where rows share prompts.
+def rows_of(batch: Batch, kernel: VarlenAttention | None = None) -> Rows:
+    """The plan for one batch: by the kernel if there is one; else row by row on the CPU, in buckets elsewhere and
+    where rows share prompts.
 
     It is made on the CPU; of a batch on a device nothing is read back.
     """
     device = batch.tokens["ids"].device
+    if kernel is not None:
+        lengths = tuple(batch.structure.rows["lengths"].tolist())
+        keys, index = contexts(batch) or (lengths, None)
+        moved = None if index is None else _moved(index, device)
+        return Rows(lengths, kernel=kernel, key_lengths=keys, key_index=moved)
     shared = paths(batch)
     if shared is None and device.type == "cpu":
         return Rows(tuple(batch.rows["lengths"].tolist()))
@@ -139,6 +154,34 @@ def _by_bucket(query: Tensor, key: Tensor, value: Tensor, rows: Rows, *options: 
     return torch.cat(done).index_select(0, rows.inverse)[None]
 
 
+def _by_kernel(
+    query: Tensor, key: Tensor, value: Tensor, rows: Rows, window: int | None, dropout: float, scale: float | None
+) -> Tensor:
+    assert rows.kernel is not None
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in _of_one_type(query, key, value))
+    if rows.key_index is not None:
+        k, v = k.index_select(0, rows.key_index), v.index_select(0, rows.key_index)
+    return rows.kernel(
+        q,
+        k,
+        v,
+        query_lengths=rows.lengths,
+        key_lengths=rows.key_lengths,
+        window=window,
+        dropout=dropout,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+    )[None]
+
+
+def _of_one_type(*tensors: Tensor) -> list[Tensor]:
+    """As torch's own attention makes them under autocast; rotary positions may have left some in float32."""
+    kind = tensors[0].device.type
+    if torch.is_autocast_enabled(kind):
+        return [tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors]
+    wide = max((tensor.dtype for tensor in tensors), key=lambda dtype: torch.finfo(dtype).bits)
+    return [tensor.to(wide) for tensor in tensors]
+
+
 def attend(
     query: Tensor, key: Tensor, value: Tensor, rows: Rows, window: int | None, dropout: float, scale: float | None
 ) -> Tensor:
@@ -146,7 +189,8 @@ def attend(
 
     query [1, heads, T, d]; key, value [1, kv heads, T, d]; window in tokens or None. Returns [1, T, heads, d].
     """
-    return (_by_bucket if rows.buckets else _by_row)(query, key, value, rows, window, dropout, scale)
+    way = _by_kernel if rows.kernel else _by_bucket if rows.buckets else _by_row
+    return way(query, key, value, rows, window, dropout, scale)
 
 
 def _check(module: nn.Module, attention_mask: Tensor | None, options: dict[str, Any]) -> None:

@@ -2,8 +2,9 @@
 
     head_objection     may the LM head be applied to the backbone's hidden states in chunks?
     packed_objection   does the packed layout give what the model's own attention gives?
+    kernel_objection   does a device's kernel give what attention is defined as?
 
-Both answer with the reason why not, or None. No weight, mode or random stream is changed.
+All answer with the reason why not, or None. No weight, mode or random stream is changed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from runner.batch import pack
 from runner.model.attention import NAME, UnsupportedAttention
 from runner.model.layout import packed
+from runner.protocols import VarlenAttention
 
 PROBE_ROWS = ([3, 1, 4, 1, 5], [2, 6, 5])
 CUTTABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -88,3 +90,57 @@ def packed_objection(causal: Any, device: torch.device) -> str | None:
     if reason is not None:
         causal.set_attn_implementation(own)
     return reason
+
+
+def kernel_objection(kernel: VarlenAttention, config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why `kernel` will not do for a model of this config: what it gives, or its gradient, is not attention."""
+    heads, head_size = config.num_attention_heads, getattr(config, "head_dim", None)
+    head_size = head_size or config.hidden_size // heads
+    wide = torch.promote_types(dtype, torch.float32)
+    queries, keys = (3, 2, 5), (3, 6, 5)  # the second sequence continues another one
+    stream = torch.Generator().manual_seed(0)
+    sizes = [(sum(queries), heads), (sum(keys), config.num_key_value_heads), (sum(keys), config.num_key_value_heads)]
+    drawn = [torch.randn(*size, head_size, generator=stream).to(device, dtype).requires_grad_() for size in sizes]
+    for window in (None, 2):
+        options = {"query_lengths": queries, "key_lengths": keys, "window": window, "scale": head_size**-0.5}
+        try:
+            got = _with_gradients(kernel, drawn, dropout=0.0, **options)
+        except (RuntimeError, TypeError, ValueError) as error:  # of whatever kind a foreign kernel refuses with
+            return f"its kernel says {str(error).strip().splitlines()[0]}"
+        wanted = _with_gradients(_defined, [t.detach().to(wide).requires_grad_() for t in drawn], **options)
+        if not all(_close(g, w.to(g.dtype)) for g, w in zip(got, wanted, strict=True)):
+            return "its kernel does not give what attention is defined as" + (
+                f" in a window of {window}" * bool(window)
+            )
+    return None
+
+
+@torch.enable_grad()
+def _with_gradients(attend: Any, tensors: list[Tensor], **options: Any) -> list[Tensor]:
+    """The output and the gradients of the sum of its squares."""
+    out: Tensor = attend(*tensors, **options)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), tensors)]
+
+
+def _defined(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    query_lengths: tuple[int, ...],
+    key_lengths: tuple[int, ...],
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """Attention by its definition, sequence by sequence; see `VarlenAttention`."""
+    groups = query.shape[1] // key.shape[1]
+    done = []
+    cut = (query.split(query_lengths), key.split(key_lengths), value.split(key_lengths))
+    for q, k, v in zip(*cut, strict=True):
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        place = torch.arange(len(k), device=k.device)
+        behind = place[-len(q) :, None] - place
+        unseen = (behind < 0) | (behind >= (window or len(k)))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        done.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), v))
+    return torch.cat(done)

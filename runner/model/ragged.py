@@ -23,10 +23,11 @@ from runner.batch import Batch
 from runner.errors import Problem, RunnerError, SpecError
 from runner.model import layout
 from runner.model.config import ModelConfig
+from runner.model.dropout import switch_off
 from runner.model.positions import check_rows, longest_row
-from runner.model.probe import packed_objection
+from runner.model.probe import kernel_objection, packed_objection
 from runner.model.source import Source
-from runner.protocols import Decide
+from runner.protocols import Decide, VarlenAttention
 from runner.quiet import no_progress_bar
 
 
@@ -62,6 +63,7 @@ class RaggedModel:
         self._limit = longest_row(self.inner.config)
         self.device: torch.device = self.inner.device
         self._training = True
+        self._kernel: VarlenAttention | None = None
         self.module.eval()
         self._choose_layout(decide)
         self._choose_checkpointing(decide)
@@ -91,6 +93,14 @@ class RaggedModel:
             decide("export", "an adapter", "a merged model", "its base is random numbers, which nobody else has")
             self.merge()
 
+    def attend_with(self, kernel: VarlenAttention, *, decide: Decide) -> None:
+        """Let packed rows attend through a device's kernel, unless it errs on a handful of tokens in its shape."""
+        objection = kernel_objection(kernel, self.inner.config.get_text_config(), self.compute_type, self.device)
+        if objection is None:
+            self._kernel = kernel
+        else:
+            decide("attention", "fused", "sdpa", objection)
+
     def merge(self) -> None:
         """Let `save` write the adapter merged into its base. Raises SpecError if there is none, or none that can be."""
         if self.module is self.inner:
@@ -104,7 +114,9 @@ class RaggedModel:
     def wrapped(self, module: nn.Module, *, decide: Decide) -> Self:
         """The same model inside `module` (a peft model around it), looked at afresh; use it instead of this one."""
         self.inner.set_attn_implementation(self.own_attention)
-        return type(self)(module, self.tokenizer, self.config, seed=self.seed, decide=decide, source=self.source)
+        made = type(self)(module, self.tokenizer, self.config, seed=self.seed, decide=decide, source=self.source)
+        made._kernel = self._kernel
+        return made
 
     @cached_property
     def origin(self) -> dict[str, str]:
@@ -113,6 +125,11 @@ class RaggedModel:
         Reads a local folder's weights in full where some of them do not learn; made when it is first asked for.
         """
         return self.source.identity(weights=not all(p.requires_grad for p in self.module.parameters()))
+
+    @property
+    def compute_type(self) -> torch.dtype:
+        """Data type that matrix products are computed in."""
+        return self._compute or self.inner.dtype
 
     @property
     def padded(self) -> bool:
@@ -126,6 +143,10 @@ class RaggedModel:
     def eval(self) -> None:
         """Let every pass run in evaluation mode."""
         self._training = False
+
+    def without_dropout(self) -> float:
+        """Switch the dropout of model and adapter off for good; returns the largest rate there was."""
+        return switch_off(self.module)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that learn, by the names they have in `module`; tied ones once."""
@@ -142,7 +163,7 @@ class RaggedModel:
         with no_progress_bar():
             module.save_pretrained(folder, **options)
             self.tokenizer.save_pretrained(folder)
-        _check_saved(folder, sum(p.numel() for p in self.trainable().values()))
+        _check_saved(folder, sum(p.numel() for p in self.module.parameters() if p.requires_grad))
 
     def _merged(self) -> Any:
         """A copy of the transformers model with its adapter in its weights; in float32, or little of it would stay."""
@@ -174,7 +195,7 @@ class RaggedModel:
     def _run(self, forward: layout.Forward, batch: Batch) -> Tensor:
         """What `forward` gives for every token, [T, H]. Raises SpecError for a row that is too long for the model."""
         check_rows(int(batch.structure.tokens["positions"].max()) + 1, self._limit)
-        return layout.run(self.layout, forward, batch)
+        return layout.run(self.layout, forward, batch, self._kernel)
 
     def _refuse_unknown(self, needs: frozenset[str]) -> None:
         if needs - self.made:
@@ -198,8 +219,8 @@ def _check_saved(folder: Path, wanted: int) -> None:
 
 
 def scatter(values: Tensor, places: Tensor, size: int) -> Tensor:
-    """`values` at `places`, 0 elsewhere, [size]; differentiable."""
-    return values.new_zeros(size).index_copy(0, places, values)
+    """`values` [S, …] at `places`, 0 elsewhere, [size, …]; differentiable."""
+    return values.new_zeros(size, *values.shape[1:]).index_copy(0, places, values)
 
 
 def predicted(batch: Batch) -> Tensor:

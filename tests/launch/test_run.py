@@ -33,7 +33,7 @@ SMALL = (
     "checkpoint.every=2",
     "schedule.warmup_steps=1",
 )
-VOLATILE = ("perf/", "time/")
+VOLATILE = ("perf/", "time/", "device/")
 
 
 def runner(cwd: Path, *arguments: str, code: int = 0, **environment: str) -> str:

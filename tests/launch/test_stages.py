@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,20 @@ def test_a_recipe_that_fails_ends_this_job_with_its_exit_code(tmp_path: Path, mo
     with pytest.raises(StageFailed, match="ended with exit code 2") as caught:
         with_first_weights(spec)
     assert caught.value.exit_code == 2 and not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.slow
+def test_a_recipe_that_is_run_first_ends_with_its_job(tmp_path: Path) -> None:
+    words = ["+recipe=grpo_demo", *SMALL[:-1], "init_from=recipe:sft_demo", "steps=2"]
+    job = subprocess.Popen([sys.executable, "-m", "runner", *words], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 90
+    while not (found := list(tmp_path.glob("outputs/*/*/metrics.jsonl"))):
+        assert time.monotonic() < end and job.poll() is None
+        time.sleep(0.05)
+    job.kill()
+    job.wait()
+    status = found[0].parent / "status.json"
+    while json.loads(status.read_text())["state"] == "running":
+        assert time.monotonic() < end, "the first run outlived its job"
+        time.sleep(0.05)
+    assert json.loads(status.read_text())["state"] == "interrupted"  # by the kernel's SIGTERM, and it saved

@@ -145,7 +145,7 @@ def test_rows_of_one_token_have_nothing_to_predict(layout: str) -> None:
 
 
 def test_an_unknown_output_is_named() -> None:
-    with pytest.raises(SpecError, match=r"scores.*makes entropy, logprobs"):
+    with pytest.raises(SpecError, match=r"scores.*makes entropy, hidden, logprobs"):
         causal("llama").outputs(batch(), frozenset({"logprobs", "scores"}))
 
 

@@ -16,6 +16,7 @@ from transformers.models.llama4 import Llama4ForCausalLM, Llama4TextConfig
 from transformers.models.mistral import MistralConfig, MistralForCausalLM
 from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from runner.batch import Batch, pack
 from runner.decisions import Decisions
@@ -45,6 +46,13 @@ ZOO: dict[str, Any] = {
     "llama": lambda **o: LlamaForCausalLM(LlamaConfig(**SHAPE | o)),
     "qwen2": lambda **o: Qwen2ForCausalLM(Qwen2Config(**SHAPE | o)),
     "qwen3": lambda **o: Qwen3ForCausalLM(Qwen3Config(**SHAPE | o)),
+    "qwen3_moe": lambda **o: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **SHAPE
+            | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
+            | o
+        )
+    ),
     "mistral": lambda **o: MistralForCausalLM(MistralConfig(**SHAPE | {"sliding_window": 8} | o)),
     "gemma2": lambda **o: Gemma2ForCausalLM(
         Gemma2Config(**SHAPE | {"sliding_window": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 3.0} | o)

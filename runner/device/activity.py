@@ -1,0 +1,95 @@
+"""What a device is doing now: how busy, warm and full it is, by name. Nothing here imports torch.
+
+    this process   os.times, /proc/self/statm
+    a GPU          nvidia-smi --query-gpu …, the line with its uuid
+    an NPU         npu-smi info, the chip that npu-smi info -m gives for the number that programs use
+
+A name ends in its unit: `_percent`, `_c`, `_w`, `_bytes`. What a product does not print is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from runner.device import npu_smi, nvidia_smi
+from runner.device.visible import parse
+from runner.errors import EnvironmentProblem
+
+DEADLINE_S = 20.0
+MB = 1 << 20
+Reading = Callable[[], Mapping[str, float]]
+
+
+def own_process() -> Reading:
+    """Of this process: percent of one core since the last reading, and the memory that it occupies."""
+    before = [time.perf_counter(), _cpu_seconds()]
+
+    def read() -> Mapping[str, float]:
+        now = [time.perf_counter(), _cpu_seconds()]
+        passed, busy = (a - b for a, b in zip(now, before, strict=True))
+        before[:] = now
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return {"busy_percent": 100 * busy / max(passed, 1e-9), "resident_bytes": float(resident)}
+
+    return read
+
+
+def _cpu_seconds() -> float:
+    spent = os.times()
+    return spent.user + spent.system
+
+
+def gpu(uuid: str) -> Reading:
+    """Of the GPU with this uuid, with or without its GPU-."""
+
+    def read() -> Mapping[str, float]:
+        for found in nvidia_smi.parse_query(printed(*nvidia_smi.QUERY)):
+            if found.uuid.removeprefix("GPU-") == uuid.removeprefix("GPU-"):
+                return _numbers(found.busy_percent, found.temperature_c, found.power_w, found.memory_used_mb)
+        raise EnvironmentProblem(f"nvidia-smi lists no GPU {uuid}")
+
+    return read
+
+
+def npu(index: int, visible: str | None) -> Reading:
+    """Of the NPU that this process calls `index`; `visible` is the list of visible devices, if there is one."""
+    logical = index if visible is None else parse(visible).ids[index]
+    places: list[npu_smi.Place] = []
+
+    def read() -> Mapping[str, float]:
+        if not places:
+            places.extend(npu_smi.parse_mapping(printed("npu-smi", "info", "-m")))
+        here = [place for place in places if place.logical == logical]
+        for found in npu_smi.parse_info(printed("npu-smi", "info")).chips:
+            if here and (found.card, found.chip) == (here[0].card, here[0].chip):
+                return _numbers(found.busy_percent, found.temperature_c, found.power_w, found.memory_used_mb)
+        raise EnvironmentProblem(f"npu-smi lists no chip with the logical number {logical}")
+
+    return read
+
+
+def _numbers(
+    busy_percent: float | None, temperature_c: float | None, power_w: float | None, used_mb: int | None
+) -> dict[str, float]:
+    found = {
+        "busy_percent": busy_percent,
+        "temperature_c": temperature_c,
+        "power_w": power_w,
+        "memory_used_bytes": None if used_mb is None else float(used_mb * MB),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def printed(*command: str) -> str:
+    """What a program prints, in plain English figures. Raises EnvironmentProblem if it cannot be run, or fails."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=DEADLINE_S, check=True, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise EnvironmentProblem(f"{' '.join(command[:2])}: {error}") from error
+    return done.stdout

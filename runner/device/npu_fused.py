@@ -1,0 +1,216 @@
+"""Fused operators of Ascend NPUs in transformers models: which part of a model takes which, each one tried first.
+
+    rms_norm        npu_rms_norm                    …RMSNorm      one rounding where transformers has two
+    rotary          npu_rotary_mul, mode "half"     …Attention
+    swiglu          npu_swiglu                      …MLP          gate and up side by side
+    grouped_matmul  npu_grouped_matmul, npu_swiglu  …Experts
+
+Families: Qwen2 and Qwen2.5, Qwen3, Qwen3-MoE, Llama. The forward of single modules is exchanged, never that of a class,
+and only if on a handful of numbers, on the device, the operator gives what the module gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from runner.device.npu_experts import mixed
+from runner.protocols import Decide
+
+FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; 0.05 for anything coarser
+ROTARY = "apply_rotary_pos_emb"  # what the attention of every family calls
+
+
+class Operators(Protocol):
+    """The part of torch_npu that is used here."""
+
+    def npu_rms_norm(self, x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]: ...
+
+    def npu_rotary_mul(self, x: Tensor, cos: Tensor, sin: Tensor, rotary_mode: str) -> Tensor: ...
+
+    def npu_swiglu(self, x: Tensor, dim: int) -> Tensor: ...
+
+    def npu_grouped_matmul(self, x: Sequence[Tensor], weight: Sequence[Tensor], **options: Any) -> Sequence[Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of module: how its class's name ends, its forward with fused operators, and what tries that out.
+
+    objection: why a module is not of the kind that `forward` computes, or None; tried: the module's output and the
+    fused one, on numbers of its own.
+    """
+
+    ending: str
+    objection: Callable[[Any], str | None]
+    forward: Callable[[Any, Operators], Callable[..., Any]]
+    tried: Callable[[Any, Callable[..., Any], Operators], tuple[Tensor, Tensor]]
+
+
+def fuse(module: nn.Module, wanted: Sequence[str], operators: Operators, decide: Decide) -> None:
+    """Exchange the forward of every module that a wanted operator fits; each kind is said, with its number.
+
+    Experts that are left run one after the other: what transformers prefers is a grouped product that torch_npu lacks.
+    """
+    _exchange(module, wanted, operators, decide)
+    left = [m for m in module.modules() if hasattr(m, "_is_expert_parallel") and "forward" not in vars(m)]
+    if left:
+        module.set_experts_implementation("eager")  # type: ignore[operator]
+        decide.state("experts", "one after the other", "torch_npu 2.13 has no grouped product under torch's name")
+
+
+def _exchange(module: nn.Module, wanted: Sequence[str], operators: Operators, decide: Decide) -> None:
+    config: Any = module.config
+    if not wanted:
+        return
+    if config.model_type not in FAMILIES:
+        decide("device.fused", ", ".join(wanted), "none", f"{config.model_type} is none of {', '.join(FAMILIES)}")
+        return
+    home = f"transformers.models.{config.model_type}.modeling_{config.model_type}"
+    for name in wanted:
+        kind = KINDS[name]
+        parts = [m for m in module.modules() if type(m).__module__ == home and type(m).__name__.endswith(kind.ending)]
+        if not parts:
+            continue
+        if reason := _objection(kind, parts[0], operators):
+            decide(f"device.fused.{name}", "fused", "transformers' own", reason)
+            continue
+        forward = kind.forward(parts[0], operators)
+        for part in parts:
+            part.forward = MethodType(forward, part)
+        decide.state(f"device.fused.{name}", f"{len(parts)} modules", f"{type(parts[0]).__name__} and its like")
+
+
+@torch.no_grad()
+def _objection(kind: Kind, part: Any, operators: Operators) -> str | None:
+    """Why not: the module is of another kind, the operator is not there, or it gives something else."""
+    if reason := kind.objection(part):
+        return reason
+    try:
+        own, fused = kind.tried(part, kind.forward(part, operators), operators)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        return f"the operator says {str(error).strip().splitlines()[0]}"
+    limit = TOLERANCE.get(own.dtype, 0.05) * float(own.abs().max())
+    if own.dtype == fused.dtype and own.shape == fused.shape and float((own - fused).abs().max()) <= limit:
+        return None
+    return "the operator does not give what the module gives"
+
+
+def _numbers(like: Tensor, *shape: int) -> Tensor:
+    """Random numbers from a stream of their own, of the type and on the device of `like`."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
+
+
+def _norm(part: Any, operators: Operators) -> Callable[..., Any]:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        wide = torch.promote_types(hidden_states.dtype, self.weight.dtype)  # the operator wants one type
+        return operators.npu_rms_norm(hidden_states.to(wide), self.weight.to(wide), self.variance_epsilon)[0]
+
+    return forward
+
+
+def _norm_objection(part: Any) -> str | None:
+    return None if hasattr(part, "variance_epsilon") else "it does not show its epsilon"
+
+
+def _norm_tried(part: Any, forward: Callable[..., Any], _: Operators) -> tuple[Tensor, Tensor]:
+    x = _numbers(part.weight, 3, len(part.weight)) * 3
+    return part(x), forward(part, x)
+
+
+def _swiglu(part: Any, operators: Operators) -> Callable[..., Any]:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(operators.npu_swiglu(torch.cat([self.gate_proj(x), self.up_proj(x)], -1), dim=-1))
+        return out
+
+    return forward
+
+
+def _silu_objection(part: Any) -> str | None:
+    x = torch.linspace(-4, 4, 9)
+    is_silu = torch.allclose(part.act_fn(x), torch.nn.functional.silu(x))
+    return None if is_silu else f"its activation is {type(part.act_fn).__name__}, not SiLU"
+
+
+def _mlp_tried(part: Any, forward: Callable[..., Any], _: Operators) -> tuple[Tensor, Tensor]:
+    x = _numbers(part.gate_proj.weight, 3, part.gate_proj.in_features)
+    return part(x), forward(part, x)
+
+
+def _rotated(operators: Operators) -> Callable[..., tuple[Tensor, Tensor]]:
+    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(q.dtype, cos.dtype)
+        cos, sin = (x.unsqueeze(unsqueeze_dim).to(wide) for x in (cos, sin))
+        first, second = (operators.npu_rotary_mul(x.to(wide), cos, sin, "half") for x in (q, k))
+        return first, second
+
+    return apply
+
+
+def _attention(part: Any, operators: Operators) -> Callable[..., Any]:
+    """The module's own forward, in which one name stands for another function."""
+    own = type(part).forward
+    names = {**own.__globals__, ROTARY: _rotated(operators)}
+    bound = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+    bound.__kwdefaults__ = own.__kwdefaults__
+    return bound
+
+
+def _attention_objection(part: Any) -> str | None:
+    own = type(part).forward
+    calls = isinstance(own, FunctionType) and ROTARY in own.__code__.co_names and ROTARY in own.__globals__
+    return None if calls else f"it does not call {ROTARY}"
+
+
+def _rotary_tried(part: Any, _: Callable[..., Any], operators: Operators) -> tuple[Tensor, Tensor]:
+    weight = part.q_proj.weight
+    q, k = _numbers(weight, 1, 4, 3, part.head_dim), _numbers(weight, 1, 2, 3, part.head_dim)
+    angles = torch.arange(3.0)[:, None] + torch.arange(float(part.head_dim // 2))
+    cos, sin = (torch.cat([x, x], -1)[None].to(weight) for x in (angles.cos(), angles.sin()))
+    own = type(part).forward.__globals__[ROTARY](q, k, cos, sin)
+    fused = _rotated(operators)(q, k, cos, sin)
+    return torch.cat(own, 1), torch.cat(fused, 1)
+
+
+def _experts(part: Any, operators: Operators) -> Callable[..., Any]:
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return mixed(
+            self,
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            grouped_matmul=operators.npu_grouped_matmul,
+            swiglu=lambda x: operators.npu_swiglu(x, dim=-1),
+        )
+
+    return forward
+
+
+def _experts_objection(part: Any) -> str | None:
+    usual = (part.num_experts, 2 * part.intermediate_dim, part.hidden_dim)
+    if tuple(part.gate_up_proj.shape) != usual or getattr(part, "has_bias", False):
+        return "its experts' weights are laid out in another way"
+    return _silu_objection(part)
+
+
+def _experts_tried(part: Any, forward: Callable[..., Any], _: Operators) -> tuple[Tensor, Tensor]:
+    x = _numbers(part.down_proj, 5, part.hidden_dim)
+    scores = _numbers(part.down_proj, 5, part.num_experts).float().softmax(-1)
+    weights, chosen = scores.topk(min(2, part.num_experts), -1)
+    given = (x, chosen, weights.to(x.dtype))
+    plain = getattr(type(part).forward, "__wrapped__", type(part).forward)  # what transformers would choose may not run
+    return plain(part, *given), forward(part, *given)
+
+
+KINDS = {
+    "rms_norm": Kind("RMSNorm", _norm_objection, _norm, _norm_tried),
+    "rotary": Kind("Attention", _attention_objection, _attention, _rotary_tried),
+    "swiglu": Kind("MLP", _silu_objection, _swiglu, _mlp_tried),
+    "grouped_matmul": Kind("Experts", _experts_objection, _experts, _experts_tried),
+}

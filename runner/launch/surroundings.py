@@ -1,0 +1,49 @@
+"""The environment of a job's process: what its device wants to find there, set before torch is imported, and said."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from runner.decisions import Decisions
+from runner.device.backend import leave_out
+from runner.device.presets import Preset, hccl_objection, resolve
+from runner.errors import EnvironmentProblem
+from runner.spec.job import JobSpec
+
+
+def set_environment(spec: JobSpec, decide: Decisions) -> None:
+    """Set what the device's presets ask for and the user has not set; the manifest keeps what is then in force.
+
+    A torch_npu that the device has no use for is left out of the process: without CANN it breaks `import torch`.
+    Raises EnvironmentProblem if HCCL's timeouts, the user's and the preset's together, contradict one another.
+    """
+    presets = spec.device.environment(spec)
+    found = resolve(presets, dict(os.environ))
+    for name, (value, variable) in found.kept.items():
+        decide.state(f"environment.{name}", value, f"yours; not {variable.value}: {variable.reason}")
+    os.environ.update({name: variable.value for name, variable in found.set.items()})
+    if found.set:
+        late = "; too late for what torch reads at its import" if "torch" in sys.modules else ""
+        words = " ".join(f"{name}={variable.value}" for name, variable in found.set.items())
+        decide.state("environment", " + ".join(preset.name for preset in presets), words + late)
+    if left_out := leave_out(spec.device.name):
+        decide.state("environment.torch_npu", "left out of this process", left_out)
+    if _collective(presets) and (objection := hccl_objection(os.environ)):
+        raise EnvironmentProblem(f"device={spec.device.name}: {objection}")
+    spec.device.enter()
+
+
+def _collective(presets: Sequence[Preset]) -> bool:
+    return any(name.startswith("HCCL_") for preset in presets for name in preset.variables)
+
+
+def load_torch(device: str) -> None:
+    """Import torch. Raises EnvironmentProblem where that fails, as it does if torch_npu does not fit torch or CANN."""
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:
+        cause = f"{error} (from {type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ else str(error)
+        asked = device.removesuffix("_sim")
+        raise EnvironmentProblem(f"import torch fails: {cause}\n  what is wrong: run doctor device={asked}") from error

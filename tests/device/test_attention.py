@@ -1,0 +1,254 @@
+"""Kernels for sequences end to end: each adapter, over its operator as documented, against attention's definition."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from runner.decisions import Decisions
+from runner.device.config import CudaConfig
+from runner.device.cuda_attention import FlashAttention, TorchFlashAttention, edges, kernel
+from runner.device.npu_attention import MOST_SEQUENCES, FusionAttention
+from runner.errors import EnvironmentProblem
+from runner.model.attention import rows_of
+from runner.model.probe import kernel_objection
+from runner.protocols import VarlenAttention
+from runner.tree import pack_trees
+from tests.device import operators
+from tests.device.cases import trees
+from tests.model import zoo
+
+KERNELS: dict[str, VarlenAttention] = {
+    "npu": FusionAttention(operators.npu_fusion_attention),
+    "flash-attn": FlashAttention(operators.flash_attn_varlen_func, deterministic=True),
+    "torch": TorchFlashAttention(operators.varlen_attn),
+}
+LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def defined(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[tuple[int, int]], window: int | None, scale: float
+) -> Tensor:
+    """One token after the other: softmax over the keys up to its own, in float64."""
+    out, q_at, k_at = [], 0, 0
+    for queries, keys in lengths:
+        for place in range(queries):
+            own = k_at + keys - queries + place
+            first = k_at if window is None else max(k_at, own - window + 1)
+            for head in range(query.shape[1]):
+                kv = head * key.shape[1] // query.shape[1]
+                ks, vs = key[first : own + 1, kv].double(), value[first : own + 1, kv].double()
+                weights = torch.softmax(ks @ query[q_at + place, head].double() * scale, 0)
+                out.append(weights @ vs)
+        q_at, k_at = q_at + queries, k_at + keys
+    return torch.stack(out).view(-1, *query.shape[1:])
+
+
+lengths_strategy = st.lists(
+    st.tuples(st.integers(0, 7), st.integers(0, 5)).map(lambda pair: (pair[0], pair[0] + pair[1])),
+    min_size=1,
+    max_size=5,
+).filter(lambda pairs: any(queries for queries, _ in pairs))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@given(
+    lengths=lengths_strategy,
+    heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 1)]),
+    window=st.none() | st.integers(1, 9),
+    dtype=st.sampled_from(list(LIMITS)),
+    scale=st.sampled_from([1.0, 0.3, 8**-0.5]),
+)
+@settings(max_examples=25)
+def test_equals_the_definition_in_value_and_gradient(
+    name: str,
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int],
+    window: int | None,
+    dtype: torch.dtype,
+    scale: float,
+) -> None:
+    torch.manual_seed(len(lengths))
+    queries, keys = (tuple(sizes) for sizes in zip(*lengths, strict=True))
+    shapes = [(sum(queries), heads[0], 8), *[(sum(keys), heads[1], 8)] * 2]
+    given = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    got = KERNELS[name](*given, query_lengths=queries, key_lengths=keys, window=window, dropout=0.0, scale=scale)
+    wide = [x.detach().double().requires_grad_() for x in given]
+    wanted = defined(*wide, lengths, window, scale)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), wanted, rtol=LIMITS[dtype], atol=LIMITS[dtype])
+    c = torch.randn(wanted.shape, dtype=torch.float64)
+    gradients = torch.autograd.grad((got.double() * c).sum(), given)
+    for gradient, reference in zip(gradients, torch.autograd.grad((wanted * c).sum(), wide), strict=True):
+        limit = LIMITS[dtype] * (1 + float(reference.abs().max()))
+        torch.testing.assert_close(gradient.double(), reference, rtol=LIMITS[dtype], atol=limit)
+
+
+def spoilt(change: Callable[[dict[str, Any]], None]) -> VarlenAttention:
+    """The NPU adapter over an operator that gets its arguments changed: the mistakes that the facts warn of."""
+
+    def operator(*tensors: Tensor, **options: Any) -> Any:
+        change(options)
+        return operators.npu_fusion_attention(*tensors, **options)
+
+    return FusionAttention(operator)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda o: o.update(scale=1.0),  # the operator's default
+        lambda o: o.update(atten_mask=None),  # then everything is seen, whatever the mode
+        lambda o: o.update(atten_mask=~o["atten_mask"]),  # True as "seen", which is torch's sense of it
+        lambda o: o.update(sparse_mode=3) or o.pop("pre_tockens", None),  # a window that is forgotten
+        lambda o: "pre_tockens" in o and o.update(pre_tockens=o["pre_tockens"] + 1),  # counted with the query's own key
+        lambda o: "next_tockens" in o and o.pop("next_tockens"),  # a window without an end
+        lambda o: o.update(actual_seq_qlen=[0, *o["actual_seq_qlen"]]),  # flash-attention's leading 0
+        lambda o: o.update(actual_seq_kvlen=o["actual_seq_qlen"]),
+    ],
+    ids=["scale", "no mask", "polarity", "no window", "wide window", "no end", "leading zero", "key lengths"],
+)
+def test_each_known_trap_is_seen_by_the_probe(mistake: Callable[[dict[str, Any]], None]) -> None:
+    config = zoo.module("llama").config
+    options = (config, torch.float32, zoo.CPU)
+    assert kernel_objection(KERNELS["npu"], *options) is None
+
+    def failing(*tensors: Tensor, **given: Any) -> Any:
+        try:
+            mistake(given)
+            return operators.npu_fusion_attention(*tensors, **given)
+        except AssertionError as error:
+            raise RuntimeError(f"aclnnFlashAttentionScore: {error or 'invalid argument'}") from error
+
+    assert kernel_objection(FusionAttention(failing), *options) is not None
+
+
+def test_the_scale_is_always_given_and_the_mask_is_the_compressed_one() -> None:
+    seen: list[dict[str, Any]] = []
+    subject = spoilt(lambda options: seen.append(dict(options)))
+    x = torch.randn(5, 2, 4)
+    for window in (None, 9, 2):
+        subject(x, x, x, query_lengths=(5,), key_lengths=(5,), window=window, dropout=0.25, scale=0.5)
+    assert [options["sparse_mode"] for options in seen] == [3, 3, 4], "a window as long as the rows is none"
+    assert all(options["scale"] == 0.5 and options["keep_prob"] == 0.75 for options in seen)
+    assert (seen[2]["pre_tockens"], seen[2]["next_tockens"]) == (1, 0)
+    mask = seen[0]["atten_mask"]
+    assert mask.shape == (2048, 2048) and mask.dtype == torch.bool
+    assert bool(mask[0, 1]) and not bool(mask.diagonal().any()) and not bool(mask[1, 0]), "True is masked"
+
+
+def test_long_lists_of_sequences_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    subject = spoilt(lambda options: sizes.append(len(options["actual_seq_qlen"])))
+    count = 2 * MOST_SEQUENCES + 7
+    x = torch.randn(count, 1, 2)
+    ones = (1,) * count
+    out = subject(x, x, x, query_lengths=ones, key_lengths=ones, window=None, dropout=0.0, scale=1.0)
+    assert sizes == [MOST_SEQUENCES, MOST_SEQUENCES, 7]
+    torch.testing.assert_close(out, x)  # each token sees itself alone
+
+
+def test_more_queries_than_keys_are_refused() -> None:
+    x = torch.randn(3, 1, 2)
+    with pytest.raises(ValueError, match="more queries than keys"):
+        KERNELS["npu"](x, x[:2], x[:2], query_lengths=(3,), key_lengths=(2,), window=None, dropout=0.0, scale=1.0)
+
+
+def test_dropout_without_a_kernel_for_it_says_what_to_type() -> None:
+    x = torch.randn(3, 1, 2)
+    with pytest.raises(EnvironmentProblem, match=r"device\.attention=sdpa"):
+        KERNELS["torch"](x, x, x, query_lengths=(3,), key_lengths=(3,), window=None, dropout=0.1, scale=1.0)
+
+
+def test_lengths_never_leave_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the operator gets are numbers, made without reading a tensor back; the edges are moved once per batch."""
+    edges.cache_clear()
+    first = edges((2, 3), zoo.CPU)
+    assert edges((2, 3), zoo.CPU) is first and first.tolist() == [0, 2, 5]
+    assert math.prod(first.shape) == 3 and first.dtype == torch.int32
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_model_scores_and_learns_the_same_through_a_kernel(name: str, family: str, share: bool) -> None:
+    data = pack_trees(trees(), share=share)
+    plain, through = zoo.causal(family, double=True), zoo.causal(family, double=True)
+    through.attend_with(KERNELS[name], decide=(decisions := Decisions()))
+    assert decisions.made == [] and through.layout == "packed"
+    got, wanted = (model.outputs(data, zoo.LOGPROBS)["logprobs"] for model in (through, plain))
+    torch.testing.assert_close(got, wanted)
+    assert zoo.relative(*(zoo.gradients(model, True, data) for model in (through, plain))) < 1e-9
+
+
+def test_shared_prompts_repeat_keys_and_no_query() -> None:
+    data = pack_trees(trees())
+    rows = rows_of(data, KERNELS["npu"])
+    assert sum(rows.lengths) == data.num_tokens
+    assert rows.key_index is not None and sum(rows.key_lengths) == len(rows.key_index) > data.num_tokens
+    alone = rows_of(pack_trees(trees(), share=False), KERNELS["npu"])
+    assert alone.key_index is None and alone.key_lengths == alone.lengths
+
+
+def test_a_kernel_that_errs_is_not_used_and_this_is_said() -> None:
+    model = zoo.causal("llama")
+    model.attend_with(spoilt(lambda options: options.update(scale=1.0)), decide=(decisions := Decisions()))
+    [decision] = decisions.made
+    assert (decision.feature, decision.got) == ("attention", "sdpa") and model._kernel is None
+    assert "does not give what attention is" in decision.reason
+    with pytest.raises(EnvironmentProblem, match="strict"):
+        model.attend_with(spoilt(lambda options: options.update(scale=1.0)), decide=Decisions(strict=True))
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file of a package flash_attn that is found before any other."""
+    (tmp_path / "flash_attn").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path / "flash_attn" / "__init__.py"
+    sys.modules.pop("flash_attn", None)
+
+
+def chosen(dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[VarlenAttention | None, Decisions]:
+    decisions = Decisions()
+    return kernel(CudaConfig(**options), dtype, decisions), decisions
+
+
+def test_a_gpu_takes_flash_attn_if_it_is_installed(package: Path) -> None:
+    text = "__version__ = '2.9.9'\ndef flash_attn_varlen_func(*a, **k):\n    return k['deterministic']\n"
+    package.write_text(text)
+    for deterministic in (True, False):
+        found, decisions = chosen(deterministic=deterministic)
+        assert isinstance(found, FlashAttention) and str(decisions.made[0]) == "attention: fused (flash-attn 2.9.9)"
+        x: Any = torch.zeros(1, 1, 2)
+        options: Any = {"query_lengths": (1,), "key_lengths": (1,), "window": None, "dropout": 0.0, "scale": 1.0}
+        assert found(x, x, x, **options) is deterministic
+
+
+def test_a_flash_attn_that_does_not_load_is_said(package: Path) -> None:
+    package.write_text("raise ImportError('libcudart.so.11: cannot open shared object file')")
+    found, decisions = chosen()
+    assert found is None and "libcudart.so.11" in str(decisions.made[0])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_else_it_takes_torchs_own_kernel_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, decisions = chosen()
+    assert isinstance(found, TorchFlashAttention) and decisions.made[0].is_fact
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value: None)  # that of an older torch
+    found, decisions = chosen()
+    assert found is None and "flash-attn is not installed" in decisions.made[0].reason
+    found, decisions = chosen(torch.float32)
+    assert found is None and "the model in float32" in decisions.made[0].reason
+    assert chosen(torch.float32, attention="sdpa") == (None, Decisions())

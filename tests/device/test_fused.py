@@ -1,0 +1,160 @@
+"""Fused operators in models of every family: the same numbers, said; and refused where they are not the same."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner.adapter.config import LoraConfig
+from runner.adapter.lora import attach
+from runner.decisions import Decisions
+from runner.device.npu_attention import FusionAttention
+from runner.device.npu_fused import KINDS, fuse
+from runner.errors import EnvironmentProblem
+from tests.device import operators
+from tests.device.cases import FAMILIES
+from tests.model import zoo
+
+IDS = torch.tensor([zoo.rows((11,))[0], zoo.rows((11,), seed=2)[0]])
+
+
+def fused(module: Any, wanted: tuple[str, ...] = tuple(KINDS), given: Any = operators) -> tuple[Any, Decisions]:
+    """A copy of the module with the operators in it, and what was said."""
+    copy, decisions = deepcopy(module), Decisions()
+    fuse(copy, wanted, given, decisions)
+    return copy, decisions
+
+
+def outcome(module: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits, and the gradients of a sum over them."""
+    module.zero_grad()
+    logits = module(input_ids=IDS, use_cache=False).logits
+    (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits).to(logits.dtype)).sum().backward()
+    return logits.detach(), {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def said(decisions: Decisions) -> dict[str, str]:
+    return {fact["feature"].removeprefix("device.fused."): fact["value"] for fact in decisions.records()["facts"]}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("wanted", [*((name,) for name in KINDS), tuple(KINDS)], ids="+".join)
+def test_a_model_gives_the_same_with_them_forward_and_backward(family: str, wanted: tuple[str, ...]) -> None:
+    own = zoo.module(family).requires_grad_(True)
+    ours, decisions = fused(own, wanted)
+    assert not [d for d in decisions.made if not d.is_fact]
+    fits = family == "qwen3_moe" or "grouped_matmul" not in wanted or len(wanted) > 1
+    assert bool(said(decisions)) == fits
+    assert ("experts" in said(decisions)) == (family == "qwen3_moe" and "grouped_matmul" not in wanted)
+    (logits, gradients), (wanted_logits, wanted_gradients) = outcome(ours), outcome(own)
+    torch.testing.assert_close(logits, wanted_logits, rtol=1e-4, atol=1e-4)
+    assert zoo.relative(gradients, wanted_gradients) < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bfloat16_it_differs_by_its_rounding_alone(family: str) -> None:
+    own = zoo.module(family).to(torch.bfloat16)
+    exact = outcome(zoo.module(family))[0]
+    ours, decisions = fused(own)
+    assert not [d for d in decisions.made if not d.is_fact]
+    scale = float(exact.abs().max())
+    of_ours, of_own = ((outcome(m)[0].float() - exact).square().mean().sqrt() / scale for m in (ours, own))
+    assert of_ours < 1.5 * of_own + 1e-3, "no further from float32 than transformers' own is"
+
+
+def test_every_module_of_a_kind_is_counted_and_classes_are_left_alone() -> None:
+    own = zoo.module("qwen3_moe")
+    ours, decisions = fused(own)
+    assert said(decisions) == {
+        "rms_norm": "9 modules",  # two and two of heads in each of two layers, and the last
+        "rotary": "2 modules",
+        "swiglu": "1 modules",
+        "grouped_matmul": "1 modules",
+    }
+    patched = {type(m).__name__ for m in ours.modules() if "forward" in vars(m)}
+    assert patched == {"Qwen3MoeRMSNorm", "Qwen3MoeAttention", "Qwen3MoeMLP", "Qwen3MoeExperts"}
+    assert not [m for m in zoo.module("qwen3_moe").modules() if "forward" in vars(m)]
+
+
+def test_a_copy_runs_on_its_own_weights() -> None:
+    ours, _ = fused(zoo.module("qwen3"))
+    copy = deepcopy(ours)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.zero_()
+        assert float(copy(input_ids=IDS).logits.abs().max()) > 0 == float(ours(input_ids=IDS).logits.abs().max())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_checkpointing_adapters_and_autocast_go_on_working(family: str) -> None:
+    """The whole way: packed rows, the fused attention, LoRA around the patched modules, recomputation in bfloat16."""
+    data = zoo.batch()
+    outcomes = []
+    for operators_in in (False, True):
+        model = zoo.causal(family, gradient_checkpointing=True, autocast="bfloat16")
+        model.module.requires_grad_(False)
+        if operators_in:
+            fuse(model.inner, tuple(KINDS), operators, Decisions())
+            model.attend_with(FusionAttention(operators.npu_fusion_attention), decide=(decisions := Decisions()))
+            assert decisions.made == [] and model._kernel is not None
+        adapted = attach(LoraConfig(rank=4, targets=("q_proj", "o_proj")), model, decide=Decisions())
+        assert (adapted._kernel is not None) == operators_in
+        outcomes.append(zoo.gradients(adapted, linear=True, data=data))
+    assert zoo.relative(*outcomes) < 0.1
+
+
+def test_other_families_are_left_alone_and_this_is_said() -> None:
+    decisions = Decisions()
+    fuse(zoo.module("mistral"), tuple(KINDS), operators, decisions)
+    [decision] = decisions.made
+    assert (decision.got, "mistral is none of" in decision.reason) == ("none", True)
+    with pytest.raises(EnvironmentProblem, match="mistral"):
+        fuse(zoo.module("mistral"), tuple(KINDS), operators, Decisions(strict=True))
+    fuse(zoo.module("mistral"), (), operators, Decisions(strict=True))  # nothing asked for, nothing refused
+
+
+WRONG: dict[str, tuple[str, Any]] = {
+    "rms_norm": ("npu_rms_norm", lambda x, g, e: operators.npu_rms_norm(x, 1 + g, e)),  # another family's weight
+    "rotary": ("npu_rotary_mul", lambda x, c, s, m: operators.npu_rotary_mul(x, c, s, "interleave")),
+    "swiglu": ("npu_swiglu", lambda x, dim: operators.npu_swiglu(torch.cat(x.chunk(2, dim)[::-1], dim), dim)),
+    "grouped_matmul": (
+        "npu_grouped_matmul",
+        lambda x, w, group_list, **o: operators.npu_grouped_matmul(x, [w[0].flip(0)], group_list=group_list, **o),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("missing", [False, True])
+def test_an_operator_that_gives_something_else_or_is_absent_is_not_used(name: str, missing: bool) -> None:
+    operator, wrong = WRONG[name]
+    given = SimpleNamespace(**{key: value for key, value in vars(operators).items() if key.startswith("npu_")})
+    if missing:
+        delattr(given, operator)
+    else:
+        setattr(given, operator, wrong)
+    ours, decisions = fused(zoo.module("qwen3_moe"), (name,), given)
+    decision = decisions.made[0]
+    assert decision.feature == f"device.fused.{name}" and decision.got == "transformers' own"
+    assert [d.feature for d in decisions.made[1:]] == ["experts"]
+    assert not [m for m in ours.modules() if "forward" in vars(m)]
+
+
+def test_another_activation_is_refused() -> None:
+    _, decisions = fused(zoo.module("llama", hidden_act="gelu"), ("swiglu",))
+    assert "GELU" in decisions.made[0].reason
+
+
+def test_no_expert_may_be_left_without_tokens_or_with_all() -> None:
+    own = zoo.module("qwen3_moe").requires_grad_(True)
+    with torch.no_grad():
+        own.model.layers[0].mlp.gate.weight.zero_()  # every token then goes to the same experts
+    ours, _ = fused(own, ("grouped_matmul",))
+    (logits, gradients), (wanted, wanted_gradients) = outcome(ours), outcome(own)
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+    assert zoo.relative(gradients, wanted_gradients) < 1e-4

@@ -1,0 +1,134 @@
+"""Environment presets: what the user set stands, what a job needs is there, and the timeouts of HCCL fit together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from glob import glob
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.cli.compose import compose_job
+from runner.decisions import Decisions
+from runner.device import presets
+from runner.device.presets import CUDA_DETERMINISTIC, HCCL_DEFAULTS, NPU, hccl_objection, resolve
+from runner.errors import EnvironmentProblem
+from runner.launch.surroundings import set_environment
+from runner.manifest import environment
+from runner.spec.job import JobSpec
+
+EVERY = [*NPU.values(), CUDA_DETERMINISTIC]
+NAMES = sorted({name for preset in EVERY for name in preset.variables})
+
+
+def job(workdir: Path, *words: str) -> JobSpec:
+    return compose_job(list(words)).spec
+
+
+@pytest.mark.parametrize("preset", EVERY, ids=lambda p: p.name)
+def test_each_variable_has_a_reason_and_is_kept_in_the_manifest(
+    preset: presets.Preset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, variable in preset.variables.items():
+        assert len(variable.reason.split()) >= 3, name
+        monkeypatch.setenv(name, variable.value)
+        assert environment()[name] == variable.value
+
+
+@given(st.dictionaries(st.sampled_from([*NAMES, "PYTORCH_ALLOC_CONF"]), st.sampled_from(["0", "1", "mine"])))
+def test_what_the_user_set_always_stands_and_is_reported(own: dict[str, str]) -> None:
+    for chosen in ((NPU["train"], NPU["deterministic"]), (NPU["colocated_rl"],), (NPU["disaggregated_rl"],)):
+        found = resolve(chosen, own)
+        assert not found.set.keys() & own.keys()
+        differing = {n for p in chosen for n, v in p.variables.items() if n in own and own[n] != v.value}
+        assert differing <= found.kept.keys() <= own.keys()
+        assert all(found.kept[name][0] == own[name] for name in found.kept)
+
+
+def test_the_allocator_is_never_configured_under_both_its_names() -> None:
+    found = resolve([NPU["train"]], {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"})
+    assert "PYTORCH_NPU_ALLOC_CONF" not in found.set
+    assert found.kept["PYTORCH_ALLOC_CONF"][0] == "max_split_size_mb:64"
+
+
+@pytest.mark.parametrize("preset", NPU.values(), ids=lambda p: p.name)
+def test_hccl_timeouts_of_each_preset_fit_together(preset: presets.Preset) -> None:
+    values = {name: variable.value for name, variable in preset.variables.items()}
+    assert hccl_objection(values) is None
+    execute = int(values.get("HCCL_EXEC_TIMEOUT", HCCL_DEFAULTS["HCCL_EXEC_TIMEOUT"]))
+    assert execute % 68 == 0, "CANN rounds to steps of 68 seconds"
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({"HCCL_EXEC_TIMEOUT": "20000"}, "HCCL_EVENT_TIMEOUT=20068"),
+        ({"HCCL_CONNECT_TIMEOUT": "9000"}, "outside 120 … 7200"),
+        ({"HCCL_CONNECT_TIMEOUT": "soon"}, "no whole number"),
+    ],
+)
+def test_timeouts_that_contradict_one_another_are_refused(
+    own: dict[str, str], said: str, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(EnvironmentProblem, match=said):
+        set_environment(job(workdir, "device=npu"), Decisions())
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["device=npu"], ["train", "deterministic"]),
+        (["device=npu", "device.deterministic=false"], ["train"]),
+        (["device=npu", "+recipe=grpo_demo"], ["colocated_rl", "deterministic"]),
+        (["device=npu", "device.preset=debug", "device.deterministic=false"], ["debug"]),
+        (["device=cuda"], ["deterministic"]),
+        (["device=cuda", "device.deterministic=false"], []),
+        (["device=cpu"], []),
+    ],
+)
+def test_the_job_chooses_its_presets(words: list[str], wanted: list[str], workdir: Path) -> None:
+    spec = job(workdir, *words)
+    assert [preset.name for preset in spec.device.environment(spec)] == wanted
+
+
+def test_it_is_set_said_and_strict_allows_it(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", "0")
+    decisions = Decisions(strict=True)
+    set_environment(job(workdir, "device=npu"), decisions)
+    assert os.environ["TASK_QUEUE_ENABLE"] == "0" and os.environ["HCCL_DETERMINISTIC"] == "strict"
+    facts = {fact["feature"]: fact for fact in decisions.records()["facts"]}
+    assert facts["environment.TASK_QUEUE_ENABLE"]["value"] == "0"
+    assert "not 2" in facts["environment.TASK_QUEUE_ENABLE"]["reason"]
+    assert "HCCL_DETERMINISTIC=strict" in facts["environment"]["reason"]
+    assert facts["environment"]["value"] == "train + deterministic"
+
+
+def test_the_documentation_has_every_variable_with_its_reason() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "devices.md").read_text(encoding="utf-8")
+    rows = {tuple(cell.replace("`", "").strip() for cell in line.strip("|").split("|")) for line in text.splitlines()}
+    wanted = {
+        (preset.name + " (cuda)" * (preset is CUDA_DETERMINISTIC), f"{name}={variable.value}", variable.reason)
+        for preset in EVERY
+        for name, variable in preset.variables.items()
+    }
+    assert wanted - rows == set()
+
+
+@pytest.mark.skipif(bool(glob("/dev/nvidia[0-9]*")), reason="a GPU is present")
+def test_a_command_sets_it_before_torch_is_imported(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", "+recipe=sft_demo", "device=cuda", "tracker=none"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "sees no GPU" in done.stderr
+    [line] = [text for text in (done.stdout + done.stderr).splitlines() if "environment: " in text]
+    assert line.endswith("environment: deterministic (CUBLAS_WORKSPACE_CONFIG=:4096:8)"), "and not: too late"
