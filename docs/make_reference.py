@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from runner.cli.conf import scalar
+from runner.cli.conf import BESIDE, scalar
 from runner.cli.sources import plain
 from runner.registry import Registry, default_registry
 from runner.spec.base import ComponentConfig
@@ -34,7 +34,7 @@ def table(cls: type[BaseModel], without: Collection[str]) -> list[str]:
     body = []
     for name, info in cls.model_fields.items():
         if name not in without:
-            default = "*required*" if info.is_required() else f"`{scalar(plain(info.get_default()))}`"
+            default = "*required*" if info.is_required() else f"`{scalar(plain(info.get_default(call_default_factory=True)))}`"
             takes = expectation(model_schema(cls)[name]).replace("|", "\\|")
             body.append(f"| `{name}` | {takes} | {default} | {info.description} |")
     return ["", "| option | takes | default | meaning |", "| --- | --- | --- | --- |", *body] if body else []
@@ -56,7 +56,7 @@ def reference() -> str:
     registry = default_registry()
     groups, parts = groups_of(registry), sections()
     lines = [HEAD, "## The job", *table(JobSpec, {*groups, *parts})]
-    for name, cls in parts.items():
+    for name, cls in (parts | BESIDE).items():
         lines += ["", f"## {name}", "", sentence(cls), *table(cls, ())]
     for name in groups:
         lines += group(name, registry)

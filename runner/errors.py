@@ -9,6 +9,7 @@
     ├── DeadlineExceeded            6   something hung
     ├── StorageError                7   disk full, read-only, I/O error
     ├── SecurityRefusal             8   something asked to run code or to leak a secret
+    ├── SweepFailed                 9   some jobs of a sweep failed; the others have their results
     ├── OutOfMemory                75   worth a retry with smaller micro-batches
     └── Interrupted           130/143   SIGINT or SIGTERM; a checkpoint was written, if a step was made
 
@@ -86,6 +87,12 @@ class SecurityRefusal(RunnerError):
     """A config, model or data file asked to run code or to write a secret to disk."""
 
     exit_code = 8
+
+
+class SweepFailed(RunnerError):
+    """Some jobs of a sweep failed; the others have their results."""
+
+    exit_code = 9
 
 
 class OutOfMemory(RunnerError):

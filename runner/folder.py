@@ -111,6 +111,18 @@ def create(name: str, outputs: Path = OUTPUTS) -> RunFolder:
         ) from error
 
 
+def claim(where: Path) -> RunFolder:
+    """The folder `where` for a new run. Raises EnvironmentProblem if it holds one, StorageError if it cannot be."""
+    folder = RunFolder(where.absolute())
+    if folder.spec.exists():
+        raise EnvironmentProblem(f"{where} holds a run; go on with it: run resume {where}; or choose another --folder")
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot make the run folder {where}: {error.strerror}") from error
+    return folder
+
+
 def point_latest(folder: RunFolder, outputs: Path = OUTPUTS) -> None:
     """Make outputs/latest point to `folder`, atomically. Raises StorageError where it cannot."""
     latest, staged = outputs / "latest", outputs / f".latest-{secrets.token_hex(4)}"

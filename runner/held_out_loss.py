@@ -66,7 +66,7 @@ class HeldOutLoss:
 
     def _batches(self, models: Mapping[Role, Model]) -> Iterator[tuple[Sequence[Any], Batch]]:
         """Prepared mini-batches, each with its items."""
-        for items in _shares(self.items, self.batch_size):
+        for items in shares(self.items, self.batch_size):
             first = 0
             for batch in self.algorithm.prepare(self.algorithm.experience(items), models, self.ranks):
                 last = first + len(unit_spans(batch))
@@ -81,7 +81,7 @@ class HeldOutLoss:
         return self.tokenizer.decode(value) if isinstance(value, tuple) else value
 
 
-def _shares(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
+def shares(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
     """Runs of at most `most` items whose sizes differ by at most one, so that none is left with very few."""
     count = math.ceil(len(items) / most)
     edges = [len(items) * i // count for i in range(count + 1)]

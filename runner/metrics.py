@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -38,11 +37,3 @@ class Metrics:
         """Plain numbers: means (NaN where nothing was counted) and maxima."""
         means = {n: float(t) / float(c) if float(c) else float("nan") for n, (t, c) in self.sums.items()}
         return means | {n: float(v) for n, v in self.maxima.items()}
-
-
-def merged(records: Iterable[Metrics]) -> Metrics:
-    """One record out of several."""
-    out = Metrics()
-    for record in records:
-        out.merge(record)
-    return out

@@ -1,7 +1,8 @@
-"""Where the shipped conf/ and recipes/ are: inside an installed package, or beside it in a checkout."""
+"""Where the shipped conf/ and recipes/ are, inside an installed package or beside it in a checkout; and the cache."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
@@ -15,6 +16,12 @@ def conf_dir() -> Path:
 def recipes_dir() -> Path:
     """The shipped recipes."""
     return _shipped("recipes")
+
+
+def cache_folder() -> Path:
+    """For tokens, reference log-probabilities, the simulated NPU: $RUNNER_CACHE, else a folder in the user's cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get("RUNNER_CACHE") or Path(base) / "runner")
 
 
 def _shipped(name: str) -> Path:

@@ -26,6 +26,7 @@ GROUPS = groups_of(default_registry())
 CONF = sorted((p.parent.name, p.stem) for p in conf_dir().glob("*/*.yaml"))
 RECIPES = sorted(p.relative_to(recipes_dir()).with_suffix("").as_posix() for p in recipes_dir().rglob("*.yaml"))
 REQUIRED = {"path": "some/where", "pattern": "a+b", "url": "http://localhost:1/score", "parts": "[{name: exact}]"}
+REQUIRED |= {"teacher": "some/where"}
 REQUIRED_OF = {"reward/function": {"path": "rate.py:score"}, "reward/length": {"target": "9"}}
 
 
@@ -38,19 +39,20 @@ def required(group: str, name: str) -> dict[str, str]:
 
 def beside(group: str, name: str) -> list[str]:
     """The choices of other groups without which this one makes no job."""
-    samples = group == "algorithm" and needs_a_sampler(name)
+    samples = group == "algorithm" and class_of(name).samples
     uses = samples or (group in ("sampler", "reward", "environment") and name != "none")
     chosen = {"model": "tiny", "data": "demo", "adapter": "lora" if name == "qwen2_5_7b_instruct" else "none"}
     if uses:
-        chosen |= {"algorithm": "grpo", "sampler": "torch", "reward": "exact"}
+        reward = "exact" if group != "algorithm" or class_of(name).rewarded else "none"
+        chosen |= {"algorithm": "grpo", "sampler": "torch", "reward": reward}
     return [f"{g}={n}" for g, n in chosen.items() if g != group]
 
 
-def needs_a_sampler(name: str) -> bool:
-    """Whether an algorithm (or a preset of one) samples."""
+def class_of(name: str) -> Any:
+    """The config class of an algorithm, or of what it is a preset of."""
     path = conf_dir() / "algorithm" / f"{name}.yaml"
     base = next((str(d) for d in plain(path).get("defaults", []) if isinstance(d, str) and d != "_self_"), name)
-    return bool(default_registry().classes("algorithm")[base].samples)  # type: ignore[attr-defined]
+    return default_registry().classes("algorithm")[base]
 
 
 def plain(path: Path) -> dict[str, Any]:

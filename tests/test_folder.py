@@ -13,7 +13,18 @@ from pathlib import Path
 import pytest
 
 from runner.errors import EnvironmentProblem, StorageError
-from runner.folder import RunFolder, create, find, find_trained, lock, point_latest, shown, write_atomic, write_json
+from runner.folder import (
+    RunFolder,
+    claim,
+    create,
+    find,
+    find_trained,
+    lock,
+    point_latest,
+    shown,
+    write_atomic,
+    write_json,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -239,3 +250,15 @@ def test_json_keeps_line_ends_odd_names_and_other_types_and_refuses_nan(tmp_path
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(path, {"x": float("nan")})
     assert "größer" in path.read_text()
+
+
+def test_a_folder_of_the_users_choice_holds_one_run(workdir: Path) -> None:
+    claimed = claim(Path("here/run"))
+    assert claimed.root == workdir / "here" / "run" and claimed.root.is_dir()
+    assert claim(Path("here/run")) == claimed  # one that died before it had a spec
+    claimed.spec.touch()
+    with pytest.raises(EnvironmentProblem, match="go on with it: run resume here/run"):
+        claim(Path("here/run"))
+    (workdir / "file").touch()
+    with pytest.raises(StorageError, match="cannot make the run folder"):
+        claim(Path("file/run"))

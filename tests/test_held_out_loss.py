@@ -13,7 +13,7 @@ from runner.algorithm.parts import Parts
 from runner.algorithm.preference import build_dpo, build_kto
 from runner.algorithm.preference_config import DpoConfig, KtoConfig, RmConfig
 from runner.algorithm.reward_model import build as build_rm
-from runner.held_out_loss import HeldOutLoss, LearnsFromItems, _shares
+from runner.held_out_loss import HeldOutLoss, LearnsFromItems, shares
 from tests.algorithm.preferences import (
     ONE_RANK,
     TOKENIZER,
@@ -119,7 +119,7 @@ def test_what_it_needs_of_an_algorithm_can_be_asked() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 12))
 def test_no_run_of_items_is_left_with_very_few(count: int, most: int) -> None:
-    found = list(_shares(range(count), most))
+    found = list(shares(range(count), most))
     assert [i for run in found for i in run] == list(range(count))
     assert max(map(len, found)) <= most
     assert max(map(len, found)) - min(map(len, found)) <= 1

@@ -258,7 +258,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {requirement_name(d) for d in [*project["dependencies"], *project["optional-dependencies"]["npu"]]}
     declared |= {
-        requirement_name(d) for extra in ("tensorboard", "math") for d in project["optional-dependencies"][extra]
+        requirement_name(d) for extra in ("tensorboard", "math", "optuna") for d in project["optional-dependencies"][extra]
     }
     imported = {name for path in MODULES for name in top_level_imports(parse(path))}
     ours = {"runner", *sys.stdlib_module_names}
@@ -278,4 +278,6 @@ def test_the_wheel_carries_conf_and_recipes(tmp_path: Path) -> None:
     }
     assert expected <= names
     assert {str(p.relative_to(ROOT)) for p in MODULES} <= names
+    assert {str(p.relative_to(ROOT)) for p in (ROOT / "runner").rglob("*.c*") if p.suffix in (".c", ".cpp")} <= names
+    assert {str(p.relative_to(ROOT)) for p in (ROOT / "runner").rglob("page.*")} <= names  # a report's style and script
     assert not [n for n in names if n.startswith(("tests/", "conf/", "recipes/"))]

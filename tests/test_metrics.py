@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.metrics import Metrics, merged
+from runner.metrics import Metrics
 
 pairs = st.lists(st.tuples(st.integers(-100, 100), st.integers(1, 10)), min_size=1, max_size=20)
 
@@ -24,7 +24,9 @@ def record(chunk: list[tuple[int, int]]) -> Metrics:
 @given(pairs, st.integers(1, 19))
 def test_grouping_does_not_matter(values: list[tuple[int, int]], cut: int) -> None:
     whole = record(values).result()
-    assert merged([record(values[:cut]), record(values[cut:])]).result() == whole
+    parts = record(values[:cut])
+    parts.merge(record(values[cut:]))
+    assert parts.result() == whole
     assert whole["a"] == sum(t for t, _ in values) / sum(c for _, c in values)
     assert whole["m"] == max(t for t, _ in values)
 

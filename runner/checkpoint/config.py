@@ -42,6 +42,8 @@ BETTER: dict[str, Literal["max", "min"]] = {
     "reward": "max",
     "reward/mean": "max",
     "margin": "max",
+    "reverse_kl": "min",
+    "divergence": "min",
 }
 
 

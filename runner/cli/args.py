@@ -23,6 +23,10 @@ VERBS = {
     "resume": "go on where a run stopped; `run resume latest steps=400`",
     "infer": 'try a run\'s model; `run infer latest "sort 5031"`',
     "export": "write a Hugging Face folder or PEFT adapter from any checkpoint; `run export latest --checkpoint best`",
+    "sweep": "go on with a sweep, or look at it; `run sweep resume latest`, `run sweep status latest`",
+    "report": "a run as one HTML page: curves, samples, what was set; `run report latest`",
+    "diff": "what differs between two runs in config, code, versions and data, and both curves; `run diff A B`",
+    "doctor": "what this machine has, what is wrong with it, and what to type; `run doctor device=npu`",
 }
 WORDS = {
     "run": "+recipe=NAME, group=option, group.key=value",
@@ -32,7 +36,12 @@ WORDS = {
     "resume": "latest or a run's folder, then group.key=value",
     "infer": "latest or a run's folder, then prompts, device=NAME; words after -- are prompts, whatever they look like",
     "export": "latest or a run's folder, device=NAME",
+    "sweep": "resume, status or report; latest or a sweep's folder; with resume: sweep.parallel=N and its like",
+    "report": "latest or a run's folder",
+    "diff": "two runs, each latest or a folder",
+    "doctor": "device=NAME (all that are there)",
 }
+ACTIONS = ("resume", "status", "report")  # of run sweep
 FLAGS = {"--help", "-h", "--version", "--debug", "--multirun", "-m", "--shell-completion", "-sc"}
 
 
@@ -137,7 +146,9 @@ def _run(parser: argparse.ArgumentParser) -> None:
     _resume(parser)
     _config_dir(parser)
     parser.add_argument("--spec", type=Path, help="a run's folder or its spec.yaml: that job again")
-    parser.add_argument("--multirun", "-m", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help="where the run leaves its files (a new folder below outputs/)")
+    about = "a sweep: a job for each combination of values, e.g. -m seed=1,2,3; see run sweep --help"
+    parser.add_argument("--multirun", "-m", action="store_true", help=about)
 
 
 def _resume(parser: argparse.ArgumentParser) -> None:
@@ -163,6 +174,32 @@ def _export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="a new folder (in the run's own)")
 
 
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="the report for programs")
+    parser.add_argument("--no-trial", action="store_true", help="leave out the tiny real run on each device")
+    parser.add_argument("--prepare", choices=("npu_sim",), help="fetch and build the simulated NPU, and do no more")
+
+
+def _sweep(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--retry-failed", action="store_true", help="resume: also jobs that failed")
+    parser.add_argument("--only", type=_jobs, default=(), metavar="JOBS", help="resume: these jobs, e.g. 3,7")
+
+
+def _report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, help="a file (report.html in the run's folder)")
+
+
+def _diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, help="also an HTML page, with the curves of both in one chart")
+
+
+def _jobs(text: str) -> tuple[int, ...]:
+    """Numbers of jobs, separated by commas."""
+    if all(part.isdecimal() for part in text.split(",")):
+        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    raise argparse.ArgumentTypeError(f"expected numbers of jobs such as 3,7, got '{text}'")
+
+
 def _checkpoint(text: str) -> int | str:
     """A step, or `best`."""
     if text == "best" or text.isdecimal():
@@ -177,4 +214,8 @@ _OPTIONS = {
     "explain": _config_dir,
     "infer": _infer,
     "export": _export,
+    "sweep": _sweep,
+    "report": _report,
+    "diff": _diff,
+    "doctor": _doctor,
 }

@@ -17,13 +17,15 @@ from hydra.errors import HydraException
 from hydra.plugins.completion_plugin import CompletionPlugin, DefaultCompletionPlugin
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.cli.args import VERBS, UsageError, flags_of, is_override
+from runner.cli.args import ACTIONS, VERBS, UsageError, flags_of, is_override
+from runner.cli.conf import BESIDE
 from runner.cli.sources import GROUP, options, session
 from runner.registry import default_registry
 from runner.spec.job import JobSpec
 from runner.spec.schema import groups_of, model_schema, sections
 
 COMMANDS = ("install", "uninstall", "query")
+NAMING = ("resume", "infer", "export", "report", "diff", "sweep")  # verbs that name a run, or a sweep
 
 
 def answer(args: Namespace) -> int:
@@ -55,7 +57,10 @@ def query(plugin: CompletionPlugin, line: str) -> list[str]:
     first, *others = words or [""]
     if first == "list" and others:
         return [name for name in (*groups_of(default_registry()), GROUP) if name.startswith(others[-1])]
-    if first in ("resume", "infer", "export") and len(others) == 1 and "latest".startswith(others[0]):
+    if first == "sweep" and len(others) == 1:
+        return [action for action in ACTIONS if action.startswith(others[0])]
+    named = others[1:] if first == "sweep" else others
+    if first in NAMING and (len(named) == 1 or first == "diff") and "latest".startswith((named or [""])[-1]):
         return ["latest"]
     if (others or [first])[-1].startswith("--"):
         verb = first if first in VERBS else "run"
@@ -84,7 +89,10 @@ def _values(word: str) -> list[str]:
     """`key=value` for every value of an option that takes one of a few."""
     key, equals, start = word.partition("=")
     section, _, leaf = key.lstrip("+").rpartition(".")
-    classes = [*default_registry().classes(section).values(), *filter(None, [sections().get(section)])]
+    if section in BESIDE and not equals:
+        return [f"{section}.{name}=" for name in BESIDE[section].model_fields if name.startswith(leaf)]
+    parts = sections() | BESIDE
+    classes = [*default_registry().classes(section).values(), *filter(None, [parts.get(section)])]
     schemas = [model_schema(cls).get(leaf, {}) for cls in (classes if section else [JobSpec])] if equals else []
     few = dict.fromkeys(value for schema in schemas for value in _few(schema) if leaf != "name")
     return [f"{key}={value}" for value in few if value.startswith(start)]

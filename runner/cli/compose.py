@@ -6,25 +6,22 @@ words ─▶ read ─▶ choices ─▶ Hydra ─▶ values on top ─▶ interp
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.core.config_loader import ConfigLoader
-from hydra.core.default_element import ResultDefault
-from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigSource
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from runner.cli.files import SWEEP, Files, Uncomposable, compose_files, is_sweep, line_of, misplaced
 from runner.cli.mishaps import worded
-from runner.cli.overrides import Typed, apply, check, problem, read, with_demo
+from runner.cli.overrides import SWEEP_ALONE, Typed, apply, check, problem, read, with_demo
 from runner.cli.resolve import escaped, resolve
-from runner.cli.sources import GROUP, holders, options, session
+from runner.cli.sources import GROUP, options, session
 from runner.errors import EnvironmentProblem, Problem, SpecError
 from runner.registry import Registry, default_registry
 from runner.spec.decode import decode
@@ -32,9 +29,7 @@ from runner.spec.job import JobSpec
 from runner.spec.origin import COMMAND_LINE, leaves
 from runner.spec.schema import groups_of
 
-JOB = "job"
 SPEC = "spec.yaml"
-PLAIN_NAME = re.compile(r"[\w./-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +53,26 @@ class Draft:
     problems: list[Problem]
     unsure: frozenset[str] = frozenset()  # groups whose choice was a mistake: what else is said of them may be wrong
     notes: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class _Files:
-    """What Hydra made of the files: the config, who set each key, and the lines to tell the user."""
-
-    config: DictConfig
-    origins: dict[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    sweep: Mapping[str, Any] = field(default_factory=dict)  # what the files say of a sweep, with who said it
+    sweep_origins: Mapping[str, str] = field(default_factory=dict)
 
 
 def compose_job(words: Sequence[str], config_dir: Path | None = None) -> Composed:
     """The job that a command line describes. Raises SpecError with every problem, SecurityRefusal."""
-    return finish(draft(words, config_dir), default_registry())
+    drafted = draft(words, config_dir)
+    unused = dict.fromkeys(drafted.sweep_origins.values())
+    said = tuple(f"{who}: its section {SWEEP} is for run -m; this is one run" for who in unused)
+    drafted = replace(drafted, notes=drafted.notes + said)
+    return finish(drafted, default_registry())
 
 
 def re_decode(spec_yaml: Path, overrides: Sequence[str], config_dir: Path | None = None) -> Composed:
     """The job in a run's spec.yaml with overrides on top. Raises SpecError, SecurityRefusal, EnvironmentProblem."""
+    return finish(re_draft(spec_yaml, overrides, config_dir), default_registry())
+
+
+def re_draft(spec_yaml: Path, overrides: Sequence[str], config_dir: Path | None = None) -> Draft:
+    """`re_decode` without judging the result."""
     registry = default_registry()
     typed, problems = read(overrides, groups_of(registry))
     config = _load_spec(spec_yaml)
@@ -86,23 +83,48 @@ def re_decode(spec_yaml: Path, overrides: Sequence[str], config_dir: Path | None
         choices = [t for t in choices if t.key != GROUP]
     if choices or config_dir:
         problems += _sections(choices, registry, config, origins, config_dir)
-    return finish(_overlaid(_Files(config, origins), typed, problems), registry)
+    return _overlaid(Files(config, origins), typed, problems)
 
 
 def draft(words: Sequence[str], config_dir: Path | None = None) -> Draft:
     """Compose files and command line without judging the result. Raises SpecError where Hydra cannot go on."""
-    registry = default_registry()
-    groups = groups_of(registry)
-    typed, problems = read(words, groups)
-    typed, notes = with_demo(typed)
-    with session(registry, config_dir) as loader:
-        choices, wrong, unsure = _checked([t for t in typed if t.choice], loader.get_sources(), groups)
+    with session(default_registry(), config_dir) as loader:
+        return Composer(loader).draft(words)
+
+
+class Composer:
+    """Drafts jobs in one Hydra session; what the files make of equal choices is composed once."""
+
+    def __init__(self, loader: ConfigLoader) -> None:
+        self._loader = loader
+        self._groups = groups_of(default_registry())
+        self._options = cache(partial(options, loader.get_sources()))
+        self._composed: dict[tuple[str, ...], Files | Problem] = {}
+
+    def draft(self, words: Sequence[str]) -> Draft:
+        """As the function of this name."""
+        typed, problems = read(words, self._groups)
+        typed, notes = with_demo(typed)
+        choices, wrong, unsure = _checked([t for t in typed if t.choice], self._options, self._groups)
         problems += wrong
-        files = _compose(loader, choices, problems)
-    misplaced = _misplaced(files, groups)
-    unsure |= {p.key.removesuffix(".name") for p in misplaced}
-    result = _overlaid(files, typed, problems + misplaced)
-    return Draft(result.data, result.origins, result.overrides, result.problems, unsure, notes + files.notes)
+        files = self._files(choices, problems)
+        wrong = misplaced(files, self._groups)
+        unsure |= {p.key.removesuffix(".name") for p in wrong}
+        result = _overlaid(files, typed, problems + wrong)
+        return replace(result, unsure=unsure, notes=notes + files.notes)
+
+    def _files(self, choices: Sequence[Typed], problems: Sequence[Problem]) -> Files:
+        """A copy of what the files make of these choices. Raises SpecError, with the `problems` so far."""
+        lines = tuple(line_of(choice) for choice in choices)
+        if lines not in self._composed:
+            try:
+                self._composed[lines] = compose_files(self._loader, choices)
+            except Uncomposable as error:
+                self._composed[lines] = error.problem
+        found = self._composed[lines]
+        if isinstance(found, Problem):
+            raise SpecError([*problems, found])
+        return replace(found, config=copy.deepcopy(found.config))
 
 
 def finish(drafted: Draft, registry: Registry) -> Composed:
@@ -126,13 +148,13 @@ def _doubtful(problem: Problem, unsure: frozenset[str], registry: Registry) -> b
 
 
 def _checked(
-    choices: Iterable[Typed], sources: Sequence[ConfigSource], groups: Sequence[str]
+    choices: Iterable[Typed], known: Callable[[str], Sequence[str]], groups: Sequence[str]
 ) -> tuple[list[Typed], list[Problem], frozenset[str]]:
     """The choices that can be composed, what is wrong with the others, and the groups that are in doubt by that."""
     kept, problems = [], []
     unsure: set[str] = set()
     for choice in choices:
-        good, wrong = check(choice, options(sources, choice.key))
+        good, wrong = check(choice, known(choice.key))
         problems += wrong
         if wrong:
             unsure.update(groups if choice.key == GROUP else [choice.key])
@@ -141,81 +163,22 @@ def _checked(
     return kept, problems, frozenset(unsure)
 
 
-def _compose(loader: ConfigLoader, choices: Sequence[Typed], problems: Sequence[Problem]) -> _Files:
-    lines = [_line(choice) for choice in choices]
-    sources = loader.get_sources()
-    try:
-        entries = loader.compute_defaults_list(JOB, lines, RunMode.RUN).defaults
-        return _merged([e for e in entries if e.config_path and not e.config_path.startswith("hydra/")], sources)
-    except (HydraException, OmegaConfBaseException, ValueError, RecursionError, yaml.YAMLError) as error:
-        recipes = [f"{GROUP}/{name}" for choice in choices if choice.key == GROUP for name in choice.names]
-        raise SpecError([*problems, worded(error, sources, recipes)]) from error
-
-
-def _merged(entries: Sequence[ResultDefault], sources: Sequence[ConfigSource]) -> _Files:
-    """What `hydra.compose` makes of these entries, in one pass that also notes who sets each key (half the time)."""
-    files = _Files(OmegaConf.create())
-    for entry in entries:
-        path = str(entry.config_path)
-        used, *others = holders(sources, path)
-        content = used.load_config(path).config
-        if not isinstance(content, DictConfig):
-            raise ValueError(f"In '{path}': expected the sections of a job, not a list")
-        content.pop("defaults", None)
-        boxed = OmegaConf.create()
-        OmegaConf.update(boxed, entry.package, content) if entry.package else boxed.merge_with(content)
-        files.config.merge_with(boxed)
-        files.origins |= {key: path for key, _ in leaves(OmegaConf.to_container(boxed, resolve=False)) if key}
-        files.notes += tuple(
-            f"warning: {path}: {other.path} has one too, hidden by that of {used.path}" for other in others
-        )
-    files.config.pop("hydra", None)
-    return files
-
-
-def _line(choice: Typed) -> str:
-    names = [n if PLAIN_NAME.fullmatch(n) else "'" + n.replace("'", "\\'") + "'" for n in choice.names]
-    return f"+{GROUP}=[{','.join(names)}]" if choice.key == GROUP else f"{choice.key}={names[0]}"
-
-
-def _misplaced(files: _Files, groups: Sequence[str]) -> list[Problem]:
-    """Components chosen by writing `name`, which leaves the old one's options behind; Hydra's settings."""
-    found = []
-    for group in groups:
-        key = f"{group}.name"
-        who = files.origins.get(key, "")
-        if who and not who.startswith(f"{group}/"):
-            chosen = OmegaConf.select(files.config, key)
-            found.append(Problem(key, f"a file chooses with 'override /{group}: {chosen}' in its defaults list", who))
-        elif not who and (section := files.config.get(group)) and isinstance(section, DictConfig):
-            origin = next((o for k, o in files.origins.items() if k.startswith(f"{group}.")), "")
-            begin = f"defaults: [{_fitting(section, group)}, _self_]"
-            text = f"the file names no component; begin it with a line such as '{begin}'"
-            found.append(Problem(group, text, origin))
-    for key, who in files.origins.items():
-        if key.startswith("hydra.") and who != JOB:
-            found.append(Problem(key, "Hydra's own settings are not used", who))
-    return found
-
-
-def _fitting(section: DictConfig, group: str) -> str:
-    """The component that has most of a section's options."""
-    classes = default_registry().classes(group)
-    return max(classes, key=lambda name: len(set(map(str, section)) & set(classes[name].model_fields)))
-
-
-def _overlaid(files: _Files, typed: Sequence[Typed], problems: Sequence[Problem]) -> Draft:
+def _overlaid(files: Files, typed: Sequence[Typed], problems: Sequence[Problem]) -> Draft:
     """The command line's values on top of the files', all interpolations resolved."""
     named = {key: name for t in typed if not t.choice for key, name in leaves(t.value, t.key) if _is_choice(key)}
     wrong = [
         problem(key, f"a component is chosen with {key.removesuffix('.name')}={name}") for key, name in named.items()
     ]
-    values = [t for t in typed if not t.choice and not any(f"{key}.".startswith(f"{t.key}.") for key in named)]
+    of_sweep = [t for t in typed if is_sweep(t.key)]
+    wrong += [problem(t.key, f"is about a sweep; {SWEEP_ALONE}") for t in of_sweep]
+    skipped = [*named, *(t.key for t in of_sweep)]
+    values = [t for t in typed if not t.choice and not any(f"{key}.".startswith(f"{t.key}.") for key in skipped)]
     found = [*problems, *wrong, *apply(files.config, values)]
     of_files = {key: who for key, who in files.origins.items() if not key.startswith("hydra.")}
     origins = of_files | {key: COMMAND_LINE for t in values for key in _touched(t, of_files)}
     data, broken = resolve(files.config, origins)
-    return Draft(data, origins, [t.line for t in typed], found + broken)
+    drafted = Draft(data, origins, [t.line for t in typed], found + broken)
+    return replace(drafted, sweep=files.sweep, sweep_origins=files.sweep_origins)
 
 
 def _touched(typed: Typed, origins: Mapping[str, str]) -> set[str]:
@@ -235,8 +198,12 @@ def _sections(
 ) -> list[Problem]:
     """Put newly chosen components in place of a spec's."""
     with session(registry, config_dir) as loader:
-        kept, problems, _ = _checked(choices, loader.get_sources(), groups_of(registry))
-        files = _compose(loader, kept, problems)
+        known = partial(options, loader.get_sources())
+        kept, problems, _ = _checked(choices, known, groups_of(registry))
+        try:
+            files = compose_files(loader, kept)
+        except Uncomposable as error:
+            raise SpecError([*problems, error.problem]) from error
     for choice in kept:
         for key in [k for k in origins if k.startswith(f"{choice.key}.")]:
             del origins[key]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
 from runner.cli.sources import options, plain, session
 from runner.paths import conf_dir, recipes_dir
@@ -19,8 +20,10 @@ from runner.registry import Registry, default_registry
 from runner.spec.base import ComponentConfig
 from runner.spec.schema import groups_of, model_schema, recipe_schema
 from runner.spec.words import expectation
+from runner.sweep.config import SweepConfig
 
 SCHEMA = ".schema.json"
+BESIDE: dict[str, type[BaseModel]] = {"sweep": SweepConfig}  # sections of a recipe that are no part of a job
 
 
 def component_file(cls: type[ComponentConfig]) -> str:
@@ -46,7 +49,7 @@ def files(registry: Registry) -> Iterator[tuple[Path, str]]:
         for name, cls in registry.classes(group).items():
             if cls.__module__.startswith("runner."):
                 yield conf_dir() / group / f"{name}.yaml", component_file(cls)
-    yield recipes_dir() / SCHEMA, json.dumps(recipe_schema(choices(registry), registry), indent=1) + "\n"
+    yield recipes_dir() / SCHEMA, json.dumps(recipe_schema(choices(registry), BESIDE, registry), indent=1) + "\n"
 
 
 def choices(registry: Registry) -> dict[str, list[str]]:

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from runner.cli.args import UsageError, is_override
 from runner.cli.compose import Draft, draft, finish
-from runner.cli.conf import scalar
+from runner.cli.conf import BESIDE, scalar
 from runner.cli.sources import GROUP, options, plain, session
 from runner.errors import SpecError
 from runner.registry import Registry, default_registry, resolve
@@ -45,7 +45,7 @@ def show(args: Namespace) -> int:
     key = keys[0]
     if key == "loss":
         return _loss(finish(now, registry).spec)
-    if key in groups_of(registry) or key in sections():
+    if key in groups_of(registry) or key in _parts():
         with session(registry, args.config_dir) as loader:
             names = options(loader.get_sources(), key)
         _section(key, _owner(key, now, registry), now, names)
@@ -76,12 +76,17 @@ def _loss(spec: JobSpec) -> int:
     return 0
 
 
+def _parts() -> dict[str, type[BaseModel]]:
+    """The sections that are no group, those that a recipe alone may have included."""
+    return sections() | BESIDE
+
+
 def _owner(section: str, now: Draft, registry: Registry) -> type[BaseModel] | None:
     """The config class that a section has now."""
     if not section:
         return JobSpec
-    if section in sections():
-        return sections()[section]
+    if section in _parts():
+        return _parts()[section]
     chosen = now.data.get(section)
     return registry.classes(section).get(str(chosen.get("name"))) if isinstance(chosen, Mapping) else None
 
@@ -100,7 +105,7 @@ def _section(section: str, owner: type[BaseModel] | None, now: Draft, names: Seq
 
 def _key(key: str, now: Draft, registry: Registry) -> None:
     section, _, leaf = key.rpartition(".")
-    known = ("", *groups_of(registry), *sections())
+    known = ("", *groups_of(registry), *_parts())
     owner = _owner(section, now, registry) if section in known else None
     if owner is None or leaf not in owner.model_fields:
         members = {n: c for n, c in registry.classes(section).items() if leaf in c.model_fields}

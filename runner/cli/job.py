@@ -13,7 +13,9 @@ import yaml
 from runner.cli.args import UsageError, is_override
 from runner.cli.compose import SPEC, Composed, compose_job, re_decode
 from runner.cli.sources import GROUP
+from runner.decisions import Decisions
 from runner.folder import RunFolder, find, find_trained, shown
+from runner.launch.surroundings import load_torch, set_environment
 from runner.spec.job import JobSpec
 
 TRUST = "model.trust_remote_code="  # a run's spec.yaml may not say so: whoever uses the run says it again
@@ -24,7 +26,9 @@ USABLE = re.compile(rf"[+]*(?:device(?:\.\w+)?=|model\.path=|{re.escape(TRUST)})
 def run(args: Namespace) -> int:
     """Start a job, or print it with --cfg job."""
     if args.multirun:
-        raise UsageError("-m/--multirun: sweeps are not part of this version; start one job per command")
+        from runner.cli import sweep
+
+        return sweep.start(args)
     where = (args.words, args.config_dir)
     spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
     composed = re_decode(spec, *where) if spec else compose_job(*where)
@@ -35,7 +39,7 @@ def run(args: Namespace) -> int:
         return 0
     from runner.launch import local
 
-    return local.start(composed.spec, composed.overrides, composed.origins)
+    return local.start(composed.spec, composed.overrides, composed.origins, args.folder)
 
 
 def resume(args: Namespace) -> int:
@@ -56,6 +60,8 @@ def infer(args: Namespace) -> int:
     """Answer prompts: those typed, those of a file (one a line), or line by line from the keyboard."""
     _check_sampling(args)
     folder, prompts, composed = _used(args)
+    set_environment(composed.spec, Decisions(composed.spec.strict))
+    load_torch(composed.spec.device.name)
     from runner.launch import use
 
     if args.file:
@@ -84,6 +90,8 @@ def export(args: Namespace) -> int:
     folder, more, composed = _used(args)
     if more:
         raise UsageError(f"what is '{more[0]}'? write: run export latest --checkpoint 100 --out FOLDER")
+    set_environment(composed.spec, Decisions(composed.spec.strict))
+    load_torch(composed.spec.device.name)
     from runner.launch import use
 
     target, step = use.export(folder, composed.spec, args.checkpoint, args.out, args.merge)

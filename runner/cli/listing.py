@@ -11,25 +11,38 @@ from pathlib import Path
 from hydra.plugins.config_source import ConfigSource
 
 from runner.cli.args import VERBS, UsageError, parser_of
-from runner.cli.conf import choices
+from runner.cli.conf import BESIDE, choices, scalar
 from runner.cli.sources import GROUP, holders, options, session
 from runner.registry import Registry, default_registry
 from runner.spec import suggest
 from runner.spec.schema import groups_of, job_schema, recipe_schema
+from runner.sweep.config import SweepConfig
 
+SWEEP_FIELDS = [(name, info) for name, info in SweepConfig.model_fields.items() if name != "over"]
+SWEEPS = """start a sweep
+  run -m +recipe=sft_demo optimizer.lr=1e-4,3e-4 seed=1,2,3     a job for each combination
+  run -m +recipe=a,b seed=range(1,4)                            recipes, ranges, globs: Hydra's grammar
+  run -m +recipe=mine                                           a recipe with a section sweep.over
+  run -m --spec outputs/latest seed=1,2,3                       the job of a run, varied
+  run -m --cfg job …                                            print the jobs, run nothing
+"""
 EXAMPLES = """examples
   run                                            the demo, on this machine, in under 90 s
   run algorithm=sft data=file data.path=my.jsonl model=hf model.path=/models/Qwen3-0.6B
   run +recipe=sft_demo optimizer.lr=1e-3         the command line beats the recipe
   run --cfg job +recipe=sft_demo                 print the job, run nothing
   run --spec outputs/latest/spec.yaml seed=1     the job of a run, again
+  run -m +recipe=sft_demo seed=1,2,3             a sweep (run sweep --help)
   eval "$(run -sc install=bash)"                 tab completion (bash, zsh, fish)
 
 any verb --help (its options and their defaults), --debug (tracebacks), --version
-run      --cfg job, --spec FILE, --config-dir FOLDER
+run      --cfg job, --spec FILE, --config-dir FOLDER, --folder FOLDER, -m/--multirun
 resume   --cfg job
 infer    --file PROMPTS, --checkpoint STEP|best, --max-new-tokens, --temperature, --top-p, --seed, device=NAME
 export   --checkpoint STEP|best, --merge, --out FOLDER, device=NAME
+sweep    resume [latest|FOLDER] --retry-failed, --only 3,7, sweep.parallel=N …; status, report [latest|FOLDER]
+report, diff   --out FILE.html
+doctor   --json, --no-trial, device=NAME
 list, explain  --config-dir FOLDER"""
 
 
@@ -37,6 +50,8 @@ def usage(args: Namespace) -> int:
     """`run --help`, and `run VERB --help`."""
     if args.verb != "run":
         print(f"{VERBS[args.verb]}\n\n{parser_of(args.verb).format_help()}", end="")
+        if args.verb == "sweep":
+            _about_sweeps()
         return 0
     print("run: trains language models after pre-training, from one declarative job\n")
     print("usage  run [verb] [+recipe=NAME] [group=option] [group.key=value]\n\nverbs")
@@ -50,6 +65,13 @@ def usage(args: Namespace) -> int:
         _table([(f"+recipe={name}", about(sources, GROUP, name, registry)) for name in options(sources, GROUP)])
     print(f"\n{EXAMPLES}")
     return 0
+
+
+def _about_sweeps() -> None:
+    """How a sweep is started, and what can be set of it."""
+    print(f"\n{SWEEPS}\noptions of a sweep, with run -m and with run sweep resume")
+    rows = [(f"sweep.{name}={scalar(info.get_default())}", str(info.description)) for name, info in SWEEP_FIELDS]
+    _table(rows)
 
 
 def show(args: Namespace) -> int:
@@ -70,11 +92,9 @@ def schema(args: Namespace) -> int:
     if args.words not in ([], ["job"], [GROUP]):
         raise UsageError(f"run schema: job or recipe, not {' '.join(args.words)}")
     registry = default_registry()
-    print(
-        json.dumps(
-            recipe_schema(choices(registry), registry) if args.words == [GROUP] else job_schema(registry), indent=1
-        )
-    )
+    of_recipe = args.words == [GROUP]
+    found = recipe_schema(choices(registry), BESIDE, registry) if of_recipe else job_schema(registry)
+    print(json.dumps(found, indent=1))
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from runner.spec.decode import unknown_name
 from runner.spec.origin import COMMAND_LINE
 
 DEMO = "sft_demo"
+SWEEP_ALONE = "a sweep over several values is started with: run -m …"
 NO_MODEL = "no model chosen: taking model=tiny, from random weights; for a real one: model=hf model.path=FOLDER"
 
 
@@ -64,6 +66,7 @@ def read(words: Iterable[str], groups: Collection[str]) -> tuple[list[Typed], li
     return list(typed.values()), problems
 
 
+@cache
 def _parse(word: str) -> Override | Problem:
     try:
         return OverridesParser.create().parse_override(word)
@@ -88,7 +91,7 @@ def _judge(override: Override, word: str, groups: Collection[str]) -> Typed | Pr
     if override.is_sweep_override():
         several = f"{override.get_value_string()} is several values"
         written = f"'{key}=[{override.get_value_string()}]'" if override.is_choice_sweep() else "[1,2]"
-        return problem(key, f"{several}; write a list as {written}; sweeps are not part of this version")
+        return problem(key, f"{several}; write a list as {written}; {SWEEP_ALONE}")
     choice = key in (*groups, GROUP) and not isinstance(value, dict)
     if choice and isinstance(value, list) and key != GROUP:
         return problem(key, "takes one choice, not a list")

@@ -9,8 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from runner.device.npu_sim import process
-from runner.device.npu_sim.prepare import prepare
 from runner.device.presets import CUDA_DETERMINISTIC, NPU, Preset
 from runner.errors import EnvironmentProblem
 from runner.spec.base import ComponentConfig
@@ -127,11 +125,15 @@ class NpuSimConfig(NpuConfig):
 
     def preflight(self) -> None:
         """Fetch and build what is missing of the simulator, and say so. Raises EnvironmentProblem where that fails."""
+        from runner.device.npu_sim.prepare import prepare
+
         prepare(_say)
 
     def enter(self) -> None:
-        memory_bytes = int(self.memory_gib * 2**30)
-        process.enter(prepare(_say), process.Pretence(self.cards, memory_bytes, self.soc))
+        from runner.device.npu_sim.prepare import prepare  # here, because every command reads this module
+        from runner.device.npu_sim.process import Pretence, enter
+
+        enter(prepare(_say), Pretence(self.cards, int(self.memory_gib * 2**30), self.soc))
 
 
 def _say(text: str) -> None:

@@ -104,7 +104,7 @@ def _choose(data: Mapping[str, Any], registry: Registry) -> tuple[Classes, list[
 
 
 def unknown_name(group: str, name: str, members: Iterable[str]) -> str:
-    """`no device named 'gpu'; did you mean 'cuda'? (auto, cpu, cuda, npu)`."""
+    """`no device named 'gpu'; did you mean 'cuda'? (auto, cpu, cuda, npu, npu_sim)`."""
     members = sorted(members)
     meant = suggest.name(group, name, members)
     hint = f"; did you mean '{meant}'?" if meant else ""

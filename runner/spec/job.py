@@ -45,6 +45,11 @@ class WatchConfig(Config):
         gt=0,
         description="Seconds a step may take before every thread's stack is written to stacks.log.",
     )
+    device_s: float = Field(
+        default=10.0,
+        ge=0,
+        description="Seconds between readings of the device's load, memory, temperature and power; 0 = none.",
+    )
     samples: int = Field(default=2, ge=0, description="Sampled answers per step that are written to samples.jsonl.")
 
 

@@ -63,8 +63,13 @@ def job_schema(registry: Registry | None = None) -> dict[str, Any]:
     return {"$schema": DIALECT, **model.model_json_schema()}
 
 
-def recipe_schema(options: Mapping[str, list[str]], registry: Registry | None = None) -> dict[str, Any]:
-    """JSON Schema of a recipe: a job with anything left out, and a defaults list that picks from `options`."""
+def recipe_schema(
+    options: Mapping[str, list[str]], beside: Mapping[str, type[BaseModel]], registry: Registry | None = None
+) -> dict[str, Any]:
+    """JSON Schema of a recipe: a job with anything left out, and a defaults list that picks from `options`.
+
+    beside: sections that a recipe may have and no job has
+    """
     schema = job_schema(registry)
     for definition in schema["$defs"].values():
         definition.pop("required", None)
@@ -81,7 +86,8 @@ def recipe_schema(options: Mapping[str, list[str]], registry: Registry | None = 
         "type": "array",
         "items": {"anyOf": [{"type": "string"}, choice]},
     }
-    schema["properties"] = {"defaults": defaults, **schema["properties"]}
+    more = {name: cls.model_json_schema() for name, cls in beside.items()}
+    schema["properties"] = {"defaults": defaults, **schema["properties"], **more}
     return schema | {"title": "Recipe", "description": "A runnable experiment."}
 
 

@@ -30,6 +30,7 @@ class WandbConfig(TrackerConfig):
     )
     project: str = Field(default="runner", min_length=1, description="W&B project.")
     entity: str | None = Field(default=None, description="W&B user or team; null = the default of the key.")
+    display_name: str | None = Field(default=None, description="W&B's name for this run; null = that of its folder.")
     run_group: str | None = Field(default=None, description="W&B group that this run belongs to.")
     tags: Names = Field(default=(), description="W&B tags.")
     deadline_s: float = Field(

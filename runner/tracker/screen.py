@@ -23,6 +23,7 @@ Better = Literal["less", "more"]
 # Metrics that get a curve of their own, where a run has them: name, word on the screen, which direction is better.
 CURVES: tuple[tuple[str, str, Better], ...] = (
     ("reward/mean", "reward", "more"),
+    ("distill/reverse_kl", "reverse KL", "less"),
     ("train/loss", "loss", "less"),
     ("eval/loss", "eval loss", "less"),
     ("eval/exact_match", "exact match", "more"),
@@ -112,11 +113,13 @@ def plain_line(progress: Progress, now: float) -> str:
 
 
 def sample_line(row: Mapping[str, Any]) -> str:
-    """One line of a sample: prompt → answer (and what was expected, or its reward), control characters written out."""
+    """One line of a sample: prompt → turns before the last, if any → answer (and what was expected, or its reward),
+    control characters written out."""
     if "prompt" not in row or "answer" not in row:
         facts = {k: number(v) if isinstance(v, float) else v for k, v in row.items() if v is not None}
         return _shortened("  ".join(f"{k}={v}" for k, v in facts.items()))
-    line = f"{row['prompt']} → {row['answer']}"
+    said = [turn["content"] for turn in row.get("turns", ())]
+    line = " → ".join([row["prompt"], *said, row["answer"]])
     if row.get("expected") not in (None, "", row["answer"]):
         line += f"  (expected {row['expected']})"
     if isinstance(row.get("reward"), int | float):

@@ -21,7 +21,7 @@ def completed(
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("run device=", ["device=auto", "device=cpu", "device=cuda", "device=npu"]),
+        ("run device=", ["device=auto", "device=cpu", "device=cuda", "device=npu", "device=npu_sim"]),
         ("run device=c", ["device=cpu", "device=cuda"]),
         ("run +rec", ["+recipe="]),
         ("run recipe=sft_n", ["recipe=sft_npu"]),
@@ -40,6 +40,13 @@ def completed(
         ("run strict=", ["strict=false", "strict=true"]),
         ("run infer latest --te", ["--temperature"]),
         ("run --sp", ["--spec"]),
+        ("run --mul", ["--multirun"]),
+        ("run sweep re", ["report", "resume"]),
+        ("run sweep resume la", ["latest"]),
+        ("run sweep resume --re", ["--retry-failed"]),
+        ("run -m sweep.time", ["sweep.timeout_s="]),
+        ("run -m sweep.fail_fast=", ["sweep.fail_fast=false", "sweep.fail_fast=true"]),
+        ("run report la", ["latest"]),
         ("run hydra", []),
         ("run nonsense=( ste", []),
     ],

@@ -150,7 +150,7 @@ def test_config_dir_adds_groups_and_recipes(workdir: Path, tmp_path: Path) -> No
 def test_all_mistakes_of_a_command_line_come_together(workdir: Path) -> None:
     found = problems("+recipe=sft_demo", "optimizer.lrr=1", "device=gpu", "data.max_lenght=x")
     assert {p.key: p.message for p in found} == {
-        "device": "no device named 'gpu'; did you mean 'cuda'? (auto, cpu, cuda, npu)",
+        "device": "no device named 'gpu'; did you mean 'cuda'? (auto, cpu, cuda, npu, npu_sim)",
         "optimizer.lrr": "not an option of optimizer=adamw; did you mean 'lr'?",
         "data.max_lenght": "not an option of data=demo; did you mean 'max_length'?",
     }
@@ -177,8 +177,9 @@ def test_all_mistakes_of_a_command_line_come_together(workdir: Path) -> None:
         ("model.dtype=bf16", "model.dtype", "did you mean 'bfloat16'?"),
         ("output_dir=x", "output_dir", "runs go to ./outputs"),
         ("steps", "steps", "not an override; write steps=VALUE"),
-        ("steps=1,2", "steps", "sweeps are not part of this version"),
-        ("seed=range(1,3)", "seed", "sweeps are not part of this version"),
+        ("steps=1,2", "steps", "a sweep over several values is started with: run -m"),
+        ("seed=range(1,3)", "seed", "a sweep over several values is started with: run -m"),
+        ("sweep.parallel=2", "sweep.parallel", "is about a sweep"),
         ("~tracker", "~tracker", "nothing can be removed"),
         ("hydra.run.dir=x", "hydra.run.dir", "Hydra's own settings are not used"),
         ("hydra/launcher=x", "hydra/launcher", "Hydra's own settings are not used"),

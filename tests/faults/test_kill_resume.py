@@ -36,16 +36,22 @@ SMALL = (
 SFT = ("+recipe=sft_demo", "schedule.warmup_steps=2")
 # random weights sort nothing, so that answers are rewarded for their length: every group has a gradient
 SAMPLED = ("init_from=null", "sampler.max_new_tokens=8", "reward=length", "reward.max=8", "reward.cache=7")
+TEACHER = "algorithm.teacher=../teacher/outputs/latest"
 JOBS = {
     "full": SFT,
     "lora with dropout": (*SFT, "adapter=lora", "adapter.dropout=0.1"),
     "dpo": ("+recipe=dpo_demo", "init_from=null"),
+    "dpo, cached reference": ("+recipe=dpo_demo", "init_from=null", "algorithm.reference=cached"),
     "grpo": ("+recipe=grpo_demo", *SAMPLED),
     "grpo, lag 1": ("+recipe=grpo_demo", *SAMPLED, "algorithm.lag=1"),
     "ppo": ("+recipe=ppo_demo", *SAMPLED),
+    "opd, lag 1": ("+recipe=distill_demo", TEACHER, "init_from=null", "algorithm.lag=1"),
+    "distill": (*SFT, "algorithm=distill", TEACHER),
+    "ppo, shared critic": ("+recipe=ppo_demo", *SAMPLED, "algorithm.critic=shared"),
 }
+SLOW = ("grpo, lag 1", "opd, lag 1")
 RESUME = ("resume", "latest")
-VOLATILE = ("time/", "perf/")
+VOLATILE = ("time/", "perf/", "device/")
 DEADLINE_S = 60.0
 
 
@@ -66,7 +72,8 @@ class Run:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                env=os.environ
+                | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RUNNER_CACHE": str(self.cwd / "cache")},
             )
 
     def steps_logged(self) -> int:
@@ -123,6 +130,13 @@ def killed_run(run: Run, kills: int, seed: int) -> list[int]:
     return deaths
 
 
+def with_teacher(folder: Path, job: str) -> None:
+    """Make the run that the job's teacher comes from, if it has one."""
+    if TEACHER in JOBS[job]:
+        run = Run(folder / "teacher", 4, "full")
+        assert run.start(*run.job).wait(timeout=DEADLINE_S) == 0, run.printed.read_text()
+
+
 def assert_same(run: Run, peaceful: Run) -> None:
     assert run.rows("metrics.jsonl") == peaceful.rows("metrics.jsonl")
     assert run.rows("samples.jsonl") == peaceful.rows("samples.jsonl")
@@ -133,8 +147,9 @@ def assert_same(run: Run, peaceful: Run) -> None:
     assert run.export() == peaceful.export()
 
 
-@pytest.mark.parametrize("job", ["full", pytest.param("grpo, lag 1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("job", ["full", *(pytest.param(job, marks=pytest.mark.slow) for job in SLOW)])
 def test_killed_and_resumed_is_the_same_run(tmp_path: Path, job: str) -> None:
+    with_teacher(tmp_path, job)
     peaceful, killed = Run(tmp_path / "peaceful", 24, job), Run(tmp_path / "killed", 24, job)
     assert peaceful.start(*peaceful.job).wait(timeout=DEADLINE_S) == 0, peaceful.printed.read_text()
     killed_run(killed, kills=4, seed=0)
@@ -145,6 +160,7 @@ def test_killed_and_resumed_is_the_same_run(tmp_path: Path, job: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("job", JOBS)
 def test_twenty_kills(tmp_path: Path, job: str) -> None:
+    with_teacher(tmp_path, job)
     peaceful, killed = Run(tmp_path / "peaceful", 96, job), Run(tmp_path / "killed", 96, job)
     assert peaceful.start(*peaceful.job).wait(timeout=DEADLINE_S) == 0, peaceful.printed.read_text()
     deaths = killed_run(killed, kills=20, seed=1)

@@ -42,7 +42,7 @@ DEMOS: dict[str, Claim] = {
     "rm_demo": Claim("train/accuracy", 0.2, 0.75, "eval/accuracy", 0.9),
     "dpo_demo": Claim("train/accuracy", 0.0, 0.75, "eval/accuracy", 0.9),
     "grpo_demo": climbs(0.65),
-    "grpo_demo algorithm.lag=2 algorithm.correction=decoupled": climbs(0.6),
+    "grpo_demo algorithm.lag=2 algorithm.correction=decoupled": climbs(0.5),
     "ppo_demo": climbs(0.55),
     "tool_demo": climbs(0.75, most_at_first=0.55),
     "distill_demo": Claim("distill/reverse_kl", 0.05, 9.0, "eval/exact_match", 0.6),

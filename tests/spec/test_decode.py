@@ -71,11 +71,15 @@ def test_defaults_decode_to_the_classes_of_their_names() -> None:
             "optimizer.momentum",
             "not an option of optimizer=adamw; an option of optimizer=sgd",
         ),
-        ({"device": {"name": "gpu"}}, "device", "no device named 'gpu'; did you mean 'cuda'? (auto, cpu, cuda, npu)"),
+        (
+            {"device": {"name": "gpu"}},
+            "device",
+            "no device named 'gpu'; did you mean 'cuda'? (auto, cpu, cuda, npu, npu_sim)",
+        ),
         (
             {"device": {"name": "ascend"}},
             "device",
-            "no device named 'ascend'; did you mean 'npu'? (auto, cpu, cuda, npu)",
+            "no device named 'ascend'; did you mean 'npu'? (auto, cpu, cuda, npu, npu_sim)",
         ),
         ({"device": {"threads": True}}, "device.threads", "expected an integer at least 1, got true"),
         ({"data": {"max_lenght": 3}}, "data.max_lenght", "not an option of data=demo; did you mean 'max_length'?"),

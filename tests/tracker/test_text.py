@@ -101,5 +101,7 @@ def test_no_line_of_the_panel_is_wider_than_the_screen(width: int) -> None:
 def test_a_sample_in_one_line() -> None:
     assert sample_line({"prompt": "2+2\n", "answer": "5", "expected": "4"}) == "2+2\\n → 5  (expected 4)"
     assert sample_line({"prompt": "p", "answer": "a", "expected": "a", "reward": 0.5}) == "p → a  reward 0.5"
+    turns = [{"role": "assistant", "content": "calc 2+2"}, {"role": "tool", "content": "4"}]
+    assert sample_line({"prompt": "2+2", "turns": turns, "answer": "4"}) == "2+2 → calc 2+2 → 4 → 4"
     assert sample_line({"text": "a", "n": 1}) == "text=a  n=1"
     assert len(sample_line({"prompt": "x" * 10**6, "answer": ""})) <= 400

@@ -1,0 +1,124 @@
+"""What Hydra makes of the files: one plain tree, who set each key, and what cannot be put together.
+
+choices ─▶ Hydra's defaults list ─▶ merged, file by file ─▶ Files      (the section `sweep` stands aside)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.default_element import ResultDefault
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigSource
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.cli.mishaps import worded
+from runner.cli.overrides import Typed
+from runner.cli.sources import GROUP, holders
+from runner.errors import Problem
+from runner.registry import default_registry
+from runner.spec.origin import leaves
+
+JOB = "job"
+SWEEP = "sweep"  # the section that is about many jobs, and no part of any
+PLAIN_NAME = re.compile(r"[\w./-]+")
+
+
+@dataclass(slots=True)
+class Files:
+    """What Hydra made of the files: the config, who set each key, and the lines to tell the user."""
+
+    config: DictConfig
+    origins: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    sweep: dict[str, Any] = field(default_factory=dict)
+    sweep_origins: dict[str, str] = field(default_factory=dict)
+
+
+class Uncomposable(Exception):
+    """Hydra cannot put these files together."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+def compose_files(loader: ConfigLoader, choices: Sequence[Typed]) -> Files:
+    """The files of these choices, put together. Raises Uncomposable."""
+    lines = [line_of(choice) for choice in choices]
+    sources = loader.get_sources()
+    try:
+        entries = loader.compute_defaults_list(JOB, lines, RunMode.RUN).defaults
+        return _merged([e for e in entries if e.config_path and not e.config_path.startswith("hydra/")], sources)
+    except (HydraException, OmegaConfBaseException, ValueError, RecursionError, yaml.YAMLError) as error:
+        recipes = [f"{GROUP}/{name}" for choice in choices if choice.key == GROUP for name in choice.names]
+        raise Uncomposable(worded(error, sources, recipes)) from error
+
+
+def _merged(entries: Sequence[ResultDefault], sources: Sequence[ConfigSource]) -> Files:
+    """What `hydra.compose` makes of these entries, in one pass that also notes who sets each key (half the time)."""
+    files = Files(OmegaConf.create())
+    for entry in entries:
+        path = str(entry.config_path)
+        used, *others = holders(sources, path)
+        content = used.load_config(path).config
+        if not isinstance(content, DictConfig):
+            raise ValueError(f"In '{path}': expected the sections of a job, not a list")
+        content.pop("defaults", None)
+        boxed = OmegaConf.create()
+        OmegaConf.update(boxed, entry.package, content) if entry.package else boxed.merge_with(content)
+        files.config.merge_with(boxed)
+        files.origins |= {key: path for key, _ in leaves(OmegaConf.to_container(boxed, resolve=False)) if key}
+        files.notes += tuple(
+            f"warning: {path}: {other.path} has one too, hidden by that of {used.path}" for other in others
+        )
+    files.config.pop("hydra", None)
+    if SWEEP in files.config:
+        section = OmegaConf.to_container(OmegaConf.create({SWEEP: files.config.pop(SWEEP)}), resolve=False)
+        files.sweep = section[SWEEP] if isinstance(section, dict) else {}
+        files.sweep_origins = {k: who for k, who in files.origins.items() if is_sweep(k)}
+        files.origins = {k: who for k, who in files.origins.items() if not is_sweep(k)}
+    return files
+
+
+def is_sweep(key: str) -> bool:
+    return key == SWEEP or key.startswith(f"{SWEEP}.")
+
+
+def line_of(choice: Typed) -> str:
+    """A choice as Hydra reads it."""
+    names = [n if PLAIN_NAME.fullmatch(n) else "'" + n.replace("'", "\\'") + "'" for n in choice.names]
+    return f"+{GROUP}=[{','.join(names)}]" if choice.key == GROUP else f"{choice.key}={names[0]}"
+
+
+def misplaced(files: Files, groups: Sequence[str]) -> list[Problem]:
+    """Components chosen by writing `name`, which leaves the old one's options behind; Hydra's settings."""
+    found = []
+    for group in groups:
+        key = f"{group}.name"
+        who = files.origins.get(key, "")
+        if who and not who.startswith(f"{group}/"):
+            chosen = OmegaConf.select(files.config, key)
+            found.append(Problem(key, f"a file chooses with 'override /{group}: {chosen}' in its defaults list", who))
+        elif not who and (section := files.config.get(group)) and isinstance(section, DictConfig):
+            origin = next((o for k, o in files.origins.items() if k.startswith(f"{group}.")), "")
+            begin = f"defaults: [{_fitting(section, group)}, _self_]"
+            text = f"the file names no component; begin it with a line such as '{begin}'"
+            found.append(Problem(group, text, origin))
+    for key, who in files.origins.items():
+        if key.startswith("hydra.") and who != JOB:
+            found.append(Problem(key, "Hydra's own settings are not used", who))
+    return found
+
+
+def _fitting(section: DictConfig, group: str) -> str:
+    """The component that has most of a section's options."""
+    classes = default_registry().classes(group)
+    return max(classes, key=lambda name: len(set(map(str, section)) & set(classes[name].model_fields)))

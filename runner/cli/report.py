@@ -1,0 +1,33 @@
+"""`run report`: a run's numbers as one HTML page; `run diff`: what differs between two runs."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from runner.cli.args import UsageError
+from runner.folder import find, shown
+from runner.report import diff as differ
+from runner.report.run_page import write_page
+
+
+def report(args: Namespace) -> int:
+    """Write report.html of a run."""
+    if len(args.words) > 1:
+        raise UsageError("run report: one run is expected, latest or a folder; for a sweep: run sweep report latest")
+    folder = find(args.words[0] if args.words else "latest")
+    path = args.out or folder.root / "report.html"
+    write_page(folder, path)
+    print(shown(path))
+    return 0
+
+
+def diff(args: Namespace) -> int:
+    """Print what differs between two runs; with --out, also write it as a page with the curves of both."""
+    if len(args.words) != 2:
+        raise UsageError("run diff: two runs are expected, e.g. run diff outputs/2026-11-21/101500-a-3f2a latest")
+    first, second = (find(where) for where in args.words)
+    print("\n".join(differ.lines(first, second)))
+    if args.out:
+        differ.write_page(first, second, args.out)
+        print(f"\npage     {shown(args.out)}")
+    return 0

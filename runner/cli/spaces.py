@@ -1,0 +1,83 @@
+"""The space of a search: intervals, ranges and choices, on the command line or in a recipe's sweep.over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+from hydra.errors import HydraException
+
+from runner.cli.axes import axis_of, values_in
+from runner.cli.compose import Draft
+from runner.cli.overrides import problem
+from runner.cli.sources import GROUP
+from runner.cli.sweep_options import OVER, axes_of
+from runner.errors import Problem
+from runner.spec.origin import origin_of
+from runner.sweep.space import Dimension
+
+
+def space_in(words: Sequence[str], loader: ConfigLoader) -> tuple[list[Dimension], list[str], list[Problem]]:
+    """The words with several values as dimensions, the other words, and what is wrong with a dimension."""
+    space, fixed, problems = list[Dimension](), list[str](), list[Problem]()
+    parser = OverridesParser.create()
+    for word in words:
+        try:
+            override = parser.parse_override(word)
+        except HydraException:
+            fixed.append(word)  # what is wrong with it is said where each job's words are read
+            continue
+        override.config_loader = loader
+        if not override.is_sweep_override():
+            fixed.append(word)
+            continue
+        dimension = _dimension(override)
+        text = _wrong(dimension)
+        space += [] if text else [dimension]
+        problems += [problem(dimension.key, text)] if text else []
+    return space, fixed, problems
+
+
+def recipe_space(draft: Draft, words: Sequence[str], loader: ConfigLoader) -> tuple[list[Dimension], list[Problem]]:
+    """The dimensions of a recipe's sweep.over, but for keys that the command line sets."""
+    typed = {word.lstrip("+").partition("=")[0] for word in words}
+    space, problems = list[Dimension](), list[Problem]()
+    for key, values in axes_of(draft).items():
+        if key in typed:
+            continue
+        if isinstance(values, str) and key != GROUP:
+            found, _, wrong = space_in([f"{key}={values}"], loader)
+            text = wrong[0].message if wrong else "" if found else f"expected several values, got {values!r}"
+        else:
+            listed, text = values_in(key, values, loader)
+            found = [Dimension(key, key, "choice", values=listed)]
+        space += [] if text else found
+        problems += [Problem(f"{OVER}.{key}", text, origin_of(OVER, draft.sweep_origins))] if text else []
+    return space, problems
+
+
+def _dimension(override: Override) -> Dimension:
+    key, word, value = override.key_or_group, override.get_key_element(), override.value()
+    if isinstance(value, IntervalSweep):
+        low, high = value.start or 0, value.end or 0
+        whole = isinstance(low, int) and isinstance(high, int)
+        return Dimension(key, word, "int" if whole else "float", float(low), float(high), log="log" in value.tags)
+    numbers = value.range() if isinstance(value, RangeSweep) else None
+    if isinstance(value, RangeSweep) and isinstance(numbers, range) and numbers:
+        ends = float(min(numbers)), float(max(numbers))
+        return Dimension(key, word, "int", *ends, step=abs(numbers.step), log="log" in value.tags)
+    return Dimension(key, word, "choice", values=axis_of(override).values)
+
+
+def _wrong(dimension: Dimension) -> str:
+    if dimension.key == GROUP:
+        return "a search cannot vary the recipe; run one search for each"
+    if dimension.kind == "choice":
+        return "" if dimension.values else "matches nothing"
+    if dimension.low > dimension.high:
+        return f"an interval from {dimension.low:g} to {dimension.high:g} is empty; write interval(LOW,HIGH)"
+    if dimension.log and (dimension.low <= 0 or dimension.step > 1):
+        return "tag(log,…) needs an interval above 0, without steps"
+    return ""

@@ -1,0 +1,130 @@
+"""report.html of a sweep: the winner, the curves of all jobs, the table, means over seeds, failures, environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from runner.folder import shown
+from runner.manifest import redact
+from runner.report.chart import Curve, hues
+from runner.report.facts import read_run
+from runner.report.page import Page, Row
+from runner.sweep import words
+from runner.sweep.outcome import last_line
+from runner.sweep.plan import short_names
+from runner.sweep.results import SEED, Results, folds
+from runner.tracker.text import duration, number
+
+
+def write_page(results: Results) -> None:
+    """Write report.html. Raises StorageError."""
+    states = [row.state.state for row in results.results]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    about = f"{len(states)} jobs: {counts} · begun {results.plan.created} · {shown(results.folder.root)}"
+    page = Page(f"sweep {results.plan.name}", about)
+    _winner(page, results)
+    page.head("Curves")
+    page.charts(_curves(results), results.ranking.metric if results.ranking else None)
+    _jobs(page, results)
+    _means(page, results)
+    _failures(page, results)
+    _varies(page, results)
+    _environment(page, results)
+    page.write(results.folder.report)
+
+
+def _winner(page: Page, results: Results) -> None:
+    best = results.best
+    if best is None or results.ranking is None or best.value is None:
+        page.card(["No job that is done measured the metric." if results.ranking else "No job is done yet."])
+        return
+    value = f"{results.ranking.metric} {number(best.value)} at step {best.step_of_value}"
+    lines = [f"Best: job {best.job.index}  {best.job.label}  {value}", words.ranked(results.ranking)]
+    page.card(lines, redact(words.rerun(results.plan, best.job)))
+
+
+def _curves(results: Results) -> dict[str, list[Curve]]:
+    found: dict[str, list[Curve]] = {}
+    colours = hues(len(results.results))
+    for row, hue in zip(results.results, colours, strict=True):
+        for metric, series in row.series.items():
+            curve = Curve(f"job {row.job.index}  {row.job.label}", str(row.job.index), hue, series)
+            found.setdefault(metric, []).append(curve)
+    return found
+
+
+def _jobs(page: Page, results: Results) -> None:
+    page.head("Jobs")
+    axes = results.plan.axes
+    metric = results.ranking.metric if results.ranking else "metric"
+    rows = []
+    for row, hue in zip(results.results, hues(len(results.results)), strict=True):
+        varied = [row.job.varied.get(axis, "") for axis in axes]
+        value = "" if row.value is None else number(row.value)
+        steps = f"{row.steps}/{results.plan.data(row.job).get('steps', '?')}"
+        cells = [str(row.job.index), *varied, row.state.state, steps, value, duration(row.state.seconds)]
+        rows.append(Row([*cells, ",".join(row.state.devices)], str(row.job.index), row.state.state, hue))
+    page.table(["job", *short_names(axes).values(), "state", "step", metric, "time", "device"], rows)
+
+
+def _means(page: Page, results: Results) -> None:
+    found = folds(results)
+    if not found or results.ranking is None:
+        return
+    page.head("Means over seeds")
+    axes = [axis for axis in results.plan.axes if axis != SEED]
+    rows = []
+    for one in found:
+        spread = "" if one.half_width is None else f" ± {number(one.half_width)}"
+        varied = [one.varied.get(axis, "") for axis in axes]
+        rows.append(Row([*varied, str(len(one.values)), f"{number(one.mean)}{spread}"]))
+    page.table([*short_names(axes).values(), "seeds", f"{results.ranking.metric}, mean ± 95 % interval"], rows)
+
+
+def _failures(page: Page, results: Results) -> None:
+    if not results.failed:
+        return
+    page.head("What did not end well")
+    where = words.name_of(results.folder)
+    for row in results.failed:
+        page.text(f"job {row.job.index}  {row.job.label}: {redact(row.state.error or '')}")
+        output = results.folder.output(row.job.index)
+        page.code(f"{redact(last_line(output))}\n\n{shown(output)}\nrun sweep resume {where} --only {row.job.index}")
+
+
+def _varies(page: Page, results: Results) -> None:
+    page.head("What varies")
+    rows = []
+    for axis in results.plan.axes:
+        values = dict.fromkeys(job.varied[axis] for job in results.plan.jobs if axis in job.varied)
+        space = [d.described() for d in results.plan.search.space if d.key == axis] if results.plan.search else []
+        rows.append(Row([axis, *space] if space else [axis, ", ".join(values)]))
+    page.table(["key", "values"], rows, wrap=True)
+    page.code(redact("run -m " + " ".join(results.plan.typed)))
+
+
+def _environment(page: Page, results: Results) -> None:
+    """What the jobs were made of: said once where they agree, and by whom where they do not."""
+    page.head("Environment")
+    found: dict[tuple[str, str], list[int]] = {}
+    seen = 0
+    for row in results.results:
+        run = results.folder.run(row.job.index)
+        if not run.spec.is_file():
+            continue
+        seen += 1
+        for name, value in _common(read_run(run).environment).items():
+            found.setdefault((name, value), []).append(row.job.index)
+    if not seen:
+        page.text("no job has begun")
+        return
+    rows = []
+    for (name, value), jobs in found.items():
+        whose = "" if len(jobs) == seen else f"  (job {', '.join(map(str, jobs))})"
+        rows.append(Row([name, value + whose]))
+    page.table(["", "what"], rows, wrap=True)
+
+
+def _common(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without what is a job's own by design: its devices."""
+    return {name: value for name, value in environment.items() if not name.endswith("VISIBLE_DEVICES")}

@@ -1,0 +1,103 @@
+"""How far each job of a sweep is: state.json, replaced as a whole after each change, so that a crash loses nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args
+
+from runner.errors import EnvironmentProblem
+from runner.folder import RunFolder, locked, write_json
+from runner.sweep.plan import SweepFolder
+
+State = Literal["waiting", "running", "done", "pruned", "failed", "killed", "timeout", "interrupted"]
+STATES: tuple[State, ...] = get_args(State)
+FAILED: frozenset[State] = frozenset({"failed", "killed", "timeout"})
+FINISHED: frozenset[State] = frozenset({"done", "pruned"})  # never run again
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """How far one job is. `process`: number and start time of its last process; `seconds`: of all its attempts."""
+
+    state: State = "waiting"
+    attempts: int = 0
+    exit_code: int | None = None
+    error: str | None = None
+    process: tuple[int, int] | None = None
+    devices: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+class Record:
+    """The states of all jobs, in memory and on the disk."""
+
+    def __init__(self, folder: SweepFolder, jobs: Sequence[JobState]) -> None:
+        self._folder = folder
+        self._jobs = list(jobs)
+
+    @classmethod
+    def begin(cls, folder: SweepFolder, count: int) -> Record:
+        """All jobs waiting, written."""
+        record = cls(folder, [JobState()] * count)
+        record._write()
+        return record
+
+    @classmethod
+    def read(cls, folder: SweepFolder) -> Record:
+        """As a sweep left it. Raises EnvironmentProblem where it cannot be read."""
+        try:
+            content = json.loads(folder.state.read_text(encoding="utf-8"))["jobs"]
+            return cls(folder, [_job(job) for job in content])
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise EnvironmentProblem(f"{folder.state} cannot be read: {error}") from error
+
+    def __getitem__(self, index: int) -> JobState:
+        return self._jobs[index]
+
+    def __iter__(self) -> Iterator[JobState]:
+        return iter(self._jobs)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def change(self, index: int, **changes: Any) -> None:
+        """Change what is known of a job, and write it. Raises StorageError."""
+        self._jobs[index] = replace(self._jobs[index], **changes)
+        self._write()
+
+    def grow(self, count: int) -> None:
+        """Make it one of `count` jobs, the new ones waiting. Raises StorageError."""
+        self._jobs += [JobState()] * (count - len(self._jobs))
+        self._write()
+
+    def count(self) -> Mapping[State, int]:
+        """How many jobs are in each state, those without a job left out."""
+        counts = {state: sum(job.state == state for job in self._jobs) for state in STATES}
+        return {state: number for state, number in counts.items() if number}
+
+    def _write(self) -> None:
+        write_json(self._folder.state, {"jobs": [asdict(job) for job in self._jobs]})
+
+
+def _job(data: dict[str, Any]) -> JobState:
+    process = data.pop("process")
+    return JobState(process=None if process is None else tuple(process), devices=tuple(data.pop("devices")), **data)
+
+
+@contextmanager
+def held(folder: SweepFolder) -> Iterator[None]:
+    """The sweep for this process alone, until the block or the process ends. Raises EnvironmentProblem."""
+    with locked(RunFolder(folder.root)):
+        yield
+
+
+def is_held(folder: SweepFolder) -> bool:
+    """Whether a living process runs the sweep."""
+    try:
+        with held(folder):
+            return False
+    except EnvironmentProblem:
+        return True

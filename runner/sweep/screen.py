@@ -1,0 +1,169 @@
+"""The screen of a sweep: a live table where it is a terminal, a line per event where it is not, and sweep.log always.
+
+event ─┬─▶ a line (above the table)
+       └─▶ sweep.log with a time stamp
+look  ───▶ the table: counts, the running jobs, then the others as far as the terminal is high
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, TextIO
+
+from runner.errors import StorageError
+from runner.sweep.plan import Plan, SweepFolder, short_names
+from runner.sweep.record import Record, State
+from runner.tracker.text import duration, number, visible
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+
+    from runner.sweep.engine import Running
+    from runner.sweep.watch import Watch
+
+ORDER: tuple[State, ...] = ("running", "failed", "killed", "timeout", "interrupted", "done", "pruned", "waiting")
+COLOURS = {"running": "cyan", "done": "green", "failed": "red", "killed": "red", "timeout": "red"}
+BORDERS = 6  # lines of a terminal that the table's frame, head and count take
+SMALLEST = 3  # rows
+
+
+class SweepScreen:
+    """Says what happens. A screen that goes away stops nothing."""
+
+    def __init__(self, folder: SweepFolder, plan: Plan, record: Record, stream: TextIO | None = None) -> None:
+        self._folder, self._plan, self._record = folder, plan, record
+        self._stream = sys.stdout if stream is None else stream
+        self._lost = False
+        self._began = time.monotonic()
+        self._running: dict[int, Running] = {}
+        self._watches: dict[int, Watch] = {}  # of ended jobs, too
+        self._rich: Console | None = None
+        self._live: Live | None = None
+
+    def open(self) -> None:
+        """Begin the live table, where there is a terminal."""
+        if self._stream.isatty() and os.environ.get("TERM") != "dumb":
+            from rich.console import Console
+            from rich.live import Live
+
+            self._rich = Console(file=self._stream, force_terminal=True, highlight=False, markup=False, emoji=False)
+            self._live = Live(get_renderable=self._table, console=self._rich, refresh_per_second=2)
+            self._live.start()
+
+    def close(self) -> None:
+        """End the live table; may be called again."""
+        live, self._live = self._live, None
+        if live is not None:
+            self._write(live.stop)
+
+    def say(self, text: str) -> None:
+        """A line for the user, and for sweep.log. Raises StorageError where the log cannot be written."""
+        line = visible(text)
+        stamp = datetime.now().astimezone().isoformat(timespec="milliseconds")
+        try:
+            with self._folder.log.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(f"{stamp} {line}\n")
+        except OSError as error:
+            raise StorageError(f"cannot write {self._folder.log}: {error.strerror}") from error
+        self._write(lambda: self._print(line))
+
+    def say_all(self, lines: Sequence[str]) -> None:
+        """Several lines."""
+        for line in lines:
+            self.say(line)
+
+    def show(self, running: dict[int, Running]) -> None:
+        """Take in how far the running jobs are."""
+        self._running = dict(running)
+        self._watches |= {index: job.watch for index, job in running.items()}
+
+    def _print(self, line: str) -> None:
+        if self._live is not None and self._rich is not None:
+            self._rich.print(line, soft_wrap=True)
+            return
+        encoding = self._stream.encoding or "utf-8"
+        self._stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        self._stream.flush()
+
+    def _write(self, write: Any) -> None:
+        if self._lost:
+            return
+        try:
+            write()
+        except OSError as error:  # a closed pipe or terminal: the jobs go on, and sweep.log has the rest
+            self._lost, self._live = True, None
+            self.say(f"the screen is gone ({error.strerror}); the sweep goes on")
+
+    def _table(self) -> RenderableType:
+        height = self._rich.height if self._rich is not None else 24
+        seen = self._running, self._watches
+        return table(self._plan, self._record, *seen, time.monotonic() - self._began, height)
+
+
+def table(
+    plan: Plan,
+    record: Record,
+    running: dict[int, Running],
+    watches: dict[int, Watch],
+    elapsed_s: float,
+    height: int,
+) -> RenderableType:
+    """The live table, at most `height` lines: running jobs first, then those that failed, are done, and wait."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    axes = plan.axes
+    metric = plan.ranking.metric if plan.ranking else "train/loss"
+    grid = Table(box=SIMPLE_HEAD, padding=(0, 1), expand=False)
+    for name in ("job", *short_names(axes).values(), "state", "step", metric, "time", "device"):
+        grid.add_column(name, no_wrap=True)
+    order = sorted(range(len(plan.jobs)), key=lambda i: (ORDER.index(record[i].state), i))
+    room = max(height - BORDERS, SMALLEST)
+    for index in order[:room]:
+        state = record[index]
+        cells = [str(index), *(visible(plan.jobs[index].varied.get(axis, "")) for axis in axes), state.state]
+        grid.add_row(
+            *cells,
+            *_progress(plan, record, index, running.get(index), watches.get(index), metric),
+            style=COLOURS.get(state.state),
+        )
+    hidden = len(order) - room
+    counts = " · ".join(f"{count} {state}" for state, count in record.count().items())
+    left = remaining_s(plan, record, running)
+    clock = f"{duration(elapsed_s)}" + (f" · about {duration(left)} to go" if left is not None else "")
+    more = Text(f"  and {hidden} more" if hidden > 0 else "")
+    return Group(grid, more, Text(f"  {counts} · {clock}"))
+
+
+def remaining_s(plan: Plan, record: Record, running: dict[int, Running]) -> float | None:
+    """Seconds to go if the pace of the jobs that run now holds for the rest, None before one of them made a step."""
+    to_go = 0
+    for job in plan.jobs:
+        if record[job.index].state in ("running", "waiting"):
+            made = running[job.index].watch.step if job.index in running else 0
+            to_go += int(plan.data(job).get("steps", 0)) - made
+    now = time.monotonic()
+    pace = sum(r.watch.made / max(now - r.began, 1e-3) for r in running.values())
+    return to_go / pace if pace > 0 else None
+
+
+def _progress(
+    plan: Plan, record: Record, index: int, running: Running | None, watch: Watch | None, metric: str
+) -> list[str]:
+    """Step, metric, time and device of a job."""
+    state = record[index]
+    seconds = state.seconds + (time.monotonic() - running.began if running else 0.0)
+    value = watch.values.get(metric) if watch else None
+    return [
+        f"{watch.step}/{plan.data(plan.jobs[index]).get('steps', '?')}" if watch else "",
+        "" if value is None else number(value),
+        duration(seconds) if seconds else "",
+        ",".join(running.devices if running else state.devices),
+    ]

@@ -1,0 +1,63 @@
+"""Run in a process of its own: models with fused operators and fused attention on the simulated card, next to plain
+ones on the CPU; prints the gaps as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from runner.device.config import NpuSimConfig
+
+CONFIG = NpuSimConfig(memory_gib=1.0)
+CONFIG.enter()
+
+import torch  # noqa: E402
+
+from runner.decisions import Decisions  # noqa: E402
+from runner.device.npu_sim.device import NpuSim  # noqa: E402
+from runner.model.causal import CausalLM  # noqa: E402
+from runner.model.config import TinyConfig  # noqa: E402
+from runner.model.tokenizer import byte_tokenizer  # noqa: E402
+from runner.tree import pack_trees  # noqa: E402
+from tests.device.cases import FAMILIES, family, trees  # noqa: E402
+
+DEVICE = NpuSim(CONFIG, decide=Decisions())
+DEVICE.prepare()
+PLAIN = NpuSim(CONFIG.model_copy(update={"fused": ()}), decide=Decisions())
+
+
+def outcome(model: CausalLM, share: bool) -> dict[str, torch.Tensor]:
+    """Log-probabilities, and the gradients of their weighted sum, on the CPU."""
+    data = pack_trees(trees(), share=share)
+    model.module.zero_grad()
+    total, outputs = model.linear(data.to(model.device), data.tokens["weight"] * torch.linspace(-1, 1, data.num_tokens))
+    total.backward()
+    gradients = {name: p.grad.cpu() for name, p in model.trainable().items() if p.grad is not None}
+    return {"logprobs": outputs["logprobs"].cpu(), **gradients}
+
+
+def gap(kind: str, share: bool, fused: bool = True, **how: Any) -> Any:
+    """The largest difference, relative to the largest number of its tensor, and what was said on the way."""
+    said = Decisions()
+    DEVICE._decide = PLAIN._decide = said
+    models = []
+    for device in ("cpu", "npu"):
+        module = family(kind).to(device)
+        if device == "npu":
+            (DEVICE if fused else PLAIN).fuse(module)
+        models.append(CausalLM(module, byte_tokenizer(512), TinyConfig(**how), seed=0, decide=said))
+    kernel = DEVICE.attention(models[1].compute_type)
+    assert kernel is not None
+    models[1].attend_with(kernel, decide=said)
+    plain, on_card = (outcome(model, share) for model in models)
+    assert plain.keys() == on_card.keys()
+    gaps = [float((plain[k] - on_card[k]).abs().max() / plain[k].abs().max().clamp_min(1e-3)) for k in plain]
+    return {"gap": max(gaps), "facts": [str(d) for d in said.made]}
+
+
+if __name__ == "__main__":
+    found = {f"{kind} {share}": gap(kind, share) for kind in FAMILIES for share in (True, False)}
+    found["qwen2 bfloat16"] = gap("qwen2", True, autocast="bfloat16")
+    found["qwen3_moe checkpointing"] = gap("qwen3_moe", True, gradient_checkpointing=True)
+    found["unfused qwen3_moe"] = gap("qwen3_moe", True, fused=False)
+    print(json.dumps(found))

@@ -1,0 +1,128 @@
+"""`run` on the simulated NPU: recipes for Ascend at toy size with the CPU's numbers, resuming, memory that runs out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.timeout(600)  # the first test builds the simulator
+PROGRAM = (
+    "import json, sys; from runner.cli.main import main; print([main(words) for words in json.loads(sys.argv[1])])"
+)
+SMALL = (
+    "model=tiny",
+    "model.hidden_size=32",
+    "model.intermediate_size=32",
+    "model.layers=2",
+    "data=demo",
+    "data.items=64",
+    "data.held_out=8",
+    "algorithm.batch_size=4",
+    "evaluation.every=0",
+    "checkpoint.best=null",
+    "checkpoint.export=false",
+    "tracker=none",
+    "schedule.warmup_steps=1",
+)
+SAMPLED = ("sampler=torch", "sampler.max_new_tokens=12")
+REHEARSED = ("sampler=torch", "launch=local", "parallelism=single")
+
+
+def jobs(child: Any, folder: Path, *commands: tuple[str, ...]) -> list[Path]:
+    """Run the commands one after the other in one process, each well; the run folders, oldest first."""
+    said = child(PROGRAM, json.dumps(commands), folder=folder)
+    assert said.splitlines()[-1] == str([0] * len(commands)), said
+    found = {path.parent for path in folder.glob("outputs/*/*/spec.yaml") if not path.parent.is_symlink()}
+    return sorted(found, key=lambda path: yaml.safe_load((path / "spec.yaml").read_text())["name"])
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def curves(folder: Path) -> list[dict[str, float]]:
+    """What was learnt in each step, without times and memory."""
+    kept = ("train/", "reward/", "critic/", "eval/")
+    return [{name: value for name, value in line.items() if name.startswith(kept)} for line in lines(folder)]
+
+
+def assert_close(one: Path, two: Path) -> None:
+    assert len(lines(one)) == len(lines(two)) > 0
+    for a, b in zip(curves(one), curves(two), strict=True):
+        assert a.keys() == b.keys() and any("loss" in name for name in a)
+        assert {name: (a[name], b[name]) for name in a if a[name] != pytest.approx(b[name], rel=1e-5, abs=1e-5)} == {}
+
+
+def test_sft_gives_the_processors_curve_and_resumes_to_the_bit(child: Any, tmp_path: Path) -> None:
+    sft = ("+recipe=sft_demo", *SMALL, "schedule=constant", "checkpoint.every=2")
+    card = ("device=npu_sim", "device.memory_gib=8")
+    cpu, cut, whole = jobs(
+        child,
+        tmp_path,
+        (*sft, *card, "name=whole", "steps=4"),
+        (*sft, *card, "name=cut", "steps=2"),
+        ("resume", "latest", "steps=4"),
+        (*sft, "device=cpu", "name=cpu", "steps=4"),
+    )
+    assert_close(whole, cpu)
+    assert curves(whole) == curves(cut), "bit for bit"
+    said = json.loads((whole / "manifest.json").read_text())
+    assert said["device"]["name"] == "npu_sim" and said["environment"]["HCCL_DETERMINISTIC"] == "strict"
+    facts = {fact["feature"] for fact in said["facts"]}
+    assert {"device.fused.rms_norm", "device.fused.rotary", "device.fused.swiglu", "attention"} <= facts
+    peaks = [line["perf/peak_memory_bytes"] for line in lines(whole)]
+    assert all(1e6 < peak < 100e6 for peak in peaks), "what tensors held on the card, not this process's memory"
+
+
+def test_grpo_npu_can_be_rehearsed(child: Any, tmp_path: Path) -> None:
+    grpo = ("+recipe=grpo_npu", *SMALL, *SAMPLED, "launch=local", "parallelism=single", "steps=2", "optimizer.lr=0.01")
+    cpu, sim = jobs(child, tmp_path, (*grpo, "device=npu_sim", "name=sim"), (*grpo, "device=cpu", "name=cpu"))
+    assert json.loads((sim / "manifest.json").read_text())["device"]["name"] == "npu_sim"
+    assert_close(sim, cpu)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["dpo_npu", "ppo_npu", "rm_npu", "cpt_npu", "sft_npu", "sft_full_npu"])
+def test_the_other_recipes_for_ascend_give_the_processors_curve(child: Any, tmp_path: Path, recipe: str) -> None:
+    words = (f"+recipe={recipe}", *SMALL, "steps=2", *(SAMPLED if recipe == "ppo_npu" else ()))
+    cpu, sim = jobs(child, tmp_path, (*words, "device=npu_sim", "name=sim"), (*words, "device=cpu", "name=cpu"))
+    assert_close(sim, cpu)
+
+
+@pytest.mark.slow
+def test_the_documented_rehearsal_runs_as_it_stands(child: Any, tmp_path: Path) -> None:
+    documented = ("+recipe=grpo_npu", "device=npu_sim", "model=tiny", "data=demo", *REHEARSED, "steps=2")
+    [folder] = jobs(child, tmp_path, documented)
+    assert json.loads((folder / "manifest.json").read_text())["device"]["name"] == "npu_sim"
+    assert len(lines(folder)) == 2
+
+
+def test_memory_that_runs_out_ends_with_its_own_code_and_advice(child: Any, tmp_path: Path) -> None:
+    words = (
+        "+recipe=sft_demo",
+        "tracker=none",
+        "evaluation.every=0",
+        "checkpoint.best=null",
+        "data.items=64",
+        "steps=1",
+    )
+    program = "import sys; from runner.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    card = ("device=npu_sim", "device.memory_gib=0.03")
+    said = child(program, *words, *card, folder=tmp_path, code=75)
+    assert "NPU out of memory" in said and "algorithm.micro_batch_tokens" in said
+
+
+@pytest.mark.slow
+def test_a_list_of_visible_cards_hides_some_and_one_with_a_wrong_number_ends_the_job(
+    child: Any, tmp_path: Path
+) -> None:
+    count = "from runner.device.config import NpuSimConfig; NpuSimConfig(cards=4).enter(); import torch; "
+    assert child(count + "print(torch.npu.device_count())", ASCEND_RT_VISIBLE_DEVICES="1,3").split()[-1] == "2"
+    program = "import sys; from runner.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    words = ("+recipe=sft_demo", *SMALL, "device=npu_sim", "device.cards=4", "steps=1")
+    said = child(program, *words, folder=tmp_path, code=2, ASCEND_RT_VISIBLE_DEVICES="1,4")
+    assert "ASCEND_RT_VISIBLE_DEVICES=1,4 names 2 devices, and the driver shows 1" in said

@@ -1,0 +1,382 @@
+"""Sweeps on the command line: what is typed, what is said of it, and whole sweeps of real runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from runner.cli import sweep
+from runner.cli.args import parse
+from runner.cli.expand import Expansion, expand
+from runner.cli.main import main
+from runner.errors import SpecError
+from runner.folder import RunFolder
+from runner.sweep import plan
+from runner.sweep.plan import SweepFolder, find
+from tests.sweep import toy
+
+SMALL = (
+    "+recipe=sft_demo",
+    "steps=6",
+    "algorithm.batch_size=8",
+    "data.items=64",
+    "data.held_out=8",
+    "model.hidden_size=32",
+    "model.intermediate_size=32",
+    "model.layers=2",
+    "tracker=none",
+    "evaluation.every=3",
+    "evaluation.max_new_tokens=6",
+    "checkpoint.every=2",
+    "schedule.warmup_steps=1",
+)
+
+
+def varied(expansion: Expansion) -> list[str]:
+    return [" ".join(f"{k}={v}" for k, v in member.varied.items()) for member in expansion.members]
+
+
+def said(*words: str) -> list[str]:
+    """Every problem of a command line, as `key: message`."""
+    with pytest.raises(SpecError) as caught:
+        expand(words)
+    return [f"{p.key}: {p.message}" for p in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("words", "jobs"),
+    [
+        (["optimizer.lr=1e-4,3e-4", "seed=1,2"], 4),
+        (["seed=range(1,4)"], 3),
+        (["seed=choice(1,2,3)", "optimizer=adamw,sgd"], 6),
+        (["+recipe=sft_demo,sft_npu", "model=tiny", "adapter=none", "device=cpu"], 2),
+        (["+recipe=glob(sft_*,exclude=*npu)"], 2),
+        (["optimizer.betas=[0.9,0.95],[0.9,0.99]"], 2),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_hydras_grammar_makes_the_jobs(words: list[str], jobs: int, workdir: Path) -> None:
+    expansion = expand(words)
+    assert len(expansion.members) == len(set(varied(expansion))) == jobs
+    for member in expansion.members:  # each is what its own words make
+        again = expand([*member.composed.overrides, "steps=101,102"]).members[0].composed.data
+        assert again | {"steps": 0} == member.composed.data | {"steps": 0}
+
+
+def test_the_last_axis_varies_fastest(workdir: Path) -> None:
+    assert varied(expand(["seed=1,2", "steps=3,4"])) == [
+        "seed=1 steps=3",
+        "seed=1 steps=4",
+        "seed=2 steps=3",
+        "seed=2 steps=4",
+    ]
+
+
+def test_every_problem_of_every_job_at_once_and_whose_it_is(workdir: Path) -> None:
+    found = said(
+        "+recipe=sft_demo",
+        "optimizer.lr=1e-4,-1,fast",
+        "seed=1,2",
+        "optimizer.lrr=1",
+        "device=cpu,gpu",
+        "sweep.paralel=2",
+    )
+    assert found[1].startswith("device: no device named 'gpu'; did you mean 'cuda'?")
+    assert found[1].endswith(") (with device=gpu)")
+    assert [found[0], *found[2:]] == [
+        "optimizer.lrr: not an option of optimizer=adamw; did you mean 'lr'?",
+        "optimizer.lr: expected a number above 0, got -1 (with optimizer.lr=-1)",
+        "optimizer.lr: expected a number above 0, got 'fast' (with optimizer.lr=fast)",
+        "sweep.paralel: not an option of a sweep; did you mean 'parallel'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["steps=3"], "nothing varies"),
+        (["seed=1,1"], "jobs 0 and 1 are the same job (seed=1)"),
+        (["optimizer.lr=interval(0,1)"], "list the values"),
+        (["+recipe=glob(nothing_*)"], "matches nothing"),
+        (["seed=1,2", "sweep.fail_fast=true", "sweep.max_failures=2"], "leave one out"),
+        (["seed=1,2", "sweep.retry_wait_s=2"], "is for sweep.retries"),
+        (["seed=1,2", "sweep.metric=train/tokens"], "must be given, max or min"),
+        (["seed=1,2", "sweep.metric_mode=max"], "is for sweep.metric"),
+        (["seed=1,2", "sweep.over.seed=[1]"], "typed as KEY=1,2,3"),
+        (["seed=1,2", "sweep.parallel=0"], "at least 1"),
+        (["seed=range(0,200)", "steps=range(1,200)"], "are more than 10000"),
+        (["seed=1,2", "seed=3"], "given twice"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_what_makes_no_sweep_is_refused(words: list[str], message: str, workdir: Path) -> None:
+    assert any(message in problem for problem in said(*words)), said(*words)
+    assert list(workdir.iterdir()) == []
+
+
+def recipe(workdir: Path, text: str) -> None:
+    (workdir / "recipes").mkdir(exist_ok=True)
+    (workdir / "recipes" / "mine.yaml").write_text("defaults: [sft_demo]\n" + text)
+
+
+def test_a_recipe_can_be_a_sweep(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe(workdir, "sweep:\n  parallel: 1\n  over:\n    optimizer.lr: [1.0e-4, 3.0e-4]\n    seed: range(1,3)\n")
+    expansion = expand(["+recipe=mine"])
+    assert varied(expansion) == [f"optimizer.lr={lr} seed={seed}" for lr in ("0.0001", "0.0003") for seed in (1, 2)]
+    assert expansion.options.parallel == 1
+    assert varied(expand(["+recipe=mine", "seed=7"])) == ["optimizer.lr=0.0001", "optimizer.lr=0.0003"]
+    assert len(expand(["+recipe=mine", "seed=7,8,9", "sweep.parallel=2"]).members) == 6
+    assert expand(["+recipe=mine", "sweep.parallel=2"]).options.parallel == 2
+    assert main(["--cfg", "job", "+recipe=mine"]) == 0
+    captured = capsys.readouterr()
+    assert "sweep" not in yaml.safe_load(captured.out)
+    assert captured.err == "recipe/mine: its section sweep is for run -m; this is one run\n"
+
+
+@pytest.mark.parametrize(
+    ("over", "message"),
+    [
+        ("{seed: 3}", "expected a list of values"),
+        ("{seed: []}", "expected a list of values"),
+        ("{recipe: [a, b]}", "a recipe cannot vary the recipe"),
+        ("[1, 2]", "expected a section"),
+        ("{sead: [1, 2]}", "not an option of a job; did you mean 'seed'?"),
+        ("{seed: 'interval(0,1)'}", "list the values"),
+    ],
+)
+def test_mistakes_in_a_recipes_sweep_name_the_recipe(workdir: Path, over: str, message: str) -> None:
+    recipe(workdir, f"sweep:\n  over: {over}\n")
+    assert any(message in problem for problem in said("+recipe=mine")), said("+recipe=mine")
+
+
+def test_texts_with_signs_stay_what_they_are(workdir: Path) -> None:
+    recipe(workdir, "sweep:\n  over:\n    data.path: ['a, b.jsonl', \"it's (1).jsonl\", 'c d']\n")
+    words = ["+recipe=mine", "data=file"]
+    assert [m.composed.spec.data.path for m in expand(words).members] == ["a, b.jsonl", "it's (1).jsonl", "c d"]
+
+
+def test_a_spec_can_be_varied(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--cfg", "job", "+recipe=sft_demo", "steps=7"]) == 0
+    (workdir / "spec.yaml").write_text(capsys.readouterr().out)
+    assert main(["-m", "--spec", "spec.yaml", "--cfg", "job", "seed=1,2"]) == 0
+    found = list(yaml.safe_load_all(capsys.readouterr().out))
+    assert [(d["seed"], d["steps"]) for d in found] == [(1, 7), (2, 7)]
+
+
+def test_two_hundred_jobs_compose_in_seconds(workdir: Path) -> None:
+    begin = time.process_time()
+    lrs = ",".join(f"{i}e-5" for i in range(1, 21))
+    assert len(expand(["+recipe=sft_demo", f"optimizer.lr={lrs}", "seed=range(0,10)"]).members) == 200
+    assert time.process_time() - begin < 20
+
+
+def planned(*words: str) -> tuple[SweepFolder, list[dict[str, object]]]:
+    folder = SweepFolder(Path("outputs/sweeps/20260101-000000-x-0000"))
+    made = sweep.planned(folder, parse(["-m", *words]), expand(words))
+    return folder, [made.data(job) for job in made.jobs]
+
+
+def test_wandb_gets_a_group_and_names_that_say_what_varies(workdir: Path) -> None:
+    folder, data = planned("+recipe=sft_demo", "optimizer.lr=1e-3,2e-3", "seed=1,2")
+    trackers = [d["tracker"] for d in data]
+    assert {t["run_group"] for t in trackers} == {folder.root.name}  # type: ignore[index]
+    assert [t["display_name"] for t in trackers] == [f"lr={lr} seed={s}" for lr in (0.001, 0.002) for s in (1, 2)]  # type: ignore[index]
+    _, data = planned("+recipe=sft_demo", "seed=1,2", "tracker.run_group=mine")
+    assert {d["tracker"]["run_group"] for d in data} == {"mine"}  # type: ignore[index]
+
+
+def test_jobs_keep_what_no_file_may_say_for_the_user(workdir: Path) -> None:
+    words = ("data=demo", "model=hf", "model.path=some/where", "model.trust_remote_code=true", "seed=1,2")
+    made = sweep.planned(SweepFolder(workdir), parse(["-m", *words]), expand(words))
+    assert [job.again for job in made.jobs] == [("model.trust_remote_code=true",)] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["sweep"], "resume, status or report is expected"),
+        (["sweep", "resum", "latest"], "did you mean 'resume'?"),
+        (["sweep", "resume", "latest"], "no sweep there"),
+        (["sweep", "status", "latest", "x"], "and nothing else"),
+        (["sweep", "report", "latest", "--only", "3"], "and nothing else"),
+        (["sweep", "resume", "--only", "three"], "expected numbers of jobs such as 3,7"),
+        (["sweep", "resume", "--only", "3", "--retry-failed"], "leave --retry-failed out"),
+        (["-m", "seed=1,2", "--folder", "x"], "--folder is for one run"),
+        (
+            ["+recipe=sft_demo", "sweep.parallel=2"],
+            "is about a sweep; a sweep over several values is started with: run -m",
+        ),
+        (["report", "a", "b"], "one run is expected"),
+        (["diff", "a"], "two runs are expected"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_usage(words: list[str], message: str, workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+    assert list(workdir.iterdir()) == []
+
+
+def test_a_job_that_never_fits_is_refused_before_a_folder_is_made(
+    workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = len(os.sched_getaffinity(0)) + 1
+    assert main(["-m", *SMALL, "seed=1,2", f"device.threads={many}"]) == 2
+    assert f"a job wants {many} cores, and this machine has {many - 1}" in capsys.readouterr().err
+    assert list(workdir.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["optimizer.lr=1"], "a sweep's jobs are fixed"),
+        (["sweep.paralel=1"], "did you mean 'parallel'?"),
+        (["sweep.parallel=0"], "at least 1"),
+        (["sweep.metric=eval/loss"], "is fixed since the sweep began"),
+        (["sweep.over.seed=[1]"], "typed as KEY=1,2,3"),
+        (["sweep.max_failures=3"], "sweep.fail_fast=true stops at the first failure"),  # of when it began
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_what_a_resume_cannot_set(
+    words: list[str], message: str, workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy.start(workdir / "outputs" / "sweeps", ["raises"], fail_fast=True)
+    assert main(["sweep", "resume", "latest", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_resume_sets_an_option_anew(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begun = plan.Plan("x", (), {}, [], {"retries": 2, "fail_fast": True})
+    options = sweep._changed(begun, ["sweep.retry_wait_s=3", "sweep.fail_fast=false"])
+    assert (options.retries, options.retry_wait_s, options.fail_fast) == (2, 3.0, False)
+
+
+def run(cwd: Path, *words: str, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", *words], cwd=cwd, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def same_bytes(a: RunFolder, b: RunFolder) -> bool:
+    files = [next((r.checkpoints).glob("step-00000006/policy.safetensors")) for r in (a, b)]
+    return files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_sweep_of_real_runs_ends_in_an_answer(tmp_path: Path) -> None:
+    words = [word for word in SMALL if not word.startswith("tracker")]
+    out = run(tmp_path, "-m", *words, "optimizer.lr=1e-3,1e-2", "seed=1,2", "sweep.metric=eval/loss")
+    folder, plan = find(str(tmp_path / "outputs/sweeps/latest"))
+    rows = list(csv.DictReader(folder.table.read_text().splitlines()))
+    assert [row["state"] for row in rows] == ["done"] * 4 and len({row["folder"] for row in rows}) == 4
+    results = json.loads(folder.results.read_text())
+    values = [job["value"] for job in results["jobs"]]
+    assert results["best"] == values.index(min(values)) and min(values) < 5
+    assert f"best     job {results['best']}" in out and "mean ± 95 % interval" in out
+    sinks = [json.loads((folder.run(i).root / "wandb" / "sink.json").read_text()) for i in range(4)]
+    assert len({sink["run_id"] for sink in sinks}) == 4 and {sink["run_group"] for sink in sinks} == {folder.root.name}
+    assert [sink["name"] for sink in sinks][3] == "lr=0.01 seed=2"
+    best = plan.jobs[results["best"]]
+    again = out.partition("again    run ")[2].splitlines()[0].split()
+    run(tmp_path, *again)  # the command that it says makes the same run
+    assert same_bytes(RunFolder((tmp_path / "outputs/latest").resolve()), folder.run(best.index))
+    assert "finished jobs" not in run(tmp_path, "sweep", "resume", str(folder.root))
+    assert "run infer outputs/sweeps/" in folder.output(0).read_text()
+    run(tmp_path, "report", str(folder.run(0).root))
+    assert "optimizer.lr" in run(tmp_path, "diff", str(folder.run(0).root), str(folder.run(3).root))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_killed_sweep_of_real_runs_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    words = ("-m", *SMALL, "steps=60", "seed=1,2,3", "sweep.parallel=1")
+    words = tuple(w for w in words if w != "steps=6")
+    command = [sys.executable, "-m", "runner", *words]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 120
+    while not list(tmp_path.glob("outputs/sweeps/2*/001/checkpoints/step-*/MANIFEST.json")):
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    out = run(tmp_path, "sweep", "resume", "latest")
+    assert "1 done" in out and "now 2 to run" in out
+    folder, plan = find(str(tmp_path / "outputs/sweeps/latest"))
+    attempts = [json.loads(folder.run(i).status.read_text())["attempt"] for i in range(3)]
+    assert attempts == [1, 2, 1]
+    for index in range(3):
+        lines = folder.run(index).metrics.read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == list(range(1, 61))
+    run(tmp_path, *plan.jobs[1].words)
+    alone = RunFolder((tmp_path / "outputs/latest").resolve())
+    assert [f.read_bytes() for f in sorted(alone.checkpoints.glob("*/policy.safetensors"))][-1] == [
+        f.read_bytes() for f in sorted(folder.run(1).checkpoints.glob("*/policy.safetensors"))
+    ][-1]
+
+
+def test_the_help_of_a_sweep_says_what_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "--help"]) == 0
+    out = capsys.readouterr().out
+    for word in ("run -m", "--retry-failed", "--only", "sweep.parallel", "sweep.timeout_s", "status", "report"):
+        assert word in out
+    assert parse(["sweep", "resume", "latest", "--only", "3,7"]).only == (3, 7)
+
+
+REWARD = """
+import os, signal, sys, time
+
+def job():
+    pid = os.getpid()
+    while True:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read().decode().split("\\0")
+        if "--folder" in words:
+            return pid, int(words[words.index("--folder") + 1][-3:])
+        with open(f"/proc/{pid}/stat") as file:
+            pid = int(file.read().rpartition(")")[2].split()[1])
+
+def score(prompts, completions, **columns):
+    pid, index = job()
+    if index == 3:
+        raise ValueError("no such reward")
+    if index == 5:
+        os.kill(pid, signal.SIGKILL)
+    if index == 7:
+        sys.exit(3)
+    if index == 9:
+        time.sleep(600)
+    return [float(len(c)) for c in completions]
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_twelve_real_jobs_of_which_four_misbehave(tmp_path: Path) -> None:
+    (tmp_path / "rate.py").write_text(REWARD)
+    small = [w for w in SMALL if not w.startswith(("+recipe", "schedule", "algorithm"))]
+    sampled = ["+recipe=grpo_demo", "init_from=null", "sampler.max_new_tokens=8", "algorithm.batch_size=4"]
+    own = ["algorithm.group_size=4", "reward=function", "reward.path=rate.py:score", "reward.timeout_s=900"]
+    sweep_own = ["sweep.parallel=2", "sweep.timeout_s=90", "sweep.grace_s=5", "sweep.metric=reward/mean"]
+    out = run(tmp_path, "-m", *sampled, *small, *own, "seed=range(0,12)", *sweep_own, code=9)
+    folder, _ = find(str(tmp_path / "outputs/sweeps/latest"))
+    states = [row["state"] for row in csv.DictReader(folder.table.read_text().splitlines())]
+    assert states == [
+        "failed" if i in (3, 7) else "killed" if i == 5 else "timeout" if i == 9 else "done" for i in range(12)
+    ]
+    assert "4 of 12 jobs failed" in out and "12     " not in out
+    for word in ("no such reward", "killed by SIGKILL", "not done after 90 s", "--only 9"):
+        assert word in out
+    assert run(tmp_path, "sweep", "status", "latest").count(" done ") == 8

@@ -1,0 +1,111 @@
+"""What a sweep shows while it runs: a table that fits its terminal, and the time to go where it is known."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from runner.sweep import plan as plans
+from runner.sweep.engine import Running
+from runner.sweep.plan import JobPlan, Plan, Ranking
+from runner.sweep.process import JobProcess
+from runner.sweep.record import Record
+from runner.sweep.screen import remaining_s, table
+from runner.sweep.watch import Watch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def sweep(where: Path, count: int) -> tuple[Plan, Record, plans.SweepFolder]:
+    jobs = list(JobPlan(i, {"optimizer.lr": "0.1", "seed": f"{i}\x1b[2J"}) for i in range(count))
+    made = Plan("toy", (), {"steps": 10}, jobs, {}, Ranking("eval/loss", "min", "last", "x"))
+    folder = plans.create("toy", where)
+    return made, Record.begin(folder, count), folder
+
+
+def watched(path: Path, steps: list[int]) -> Watch:
+    watch = Watch(path)
+    for step in steps:
+        with path.open("a") as file:
+            file.write(json.dumps({"step": step, "eval/loss": 0.25}) + "\n")
+        watch.look()
+    return watch
+
+
+def drawn(made: Plan, record: Record, running: dict[int, Running], height: int) -> list[str]:
+    stream = io.StringIO()
+    watches = {index: one.watch for index, one in running.items()}
+    Console(file=stream, width=100).print(table(made, record, running, watches, 65.0, height))
+    return stream.getvalue().splitlines()
+
+
+def running(tmp_path: Path, steps: list[int], began_s: float) -> Running:
+    process = JobProcess([sys.executable, "-c", ""], tmp_path / "log", {})
+    process.wait()
+    return Running(process, ("1",), watched(tmp_path / "m.jsonl", steps), time.monotonic() - began_s)
+
+
+@pytest.mark.parametrize("height", [10, 24, 60])
+def test_the_table_fits_and_shows_what_runs_first(tmp_path: Path, height: int) -> None:
+    made, record, _ = sweep(tmp_path, 40)
+    record.change(7, state="failed", error="x")
+    record.change(20, state="running")
+    lines = drawn(made, record, {20: running(tmp_path, [1, 4], 8.0)}, height)
+    assert len(lines) <= height
+    rows = [line.split() for line in lines if "0.1" in line]
+    assert rows[0][0] == "20" and "4/10" in rows[0] and "0.25" in rows[0] and rows[1][0] == "7"
+    assert "38 waiting · 1 running · 1 failed" in "\n".join(lines) and "\x1b" not in "".join(lines)
+    assert (f"and {40 - len(rows)} more" in "\n".join(lines)) == (len(rows) < 40)
+
+
+def test_the_time_to_go_is_said_once_it_is_known(tmp_path: Path) -> None:
+    made, record, _ = sweep(tmp_path, 3)
+    record.change(0, state="done")
+    record.change(1, state="running")
+    assert remaining_s(made, record, {}) is None
+    one = running(tmp_path, [5, 9], 8.0)  # four steps in 8 s were seen: a resumed job's earlier ones are no pace
+    assert remaining_s(made, record, {1: one}) == pytest.approx((1 + 10) * 2.0, rel=0.1)
+
+
+def test_a_watch_follows_a_file_that_is_replaced_and_skips_damage(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    watch = watched(path, [1, 2, 3])
+    assert (watch.step, watch.values) == (3, {"eval/loss": 0.25})
+    (tmp_path / "new").write_text('{"step": 1, "eval/loss": 9.0}\nnonsense\n{"step": 2, "ev')
+    os.replace(tmp_path / "new", path)
+    watch.look()
+    assert (watch.step, watch.values) == (1, {"eval/loss": 9.0})
+    with path.open("a") as file:
+        file.write('al/loss": 8.0}\n')
+    watch.look()
+    assert (watch.step, watch.values) == (2, {"eval/loss": 8.0})
+
+
+def test_a_terminal_gets_a_live_table(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "tests.sweep.toy", str(tmp_path), "start", "good,where,raises"]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL, env=environment
+    ) as run:
+        os.close(theirs)
+        shown = b""
+        try:
+            while chunk := os.read(ours, 65536):
+                shown += chunk
+        except OSError:  # Linux says so when the other side is closed
+            pass
+        os.close(ours)
+    text = shown.decode()
+    assert run.returncode == 9
+    assert "\x1b[" in text and "state" in text and "device" in text
+    assert "best     job 0" in text and "1 of 3 jobs failed" in text

@@ -1,0 +1,59 @@
+"""Devices are handed out once, taken back, and never more than there are."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.cli.compose import compose_job
+from runner.errors import EnvironmentProblem, SpecError
+from runner.sweep.need import Need
+from runner.sweep.slots import Slots, environment, need_of
+
+
+def test_each_job_gets_cards_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4,5,6,7")
+    slots = Slots([Need("npu", 1)] * 6, None)
+    got = [slots.acquire(Need("npu", 1)) for _ in range(5)]
+    assert got == [("4",), ("5",), ("6",), ("7",), None]
+    assert environment(Need("npu", 1), ("6",)) == {"ASCEND_RT_VISIBLE_DEVICES": "6"}
+    slots.release(Need("npu", 1), ("5",))
+    assert slots.acquire(Need("npu", 1)) == ("5",)
+
+
+def test_a_job_that_never_fits_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,2,3")
+    with pytest.raises(
+        EnvironmentProblem, match=r"wants 8 NPUs, and 4 can be used here \(ASCEND_RT_VISIBLE_DEVICES=0,1"
+    ):
+        Slots([Need("npu", 8)], None)
+    with pytest.raises(EnvironmentProblem, match="0,1,,3: an empty entry"), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,,3")
+        Slots([Need("npu", 1)], None)
+    with pytest.raises(SpecError, match="5 jobs do not fit at once: there are 4 NPU"):
+        Slots([Need("npu", 1)] * 6, 5)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=30), st.data())
+def test_no_device_is_ever_held_twice(counts: list[int], data: st.DataObject) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,GPU-abc")
+        slots = Slots([Need("cuda", c) for c in counts], None)
+        held: list[tuple[Need, tuple[str, ...]]] = []
+        for count in counts:
+            while (got := slots.acquire(Need("cuda", count))) is None:
+                slots.release(*held.pop(data.draw(st.integers(0, len(held) - 1))))
+            held.append((Need("cuda", count), got))
+            flat = [d for _, devices in held for d in devices]
+            assert len(flat) == len(set(flat)) <= 4
+
+
+def test_what_a_job_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert need_of(compose_job(["device.threads=3"]).spec) == Need("core", 3)
+    assert need_of(compose_job(["device=cuda"]).spec) == Need("cuda", 1)
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
+    assert need_of(compose_job(["device=auto"]).spec) == Need("npu", 1)
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert need_of(compose_job(["device=auto"]).spec) == Need("core", 1)
