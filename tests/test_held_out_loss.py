@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.algorithm.parts import Parts
-from runner.algorithm.preference import build_dpo, build_kto
-from runner.algorithm.preference_config import DpoConfig, KtoConfig, RmConfig
-from runner.algorithm.reward_model import build as build_rm
+from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
+from runner.algorithm.preference.learning import build_dpo, build_kto
+from runner.algorithm.preference.reward_model import build as build_rm
 from runner.held_out_loss import HeldOutLoss, LearnsFromItems, shares
 from tests.algorithm.preferences import (
     ONE_RANK,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runner import kept as module
-from runner.algorithm.pairs import pack_pairs
+from runner.algorithm.preference.pairs import pack_pairs
 from runner.batch import Batch, pack, select_units, unit_spans
 from runner.cached import CachedModel
 from runner.errors import RunnerError, StorageError

@@ -3,9 +3,9 @@
 from typing import ClassVar, Literal
 
 from runner.algorithm.base import AlgorithmConfig as AlgorithmConfig
-from runner.algorithm.distillation_config import DistillConfig, OpdConfig
-from runner.algorithm.policy_config import GrpoConfig, PpoConfig
-from runner.algorithm.preference_config import DpoConfig, KtoConfig, RmConfig
+from runner.algorithm.distillation.config import DistillConfig, OpdConfig
+from runner.algorithm.policy.config import GrpoConfig, PpoConfig
+from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 
 
 class SftConfig(AlgorithmConfig):

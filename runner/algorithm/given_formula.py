@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from runner.algorithm.config import CptConfig, SftConfig
-from runner.algorithm.distillation_config import DistillConfig
-from runner.algorithm.preference_config import DpoConfig, KtoConfig, RmConfig
+from runner.algorithm.distillation.config import DistillConfig
+from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 
 PAIRS = {
     "sigmoid": "−log σ(β·(d_c − d_r))",

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from runner.algorithm.episodes import Player
-from runner.algorithm.turns import Turns
+from runner.algorithm.episodes.episode import Player
+from runner.algorithm.episodes.turns import Turns
 from runner.decisions import Decisions
 from runner.evaluator import Evaluator, Report, askable
 from runner.held_out_loss import HeldOutLoss, LearnsFromItems

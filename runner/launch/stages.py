@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from runner.algorithm.distillation_config import TaughtConfig
+from runner.algorithm.distillation.config import TaughtConfig
 from runner.errors import EnvironmentProblem, Interrupted, Problem, RunnerError, SpecError
 from runner.folder import OUTPUTS, shown
 from runner.launch.child import bound

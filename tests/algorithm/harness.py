@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from runner.algorithm.parts import Parts
-from runner.algorithm.policy import PolicyOptimisation, build
-from runner.algorithm.policy_config import PolicyConfig
+from runner.algorithm.policy.config import PolicyConfig
+from runner.algorithm.policy.optimisation import PolicyOptimisation, build
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
 from runner.feed import Feed

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.algorithm import aggregation, kl, policy_losses
-from runner.algorithm import distillation_losses as distillation
-from runner.algorithm import preference_losses as preference
-from runner.algorithm.advantages import (
+from runner.algorithm.distillation import losses as distillation
+from runner.algorithm.policy import aggregation, kl
+from runner.algorithm.policy import losses as policy_losses
+from runner.algorithm.policy.advantages import (
     batch_std,
     group_mean,
     group_mean_std,
@@ -20,7 +20,7 @@ from runner.algorithm.advantages import (
     no_baseline,
     opo,
 )
-from runner.algorithm.correction import (
+from runner.algorithm.policy.correction import (
     affected_share,
     behaviour_log_ratio,
     decoupled,
@@ -29,9 +29,10 @@ from runner.algorithm.correction import (
     mis,
     tis,
 )
-from runner.algorithm.moments import moments, whiten
-from runner.algorithm.ratios import sequence_ratio, token_ratio
-from runner.algorithm.returns import discounted_returns, gae, penalised_rewards, token_rewards
+from runner.algorithm.policy.moments import moments, whiten
+from runner.algorithm.policy.ratios import sequence_ratio, token_ratio
+from runner.algorithm.policy.returns import discounted_returns, gae, penalised_rewards, token_rewards
+from runner.algorithm.preference import losses as preference
 
 x = torch.empty(6, dtype=torch.float64, device="meta")
 ids = torch.empty(6, dtype=torch.int64, device="meta")

@@ -1,0 +1,122 @@
+"""Episodes: what a policy and its environment say to one another, token by token.
+
+    prompt ──▶ policy ──turn──▶ environment ──words──▶ policy ──turn──▶ … until the environment has nothing to say
+
+The same for sampled answers, which are learnt from, and for greedy ones, which are evaluated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from runner.algorithm.episodes.turns import Turns
+from runner.protocols import Completion, Environment, Environments, Observation, Prompt, Rollout
+
+
+@dataclass(slots=True)
+class Episode:
+    """A sample in the making: the policy's turns, and between them what its environment said.
+
+    text: of the policy's last turn; said: every turn so far; mask: 1 on the policy's own tokens
+    """
+
+    prompt: Prompt
+    environment: Environment | None
+    said: list[Mapping[str, Any]] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    mask: list[float] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    finish: str = ""
+    version: int = 0
+
+    def hear(self, rollout: Rollout, text: str) -> None:
+        """A turn of the policy."""
+        self.ids += rollout.ids
+        self.mask += [1.0] * len(rollout.ids)
+        self.logprobs += rollout.logprobs
+        self.said.append({"role": "assistant", "content": text})
+        self.text, self.finish, self.version = text, rollout.finish, rollout.version
+
+    def told(self, observation: Observation, ids: Sequence[int]) -> None:
+        """What the environment said: context, never learnt."""
+        self.ids += ids
+        self.mask += [0.0] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.said.append({"role": observation.role, "content": observation.text})
+
+    @property
+    def before(self) -> tuple[Mapping[str, Any], ...]:
+        """Every turn but the policy's last; empty where there was one turn."""
+        return tuple(self.said[:-1])
+
+    def completion(self) -> Completion:
+        """The episode as a reward sees it."""
+        own = tuple(i for i, mine in zip(self.ids, self.mask, strict=True) if mine)
+        messages = None if self.prompt.messages is None else (*self.prompt.messages, *self.said)
+        return Completion(self.prompt, own, self.text, self.finish, messages)
+
+
+# The episodes that go on, each with its number, and the turn (0-based) that is to be written → that turn of each
+Write = Callable[[Sequence[tuple[int, Episode]], int], Sequence[Rollout]]
+
+
+@dataclass(frozen=True, slots=True)
+class Player:
+    """Plays episodes; without environments an episode is one turn."""
+
+    tokenizer: Any
+    environments: Environments | None = None
+    turns: Turns | None = None
+
+    def play(self, prompts: Sequence[Prompt], write: Write) -> list[Episode]:
+        """An episode for each prompt, in their order."""
+        episodes = [self._begin(prompt) for prompt in prompts]
+        live, turn = list(enumerate(episodes)), 0
+        while live:
+            for (_, episode), rollout in zip(live, write(live, turn), strict=True):
+                episode.hear(rollout, self.tokenizer.decode(rollout.ids, skip_special_tokens=True))
+            live = [(at, episode) for at, episode in live if self._goes_on(episode, turn)]
+            turn += 1
+        return episodes
+
+    def greedy(
+        self,
+        prompts: Sequence[Prompt],
+        generate: Callable[[Sequence[Sequence[int]]], Sequence[Sequence[int]]],
+        max_new_tokens: int,
+    ) -> list[Episode]:
+        """The episodes of the likeliest turns; `generate` gives the new ids of each, at most `max_new_tokens`, without
+        the end. What their tokens' log-probabilities are is not known: NaN."""
+
+        def write(live: Sequence[tuple[int, Episode]], turn: int) -> list[Rollout]:
+            found = generate([(*episode.prompt.ids, *episode.ids) for _, episode in live])
+            return [_rollout(ids, max_new_tokens) for ids in found]
+
+        return self.play(prompts, write)
+
+    def _begin(self, prompt: Prompt) -> Episode:
+        environment = None if self.environments is None else self.environments.make()
+        if environment is not None:
+            environment.reset(prompt)
+        return Episode(prompt, environment)
+
+    def _goes_on(self, episode: Episode, turn: int) -> bool:
+        """Let the environment answer; False at the end of the episode."""
+        if episode.environment is None or self.turns is None or self.environments is None:
+            return False
+        if episode.finish == "length" or turn + 1 == self.environments.max_turns:
+            return False
+        observation = episode.environment.step(episode.text)
+        if observation is None:
+            return False
+        episode.told(observation, self.turns.observation(observation.role, observation.text, episode.ids))
+        return True
+
+
+def _rollout(ids: Sequence[int], max_new_tokens: int) -> Rollout:
+    unknown = (math.nan,) * len(ids)
+    return Rollout(tuple(ids), unknown, unknown, 0, "length" if len(ids) == max_new_tokens else "stop")

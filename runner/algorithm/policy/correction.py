@@ -1,0 +1,96 @@
+"""Importance weights against the drift from the sampler to the trainer, and how large that drift is.
+
+    old, sampled ──behaviour_log_ratio──▶ log rho [T] ──tis | mis | decoupled──▶ weights [T], times the policy loss
+
+    name        weight                                source
+    tis         min(rho, cap)                         truncated importance sampling (Yao et al., 2025)
+    mis         rho within [low, high], else 0        masked importance sampling; per token: IcePop 2510.18855
+    decoupled   rho up to cap, else 0                 decoupled PPO 2110.00641, capped as in AReaL 2505.24298
+
+Legend: T tokens; o = old = the trainer's logprobs under the policy that the step began with; mu = sampled = those that
+the sampler reported; rho = exp(o − mu); all float [T]; mask bool [T] are the learnt tokens; row int64 [T].
+
+Weights are constants: without gradient. A policy loss whose ratio is taken to mu itself (o := mu) has this correction
+in it and must not be weighted again. Log-ratios are clamped to ±20. Outside the mask rho is 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from runner.algorithm.policy.moments import Moments
+from runner.algorithm.policy.ratios import clamped
+from runner.algorithm.policy.segments import sum_within
+
+Level = Literal["token", "sequence"]
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """weights: float [T], without gradient; affected: bool [T], where a bound truncated or masked."""
+
+    weights: Tensor
+    affected: Tensor
+
+
+def behaviour_log_ratio(old: Tensor, sampled: Tensor, mask: Tensor, row: Tensor, level: Level) -> Tensor:
+    """log rho, detached, [T]; 0 outside the mask.
+
+    token: o − mu.  sequence: Σ (o − mu) over the row's learnt tokens, the ratio of whole answers, at each of them.
+    """
+    difference = torch.where(mask, (old - sampled).detach(), 0)
+    if level == "sequence":
+        difference = torch.where(mask, sum_within(difference, row), 0)
+    return clamped(difference)
+
+
+def tis(log_rho: Tensor, *, cap: float) -> Correction:
+    """min(rho, cap). cap ≥ 1: 2 per token in verl, slime and SkyRL, 3 in TRL; 5 per sequence in SkyRL.
+
+    Departure: OpenRLHF also raises small weights, to 0.5.
+    """
+    rho = log_rho.exp()
+    return Correction(rho.clamp(max=cap), rho > cap)
+
+
+def mis(log_rho: Tensor, *, low: float, high: float) -> Correction:
+    """rho where low ≤ rho ≤ high, else 0. 0 ≤ low ≤ 1 ≤ high: 0.5 and 5 in IcePop, 0 and 3 per sequence in TRL."""
+    rho = log_rho.exp()
+    outside = (rho < low) | (rho > high)
+    return Correction(torch.where(outside, 0, rho), outside)
+
+
+def decoupled(log_rho: Tensor, *, cap: float | None) -> Correction:
+    """rho up to the cap ≥ 1 and 0 above it; rho everywhere without a cap (None)."""
+    rho = log_rho.exp()
+    above = torch.zeros_like(rho, dtype=torch.bool) if cap is None else rho > cap
+    return Correction(torch.where(above, 0, rho), above)
+
+
+def drift(old: Tensor, sampled: Tensor, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Health of the sampler, as (sum, count) over the learnt tokens; both 0-d.
+
+    abs_logprob_diff: |o − mu|.  abs_prob_diff: |exp(o) − exp(mu)|; fine under 0.005, a fault above 0.01 (verl's FAQ).
+    """
+    count = mask.sum()
+    logprobs = torch.where(mask, old - sampled, 0).abs().sum()
+    probabilities = torch.where(mask, old.exp() - sampled.exp(), 0).abs().sum()
+    return {"abs_logprob_diff": (logprobs, count), "abs_prob_diff": (probabilities, count)}
+
+
+def affected_share(correction: Correction, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(learnt tokens whose weight was truncated or masked, learnt tokens); both 0-d."""
+    return (correction.affected & mask).sum(), mask.sum()
+
+
+def effective_sample_size(weights: Moments) -> Tensor:
+    """(Σw)² / (n·Σw²), 0-d: the share of the samples that the weighted ones are worth (Kish); 1 for equal weights.
+
+    weights: moments of rho over the learnt tokens, over all ranks. 0 if there are none.
+    """
+    worth = weights.size * weights.sumsq
+    return torch.where(worth > 0, weights.sum.square() / torch.where(worth > 0, worth, 1), 0)

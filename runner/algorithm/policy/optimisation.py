@@ -1,0 +1,213 @@
+"""Policy optimisation: grpo, ppo, opd and what their options make of them.
+
+    collect   prompts ─▶ sampler ─▶ reward ─▶ groups of samples              (may run `lag` steps ahead)
+    prepare   groups ─▶ one ragged batch ─▶ old, reference, teacher, values ─▶ advantages ─▶ epochs × mini-batches
+    losses    policy: clipped surrogate, KL, entropy;  critic: clipped value error;  on one backbone: one loss of both
+
+Papers: GRPO 2402.03300, PPO 1707.06347, GAE 1506.02438; each part names its own (`runner.algorithm.policy.advantages`,
+`losses`, `kl`, `correction`, `aggregation`). Legend: N rows, T tokens.
+
+The policy that the ratio is taken to, `old`:
+  one update per step at lag 0     none is needed: the policy is the one that sampled
+  lag ≥ 1 without a correction     what the sampler reported: the policy that sampled
+  else                             computed by the trainer before the step's first update
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runner.algorithm.distillation.config import OpdConfig
+from runner.algorithm.episodes import rollouts
+from runner.algorithm.episodes.rollouts import Collector, Experience, Group
+from runner.algorithm.episodes.turns import Turns
+from runner.algorithm.parts import Parts
+from runner.algorithm.policy import correction
+from runner.algorithm.policy.config import PolicyConfig, PpoConfig
+from runner.algorithm.policy.kl_control import KlControl
+from runner.algorithm.policy.moments import moments
+from runner.algorithm.policy.surrogate import losses_of
+from runner.algorithm.policy.valuation import valued, weighted
+from runner.batch import Batch, row_of_tokens, select_units, with_tokens
+from runner.errors import TrainingDiverged
+from runner.protocols import LossFn, Model, Ranks, Role, Sample, State
+from runner.randomness import derive
+from runner.tree import Branch, Tree, pack_trees
+
+
+class PolicyOptimisation:
+    """Samples, scores (opd: by its teacher alone), and learns from the difference."""
+
+    def __init__(self, config: PolicyConfig, parts: Parts) -> None:
+        assert parts.sampler is not None  # the config's problems() see to it, and to the reward
+        assert (parts.reward is not None) == config.rewarded
+        self.config, self.parts = config, parts
+        self.temperature = parts.sampler.temperature
+        self.max_new_tokens = parts.sampler.max_new_tokens
+        turns = None if parts.environments is None else Turns(parts.tokenizer)
+        self.collector = Collector(
+            parts.sampler, parts.reward, parts.tokenizer, parts.seed, config.group_size, parts.environments, turns
+        )
+        self.kl = KlControl(config.in_force.kl_coef, config.kl_target)
+        self.losses: Mapping[Role, LossFn] = losses_of(config, lambda: self.kl.coefficient)
+        self._health: dict[str, float] = {}
+
+    @property
+    def lag(self) -> int:
+        """Steps that collection runs ahead."""
+        return self.config.lag
+
+    def collect(self, step: int) -> Experience:
+        """The step's scored samples; under zero_variance=resample as many rounds as it takes, up to the cap."""
+        resample = self.config.zero_variance == "resample"
+        kept, tokens, round = list[Group](), 0, 0
+        for round in range(self.config.in_force.resample_rounds if resample else 1):
+            prompts = self.parts.data.take(step, self.config.batch_size, round)
+            groups = self.collector.groups(prompts, step, round)
+            tokens += int(sum(sum(s.mask) for g in groups for s in g.samples))
+            kept += [g for g in groups if g.has_contrast] if resample else groups
+            if len(kept) >= self.config.batch_size:
+                break
+        return Experience(step, tuple(kept[: self.config.batch_size] or groups), round + 1, tokens)
+
+    def prepare(self, experience: Experience, models: Mapping[Role, Model], ranks: Ranks) -> Iterator[Batch]:
+        """Mini-batches with everything the losses need; all but `weight` is fixed before the first update."""
+        batch = self._laid_out(experience)
+        batch = self._scored(batch, models)
+        batch = valued(self.config, batch, self.kl.coefficient, ranks)
+        for epoch in range(self.config.epochs):
+            for part in self._mini_batches(batch, experience.step, epoch):
+                yield weighted(self.config, part, self.max_new_tokens, ranks)
+
+    def describe(self, step: int, experience: Experience) -> tuple[Mapping[str, float], Sequence[Sample]]:
+        """Reward, lengths, staleness; the coefficient in force; health of the importance weights."""
+        found = rollouts.numbers(experience) | self._health
+        if self.config.rewarded:
+            found |= rollouts.rewards(experience)
+        if self.config.kl != "none":
+            found["policy/kl_coef"] = self.kl.coefficient
+        return found, list(islice(rollouts.samples(experience, self.config.rewarded), len(experience.groups)))
+
+    def observe(self, step: int, values: Mapping[str, float]) -> None:
+        """Adapt the KL coefficient. Raises TrainingDiverged if sampler and trainer disagree too much."""
+        worst, found = self.config.max_mismatch, values.get("sampler/abs_logprob_diff", 0.0)
+        if worst is not None and found > worst:
+            raise TrainingDiverged(
+                f"step {step + 1}: sampler and trainer differ by {found:.3g} per token (mean |log-probability|), more "
+                f"than algorithm.max_mismatch={worst}; their weights, data types or sampling options are not the same"
+            )
+        if "policy/kl" in values:
+            self.kl.observe(values["policy/kl"], self.config.batch_size * self.config.group_size)
+
+    def encode(self, experience: Experience) -> State:
+        """As a checkpoint keeps it."""
+        return rollouts.encode(experience)
+
+    def decode(self, state: State) -> Experience:
+        """The inverse of `encode`."""
+        return rollouts.decode(state)
+
+    def state_dict(self) -> State:
+        """The adaptive coefficient."""
+        return {"kl_coef": self.kl.coefficient}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore `state_dict`."""
+        self.kl.coefficient = state["kl_coef"]
+
+    def _laid_out(self, experience: Experience) -> Batch:
+        """The groups that are learnt from as one batch; `weight` is 1 on what is learnt."""
+        drop = self.config.zero_variance != "keep"
+        learnt = [g for g in experience.groups if g.has_contrast or not drop]
+        silent = not learnt  # then the step has a gradient of zero, and not no step
+        trees = [self._tree(group, silent) for group in learnt or experience.groups[:1]]
+        batch = pack_trees(trees, share=self.config.share_prompts, most_tokens=self.config.micro_batch_tokens)
+        prompts = batch.rows["branch"] < 0
+        batch = replace(batch, rows={**batch.rows, "reward": batch.rows["reward"].masked_fill(prompts, torch.nan)})
+        if self.temperature != 1:
+            batch = with_tokens(batch, temperature=torch.full((batch.num_tokens,), self.temperature))
+        return batch
+
+    def _tree(self, group: Group, silent: bool) -> Tree:
+        branches = []
+        for one in group.samples:
+            unscored = self.config.rewarded and one.reward is None
+            left_out = silent or unscored or (self.config.overlong == "mask" and one.finish == "length")
+            channels = {"weight": [0.0] * len(one.ids) if left_out else one.mask, "sampled": one.logprobs}
+            branches.append(Branch(one.ids, channels, {"reward": torch.nan if one.reward is None else one.reward}))
+        return Tree(group.prompt.ids, branches)
+
+    def _scored(self, batch: Batch, models: Mapping[Role, Model]) -> Batch:
+        """The channels that models make: old, importance, reference, teacher, values."""
+        config = self.config
+        corrected = config.correction != "none"
+        wanted: dict[Role, dict[str, str]] = {role: {role: "logprobs"} for role in config.frozen()}
+        if corrected or (config.lag == 0 and self._needs_old):
+            wanted["policy"] = {"old": "logprobs"}
+        elif config.lag:
+            batch = with_tokens(batch, old=batch.tokens["sampled"])
+        if isinstance(config, PpoConfig):
+            wanted.setdefault(config.valued_by, {})["values"] = "values"
+        for role, channels in wanted.items():  # one pass of each model
+            found = models[role].forward(batch, frozenset(channels.values()))
+            batch = with_tokens(batch, **{channel: found[output] for channel, output in channels.items()})
+        return self._corrected(batch) if corrected else batch
+
+    @property
+    def _needs_old(self) -> bool:
+        """Whether the policy moves between mini-batches, or what samples are worth depends on its log-probabilities."""
+        config = self.config
+        in_reward = config.kl != "none" and config.in_force.kl_place == "reward"
+        return config.epochs * config.mini_batches > 1 or in_reward or isinstance(config, OpdConfig)
+
+    def _corrected(self, batch: Batch) -> Batch:
+        now, mask = self.config.in_force, batch.tokens["weight"] != 0
+        log_rho = correction.behaviour_log_ratio(
+            batch.tokens["old"], batch.tokens["sampled"], mask, row_of_tokens(batch), now.correction_level
+        )
+        high = math.inf if now.correction_high is None else now.correction_high
+        found = {
+            "tis": lambda: correction.tis(log_rho, cap=high),
+            "mis": lambda: correction.mis(log_rho, low=now.correction_low, high=high),
+            "decoupled": lambda: correction.decoupled(log_rho, cap=now.correction_high),
+        }[self.config.correction]()
+        affected, count = correction.affected_share(found, mask)
+        self._health = {
+            "sampler/effective_sample_size": float(
+                correction.effective_sample_size(moments(log_rho.exp().double(), mask))
+            ),
+            "sampler/bounded": float(affected) / max(int(count), 1),
+        }
+        return with_tokens(batch, importance=found.weights)
+
+    def _mini_batches(self, batch: Batch, step: int, epoch: int) -> Iterator[Batch]:
+        """The batch in `mini_batches` parts of whole prompts, in an order of their own for each step and epoch."""
+        parts = self.config.mini_batches
+        if parts == 1:
+            yield batch
+            return
+        of_unit = batch.rows["tree"][_first_rows(batch)]
+        trees = int(of_unit[-1]) + 1
+        order = np.random.default_rng(derive(self.parts.seed, "mini_batches", step, epoch)).permutation(trees)
+        for chosen in np.array_split(order, parts):
+            units = [u for tree in chosen.tolist() for u in (of_unit == tree).nonzero()[:, 0].tolist()]
+            if units:
+                yield select_units(batch, units)
+
+
+def _first_rows(batch: Batch) -> Tensor:
+    """The first row of each unit."""
+    _, counts = torch.unique_consecutive(batch.rows["unit"], return_counts=True)
+    return torch.cumsum(counts, 0) - counts
+
+
+def build(config: PolicyConfig, parts: Parts) -> PolicyOptimisation:
+    """The algorithm over the job's data, sampler and reward."""
+    return PolicyOptimisation(config, parts)

@@ -1,0 +1,148 @@
+"""The losses of policy optimisation as the learner takes them: the policy's surrogate, and the critic's error.
+
+    token channels   weight (aggregation with its global denominator, 0 where nothing is learnt), advantages, sampled
+    where needed     old, reference, teacher, importance;  for the critic: values, returns
+
+    separate   policy ◀── surrogate      critic ◀── value error
+    shared     policy ◀── surrogate + value_coef · value error
+
+Legend: T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runner.algorithm.policy import correction, kl
+from runner.algorithm.policy import losses as policy_losses
+from runner.algorithm.policy.config import PolicyConfig, PpoConfig
+from runner.algorithm.policy.ratios import sequence_ratio, token_ratio
+from runner.batch import Batch, row_of_tokens
+from runner.metrics import Metrics
+from runner.protocols import Loss, LossFn, Outputs, Role
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """Σ weight·(importance·surrogate + kl_coef·KL − entropy_coef·H).
+
+    Without the channel `old` the policy has not moved since it sampled: the ratio is 1 and has the policy's gradient.
+    """
+
+    config: PolicyConfig
+    kl_coef: Callable[[], float]
+    needs: frozenset[str] = frozenset({"logprobs", "entropy"})
+
+    def __call__(self, batch: Batch, outputs: Outputs) -> Loss:
+        tokens, mask = batch.tokens, batch.tokens["weight"] != 0
+        logprobs, entropy = outputs["logprobs"], outputs["entropy"]
+        old = tokens.get("old", logprobs.detach())
+        ratio = self._ratio(batch, logprobs, old, mask)
+        loss, found = self._surrogate(logprobs, ratio, tokens["advantages"])
+        if "importance" in tokens:
+            loss = loss * tokens["importance"]
+        if self.config.kl != "none" and self.config.in_force.kl_place == "loss":
+            loss = loss + self.kl_coef() * self._kl(logprobs, tokens["reference"], old)
+        if self.config.entropy_coef:
+            loss = loss + policy_losses.entropy_bonus(entropy, self.config.entropy_coef)
+        total = torch.where(mask, tokens["weight"] * loss, 0).sum()
+        return Loss(total, self._metrics(batch, total, mask, {**found, "entropy": entropy, "old": old}))
+
+    def _ratio(self, batch: Batch, logprobs: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+        if self.config.ratio == "sequence":
+            return sequence_ratio(logprobs, old, mask, row_of_tokens(batch))
+        return token_ratio(logprobs, old)
+
+    def _surrogate(self, logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        now, objective = self.config.in_force, self.config.objective
+        if objective == "reinforce":
+            return policy_losses.reinforce(logprobs, ratio, advantages)
+        if objective == "sapo":
+            taus = {"tau_positive": now.tau_positive, "tau_negative": now.tau_negative}
+            return policy_losses.sapo(ratio, advantages, **taus)
+        clip = {"low": now.clip_low, "high": now.clip_high}
+        if objective == "cispo":
+            return policy_losses.cispo(logprobs, ratio, advantages, **clip)
+        return policy_losses.ppo_clip(ratio, advantages, **clip, dual=self.config.dual_clip)
+
+    def _kl(self, logprobs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
+        if self.config.kl == "k3_ratio":
+            return kl.k3_ratio(logprobs, reference, token_ratio(logprobs, old))
+        return {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3, "k3_plus": kl.k3_plus}[self.config.kl](logprobs, reference)
+
+    def _metrics(self, batch: Batch, total: Tensor, mask: Tensor, found: dict[str, Tensor]) -> Metrics:
+        metrics, count = Metrics(), mask.sum()
+        # the parts of a mini-batch add up to its loss, and several mini-batches to their mean
+        metrics.add("train/loss", total.detach(), count / batch.totals["tokens"] if batch.totals["tokens"] else 1)
+
+        def mean(name: str, values: Tensor) -> None:
+            metrics.add(name, torch.where(mask, values.detach(), 0).sum(), count)
+
+        mean("policy/entropy", found["entropy"])
+        mean("policy/ratio", found["ratio"])
+        for side in ("low", "high", "dual"):
+            mean(f"policy/clipped_{side}", found[f"clipped_{side}"].to(total.dtype))
+        for name, (value, number) in correction.drift(found["old"], batch.tokens["sampled"], mask).items():
+            metrics.add(f"sampler/{name}", value, number)
+        if "reference" in batch.tokens:
+            mean("policy/kl", kl.k3(found["old"], batch.tokens["reference"]))
+        if "teacher" in batch.tokens:
+            mean("distill/reverse_kl", kl.k1(found["old"], batch.tokens["teacher"]))
+        return metrics
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLoss:
+    """Σ weight·½(V − return)², clipped around the values before the update."""
+
+    config: PpoConfig
+    needs: frozenset[str] = frozenset({"values"})
+
+    def __call__(self, batch: Batch, outputs: Outputs) -> Loss:
+        tokens, mask = batch.tokens, batch.tokens["weight"] != 0
+        clip = self.config.value_clip
+        loss, found = policy_losses.value_clip(outputs["values"], tokens["values"], tokens["returns"], clip=clip)
+        total = torch.where(mask, tokens["weight"] * loss, 0).sum()
+        metrics, count = Metrics(), mask.sum()
+        metrics.add("critic/loss", total.detach(), count / batch.totals["tokens"] if batch.totals["tokens"] else 1)
+        metrics.add("critic/clipped", (found["clipped"] & mask).sum(), count)
+        metrics.add("critic/value", torch.where(mask, outputs["values"].detach(), 0).sum(), count)
+        metrics.add("critic/return", torch.where(mask, tokens["returns"], 0).sum(), count)
+        return Loss(total, metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLoss:
+    """policy + coefficient · value, of one model that gives log-probabilities and values in one pass.
+
+    The metrics are those of the two: `train/loss` is the policy's part, `critic/loss` the value error before it is
+    weighed.
+    """
+
+    policy: PolicyLoss
+    value: ValueLoss
+    coefficient: float
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What both read."""
+        return self.policy.needs | self.value.needs
+
+    def __call__(self, batch: Batch, outputs: Outputs) -> Loss:
+        policy, value = self.policy(batch, outputs), self.value(batch, outputs)
+        policy.metrics.merge(value.metrics)
+        return Loss(policy.total + self.coefficient * value.total, policy.metrics)
+
+
+def losses_of(config: PolicyConfig, kl_coef: Callable[[], float]) -> Mapping[Role, LossFn]:
+    """The losses by role; one for policy and critic together where they share their backbone."""
+    policy = PolicyLoss(config, kl_coef)
+    if not isinstance(config, PpoConfig):
+        return {"policy": policy}
+    if config.critic == "shared":
+        return {"policy": SharedLoss(policy, ValueLoss(config), config.shared_value_coef)}
+    return {"policy": policy, "critic": ValueLoss(config)}

@@ -1,0 +1,94 @@
+"""What samples are worth and how much each token weighs: the channels that the losses of policy optimisation read.
+
+    reward [N], values [T], KL [T] ──valued──▶ advantages [T] (returns [T])      once per step, before the first update
+    teacher, old [T]               ──valued──▶ advantages [T]                    of opd: the negative reverse KL
+    weight [T] of a mini-batch ──weighted──▶ the aggregation's weights [T]       per optimizer step
+
+Legend: N rows, T tokens. Sums run over all data ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.algorithm.distillation.config import OpdConfig
+from runner.algorithm.policy import advantages, aggregation, kl, returns
+from runner.algorithm.policy.config import GrpoConfig, PolicyConfig, PpoConfig
+from runner.algorithm.policy.moments import Moments, moments, whiten
+from runner.batch import Batch, row_of_tokens, with_tokens, with_totals
+from runner.protocols import Ranks
+
+
+def valued(config: PolicyConfig, batch: Batch, beta: float, ranks: Ranks) -> Batch:
+    """The batch with the channel `advantages` and, with a critic, `returns`; `beta` weighs a KL in the reward."""
+    if isinstance(config, OpdConfig):
+        return with_tokens(batch, advantages=batch.tokens["teacher"] - batch.tokens["old"])
+    mask, row = batch.tokens["weight"] != 0, row_of_tokens(batch)
+    rewards, penalty = batch.rows["reward"].double(), torch.zeros(batch.num_tokens, dtype=torch.float64)
+    if config.kl != "none" and config.in_force.kl_place == "reward":
+        penalty = kl.k1(batch.tokens["old"], batch.tokens["reference"]).double()
+    if isinstance(config, PpoConfig):
+        placed = returns.token_rewards(rewards, penalty, mask, row, beta)
+        values = batch.tokens["values"].double()
+        found, back = returns.gae(placed, values, mask, row, gamma=config.gamma, lam=config.lam)
+        return with_tokens(batch, returns=back, advantages=_white(found, mask, ranks) if config.whiten else found)
+    assert isinstance(config, GrpoConfig)
+    if config.advantage == "reinforce_pp":
+        placed = returns.token_rewards(rewards, penalty, mask, row, beta)
+        found = returns.discounted_returns(placed, mask, row, 1.0 if config.gamma is None else config.gamma)
+        return with_tokens(batch, advantages=_white(found, mask, ranks))
+    rewards = returns.penalised_rewards(rewards, penalty, mask, row, beta)
+    return with_tokens(batch, advantages=_of_groups(config, batch, rewards, mask, ranks))
+
+
+def _of_groups(config: GrpoConfig, batch: Batch, rewards: Tensor, mask: Tensor, ranks: Ranks) -> Tensor:
+    """Advantages [T] from rewards [N] by what the group makes of them."""
+    group, row = batch.rows["tree"], row_of_tokens(batch)
+    if config.advantage == "batch_std":
+        over = _summed(moments(rewards, ~rewards.isnan()), ranks)
+        return advantages.batch_std(rewards, group, over, eps=1e-6)[row]
+    if config.advantage == "opo":
+        lengths = mask.new_zeros(batch.num_rows, dtype=torch.int64).index_add(0, row, mask.long())
+        return advantages.opo(rewards, group, lengths)[row]
+    if config.advantage == "reinforce_pp_baseline":
+        found = advantages.group_mean(rewards, group)[row]
+        return _white(found, mask, ranks)
+    plain = {
+        "group_mean_std": lambda: advantages.group_mean_std(rewards, group, eps=1e-6),
+        "group_mean": lambda: advantages.group_mean(rewards, group),
+        "leave_one_out": lambda: advantages.leave_one_out(rewards, group),
+        "none": lambda: advantages.no_baseline(rewards),
+    }
+    return plain[config.advantage]()[row]
+
+
+def weighted(config: PolicyConfig, part: Batch, max_new_tokens: int, ranks: Ranks) -> Batch:
+    """The mini-batch with the aggregation's weights, whose denominators run over this optimizer step and all ranks."""
+    mask, row = part.tokens["weight"], row_of_tokens(part)
+    tree = part.rows["tree"][row]
+    prompts = {"prompts": int(torch.unique(tree[mask != 0]).numel())}
+    totals = ranks.sum({**part.count(), **prompts})
+    name = config.aggregation
+    weight = {
+        "token_mean": lambda: aggregation.token_mean(mask, totals["tokens"]),
+        "seq_mean_token_mean": lambda: aggregation.seq_mean_token_mean(mask, row, totals["rows"]),
+        "seq_mean_token_sum": lambda: aggregation.seq_mean_token_sum(mask, totals["rows"]),
+        "seq_mean_token_sum_norm": lambda: aggregation.seq_mean_token_sum_norm(
+            mask, totals["rows"], config.aggregation_length or max_new_tokens
+        ),
+        "prompt_mean": lambda: aggregation.prompt_mean(mask, tree, totals["prompts"]),
+    }[name]()
+    return with_totals(with_tokens(part, weight=weight), totals)
+
+
+def _white(values: Tensor, mask: Tensor, ranks: Ranks) -> Tensor:
+    return whiten(values, mask, _summed(moments(values, mask), ranks))
+
+
+def _summed(one: Moments, ranks: Ranks) -> Moments:
+    """Moments over all data ranks."""
+    total: dict[str, Any] = ranks.sum({name: float(value) for name, value in one._asdict().items()})
+    return Moments(**{name: torch.tensor(total[name], dtype=one.sum.dtype) for name in Moments._fields})

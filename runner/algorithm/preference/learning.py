@@ -1,0 +1,245 @@
+"""Preference optimisation of a policy: dpo and its kin on pairs, kto on judged answers.
+
+    pairs  ──collect──▶ trees ──prepare──▶ + reference's logprobs ──▶ mini-batches ──▶ a loss of four log-probabilities
+    judged ──collect──▶ rows and their mismatches ──prepare──▶ + reference's logprobs, z ──▶ mini-batches ──▶ kto
+
+Legend: N rows, T tokens, P pairs. The mathematics and its papers are in `losses`. The loss is the mean over
+the pairs (kto: answers) of the whole optimizer step, so it does not depend on micro-batches, sharing or ranks.
+
+Shared by all: every token of an answer counts, its end token included, and none of the prompt. The reference scores
+without dropout, and the policy learns without it, as in TRL: it would be noise in their ratio (`algorithm.dropout`).
+
+KTO (2402.01306): z, the estimate of KL(policy ‖ reference), is the mean log-ratio of mismatched answers. The prompt of
+an answer is put before the next answer of the same mini-batch, as TRL does, and z holds for the whole mini-batch over
+all ranks. It is made just before the update, without gradient or dropout and with the weights that the update starts
+from: those that the loss is computed with. Departures: the paper and TRL take the micro-batch of one device, here z
+does not depend on how the batch is cut; where two neighbours have the same prompt, their mismatch is none, as in TRL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from inspect import Parameter, signature
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from runner.algorithm.given import LearnsFromData
+from runner.algorithm.parts import Parts
+from runner.algorithm.preference import losses as formulas
+from runner.algorithm.preference.config import DpoConfig, KtoConfig
+from runner.algorithm.preference.pairs import mini_batches, pack_pairs, pair_metrics, sides
+from runner.batch import Batch, row_sum
+from runner.metrics import Metrics
+from runner.protocols import Data, Judged, Loss, LossFn, Model, Outputs, Pair, Ranks, Role
+from runner.tree import Branch, Tree, pack_trees
+
+LOGPROBS = frozenset({"logprobs"})
+
+PAIR_LOSSES: dict[str, Callable[..., formulas.PairLosses]] = {
+    one.__name__: one
+    for one in (
+        formulas.sigmoid,
+        formulas.conservative,
+        formulas.robust,
+        formulas.hinge,
+        formulas.ipo,
+        formulas.ipo_averaged,
+        formulas.sigmoid_norm,
+        formulas.apo_zero,
+        formulas.apo_down,
+        formulas.simpo,
+        formulas.orpo,
+        formulas.cpo,
+        formulas.cpo_averaged,
+    )
+}
+
+
+def inputs_of(formula: Callable[..., formulas.PairLosses]) -> tuple[str, ...]:
+    """Which of pc, pr, dc, dr, nc, nr (see `losses`) a loss is a function of."""
+    return tuple(n for n, p in signature(formula).parameters.items() if p.kind is not Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True, slots=True)
+class PairwiseLoss:
+    """The mean over pairs of a loss of `losses`.
+
+    Reads the token channel `reference` [T], where there is one: the reference's logprobs.
+    """
+
+    formula: Callable[..., formulas.PairLosses]
+    options: Mapping[str, float]
+    needs: frozenset[str] = LOGPROBS
+
+    def __call__(self, batch: Batch, outputs: Outputs) -> Loss:
+        quantities = _quantities(batch, outputs["logprobs"])
+        found = self.formula(**{name: quantities[name] for name in inputs_of(self.formula)}, **self.options)
+        metrics = pair_metrics(found)
+        for side, name in (("c", "chosen"), ("r", "rejected")):
+            metrics.add(f"policy/{name}_logprob", quantities[f"p{side}"].detach().sum(), quantities[f"n{side}"].sum())
+        return Loss(found.losses.sum() / max(batch.totals["units"], 1), metrics)
+
+
+def _quantities(batch: Batch, logprobs: Tensor) -> dict[str, Tensor]:
+    """pc, pr, nc, nr and, where the batch knows the reference, dc, dr; [P] each."""
+    weight = batch.tokens["weight"]
+    found = {"p": row_sum(batch, weight * logprobs), "n": row_sum(batch, (weight != 0).long())}
+    if "reference" in batch.tokens:
+        found["d"] = log_ratios(batch, logprobs)
+    return {
+        f"{name}{side}": one for name, rows in found.items() for side, one in zip("cr", sides(batch, rows), strict=True)
+    }
+
+
+def log_ratios(batch: Batch, logprobs: Tensor) -> Tensor:
+    """log policy − log reference of each row's learnt tokens, [N]; sums small numbers, does not subtract large."""
+    return row_sum(batch, batch.tokens["weight"] * (logprobs - batch.tokens["reference"]))
+
+
+def with_reference(batch: Batch, reference: Model) -> Batch:
+    """The same batch, on the CPU, with the reference's logprobs in the token channel `reference`."""
+    logprobs = reference.forward(batch, LOGPROBS)["logprobs"].cpu()
+    return replace(batch, tokens={**batch.tokens, "reference": logprobs})
+
+
+class Dpo(LearnsFromData):
+    """Learns which of two answers is preferred."""
+
+    def __init__(self, config: DpoConfig, data: Data) -> None:
+        self.config, self.data = config, data
+        self.losses: Mapping[Role, LossFn] = {"policy": PairwiseLoss(PAIR_LOSSES[config.loss], config.options())}
+
+    def collect(self, step: int) -> Batch:
+        """The step's pairs as trees."""
+        return self.experience(self.data.take(step, self.config.batch_size))
+
+    def experience(self, items: Sequence[Pair]) -> Batch:
+        """Any pairs as what `prepare` takes."""
+        return pack_pairs(items, share=self.config.share_prompts)
+
+    def referenced(self, experience: Batch) -> Iterator[Batch]:
+        """What of an experience the reference scores."""
+        yield experience
+
+    def prepare(self, experience: Batch, models: Mapping[Role, Model], ranks: Ranks) -> Iterator[Batch]:
+        """Mini-batches of whole pairs, with the reference's logprobs where the loss has a reference."""
+        known = with_reference(experience, models["reference"]) if self.config.frozen() else experience
+        yield from mini_batches(known, self.config.mini_batches, ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class KtoLoss:
+    """The mean over judged answers of `losses.kto`.
+
+    Reads the token channel `reference` [T] and the row channels `good` (1 or 0) and `z` [N].
+    """
+
+    beta: float
+    desirable_weight: float
+    undesirable_weight: float
+    needs: frozenset[str] = LOGPROBS
+
+    def __call__(self, batch: Batch, outputs: Outputs) -> Loss:
+        good, z = batch.rows["good"] > 0, batch.rows["z"]
+        log_ratio = log_ratios(batch, outputs["logprobs"])
+        losses, rewards = formulas.kto(
+            log_ratio,
+            good,
+            z,
+            beta=self.beta,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )
+        metrics = Metrics()
+        metrics.add("train/loss", losses.detach().sum(), len(losses))
+        metrics.add("train/accuracy", ((log_ratio > z) == good).sum(), len(losses))
+        metrics.add("train/z", z.sum(), len(losses))
+        self._add_sides(metrics, batch, outputs["logprobs"].detach(), rewards)
+        return Loss(losses.sum() / max(batch.totals["units"], 1), metrics)
+
+    def _add_sides(self, metrics: Metrics, batch: Batch, logprobs: Tensor, rewards: Tensor) -> None:
+        """Means over the good (chosen) and over the bad (rejected) answers."""
+        weight, good = batch.tokens["weight"], batch.rows["good"] > 0
+        sums, sizes = row_sum(batch, weight * logprobs), row_sum(batch, (weight != 0).long())
+        for name, rows in (("chosen", good), ("rejected", ~good)):
+            metrics.add(f"reward/{name}", torch.where(rows, rewards, 0).sum(), rows.sum())
+            metrics.add(f"policy/{name}_logprob", torch.where(rows, sums, 0).sum(), torch.where(rows, sizes, 0).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedPart:
+    """A mini-batch of judged answers; mismatched: the same answers behind other prompts, None for a single answer."""
+
+    batch: Batch
+    mismatched: Batch | None
+
+
+class Kto(LearnsFromData):
+    """Learns from answers that were judged good or bad."""
+
+    def __init__(self, config: KtoConfig, data: Data) -> None:
+        self.config, self.data = config, data
+        self.losses: Mapping[Role, LossFn] = {
+            "policy": KtoLoss(config.beta, config.desirable_weight, config.undesirable_weight)
+        }
+
+    def collect(self, step: int) -> list[JudgedPart]:
+        """The step's answers, a part per mini-batch."""
+        return self.experience(self.data.take(step, self.config.batch_size))
+
+    def experience(self, items: Sequence[Judged]) -> list[JudgedPart]:
+        """Any judged answers as what `prepare` takes."""
+        edges = [len(items) * i // self.config.mini_batches for i in range(self.config.mini_batches + 1)]
+        parts = [items[a:b] for a, b in pairwise(edges) if a < b]
+        return [JudgedPart(pack_judged(part), pack_judged(mismatched(part)) if part[1:] else None) for part in parts]
+
+    def referenced(self, experience: list[JudgedPart]) -> Iterator[Batch]:
+        """What of an experience the reference scores: the answers, and the same behind other prompts."""
+        for part in experience:
+            yield from (part.batch,) if part.mismatched is None else (part.batch, part.mismatched)
+
+    def prepare(self, experience: list[JudgedPart], models: Mapping[Role, Model], ranks: Ranks) -> Iterator[Batch]:
+        """Each mini-batch with the reference's logprobs, and with its z under the policy as it now is."""
+        for part in experience:
+            z = self._z(part.mismatched, models, ranks)
+            known = with_reference(part.batch, models["reference"])
+            rows = {**known.rows, "z": torch.full((known.num_rows,), z)}
+            yield from mini_batches(replace(known, rows=rows), 1, ranks)
+
+    def _z(self, batch: Batch | None, models: Mapping[Role, Model], ranks: Ranks) -> float:
+        """The baseline over all ranks; 0 where no answer has another prompt to stand behind."""
+        total = rows = 0.0
+        if batch is not None:
+            known = with_reference(batch, models["reference"])
+            ratios = log_ratios(known, models["policy"].forward(known, LOGPROBS)["logprobs"].cpu())
+            total, rows = float(ratios.sum()), float(known.num_rows)
+        found = ranks.sum({"total": total, "rows": rows})
+        baseline = formulas.kto_baseline(torch.tensor(found["total"]), max(int(found["rows"]), 1))
+        return float(baseline)
+
+
+def pack_judged(items: Sequence[Judged]) -> Batch:
+    """One row and unit per answer, behind its prompt, on the CPU; weight 1 on the answer; row channel `good`."""
+    trees = [
+        Tree(i.prompt, [Branch(i.completion, {"weight": [1.0] * len(i.completion)}, {"good": float(i.good)})])
+        for i in items
+    ]
+    return pack_trees(trees, share=False)
+
+
+def mismatched(items: Sequence[Judged]) -> list[Judged]:
+    """Each prompt with the next item's completion, the last one with the first's."""
+    return [replace(a, completion=b.completion) for a, b in zip(items, [*items[1:], items[0]], strict=True)]
+
+
+def build_dpo(config: DpoConfig, parts: Parts) -> Dpo:
+    """The algorithm over the job's data."""
+    return Dpo(config, parts.data)
+
+
+def build_kto(config: KtoConfig, parts: Parts) -> Kto:
+    """The algorithm over the job's data."""
+    return Kto(config, parts.data)

@@ -1,0 +1,212 @@
+"""Episodes of several turns: what is learnt, what is context, and that no token is made twice."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from runner.algorithm.episodes import rollouts
+from runner.algorithm.episodes.episode import Player
+from runner.algorithm.episodes.rollouts import Collector, Experience, Group
+from runner.algorithm.episodes.turns import Turns
+from runner.environment import calculator
+from runner.environment.config import CalculatorConfig
+from runner.errors import EnvironmentProblem
+from runner.evaluator import Evaluator
+from runner.model.tokenizer import byte_tokenizer
+from runner.protocols import Completion, Environments, Item, Observation, Prompt, Question, Request, Rollout
+
+TOKENIZER = byte_tokenizer(512)
+END = TOKENIZER.eos_token_id
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+class Script:
+    """A sampler that says what it is told to, turn by turn, and remembers what it was asked."""
+
+    temperature = 1.0
+    max_new_tokens = 32
+
+    def __init__(self, *turns: str) -> None:
+        self.lines, self.asked, self.at = turns, list[list[Request]](), 0
+
+    def load(self, tensors: Any, version: int) -> None:
+        raise AssertionError("nothing is loaded here")
+
+    def sample(self, requests: Any) -> list[Rollout]:
+        line = self.lines[self.at]
+        self.at += 1
+        self.asked.append(list(requests))
+        ids = (*ids_of(line), END)
+        return [Rollout(ids, (-0.5,) * len(ids), (-0.5,) * len(ids), 7, "stop") for _ in requests]
+
+
+class Keeps:
+    """A reward that remembers what it saw."""
+
+    def __init__(self) -> None:
+        self.seen: list[Completion] = []
+
+    def score(self, groups: Any) -> list[list[float | None]]:
+        self.seen += [one for group in groups for one in group]
+        return [[1.0 for _ in group] for group in groups]
+
+    def close(self) -> None:
+        pass
+
+
+PROMPT_TEXT = TOKENIZER.apply_chat_template(
+    [{"role": "user", "content": "12+34"}], tokenize=False, add_generation_prompt=True
+)
+PROMPT = Prompt(ids_of(PROMPT_TEXT), "12+34", ({"role": "user", "content": "12+34"},))
+
+
+def play(*turns: str, environments: Environments | None = None) -> tuple[Any, Script, Keeps]:
+    sampler, reward = Script(*turns), Keeps()
+    made = environments or calculator.build(CalculatorConfig())
+    collector = Collector(sampler, reward, TOKENIZER, 0, 1, made, Turns(TOKENIZER))
+    [group] = collector.groups([PROMPT], 0, 0)
+    return group.samples[0], sampler, reward
+
+
+def test_an_episode_is_the_conversation_that_the_template_writes() -> None:
+    sample, _, reward = play("calc 12+34", "46")
+    whole = TOKENIZER.apply_chat_template(
+        [
+            {"role": "user", "content": "12+34"},
+            {"role": "assistant", "content": "calc 12+34"},
+            {"role": "tool", "content": "46"},
+            {"role": "assistant", "content": "46"},
+        ],
+        tokenize=False,
+    )
+    assert (*PROMPT.ids, *sample.ids) == ids_of(whole.removesuffix("\n"))
+    assert [m["role"] for m in reward.seen[0].messages or ()] == ["user", "assistant", "tool", "assistant"]
+    assert reward.seen[0].text == "46"
+
+
+def test_only_what_the_policy_said_is_learnt() -> None:
+    sample, _, reward = play("calc 12+34", "46")
+    own = [i for i, mine in zip(sample.ids, sample.mask, strict=True) if mine]
+    assert tuple(own) == (*ids_of("calc 12+34"), END, *ids_of("46"), END) == reward.seen[0].ids
+    assert all(p == (-0.5 if m else 0.0) for p, m in zip(sample.logprobs, sample.mask, strict=True))
+
+
+def test_a_turn_begins_exactly_where_the_last_one_ended_and_has_a_seed_of_its_own() -> None:
+    sample, sampler, _ = play("calc 1+1", "2")
+    first, second = sampler.asked[0][0], sampler.asked[1][0]
+    assert first.prompt == PROMPT.ids
+    assert second.prompt == (*PROMPT.ids, *sample.ids[: len(second.prompt) - len(PROMPT.ids)])
+    assert first.seed != second.seed
+
+
+def test_turns_are_bounded() -> None:
+    _, sampler, _ = play(*["calc 1+1"] * 9, environments=calculator.build(CalculatorConfig(max_turns=3)))
+    assert len(sampler.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [
+        ("calc 2*(3+4)", "14"),
+        ("calc 1/2", "1/2"),
+        ("calc 1/0", "error: division by zero"),
+        ("calc __import__('os')", "error: only whole numbers, + - * / and brackets are known"),
+        ("calc 1+", "error: not an expression"),
+    ],
+)
+def test_the_calculator_answers_calls_and_nothing_else(call: str, answer: str) -> None:
+    environment = calculator.build(CalculatorConfig()).make()
+    environment.reset(PROMPT)
+    assert environment.step(call) == Observation("tool", answer)
+    assert environment.step("14") is None
+
+
+def test_what_was_said_before_the_last_turn_is_kept_and_survives_a_checkpoint() -> None:
+    sample, _, _ = play("calc 12+34", "46")
+    assert sample.before == ({"role": "assistant", "content": "calc 12+34"}, {"role": "tool", "content": "46"})
+    experience = Experience(0, (Group(PROMPT, (sample,)),), 1, 14)
+    again = rollouts.decode(json.loads(json.dumps(rollouts.encode(experience), default=list_of), object_hook=tensor_of))
+    assert again == experience
+    [row] = rollouts.samples(experience, rewarded=True)
+    assert (row["turns"], row["answer"]) == (list(sample.before), "46")
+    [alone] = rollouts.samples(Experience(0, (Group(PROMPT, (play("46")[0],)),), 1, 3), rewarded=True)
+    assert "turns" not in alone and alone["answer"] == "46"
+
+
+def list_of(tensor: torch.Tensor) -> dict[str, Any]:
+    return {"is": str(tensor.dtype).removeprefix("torch."), "values": tensor.tolist()}
+
+
+def tensor_of(value: dict[str, Any]) -> Any:
+    return torch.tensor(value["values"], dtype=getattr(torch, value["is"])) if "is" in value else value
+
+
+def answers(*turns: str, limit: int = 32) -> tuple[Any, list[tuple[int, ...]]]:
+    """The greedy episode of a model that says these turns, and what it was asked."""
+    asked: list[tuple[int, ...]] = []
+
+    def generate(prompts: Any) -> list[list[int]]:
+        asked.extend(map(tuple, prompts))
+        return [list(ids_of(turns[len(asked) - 1]))]
+
+    player = Player(TOKENIZER, calculator.build(CalculatorConfig()), Turns(TOKENIZER))
+    [episode] = player.greedy([PROMPT], generate, limit)
+    return episode, asked
+
+
+def test_a_greedy_episode_is_asked_the_very_tokens_of_a_sampled_one() -> None:
+    """`generate` gives no end token, a sampler does; the conversation is the same."""
+    episode, asked = answers("calc 12+34", "46")
+    sample, sampler, _ = play("calc 12+34", "46")
+    assert asked == [request.prompt for requests in sampler.asked for request in requests]
+    assert (episode.text, episode.before, episode.finish) == (sample.text, sample.before, "stop")
+
+
+def test_a_greedy_turn_that_was_cut_off_ends_the_episode() -> None:
+    call = "calc 12+34"
+    episode, asked = answers(call, "46", limit=len(ids_of(call)))
+    assert (episode.text, episode.before, episode.finish, len(asked)) == (call, (), "length", 1)
+    whole, _ = answers(call, "46", limit=len(ids_of(call)) + 1)
+    assert (whole.text, whole.finish) == ("46", "stop")
+
+
+def test_an_evaluation_with_an_environment_compares_the_last_turn() -> None:
+    questions = [Question(Item(PROMPT.ids, (0.0,) * len(PROMPT.ids)), PROMPT.ids, "", right) for right in ("46", "47")]
+
+    class Knows:
+        tokenizer = TOKENIZER
+
+        def generate(self, prompts: Any, max_new_tokens: int) -> list[list[int]]:
+            return [list(ids_of("calc 12+34" if tuple(p) == PROMPT.ids else "46")) for p in prompts]
+
+    player = Player(TOKENIZER, calculator.build(CalculatorConfig()), Turns(TOKENIZER))
+    model: Any = None  # nothing is scored
+    report = Evaluator((), questions, 8, 16, player.greedy).evaluate(model, Knows())
+    assert report.values["eval/exact_match"] == 0.5 and "eval/loss" not in report.values
+    assert [s["turns"][1]["content"] for s in report.samples] == ["46", "46"]
+    assert Evaluator((), questions, 8, 16).evaluate(model, Knows()).values["eval/exact_match"] == 0
+
+
+def test_a_turn_without_its_end_token_is_closed() -> None:
+    turns = Turns(TOKENIZER)
+    open_turn, closed = ids_of("4"), (*ids_of("4"), END)
+    assert turns.observation("tool", "x", open_turn) == [END, *turns.observation("tool", "x", closed)]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+    tokenizer = byte_tokenizer(512)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] if loop.last or m['role'] != 'assistant' else '' }};{% endfor %}"
+    )
+    with pytest.raises(EnvironmentProblem, match="writes earlier turns differently"):
+        Turns(tokenizer).observation("tool", "x", (1,))
+    tokenizer.chat_template = None
+    with pytest.raises(EnvironmentProblem, match="needs a chat template"):
+        Turns(tokenizer)

@@ -1,0 +1,140 @@
+"""What policy optimisation refuses, what stands for null, and what `run explain loss` prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.algorithm.given_formula import SYMBOLS
+from runner.algorithm.policy.config import GrpoConfig, PpoConfig
+from runner.algorithm.policy.kl_control import KlControl
+from runner.algorithm.preference.config import DEFAULTS
+from runner.cli.compose import compose_job
+from runner.cli.main import main
+from runner.errors import SpecError
+from runner.registry import default_registry
+
+BASE = ("algorithm=grpo", "sampler=torch", "reward=exact", "model=tiny", "data=demo")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["algorithm.lag=2"], "algorithm.lag: 2 needs algorithm.correction=decoupled"),
+        (
+            ["algorithm.tau_positive=1.0"],
+            "algorithm.tau_positive: not used with objective=clip; it belongs to objective=sapo",
+        ),
+        (["algorithm.kl_coef=0.1"], "algorithm.kl_coef: not used with kl=none"),
+        (
+            ["algorithm.correction_low=0.5", "algorithm.correction=tis"],
+            "algorithm.correction_low: not used with correction=tis",
+        ),
+        (["algorithm.kl=k1"], "algorithm.kl: k1 has no gradient in expectation as a loss"),
+        (["algorithm.kl=k3", "algorithm.kl_place=reward"], "algorithm.kl: in the reward only k1 is unbiased"),
+        (["algorithm.ratio=sequence"], "algorithm.aggregation: a sequence ratio needs seq_mean_token_mean"),
+        (["algorithm.kl=k2", "algorithm.reference=adapter"], "algorithm.reference: there is no adapter to switch off"),
+        (["algorithm.group_size=1"], "algorithm.group_size: advantage=group_mean_std compares within a group"),
+        (["algorithm.gamma=0.9"], "algorithm.gamma: not used with advantage=group_mean_std"),
+        (
+            ["algorithm.advantage=none"],
+            "algorithm.zero_variance: advantage=none learns from equal rewards too; type keep",
+        ),
+        (
+            ["algorithm.max_mismatch=0.1", "algorithm.lag=1"],
+            "algorithm.max_mismatch: at lag=1 the two differ by design",
+        ),
+        (
+            ["algorithm.kl=k3", "algorithm.kl_coef=0", "algorithm.kl_target=1"],
+            "algorithm.kl_target: an adaptive coefficient",
+        ),
+        (["sampler=none"], "sampler: algorithm=grpo needs one; type sampler=torch"),
+        (
+            ["algorithm=ppo", "algorithm.critic=shared", "algorithm.critic_lr=1e-3"],
+            "algorithm.critic_lr: critic=shared learns with optimizer.lr",
+        ),
+        (
+            ["algorithm=ppo", "algorithm.value_coef=0.5"],
+            "algorithm.value_coef: a separate critic has a loss of its own",
+        ),
+    ],
+)
+def test_a_contradiction_is_one_problem_that_says_what_to_type(words: list[str], said: str, workdir: Path) -> None:
+    kept = [w for w in BASE if w.partition("=")[0] not in {x.partition("=")[0] for x in words}]
+    with pytest.raises(SpecError) as caught:
+        compose_job([*kept, *words])
+    [found] = caught.value.problems
+    assert f"{found.key}: {found.message}".startswith(said)
+
+
+def test_lag_with_its_correction_is_accepted(workdir: Path) -> None:
+    assert compose_job([*BASE, "algorithm.lag=3", "algorithm.correction=decoupled"]).spec.algorithm.steps_ahead() == 3
+    assert compose_job([*BASE, "algorithm.lag=1"]).spec.algorithm.steps_ahead() == 1
+
+
+@pytest.mark.parametrize("group", ["sampler=torch", "reward=exact", "environment=calculator"])
+def test_an_algorithm_that_does_not_sample_refuses_what_samples(group: str, workdir: Path) -> None:
+    with pytest.raises(SpecError, match="learns from given data"):
+        compose_job(["algorithm=sft", "model=tiny", "data=demo", group])
+
+
+def test_what_stands_for_null_depends_on_the_choice() -> None:
+    assert GrpoConfig().in_force.clip_high == 0.2 and GrpoConfig(objective="cispo").in_force.clip_high == 4.0
+    assert GrpoConfig(kl="k3").in_force.kl_place == "loss" and PpoConfig(kl="k1").in_force.kl_place == "reward"
+    assert GrpoConfig(correction="tis").in_force.correction_high == 2.0
+    assert GrpoConfig(correction="decoupled").in_force.correction_high is None
+    assert GrpoConfig(clip_high=0.28).in_force.clip_high == 0.28
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (["algorithm=dapo"], ["clip(r, 0.8, 1.28)", "replaced by new prompts, up to 4 rounds"]),
+        (["algorithm=gspo"], ["clip(r, 0.9997, 1.0004)", "exp(mean over the answer's tokens"]),
+        (["algorithm=dr_grpo", "sampler.max_new_tokens=77"], ["1 / (answers of the step × 77)"]),
+        (["algorithm=grpo_paper"], ["−J + β·KL", "exp(−d) − 1 + d", "β   0.04"]),
+        (["algorithm=ppo"], ["GAE with γ = 1, λ = 0.95", "critic = "]),
+        (
+            ["algorithm=ppo", "algorithm.critic=shared", "algorithm.value_coef=0.5"],
+            ["(−J + 0.5·E)", "  E   ½(V_t − (A_t + V_t,old))²", "(critic=shared)"],
+        ),
+        (["algorithm=grpo", "algorithm.lag=1"], ["the policy that sampled, 1 step older"]),
+        (["algorithm=grpo", "algorithm.correction=mis"], ["ρ where 0.5 ≤ ρ ≤ 5, else 0"]),
+    ],
+)
+def test_explain_loss_prints_the_formula_in_force(
+    words: list[str], lines: list[str], workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "loss", "sampler=torch", "reward=exact", *words]) == 0
+    printed = capsys.readouterr().out
+    assert all(line in printed for line in lines), printed
+
+
+@pytest.mark.parametrize("name", sorted(default_registry().classes("algorithm")))
+def test_every_algorithm_says_what_its_loss_is(name: str, workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cls: Any = default_registry().classes("algorithm")[name]
+    beside = [*(["sampler=torch"] if cls.samples else []), *(["reward=exact"] if cls.rewarded else [])]
+    beside += ["algorithm.teacher=x"] if "teacher" in cls.model_fields else []
+    assert main(["explain", "loss", f"algorithm={name}", *beside]) == 0
+    assert capsys.readouterr().out.startswith("loss = ")
+
+
+@pytest.mark.parametrize("loss", sorted(DEFAULTS))
+def test_every_pair_loss_prints_its_constants(loss: str, workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "loss", "algorithm=dpo", f"algorithm.loss={loss}"]) == 0
+    printed = capsys.readouterr().out
+    assert f"(loss={loss})" in printed
+    assert all(f"  {SYMBOLS[name]}   {value:g}" in printed for name, value in DEFAULTS[loss].items())
+
+
+def test_the_kl_coefficient_goes_towards_its_target() -> None:
+    control = KlControl(0.1, target=0.05)
+    control.observe(0.10, samples=1000)  # far above: the error is bounded at 0.2
+    assert control.coefficient == pytest.approx(0.1 * (1 + 0.2 * 0.1))
+    control.observe(0.0, samples=1000)
+    assert control.coefficient == pytest.approx(0.1 * (1 + 0.2 * 0.1) * (1 - 0.2 * 0.1))
+    fixed: Any = KlControl(0.1, target=None)
+    fixed.observe(9.0, samples=10**6)
+    assert fixed.coefficient == 0.1

@@ -1,0 +1,95 @@
+"""What can be set of dpo, kto and rm: each loss has its own options, and no other; contradictions are named."""
+
+from __future__ import annotations
+
+from inspect import Parameter, signature
+from typing import Any, get_args
+
+import pytest
+
+from runner.algorithm.base import Frozen
+from runner.algorithm.preference.config import DEFAULTS, WITHOUT_REFERENCE, DpoConfig, KtoConfig, PairLoss, RmConfig
+from runner.algorithm.preference.learning import PAIR_LOSSES, inputs_of
+from runner.errors import SpecError
+from runner.registry import default_registry
+from runner.spec.decode import decode
+from runner.spec.schema import groups_of
+from tests.algorithm.preference.test_learning import GIVEN, options_of
+
+KNOWN = {group: default_registry().classes(group) for group in groups_of(default_registry())}
+JOB = {group: {"name": "none" if "none" in known else next(iter(known))} for group, known in KNOWN.items()}
+
+
+def problems(adapter: str = "none", dropout: float | None = None, **algorithm: Any) -> dict[str, str]:
+    of_adapter = {"name": adapter} | ({} if dropout is None else {"dropout": dropout})
+    try:
+        decode({**JOB, "adapter": of_adapter, "algorithm": algorithm}, {})
+    except SpecError as error:
+        return {p.key: p.message for p in error.problems}
+    return {}
+
+
+@pytest.mark.parametrize("loss", DEFAULTS)
+def test_an_option_that_the_loss_does_not_use_is_an_error(loss: str) -> None:
+    assert problems(name="dpo", loss=loss, **options_of(loss)) == {}
+    for option in GIVEN.keys() - DEFAULTS[loss].keys():
+        found = problems(name="dpo", loss=loss, **{option: GIVEN[option]})
+        assert list(found) == [f"algorithm.{option}"]
+        assert found[f"algorithm.{option}"].startswith(f"algorithm.loss={loss} does not use it; it uses ")
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "words"),
+    [
+        ({"name": "dpo", "loss": "simpo", "reference": "copy"}, "algorithm.reference", "has no reference model"),
+        ({"name": "dpo", "loss": "simpo", "reference": "adapter"}, "algorithm.reference", "has no reference model"),
+        ({"name": "dpo", "reference": "adapter"}, "algorithm.reference", "type adapter=lora"),
+        ({"name": "kto", "reference": "adapter"}, "algorithm.reference", "type adapter=lora"),
+        ({"name": "dpo", "loss": "robust", "label_smoothing": 0.5}, "algorithm.label_smoothing", "below 0.5"),
+        ({"name": "kto", "batch_size": 4, "mini_batches": 4}, "algorithm.batch_size", "at least 2 answers"),
+        ({"name": "dpo", "batch_size": 4, "mini_batches": 3}, "algorithm.mini_batches", "does not divide"),
+    ],
+)
+def test_contradictions(options: dict[str, Any], key: str, words: str) -> None:
+    found = problems(**options)
+    assert list(found) == [key] and words in found[key]
+
+
+@pytest.mark.parametrize("reference", [None, "adapter", "copy"])
+def test_the_reference_under_an_adapter(reference: Any) -> None:
+    for name in ("dpo", "kto"):
+        assert problems(adapter="lora", name=name, reference=reference) == {}
+    for config in (DpoConfig(reference=reference), KtoConfig(reference=reference)):
+        assert config.frozen() == {"reference": Frozen(reference)}
+
+
+def test_each_loss_has_its_options_and_its_formula() -> None:
+    assert set(DEFAULTS) == set(PAIR_LOSSES) == set(get_args(PairLoss))
+    for loss, formula in PAIR_LOSSES.items():
+        parameters = signature(formula).parameters.values()
+        assert set(DEFAULTS[loss]) == {p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY}
+        assert ("dc" in inputs_of(formula)) == (loss not in WITHOUT_REFERENCE)
+        assert DpoConfig(loss=loss).options() == DEFAULTS[loss]  # type: ignore[arg-type]
+        assert DpoConfig(loss=loss, **options_of(loss)).options() == options_of(loss)  # type: ignore[arg-type]
+
+
+def test_what_a_job_builds_for_a_reward_model() -> None:
+    config = RmConfig()
+    assert config.learners() == {"reward_model": "scalar"}
+    assert config.frozen() == {} and config.items == "pairs"
+
+
+@pytest.mark.parametrize("algorithm", [{"name": "dpo"}, {"name": "dpo", "loss": "simpo"}, {"name": "kto"}])
+def test_dropout_of_an_adapter_is_refused_unless_it_is_wanted(algorithm: dict[str, Any]) -> None:
+    found = problems("lora", 0.1, **algorithm)
+    assert list(found) == ["adapter.dropout"] and "type algorithm.dropout=true" in found["adapter.dropout"]
+    assert problems("lora", 0.0, **algorithm) == {}
+    assert problems("lora", None, **algorithm) == {}
+
+
+def test_dropout_can_be_kept_and_reward_models_have_it() -> None:
+    kept, switched_off = DpoConfig(dropout=True), DpoConfig()
+    assert (kept.drops_out(), switched_off.drops_out(), RmConfig().drops_out()) == (True, False, True)
+    adapter = {"name": "lora", "dropout": 0.1}
+    decode({**JOB, "adapter": adapter, "algorithm": {"name": "dpo", "dropout": True}}, {})
+    decode({**JOB, "adapter": adapter, "algorithm": {"name": "rm"}}, {})
