@@ -1,0 +1,37 @@
+"""The seams: what the loop, the learner and the components know of one another."""
+
+from runner.protocols.data import Data as Data
+from runner.protocols.data import Item as Item
+from runner.protocols.data import Judged as Judged
+from runner.protocols.data import Pair as Pair
+from runner.protocols.data import Prompt as Prompt
+from runner.protocols.data import Question as Question
+from runner.protocols.device import Decide as Decide
+from runner.protocols.device import Device as Device
+from runner.protocols.device import VarlenAttention as VarlenAttention
+from runner.protocols.learning import Algorithm as Algorithm
+from runner.protocols.learning import Experience as Experience
+from runner.protocols.learning import Learner as Learner
+from runner.protocols.learning import LinearLossFn as LinearLossFn
+from runner.protocols.learning import LogitsLossFn as LogitsLossFn
+from runner.protocols.learning import Loss as Loss
+from runner.protocols.learning import LossFn as LossFn
+from runner.protocols.learning import Model as Model
+from runner.protocols.learning import N as N
+from runner.protocols.learning import Outputs as Outputs
+from runner.protocols.learning import Ranks as Ranks
+from runner.protocols.learning import Role as Role
+from runner.protocols.learning import Sample as Sample
+from runner.protocols.learning import State as State
+from runner.protocols.learning import Terms as Terms
+from runner.protocols.running import Callback as Callback
+from runner.protocols.running import StepEnd as StepEnd
+from runner.protocols.running import Tracker as Tracker
+from runner.protocols.sampling import Completion as Completion
+from runner.protocols.sampling import Environment as Environment
+from runner.protocols.sampling import Environments as Environments
+from runner.protocols.sampling import Observation as Observation
+from runner.protocols.sampling import Request as Request
+from runner.protocols.sampling import Reward as Reward
+from runner.protocols.sampling import Rollout as Rollout
+from runner.protocols.sampling import Sampler as Sampler

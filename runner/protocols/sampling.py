@@ -1,0 +1,100 @@
+"""What is asked of a policy, what it answers, and who judges and answers that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from runner.protocols.data import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One answer to be sampled. Equal `group`s have the very same prompt, which is computed once.
+
+    seed: of this request's own random stream, derived by the caller from (seed, step, prompt, sample, turn).
+    """
+
+    prompt: tuple[int, ...]
+    seed: int
+    max_new_tokens: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A sampled answer.
+
+    ids: the new tokens, the end token included if it was drawn
+    logprobs: of the distribution really sampled from (tempered, truncated); raw_logprobs: at temperature 1, untruncated
+    version: of the weights that drew it; finish: "stop" or "length"
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    raw_logprobs: tuple[float, ...]
+    version: int
+    finish: str
+
+
+class Sampler(Protocol):
+    """Draws rollouts from a policy whose weights come from the trainer."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def max_new_tokens(self) -> int: ...  # of one answer
+
+    def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None: ...  # None: shares the trainer's own
+
+    def sample(self, requests: Sequence[Request]) -> list[Rollout]: ...  # in the order of the requests
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """An answer as a reward sees it.
+
+    ids: of all of the policy's turns; text: of the last one; messages: the whole conversation, where there is one
+    """
+
+    prompt: Prompt
+    ids: tuple[int, ...]
+    text: str
+    finish: str
+    messages: tuple[Mapping[str, Any], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an environment says to a turn of the policy; context for the next turn, and never learnt."""
+
+    role: str
+    text: str
+
+
+class Environment(Protocol):
+    """One episode's counterpart, used once: hears a turn, answers it, or ends the episode with None."""
+
+    def reset(self, prompt: Prompt) -> None: ...
+
+    def step(self, answer: str) -> Observation | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Environments:
+    """Makes an environment for each episode, of at most `max_turns` turns of the policy."""
+
+    make: Callable[[], Environment]
+    max_turns: int
+
+
+class Reward(Protocol):
+    """Scores all samples of a prompt at once; None = could not be scored, which is not 0."""
+
+    def score(self, groups: Sequence[Sequence[Completion]]) -> list[list[float | None]]: ...
+
+    def close(self) -> None: ...
