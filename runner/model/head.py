@@ -70,7 +70,12 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _entropy(log_softmax: Tensor) -> Tensor:
-    return torch.special.entr(log_softmax.exp()).sum(1)  # p·log p is 0 where p is
+    return -(log_softmax.exp() * _finite(log_softmax)).sum(1)
+
+
+def _finite(log_softmax: Tensor) -> Tensor:
+    """So that p·log p is 0 where p is; torch.special.entr, which says so too, has no kernel on an NPU."""
+    return log_softmax.clamp(min=torch.finfo(log_softmax.dtype).min)
 
 
 def _called_in_chunks(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
@@ -125,8 +130,9 @@ class Operands:
             d_logits = log_softmax.exp_().mul_(-grad[:, None])
         else:
             p = log_softmax.exp()
-            entropy = torch.special.entr(p).sum(1, keepdim=True)
-            d_logits = log_softmax.clamp_(min=torch.finfo(p.dtype).min).add_(entropy).mul_(grad_entropy[:, None])
+            log_softmax = _finite(log_softmax)
+            entropy = -(p * log_softmax).sum(1, keepdim=True)
+            d_logits = log_softmax.add_(entropy).mul_(grad_entropy[:, None])
             d_logits = d_logits.add_(grad[:, None]).mul_(p).neg_()
         self.propagate(span, d_logits.scatter_add_(1, targets[:, None], grad[:, None]))
 
