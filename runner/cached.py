@@ -17,9 +17,7 @@ from runner.batch import Batch, unit_spans
 from runner.errors import RunnerError
 from runner.frozen import FrozenModel
 from runner.kept import KeptLogprobs, unit_keys
-from runner.protocols import Outputs
-
-LOGPROBS = frozenset({"logprobs"})
+from runner.protocols import LOGPROBS, Outputs
 
 
 class CachedModel(FrozenModel):

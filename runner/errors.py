@@ -3,9 +3,11 @@
     RunnerError                     1   our own bug, unless a subclass says otherwise
     ├── SpecError                   2   the job spec is wrong (carries every problem found)
     ├── EnvironmentProblem          2   a device, a package or a permission is missing
+    │   └── UnfitModel              2   a model cannot do what was asked of it
     ├── DataError                   3   the data cannot be used as it is
     ├── CheckpointError             4   checkpoints exist and none is whole, or one does not fit
     ├── TrainingDiverged            5   a numeric guard stopped the run
+    ├── Disagreement                5   `run parity`: another device does not compute the same
     ├── DeadlineExceeded            6   something hung
     ├── StorageError                7   disk full, read-only, I/O error
     ├── SecurityRefusal             8   something asked to run code or to leak a secret
@@ -53,6 +55,10 @@ class EnvironmentProblem(RunnerError):
     exit_code = 2
 
 
+class UnfitModel(EnvironmentProblem):
+    """A model cannot be used in the way that was asked of it; who asked says which option to change."""
+
+
 class DataError(RunnerError):
     """The data cannot be used as it is; the message names file, line and what was expected."""
 
@@ -67,6 +73,12 @@ class CheckpointError(RunnerError):
 
 class TrainingDiverged(RunnerError):
     """A loss, gradient or weight is not finite; nothing was updated with it."""
+
+    exit_code = 5
+
+
+class Disagreement(RunnerError):
+    """A device does not compute what another one did."""
 
     exit_code = 5
 

@@ -20,7 +20,7 @@ import torch
 from runner.batch import pack
 from runner.errors import OutOfMemory
 from runner.metrics import Metrics
-from runner.protocols import Decide, Model, Prompt, Question
+from runner.protocols import Decide, Finish, Model, Prompt, Question, Written
 
 Sample = dict[str, Any]
 
@@ -30,7 +30,9 @@ class Answerer(Protocol):
 
     tokenizer: Any
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]: ...
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, rows: int | None = None, finish: Finish = ...
+    ) -> list[Written]: ...
 
 
 class Answered(Protocol):
@@ -44,7 +46,7 @@ class Answered(Protocol):
 
 
 # Plays a conversation for each prompt, whose turns are what the function given makes of the ids so far.
-Converse = Callable[[Sequence[Prompt], Callable[[Sequence[Sequence[int]]], list[list[int]]], int], Sequence[Answered]]
+Converse = Callable[[Sequence[Prompt], Callable[[Sequence[Sequence[int]]], list[Written]]], Sequence[Answered]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +59,16 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Measures the loss on `questions` and asks those `asked`, in batches of `batch_size`, for answers of at most
-    `max_new_tokens` tokens. With `converse` an answer is the last turn of a conversation, and the limit is a turn's."""
+    """Measures the loss on `questions` in batches of `batch_size`, and asks those `asked`, with as many answers in work
+    at once, for at most `max_new_tokens` tokens. `finish` ends an answer earlier; None = the model alone does. With
+    `converse` an answer is the last turn of a conversation, and both are a turn's."""
 
     questions: Sequence[Question]
     asked: Sequence[Question]
     batch_size: int
     max_new_tokens: int
     converse: Converse | None = None
+    finish: Finish | None = None
 
     def evaluate(self, model: Model, answerer: Answerer) -> Report:
         """eval/loss (nats per learnt token) and eval/exact_match (share of greedy answers equal to the expected).
@@ -73,7 +77,7 @@ class Evaluator:
         """
         start = time.perf_counter()
         metrics = self._loss(model)
-        samples = [s for batch in _batches(self.asked, self.batch_size) for s in self._ask(answerer, batch)]
+        samples = list(self._ask(answerer))
         if samples:
             metrics.add("eval/exact_match", sum(s["exact"] for s in samples), len(samples))
         metrics.add("time/eval_s", time.perf_counter() - start)
@@ -88,16 +92,17 @@ class Evaluator:
             metrics.add("eval/loss", -(weight * logprobs).sum(), (weight != 0).sum())
         return metrics
 
-    def _ask(self, answerer: Answerer, questions: Sequence[Question]) -> Iterator[Sample]:
+    def _ask(self, answerer: Answerer) -> Iterator[Sample]:
         try:
-            answers = self._answers(answerer, questions)
+            answers = self._answers(answerer)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(
-                f"the device's memory is exhausted by {len(questions)} answers at once: {str(error).splitlines()[0]}\n"
+                f"the device's memory is exhausted by {min(self.batch_size, len(self.asked))} answers at once: "
+                f"{str(error).splitlines()[0]}\n"
                 f"  lower evaluation.batch_size (now {self.batch_size}) or evaluation.max_new_tokens "
                 f"(now {self.max_new_tokens})"
             ) from error
-        for question, (text, before) in zip(questions, answers, strict=True):
+        for question, (text, before) in zip(self.asked, answers, strict=True):
             yield {
                 "prompt": question.prompt,
                 **({"turns": list(before)} if before else {}),
@@ -106,16 +111,16 @@ class Evaluator:
                 "exact": text.strip() == question.answer.strip(),
             }
 
-    def _answers(
-        self, answerer: Answerer, questions: Sequence[Question]
-    ) -> list[tuple[str, Sequence[Mapping[str, Any]]]]:
+    def _answers(self, answerer: Answerer) -> list[tuple[str, Sequence[Mapping[str, Any]]]]:
         """The final answer to each question, and what was said before it."""
-        generate = partial(answerer.generate, max_new_tokens=self.max_new_tokens)
+        generate = partial(answerer.generate, max_new_tokens=self.max_new_tokens, rows=self.batch_size)
+        if self.finish is not None:
+            generate = partial(generate, finish=self.finish)
         if self.converse is not None:
-            prompts = [Prompt(q.prompt_ids, q.prompt, q.messages, q.columns) for q in questions]
-            return [(one.text, one.before) for one in self.converse(prompts, generate, self.max_new_tokens)]
-        found = generate([q.prompt_ids for q in questions])
-        return [(answerer.tokenizer.decode(ids, skip_special_tokens=True), ()) for ids in found]
+            prompts = [Prompt(q.prompt_ids, q.prompt, q.messages, q.columns) for q in self.asked]
+            return [(one.text, one.before) for one in self.converse(prompts, generate)]
+        found = generate([q.prompt_ids for q in self.asked])
+        return [(answerer.tokenizer.decode(one.ids, skip_special_tokens=True), ()) for one in found]
 
 
 def askable(questions: Sequence[Question], tokenizer: Any, max_new_tokens: int, decide: Decide) -> list[Question]:

@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from runner import durable
 from runner.errors import EnvironmentProblem, StorageError
 
 OUTPUTS = Path("outputs")
@@ -211,27 +212,10 @@ def write_atomic(path: Path, text: str) -> None:
 
     Raises StorageError where it cannot; the old file is then untouched and nothing is left beside it.
     """
-    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with staged.open("x", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staged, path)
-        _sync_folder(path.parent)
+        durable.replace_whole(path, text.encode("utf-8"))
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        staged.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Put the folder's list of names on the disk: without it a rename may be lost with the power."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_json(path: Path, value: Any) -> None:

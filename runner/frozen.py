@@ -34,7 +34,7 @@ class FrozenModel:
         return origin
 
     def lm_head(self) -> Callable[[Tensor], Tensor]:
-        """What makes logits [S, V] of its output `hidden` [S, H]. Raises SpecError for a model without such a head."""
+        """What makes logits [S, V] of its output `hidden` [S, H]. Raises UnfitModel without such a head."""
         found: Callable[[Tensor], Tensor] = self._model.lm_head()
         return found
 

@@ -1,9 +1,10 @@
 """Held-out evaluation by the algorithm's own loss: on pairs and judged answers, of which nothing can be asked.
 
-    held-out items ──experience──▶ prepare ──▶ forward, no gradient ──▶ the loss's metrics, under eval/
+    held-out items ──experience──▶ prepare ──▶ measure, no gradient ──▶ the loss's metrics, under eval/
 
-It runs between steps, draws no random number and leaves no trace in training. It knows no algorithm: whatever the
-loss measures as `train/x`, `reward/x` or `policy/x` becomes `eval/x`.
+What a frozen model says of them is the same in each evaluation, and is computed in the first. It runs between steps,
+draws no random number and leaves no trace in training. It knows no algorithm: whatever the loss measures as `train/x`,
+`reward/x` or `policy/x` becomes `eval/x`.
 
 Legend: N rows, T tokens.
 """
@@ -17,10 +18,13 @@ from dataclasses import dataclass, fields
 from itertools import islice, pairwise
 from typing import Any, Protocol, runtime_checkable
 
+from torch import Tensor
+
 from runner.batch import Batch, unit_spans
 from runner.evaluator import Report, Sample
+from runner.kept import unit_keys
 from runner.metrics import Metrics
-from runner.protocols import Experience, LossFn, Model, Outputs, Ranks, Role
+from runner.protocols import LOGPROBS, Experience, LossFn, Model, Outputs, Ranks, Role
 
 
 @runtime_checkable
@@ -58,7 +62,8 @@ class HeldOutLoss:
         metrics, samples = Metrics(), list[Sample]()
         for items, batch in self._batches(models):
             for role, loss in self.algorithm.losses.items():
-                outputs = {name: value.cpu() for name, value in models[role].forward(batch, loss.needs).items()}
+                learner: Any = models[role]  # what a loss is of
+                outputs = {name: value.cpu() for name, value in learner.measure(batch, loss).items()}
                 metrics.merge(loss(batch, outputs).metrics)
                 scored = zip(items, _per_unit(batch, outputs, loss), strict=True)
                 samples += [self._sample(*one) for one in islice(scored, self.samples - len(samples))]
@@ -79,6 +84,22 @@ class HeldOutLoss:
 
     def _worded(self, value: Any) -> Any:
         return self.tokenizer.decode(value) if isinstance(value, tuple) else value
+
+
+class Remembered:
+    """A frozen model that is asked once for each batch's log-probabilities, which stay in memory (4 bytes a token)."""
+
+    def __init__(self, model: Model) -> None:
+        self._model, self._known = model, dict[tuple[bytes, ...], Tensor]()
+
+    def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
+        """See `Model`; logprobs on the CPU, anything else from the model itself."""
+        if needs != LOGPROBS:
+            return self._model.forward(batch, needs)
+        key = tuple(unit_keys(batch))
+        if key not in self._known:
+            self._known[key] = self._model.forward(batch, needs)["logprobs"].cpu()
+        return {"logprobs": self._known[key]}
 
 
 def shares(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:

@@ -3,7 +3,8 @@
     units of a batch ──sha256 of ids, positions, parents──▶ keys
     key, log-probabilities ──64 MiB at a time──▶ <folder>/<sha256 of the file>.safetensors ──▶ looked up again
 
-A file is written aside and renamed, so that it is whole or not there; its name is the checksum of its bytes, so that
+A file is written aside and renamed, so that it is whole or not there, and one that is open stays readable after its
+folder was deleted; its name is the checksum of its bytes, so that
 one that was damaged later is found out, and its units are unknown again. Two processes may fill one folder at once.
 
 Legend: T tokens, U units of a file.
@@ -12,8 +13,6 @@ Legend: T tokens, U units of a file.
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from runner import durable
 from runner.batch import Batch, unit_spans
 from runner.errors import StorageError
 
@@ -47,6 +47,7 @@ class KeptLogprobs:
         self._tokens = 0
         with self._worded():
             folder.mkdir(parents=True, exist_ok=True)
+            durable.sweep(folder)
             for path in sorted(folder.glob("*.safetensors")):
                 if _sha256(path.read_bytes()) == path.stem:
                     self._open(path)
@@ -84,7 +85,8 @@ class KeptLogprobs:
         )
         path = self.folder / f"{_sha256(content)}.safetensors"
         with self._worded():
-            _write_whole(path, content)
+            self.folder.mkdir(parents=True, exist_ok=True)  # a cache may be deleted at any time
+            durable.replace_whole(path, content)
             self._open(path)
         self._new, self._tokens = {}, 0
 
@@ -124,17 +126,3 @@ def unit_keys(batch: Batch) -> list[bytes]:
 
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Write a file aside, flush it, and rename it."""
-    handle, aside = tempfile.mkstemp(prefix=".staging-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(aside, path)
-    except BaseException:
-        Path(aside).unlink(missing_ok=True)
-        raise

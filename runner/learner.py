@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -118,14 +119,31 @@ class LocalLearner:
     def _backward(self, micro: Batch, loss: LossFn) -> tuple[Any, Mapping[str, Tensor]]:
         batch = micro.to(self._device)
         if isinstance(loss, LinearLossFn):
-            terms = loss.terms if isinstance(loss, LogitsLossFn) else None
-            total, outputs = self.model.linear(batch, loss.coefficients(micro), terms)
+            total, outputs = self._linear(micro, batch, loss)
             total.backward()  # type: ignore[no-untyped-call]
             return loss(batch, outputs), outputs
         outputs = self.model.outputs(batch, loss.needs)
         value = loss(batch, outputs)
         value.total.backward()  # type: ignore[no-untyped-call]
         return value, outputs
+
+    def _linear(self, micro: Batch, batch: Batch, loss: LinearLossFn) -> tuple[Tensor, dict[str, Tensor]]:
+        """`TrainableModel.linear` of a micro-batch, which is on the CPU, and as `batch` on the device."""
+        terms = None
+        if isinstance(loss, LogitsLossFn):
+            terms, batch = loss.terms, replace(batch, tokens={**batch.tokens, **loss.beside(batch)})
+        return self.model.linear(batch, loss.coefficients(micro), terms)
+
+    @torch.no_grad()
+    def measure(self, batch: Batch, loss: LossFn) -> Outputs:
+        """What `loss` reads of the model on a batch of any size, [T] or [N] on the learner's device, without dropout:
+        the outputs that it needs, or its own terms."""
+        if not isinstance(loss, LogitsLossFn):
+            return self.forward(batch, loss.needs)
+        self.model.eval()
+        pieces = micro_batches(batch, self._budget, padded=self.model.padded)
+        found = [self._linear(micro, micro.to(self._device), loss)[1] for micro in pieces]
+        return joined(found, frozenset(found[0]))
 
     def _oversized(self, micro: Batch) -> list[int]:
         """The tokens that a micro-batch takes, if they are above the budget."""

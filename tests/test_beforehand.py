@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from runner import build
-from runner.build import Built
+from runner.batch import Batch
+from runner.build import Built, beforehand
 from runner.cached import CachedModel
 from runner.callback.base import NoOp
 from runner.cli.compose import compose_job
@@ -20,6 +24,8 @@ from runner.decisions import Decisions
 from runner.errors import CheckpointError
 from runner.folder import RunFolder
 from runner.loop import run
+from runner.model import tiny
+from runner.model.config import TinyConfig
 from runner.protocols import StepEnd
 from runner.signals import StopSignal
 from runner.spec.job import JobSpec
@@ -39,6 +45,7 @@ SMALL = (
     "tracker=none",
 )
 CACHED = "algorithm.reference=cached"
+OWN_DATA = ("data=file", "data.max_length=256")
 VOLATILE = ("time/", "perf/", "device/")
 Row = dict[str, float]
 
@@ -58,6 +65,8 @@ def cache(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def spec_of(words: tuple[str, ...]) -> JobSpec:
     """A small job's spec; the last word on an option counts."""
     chosen = dict(word.split("=", 1) for word in (*SMALL, *words))
+    if chosen["data"] == "file":
+        del chosen["data.items"], chosen["data.held_out"]
     return compose_job([f"{key}={value}" for key, value in chosen.items()]).spec
 
 
@@ -74,7 +83,6 @@ class Attempt:
         store = build.build_store(self.spec, folder)
         outlets = build.Outlets([self._keep], self._pass, self._pass, lambda line: None)
         self.built: Built = build.build(self.spec, folder, store, self.said, StopSignal(), outlets)
-        self.unfinished.append(self)
 
     def _keep(self, step: int, values: Mapping[str, float]) -> None:
         self.rows.append({k: v for k, v in values.items() if not k.startswith(VOLATILE)})
@@ -83,6 +91,7 @@ class Attempt:
         """Samples, which nobody reads."""
 
     def run(self, first: int = 0) -> list[Row]:
+        self.unfinished.append(self)
         run(self.built.job, first)
         self.unfinished.remove(self)
         return self.rows
@@ -122,12 +131,88 @@ def test_a_second_run_computes_nothing_and_more_epochs_use_the_same(cache: Path)
     assert more.startswith("cached: 14 items scored"), "another structure is another unit"
 
 
-@pytest.mark.parametrize("words", [["seed=1"], ["data.digits=5"], ["model.autocast=bfloat16"]])
-def test_another_model_or_other_data_have_a_cache_of_their_own(words: list[str], cache: Path) -> None:
+@pytest.mark.parametrize("words", [["seed=1"], ["model.layout=padded"], ["model.autocast=bfloat16"]])
+def test_a_model_that_computes_otherwise_has_a_cache_of_its_own(words: list[str], cache: Path) -> None:
     for where, more in (("one", []), ("two", words)):
         [said] = Attempt(where, "algorithm=dpo", "steps=1", "evaluation.every=0", CACHED, *more).words
         assert said.startswith("cached: 8 items scored")
     assert len(list((cache / "reference").iterdir())) == 2
+
+
+def key_of(*words: str, model: Any = None, facts: Mapping[str, Any] | None = None) -> str:
+    """The key of a cache: of a job, of a model that is built, and of what a device says of itself."""
+    spec = spec_of(("algorithm=dpo", *words))
+    device: Any = SimpleNamespace(describe=lambda: facts or {"device": "cuda", "card": "A"})
+    return beforehand._key(spec, model or small(), {"weights": "1"}, device)
+
+
+def small(**options: Any) -> Any:
+    config = TinyConfig(hidden_size=32, intermediate_size=48, layers=1, **options)
+    own = tiny.tokenizer(config)
+    return tiny.build(config, tokenizer=own, device=torch.device("cpu"), seed=0, decide=Decisions())
+
+
+def test_what_the_device_computes_with_is_in_the_key_and_what_moves_the_last_bits_is_not() -> None:
+    one = key_of("device=cuda")
+    assert key_of("device=cuda", facts={"device": "cuda", "card": "A", "index": 3}) == one
+    others = [
+        key_of("device=cuda", "device.tf32=true"),
+        key_of("device=cuda", "device.attention=sdpa"),
+        key_of("device=cuda", facts={"device": "cuda", "card": "B"}),
+        key_of("device=npu", "device.fused=[]"),
+        key_of("device=npu"),
+        key_of("device=cuda", model=small(heads=2, kv_heads=2)),
+    ]
+    assert len({one, *others}) == 1 + len(others)
+    assert key_of("device=cpu", "device.threads=2") == key_of("device=cpu")
+
+
+def test_a_row_more_is_one_item_to_score(tmp_path: Path) -> None:
+    rows = [{"prompt": f"What is {n}?", "chosen": f" {n}.", "rejected": " No."} for n in range(6)]
+    path = tmp_path / "pairs.jsonl"
+    for count, scored in ((5, 5), (6, 1)):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
+        words = [f"data.path={path}", f"algorithm.batch_size={count}", "evaluation.every=0", "data.cache=false"]
+        [said] = Attempt(f"of{count}", "algorithm=dpo", "steps=1", CACHED, *OWN_DATA, *words).words
+        assert said.startswith(f"cached: {scored} items scored")
+
+
+def test_what_was_computed_before_an_interruption_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    learn, calls = CachedModel.learn, iter(range(3))
+
+    def interrupted(self: CachedModel, batch: Batch) -> int:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return learn(self, batch)
+
+    monkeypatch.setattr(CachedModel, "learn", interrupted)
+    words = ["algorithm=dpo", "steps=5", "evaluation.every=0", CACHED]
+    with pytest.raises(KeyboardInterrupt):
+        Attempt("one", *words)
+    monkeypatch.setattr(CachedModel, "learn", learn)
+    [said] = Attempt("two", *words).words
+    assert said.startswith("cached: 16 items scored")
+
+
+def test_what_was_computed_reaches_the_disk_before_the_end(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a process that is killed outright loses little."""
+    monkeypatch.setattr(beforehand, "WRITE_EVERY_S", 0.0)
+    Attempt("one", "algorithm=dpo", "steps=5", "evaluation.every=0", CACHED)
+    assert len(list((cache / "reference").glob("*/*.safetensors"))) == 5
+
+
+def test_the_cache_may_be_deleted_while_a_run_computes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["algorithm=dpo", "steps=2", "evaluation.every=0"]
+    wanted, learn = Attempt("one", *words).run(), CachedModel.learn
+
+    def deleted(self: CachedModel, batch: Batch) -> int:
+        found = learn(self, batch)
+        self.kept.write()
+        shutil.rmtree(cache)
+        return found
+
+    monkeypatch.setattr(CachedModel, "learn", deleted)
+    assert Attempt("two", *words, CACHED).run() == wanted
 
 
 def test_an_adapter_shares_the_cache_of_its_base() -> None:

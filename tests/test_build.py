@@ -11,6 +11,7 @@ import torch
 from runner.build.parts import build_data, build_device, build_learner, build_tokenizer
 from runner.cli.compose import compose_job
 from runner.decisions import Decisions
+from runner.errors import SpecError
 from tests.model.zoo import LOGPROBS, batch, causal
 
 
@@ -26,8 +27,22 @@ def test_continued_pre_training_learns_and_evaluates_every_token(algorithm: str,
     assert sum(item.weights) == sum(question.item.weights) == learnt
 
 
-@pytest.mark.parametrize(("words", "noisy"), [("dpo", False), ("dpo algorithm.dropout=true", True), ("sft", True)])
-def test_preferences_are_learnt_without_the_models_own_dropout_unless_it_is_kept(
+REWARDED = "sampler=torch reward=exact"
+
+
+@pytest.mark.parametrize(
+    ("words", "noisy"),
+    [
+        ("dpo", False),
+        ("dpo algorithm.dropout=true", True),
+        ("sft", True),
+        (f"grpo {REWARDED}", False),
+        (f"grpo {REWARDED} algorithm.dropout=true", True),
+        (f"ppo {REWARDED}", False),
+        ("opd algorithm.teacher=some/where sampler=torch", False),
+    ],
+)
+def test_what_is_compared_is_learnt_without_the_models_own_dropout_unless_it_is_kept(
     words: str, noisy: bool, workdir: Path
 ) -> None:
     spec, decide = compose_job(["model=tiny", "data=demo", *f"algorithm={words}".split()]).spec, Decisions(strict=True)
@@ -39,3 +54,10 @@ def test_preferences_are_learnt_without_the_models_own_dropout_unless_it_is_kept
     assert [str(d) for d in decide.made if d.feature == "algorithm.dropout"] == (
         [] if noisy else ["algorithm.dropout: off (GPT2LMHeadModel has a dropout of up to 0.1)"]
     )
+
+
+def test_dropout_that_nothing_has_cannot_be_kept(workdir: Path) -> None:
+    words = ["model=tiny", "data=demo", "algorithm=dpo", "algorithm.dropout=true"]
+    spec, decide = compose_job(words).spec, Decisions(strict=True)
+    with pytest.raises(SpecError, match=r"algorithm\.dropout: GPT2LMHeadModel has no dropout to keep"):
+        build_learner(spec, "policy", causal("gpt2"), build_device(spec, decide), decide)

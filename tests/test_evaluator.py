@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from runner.batch import pack
 from runner.decisions import Decisions
 from runner.errors import EnvironmentProblem, OutOfMemory
 from runner.evaluator import Evaluator, askable
-from runner.protocols import Item, Question
+from runner.model.generation import at_limit
+from runner.protocols import Finish, Item, Question, Written
 from tests.test_learner import batch, learner
 
 
@@ -23,8 +25,14 @@ class Digits:
         def decode(ids: Sequence[int], skip_special_tokens: bool) -> str:
             return "".join(map(str, ids))
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-        return [sorted(p)[:max_new_tokens] for p in prompts]
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        rows: int | None = None,
+        finish: Finish = at_limit,
+    ) -> list[Written]:
+        return [Written(tuple(sorted(p)[:max_new_tokens]), "stop") for p in prompts]
 
 
 def question(prompt: tuple[int, ...], answer: tuple[int, ...]) -> Question:
@@ -45,6 +53,19 @@ def test_numbers_do_not_depend_on_the_batch_size(batch_size: int) -> None:
     assert report.values["eval/loss"] == pytest.approx(float(-(weight * logprobs).sum() / weight.sum()))
     assert report.values["eval/exact_match"] == pytest.approx(2 / 3)
     assert [s["exact"] for s in report.samples] == [True, False, True]
+
+
+def test_all_questions_are_handed_over_at_once_and_as_many_as_wanted_are_in_work() -> None:
+    """So that an answer that ends makes room for the next question."""
+    asked: list[tuple[int, int | None]] = []
+
+    class Counts(Digits):
+        def generate(self, prompts: Sequence[Sequence[int]], *limits: Any, **more: Any) -> list[Written]:
+            asked.append((len(prompts), more["rows"]))
+            return super().generate(prompts, *limits, **more)
+
+    assert len(Evaluator(QUESTIONS, QUESTIONS, 2, 8).evaluate(learner(), Counts()).samples) == 3
+    assert asked == [(3, 2)]
 
 
 def test_plain_text_has_a_loss_and_no_answers() -> None:
@@ -93,8 +114,8 @@ def test_an_answer_of_just_the_limit_and_text_behind_it_are_fine() -> None:
 
 def test_memory_that_evaluation_exhausts_is_blamed_on_the_right_option() -> None:
     class Greedy(Digits):
-        def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        def generate(self, *arguments: object, **limits: object) -> list[Written]:
             raise torch.OutOfMemoryError("tried to allocate 7 GiB\nand a long table")
 
-    with pytest.raises(OutOfMemory, match=r"3 answers at once: tried to allocate 7 GiB\n.*evaluation\.batch_size"):
-        Evaluator(QUESTIONS, QUESTIONS, 4, 8).evaluate(learner(), Greedy())
+    with pytest.raises(OutOfMemory, match=r"2 answers at once: tried to allocate 7 GiB\n.*evaluation\.batch_size"):
+        Evaluator(QUESTIONS, QUESTIONS, 2, 8).evaluate(learner(), Greedy())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from runner import durable
 from runner import kept as module
 from runner.algorithm.preference.pairs import pack_pairs
 from runner.batch import Batch, pack, select_units, unit_spans
@@ -99,6 +101,24 @@ def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path: Path) -> None
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot keep log-probabilities"):
         KeptLogprobs(tmp_path / "file" / "below", quiet)
+
+
+def test_what_a_killed_process_left_is_swept_away_and_what_one_is_writing_is_not(tmp_path: Path) -> None:
+    old, young = tmp_path / ".staging-x.1", tmp_path / ".staging-x.2"
+    for path in (old, young):
+        path.touch()
+    os.utime(old, (0, 0))
+    KeptLogprobs(tmp_path, quiet)
+    assert not old.exists() and young.exists()
+
+
+def test_a_file_is_on_the_disk_under_its_name_once_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(durable, "sync", synced.append)
+    filled(tmp_path, rows(3))
+    assert synced == [tmp_path], "the folder's list of names, after the rename"
 
 
 class Counting(FrozenModel):

@@ -73,5 +73,7 @@ def problems(measured: dict[str, Any]) -> list[str]:
 
 
 def _errors_apart(a: list[float], b: list[float]) -> float:
+    """How many standard errors the means lie apart; of two constants 0 or infinitely many."""
     error = math.hypot(stdev(a) / math.sqrt(len(a)), stdev(b) / math.sqrt(len(b)))
-    return abs(mean(a) - mean(b)) / error
+    difference = abs(mean(a) - mean(b))
+    return difference / error if error else math.inf if difference else 0.0

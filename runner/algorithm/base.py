@@ -5,10 +5,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field
 
-from runner.spec.base import ITEM_WORDS, ComponentConfig, ItemKind
-
-# a language model, the same backbone with a head of one number, or with both
-Head = Literal["lm", "scalar", "lm+value"]
+from runner.spec.base import ITEM_WORDS, ComponentConfig, Dtype, Head, ItemKind
 
 
 class Frozen(NamedTuple):
@@ -16,12 +13,14 @@ class Frozen(NamedTuple):
 
     way: the model with its adapter off, or a frozen copy of what it starts from; None = off where there is an adapter;
         cached = what either says of all that the run asks for, computed before the first step
-    path: another model, by folder or hub id, instead of either; revision: of the hub
+    path: another model, by folder or hub id, instead of either; the option of its role's name says it
+    revision: of the hub; dtype: of its weights, None = that of the matrix products
     """
 
     way: Literal["adapter", "copy", "cached"] | None = None
     path: str | None = None
     revision: str | None = None
+    dtype: Dtype | None = None
 
 
 class AlgorithmConfig(ComponentConfig):
@@ -51,6 +50,10 @@ class AlgorithmConfig(ComponentConfig):
         """The models that only score, by role: reference, teacher."""
         return {}
 
+    def first_models(self) -> Mapping[str, str]:
+        """Option → the model that it names, which may be a run, or recipe:NAME that is run first."""
+        return {}
+
     def absolute(self) -> Self:
         """The same config with the paths of local folders made absolute."""
         return self
@@ -59,6 +62,10 @@ class AlgorithmConfig(ComponentConfig):
         """How far sampling runs ahead of training."""
         return 0
 
+    def instead(self, head: Head, objection: str) -> tuple[str, str]:
+        """The option behind a head that the model cannot have, and what to type instead."""
+        return "algorithm", f"{objection}; choose another model"
+
     def learning_rate(self, role: str, common: float) -> float:
         """The learning rate of a role; `common` is optimizer.lr."""
         return common
@@ -66,6 +73,10 @@ class AlgorithmConfig(ComponentConfig):
     def drops_out(self) -> bool:
         """Whether the dropout of model and adapter is on where they learn."""
         return True
+
+    def asks_for_dropout(self) -> bool:
+        """Whether an option was set to have it on."""
+        return False
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = [*self._parts_problems(job)]
@@ -87,3 +98,26 @@ class AlgorithmConfig(ComponentConfig):
             return found
         learns = f"algorithm={self.name} learns from given data ({ITEM_WORDS[self.items]})"
         return [(group, f"{learns}; type {group}=none") for group, name in chosen.items() if name != "none"]
+
+
+class ComparingConfig(AlgorithmConfig):
+    """What compares the policy with log-probabilities that are made without dropout, and so learns without it, too."""
+
+    dropout: bool = Field(
+        default=False,
+        description="Keep the dropout of model and adapter where the policy learns: noise, as what it is compared with "
+        "has none.",
+    )
+
+    def drops_out(self) -> bool:
+        return self.dropout
+
+    def asks_for_dropout(self) -> bool:
+        return self.dropout
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        found = super().problems(job)
+        if not self.dropout and getattr(job.adapter, "dropout", 0) > 0:
+            text = f"algorithm={self.name} learns without dropout; leave it out, or type algorithm.dropout=true"
+            found.append(("adapter.dropout", text))
+        return found

@@ -1,10 +1,10 @@
 """What a user can set of an algorithm."""
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from runner.algorithm.base import AlgorithmConfig as AlgorithmConfig
-from runner.algorithm.distillation.config import DistillConfig, OpdConfig
-from runner.algorithm.policy.config import GrpoConfig, PpoConfig
+from runner.algorithm.distillation.config import DistillConfig
+from runner.algorithm.policy.config import GrpoConfig, OpdConfig, PpoConfig
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 
 
@@ -23,6 +23,12 @@ class CptConfig(AlgorithmConfig):
     explains: ClassVar[str | None] = "runner.algorithm.given_formula:likelihood"
     learns_all: ClassVar[bool] = True
     name: Literal["cpt"] = "cpt"
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        found = super().problems(job)
+        if getattr(job.data, "loss_on", "assistant") != "assistant":
+            found.append(("data.loss_on", "algorithm=cpt learns every token; leave it out, or type algorithm=sft"))
+        return found
 
 
 COMPONENTS = (SftConfig, CptConfig, GrpoConfig, PpoConfig, OpdConfig, DistillConfig, DpoConfig, KtoConfig, RmConfig)

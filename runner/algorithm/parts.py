@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from runner.protocols import Data, Decide, Environments, Reward, Role, Sampler
+from runner.protocols import Data, Decide, Environments, Model, Reward, Role, Sampler
 
 
-def _no_head(role: Role) -> Callable[[Tensor], Tensor]:
-    raise LookupError(f"no frozen model is a {role}")
+class HeadedModel(Model, Protocol):
+    """A frozen model, and its head by itself."""
+
+    def lm_head(self) -> Callable[[Tensor], Tensor]: ...  # output `hidden` [S, H] → logits [S, V]; or UnfitModel
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What `build` hands to every algorithm; sampler, reward and environments are None where the job has none.
 
-    lm_head: of a frozen model, by role: output `hidden` [S, H] → logits [S, V], without gradient; raises SpecError for
-    a model that has no such head
+    frozen: the models that only score, by role
     """
 
     data: Data
@@ -30,4 +31,4 @@ class Parts:
     sampler: Sampler | None = None
     reward: Reward | None = None
     environments: Environments | None = None
-    lm_head: Callable[[Role], Callable[[Tensor], Tensor]] = _no_head
+    frozen: Mapping[Role, HeadedModel] = field(default_factory=dict)

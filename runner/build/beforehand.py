@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -26,8 +26,13 @@ from runner.kept import KeptLogprobs
 from runner.protocols import Data, Device, Experience, Model
 from runner.spec.job import JobSpec
 
-FORMAT = 1  # raise it when keys or files are made in another way, so that no old file is used
+FORMAT = 2  # raise it when keys or files are made in another way, so that no old file is used
 SAY_EVERY_S = 10.0
+# of a transformers config: where it was read from and what wrote it
+UNCOMPUTED = ("_name_or_path", "transformers_version", "architectures", "use_cache")
+# of a device: which one it is, and what moves no more than the last bits, as another batch around an item does
+ROUNDING = {"name", "index", "threads", "preset"}
+WRITE_EVERY_S = 60.0  # what a process that is killed has computed in vain, at most
 
 
 class Foreseeable(Protocol):
@@ -40,11 +45,11 @@ class Foreseeable(Protocol):
     def referenced(self, experience: Experience) -> Iterable[Batch]: ...
 
 
-def build_cached(spec: JobSpec, policy: Any, data: Data, device: Device, decide: Decisions, cache: Path) -> CachedModel:
-    """The reference over the kept log-probabilities of this model and data, in a folder below `cache`."""
+def build_cached(spec: JobSpec, policy: Any, device: Device, decide: Decisions, cache: Path) -> CachedModel:
+    """The reference over the kept log-probabilities of this model, in a folder below `cache`."""
     origin = policy.source.identity(weights=True)
     kept = KeptLogprobs(
-        cache / "reference" / _key(spec, origin, data, device),
+        cache / "reference" / _key(spec, policy, origin, device),
         lambda damage: decide.state("algorithm.reference", "computed again", damage),
     )
     return CachedModel(
@@ -57,12 +62,20 @@ def build_cached(spec: JobSpec, policy: Any, data: Data, device: Device, decide:
     )
 
 
-def _key(spec: JobSpec, origin: dict[str, str], data: Data, device: Device) -> str:
+def _key(spec: JobSpec, policy: Any, origin: Mapping[str, str], device: Device) -> str:
     """sha256 of what the log-probabilities depend on, beside the tokens that they are kept by."""
-    versions = {name: version(name) for name in ("torch", "transformers")}
-    computed = {"dtype": spec.model.dtype, "autocast": spec.model.autocast, "device": device.torch_device.type}
-    whole = {"format": FORMAT, "runner": __version__, **versions, **computed, "model": origin, "data": data.fingerprint}
-    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:32]
+    architecture = policy.inner.config.to_dict()
+    whole = {
+        "format": FORMAT,
+        "versions": {"runner": __version__, **{name: version(name) for name in ("torch", "transformers")}},
+        "weights": origin,
+        "architecture": {k: v for k, v in architecture.items() if k not in UNCOMPUTED},
+        "attention": (policy.layout, policy.own_attention),
+        "types": (spec.model.dtype, spec.model.autocast),
+        "device": {k: v for k, v in device.describe().items() if k not in ROUNDING},
+        "kernels": spec.device.model_dump(mode="json", exclude=ROUNDING),
+    }
+    return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def compute_beforehand(
@@ -80,14 +93,23 @@ def compute_beforehand(
 def _compute(
     spec: JobSpec, model: CachedModel, algorithm: Foreseeable, data: Data, decide: Decisions, say: Callable[[str], None]
 ) -> None:
-    begin = last = time.monotonic()
+    begin = time.monotonic()
+    say_at, write_at = begin + SAY_EVERY_S, begin + WRITE_EVERY_S
     scored = 0
-    for number, experience in enumerate(_experiences(spec, algorithm, data)):
-        if time.monotonic() - last > SAY_EVERY_S:
-            last = time.monotonic()
-            say(f"reference {scored} items scored; {min(number, spec.steps)} of {spec.steps} steps looked through")
-        scored += sum(model.learn(batch) for batch in algorithm.referenced(experience))
-    model.kept.write()
+    try:
+        for number, experience in enumerate(_experiences(spec, algorithm, data)):
+            for batch in algorithm.referenced(experience):
+                scored += model.learn(batch)
+            now = time.monotonic()
+            if now >= say_at:
+                say_at = now + SAY_EVERY_S
+                seen = min(number + 1, spec.steps)
+                say(f"reference {scored} items scored; {seen} of {spec.steps} steps looked through")
+            if now >= write_at:
+                write_at = now + WRITE_EVERY_S
+                model.kept.write()
+    finally:  # whatever interrupts it, the next start goes on from here
+        model.kept.write()
     took = f"{scored} items scored in {time.monotonic() - begin:.1f} s" if scored else "all known, nothing was computed"
     decide.state("algorithm.reference", "cached", f"{took}; {model.kept.folder}")
 

@@ -9,10 +9,13 @@ from typing import Any
 from runner.algorithm.episodes.episode import Player
 from runner.algorithm.episodes.turns import Turns
 from runner.decisions import Decisions
+from runner.errors import Problem, SpecError
 from runner.evaluator import Evaluator, Report, askable
-from runner.held_out_loss import HeldOutLoss, LearnsFromItems
+from runner.frozen import FrozenModel
+from runner.held_out_loss import HeldOutLoss, LearnsFromItems, Remembered
 from runner.learner import LocalLearner
-from runner.protocols import Algorithm, Data, Environments, Model, Ranks
+from runner.protocols import Algorithm, Data, Environments, Finish, Model, Question, Ranks
+from runner.sampler.stops import Stops
 from runner.spec.job import JobSpec
 
 
@@ -32,18 +35,23 @@ def build_evaluation(
         return None
     found: list[Callable[[], Report]] = []
     questions, items = data.held_out(), data.held_out_items()
+    if isinstance(algorithm, LearnsFromItems) and (items or questions):
+        shown = spec.evaluation.samples if items else 0  # questions are shown with their answers
+        given = items or [question.item for question in questions]
+        held_out = HeldOutLoss(algorithm, given, spec.algorithm.batch_size, shown, model.tokenizer, ranks)
+        known = {role: Remembered(one) if isinstance(one, FrozenModel) else one for role, one in models.items()}
+        found.append(lambda: held_out.evaluate(known))
     if questions and hasattr(model, "generate"):
         limit = spec.evaluation.max_new_tokens
         asked = askable(questions, model.tokenizer, limit, decide)
-        ask = Evaluator(questions, asked, spec.evaluation.batch_size, limit)
+        _check_room(asked, limit, model.longest, decide)
+        finish = _finish(spec, model.tokenizer)
+        ask = Evaluator(questions, asked, spec.evaluation.batch_size, limit, finish=finish)
         if environments is not None:  # an answer given at once is not what is learnt, so it has no loss worth knowing
-            converse = Player(model.tokenizer, environments, Turns(model.tokenizer)).greedy
-            ask = Evaluator((), asked, spec.evaluation.batch_size, limit, converse)
+            longest = None if model.longest is None else model.longest[0]
+            converse = Player(model.tokenizer, environments, Turns(model.tokenizer), longest).greedy
+            ask = Evaluator((), asked, spec.evaluation.batch_size, limit, converse, finish)
         found.append(lambda: ask.evaluate(learner, model))
-    if items and isinstance(algorithm, LearnsFromItems):
-        wanted = spec.evaluation
-        held_out = HeldOutLoss(algorithm, items, spec.algorithm.batch_size, wanted.samples, model.tokenizer, ranks)
-        found.append(lambda: held_out.evaluate(models))
     if not found:
         decide(
             "evaluation",
@@ -55,10 +63,34 @@ def build_evaluation(
     return partial(_together, found)
 
 
+def _finish(spec: JobSpec, tokenizer: Any) -> Finish | None:
+    """What ends a sampled answer, so that the greedy one ends there too; None where nothing is sampled."""
+    if not spec.algorithm.samples:
+        return None
+    strings, ids = spec.sampler.stopping()
+    return Stops(tokenizer, frozenset(ids), strings).finish
+
+
+def _check_room(asked: Sequence[Question], wanted: int, longest: tuple[int, str] | None, decide: Decisions) -> None:
+    """Say how many answers may be shorter only than `wanted` tokens, because the model takes no longer rows.
+
+    Raises SpecError if all of them may.
+    """
+    if longest is None or not asked:
+        return
+    key, (most, reason) = "evaluation.max_new_tokens", longest
+    rooms = [most - len(question.prompt_ids) for question in asked]
+    less = [room for room in rooms if room < wanted]
+    if len(less) == len(rooms):
+        text = f"no answer can have {wanted} tokens: {reason}, and the shortest held-out prompt takes"
+        raise SpecError([Problem(key, f"{text} {most - max(rooms)}; {max(rooms)} is the most")])
+    if less:
+        decide(key, f"{wanted} tokens", f"{min(less)} to {max(less)} for {len(less)} of {len(rooms)} questions", reason)
+
+
 def _together(evaluations: Sequence[Callable[[], Report]]) -> Report:
-    """Several evaluations as one; later numbers win over earlier ones of the same name."""
+    """Several evaluations as one; later numbers win over earlier ones of the same name, and their times are summed."""
     reports = [evaluate() for evaluate in evaluations]
-    return Report(
-        {name: value for report in reports for name, value in report.values.items()},
-        [sample for report in reports for sample in report.samples],
-    )
+    values = {name: value for report in reports for name, value in report.values.items()}
+    values["time/eval_s"] = sum(report.values["time/eval_s"] for report in reports)
+    return Report(values, [sample for report in reports for sample in report.samples])

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from runner.algorithm.parts import Parts
 from runner.build.beforehand import compute_beforehand
 from runner.build.evaluation import build_evaluation
@@ -91,13 +89,13 @@ def build(
     learners = {role: build_learner(spec, role, model, device, decide) for role, model in made.items()}
     main, model = next(iter(made.items()))
     frozen = {
-        role: build_frozen(spec, one, model, data, tokenizer, device, decide)
+        role: build_frozen(spec, role, one, model, tokenizer, device, decide)
         for role, one in spec.algorithm.frozen().items()
     }
     reward = build_reward(spec, tokenizer, device, decide, folder)
     sampler = build_sampler(spec, model, tokenizer, device, decide)
     environments = registry.factory(spec.environment)(spec.environment, decide=decide)
-    parts = Parts(data, tokenizer, spec.seed, decide, sampler, reward, environments, _lm_heads(frozen))
+    parts = Parts(data, tokenizer, spec.seed, decide, sampler, reward, environments, frozen)
     algorithm = registry.factory(spec.algorithm)(spec.algorithm, parts)
     compute_beforehand(spec, frozen.values(), algorithm, data, decide, outlets.say)
     publisher = None if sampler is None else Publisher(learners[main].weights, sampler, algorithm.lag)
@@ -135,11 +133,6 @@ def build(
     built = Built(job, model, store, sections, own, data)
     callbacks.append(Saving(built.save, every=spec.checkpoint.every))
     return built
-
-
-def _lm_heads(frozen: Mapping[str, Any]) -> Callable[[str], Callable[[Tensor], Tensor]]:
-    """The head of a frozen model, by role, when an algorithm asks for it."""
-    return lambda role: frozen[role].lm_head()
 
 
 def _publish_nothing(version: int) -> None:

@@ -6,10 +6,11 @@ import logging
 from contextlib import nullcontext
 from typing import Any
 
-from runner.algorithm.base import Frozen, Head
+from runner.algorithm.base import Frozen
 from runner.build.beforehand import build_cached
 from runner.checkpoint.store import CheckpointStore
 from runner.decisions import Decisions
+from runner.errors import Problem, SpecError, UnfitModel
 from runner.folder import RunFolder
 from runner.frozen import FrozenModel
 from runner.learner import LocalLearner
@@ -18,6 +19,7 @@ from runner.paths import cache_folder
 from runner.protocols import Data, Device
 from runner.randomness import derive
 from runner.registry import default_registry, resolve
+from runner.spec.base import Head
 from runner.spec.job import JobSpec
 
 log = logging.getLogger("runner")
@@ -55,17 +57,20 @@ def build_model(spec: JobSpec, tokenizer: Any, device: Device, decide: Decisions
     """The model with its adapter, on the device."""
     registry = default_registry()
     seed = derive(spec.seed, "weights")
-    model = registry.factory(spec.model)(
-        spec.model,
-        tokenizer=tokenizer,
-        device=device.torch_device,
-        seed=seed,
-        decide=decide,
-        head=head,
-        init_from=spec.init_from,
-        longest=_longest(spec),
-        fit=device.fuse,
-    )
+    try:
+        model = registry.factory(spec.model)(
+            spec.model,
+            tokenizer=tokenizer,
+            device=device.torch_device,
+            seed=seed,
+            decide=decide,
+            head=head,
+            init_from=spec.init_from,
+            longest=_longest(spec),
+            fit=device.fuse,
+        )
+    except UnfitModel as error:
+        raise SpecError([Problem(*spec.algorithm.instead(head, str(error)))]) from error
     _attend(model, device, decide)
     return registry.factory(spec.adapter)(spec.adapter, model, decide=decide)
 
@@ -82,8 +87,7 @@ def build_learner(spec: JobSpec, role: str, model: Any, device: Device, decide: 
     if spec.schedule.warmup_steps >= spec.steps:
         reason = f"schedule.warmup_steps={spec.schedule.warmup_steps} and steps={spec.steps}"
         decide("schedule", spec.schedule.name, "warm-up only", reason)
-    if not spec.algorithm.drops_out() and (rate := model.without_dropout()):
-        decide.state("algorithm.dropout", "off", f"{type(model.inner).__name__} has a dropout of up to {rate:g}")
+    _settle_dropout(spec, model, decide)
     return LocalLearner(
         model,
         registry.factory(spec.optimizer)(spec.optimizer, parameters=model.trainable(), decide=decide),
@@ -93,20 +97,30 @@ def build_learner(spec: JobSpec, role: str, model: Any, device: Device, decide: 
         budget=spec.algorithm.micro_batch_tokens,
         seed=spec.seed,
         device=device.torch_device,
-        prefix="critic" if role == "critic" else "train",
+        prefix="train" if role == next(iter(spec.algorithm.learners())) else role,
     )
 
 
+def _settle_dropout(spec: JobSpec, model: Any, decide: Decisions) -> None:
+    """On or off, as the algorithm says. Raises SpecError where it was asked for and there is none."""
+    if spec.algorithm.asks_for_dropout() and not model.dropout_rate():
+        text = f"{type(model.inner).__name__} has no dropout to keep, and no adapter.dropout is set; leave it out"
+        raise SpecError([Problem("algorithm.dropout", text)])
+    if not spec.algorithm.drops_out() and (rate := model.without_dropout()):
+        decide.state("algorithm.dropout", "off", f"{type(model.inner).__name__} has a dropout of up to {rate:g}")
+
+
 def build_frozen(
-    spec: JobSpec, wanted: Frozen, policy: Any, data: Data, tokenizer: Any, device: Device, decide: Decisions
+    spec: JobSpec, role: str, wanted: Frozen, policy: Any, tokenizer: Any, device: Device, decide: Decisions
 ) -> FrozenModel:
-    """The reference: the policy with its adapter off, or a copy of what it starts from; the teacher: another model."""
+    """The reference: the policy with its adapter off, or a copy of what it starts from, in its data type, so that both
+    say the same before the first step; the teacher: another model."""
     if wanted.way == "cached":
-        return build_cached(spec, policy, data, device, decide, cache_folder())
+        return build_cached(spec, policy, device, decide, cache_folder())
     way = wanted.way or ("copy" if spec.adapter.name == "none" else "adapter")
     model, during = policy, nullcontext
     if wanted.path is not None:
-        model = build_teacher(spec, wanted.path, wanted.revision, tokenizer, device, decide)
+        model = build_teacher(spec, role, wanted, tokenizer, device, decide)
     elif way == "adapter":
         during = policy.module.disable_adapter
     else:
@@ -117,18 +131,20 @@ def build_frozen(
 
 
 def build_teacher(
-    spec: JobSpec, path: str, revision: str | None, tokenizer: Any, device: Device, decide: Decisions
+    spec: JobSpec, role: str, wanted: Frozen, tokenizer: Any, device: Device, decide: Decisions
 ) -> Any:
-    """Another model than the job's, with the same tokenizer."""
+    """Another model than the job's, with the same tokenizer; the option of its role's name says which."""
     teacher = resolve("runner.model.teacher:build")(
-        path,
-        revision,
+        wanted.path,
+        wanted.revision,
         spec.model,
         tokenizer=tokenizer,
         device=device.torch_device,
-        seed=derive(spec.seed, "teacher"),
+        seed=derive(spec.seed, role),
         decide=decide,
         longest=_longest(spec),
+        key=f"algorithm.{role}",
+        dtype=wanted.dtype,
         fit=device.fuse,
     )
     _attend(teacher, device, decide)

@@ -19,7 +19,17 @@ def build_sampler(spec: JobSpec, policy: Any, tokenizer: Any, device: Device, de
     head = next(iter(spec.algorithm.learners().values()))  # the copy has the heads of the policy, whose weights it gets
     model = policy if spec.algorithm.steps_ahead() == 0 else build_model(spec, tokenizer, device, decide, head)
     sampler: Sampler = default_registry().factory(spec.sampler)(spec.sampler, model=model, decide=decide)
+    _say_room(spec, sampler, decide)
     return sampler
+
+
+def _say_room(spec: JobSpec, sampler: Sampler, decide: Decisions) -> None:
+    """Where the policy's turns alone may outgrow the model: the words of the environment come on top."""
+    turns = spec.environment.most_turns()
+    whole = spec.data.max_length + turns * spec.sampler.answer_tokens()
+    if turns > 1 and sampler.longest is not None and whole > sampler.longest:
+        asked = f"a prompt and {turns} turns may come to {whole} tokens without what the environment says"
+        decide.state("environment", f"episodes end at {sampler.longest} tokens, cut off", asked)
 
 
 def build_reward(spec: JobSpec, tokenizer: Any, device: Device, decide: Decisions, folder: RunFolder) -> Reward | None:

@@ -13,10 +13,10 @@ class StallWatch(NoOp):
     """Re-arms a timer at each step; a step above `stall_s` seconds leaves its stacks in `path`."""
 
     def __init__(self, path: Path, stall_s: float) -> None:
-        self._stall_s = stall_s
-        self._path, self._file = path, path.open("w")
+        self._path, self._stall_s = path, stall_s
 
     def on_start(self, step: int) -> None:
+        self._file = self._path.open("w")
         self._arm()
 
     def on_step(self, end: StepEnd) -> None:

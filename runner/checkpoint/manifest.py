@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from runner.checkpoint import durable
+from runner import durable
 from runner.errors import CheckpointError
 
 SCHEMA = 1

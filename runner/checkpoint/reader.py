@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.checkpoint import durable, manifest, sections
+from runner import durable
+from runner.checkpoint import manifest, sections
 from runner.checkpoint.manifest import Damaged, Manifest
 from runner.errors import CheckpointError, StorageError
 from runner.protocols import State

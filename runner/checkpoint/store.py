@@ -19,7 +19,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from runner.checkpoint import durable, manifest, reader, retention, sections
+from runner import durable
+from runner.checkpoint import manifest, reader, retention, sections
 from runner.checkpoint.config import CheckpointConfig
 from runner.checkpoint.manifest import Damaged, Manifest
 from runner.checkpoint.reader import Loaded, folder_name

@@ -27,6 +27,7 @@ VERBS = {
     "report": "a run as one HTML page: curves, samples, what was set; `run report latest`",
     "diff": "what differs between two runs in config, code, versions and data, and both curves; `run diff A B`",
     "doctor": "what this machine has, what is wrong with it, and what to type; `run doctor device=npu`",
+    "parity": "whether another device computes the same; `run parity --record cpu`, then `--compare FILE device=npu`",
 }
 WORDS = {
     "run": "+recipe=NAME, group=option, group.key=value",
@@ -40,6 +41,7 @@ WORDS = {
     "report": "latest or a run's folder",
     "diff": "two runs, each latest or a folder",
     "doctor": "device=NAME (all that are there)",
+    "parity": "with --record a job as for run; with --compare device=NAME and what else a machine has of its own",
 }
 ACTIONS = ("resume", "status", "report")  # of run sweep
 FLAGS = {"--help", "-h", "--version", "--debug", "--multirun", "-m", "--shell-completion", "-sc"}
@@ -180,6 +182,15 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prepare", choices=("npu_sim",), help="fetch and build the simulated NPU, and do no more")
 
 
+def _parity(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--record", metavar="FILE", help="run a job's first steps and keep them; or a device")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="run the recorded steps here, and compare")
+    parser.add_argument("--steps", type=_count, help="of the job, to be recorded (5)")
+    parser.add_argument("--tolerance", type=_share, help="largest mean relative error of the loss (0.5%%)")
+    parser.add_argument("--spec", type=Path, help="record the job of a run's folder or spec.yaml")
+    _config_dir(parser)
+
+
 def _sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--retry-failed", action="store_true", help="resume: also jobs that failed")
     parser.add_argument("--only", type=_jobs, default=(), metavar="JOBS", help="resume: these jobs, e.g. 3,7")
@@ -200,6 +211,24 @@ def _jobs(text: str) -> tuple[int, ...]:
     raise argparse.ArgumentTypeError(f"expected numbers of jobs such as 3,7, got '{text}'")
 
 
+def _count(text: str) -> int:
+    """A number from 1."""
+    if text.isdecimal() and int(text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"expected a number from 1, got '{text}'")
+
+
+def _share(text: str) -> float:
+    """0.5% or 0.005."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if 0 <= share < 1:
+        return share
+    raise argparse.ArgumentTypeError(f"expected a share such as 0.5% or 0.005, got '{text}'")
+
+
 def _checkpoint(text: str) -> int | str:
     """A step, or `best`."""
     if text == "best" or text.isdecimal():
@@ -218,4 +247,5 @@ _OPTIONS = {
     "report": _report,
     "diff": _diff,
     "doctor": _doctor,
+    "parity": _parity,
 }

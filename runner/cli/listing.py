@@ -24,7 +24,8 @@ SWEEPS = """start a sweep
   run -m +recipe=a,b seed=range(1,4)                            recipes, ranges, globs: Hydra's grammar
   run -m +recipe=mine                                           a recipe with a section sweep.over
   run -m --spec outputs/latest seed=1,2,3                       the job of a run, varied
-  run -m --cfg job …                                            print the jobs, run nothing
+  run -m hydra/sweeper=optuna sweep.trials=20 'optimizer.lr=tag(log,interval(1e-5,1e-2))'     a search (docs/sweeps.md)
+  run -m --cfg job …                                            print the jobs (of a search: its corners), run nothing
 """
 EXAMPLES = """examples
   run                                            the demo, on this machine, in under 90 s
@@ -43,6 +44,7 @@ export   --checkpoint STEP|best, --merge, --out FOLDER, device=NAME
 sweep    resume [latest|FOLDER] --retry-failed, --only 3,7, sweep.parallel=N …; status, report [latest|FOLDER]
 report, diff   --out FILE.html
 doctor   --json, --no-trial, device=NAME
+parity   --record FILE|DEVICE --steps N +recipe=… …; --compare FILE --tolerance 0.5% device=NAME
 list, explain  --config-dir FOLDER"""
 
 

@@ -70,6 +70,8 @@ def go(args: Namespace) -> int:
     if args.retry_failed and args.only:
         raise UsageError("--only names the jobs to run, also failed ones; leave --retry-failed out")
     folder, begun = plan.find(where)
+    if begun.search and Path(begun.place) != Path.cwd():
+        raise UsageError(f"a search composes its jobs as it goes; resume it where it began: cd {begun.place}")
     wanted, options = drive.Wanted(args.retry_failed, args.only), _changed(begun, words)
     return drive.resume(folder, begun, wanted, options, propose=proposer(folder, begun))
 

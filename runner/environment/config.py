@@ -14,6 +14,10 @@ class EnvironmentConfig(ComponentConfig):
 
     group: ClassVar[str] = "environment"
 
+    def most_turns(self) -> int:
+        """Most turns of the policy in one episode."""
+        return 1
+
 
 class NoEnvironmentConfig(EnvironmentConfig):
     """One turn: the answer to the prompt is all."""
@@ -27,7 +31,12 @@ class CalculatorConfig(EnvironmentConfig):
 
     factory: ClassVar[str] = "runner.environment.calculator:build"
     name: Literal["calculator"] = "calculator"
-    max_turns: int = Field(default=4, ge=1, description="Turns of the policy, the final answer included.")
+    max_turns: int = Field(
+        default=4, ge=2, description="Turns of the policy, the final answer included; one turn is environment=none."
+    )
+
+    def most_turns(self) -> int:
+        return self.max_turns
 
 
 COMPONENTS = (NoEnvironmentConfig, CalculatorConfig)

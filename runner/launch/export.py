@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from runner.checkpoint.durable import reason
+from runner.durable import reason
 from runner.errors import StorageError
 from runner.folder import shown
 from runner.launch.card import CARD, write_card

@@ -16,7 +16,7 @@ from runner.folder import RunFolder, claim, create, locked, point_latest, shown,
 from runner.identity import RESUMABLE
 from runner.launch.preflight import check_model
 from runner.launch.session import Session
-from runner.launch.stages import with_first_weights, with_teacher
+from runner.launch.stages import with_first_weights, with_other_models
 from runner.schedule.config import DecayConfig
 from runner.spec.job import JobSpec
 from runner.spec.origin import COMMAND_LINE
@@ -29,13 +29,7 @@ def start(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], where
 
     where: the run's folder, which `latest` then does not follow; None = a new one below outputs/
     """
-    spec.device.preflight()
-    local = {name: getattr(spec, name).absolute() for name in ("data", "model", "algorithm", "reward")}
-    spec = spec.model_copy(update=local)
-    check_model(spec)
-    spec.data.preflight(spec.algorithm.items)
-    spec.reward.preflight()
-    spec = with_teacher(with_first_weights(spec))
+    spec = ready(spec)
     folder = create(spec.name) if where is None else claim(where)
     with locked(folder):
         write_spec(folder, spec)
@@ -43,6 +37,20 @@ def start(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], where
         if where is None:
             point_latest(folder)
         return Session(spec, folder, attempt=1).run()
+
+
+def ready(spec: JobSpec) -> JobSpec:
+    """The spec with absolute paths, and weights that are there; everything is checked that needs no torch.
+
+    Raises SpecError, DataError, EnvironmentProblem, or what a recipe that is run first ends with.
+    """
+    spec.device.preflight()
+    local = {name: getattr(spec, name).absolute() for name in ("data", "model", "algorithm", "reward")}
+    spec = spec.model_copy(update=local)
+    check_model(spec)
+    spec.data.preflight(spec.algorithm.items)
+    spec.reward.preflight()
+    return with_other_models(with_first_weights(spec))
 
 
 def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[str] = ()) -> int:

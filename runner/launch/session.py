@@ -93,10 +93,10 @@ class Session:
         trackers: list[Tracker] = []
         ending = "failed"
         try:
-            with self.stop.at_once(), _memory_errors(self.spec):
+            with self.stop.at_once(), memory_errors(self.spec):
                 built, first = self._build(decide, trackers, console)
                 self._write_manifest(decide)
-            with _memory_errors(self.spec):
+            with memory_errors(self.spec):
                 seconds = self._loop(built, first, console)
             ending = "done"
         finally:
@@ -205,7 +205,7 @@ def _device(built: Built) -> dict[str, Any]:
 
 
 @contextmanager
-def _memory_errors(spec: JobSpec) -> Iterator[None]:
+def memory_errors(spec: JobSpec) -> Iterator[None]:
     """Word an exhausted device memory."""
     import torch
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import yaml
 
-from runner.algorithm.distillation.config import TaughtConfig
 from runner.errors import EnvironmentProblem, Interrupted, Problem, RunnerError, SpecError
 from runner.folder import OUTPUTS, shown
 from runner.launch.child import bound
@@ -46,26 +45,29 @@ def with_first_weights(spec: JobSpec) -> JobSpec:
     return spec.model_copy(update={"init_from": str(_weights_of(where, "init_from"))})
 
 
-def with_teacher(spec: JobSpec) -> JobSpec:
-    """The spec with its teacher, if it has one, as an absolute folder or a hub id; a recipe is run now, on a model of
-    its own.
+def with_other_models(spec: JobSpec) -> JobSpec:
+    """The spec with each other model that its algorithm names, a teacher, as an absolute folder or a hub id; a recipe
+    is run now, on a model of its own.
 
     Raises SpecError if a folder has no weights, Interrupted or StageFailed if the recipe did not end well.
     """
-    if not isinstance(spec.algorithm, TaughtConfig):
-        return spec
-    path, key = spec.algorithm.teacher, "algorithm.teacher"
+    found = {option: _other_model(spec, option, path) for option, path in spec.algorithm.first_models().items()}
+    return spec.model_copy(update={"algorithm": spec.algorithm.model_copy(update=found)}) if found else spec
+
+
+def _other_model(spec: JobSpec, option: str, path: str) -> str:
+    """The absolute folder or hub id that `path`, which an option of the algorithm says, stands for."""
+    key, revision = f"algorithm.{option}", f"{option}_revision"
     if path.startswith(RECIPE):
         where = _run_first(spec, path.removeprefix(RECIPE), key, own_model=True)
     elif is_hub_id(path):
         print(f"{key}: no folder {path} here, so taken as a hub id", file=sys.stderr)
-        return spec
+        return path
     else:
         where = Path(path).expanduser()
-    if spec.algorithm.teacher_revision is not None:
-        raise SpecError([Problem("algorithm.teacher_revision", f"not used with {path}; it belongs to a hub id")])
-    algorithm = spec.algorithm.model_copy(update={"teacher": str(_weights_of(where, key))})
-    return spec.model_copy(update={"algorithm": algorithm})
+    if getattr(spec.algorithm, revision, None) is not None:
+        raise SpecError([Problem(f"algorithm.{revision}", f"not used with {path}; it belongs to a hub id")])
+    return str(_weights_of(where, key))
 
 
 def _weights_of(where: Path, key: str) -> Path:
@@ -86,7 +88,8 @@ def _run_first(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> Path
     name = f"{recipe[:30]}-{secrets.token_hex(4)}"
     what = "its own model" if own_model else "this job's model"
     print(f"{key}: running +recipe={recipe} first, on {what} (name={name})", file=sys.stderr, flush=True)
-    words = [f"+recipe={recipe}", f"name={name}", f"seed={spec.seed}", f"device={spec.device.name}"]
+    words = [f"+recipe={recipe}", f"name={name}", f"seed={spec.seed}"]
+    words += [f"device={spec.device.name}", *_options("device", spec.device.model_dump(mode="json"))]
     if not own_model:
         words += [f"model={spec.model.name}", *_options("model", spec.model.model_dump(mode="json"))]
     words += [f"tracker={spec.tracker.name}", *_options("tracker", spec.tracker.model_dump(mode="json"))]

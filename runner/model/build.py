@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -13,7 +14,6 @@ from torch import nn
 from runner.errors import EnvironmentProblem
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Head = Literal["lm", "scalar", "lm+value"]  # logits over the vocabulary, one number, or both
 HEADS = frozenset({"lm_head.weight", "score.weight"})  # what a model with the other head has instead
 Fit = Callable[[nn.Module], None]
 M = TypeVar("M", bound=nn.Module)
@@ -45,8 +45,10 @@ def load_folder(module: nn.Module, folder: str) -> None:
     """Fill `module` with a folder's safetensors; a head of another kind is passed over on both sides. An adapter
     that is saved later names the folder as its base.
 
-    Raises EnvironmentProblem unless all other names and shapes agree.
+    Raises EnvironmentProblem unless all other names and shapes agree, and so does, where the folder says it, the number
+    of heads, which no shape shows.
     """
+    _refuse_other_heads(module.config, Path(folder))
     files = sorted(Path(folder).glob("*.safetensors"))
     wanted = dict(module.state_dict(keep_vars=True))
     found: set[str] = set()
@@ -63,3 +65,15 @@ def load_folder(module: nn.Module, folder: str) -> None:
     module.config._name_or_path = folder  # type: ignore[union-attr]
     if missing := sorted(wanted.keys() - found - HEADS):
         raise EnvironmentProblem(f"init_from={folder} lacks {len(missing)} of the model's weights, e.g. {missing[0]}")
+
+
+def _refuse_other_heads(config: Any, folder: Path) -> None:
+    """Weights of as many numbers for other heads would load, and be another function."""
+    described = folder / "config.json"
+    theirs = json.loads(described.read_text()) if described.is_file() else {}
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (there := theirs.get(name)) not in (None, here := getattr(config, name, None)):
+            raise EnvironmentProblem(
+                f"init_from={folder} has {name}={there}, and this model {here}\n"
+                "  its weights would load and mean something else: give the model the options that they were made with"
+            )

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from runner.batch import Batch
-from runner.errors import Problem, SpecError
+from runner.errors import UnfitModel
 from runner.model import decoding, generation, head
 from runner.model.config import ModelConfig
 from runner.model.folded import folded
 from runner.model.probe import head_objection
 from runner.model.ragged import RaggedModel, predicted, scatter
 from runner.model.terms import summed
-from runner.protocols import Decide, Terms
+from runner.protocols import Decide, Finish, Terms, Written
 
 
 class CausalLM(RaggedModel):
@@ -67,11 +67,11 @@ class CausalLM(RaggedModel):
     def lm_head(self) -> Callable[[Tensor], Tensor]:
         """What makes logits [S, V] of the output `hidden` [S, H], without gradient.
 
-        Raises SpecError for a model whose logits are not its head's, of its last hidden states.
+        Raises UnfitModel where the logits are not the head's, of the last hidden states.
         """
         if not self.chunked:
             text = f"the logits of {type(self.causal).__name__} are not its head's, of its last hidden states"
-            raise SpecError([Problem("algorithm.teacher", f"{text}; take another, or algorithm=opd")])
+            raise UnfitModel(text)
 
         @torch.no_grad()
         def logits(hidden: Tensor) -> Tensor:
@@ -117,17 +117,23 @@ class CausalLM(RaggedModel):
         total, values = summed(lm_head, states, chosen, terms, tokens, chunk, self._compute)
         return total, {name: scatter(value, places, batch.num_tokens) for name, value in values.items()}
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-        """Greedy answers: the new ids of each prompt, up to but excluding the end of sequence.
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        rows: int | None = None,
+        finish: Finish = generation.at_limit,
+    ) -> list[Written]:
+        """A greedy answer to each prompt, which ends at the end of sequence, where `finish` says so, and where the
+        model takes no longer row: such an answer may be empty.
 
-        Raises ValueError for an empty prompt.
+        rows: most answers in work at once; None = all. Raises ValueError for an empty prompt.
         """
-        way = self._greedy_way
+        way, rows = self._greedy_way, rows or len(prompts)
         if way is None:
-            with self._writing():
-                return generation.greedy(self.causal, self.tokenizer, prompts, max_new_tokens)
-        ends = generation.end_ids(self.causal, self.tokenizer)
-        return generation.likeliest(generation.Writer(self.causal, ends, way, self._writing), prompts, max_new_tokens)
+            with self._writing_much():
+                return generation.greedy(self.causal, self.tokenizer, prompts, max_new_tokens, rows, finish)
+        return generation.likeliest(self._writer(way), prompts, max_new_tokens, rows, finish)
 
     @cached_property
     def _greedy_way(self) -> decoding.Way | None:
@@ -155,6 +161,9 @@ class CausalLM(RaggedModel):
         `decide` hears of it if it is not the fast one."""
         with self._writing():
             way = decoding.way_of(self.causal, decide)
+        return self._writer(way)
+
+    def _writer(self, way: decoding.Way) -> generation.Writer:
         return generation.Writer(self.causal, generation.end_ids(self.causal, self.tokenizer), way, self._writing_much)
 
     @contextmanager
@@ -199,14 +208,20 @@ class CausalLM(RaggedModel):
     def _head_inputs(
         self, batch: Batch, places: Tensor, hidden: Tensor | None = None
     ) -> tuple[nn.Module, Tensor, Tensor]:
-        """The head, the hidden states [S, H] that predict the tokens at `places` [S], and those tokens' ids [S]."""
+        """The head, the hidden states [S, H] that predict the tokens at `places` [S], and those tokens' ids [S].
+
+        Both are such that the head's logits are tempered: [S, H + 1] where it has a bias, which dividing the hidden
+        states would leave as it is.
+        """
         hidden = self._backbone(batch) if hidden is None else hidden
         states = hidden.index_select(0, batch.tokens["parent"][places])
         lm_head = self.causal.get_output_embeddings()
         if "temperature" in batch.tokens:
-            if getattr(lm_head, "bias", None) is not None:
-                raise SpecError([Problem("sampler.temperature", "must be 1 for a model whose LM head has a bias")])
-            states = states / batch.tokens["temperature"][places, None].to(states.dtype)
+            temperature = batch.tokens["temperature"][places, None]
+            if getattr(lm_head, "bias", None) is None:
+                states = (states / temperature).to(states.dtype)
+            else:
+                lm_head, states = head.Tempered(lm_head), torch.cat([states, 1 / temperature], dim=1)
         return lm_head, states, batch.tokens["ids"][places]
 
     def _score(self, batch: Batch, places: Tensor, made: Tensor | None = None) -> tuple[Tensor, Tensor]:

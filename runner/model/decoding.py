@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from runner.errors import Problem, SpecError
-from runner.model.probe import PROBE_ROWS, TOLERANCE
+from runner.model.probe import PROBE_ROWS, close
 from runner.protocols import Decide
 
 Prompt = tuple[int, ...]
@@ -309,7 +309,7 @@ def objection(causal: Any, way: Way) -> str | None:
     decoder.drop([0])
     got += decoder.step([first[0]])
     wanted = [_last(causal, row) for row in (first[:-1], second[:-1], first, second, (*second, first[0]))]
-    return None if all(map(_close, got, wanted)) else "its logits differ from those of whole rows"
+    return None if all(map(close, got, wanted)) else "its logits differ from those of whole rows"
 
 
 def _strange_layers(causal: Any) -> list[str]:
@@ -320,11 +320,6 @@ def _strange_layers(causal: Any) -> list[str]:
 def _last(causal: Any, row: Prompt) -> Tensor:
     logits: Tensor = causal(input_ids=torch.tensor([row], device=causal.device), use_cache=False).logits[0, -1]
     return logits
-
-
-def _close(got: Tensor, wanted: Tensor) -> bool:
-    limit = TOLERANCE.get(wanted.dtype, 0.05) * float(wanted.abs().max())
-    return float((got - wanted).abs().max()) <= limit
 
 
 def fitting(causal: Any) -> Way | None:

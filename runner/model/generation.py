@@ -9,9 +9,10 @@ Functions here expect a transformers causal LM in evaluation mode with its own a
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from runner.model.decoding import Decoder, Prompt, Way
-from runner.model.positions import longest_row
+from runner.model.positions import longest_row, room
+from runner.protocols import Finish, Written
 
 REPLACEMENT = "\ufffd"  # what a decoder shows for the bytes of an unfinished character
 
@@ -85,54 +87,103 @@ def end_ids(causal: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(int(i) for i in [*several, tokenizer.eos_token_id] if i is not None)
 
 
-def likeliest(writer: Writer, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-    """The likeliest next id, again and again; the new ids of each prompt up to but excluding the end.
+def at_limit(ids: Sequence[int], limit: int) -> str | None:
+    """The `Finish` of a model that ends its answers itself."""
+    return "length" if len(ids) >= limit else None
 
-    Raises ValueError for an empty prompt.
-    """
-    answers: list[list[int]] = [[] for _ in prompts]
 
-    def choose(logits: Tensor, asked: Sequence[int]) -> list[int | None]:
-        return [extended(answers[row], token) for row, token in zip(asked, logits.argmax(-1).tolist(), strict=True)]
+@dataclass(slots=True)
+class Draft:
+    """A greedy answer in the making; with room for no token it has ended before it begins."""
 
-    def extended(answer: list[int], token: int) -> int | None:
-        if token in writer.ends:
+    limit: int
+    ids: list[int] = field(default_factory=list)
+    finish: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.limit == 0:
+            self.finish = "length"
+
+    def extend(self, token: int, ends: frozenset[int], finish: Finish) -> int | None:
+        """Take the likeliest id; returns it while the answer goes on."""
+        if token in ends:
+            self.finish = "stop"
             return None
-        answer.append(token)
-        return token if len(answer) < max_new_tokens else None
+        self.ids.append(token)
+        self.finish = finish(self.ids, self.limit)
+        return token if self.finish is None else None
 
-    if prompts:
-        writer.write(prompts, choose, len(prompts))
-    return answers
+    def written(self) -> Written:
+        """The finished answer."""
+        assert self.finish is not None
+        return Written(tuple(self.ids), self.finish)
 
 
-def greedy(causal: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-    """The same with the model's own `generate`, for a model that no `Writer` fits. Raises ValueError as well."""
-    if not prompts:
-        return []
+def likeliest(
+    writer: Writer, prompts: Sequence[Sequence[int]], max_new_tokens: int, rows: int, finish: Finish = at_limit
+) -> list[Written]:
+    """The likeliest next id of each prompt, again and again, with at most `rows` answers in work.
+
+    An answer ends where `finish` says so, and before its row is longer than `writer.longest`. Raises ValueError for an
+    empty prompt.
+    """
+    drafts = [Draft(room(len(prompt), max_new_tokens, writer.longest)) for prompt in prompts]
+    asked = [at for at, draft in enumerate(drafts) if draft.finish is None]
+
+    def choose(logits: Tensor, which: Sequence[int]) -> list[int | None]:
+        tokens = logits.argmax(-1).tolist()
+        return [drafts[asked[n]].extend(t, writer.ends, finish) for n, t in zip(which, tokens, strict=True)]
+
+    if asked:
+        writer.write([prompts[at] for at in asked], choose, rows)
+    return [draft.written() for draft in drafts]
+
+
+def greedy(
+    causal: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    rows: int,
+    finish: Finish = at_limit,
+) -> list[Written]:
+    """The same with the model's own `generate`, for a model that no `Writer` fits: `rows` answers one after another,
+    of which each is cut where it ends. Raises ValueError as well."""
     if any(len(prompt) == 0 for prompt in prompts):
         raise ValueError("a prompt needs at least one token")
-    ends = end_ids(causal, tokenizer)
+    ends, longest = end_ids(causal, tokenizer), longest_row(causal.config)
+    drafts = [Draft(room(len(prompt), max_new_tokens, longest)) for prompt in prompts]
+    alike = defaultdict[int, list[int]](list)  # prompts with room for as many tokens
+    for at, draft in enumerate(drafts):
+        if draft.finish is None:
+            alike[draft.limit].append(at)
+    batches = [some[first : first + rows] for some in alike.values() for first in range(0, len(some), rows)]
+    for batch in batches:
+        limit = drafts[batch[0]].limit
+        made = _generated(causal, tokenizer, [prompts[at] for at in batch], limit, ends)
+        for at, ids in zip(batch, made, strict=True):
+            next(token for token in ids if drafts[at].extend(token, ends, finish) is None)
+    return [draft.written() for draft in drafts]
+
+
+def _generated(
+    causal: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], limit: int, ends: frozenset[int]
+) -> list[list[int]]:
+    """`limit` ids of each prompt, or fewer where all have ended; what follows an end means nothing."""
     width = max(map(len, prompts))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0  # hidden by the mask
     ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=causal.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=causal.device)
     config = GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=sorted(ends) or None, pad_token_id=pad
+        max_new_tokens=limit, do_sample=False, eos_token_id=sorted(ends) or None, pad_token_id=pad
     )
     own, causal.generation_config = causal.generation_config, config  # or its sampling options would be mixed in
     try:
         out = causal.generate(input_ids=ids, attention_mask=mask)
     finally:
         causal.generation_config = own
-    return [_before_end(row, ends) for row in out[:, width:].tolist()]
-
-
-def _before_end(ids: Sequence[int], ends: frozenset[int]) -> list[int]:
-    for place, token in enumerate(ids):
-        if token in ends:
-            return list(ids[:place])
-    return list(ids)
+    found: list[list[int]] = out[:, width:].tolist()
+    return found
 
 
 def draw(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:

@@ -25,6 +25,20 @@ def is_plain(head: nn.Module) -> bool:
     return type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
 
 
+class Tempered(nn.Module):
+    """A head for tokens that have a temperature each: hidden [S, H], and its inverse as one more column → logits."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head: Any = head
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Logits [S, V] of `states` [S, H + 1], divided by the temperature."""
+        hidden, inverse = states[:, :-1], states[:, -1:]
+        logits: Tensor = self.head(hidden.to(self.head.weight.dtype))
+        return logits * inverse
+
+
 def score(
     head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int, compute: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:

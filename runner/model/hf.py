@@ -15,7 +15,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from runner.errors import EnvironmentProblem, SecurityRefusal
-from runner.model.build import DTYPES, HEADS, Fit, Head, drawn, placed
+from runner.model.build import DTYPES, HEADS, Fit, drawn, placed
 from runner.model.causal import CausalLM
 from runner.model.config import HfConfig
 from runner.model.positions import check_rows, longest_row
@@ -25,6 +25,7 @@ from runner.model.source import Source
 from runner.model.valued import ValuedLM
 from runner.protocols import Decide
 from runner.quiet import no_progress_bar
+from runner.spec.base import Head
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 SAFE_ENDINGS = (".safetensors", ".safetensors.index.json")

@@ -25,7 +25,8 @@ CUTTABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; 0.05 for anything coarser
 
 
-def _close(got: Tensor, wanted: Tensor) -> bool:
+def close(got: Tensor, wanted: Tensor) -> bool:
+    """Whether `got` is `wanted` but for the rounding of its data type."""
     limit = TOLERANCE.get(wanted.dtype, 0.05) * float(wanted.abs().max())
     return got.shape == wanted.shape and float((got - wanted).abs().max()) <= limit
 
@@ -53,7 +54,7 @@ def head_objection(causal: Any, device: torch.device) -> str | None:
     if not seen or not torch.allclose(logits.float(), ramp, rtol=1e-2, atol=1e-2):
         return "the model changes its logits after the LM head"
     hidden = causal.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    return None if _close(seen[0], hidden) else "the model changes the hidden states before the LM head"
+    return None if close(seen[0], hidden) else "the model changes the hidden states before the LM head"
 
 
 def _static_objection(causal: Any) -> str | None:
@@ -84,7 +85,7 @@ def packed_objection(causal: Any, device: torch.device) -> str | None:
         batch = pack(PROBE_ROWS, [[1.0] * len(row) for row in PROBE_ROWS]).to(device)
         try:
             got = packed(forward, batch)
-            reason = None if _close(got, wanted) else "its packed rows do not give what single rows give"
+            reason = None if close(got, wanted) else "its packed rows do not give what single rows give"
         except UnsupportedAttention as error:
             reason = str(error)
     if reason is not None:
@@ -108,7 +109,7 @@ def kernel_objection(kernel: VarlenAttention, config: Any, dtype: torch.dtype, d
         except (RuntimeError, TypeError, ValueError) as error:  # of whatever kind a foreign kernel refuses with
             return f"its kernel says {str(error).strip().splitlines()[0]}"
         wanted = _with_gradients(_defined, [t.detach().to(wide).requires_grad_() for t in drawn], **options)
-        if not all(_close(g, w.to(g.dtype)) for g, w in zip(got, wanted, strict=True)):
+        if not all(close(g, w.to(g.dtype)) for g, w in zip(got, wanted, strict=True)):
             return "its kernel does not give what attention is defined as" + (
                 f" in a window of {window}" * bool(window)
             )

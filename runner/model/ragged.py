@@ -23,7 +23,7 @@ from runner.batch import Batch
 from runner.errors import Problem, RunnerError, SpecError
 from runner.model import layout
 from runner.model.config import ModelConfig
-from runner.model.dropout import switch_off
+from runner.model.dropout import largest, switch_off
 from runner.model.positions import check_rows, longest_row
 from runner.model.probe import kernel_objection, packed_objection
 from runner.model.source import Source
@@ -60,7 +60,7 @@ class RaggedModel:
         self.config = config
         self.seed = seed
         self.source = source or Source()
-        self._limit = longest_row(self.inner.config)
+        self.longest = longest_row(self.inner.config)  # row in tokens, and why; None = no limit
         self.device: torch.device = self.inner.device
         self._training = True
         self._kernel: VarlenAttention | None = None
@@ -146,7 +146,13 @@ class RaggedModel:
 
     def without_dropout(self) -> float:
         """Switch the dropout of model and adapter off for good; returns the largest rate there was."""
-        return switch_off(self.module)
+        rate = self.dropout_rate()
+        switch_off(self.module)
+        return rate
+
+    def dropout_rate(self) -> float:
+        """The largest rate of dropout of model and adapter; 0 = nothing is ever dropped."""
+        return largest(self.module)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that learn, by the names they have in `module`; tied ones once."""
@@ -194,7 +200,7 @@ class RaggedModel:
 
     def _run(self, forward: layout.Forward, batch: Batch) -> Tensor:
         """What `forward` gives for every token, [T, H]. Raises SpecError for a row that is too long for the model."""
-        check_rows(int(batch.structure.tokens["positions"].max()) + 1, self._limit)
+        check_rows(int(batch.structure.tokens["positions"].max()) + 1, self.longest)
         return layout.run(self.layout, forward, batch, self._kernel)
 
     def _refuse_unknown(self, needs: frozenset[str]) -> None:

@@ -12,8 +12,7 @@ from runner.model.build import Fit
 from runner.model.config import HfConfig, ModelConfig
 from runner.model.ragged import RaggedModel
 from runner.protocols import Decide
-
-KEY = "algorithm.teacher"
+from runner.spec.base import Dtype
 
 
 def build(
@@ -26,23 +25,32 @@ def build(
     seed: int,
     decide: Decide,
     longest: int,
+    key: str,
+    dtype: Dtype | None = None,
     fit: Fit | None = None,
 ) -> RaggedModel:
-    """The model at `path`, a folder or hub id, which runs (data types, layout, chunks) like the student's config `like`
-    says; none of its parameters learns.
+    """The model at `path`, a folder or hub id, which runs (matrix products, layout, chunks) like the student's config
+    `like` says; none of its parameters learns.
 
-    tokenizer: the student's. Raises what `hf.build` does, and EnvironmentProblem for another vocabulary.
+    tokenizer: the student's; key: the option that says the path; dtype: of its weights, None = bfloat16 where products
+    are computed in it, which reads them so anyway, else that of the student's. Raises what `hf.build` does, and
+    EnvironmentProblem for another vocabulary.
     """
     how = {name: getattr(like, name) for name in ModelConfig.model_fields if name != "name"}
-    config = HfConfig(path=path, revision=revision, **{**how, "gradient_checkpointing": False})
-    refuse_other_vocabulary(path, hf.tokenizer(config, KEY), tokenizer)
+    how |= {"gradient_checkpointing": False, "dtype": dtype or _least(like)}
+    config = HfConfig(path=path, revision=revision, **how)
+    refuse_other_vocabulary(path, key, hf.tokenizer(config, key), tokenizer)
     given = {"tokenizer": tokenizer, "device": device, "seed": seed, "decide": decide, "longest": longest, "fit": fit}
-    model = hf.build(config, key=KEY, **given)
+    model = hf.build(config, key=key, **given)
     model.module.requires_grad_(False)
     return model
 
 
-def refuse_other_vocabulary(path: str, teachers: Any, students: Any) -> None:
+def _least(like: ModelConfig) -> Dtype:
+    return "bfloat16" if like.autocast == "bfloat16" else like.dtype
+
+
+def refuse_other_vocabulary(path: str, key: str, teachers: Any, students: Any) -> None:
     """Raise EnvironmentProblem unless each id of the student's tokenizer means the same to the teacher's, which may
     have more of them, and answers end alike."""
     theirs, ours = ({i: token for token, i in one.get_vocab().items()} for one in (teachers, students))
@@ -55,6 +63,6 @@ def refuse_other_vocabulary(path: str, teachers: Any, students: Any) -> None:
     else:
         return
     raise EnvironmentProblem(
-        f"{KEY}={path}: its tokenizer is not the student's: {what}\n"
+        f"{key}={path}: its tokenizer is not the student's: {what}\n"
         "  distillation compares probabilities of the same ids: give a teacher with the student's tokenizer"
     )

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-from runner.model.build import DTYPES, Fit, Head, drawn, load_folder, placed
+from runner.model.build import DTYPES, Fit, drawn, load_folder, placed
 from runner.model.causal import CausalLM
 from runner.model.config import ModelConfig, TinyConfig
 from runner.model.positions import check_rows, longest_row
@@ -19,6 +19,7 @@ from runner.model.source import Source
 from runner.model.tokenizer import byte_tokenizer
 from runner.model.valued import ValuedLM
 from runner.protocols import Decide
+from runner.spec.base import Head
 
 
 def tokenizer(config: TinyConfig) -> PreTrainedTokenizerFast:

@@ -50,6 +50,7 @@ def byte_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=PAD,
+        unk_token=PAD,  # of bytes none is unknown; without it the class that AutoTokenizer takes adds an id of its own
         eos_token=END,
         additional_special_tokens=[START],
         chat_template=CHAT_TEMPLATE,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.batch import Batch
-from runner.errors import Problem, SpecError
+from runner.errors import UnfitModel
 from runner.model.causal import CausalLM
 from runner.model.ragged import predicted, scatter
 from runner.protocols import Decide
@@ -31,12 +31,12 @@ class ValuedLM(CausalLM):
     def __init__(self, module: nn.Module, *arguments: Any, decide: Decide, **options: Any) -> None:
         """See `RaggedModel`. The value head starts at zero: so do the values, and what they send into the backbone.
 
-        Raises SpecError for a model whose hidden states cannot be had.
+        Raises UnfitModel for one whose hidden states cannot be had.
         """
         super().__init__(module, *arguments, decide=decide, **options)
         if self.causal.base_model is self.causal:
-            text = f"shared needs a model that shows its backbone, and {type(self.causal).__name__} does not"
-            raise SpecError([Problem("algorithm.critic", f"{text}; type algorithm.critic=separate")])
+            text = f"values beside a language model need one that shows its backbone: {type(self.causal).__name__}"
+            raise UnfitModel(f"{text} does not")
         size = self.causal.config.get_text_config().hidden_size
         self.value_head = nn.Parameter(torch.zeros(size, device=self.device, dtype=torch.float32))
 

@@ -9,6 +9,7 @@ from runner.protocols.data import Question as Question
 from runner.protocols.device import Decide as Decide
 from runner.protocols.device import Device as Device
 from runner.protocols.device import VarlenAttention as VarlenAttention
+from runner.protocols.learning import LOGPROBS as LOGPROBS
 from runner.protocols.learning import Algorithm as Algorithm
 from runner.protocols.learning import Experience as Experience
 from runner.protocols.learning import Learner as Learner
@@ -30,8 +31,10 @@ from runner.protocols.running import Tracker as Tracker
 from runner.protocols.sampling import Completion as Completion
 from runner.protocols.sampling import Environment as Environment
 from runner.protocols.sampling import Environments as Environments
+from runner.protocols.sampling import Finish as Finish
 from runner.protocols.sampling import Observation as Observation
 from runner.protocols.sampling import Request as Request
 from runner.protocols.sampling import Reward as Reward
 from runner.protocols.sampling import Rollout as Rollout
 from runner.protocols.sampling import Sampler as Sampler
+from runner.protocols.sampling import Written as Written

@@ -15,6 +15,7 @@ from runner.batch import Batch
 from runner.metrics import Metrics
 
 N = TypeVar("N", int, float)
+LOGPROBS = frozenset({"logprobs"})  # what most losses need
 Outputs = Mapping[str, Tensor]  # name → [T] (or [N]) tensor
 State = dict[str, Any]  # JSON-able values; tensors only under the key "tensors"
 Role = str  # "policy", "critic", ...
@@ -58,9 +59,14 @@ Terms = Callable[[Tensor, Mapping[str, Tensor]], Mapping[str, Tensor]]
 class LogitsLossFn(LinearLossFn, Protocol):
     """A loss of whole distributions: total = Σ coefficients · terms["loss"], where the terms are functions of a token's
     logits. They are made, with their gradient, in the chunk that made the logits: [T, vocab] never exists at once.
+
+    needs   the names of terms, which stand where other losses have the model's outputs
+    beside  what `terms` reads beside the channels of a micro-batch that is on the device: [T, …], made for it alone
     """
 
     def terms(self, logits: Tensor, tokens: Mapping[str, Tensor]) -> Mapping[str, Tensor]: ...  # see Terms
+
+    def beside(self, micro: Batch) -> Mapping[str, Tensor]: ...
 
 
 class Model(Protocol):
@@ -77,6 +83,8 @@ class Learner(Model, Protocol):
     def forward_backward(
         self, batch: Batch, loss: LossFn, keep: frozenset[str] = frozenset()
     ) -> tuple[Metrics, Outputs]: ...
+
+    def measure(self, batch: Batch, loss: LossFn) -> Outputs: ...  # what the loss reads of it, without gradient
 
     def optim_step(self) -> Metrics: ...
 

@@ -15,13 +15,15 @@ from runner.protocols.data import Prompt
 class Request:
     """One answer to be sampled. Equal `group`s have the very same prompt, which is computed once.
 
-    seed: of this request's own random stream, derived by the caller from (seed, step, prompt, sample, turn).
+    seed: of this request's own random stream, derived by the caller from (seed, step, prompt, sample, turn); raw: asks
+    for raw_logprobs, which cost a pass over the vocabulary for each token
     """
 
     prompt: tuple[int, ...]
     seed: int
     max_new_tokens: int
     group: int
+    raw: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +31,28 @@ class Rollout:
     """A sampled answer.
 
     ids: the new tokens, the end token included if it was drawn
-    logprobs: of the distribution really sampled from (tempered, truncated); raw_logprobs: at temperature 1, untruncated
+    logprobs: of the distribution really sampled from (tempered, truncated)
+    raw_logprobs: at temperature 1, untruncated; None unless the request asked for them
     version: of the weights that drew it; finish: "stop" or "length"
     """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    raw_logprobs: tuple[float, ...]
+    raw_logprobs: tuple[float, ...] | None
     version: int
     finish: str
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A greedy answer: the new tokens up to but excluding the end of sequence, and why it ended: "stop" or "length"."""
+
+    ids: tuple[int, ...]
+    finish: str
+
+
+# The tokens of an answer so far, and the most that it may have → why it ends with the last of them, None if it goes on
+Finish = Callable[[Sequence[int], int], str | None]
 
 
 class Sampler(Protocol):
@@ -48,6 +63,9 @@ class Sampler(Protocol):
 
     @property
     def max_new_tokens(self) -> int: ...  # of one answer
+
+    @property
+    def longest(self) -> int | None: ...  # tokens of prompt and answer together; None = no limit
 
     def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None: ...  # None: shares the trainer's own
 

@@ -19,6 +19,10 @@ class SamplerConfig(ComponentConfig):
         """Most tokens of one answer."""
         return 0
 
+    def stopping(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """The strings and the token ids that end an answer, beside the model's own end of sequence."""
+        return (), ()
+
 
 class NoSamplerConfig(SamplerConfig):
     """No rollouts: for algorithms that learn from given data."""
@@ -53,6 +57,9 @@ class TorchSamplerConfig(SamplerConfig):
 
     def answer_tokens(self) -> int:
         return self.max_new_tokens
+
+    def stopping(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        return self.stop, self.stop_tokens
 
 
 COMPONENTS = (NoSamplerConfig, TorchSamplerConfig)

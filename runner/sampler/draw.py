@@ -48,11 +48,12 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """ids int64 [B]; the logprobs, float32 or better [B], under the rule and of the model's own distribution."""
+    """ids int64 [B]; the logprobs, float32 or better [B], under the rule and, if wanted, of the model's own
+    distribution."""
 
     ids: Tensor
     logprobs: Tensor
-    raw_logprobs: Tensor
+    raw_logprobs: Tensor | None
 
 
 def uniforms(seed: int) -> Iterator[tuple[int, int]]:
@@ -67,16 +68,19 @@ def uniforms(seed: int) -> Iterator[tuple[int, int]]:
         yield from zip((words >> high).tolist(), (words & low).tolist(), strict=True)
 
 
-def draw(logits: Tensor, u: Tensor, rule: Rule) -> Drawn:
-    """One id per row of `logits` [B, V], at the point that the uniforms u, int64 [B, 2], name."""
+def draw(logits: Tensor, u: Tensor, rule: Rule, *, raw: bool = False) -> Drawn:
+    """One id per row of `logits` [B, V], at the point that the uniforms u, int64 [B, 2], name; raw: with raw_logprobs,
+    which a rule other than the model's own pays for with a logsumexp of [B, V]."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     values, ids = candidates(logits if rule.temperature == 1 else logits / rule.temperature, rule)
     p = values.softmax(-1)
     place = inverse_cdf(p, u)
     drawn = place if ids is None else ids.gather(1, place)
     logprobs = p.gather(1, place).log()
-    raw = logprobs if rule.raw else logits.gather(1, drawn) - logits.logsumexp(-1, keepdim=True)
-    return Drawn(drawn[:, 0], logprobs[:, 0], raw[:, 0])
+    if not raw:
+        return Drawn(drawn[:, 0], logprobs[:, 0], None)
+    own = logprobs if rule.raw else logits.gather(1, drawn) - logits.logsumexp(-1, keepdim=True)
+    return Drawn(drawn[:, 0], logprobs[:, 0], own[:, 0])
 
 
 def candidates(scaled: Tensor, rule: Rule) -> tuple[Tensor, Tensor | None]:

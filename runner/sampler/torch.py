@@ -54,13 +54,14 @@ class Answer:
     limit: int
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    raw_logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] | None = None
     finish: str | None = None
 
     def rollout(self, version: int) -> Rollout:
         """The finished answer."""
         assert self.finish is not None
-        return Rollout(tuple(self.ids), tuple(self.logprobs), tuple(self.raw_logprobs), version, self.finish)
+        raw = None if self.raw_logprobs is None else tuple(self.raw_logprobs)
+        return Rollout(tuple(self.ids), tuple(self.logprobs), raw, version, self.finish)
 
 
 class TorchSampler:
@@ -81,6 +82,11 @@ class TorchSampler:
         """That of the distribution sampled from."""
         return self._rule.temperature
 
+    @property
+    def longest(self) -> int | None:
+        """Most tokens of a prompt and its answer together; None = no limit."""
+        return None if self._writer.longest is None else self._writer.longest[0]
+
     def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
         """Copy `tensors`, named as the model's trainable parameters, and call these weights `version`.
 
@@ -96,7 +102,7 @@ class TorchSampler:
         The end token is part of the ids, a stop string's ids stay. Raises ValueError for an empty prompt, DataError
         for one that leaves no room for its answer, TrainingDiverged if logits are not finite.
         """
-        answers = [Answer(uniforms(r.seed), self._limit(r)) for r in requests]
+        answers = [Answer(uniforms(r.seed), self._limit(r), raw_logprobs=[] if r.raw else None) for r in requests]
         self._writer.write([r.prompt for r in requests], partial(self._choose, answers), self._rows)
         return [answer.rollout(self._version) for answer in answers]
 
@@ -116,14 +122,16 @@ class TorchSampler:
         """Draw the next id of the answers with these indices from logits [n, V]; None for those that it ends."""
         asked = [answers[row] for row in rows]
         u = torch.tensor([next(answer.stream) for answer in asked], device=logits.device)
-        drawn = draw(logits, u, self._rule)
-        ids, logprobs, raw = (t.tolist() for t in (drawn.ids, drawn.logprobs, drawn.raw_logprobs))
-        if not math.isfinite(sum(raw)):
+        drawn = draw(logits, u, self._rule, raw=any(answer.raw_logprobs is not None for answer in asked))
+        ids, logprobs = drawn.ids.tolist(), drawn.logprobs.tolist()
+        raw = [math.nan] * len(ids) if drawn.raw_logprobs is None else drawn.raw_logprobs.tolist()
+        if not math.isfinite(sum(logprobs)):
             raise TrainingDiverged("the policy's logits are not finite, so nothing can be sampled; lower optimizer.lr")
         for answer, token, logprob, raw_logprob in zip(asked, ids, logprobs, raw, strict=True):
             answer.ids.append(token)
             answer.logprobs.append(logprob)
-            answer.raw_logprobs.append(raw_logprob)
+            if answer.raw_logprobs is not None:
+                answer.raw_logprobs.append(raw_logprob)
             answer.finish = self._stops.finish(answer.ids, answer.limit)
         return [None if answer.finish else answer.ids[-1] for answer in asked]
 

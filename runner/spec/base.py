@@ -7,6 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+Dtype = Literal["float32", "bfloat16"]  # of weights
+# a language model, the same backbone with a head of one number, or with both
+Head = Literal["lm", "scalar", "lm+value"]
 ItemKind = Literal["sft", "pairs", "judged", "prompts"]  # what an algorithm learns from
 
 ITEM_WORDS: dict[ItemKind, str] = {

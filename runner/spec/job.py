@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -32,8 +32,12 @@ class EvaluationConfig(Config):
     every: int = Field(
         default=50, ge=0, description="Steps between evaluations; one is also made at the end. 0 = never."
     )
-    max_new_tokens: int = Field(default=64, ge=1, description="Longest greedy answer in tokens.")
-    batch_size: int = Field(default=64, ge=1, description="Questions answered at once.")
+    max_new_tokens: int = Field(
+        default=64, ge=1, description="Longest greedy answer in tokens; it ends earlier where the model has no room."
+    )
+    batch_size: int = Field(
+        default=64, ge=1, description="Most questions in work at once; an answer that ends makes room for the next."
+    )
     samples: int = Field(default=8, ge=0, description="Answers per evaluation that are written to samples.jsonl.")
 
 
@@ -82,8 +86,3 @@ class JobSpec(Config):
     checkpoint: CheckpointConfig
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Held-out evaluation.")
     watch: WatchConfig = Field(default_factory=WatchConfig, description="Guards.")
-
-    def problems(self, job: Any) -> list[tuple[str, str]]:
-        if self.algorithm.name == "cpt" and getattr(self.data, "loss_on", "assistant") != "assistant":
-            return [("data.loss_on", "algorithm=cpt learns every token; leave it out, or type algorithm=sft")]
-        return []

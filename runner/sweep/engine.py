@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 from runner.errors import OutOfMemory
 from runner.sweep.config import SweepConfig
+from runner.sweep.interrupts import Interrupts
 from runner.sweep.outcome import Ended, Told, judge
 from runner.sweep.plan import JobPlan, Plan, SweepFolder, append, write_spec
 from runner.sweep.process import JobProcess, end_orphan
@@ -86,27 +85,27 @@ class Engine:
         self._not_before: dict[int, float] = {}
         self._tries: dict[int, int] = {}
         self._failures = 0
-        self._signals: list[int] = []  # received, the last of them not yet passed on
-        self._passed = 0
+        self._interrupts = Interrupts()
+        self._passed = 0  # of the signals received, those that the jobs were told
         self.stopped = ""  # why no more jobs are started
 
     @property
     def interrupted(self) -> int | None:
         """The first signal that came, None if there was none."""
-        return self._signals[0] if self._signals else None
+        return self._interrupts.received[0] if self._interrupts.received else None
 
     def run(self, todo: Sequence[int], command: Command) -> None:
         """Run these jobs to their ends. A first SIGINT or SIGTERM stops all of them, a second kills them."""
         self._waiting = list(todo)
         looked = 0.0
-        with self._listening():
+        with self._interrupts.noted():
             try:
                 while self._running or ((self._waiting or not self._exhausted) and not self.stopped):
                     self._pass_on_signals()
                     self._reap()
                     self._expire()
                     self._start_what_fits(command)
-                    if not self._waiting and not self._exhausted and not self.stopped and self._slots.is_free():
+                    if self._has_room_for_more():
                         self._admit()
                     if time.monotonic() - looked >= LOOK_S:
                         looked = time.monotonic()
@@ -128,6 +127,12 @@ class Engine:
                 continue
             self._waiting.remove(index)
             self._start(job, devices, command(job))
+
+    def _has_room_for_more(self) -> bool:
+        """Whether a search may propose a job now: a slot is free, and nothing but waits between tries wants it."""
+        now = time.monotonic()
+        resting = all(self._not_before.get(index, 0.0) > now for index in self._waiting)
+        return not self._exhausted and not self.stopped and resting and self._slots.is_free()
 
     def _admit(self) -> None:
         """Take the next job of a search, which starts at once: a slot is free."""
@@ -198,7 +203,7 @@ class Engine:
         self.stopped = why
         if count := len(self._running):
             jobs = f"{count} job{'s' if count > 1 else ''}"
-            within = f"within {self._options.grace_s:.0f} s (Ctrl-C{' again' if self._signals else ''} kills them)"
+            within = f"within {self._options.grace_s:.0f} s (Ctrl-C{' again' if self.interrupted else ''} kills them)"
             self._screen.say(f"{why}: {jobs} told to save and end, {within}")
         for running in self._running.values():
             self._tell(running, Told(why), number)
@@ -221,12 +226,13 @@ class Engine:
                 running.process.signal(signal.SIGKILL)
 
     def _pass_on_signals(self) -> None:
-        if len(self._signals) == self._passed:
+        received = self._interrupts.received
+        if len(received) == self._passed:
             return
         first = self._passed == 0
-        self._passed = len(self._signals)
+        self._passed = len(received)
         if first and not self.stopped:
-            self._stop(signal.Signals(self._signals[0]).name, self._signals[0])
+            self._stop(signal.Signals(received[0]).name, received[0])
         else:
             for running in self._running.values():
                 running.process.signal(signal.SIGKILL)
@@ -249,22 +255,6 @@ class Engine:
                 time.sleep(POLL_S)
             running.process.signal(signal.SIGKILL)
             running.process.wait()
-
-    @contextmanager
-    def _listening(self) -> Iterator[None]:
-        """SIGINT and SIGTERM are noted here. SIGINT stays ignored where the parent ignores it (nohup)."""
-        before: dict[int, Any] = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, self._receive)
-        try:
-            yield
-        finally:
-            for noted, handler in before.items():
-                signal.signal(noted, handler)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._signals.append(number)
 
 
 def _told(ended: Ended, seconds: float) -> str:

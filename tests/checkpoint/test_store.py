@@ -224,7 +224,7 @@ def test_a_place_where_no_folder_can_be_made_is_said_in_words(open_store: Open, 
 def test_too_little_space_is_noticed_before_anything_is_written(
     open_store: Open, state_of: StateOf, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.checkpoint.durable.free_bytes", lambda folder: 100)
+    monkeypatch.setattr("runner.durable.free_bytes", lambda folder: 100)
     with pytest.raises(StorageError, match=r"not enough space; needed \d+ bytes .* free 100 bytes .*run resume"):
         open_store().save(1, state_of(1), {})
     assert list(root.iterdir()) == []

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from runner.batch import micro_batches, pack
 from runner.decisions import Decisions
 from runner.errors import EnvironmentProblem, SpecError
-from tests.model.zoo import LENGTHS, LOGPROBS, batch, causal, gradients, module, reference, relative, rows
+from tests.model.zoo import LENGTHS, LOGPROBS, batch, causal, gradients, greedy, module, reference, relative, rows
 
 PACKABLE = ["llama", "qwen2", "qwen3", "mistral", "gpt2"]
 
@@ -160,7 +160,7 @@ def test_autocast_is_near_and_its_gradients_are_in_the_weights_type() -> None:
 
 def test_generate_equals_the_likeliest_token_again_and_again() -> None:
     model, prompts = causal("qwen2"), rows((5, 1, 11))
-    got = model.generate(prompts, 12)
+    got = greedy(model, prompts, 12)
     for prompt, answer in zip(prompts, got, strict=True):
         ids = list(prompt)
         for _ in range(12):
@@ -169,29 +169,29 @@ def test_generate_equals_the_likeliest_token_again_and_again() -> None:
                 break
             ids.append(token)
         assert answer == ids[len(prompt) :]
-    assert model.generate([], 3) == []
+    assert greedy(model, [], 3) == []
 
 
 def test_generate_stops_before_the_end_token() -> None:
     model, prompts = causal("qwen2"), rows((5, 3))
-    free = model.generate(prompts, 12)
+    free = greedy(model, prompts, 12)
     model.causal.generation_config.eos_token_id = [free[0][3], 299]
     cut = free[0].index(free[0][3])
-    assert model.generate(prompts, 12)[0] == free[0][:cut]
+    assert greedy(model, prompts, 12)[0] == free[0][:cut]
 
 
 def test_generate_ignores_sampling_options_of_the_model() -> None:
     model, prompts = causal("qwen2"), rows((5, 3))
-    wanted = model.generate(prompts, 8)
+    wanted = greedy(model, prompts, 8)
     before = model.causal.generation_config
     before.update(do_sample=True, temperature=3.0, repetition_penalty=5.0, num_beams=2)
-    assert model.generate(prompts, 8) == wanted
+    assert greedy(model, prompts, 8) == wanted
     assert model.causal.generation_config is before
 
 
 def test_stream_at_temperature_zero_is_generate() -> None:
     model, prompt = causal("qwen2"), rows((5,))[0]
-    ids = model.generate([prompt], 20)[0]
+    ids = greedy(model, [prompt], 20)[0]
     text = "".join(model.stream(prompt, 20, 0.0, 1.0, seed=0))
     assert text == model.tokenizer.decode(ids, skip_special_tokens=True)
 
@@ -216,7 +216,7 @@ def test_evaluation_in_between_changes_training_by_no_bit(layout: str, tmp_path:
             if disturb:
                 with torch.no_grad():
                     model.outputs(data, LOGPROBS)
-                model.generate(rows((4, 2)), 3)
+                greedy(model, rows((4, 2)), 3)
                 next(iter(model.stream([1, 2], 4, 1.0, 1.0, 0)), "")
                 model.save(tmp_path / f"{step}")
             model.linear(data, data.tokens["weight"])[0].backward()
@@ -255,5 +255,5 @@ def test_a_saved_model_loads_with_transformers(tied: bool, tmp_path: Path) -> No
     )
     prompt = rows((6,))[0]
     out = loaded.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False)[0, 6:].tolist()
-    assert [i for i in out if i != 258] == model.generate([prompt], 5)[0]
+    assert [i for i in out if i != 258] == greedy(model, [prompt], 5)[0]
     assert not list(tmp_path.glob("*.bin"))

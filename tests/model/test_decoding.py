@@ -18,7 +18,7 @@ from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.decoding import Columns, Waves
 from runner.model.tokenizer import byte_tokenizer
-from tests.model.zoo import SHAPE, VOCAB, ZOO, causal, module, rows
+from tests.model.zoo import SHAPE, VOCAB, ZOO, causal, greedy, module, rows
 
 PLAIN = module("qwen3").double()
 
@@ -59,7 +59,7 @@ def test_a_model_without_such_a_cache_answers_all_the_same() -> None:
     for _ in range(6):
         wanted.append(int(last_logits(mamba(), [*prompt, *wanted]).argmax()))
     assert decoding.fitting(model.causal) is None
-    assert model.generate([prompt], 6) == [wanted]
+    assert greedy(model, [prompt], 6) == [wanted]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -105,7 +105,7 @@ def test_likeliest_ids_are_those_of_another_implementation(kind: str) -> None:
 
     model.writer(decide=Decisions()).write(prompts, choose, rows=3)
     got = [[i for i in ids if i != SHAPE["eos_token_id"]] for ids in answers]
-    assert got == model.generate(prompts, 20) == [_generated(kind, prompt, 20) for prompt in prompts]
+    assert got == greedy(model, prompts, 20) == [_generated(kind, prompt, 20) for prompt in prompts]
 
 
 def _generated(kind: str, prompt: Sequence[int], most: int) -> list[int]:

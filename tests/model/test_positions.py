@@ -52,9 +52,9 @@ def test_up_to_the_limit_a_row_does_not_depend_on_what_it_is_with(kind: str, rop
     subject = model(rope)
     short, long, question = rows((5, limit, 40))
     with torch.no_grad():
-        subject.generate([question], 2)  # an answer may be longer, and leaves its frequencies behind
+        next(subject.stream(question, 2, 0.0, 1.0, 0))  # it may be longer, and leaves its frequencies behind
         together = subject.outputs(pack([short, long], [[1.0] * 5, [1.0] * limit]), LOGPROBS)["logprobs"]
-        subject.generate([question], 2)
+        next(subject.stream(question, 2, 0.0, 1.0, 0))
         alone = subject.outputs(pack([short], [[1.0] * 5]), LOGPROBS)["logprobs"]
     torch.testing.assert_close(together[:5], alone)
 
@@ -66,7 +66,7 @@ def test_beyond_the_limit_it_would_and_is_refused(kind: str, rope: dict[str, Any
     batch = pack([short, long], [[1.0] * 5, [1.0] * 40])
     with pytest.raises(SpecError, match=f"rows of 40 tokens .* its {kind} positions depend on the longest row"):
         subject.outputs(batch, LOGPROBS)
-    subject._limit = None
+    subject.longest = None
     with torch.no_grad():
         together = subject.outputs(batch, LOGPROBS)["logprobs"][:5]
         alone = subject.outputs(pack([short], [[1.0] * 5]), LOGPROBS)["logprobs"]

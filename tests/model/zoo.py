@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -99,6 +100,11 @@ def rows(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> list[list[int]]:
     """Random ids of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, 256, (n,), generator=generator).tolist() for n in lengths]
+
+
+def greedy(model: CausalLM, prompts: Sequence[Sequence[int]], most: int) -> list[list[int]]:
+    """The ids of the greedy answers."""
+    return [list(answer.ids) for answer in model.generate(prompts, most)]
 
 
 def batch(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> Batch:

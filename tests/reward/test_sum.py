@@ -12,7 +12,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.algorithm.episodes.rollouts import Composed, Drawn, Experience, Group, decode, encode, rewards
+from runner.algorithm.episodes.encoding import decode, encode
+from runner.algorithm.episodes.rollouts import Composed, Drawn, Experience, Group, rewards
 from runner.decisions import Decisions
 from runner.errors import EnvironmentProblem, SpecError
 from runner.protocols import Prompt
@@ -54,7 +55,7 @@ def test_each_part_says_what_it_gave_before_its_weight() -> None:
 def test_no_part_takes_the_name_of_another_number() -> None:
     assert names(["exact", "length", "mean", "length"]) == ["exact", "length[1]", "mean[2]", "length[3]"]
     scored = Drawn((1,), (1.0,), (0.0,), "", "stop", 0, 1.0)
-    own = rewards(Experience(0, (Group(Prompt((1,), ""), (scored,)),), 1, 1))
+    own = rewards(Experience(0, (Group(Prompt((1,), ""), (scored,)),), 1))
     assert {name.removeprefix("reward/") for name in own} == set(TAKEN)
 
 
@@ -64,9 +65,7 @@ def test_the_means_of_the_parts_are_metrics_and_survive_a_checkpoint() -> None:
         Drawn((1,), (1.0,), (0.0,), "", "stop", 0, None if b is None else a + b, (), {"exact": a, "numeric": b})
         for a, b in [(1.0, 0.5), (0.0, None), (1.0, 0.1)]
     ]
-    experience = Experience(
-        0, (Group(Prompt((1,), ""), tuple(samples[:2])), Group(Prompt((2,), ""), (samples[2],))), 1, 3
-    )
+    experience = Experience(0, (Group(Prompt((1,), ""), tuple(samples[:2])), Group(Prompt((2,), ""), (samples[2],))), 1)
     found = rewards(experience)
     assert found["reward/exact"] == pytest.approx(2 / 3) and found["reward/numeric"] == pytest.approx(0.3)
     assert found["reward/mean"] == pytest.approx(1.3) and found["reward/unscored"] == 1

@@ -81,12 +81,15 @@ def test_frequencies_over_several_blocks(vocabulary: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_logprobs_are_those_of_both_distributions(rule: Rule, dtype: torch.dtype) -> None:
     logits = LOGITS.to(dtype).expand(200, -1)
-    drawn = draw(logits, numbers(200), rule)
+    drawn = draw(logits, numbers(200), rule, raw=True)
     plain = LOGITS.to(dtype).double().tolist()
     under, raw = np.log(wanted(plain, rule) + 1e-300), np.log(wanted(plain, Rule()))
+    assert drawn.raw_logprobs is not None
     assert drawn.logprobs.dtype == drawn.raw_logprobs.dtype == (dtype if dtype == torch.float64 else torch.float32)
     np.testing.assert_allclose(drawn.logprobs.double(), under[drawn.ids], atol=2e-6)
     np.testing.assert_allclose(drawn.raw_logprobs.double(), raw[drawn.ids], atol=2e-6)
+    unasked = draw(logits, numbers(200), rule)
+    assert unasked.raw_logprobs is None and torch.equal(unasked.logprobs, drawn.logprobs)
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.6, 0.999])

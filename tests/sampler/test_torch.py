@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ def sampler(model: CausalLM, decisions: Decisions | None = None, **options: Any)
 def requests(prompts: Sequence[tuple[int, ...]] = PROMPTS, each: int = 2, length: int = 8) -> list[Request]:
     """`each` requests per prompt, with lengths that differ."""
     return [
-        Request(prompt, seed=100 * group + k, max_new_tokens=length + 5 * k, group=group)
+        Request(prompt, seed=100 * group + k, max_new_tokens=length + 5 * k, group=group, raw=True)
         for group, prompt in enumerate(prompts)
         for k in range(each)
     ]
@@ -69,6 +70,15 @@ def test_logprobs_are_those_of_the_whole_row(kind: str) -> None:
     check_logprobs(model, asked, got, atol=1e-4)
     assert len(decisions.made) == said and len({rollout.ids for rollout in got}) > len(PROMPTS)
     assert all(rollout.logprobs == rollout.raw_logprobs for rollout in got)
+
+
+def test_the_models_own_logprobs_are_given_to_who_asks_and_change_nothing() -> None:
+    model, asked = causal("qwen2"), requests()
+    some = [replace(one, raw=at % 2 == 0) for at, one in enumerate(asked)]
+    whole, got = (sampler(model, temperature=0.6).sample(these) for these in (asked, some))
+    for one, other, wish in zip(got, whole, some, strict=True):
+        assert one.raw_logprobs == (other.raw_logprobs if wish.raw else None)
+    assert [one.logprobs for one in got] == [one.logprobs for one in whole]
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.6}, {"temperature": 1.7, "top_k": 5}, {"top_p": 0.6}])

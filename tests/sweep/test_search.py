@@ -140,3 +140,12 @@ def test_failures_are_told_and_a_second_try_counts(tmp_path: Path) -> None:
     wanted, options = toy.drive.Wanted(retry_failed=True), toy.SweepConfig.model_validate(made.options)
     assert toy.drive.resume(found, made, wanted, options, toy.command_of(found, ["curve"]), toy.propose) == 0
     assert sorted(study(folder)) == ["COMPLETE"] * 4 + ["FAIL"] * 2
+
+
+def test_a_search_is_resumed_where_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = toy.search(tmp_path / "sweeps", ["curve"], trials=1)
+    monkeypatch.chdir(tmp_path)
+    assert main(["sweep", "resume", str(folder.root), "sweep.trials=2"]) == 2
+    assert "resume it where it began: cd " in capsys.readouterr().err

@@ -1,45 +1,10 @@
-"""What a user can set of distillation: a student learns from a teacher, on its own samples (opd) or on given answers
-(distill)."""
+"""What a user can set of distillation on given answers; that on the student's own samples is policy optimisation."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from runner.algorithm.base import AlgorithmConfig, Frozen
-from runner.algorithm.policy.config import PolicyConfig
-from runner.spec.base import absolute_if_local
-
-
-class TaughtConfig(AlgorithmConfig):
-    """What learns from a teacher: another model with the same tokenizer, which only scores."""
-
-    teacher: str = Field(
-        min_length=1,
-        description="The teacher: a model's folder, a run, recipe:NAME, which is run first, or a hub id.",
-    )
-    teacher_revision: str | None = Field(
-        default=None, description="Branch, tag or commit of a teacher on the hub; null = its default branch."
-    )
-
-    def frozen(self) -> Mapping[str, Frozen]:
-        return {**super().frozen(), "teacher": Frozen(path=self.teacher, revision=self.teacher_revision)}
-
-    def absolute(self) -> Self:
-        return self.model_copy(update={"teacher": absolute_if_local(self.teacher)})
-
-
-class OpdConfig(TaughtConfig, PolicyConfig):
-    """On-policy distillation: the student samples, and each token is worth log p_teacher − log p_student."""
-
-    factory: ClassVar[str] = "runner.algorithm.policy.optimisation:build"
-    rewarded: ClassVar[bool] = False
-    name: Literal["opd"] = "opd"
-    group_size: int = Field(default=1, ge=1, description="Answers sampled per prompt.")
-    kl_place: Literal["loss"] | None = Field(
-        default=None, description="Where the KL penalty from the reference goes: there is no reward to lower."
-    )
-    zero_variance: Literal["keep"] = Field(default="keep", description="A teacher needs no contrast within a group.")
+from runner.algorithm.taught import TaughtConfig
 
 
 class DistillConfig(TaughtConfig):

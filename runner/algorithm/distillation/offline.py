@@ -1,10 +1,11 @@
 """Offline distillation: a student learns a teacher's distributions on given answers.
 
-    items ──collect──▶ one packed batch ──prepare──▶ mini-batches with the teacher's hidden states and totals
+    items ──collect──▶ one packed batch ──prepare──▶ mini-batches with their totals
           ──losses──▶ Σ weight·(temperature²·divergence + sft_coef·cross-entropy) / (learnt tokens of the whole step)
 
-The teacher gives hidden states [T, H] and its head, the student's learner applies both heads chunk by chunk: of neither
-model are [T, V] logits ever held. The mathematics and its papers are in `distillation_losses`.
+Of each micro-batch the teacher gives hidden states [T, H], in its own data type and on the device, and its head; the
+student's learner applies both heads chunk by chunk. Of neither model are [T, V] logits ever held, and hidden states of
+one micro-batch only. The mathematics and its papers are in `losses`.
 
 The factor temperature² is Hinton's (1503.02531, section 2): it keeps the size of the gradient, and with it what
 `sft_coef` and the learning rate mean. TRL's GKD trainer has none. Where one model's head has more rows than the other's
@@ -15,7 +16,7 @@ Legend: T tokens, S of them learnt, H the teacher's hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -24,9 +25,10 @@ from runner.algorithm.distillation import losses as formulas
 from runner.algorithm.distillation.config import DistillConfig
 from runner.algorithm.given import LearnsFromData
 from runner.algorithm.parts import Parts
-from runner.batch import Batch, pack, split_rows, with_tokens, with_totals
+from runner.batch import Batch, pack, split_rows, with_totals
+from runner.errors import Problem, SpecError, UnfitModel
 from runner.metrics import Metrics
-from runner.protocols import Data, Loss, LossFn, Model, Outputs, Ranks, Role
+from runner.protocols import Data, Item, Loss, LossFn, Model, Outputs, Ranks, Role
 
 HIDDEN = frozenset({"hidden"})
 
@@ -35,17 +37,22 @@ HIDDEN = frozenset({"hidden"})
 class DistillationLoss:
     """The mean over learnt tokens of temperature²·divergence + sft_coef·cross-entropy.
 
-    Reads the token channel `teacher` [T, H]: the hidden states that the teacher predicts each token from; `head` makes
-    the teacher's logits [S, V] of them, without gradient.
+    teacher: gives the output `hidden` [T, H], what it predicts each token from; head: makes its logits [S, V] of
+    those, without gradient.
     """
 
     config: DistillConfig
+    teacher: Model
     head: Callable[[Tensor], Tensor]
     needs: frozenset[str] = frozenset({"loss", "divergence"})
 
     def coefficients(self, batch: Batch) -> Tensor:
         """∂total/∂loss, float32 [T]."""
         return batch.tokens["weight"] / max(batch.totals["tokens"], 1)
+
+    def beside(self, micro: Batch) -> Mapping[str, Tensor]:
+        """The channel `teacher` [T, H]: the teacher's hidden states."""
+        return {"teacher": self.teacher.forward(micro, HIDDEN)["hidden"]}
 
     def terms(self, logits: Tensor, tokens: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """loss, divergence (in nats, without its factor) and, where it is part of the loss, nll, [S] each; of the
@@ -85,22 +92,34 @@ def common(teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
 class Distill(LearnsFromData):
     """Learns a teacher's distributions on given answers."""
 
-    def __init__(self, config: DistillConfig, data: Data, head: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, config: DistillConfig, data: Data, loss: DistillationLoss) -> None:
         self.config, self.data = config, data
-        self.losses: Mapping[Role, LossFn] = {"policy": DistillationLoss(config, head)}
+        self.losses: Mapping[Role, LossFn] = {"policy": loss}
 
     def collect(self, step: int) -> Batch:
         """The step's items as one packed batch on the CPU."""
-        items = self.data.take(step, self.config.batch_size)
+        return self.experience(self.data.take(step, self.config.batch_size))
+
+    def experience(self, items: Sequence[Item]) -> Batch:
+        """Any items as what `prepare` takes."""
         return pack([i.ids for i in items], [i.weights for i in items])
 
     def prepare(self, experience: Batch, models: Mapping[Role, Model], ranks: Ranks) -> Iterator[Batch]:
-        """The batch in `mini_batches` parts, each with its totals over all ranks and the teacher's hidden states."""
+        """The batch in `mini_batches` parts, each with its totals over all ranks."""
         for part in split_rows(experience, self.config.mini_batches):
-            known = with_tokens(part, teacher=models["teacher"].forward(part, HIDDEN)["hidden"])
-            yield with_totals(known, ranks.sum(part.count()))
+            yield with_totals(part, ranks.sum(part.count()))
 
 
 def build(config: DistillConfig, parts: Parts) -> Distill:
-    """The algorithm over the job's data and its teacher's head."""
-    return Distill(config, parts.data, parts.lm_head("teacher"))
+    """The algorithm over the job's data and its teacher. Raises SpecError for a teacher without a head of its own, and
+    for a top_k that leaves no token out."""
+    if config.top_k is not None and config.top_k >= len(parts.tokenizer):
+        text = f"the tokenizer has {len(parts.tokenizer)} tokens, so {config.top_k} of them are all; leave it out"
+        raise SpecError([Problem("algorithm.top_k", text)])
+    teacher = parts.frozen["teacher"]
+    try:
+        loss = DistillationLoss(config, teacher, teacher.lm_head())
+    except UnfitModel as error:
+        text = f"{error}; take another, or algorithm=opd"
+        raise SpecError([Problem("algorithm.teacher", text)]) from error
+    return Distill(config, parts.data, loss)

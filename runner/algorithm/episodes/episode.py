@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner.algorithm.episodes.turns import Turns
-from runner.protocols import Completion, Environment, Environments, Observation, Prompt, Rollout
+from runner.protocols import Completion, Environment, Environments, Observation, Prompt, Rollout, Written
 
 
 @dataclass(slots=True)
@@ -66,11 +66,16 @@ Write = Callable[[Sequence[tuple[int, Episode]], int], Sequence[Rollout]]
 
 @dataclass(frozen=True, slots=True)
 class Player:
-    """Plays episodes; without environments an episode is one turn."""
+    """Plays episodes; without environments an episode is one turn.
+
+    longest: most tokens of prompt and episode together, None = no limit. An episode without room for another turn is
+    over, cut off; its last turn gets what room there is.
+    """
 
     tokenizer: Any
     environments: Environments | None = None
     turns: Turns | None = None
+    longest: int | None = None
 
     def play(self, prompts: Sequence[Prompt], write: Write) -> list[Episode]:
         """An episode for each prompt, in their order."""
@@ -86,17 +91,20 @@ class Player:
     def greedy(
         self,
         prompts: Sequence[Prompt],
-        generate: Callable[[Sequence[Sequence[int]]], Sequence[Sequence[int]]],
-        max_new_tokens: int,
+        generate: Callable[[Sequence[Sequence[int]]], Sequence[Written]],
     ) -> list[Episode]:
-        """The episodes of the likeliest turns; `generate` gives the new ids of each, at most `max_new_tokens`, without
-        the end. What their tokens' log-probabilities are is not known: NaN."""
+        """The episodes of the likeliest turns, which `generate` writes; their log-probabilities are not known: NaN."""
 
         def write(live: Sequence[tuple[int, Episode]], turn: int) -> list[Rollout]:
-            found = generate([(*episode.prompt.ids, *episode.ids) for _, episode in live])
-            return [_rollout(ids, max_new_tokens) for ids in found]
+            return [_rollout(one) for one in generate([(*episode.prompt.ids, *episode.ids) for _, episode in live])]
 
         return self.play(prompts, write)
+
+    def limit(self, episode: Episode, max_new_tokens: int) -> int:
+        """Most tokens of the episode's next turn. The first one is not shortened: data.max_length sees to its room."""
+        if self.longest is None or not episode.ids:
+            return max_new_tokens
+        return min(max_new_tokens, self.longest - len(episode.prompt.ids) - len(episode.ids))
 
     def _begin(self, prompt: Prompt) -> Episode:
         environment = None if self.environments is None else self.environments.make()
@@ -113,10 +121,14 @@ class Player:
         observation = episode.environment.step(episode.text)
         if observation is None:
             return False
-        episode.told(observation, self.turns.observation(observation.role, observation.text, episode.ids))
+        ids = self.turns.observation(observation.role, observation.text, episode.ids)
+        if self.longest is not None and len(episode.prompt.ids) + len(episode.ids) + len(ids) >= self.longest:
+            episode.finish = "length"
+            return False
+        episode.told(observation, ids)
         return True
 
 
-def _rollout(ids: Sequence[int], max_new_tokens: int) -> Rollout:
-    unknown = (math.nan,) * len(ids)
-    return Rollout(tuple(ids), unknown, unknown, 0, "length" if len(ids) == max_new_tokens else "stop")
+def _rollout(turn: Written) -> Rollout:
+    unknown = (math.nan,) * len(turn.ids)
+    return Rollout(turn.ids, unknown, None, 0, turn.finish)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -26,7 +26,6 @@ from runner.protocols import (
     Reward,
     Rollout,
     Sampler,
-    State,
 )
 from runner.randomness import derive
 
@@ -63,17 +62,49 @@ class Group:
     @property
     def has_contrast(self) -> bool:
         """Whether at least two scored rewards differ."""
-        return len({s.reward for s in self.samples if s.reward is not None}) > 1
+        return contrast(self.outcomes)
+
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """What came of each sample."""
+        return tuple(Outcome(s.reward, dict(s.parts), int(sum(s.mask)), s.finish) for s in self.samples)
+
+
+class Outcome(NamedTuple):
+    """What the numbers of a step say of one sample; length: of the policy's own tokens."""
+
+    reward: float | None
+    parts: Parts
+    length: int
+    finish: str
 
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """Every group of a step (0-based), and how many rounds of prompts and how many sampled tokens it took."""
+    """The groups that a step (0-based) learns from, and what came of those drawn beside them, in how many rounds."""
 
     step: int
     groups: tuple[Group, ...]
     rounds: int
-    sampled_tokens: int
+    left_out: tuple[tuple[Outcome, ...], ...] = ()
+
+    @property
+    def drawn(self) -> list[tuple[Outcome, ...]]:
+        """What came of every group that was drawn: numbers of the chosen ones alone would flatter or blame."""
+        return [*(group.outcomes for group in self.groups), *self.left_out]
+
+
+def contrast(group: Sequence[Outcome]) -> bool:
+    """Whether at least two scored rewards differ."""
+    return len({one.reward for one in group if one.reward is not None}) > 1
+
+
+def experience_of(step: int, drawn: Sequence[Group], size: int, rounds: int, *, contrast: bool) -> Experience:
+    """`size` of the groups that were drawn, the first ones; with `contrast`, of those that have it, if any has."""
+    chosen = [at for at, group in enumerate(drawn) if group.has_contrast or not contrast] or range(len(drawn))
+    kept = set(chosen[:size])
+    left_out = tuple(group.outcomes for at, group in enumerate(drawn) if at not in kept)
+    return Experience(step, tuple(drawn[at] for at in sorted(kept)), rounds, left_out)
 
 
 @runtime_checkable
@@ -102,9 +133,9 @@ class Collector:
         size = self.group_size
 
         def write(live: Sequence[tuple[int, Episode]], turn: int) -> list[Rollout]:
-            return self.sampler.sample([self._request(e, turn, step, round, at) for at, e in live])
+            return self.sampler.sample([self._request(e, turn, step, round, at, player) for at, e in live])
 
-        player = Player(self.tokenizer, self.environments, self.turns)
+        player = Player(self.tokenizer, self.environments, self.turns, self.sampler.longest)
         episodes = player.play([prompt for prompt in prompts for _ in range(size)], write)
         grouped = [episodes[at * size : (at + 1) * size] for at in range(len(prompts))]
         return [
@@ -122,12 +153,13 @@ class Collector:
             return self.reward.composed(asked)
         return self.reward.score(asked), empty
 
-    def _request(self, episode: Episode, turn: int, step: int, round: int, at: int) -> Request:
+    def _request(self, episode: Episode, turn: int, step: int, round: int, at: int, player: Player) -> Request:
         """The next turn's request, of the episode number `at`; only first turns share their prompt."""
         prompt, sample = divmod(at, self.group_size)
         seed = derive(self.seed, "sample", step, round, prompt, sample, turn)
         group = prompt if turn == 0 else at
-        return Request((*episode.prompt.ids, *episode.ids), seed, self.sampler.max_new_tokens, group)
+        limit = player.limit(episode, self.sampler.max_new_tokens)
+        return Request((*episode.prompt.ids, *episode.ids), seed, limit, group)
 
 
 def finished(episode: Episode, reward: float | None, parts: Parts) -> Drawn:
@@ -137,16 +169,16 @@ def finished(episode: Episode, reward: float | None, parts: Parts) -> Drawn:
 
 
 def rewards(experience: Experience) -> dict[str, float]:
-    """What a step's samples say of the reward, under stable names."""
-    drawn = [s for group in experience.groups for s in group.samples]
-    scored = torch.tensor([s.reward for s in drawn if s.reward is not None], dtype=torch.float64)
-    contrast = [group.has_contrast for group in experience.groups]
+    """What all that a step drew says of the reward, under stable names."""
+    drawn = [one for group in experience.drawn for one in group]
+    scored = torch.tensor([one.reward for one in drawn if one.reward is not None], dtype=torch.float64)
+    differ = [contrast(group) for group in experience.drawn]
     return {
         "reward/mean": float(scored.mean()) if len(scored) else float("nan"),
         "reward/std": float(scored.std(correction=0)) if len(scored) else float("nan"),
         "reward/unscored": float(len(drawn) - len(scored)),
-        "reward/zero_variance": 1.0 - sum(contrast) / len(contrast),
-        **{f"reward/{name}": _mean([s.parts[name] for s in drawn]) for name in drawn[0].parts},
+        "reward/zero_variance": 1.0 - sum(differ) / len(differ),
+        **{f"reward/{name}": _mean([one.parts[name] for one in drawn]) for name in drawn[0].parts},
     }
 
 
@@ -157,15 +189,16 @@ def _mean(scores: Sequence[float | None]) -> float:
 
 
 def numbers(experience: Experience) -> dict[str, float]:
-    """What a step's samples say of the policy, under stable names."""
-    drawn = [s for group in experience.groups for s in group.samples]
-    lengths = torch.tensor([sum(s.mask) for s in drawn], dtype=torch.float64)
+    """What all that a step drew says of the policy, under stable names."""
+    drawn = [one for group in experience.drawn for one in group]
+    tokens = sum(one.length for one in drawn)
+    oldest = min(s.version for group in experience.groups for s in group.samples)
     return {
-        "rollout/length": float(lengths.mean()),
-        "rollout/cut_off": sum(s.finish == "length" for s in drawn) / len(drawn),
-        "rollout/tokens": float(experience.sampled_tokens),
+        "rollout/length": tokens / len(drawn),
+        "rollout/cut_off": sum(one.finish == "length" for one in drawn) / len(drawn),
+        "rollout/tokens": float(tokens),
         "rollout/rounds": float(experience.rounds),
-        "rollout/staleness": float(experience.step - min(s.version for s in drawn)),
+        "rollout/staleness": float(experience.step - oldest),
     }
 
 
@@ -183,49 +216,3 @@ def samples(experience: Experience, rewarded: bool) -> Iterator[Mapping[str, Any
                     "finish": one.finish,
                     "version": one.version,
                 }
-
-
-def encode(experience: Experience) -> State:
-    """The experience as a checkpoint keeps it: numbers of tokens in tensors, the rest as JSON."""
-    drawn = [s for group in experience.groups for s in group.samples]
-    flat = {name: [x for s in drawn for x in getattr(s, name)] for name in ("ids", "mask", "logprobs")}
-    groups = [
-        {
-            "prompt": {
-                "ids": list(g.prompt.ids),
-                "text": g.prompt.text,
-                "messages": None if g.prompt.messages is None else [dict(m) for m in g.prompt.messages],
-                "columns": dict(g.prompt.columns),
-            },
-            "samples": [
-                [len(s.ids), s.text, s.finish, s.version, s.reward, [dict(m) for m in s.before], dict(s.parts)]
-                for s in g.samples
-            ],
-        }
-        for g in experience.groups
-    ]
-    tensors = {n: torch.tensor(v, dtype=torch.int64 if n == "ids" else torch.float64) for n, v in flat.items()}
-    return {
-        "step": experience.step,
-        "groups": groups,
-        "rounds": experience.rounds,
-        "sampled_tokens": experience.sampled_tokens,
-        "tensors": tensors,
-    }
-
-
-def decode(state: State) -> Experience:
-    """The inverse of `encode`."""
-    rest = {name: iter(tensor.tolist()) for name, tensor in state["tensors"].items()}
-
-    def sample(size: int, text: str, finish: str, version: int, reward: Any, before: Any, parts: Parts) -> Drawn:
-        ids, mask, logprobs = (tuple(next(rest[n]) for _ in range(size)) for n in ("ids", "mask", "logprobs"))
-        return Drawn(ids, mask, logprobs, text, finish, version, reward, tuple(before), parts)
-
-    groups = []
-    for group in state["groups"]:
-        one = group["prompt"]
-        messages = None if one["messages"] is None else tuple(one["messages"])
-        prompt = Prompt(tuple(one["ids"]), one["text"], messages, one["columns"])
-        groups.append(Group(prompt, tuple(sample(*s) for s in group["samples"])))
-    return Experience(state["step"], tuple(groups), state["rounds"], state["sampled_tokens"])

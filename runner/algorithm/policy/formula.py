@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from runner.algorithm.distillation.config import OpdConfig
-from runner.algorithm.policy.config import PolicyConfig, PpoConfig
+from runner.algorithm.policy.base import PolicyConfig
+from runner.algorithm.policy.worth import FromCritic, FromRewards, FromTeacher
 
 AGGREGATIONS = {
     "token_mean": "1 / (learnt tokens of the step)",
@@ -42,7 +42,7 @@ CORRECTIONS = {
 def formula(config: PolicyConfig, job: Any) -> Iterator[str]:
     """Lines, the whole first, then each symbol."""
     yield f"loss = Σ_t w_t · ({_whole(config)})"
-    length = config.aggregation_length or getattr(job.sampler, "max_new_tokens", 0)
+    length = config.longest_answer(job.sampler.answer_tokens(), job.environment.most_turns())
     yield f"  w   {AGGREGATIONS[config.aggregation].format(length=length)}   (aggregation={config.aggregation})"
     yield f"  J   {_surrogate(config)}   (objective={config.objective})"
     yield f"  r   {_ratio(config)}   (ratio={config.ratio})"
@@ -55,10 +55,10 @@ def formula(config: PolicyConfig, job: Any) -> Iterator[str]:
         yield f"  KL  {KLS[config.kl]}, d = log π − log π_ref; in the {config.in_force.kl_place}   (kl={config.kl})"
         yield f"  β   {config.in_force.kl_coef:g}{adapted}"
     yield from _groups(config)
-    if isinstance(config, PpoConfig):
-        clip = "" if config.value_clip is None else f", V kept within ±{config.value_clip:g} of its old value"
+    if (critic := config.critic_wanted) is not None:
+        clip = "" if critic.clip is None else f", V kept within ±{critic.clip:g} of its old value"
         error = f"½(V_t − (A_t + V_t,old))²{clip}"
-        if config.critic == "shared":
+        if critic.role == "policy":
             yield f"  E   {error}; V from the policy's own backbone   (critic=shared)"
         else:
             yield f"critic = Σ_t w_t · {error}"
@@ -66,10 +66,10 @@ def formula(config: PolicyConfig, job: Any) -> Iterator[str]:
 
 def _whole(config: PolicyConfig) -> str:
     parts = "−c·J" if config.correction != "none" else "−J"
-    if config.kl != "none" and config.in_force.kl_place == "loss":
+    if config.kl_in == "loss":
         parts += " + β·KL"
-    if isinstance(config, PpoConfig) and config.critic == "shared":
-        parts += f" + {config.shared_value_coef:g}·E"
+    if (critic := config.critic_wanted) is not None and critic.coefficient is not None:
+        parts += f" + {critic.coefficient:g}·E"
     return parts + (f" − {config.entropy_coef:g}·H" if config.entropy_coef else "")
 
 
@@ -93,24 +93,24 @@ def _ratio(config: PolicyConfig) -> str:
 
 
 def _old(config: PolicyConfig) -> str:
-    if config.lag and config.correction == "none":
-        return f"the policy that sampled, {config.lag} step{'s' if config.lag > 1 else ''} older"
-    if config.rewarded and config.correction == "none" and config.epochs * config.mini_batches == 1:
-        return "the policy itself: one update per step, so r = 1 and has the gradient of log π"
-    return "the policy before the step's first update, computed by the trainer"
+    return {
+        "sampler": f"the policy that sampled, {config.lag} step{'s' if config.lag > 1 else ''} older",
+        "itself": "the policy itself: one update per step, so r = 1 and has the gradient of log π",
+        "trainer": "the policy before the step's first update, computed by the trainer",
+    }[config.old_from]
 
 
 def _advantage(config: PolicyConfig) -> str:
-    penalty = " − β·KL per token" if config.kl != "none" and config.in_force.kl_place == "reward" else ""
-    if isinstance(config, PpoConfig):
-        white = ", whitened over the step's tokens" if config.whiten else ""
-        text = f"GAE with γ = {config.gamma:g}, λ = {config.lam:g}{white}"
-        return f"{text}; the reward stands on the last token{penalty}"
-    if isinstance(config, OpdConfig):
-        return "log π_teacher − log π_old of the token: the negative reverse KL, estimated on what was sampled"
-    gamma = getattr(config, "gamma", None) or 1.0
-    name = config.advantage  # type: ignore[attr-defined]
-    return f"{ADVANTAGES[name].format(gamma=gamma)}{penalty}   (advantage={name})"
+    penalty = " − β·KL per token" if config.kl_in == "reward" else ""
+    match config.worth:
+        case FromCritic() as critic:
+            white = ", whitened over the step's tokens" if critic.whiten else ""
+            text = f"GAE with γ = {critic.gamma:g}, λ = {critic.lam:g}{white}"
+            return f"{text}; the reward stands on the last token{penalty}"
+        case FromTeacher():
+            return "log π_teacher − log π_old of the token: the negative reverse KL, estimated on what was sampled"
+        case FromRewards(name, gamma):
+            return f"{ADVANTAGES[name].format(gamma=gamma)}{penalty}   (advantage={name})"
 
 
 def _correction(config: PolicyConfig) -> str:
@@ -133,6 +133,6 @@ def _equal(config: PolicyConfig) -> str:
     what = {
         "keep": "kept",
         "drop": "left out",
-        "resample": f"replaced by new prompts, up to {config.in_force.resample_rounds} rounds",
+        "resample": f"replaced by new prompts, up to {config.most_rounds} rounds",
     }
-    return what[config.zero_variance]
+    return what[config.equal_rewards]

@@ -7,7 +7,7 @@
 Papers: GRPO 2402.03300, PPO 1707.06347, GAE 1506.02438; each part names its own (`runner.algorithm.policy.advantages`,
 `losses`, `kl`, `correction`, `aggregation`). Legend: N rows, T tokens.
 
-The policy that the ratio is taken to, `old`:
+The policy that the ratio is taken to, `old` (`PolicyConfig.old_from`):
   one update per step at lag 0     none is needed: the policy is the one that sampled
   lag ≥ 1 without a correction     what the sampler reported: the policy that sampled
   else                             computed by the trainer before the step's first update
@@ -24,13 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.algorithm.distillation.config import OpdConfig
-from runner.algorithm.episodes import rollouts
-from runner.algorithm.episodes.rollouts import Collector, Experience, Group
+from runner.algorithm.episodes import encoding, rollouts
+from runner.algorithm.episodes.rollouts import Collector, Experience, Group, experience_of
 from runner.algorithm.episodes.turns import Turns
 from runner.algorithm.parts import Parts
 from runner.algorithm.policy import correction
-from runner.algorithm.policy.config import PolicyConfig, PpoConfig
+from runner.algorithm.policy.base import PolicyConfig
 from runner.algorithm.policy.kl_control import KlControl
 from runner.algorithm.policy.moments import moments
 from runner.algorithm.policy.surrogate import losses_of
@@ -50,7 +49,8 @@ class PolicyOptimisation:
         assert (parts.reward is not None) == config.rewarded
         self.config, self.parts = config, parts
         self.temperature = parts.sampler.temperature
-        self.max_new_tokens = parts.sampler.max_new_tokens
+        most_turns = 1 if parts.environments is None else parts.environments.max_turns
+        self.longest = config.longest_answer(parts.sampler.max_new_tokens, most_turns)
         turns = None if parts.environments is None else Turns(parts.tokenizer)
         self.collector = Collector(
             parts.sampler, parts.reward, parts.tokenizer, parts.seed, config.group_size, parts.environments, turns
@@ -66,16 +66,13 @@ class PolicyOptimisation:
 
     def collect(self, step: int) -> Experience:
         """The step's scored samples; under zero_variance=resample as many rounds as it takes, up to the cap."""
-        resample = self.config.zero_variance == "resample"
-        kept, tokens, round = list[Group](), 0, 0
-        for round in range(self.config.in_force.resample_rounds if resample else 1):
-            prompts = self.parts.data.take(step, self.config.batch_size, round)
-            groups = self.collector.groups(prompts, step, round)
-            tokens += int(sum(sum(s.mask) for g in groups for s in g.samples))
-            kept += [g for g in groups if g.has_contrast] if resample else groups
-            if len(kept) >= self.config.batch_size:
+        size, resample = self.config.batch_size, self.config.equal_rewards == "resample"
+        drawn, round = list[Group](), 0
+        for round in range(self.config.most_rounds):
+            drawn += self.collector.groups(self.parts.data.take(step, size, round), step, round)
+            if not resample or sum(g.has_contrast for g in drawn) >= size:
                 break
-        return Experience(step, tuple(kept[: self.config.batch_size] or groups), round + 1, tokens)
+        return experience_of(step, drawn, size, round + 1, contrast=resample)
 
     def prepare(self, experience: Experience, models: Mapping[Role, Model], ranks: Ranks) -> Iterator[Batch]:
         """Mini-batches with everything the losses need; all but `weight` is fixed before the first update."""
@@ -84,7 +81,7 @@ class PolicyOptimisation:
         batch = valued(self.config, batch, self.kl.coefficient, ranks)
         for epoch in range(self.config.epochs):
             for part in self._mini_batches(batch, experience.step, epoch):
-                yield weighted(self.config, part, self.max_new_tokens, ranks)
+                yield weighted(self.config, part, self.longest, ranks)
 
     def describe(self, step: int, experience: Experience) -> tuple[Mapping[str, float], Sequence[Sample]]:
         """Reward, lengths, staleness; the coefficient in force; health of the importance weights."""
@@ -108,11 +105,11 @@ class PolicyOptimisation:
 
     def encode(self, experience: Experience) -> State:
         """As a checkpoint keeps it."""
-        return rollouts.encode(experience)
+        return encoding.encode(experience)
 
     def decode(self, state: State) -> Experience:
         """The inverse of `encode`."""
-        return rollouts.decode(state)
+        return encoding.decode(state)
 
     def state_dict(self) -> State:
         """The adaptive coefficient."""
@@ -124,7 +121,7 @@ class PolicyOptimisation:
 
     def _laid_out(self, experience: Experience) -> Batch:
         """The groups that are learnt from as one batch; `weight` is 1 on what is learnt."""
-        drop = self.config.zero_variance != "keep"
+        drop = self.config.equal_rewards != "keep"
         learnt = [g for g in experience.groups if g.has_contrast or not drop]
         silent = not learnt  # then the step has a gradient of zero, and not no step
         trees = [self._tree(group, silent) for group in learnt or experience.groups[:1]]
@@ -147,25 +144,17 @@ class PolicyOptimisation:
     def _scored(self, batch: Batch, models: Mapping[Role, Model]) -> Batch:
         """The channels that models make: old, importance, reference, teacher, values."""
         config = self.config
-        corrected = config.correction != "none"
         wanted: dict[Role, dict[str, str]] = {role: {role: "logprobs"} for role in config.frozen()}
-        if corrected or (config.lag == 0 and self._needs_old):
+        if config.old_from == "trainer":
             wanted["policy"] = {"old": "logprobs"}
-        elif config.lag:
+        elif config.old_from == "sampler":
             batch = with_tokens(batch, old=batch.tokens["sampled"])
-        if isinstance(config, PpoConfig):
-            wanted.setdefault(config.valued_by, {})["values"] = "values"
+        if (critic := config.critic_wanted) is not None:
+            wanted.setdefault(critic.role, {})["values"] = "values"
         for role, channels in wanted.items():  # one pass of each model
             found = models[role].forward(batch, frozenset(channels.values()))
             batch = with_tokens(batch, **{channel: found[output] for channel, output in channels.items()})
-        return self._corrected(batch) if corrected else batch
-
-    @property
-    def _needs_old(self) -> bool:
-        """Whether the policy moves between mini-batches, or what samples are worth depends on its log-probabilities."""
-        config = self.config
-        in_reward = config.kl != "none" and config.in_force.kl_place == "reward"
-        return config.epochs * config.mini_batches > 1 or in_reward or isinstance(config, OpdConfig)
+        return batch if config.correction == "none" else self._corrected(batch)
 
     def _corrected(self, batch: Batch) -> Batch:
         now, mask = self.config.in_force, batch.tokens["weight"] != 0

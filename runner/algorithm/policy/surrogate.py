@@ -1,6 +1,7 @@
 """The losses of policy optimisation as the learner takes them: the policy's surrogate, and the critic's error.
 
-    token channels   weight (aggregation with its global denominator, 0 where nothing is learnt), advantages, sampled
+    token channels   weight (aggregation with its global denominator, 0 where nothing is learnt), sampled,
+                     advantages, or teacher alone
     where needed     old, reference, teacher, importance;  for the critic: values, returns
 
     separate   policy ◀── surrogate      critic ◀── value error
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from runner.algorithm.policy import correction, kl
 from runner.algorithm.policy import losses as policy_losses
-from runner.algorithm.policy.config import PolicyConfig, PpoConfig
+from runner.algorithm.policy.base import PolicyConfig
 from runner.algorithm.policy.ratios import sequence_ratio, token_ratio
+from runner.algorithm.policy.valuation import from_teacher
 from runner.batch import Batch, row_of_tokens
 from runner.metrics import Metrics
 from runner.protocols import Loss, LossFn, Outputs, Role
@@ -30,7 +32,8 @@ from runner.protocols import Loss, LossFn, Outputs, Role
 class PolicyLoss:
     """Σ weight·(importance·surrogate + kl_coef·KL − entropy_coef·H).
 
-    Without the channel `old` the policy has not moved since it sampled: the ratio is 1 and has the policy's gradient.
+    Without the channel `old` the policy has not moved since it sampled: the ratio is 1 and has the policy's gradient,
+    and a teacher's advantages are made here, of the policy's own log-probabilities.
     """
 
     config: PolicyConfig
@@ -42,10 +45,11 @@ class PolicyLoss:
         logprobs, entropy = outputs["logprobs"], outputs["entropy"]
         old = tokens.get("old", logprobs.detach())
         ratio = self._ratio(batch, logprobs, old, mask)
-        loss, found = self._surrogate(logprobs, ratio, tokens["advantages"])
+        advantages = tokens["advantages"] if "advantages" in tokens else from_teacher(tokens["teacher"], old)
+        loss, found = self._surrogate(logprobs, ratio, advantages)
         if "importance" in tokens:
             loss = loss * tokens["importance"]
-        if self.config.kl != "none" and self.config.in_force.kl_place == "loss":
+        if self.config.kl_in == "loss":
             loss = loss + self.kl_coef() * self._kl(logprobs, tokens["reference"], old)
         if self.config.entropy_coef:
             loss = loss + policy_losses.entropy_bonus(entropy, self.config.entropy_coef)
@@ -99,13 +103,12 @@ class PolicyLoss:
 class ValueLoss:
     """Σ weight·½(V − return)², clipped around the values before the update."""
 
-    config: PpoConfig
+    clip: float | None
     needs: frozenset[str] = frozenset({"values"})
 
     def __call__(self, batch: Batch, outputs: Outputs) -> Loss:
         tokens, mask = batch.tokens, batch.tokens["weight"] != 0
-        clip = self.config.value_clip
-        loss, found = policy_losses.value_clip(outputs["values"], tokens["values"], tokens["returns"], clip=clip)
+        loss, found = policy_losses.value_clip(outputs["values"], tokens["values"], tokens["returns"], clip=self.clip)
         total = torch.where(mask, tokens["weight"] * loss, 0).sum()
         metrics, count = Metrics(), mask.sum()
         metrics.add("critic/loss", total.detach(), count / batch.totals["tokens"] if batch.totals["tokens"] else 1)
@@ -140,9 +143,10 @@ class SharedLoss:
 
 def losses_of(config: PolicyConfig, kl_coef: Callable[[], float]) -> Mapping[Role, LossFn]:
     """The losses by role; one for policy and critic together where they share their backbone."""
-    policy = PolicyLoss(config, kl_coef)
-    if not isinstance(config, PpoConfig):
+    policy, critic = PolicyLoss(config, kl_coef), config.critic_wanted
+    if critic is None:
         return {"policy": policy}
-    if config.critic == "shared":
-        return {"policy": SharedLoss(policy, ValueLoss(config), config.shared_value_coef)}
-    return {"policy": policy, "critic": ValueLoss(config)}
+    value = ValueLoss(critic.clip)
+    if critic.coefficient is not None:
+        return {"policy": SharedLoss(policy, value, critic.coefficient)}
+    return {"policy": policy, "critic": value}

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from runner.algorithm.base import AlgorithmConfig, Frozen, Head
-from runner.spec.base import ItemKind
+from runner.algorithm.base import AlgorithmConfig, ComparingConfig, Frozen
+from runner.spec.base import Head, ItemKind
 
 PairLoss = Literal[
     "sigmoid",
@@ -47,7 +47,7 @@ DEFAULTS: dict[str, dict[str, float]] = {
 WITHOUT_REFERENCE = ("simpo", "orpo", "cpo", "cpo_averaged")
 
 
-class PreferenceConfig(AlgorithmConfig):
+class PreferenceConfig(ComparingConfig):
     """What the algorithms with a reference model have in common."""
 
     reference: Literal["adapter", "copy", "cached"] | None = Field(
@@ -56,22 +56,11 @@ class PreferenceConfig(AlgorithmConfig):
         "the first step and kept on disk; null = adapter if there is one.",
     )
 
-    dropout: bool = Field(
-        default=False,
-        description="Keep the dropout of model and adapter where the policy learns: noise, as the reference has none.",
-    )
-
     def frozen(self) -> Mapping[str, Frozen]:
         return {"reference": Frozen(self.reference)}
 
-    def drops_out(self) -> bool:
-        return self.dropout
-
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
-        if not self.dropout and getattr(job.adapter, "dropout", 0) > 0:
-            text = f"algorithm={self.name} learns without dropout; leave it out, or type algorithm.dropout=true"
-            found.append(("adapter.dropout", text))
         if self.frozen() and self.reference == "adapter" and job.adapter.name == "none":
             text = "there is no adapter to switch off; type adapter=lora, or algorithm.reference=copy"
             found.append(("algorithm.reference", text))

@@ -33,10 +33,8 @@ from runner.algorithm.preference.config import DpoConfig, KtoConfig
 from runner.algorithm.preference.pairs import mini_batches, pack_pairs, pair_metrics, sides
 from runner.batch import Batch, row_sum
 from runner.metrics import Metrics
-from runner.protocols import Data, Judged, Loss, LossFn, Model, Outputs, Pair, Ranks, Role
+from runner.protocols import LOGPROBS, Data, Judged, Loss, LossFn, Model, Outputs, Pair, Ranks, Role
 from runner.tree import Branch, Tree, pack_trees
-
-LOGPROBS = frozenset({"logprobs"})
 
 PAIR_LOSSES: dict[str, Callable[..., formulas.PairLosses]] = {
     one.__name__: one

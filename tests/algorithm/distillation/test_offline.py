@@ -96,7 +96,7 @@ def learner_of(model: CausalLM, budget: int = WHOLE) -> LocalLearner:
 
 
 def algorithm_of(config: DistillConfig, teacher: FrozenModel) -> Distill:
-    return build(config, Parts(Rows(), None, 0, silent, lm_head=lambda _: teacher.lm_head()))
+    return build(config, Parts(Rows(), None, 0, silent, frozen={"teacher": teacher}))
 
 
 def gradients(

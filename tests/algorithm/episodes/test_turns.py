@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from runner.algorithm.episodes import rollouts
+from runner.algorithm.episodes import encoding, rollouts
 from runner.algorithm.episodes.episode import Player
 from runner.algorithm.episodes.rollouts import Collector, Experience, Group
 from runner.algorithm.episodes.turns import Turns
+from runner.algorithm.policy.config import GrpoConfig
 from runner.environment import calculator
 from runner.environment.config import CalculatorConfig
 from runner.errors import EnvironmentProblem
 from runner.evaluator import Evaluator
 from runner.model.tokenizer import byte_tokenizer
-from runner.protocols import Completion, Environments, Item, Observation, Prompt, Question, Request, Rollout
+from runner.protocols import Completion, Environments, Item, Observation, Prompt, Question, Request, Rollout, Written
+from tests.algorithm import harness
 
 TOKENIZER = byte_tokenizer(512)
 END = TOKENIZER.eos_token_id
@@ -32,6 +34,7 @@ class Script:
 
     temperature = 1.0
     max_new_tokens = 32
+    longest: int | None = None
 
     def __init__(self, *turns: str) -> None:
         self.lines, self.asked, self.at = turns, list[list[Request]](), 0
@@ -67,8 +70,11 @@ PROMPT_TEXT = TOKENIZER.apply_chat_template(
 PROMPT = Prompt(ids_of(PROMPT_TEXT), "12+34", ({"role": "user", "content": "12+34"},))
 
 
-def play(*turns: str, environments: Environments | None = None) -> tuple[Any, Script, Keeps]:
+def play(
+    *turns: str, environments: Environments | None = None, longest: int | None = None
+) -> tuple[Any, Script, Keeps]:
     sampler, reward = Script(*turns), Keeps()
+    sampler.longest = longest
     made = environments or calculator.build(CalculatorConfig())
     collector = Collector(sampler, reward, TOKENIZER, 0, 1, made, Turns(TOKENIZER))
     [group] = collector.groups([PROMPT], 0, 0)
@@ -111,6 +117,41 @@ def test_turns_are_bounded() -> None:
     assert len(sampler.asked) == 3
 
 
+@pytest.mark.parametrize("room", range(20, 120, 7))
+def test_an_episode_ends_where_the_model_has_no_room_for_another_turn(room: int) -> None:
+    """With what fits, and never with half of what the environment said."""
+    turns = ["calc 1+1"] * 8
+    whole, _, _ = play(*turns, environments=calculator.build(CalculatorConfig(max_turns=8)))
+    longest = len(PROMPT.ids) + room
+    eight = calculator.build(CalculatorConfig(max_turns=8))
+    sample, sampler, reward = play(*turns, environments=eight, longest=longest)
+    requests = [request for asked in sampler.asked for request in asked]
+    assert sample.ids == whole.ids[: len(sample.ids)] and sample.mask[-1] == 1
+    assert sample.finish == reward.seen[0].finish == ("stop" if len(requests) == 8 else "length")
+    for request in requests[1:]:
+        assert 0 < request.max_new_tokens == min(32, longest - len(request.prompt))
+
+
+def test_an_episode_that_outgrows_a_real_model_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "CONFIG", harness.CONFIG.model_copy(update={"max_positions": 64}))
+    job = harness.job_of(GrpoConfig(batch_size=4, group_size=2), environments=Environments(harness.Nods, 8))
+    job.publish(0)
+    experience: Any = job.algorithm.collect(0)
+    samples = [(len(group.prompt.ids) + len(one.ids), one) for group in experience.groups for one in group.samples]
+    assert all(one.finish == "length" and size <= 64 for size, one in samples)
+    assert any(one.before for _, one in samples), "or no episode went on"
+    assert job.algorithm.describe(0, experience)[0]["rollout/cut_off"] == 1
+    list(job.algorithm.prepare(experience, job.models, job.ranks))
+
+
+def test_a_greedy_episode_ends_where_a_sampled_one_does() -> None:
+    call, longest = "calc 1+1", len(PROMPT.ids) + 50
+    player = Player(TOKENIZER, calculator.build(CalculatorConfig(max_turns=8)), Turns(TOKENIZER), longest)
+    [episode] = player.greedy([PROMPT], lambda prompts: [Written((*ids_of(call), END), "stop") for _ in prompts])
+    sample, _, _ = play(*[call] * 8, environments=calculator.build(CalculatorConfig(max_turns=8)), longest=longest)
+    assert (tuple(episode.ids), episode.text, episode.finish) == (sample.ids, sample.text, "length")
+
+
 @pytest.mark.parametrize(
     ("call", "answer"),
     [
@@ -131,12 +172,12 @@ def test_the_calculator_answers_calls_and_nothing_else(call: str, answer: str) -
 def test_what_was_said_before_the_last_turn_is_kept_and_survives_a_checkpoint() -> None:
     sample, _, _ = play("calc 12+34", "46")
     assert sample.before == ({"role": "assistant", "content": "calc 12+34"}, {"role": "tool", "content": "46"})
-    experience = Experience(0, (Group(PROMPT, (sample,)),), 1, 14)
-    again = rollouts.decode(json.loads(json.dumps(rollouts.encode(experience), default=list_of), object_hook=tensor_of))
+    experience = Experience(0, (Group(PROMPT, (sample,)),), 1)
+    again = encoding.decode(json.loads(json.dumps(encoding.encode(experience), default=list_of), object_hook=tensor_of))
     assert again == experience
     [row] = rollouts.samples(experience, rewarded=True)
     assert (row["turns"], row["answer"]) == (list(sample.before), "46")
-    [alone] = rollouts.samples(Experience(0, (Group(PROMPT, (play("46")[0],)),), 1, 3), rewarded=True)
+    [alone] = rollouts.samples(Experience(0, (Group(PROMPT, (play("46")[0],)),), 1), rewarded=True)
     assert "turns" not in alone and alone["answer"] == "46"
 
 
@@ -152,12 +193,13 @@ def answers(*turns: str, limit: int = 32) -> tuple[Any, list[tuple[int, ...]]]:
     """The greedy episode of a model that says these turns, and what it was asked."""
     asked: list[tuple[int, ...]] = []
 
-    def generate(prompts: Any) -> list[list[int]]:
+    def generate(prompts: Any) -> list[Written]:
         asked.extend(map(tuple, prompts))
-        return [list(ids_of(turns[len(asked) - 1]))]
+        ids = tuple(ids_of(turns[len(asked) - 1]))
+        return [Written(ids, "length" if len(ids) == limit else "stop")]
 
     player = Player(TOKENIZER, calculator.build(CalculatorConfig()), Turns(TOKENIZER))
-    [episode] = player.greedy([PROMPT], generate, limit)
+    [episode] = player.greedy([PROMPT], generate)
     return episode, asked
 
 
@@ -183,8 +225,9 @@ def test_an_evaluation_with_an_environment_compares_the_last_turn() -> None:
     class Knows:
         tokenizer = TOKENIZER
 
-        def generate(self, prompts: Any, max_new_tokens: int) -> list[list[int]]:
-            return [list(ids_of("calc 12+34" if tuple(p) == PROMPT.ids else "46")) for p in prompts]
+        def generate(self, prompts: Any, max_new_tokens: int, **limits: Any) -> list[Written]:
+            said = ["calc 12+34" if tuple(p) == PROMPT.ids else "46" for p in prompts]
+            return [Written(tuple(ids_of(text)), "stop") for text in said]
 
     player = Player(TOKENIZER, calculator.build(CalculatorConfig()), Turns(TOKENIZER))
     model: Any = None  # nothing is scored

@@ -55,6 +55,18 @@ BASE = ("algorithm=grpo", "sampler=torch", "reward=exact", "model=tiny", "data=d
             ["algorithm=ppo", "algorithm.critic=shared", "algorithm.critic_lr=1e-3"],
             "algorithm.critic_lr: critic=shared learns with optimizer.lr",
         ),
+        (["adapter=lora", "adapter.dropout=0.1"], "adapter.dropout: algorithm=grpo learns without dropout"),
+        (
+            ["algorithm=ppo", "adapter=lora", "adapter.dropout=0.1"],
+            "adapter.dropout: algorithm=ppo learns without dropout; leave it out, or type algorithm.dropout=true",
+        ),
+        (
+            ["algorithm=opd", "algorithm.teacher=x", "reward=none", "adapter=lora", "adapter.dropout=0.1"],
+            "adapter.dropout: algorithm=opd learns without dropout",
+        ),
+        (["environment=calculator", "environment.max_turns=1"], "environment.max_turns: "),
+        (["algorithm.resample_rounds=2"], "algorithm.resample_rounds: not used with zero_variance=drop"),
+        (["algorithm=ppo", "algorithm.resample_rounds=2"], "algorithm.resample_rounds: "),
         (
             ["algorithm=ppo", "algorithm.value_coef=0.5"],
             "algorithm.value_coef: a separate critic has a loss of its own",
@@ -94,6 +106,14 @@ def test_what_stands_for_null_depends_on_the_choice() -> None:
         (["algorithm=dapo"], ["clip(r, 0.8, 1.28)", "replaced by new prompts, up to 4 rounds"]),
         (["algorithm=gspo"], ["clip(r, 0.9997, 1.0004)", "exp(mean over the answer's tokens"]),
         (["algorithm=dr_grpo", "sampler.max_new_tokens=77"], ["1 / (answers of the step × 77)"]),
+        (
+            ["algorithm=dr_grpo", "sampler.max_new_tokens=77", "environment=calculator", "environment.max_turns=3"],
+            ["1 / (answers of the step × 231)"],
+        ),
+        (
+            ["algorithm=ppo", "algorithm.kl=k1"],
+            ["the policy before the step's first update, computed by the trainer", " − β·KL per token"],
+        ),
         (["algorithm=grpo_paper"], ["−J + β·KL", "exp(−d) − 1 + d", "β   0.04"]),
         (["algorithm=ppo"], ["GAE with γ = 1, λ = 0.95", "critic = "]),
         (

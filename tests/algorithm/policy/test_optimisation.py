@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from runner.algorithm.episodes import rollouts
-from runner.algorithm.policy.config import GrpoConfig, PolicyConfig, PpoConfig
+from runner.algorithm.episodes import encoding
+from runner.algorithm.policy.base import PolicyConfig
+from runner.algorithm.policy.config import GrpoConfig, PpoConfig
+from runner.algorithm.policy.formula import formula
 from runner.callback.base import NoOp
 from runner.callback.record import Record
+from runner.environment.config import NoEnvironmentConfig
 from runner.errors import TrainingDiverged
 from runner.loop import Job, run
 from runner.protocols import Completion, Environments, StepEnd
+from runner.sampler.config import TorchSamplerConfig
 from tests.algorithm.harness import Nods, even_bytes, job_of
 
 SMALL: dict[str, Any] = {"batch_size": 4, "micro_batch_tokens": 10**6}
@@ -101,7 +106,7 @@ def test_an_experience_survives_its_encoding() -> None:
     job = job_of(GrpoConfig(**SMALL), rate=lambda c: None if c.ids[0] % 3 == 0 else even_bytes(c))
     job.publish(0)
     experience = job.algorithm.collect(5)
-    assert rollouts.decode(rollouts.encode(experience)) == experience
+    assert encoding.decode(encoding.encode(experience)) == experience
 
 
 def test_equal_rewards_teach_nothing() -> None:
@@ -124,6 +129,68 @@ def test_an_unscored_answer_is_as_if_it_had_not_been_drawn() -> None:
     assert batch.totals["rows"] == len(learnt)
     values, _ = job.algorithm.describe(0, experience)
     assert values["reward/unscored"] > 0 and values["reward/mean"] > 0
+
+
+LAGGED = {"lag": 1}
+CHOICES: list[PolicyConfig] = [
+    kind(**SMALL, **more, **where)
+    for kind in (GrpoConfig, PpoConfig)
+    for more in ({}, {"epochs": 2}, {"mini_batches": 2}, LAGGED, {"correction": "tis"}, {**LAGGED, "epochs": 2})
+    for where in ({}, {"kl": "k1", "kl_place": "reward"}, {"kl": "k3", "kl_place": "loss"})
+]
+
+
+@pytest.mark.parametrize("config", CHOICES, ids=str)
+def test_what_is_explained_is_what_is_done(config: PolicyConfig) -> None:
+    """The line of π_old against the channel that the losses read."""
+    job = job_of(config.model_copy(update={"group_size": 2}))
+    job.publish(0)
+    policy: Any = job.models["policy"]
+    forward, asked = policy.forward, []
+
+    def heard(batch: Any, needs: frozenset[str]) -> Any:
+        asked.extend(needs & {"logprobs"})
+        return forward(batch, needs)
+
+    policy.forward = heard
+    batch = next(iter(job.algorithm.prepare(job.algorithm.collect(0), job.models, job.ranks)))
+    done = "the policy itself"
+    if "old" in batch.tokens:
+        done = "computed by the trainer" if asked else "the policy that sampled"
+    words: Any = SimpleNamespace(sampler=TorchSamplerConfig(), environment=NoEnvironmentConfig())
+    [said] = [line for line in formula(config, words) if line.startswith("  π_old")]
+    assert done in said
+
+
+def test_the_constant_of_dr_grpo_is_the_longest_episode() -> None:
+    config = GrpoConfig(**SMALL, aggregation="seq_mean_token_sum_norm", zero_variance="keep", share_prompts=False)
+    for environments, longest in ((None, 6), (Environments(Nods, 3), 18)):
+        job = job_of(config, environments=environments)
+        job.publish(0)
+        batch = next(iter(job.algorithm.prepare(job.algorithm.collect(0), job.models, job.ranks)))
+        weights = batch.tokens["weight"].unique().tolist()
+        assert weights == pytest.approx([0, 1 / (batch.totals["rows"] * longest)])
+
+
+def test_the_numbers_of_a_step_are_of_all_that_it_drew() -> None:
+    """Groups that were replaced, and those drawn beyond what is learnt from, count as much as the others."""
+    config = GrpoConfig(**SMALL, zero_variance="resample", resample_rounds=20, group_size=2)
+    job = job_of(config, rate=lambda c: float(c.ids[0] % 4 == 0))
+    job.publish(0)
+    algorithm: Any = job.algorithm
+    experience = algorithm.collect(0)
+    rounds = range(experience.rounds)
+    drawn = [g for r in rounds for g in algorithm.collector.groups(algorithm.parts.data.take(0, 4, r), 0, r)]
+    answers = [one for group in drawn for one in group.samples]
+    values, _ = algorithm.describe(0, experience)
+    assert len(drawn) == 4 * experience.rounds > len(experience.groups)
+    assert values["reward/mean"] == pytest.approx(sum(one.reward for one in answers) / len(answers))
+    assert values["reward/zero_variance"] == pytest.approx(sum(not g.has_contrast for g in drawn) / len(drawn)) > 0
+    assert values["rollout/length"] == pytest.approx(sum(len(one.ids) for one in answers) / len(answers))
+    assert values["rollout/tokens"] == sum(len(one.ids) for one in answers)
+    assert values["rollout/cut_off"] == sum(one.finish == "length" for one in answers) / len(answers)
+    again = algorithm.decode(algorithm.encode(experience))
+    assert again == experience and algorithm.describe(0, again)[0] == values
 
 
 def test_groups_without_contrast_are_replaced_up_to_the_cap() -> None:
@@ -213,10 +280,11 @@ def curve_and_weights(job: Job, first: int) -> tuple[list[float], list[Tensor]]:
         GrpoConfig(**SMALL, kl="k3", kl_target=0.01),
         GrpoConfig(**SMALL, lag=1),
         GrpoConfig(**SMALL, lag=3, correction="decoupled"),
+        GrpoConfig(**SMALL, lag=1, zero_variance="resample", group_size=2),
         PpoConfig(**SMALL, mini_batches=2, epochs=2),
         PpoConfig(**SMALL, mini_batches=2, lag=1, critic="shared"),
     ],
-    ids=["adaptive", "lag1", "lag3", "ppo", "ppo shared, lag1"],
+    ids=["adaptive", "lag1", "lag3", "resampled", "ppo", "ppo shared, lag1"],
 )
 def test_a_resumed_run_is_the_same_bit_for_bit(config: PolicyConfig) -> None:
     assert_resumes(config)

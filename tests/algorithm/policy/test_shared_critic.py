@@ -63,7 +63,7 @@ def written_out(job: Job, config: PpoConfig) -> Tensor:
     white = (advantages - advantages.mean()) / advantages.std(correction=0)
     surrogate = -(logprobs - logprobs.detach()).exp() * white
     error = (values - returns).square() / 2  # before the first update no value is clipped
-    return (surrogate - config.entropy_coef * entropy + config.shared_value_coef * error).mean()
+    return (surrogate - config.entropy_coef * entropy + (config.value_coef or 0.1) * error).mean()
 
 
 def test_loss_and_gradients_are_those_of_the_formula() -> None:

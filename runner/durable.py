@@ -6,10 +6,15 @@ import errno
 import hashlib
 import os
 import re
+import secrets
 import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 
 FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
+STAGED = ".staging-"
+STALE_S = 3600.0  # another process may be writing what is younger
 OS_ERROR = re.compile(r"\(os error ([0-9]+)\)")  # how safetensors passes an errno on
 
 
@@ -28,6 +33,28 @@ def write_new(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def replace_whole(path: Path, content: bytes) -> None:
+    """Put `content` at `path` so that a reader, or a crash, sees the old file or the new one and nothing else.
+
+    Raises OSError where that fails; the old file is then untouched and nothing is left beside it.
+    """
+    staged = path.with_name(f"{STAGED}{path.name}.{secrets.token_hex(4)}")
+    try:
+        write_new(staged, content)
+        os.replace(staged, path)
+        sync(path.parent)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what `replace_whole` left in a folder where its process was killed. Raises OSError."""
+    for path in folder.glob(f"{STAGED}*"):
+        with suppress(FileNotFoundError):  # another process was faster
+            if time.time() - path.stat().st_mtime > STALE_S:
+                path.unlink()
 
 
 def sha256(path: Path) -> str:

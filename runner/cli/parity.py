@@ -1,0 +1,73 @@
+"""`run parity`: whether another device or machine computes what this one did. torch is imported when steps are run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from runner.cli.args import UsageError
+from runner.cli.compose import SPEC, Composed, compose_job, re_decode
+from runner.errors import EnvironmentProblem
+from runner.folder import shown
+from runner.parity import go
+from runner.parity.recording import Recording, read
+from runner.registry import default_registry
+
+STEPS, TOLERANCE = 5, 0.005
+FORMS = "write: run parity --record FILE device=cpu …, or run parity --compare FILE device=npu"
+
+
+def run(args: Namespace) -> int:
+    """Record the first steps of a job, or compare them; returns 0 where they agree. Raises Disagreement."""
+    if (args.record is None) == (args.compare is None):
+        raise UsageError(f"run parity: one of --record and --compare is expected; {FORMS}")
+    return _record(args) if args.compare is None else _compare(args)
+
+
+def _record(args: Namespace) -> int:
+    if args.tolerance is not None:
+        raise UsageError("run parity --record: --tolerance is for --compare")
+    path, words = _target(args.record, args.words)
+    spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
+    composed = re_decode(spec, words, args.config_dir) if spec else compose_job(words, args.config_dir)
+    for note in composed.notes:
+        print(note, file=sys.stderr)
+    recording = go.record(composed.spec, min(args.steps or STEPS, composed.spec.steps), path)
+    print(f"recorded {len(recording.steps)} steps of {composed.spec.name} on {recording.made['device']['name']}")
+    print(f"compare  run parity --compare {shown(path)} device=npu")
+    return 0
+
+
+def _target(record: str, words: list[str]) -> tuple[Path, list[str]]:
+    """Where to write, and the job's words: `--record cpu` is short for `--record parity-cpu.safetensors device=cpu`."""
+    if record in default_registry().classes("device"):
+        if any(word.startswith("device=") for word in words):
+            raise UsageError(f"run parity --record {record} is a device already; with device=… name a file: {FORMS}")
+        record, words = f"parity-{record}.safetensors", [*words, f"device={record}"]
+    path = Path(record)
+    if path.is_dir() or not path.parent.is_dir():
+        raise EnvironmentProblem(f"--record {record}: a file in a folder that exists is expected")
+    return path, words
+
+
+def _compare(args: Namespace) -> int:
+    given = {"--steps": args.steps, "--spec": args.spec, "--config-dir": args.config_dir}
+    if unused := [flag for flag, value in given.items() if value is not None]:
+        raise UsageError(f"run parity --compare: the recording says which job and how many steps, not {unused[0]}")
+    recorded = read(args.compare)
+    spec = _recorded(recorded, args.words).spec
+    tolerance = TOLERANCE if args.tolerance is None else args.tolerance
+    go.compare_with(recorded, spec, tolerance, lambda lines: print("\n".join(lines)))
+    print("\nthey agree")
+    return 0
+
+
+def _recorded(recording: Recording, words: list[str]) -> Composed:
+    """The recorded job, with what is said on the command line on top."""
+    with TemporaryDirectory(prefix="run-parity-") as folder:
+        path = Path(folder) / SPEC
+        path.write_text(json.dumps(recording.spec), encoding="utf-8")  # JSON is YAML
+        return re_decode(path, words)

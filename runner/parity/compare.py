@@ -1,0 +1,213 @@
+"""Two recordings of the same steps: how far apart they are, and where that begins.
+
+refuse_other_job   before anything is built: the job is the recorded one but for what may differ
+refuse_other_start before the first step: the same data, the same weights
+compare            losses and gradient norms of each step, then outputs and gradients of the first one ─▶ Comparison
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from runner.errors import CheckpointError, DataError, Problem, SpecError
+from runner.identity import refuse_changed_model
+from runner.parity.recording import Print, Recording
+from runner.spec.job import JobSpec
+from runner.spec.origin import COMMAND_LINE, leaves
+
+# What a device or machine may have of its own: kernels, data types, where the same files lie.
+OWN = (
+    "device",
+    "strict",
+    "init_from",
+    "model.dtype",
+    "model.autocast",
+    "model.gradient_checkpointing",
+    "model.head_chunk_tokens",
+    "model.path",
+    "model.tokenizer",
+    "model.trust_remote_code",
+    "data.path",
+    "algorithm.teacher",
+)
+SAME_WEIGHTS = {False: 1e-9, True: 2.0**-8}  # largest relative distance; of different data types: bfloat16's rounding
+SMALL_GRADIENT = 0.1  # of the root mean square of the gradients' norms: below it a gradient is judged by that
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Largest relative distances that rounding explains."""
+
+    output: float
+    gradient: float
+
+
+FLOAT32, TF32, BFLOAT16 = Bounds(1e-3, 1e-2), Bounds(1e-2, 5e-2), Bounds(5e-2, 2.5e-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """How far apart two prints are, relative to the recorded one.
+
+    taken: the same of the module's input, if known; shapes: recorded and here, where they differ
+    """
+
+    name: str
+    distance: float
+    taken: float | None = None
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepGap:
+    """A loss (see `series`) and a gradient norm, recorded and here."""
+
+    loss: tuple[float, float]
+    grad_norm: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What two recordings have in common.
+
+    series: the number that is compared as the loss; bounds: for the coarsest data type of the two
+    outputs: in the order of the forward pass; gradients: in that of the backward pass
+    unmatched: modules that were called on one side only; ended: why there are fewer steps here than were recorded
+    """
+
+    series: str
+    steps: tuple[StepGap, ...]
+    bounds: Bounds
+    outputs: tuple[Gap, ...]
+    gradients: tuple[Gap, ...]
+    unmatched: int
+    ended: str | None
+
+    @property
+    def loss_error(self) -> float:
+        """Mean over the steps of |here − recorded| / |recorded|; infinite where steps are missing."""
+        if self.ended is not None or not self.steps:
+            return math.inf
+        return math.fsum(relative(*step.loss) for step in self.steps) / len(self.steps)
+
+    @property
+    def first_output(self) -> Gap | None:
+        """The first module of the forward pass whose output is beyond its bound."""
+        return next((gap for gap in self.outputs if gap.distance > self.bounds.output), None)
+
+    @property
+    def first_gradient(self) -> Gap | None:
+        """The first parameter of the backward pass whose gradient is beyond its bound."""
+        return next((gap for gap in self.gradients if gap.distance > self.bounds.gradient), None)
+
+    def agrees(self, tolerance: float) -> bool:
+        """Whether the mean relative loss error is at most `tolerance` and no module or gradient beyond its bound."""
+        return self.loss_error <= tolerance and self.first_output is None and self.first_gradient is None
+
+
+def relative(recorded: float, here: float) -> float:
+    """|here − recorded| / |recorded|; 0 where they are equal, infinite where one is not finite."""
+    if recorded == here:
+        return 0.0
+    found = abs(here - recorded) / abs(recorded) if recorded else math.inf
+    return found if math.isfinite(found) else math.inf
+
+
+def refuse_other_job(recorded: Mapping[str, object], spec: JobSpec) -> None:
+    """Raise SpecError naming every option that is not as recorded and may not differ."""
+    now, before = dict(leaves(spec.model_dump(mode="json"))), dict(leaves(recorded))
+    text = "was recorded as {}, is {}; leave it out, or record again with it"
+    problems = [
+        Problem(key, text.format(before.get(key), now.get(key)), COMMAND_LINE)
+        for key in {**before, **now}
+        if now.get(key) != before.get(key) and not {key, key.partition(".")[0]} & set(OWN)
+    ]
+    if problems:
+        raise SpecError(problems)
+
+
+def refuse_other_start(recorded: Recording, here: Recording) -> None:
+    """Raise DataError for other data, CheckpointError for other weights: then no number could be compared."""
+    if recorded.made["data"] != here.made["data"]:
+        raise DataError("the data (or its tokenizer) is not that of the recording; copy it here, or record again")
+    for role, origin in here.made["frozen"].items():
+        refuse_changed_model(origin, {"model": recorded.made["frozen"][role]}, role)
+    before, now = recorded.of_kind("weight"), here.of_kind("weight")
+    rounded = recorded.spec["model"]["dtype"] != here.spec["model"]["dtype"]
+    apart = [
+        name
+        for name in {**before, **now}
+        if name not in before or name not in now or _distance(before[name], now[name]) > SAME_WEIGHTS[rounded]
+    ]
+    if apart:
+        raise CheckpointError(
+            f"{len(apart)} of {len(before)} weights are not those of the recording, the first of them {apart[0]}: "
+            "another model, or another file of it; copy it here, or record again"
+        )
+
+
+def compare(recorded: Recording, here: Recording, *, sampled: bool) -> Comparison:
+    """Compare. sampled: the algorithm learns from samples, whose surrogate loss is about 0 whatever the model is; the
+    likelihood of the same samples is compared in its place."""
+    series = "nll" if sampled else "train/loss"
+    steps = tuple(
+        StepGap((a[series], b[series]), (a["train/grad_norm"], b["train/grad_norm"]))
+        for a, b in zip(recorded.steps, here.steps, strict=False)
+        if series in a and series in b
+    )
+    before, now = recorded.of_kind("output"), here.of_kind("output")
+    ended = here.ended
+    return Comparison(
+        series,
+        steps,
+        _bounds(recorded, here),
+        tuple(_outputs(recorded, here)),
+        tuple(_gradients(recorded.of_kind("gradient"), here.of_kind("gradient"), list(before))),
+        len(before.keys() ^ now.keys()),
+        ended,
+    )
+
+
+def _outputs(recorded: Recording, here: Recording) -> Iterator[Gap]:
+    """Of what both called: a device's fused operators pass over some modules."""
+    given, taken = (here.of_kind(kind) for kind in ("output", "input"))
+    before = recorded.of_kind("input")
+    for name, one in recorded.of_kind("output").items():
+        if name in given:
+            known = name in before and name in taken
+            shapes = None if one.shape == given[name].shape else (one.shape, given[name].shape)
+            first = _distance(before[name], taken[name]) if known else None
+            yield Gap(name, _distance(one, given[name]), first, shapes)
+
+
+def _gradients(before: Mapping[str, Print], now: Mapping[str, Print], modules: Sequence[str]) -> Iterator[Gap]:
+    """Against the order of the `modules`. Some are 0 but for rounding (a key's bias), so small ones are judged by the
+    usual one."""
+    places = {name: place for place, name in enumerate(modules)}
+    usual = math.sqrt(math.fsum(one.norm**2 for one in before.values()) / max(len(before), 1))
+    for name in sorted(before, key=lambda name: _place(name, places), reverse=True):
+        apart = before[name].distance(now[name]) if name in now else math.inf
+        yield Gap(name, apart / (max(before[name].norm, SMALL_GRADIENT * usual) or 1.0))
+
+
+def _place(parameter: str, places: Mapping[str, int]) -> int:
+    """That of the innermost module around a parameter which was called; the end for the head, which is not."""
+    owner = parameter
+    while owner and owner not in places:
+        owner = owner[: max(owner.rfind("."), owner.rfind("/"), 0)]
+    return places.get(owner, len(places))
+
+
+def _distance(one: Print, other: Print) -> float:
+    """Relative to the norm of the first."""
+    apart = one.distance(other)
+    return apart / one.norm if one.norm else apart
+
+
+def _bounds(*recordings: Recording) -> Bounds:
+    models = [one.spec["model"] for one in recordings]
+    if any("bfloat16" in (model["dtype"], model["autocast"]) for model in models):
+        return BFLOAT16
+    return TF32 if any(one.spec["device"].get("tf32") for one in recordings) else FLOAT32

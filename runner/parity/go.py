@@ -1,0 +1,52 @@
+"""Records a job's first steps, or runs those of a recording again; torch is imported on the way, not before.
+
+spec ─▶ ready ─▶ environment ─▶ torch ─▶ play ─▶ Recording
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from runner.decisions import Decisions
+from runner.errors import Disagreement
+from runner.folder import RunFolder
+from runner.launch.local import ready
+from runner.launch.screen import on_screen
+from runner.launch.session import memory_errors
+from runner.launch.surroundings import load_torch, set_environment
+from runner.parity import report
+from runner.parity.compare import compare, refuse_other_job, refuse_other_start
+from runner.parity.recording import Recording, write
+from runner.spec.job import JobSpec
+
+
+def record(spec: JobSpec, steps: int, path: Path) -> Recording:
+    """Run the first `steps` steps and write them to `path`. Raises StorageError if it cannot be written."""
+    recording = _played(ready(spec), steps, None, lambda start: None)
+    write(path, recording)
+    return recording
+
+
+def compare_with(recorded: Recording, spec: JobSpec, tolerance: float, show: Callable[[Sequence[str]], None]) -> None:
+    """Run the recorded steps as `spec` says, and show both. Raises SpecError, DataError or CheckpointError where they
+    cannot be compared, Disagreement where they differ."""
+    spec = ready(spec)
+    refuse_other_job(recorded.spec, spec)
+    here = _played(spec, len(recorded.steps), recorded, lambda start: refuse_other_start(recorded, start))
+    found = compare(recorded, here, sampled=spec.algorithm.samples)
+    show(list(report.lines(found, recorded, here, tolerance)))
+    if not found.agrees(tolerance):
+        raise Disagreement(report.verdict(found, tolerance))
+
+
+def _played(spec: JobSpec, steps: int, given: Recording | None, accept: Callable[[Recording], None]) -> Recording:
+    with TemporaryDirectory(prefix="run-parity-") as name, on_screen(Path(name) / "run.log") as console:
+        decide = Decisions(spec.strict)
+        set_environment(spec, decide)
+        load_torch(spec.device.name)
+        from runner.parity.play import play  # torch is imported here
+
+        with memory_errors(spec):
+            return play(spec, RunFolder(Path(name)), steps, given, accept, decide, console.message)

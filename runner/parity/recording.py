@@ -1,0 +1,134 @@
+"""What a device made of the first steps of a job, as a file: safetensors whose header holds the rest as JSON.
+
+    header   format · spec · made of · steps · prints (name, shape, norm) · experiences · sha256 of all
+    tensors  print/N float64 [WIDTH]        experience/STEP/NAME
+
+torch is not imported: who compares reads the job, and its device, before that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from runner.errors import DataError, EnvironmentProblem, StorageError
+
+FORMAT = 1
+ENTRY, DIGEST = "parity", "sha256"  # of the header
+
+
+@dataclass(frozen=True, slots=True)
+class Print:
+    """A tensor's shape, its norm, and its sketch, float64 [WIDTH] (see `runner.parity.sketch`)."""
+
+    shape: tuple[int, ...]
+    norm: float
+    sums: NDArray[np.float64]
+
+    def distance(self, other: Print) -> float:
+        """‖other − this‖, estimated; infinite where shapes differ or a number is not finite."""
+        found = float(np.linalg.norm(other.sums - self.sums)) if self.shape == other.shape else math.inf
+        return found if math.isfinite(found) else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Everything that two devices are compared by.
+
+    spec: of the job, as plain data; made: device, versions, fingerprint of the data, where frozen models come from
+    steps: the numbers of each step; experiences: what sampled algorithms learnt from, as `Algorithm.encode` gives it
+    prints: by `KIND/ROLE/NAME`, each kind in the order in which it was computed (see `runner.parity.watch`)
+    ended: why it has fewer steps than were asked for
+    """
+
+    spec: Mapping[str, Any]
+    made: Mapping[str, Any]
+    steps: Sequence[Mapping[str, float]]
+    prints: Mapping[str, Print]
+    experiences: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+    ended: str | None = None
+
+    def of_kind(self, kind: str) -> dict[str, Print]:
+        """The prints of one kind, by `ROLE/NAME`."""
+        start = f"{kind}/"
+        return {name.removeprefix(start): one for name, one in self.prints.items() if name.startswith(start)}
+
+
+def write(path: Path, recording: Recording) -> None:
+    """Write a recording: aside, then renamed. Raises StorageError."""
+    tensors = {f"print/{number}": one.sums for number, one in enumerate(recording.prints.values())}
+    plain = []
+    for step, experience in enumerate(recording.experiences):
+        tensors |= {f"experience/{step}/{name}": np.asarray(t) for name, t in experience["tensors"].items()}
+        plain.append({name: value for name, value in experience.items() if name != "tensors"})
+    header = {
+        "format": FORMAT,
+        "spec": recording.spec,
+        "made": recording.made,
+        "steps": recording.steps,
+        "prints": [[name, one.shape, one.norm] for name, one in recording.prints.items()],
+        "experiences": plain,
+    }
+    text = json.dumps(header)
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        save_file(tensors, aside, metadata={ENTRY: text, DIGEST: _digest(text, tensors)})
+        os.replace(aside, path)
+    except (OSError, SafetensorError) as error:
+        aside.unlink(missing_ok=True)
+        raise StorageError(f"cannot write {path}: {error}") from error
+
+
+def read(path: Path) -> Recording:
+    """The recording in a file. Raises EnvironmentProblem if there is none, DataError if it is not what was written."""
+    if not path.is_file():
+        raise EnvironmentProblem(f"{path}: no such file; a recording is made with: run parity --record {path}")
+    try:
+        with safe_open(path, framework="np") as file:
+            said = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{path}: no recording, or a damaged one ({error}); record again") from error
+    if ENTRY not in said:
+        raise DataError(f"{path}: safetensors, and no recording; one is made with: run parity --record FILE")
+    if said.get(DIGEST) != _digest(said[ENTRY], tensors):
+        raise DataError(f"{path}: damaged: it does not match its own checksum; copy it again, or record again")
+    header = json.loads(said[ENTRY])
+    if header["format"] != FORMAT:
+        raise DataError(f"{path} has format {header['format']}, this version reads {FORMAT}; record again with it")
+    return _recording(header, tensors)
+
+
+def _recording(header: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> Recording:
+    prints = {
+        name: Print(tuple(shape), norm, tensors[f"print/{number}"])
+        for number, (name, shape, norm) in enumerate(header["prints"])
+    }
+    experiences = [one | {"tensors": dict(_below(tensors, step))} for step, one in enumerate(header["experiences"])]
+    return Recording(header["spec"], header["made"], header["steps"], prints, experiences)
+
+
+def _below(tensors: Mapping[str, NDArray[Any]], step: int) -> Iterator[tuple[str, NDArray[Any]]]:
+    start = f"experience/{step}/"
+    yield from ((name.removeprefix(start), t) for name, t in tensors.items() if name.startswith(start))
+
+
+def _digest(text: str, tensors: Mapping[str, NDArray[Any]]) -> str:
+    whole = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        one = tensors[name]
+        whole.update(f"{name} {one.dtype} {one.shape}".encode())
+        whole.update(np.ascontiguousarray(one).tobytes())
+    return whole.hexdigest()
