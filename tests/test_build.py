@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.build.parts import build_data, build_device, build_learner, build_tokenizer
+from runner.build.parts import build_data, build_device, build_learner, build_model, build_tokenizer
 from runner.cli.compose import compose_job
 from runner.decisions import Decisions
 from runner.errors import SpecError
@@ -61,3 +61,13 @@ def test_dropout_that_nothing_has_cannot_be_kept(workdir: Path) -> None:
     spec, decide = compose_job(words).spec, Decisions(strict=True)
     with pytest.raises(SpecError, match=r"algorithm\.dropout: GPT2LMHeadModel has no dropout to keep"):
         build_learner(spec, "policy", causal("gpt2"), build_device(spec, decide), decide)
+
+
+def test_a_critic_that_the_model_cannot_share_is_refused_with_the_way_out(workdir: Path) -> None:
+    made = causal("llama4")
+    made.save(Path("model"))
+    words = ["model=hf", "model.path=model", "data=demo", "algorithm=ppo", *REWARDED.split()]
+    spec, decide = compose_job([*words, "algorithm.critic=shared"]).spec, Decisions()
+    wanted = r"algorithm\.critic: .* shows its backbone: Llama4ForCausalLM does not; type algorithm\.critic=separate"
+    with pytest.raises(SpecError, match=wanted):
+        build_model(spec, made.tokenizer, build_device(spec, decide), decide, spec.algorithm.learners()["policy"])

@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 from runner.algorithm.parts import Parts
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 from runner.algorithm.preference.learning import build_dpo, build_kto
+from runner.algorithm.preference.pairs import pack_pairs
 from runner.algorithm.preference.reward_model import build as build_rm
-from runner.held_out_loss import HeldOutLoss, LearnsFromItems, shares
+from runner.batch import Batch
+from runner.frozen import FrozenModel
+from runner.held_out_loss import HeldOutLoss, LearnsFromItems, Remembered, shares
+from runner.protocols import Outputs
 from tests.algorithm.preferences import (
+    CPU,
     ONE_RANK,
     TOKENIZER,
     Given,
@@ -99,6 +104,42 @@ def test_judged_answers_have_numbers_of_their_side_only() -> None:
         assert ("eval/chosen" in sample) == item.good and ("eval/rejected" in sample) != item.good
     losses = sum(s["eval/loss"] for s in report.samples) / 8
     assert report.values["eval/loss"] == pytest.approx(losses, rel=1e-5)
+
+
+class Counting(FrozenModel):
+    """A frozen model that counts the tokens that it scores."""
+
+    tokens = 0
+
+    def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
+        self.tokens += batch.num_tokens
+        return super().forward(batch, needs)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_the_reference_scores_held_out_items_once(kind: str) -> None:
+    reference = Counting(model(6), budget=50, device=CPU)
+    algorithm: Any = build_kto(KtoConfig(batch_size=4), parts(judged(4))) if kind == "kto" else dpo()[0]
+    items, subject = (JUDGED if kind == "kto" else PAIRS), learner(model(5))
+    known = {"policy": subject, "reference": Remembered(reference)}
+    first = dict(measured(algorithm, items, known, 4).values)
+    scored = reference.tokens
+    torch.nn.init.normal_(subject.model.inner.lm_head.weight)
+    again = dict(measured(algorithm, items, known, 4).values)
+    assert reference.tokens == scored > 0
+    afresh = measured(algorithm, items, {"policy": subject, "reference": reference}, 4).values
+    for values in (again, first):
+        del values["time/eval_s"]
+    assert again == {name: afresh[name] for name in again} != first
+
+
+def test_what_is_remembered_is_of_one_batch_and_one_output() -> None:
+    known, plain = Remembered(frozen(model(6))), frozen(model(6))
+    for items in (PAIRS[:3], PAIRS[3:], PAIRS[:3]):
+        batch = pack_pairs(items, share=True)
+        for output in ("logprobs", "entropy"):
+            needs = frozenset({output})
+            assert torch.equal(known.forward(batch, needs)[output], plain.forward(batch, needs)[output])
 
 
 def test_it_leaves_no_trace() -> None:

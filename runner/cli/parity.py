@@ -1,10 +1,11 @@
-"""`run parity`: whether another device or machine computes what this one did. torch is imported when steps are run."""
+"""`run parity`: whether another device computes what this one did. numpy and torch are imported on the way."""
 
 from __future__ import annotations
 
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,8 +13,6 @@ from runner.cli.args import UsageError
 from runner.cli.compose import SPEC, Composed, compose_job, re_decode
 from runner.errors import EnvironmentProblem
 from runner.folder import shown
-from runner.parity import go
-from runner.parity.recording import Recording, read
 from runner.registry import default_registry
 
 STEPS, TOLERANCE = 5, 0.005
@@ -30,6 +29,8 @@ def run(args: Namespace) -> int:
 def _record(args: Namespace) -> int:
     if args.tolerance is not None:
         raise UsageError("run parity --record: --tolerance is for --compare")
+    from runner.parity import go
+
     path, words = _target(args.record, args.words)
     spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
     composed = re_decode(spec, words, args.config_dir) if spec else compose_job(words, args.config_dir)
@@ -57,17 +58,19 @@ def _compare(args: Namespace) -> int:
     given = {"--steps": args.steps, "--spec": args.spec, "--config-dir": args.config_dir}
     if unused := [flag for flag, value in given.items() if value is not None]:
         raise UsageError(f"run parity --compare: the recording says which job and how many steps, not {unused[0]}")
-    recorded = read(args.compare)
-    spec = _recorded(recorded, args.words).spec
+    from runner.parity import go, recording
+
+    recorded = recording.read(args.compare)
+    spec = _recorded(recorded.spec, args.words).spec
     tolerance = TOLERANCE if args.tolerance is None else args.tolerance
     go.compare_with(recorded, spec, tolerance, lambda lines: print("\n".join(lines)))
     print("\nthey agree")
     return 0
 
 
-def _recorded(recording: Recording, words: list[str]) -> Composed:
+def _recorded(spec: Mapping[str, object], words: list[str]) -> Composed:
     """The recorded job, with what is said on the command line on top."""
     with TemporaryDirectory(prefix="run-parity-") as folder:
         path = Path(folder) / SPEC
-        path.write_text(json.dumps(recording.spec), encoding="utf-8")  # JSON is YAML
+        path.write_text(json.dumps(spec), encoding="utf-8")  # JSON is YAML
         return re_decode(path, words)

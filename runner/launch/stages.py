@@ -93,7 +93,7 @@ def _run_first(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> Path
     if not own_model:
         words += [f"model={spec.model.name}", *_options("model", spec.model.model_dump(mode="json"))]
     words += [f"tracker={spec.tracker.name}", *_options("tracker", spec.tracker.model_dump(mode="json"))]
-    process = subprocess.Popen(bound([sys.executable, "-m", "runner", *words]))
+    process = subprocess.Popen(bound([sys.executable, "-P", "-m", "runner", *words]))
     try:
         code = process.wait()
     except KeyboardInterrupt:  # the terminal interrupted both: the first run saves, then this one ends

@@ -2,7 +2,8 @@
 
     text ──UTF-8──▶ bytes ──▶ ids 0 … 255        <|pad|> 256   <|im_start|> 257   <|im_end|> 258
 
-No merges are learnt, so any UTF-8 text survives encode and decode, and no file has to be shipped.
+No merges are learnt, so any UTF-8 text survives encode and decode, and no file has to be shipped. Of an export,
+AutoTokenizer takes the class of the model's architecture: the same ids, but it first composes accents that stand apart.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def byte_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=PAD,
-        unk_token=PAD,  # of bytes none is unknown; without it the class that AutoTokenizer takes adds an id of its own
+        unk_token=PAD,  # no byte is unknown; where none is named, the class that AutoTokenizer takes adds an id
         eos_token=END,
         additional_special_tokens=[START],
         chat_template=CHAT_TEMPLATE,

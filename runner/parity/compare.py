@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from runner.errors import CheckpointError, DataError, Problem, SpecError
-from runner.identity import refuse_changed_model
 from runner.parity.recording import Print, Recording
 from runner.spec.job import JobSpec
 from runner.spec.origin import COMMAND_LINE, leaves
@@ -133,17 +132,19 @@ def refuse_other_start(recorded: Recording, here: Recording) -> None:
     if recorded.made["data"] != here.made["data"]:
         raise DataError("the data (or its tokenizer) is not that of the recording; copy it here, or record again")
     for role, origin in here.made["frozen"].items():
-        refuse_changed_model(origin, {"model": recorded.made["frozen"][role]}, role)
-    before, now = recorded.of_kind("weight"), here.of_kind("weight")
+        before = recorded.made["frozen"][role]
+        if other := [name for name, value in origin.items() if before.get(name, value) != value]:
+            raise CheckpointError(f"the {role} is not that of the recording: another {', '.join(other)}; copy it here")
+    weights, now = recorded.of_kind("weight"), here.of_kind("weight")
     rounded = recorded.spec["model"]["dtype"] != here.spec["model"]["dtype"]
     apart = [
         name
-        for name in {**before, **now}
-        if name not in before or name not in now or _distance(before[name], now[name]) > SAME_WEIGHTS[rounded]
+        for name in {**weights, **now}
+        if name not in weights or name not in now or _distance(weights[name], now[name]) > SAME_WEIGHTS[rounded]
     ]
     if apart:
         raise CheckpointError(
-            f"{len(apart)} of {len(before)} weights are not those of the recording, the first of them {apart[0]}: "
+            f"{len(apart)} of {len(weights)} weights are not those of the recording, the first of them {apart[0]}: "
             "another model, or another file of it; copy it here, or record again"
         )
 

@@ -31,7 +31,7 @@ from runner.protocols import Model, State, StepEnd
 from runner.signals import StopSignal
 from runner.spec.job import JobSpec
 
-KEPT = ("train/loss", "critic/loss", "train/grad_norm", "critic/grad_norm", "train/lr", "sampler/abs_logprob_diff")
+KEPT = ("train/loss", "train/grad_norm", "train/lr", "sampler/abs_logprob_diff")
 LIKELIHOOD = "nll"  # mean negative log-likelihood of the tokens that a step learns
 
 

@@ -122,7 +122,7 @@ def runs(folder: SweepFolder) -> Command:
 
     def command(job: JobPlan) -> list[str]:
         run = folder.run(job.index)
-        runner = [sys.executable, "-m", "runner"]
+        runner = [sys.executable, "-P", "-m", "runner"]
         if run.spec.is_file():
             return [*runner, "resume", str(run.root), *job.again]
         return [*runner, "--spec", str(folder.spec(job.index)), "--folder", str(run.root), *job.again]

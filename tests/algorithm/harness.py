@@ -106,13 +106,14 @@ def job_of(
     temperature: float = 1.0,
     sgd: bool = False,
     environments: Environments | None = None,
+    stop_tokens: Sequence[int] = (),
 ) -> Job:
     """The whole job, wired as `runner.build` does it."""
     head = config.learners()["policy"]
     policy = model_of(1, head)
     ahead = config.lag > 0
     sampler = torch_sampler.build(
-        TorchSamplerConfig(max_new_tokens=6, temperature=temperature),
+        TorchSamplerConfig(max_new_tokens=6, temperature=temperature, stop_tokens=tuple(stop_tokens)),
         model=model_of(1, head) if ahead else policy,
         decide=silent,
     )

@@ -40,6 +40,8 @@ def completed(
         ("run strict=", ["strict=false", "strict=true"]),
         ("run infer latest --te", ["--temperature"]),
         ("run --sp", ["--spec"]),
+        ("run parity --com", ["--compare"]),
+        ("run parity --record cpu optimizer.l", ["optimizer.lr="]),
         ("run --mul", ["--multirun"]),
         ("run sweep re", ["report", "resume"]),
         ("run sweep resume la", ["latest"]),

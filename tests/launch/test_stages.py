@@ -36,6 +36,7 @@ def test_a_recipe_is_run_first_on_this_jobs_model(tmp_path: Path) -> None:
         "algorithm.group_size=2",
         "evaluation.every=0",
         "init_from=recipe:quick",
+        "device.threads=2",
         f"--config-dir={_with_recipe(tmp_path)}",
     )
     assert done.returncode == 0, done.stderr
@@ -43,7 +44,9 @@ def test_a_recipe_is_run_first_on_this_jobs_model(tmp_path: Path) -> None:
     spec = (tmp_path / "outputs/latest/spec.yaml").read_text()
     [stage] = [p for p in (tmp_path / "outputs").glob("*/*-quick-*")]
     assert f"init_from: {stage.resolve()}/export" in spec
-    assert "hidden_size: 32" in (stage / "spec.yaml").read_text(), "the first run has this job's model"
+    first = (stage / "spec.yaml").read_text()
+    assert "hidden_size: 32" in first, "the first run has this job's model"
+    assert "threads: 2" in first, "and its device as it is set"
     assert json.loads((stage / "status.json").read_text())["state"] == "done"
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from runner.batch import micro_batches, pack
+from runner.batch import micro_batches, pack, with_tokens
 from runner.decisions import Decisions
 from runner.errors import EnvironmentProblem, SpecError
 from tests.model.zoo import LENGTHS, LOGPROBS, batch, causal, gradients, greedy, module, reference, relative, rows
@@ -257,3 +258,39 @@ def test_a_saved_model_loads_with_transformers(tied: bool, tmp_path: Path) -> No
     out = loaded.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False)[0, 6:].tolist()
     assert [i for i in out if i != 258] == greedy(model, [prompt], 5)[0]
     assert not list(tmp_path.glob("*.bin"))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_temperature_divides_the_logits_bias_included(bias: bool) -> None:
+    model, temperature = causal("qwen2", double=True, tie_word_embeddings=False), 0.6
+    if bias:
+        model.causal.lm_head = biased(model.causal.lm_head)
+    data = batch()
+    data = with_tokens(data, temperature=torch.full((data.num_tokens,), temperature, dtype=torch.float64))
+    needs = frozenset({"logprobs", "entropy"})
+    got = model.outputs(data, needs)
+    names, parameters = zip(*model.trainable().items(), strict=True)
+    grads = torch.autograd.grad(got["logprobs"].sum() + got["entropy"].sum(), parameters)
+
+    scores, entropies = [], []
+    for row in rows():
+        with model._own_attention():
+            logits = model.causal(input_ids=torch.tensor([row]), use_cache=False).logits[0, :-1]
+        scaled = (logits / temperature).log_softmax(-1)
+        scores += [torch.zeros(1), scaled.gather(1, torch.tensor(row[1:], dtype=torch.int64)[:, None])[:, 0]]
+        entropies += [torch.zeros(1), -(scaled.exp() * scaled).sum(1)]
+    logprobs, entropy = torch.cat(scores), torch.cat(entropies)
+    torch.testing.assert_close(got["logprobs"], logprobs, check_dtype=False)
+    torch.testing.assert_close(got["entropy"], entropy, check_dtype=False)
+    wanted = torch.autograd.grad(logprobs.sum() + entropy.sum(), parameters)
+    assert model.chunked and ("lm_head.bias" in names) == bias
+    assert relative(dict(zip(names, grads, strict=True)), dict(zip(names, wanted, strict=True))) < 1e-6
+
+
+def biased(head: nn.Linear) -> nn.Linear:
+    """The same head with a bias large enough to show."""
+    made = nn.Linear(head.in_features, head.out_features, dtype=head.weight.dtype)
+    with torch.no_grad():
+        made.weight.copy_(head.weight)
+        made.bias.normal_(generator=torch.Generator().manual_seed(3))
+    return made

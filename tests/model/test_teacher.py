@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import AddedToken
+from transformers import AutoTokenizer
 
 from runner.decisions import Decisions
 from runner.errors import EnvironmentProblem, SecurityRefusal, SpecError
@@ -27,8 +28,9 @@ def folder(tmp_path: Path) -> Path:
 
 def build(folder: Path | str, tokenizer: Any = None, **options: Any) -> Any:
     students = tokenizer or byte_tokenizer(512)
-    given: dict[str, Any] = {"device": CPU, "seed": 0, "decide": Decisions(strict=True), "longest": 64} | options
-    return teacher.build(str(folder), None, LIKE, tokenizer=students, **given)
+    given: dict[str, Any] = {"device": CPU, "seed": 0, "decide": Decisions(strict=True), "longest": 64}
+    given |= {"like": LIKE, "key": "algorithm.teacher"} | options
+    return teacher.build(str(folder), None, given.pop("like"), tokenizer=students, **given)
 
 
 def test_it_has_its_own_weights_and_runs_as_the_student_does(folder: Path) -> None:
@@ -38,6 +40,23 @@ def test_it_has_its_own_weights_and_runs_as_the_student_does(folder: Path) -> No
     torch.testing.assert_close(
         made.outputs(batch(), LOGPROBS)["logprobs"], wanted.outputs(batch(), LOGPROBS)["logprobs"].detach()
     )
+
+
+@pytest.mark.parametrize(
+    ("autocast", "dtype", "wanted"),
+    [
+        ("none", None, torch.float32),
+        ("bfloat16", None, torch.bfloat16),
+        ("none", "bfloat16", torch.bfloat16),
+        ("bfloat16", "float32", torch.float32),
+    ],
+)
+def test_its_weights_are_as_small_as_its_products_allow_or_as_is_asked(
+    autocast: Any, dtype: Any, wanted: torch.dtype, folder: Path
+) -> None:
+    made = build(folder, like=LIKE.model_copy(update={"autocast": autocast}), dtype=dtype)
+    assert {p.dtype for p in made.module.parameters()} == {wanted}
+    assert made.outputs(batch(), LOGPROBS)["logprobs"].dtype == torch.float32
 
 
 def test_its_hidden_states_and_its_head_are_its_logits(folder: Path) -> None:
@@ -99,4 +118,9 @@ def test_the_export_of_a_tiny_run_can_teach_a_tiny_one(tmp_path: Path) -> None:
     config = TinyConfig(hidden_size=32, intermediate_size=48, layers=1)
     own = tiny.tokenizer(config)
     tiny.build(config, tokenizer=own, device=CPU, seed=0, decide=Decisions()).save(tmp_path / "export")
-    assert build(tmp_path / "export", own).inner.config.hidden_size == 32
+    made = build(tmp_path / "export", own)
+    assert made.inner.config.hidden_size == 32
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert theirs.get_vocab() == own.get_vocab() and len(theirs) == 259
+    assert theirs.special_tokens_map == own.special_tokens_map
+    assert theirs.encode("Ünï <|im_end|>\n x") == own.encode("Ünï <|im_end|>\n x")

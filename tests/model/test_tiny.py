@@ -9,7 +9,7 @@ import torch
 
 from runner.batch import pack
 from runner.decisions import Decisions
-from runner.errors import SpecError
+from runner.errors import EnvironmentProblem, SpecError
 from runner.model import tiny
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
@@ -84,3 +84,22 @@ def test_a_few_steps_learn_a_row_by_heart() -> None:
         model.linear(data, -data.tokens["weight"] / len(ids))[0].backward()
         optimizer.step()
     assert model.tokenizer.decode(greedy(model, [ids[:4]], 40)[0]) == "quick brown fox"
+
+
+@pytest.mark.parametrize("options", [{"heads": 2, "kv_heads": 2}, {"kv_heads": 2}])
+def test_weights_of_other_heads_are_refused_though_they_would_fit(options: dict[str, int], tmp_path: Path) -> None:
+    """4 heads of 8 and 2 heads of 16 have weights of the same shapes, and are not the same function."""
+    small = {"hidden_size": 32, "intermediate_size": 48, "layers": 1}
+    made = build(**small)
+    made.save(tmp_path)
+    with pytest.raises(
+        EnvironmentProblem, match=r"init_from=.* has num_(attention|key_value)_heads=4, and this model 2"
+    ):
+        tiny.build(
+            TinyConfig(**{**small, **options}),
+            tokenizer=made.tokenizer,
+            device=CPU,
+            seed=0,
+            decide=Decisions(),
+            init_from=str(tmp_path),
+        )

@@ -14,7 +14,7 @@ from runner.adapter import lora
 from runner.adapter.config import LoraConfig
 from runner.batch import Batch, with_tokens
 from runner.decisions import Decisions
-from runner.errors import SpecError
+from runner.errors import SpecError, UnfitModel
 from runner.model import hf
 from runner.model.config import HfConfig, TinyConfig
 from runner.model.tokenizer import byte_tokenizer
@@ -110,6 +110,16 @@ def test_all_outputs_come_from_one_pass_and_do_not_depend_on_what_else_is_asked(
         model.outputs(batch, frozenset({"values", "scores"}))
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2"])
+def test_hidden_states_can_be_asked_for_beside_values(kind: str) -> None:
+    model, batch = valued(kind), pack_trees(trees())
+    with torch.no_grad():
+        [wanted] = model.outputs(batch, frozenset({"hidden"})).values()
+        for more in (VALUES, ALL):
+            found = model.outputs(batch, more | {"hidden"})
+            assert found.keys() == more | {"hidden"} and torch.equal(found["hidden"], wanted)
+
+
 def test_a_temperature_changes_no_value() -> None:
     model, batch = valued(), pack_trees(trees())
     hot = with_tokens(batch, temperature=torch.full((batch.num_tokens,), 0.5))
@@ -137,7 +147,7 @@ def test_the_lm_head_stays_in_chunks() -> None:
 
 
 def test_a_model_that_hides_its_backbone_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"shows its backbone.*type algorithm\.critic=separate"):
+    with pytest.raises(UnfitModel, match="shows its backbone: Llama4ForCausalLM does not"):
         valued("llama4")
 
 

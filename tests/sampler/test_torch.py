@@ -141,7 +141,9 @@ def test_rows_that_join_late_are_the_same(size: int, monkeypatch: pytest.MonkeyP
 
 def test_answers_outgrow_the_first_memory() -> None:
     model = causal("mistral")
-    asked = [Request(p, seed, n, seed) for seed, (p, n) in enumerate(zip(PROMPTS, (150, 7, 90, 130), strict=True))]
+    asked = [
+        Request(p, seed, n, seed, raw=True) for seed, (p, n) in enumerate(zip(PROMPTS, (150, 7, 90, 130), strict=True))
+    ]
     check_logprobs(model, asked, sampler(model, batch_size=2).sample(asked), atol=1e-4)
 
 

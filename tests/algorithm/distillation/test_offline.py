@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,10 @@ from torch import Tensor
 from runner.algorithm.distillation.config import DistillConfig
 from runner.algorithm.distillation.offline import Distill, build, common
 from runner.algorithm.parts import Parts
+from runner.batch import Batch
+from runner.build.evaluation import build_evaluation
+from runner.build.parts import build_data, build_tokenizer
+from runner.cli.compose import compose_job
 from runner.decisions import Decisions
 from runner.errors import SpecError
 from runner.frozen import FrozenModel
@@ -21,7 +26,7 @@ from runner.model.config import TinyConfig
 from runner.model.tokenizer import byte_tokenizer
 from runner.parallelism.config import SingleConfig
 from runner.parallelism.single import SingleRank
-from runner.protocols import Item, Question
+from runner.protocols import Item, Outputs, Question
 from tests.algorithm.harness import silent
 from tests.model.test_head import Largest
 from tests.model.zoo import CPU, module
@@ -59,9 +64,15 @@ class Rows:
 
 
 class Counted(FrozenModel):
-    """A teacher that notes how many rows of logits it was asked for at once."""
+    """A teacher that notes how many rows of logits, and how many tokens' hidden states, it was asked for at once."""
 
-    most = 0
+    most = states = 0
+    types: frozenset[torch.dtype] = frozenset()
+
+    def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
+        found = super().forward(batch, needs)
+        self.states, self.types = max(self.states, batch.num_tokens), self.types | {found["hidden"].dtype}
+        return found
 
     def lm_head(self) -> Any:
         inner = super().lm_head()
@@ -96,7 +107,7 @@ def learner_of(model: CausalLM, budget: int = WHOLE) -> LocalLearner:
 
 
 def algorithm_of(config: DistillConfig, teacher: FrozenModel) -> Distill:
-    return build(config, Parts(Rows(), None, 0, silent, frozen={"teacher": teacher}))
+    return build(config, Parts(Rows(), byte_tokenizer(512), 0, silent, frozen={"teacher": teacher}))
 
 
 def gradients(
@@ -184,7 +195,29 @@ def test_mini_batches_each_divide_by_their_own_tokens() -> None:
     batches = list(algorithm.prepare(algorithm.collect(0), {"teacher": teacher}, SingleRank(SingleConfig())))
     learnt = [sum(w > 0 for item in part for w in item.weights[1:]) for part in (ITEMS[:3], ITEMS[3:])]
     assert [batch.totals["tokens"] for batch in batches] == learnt
-    assert all(batch.tokens["teacher"].shape == (batch.num_tokens, 48) for batch in batches)
+    assert teacher.states == 0, "the teacher is asked when a micro-batch is learnt"
+
+
+def test_hidden_states_of_one_micro_batch_exist_at_once_in_the_teachers_data_type() -> None:
+    config = DistillConfig(teacher=TEACHER, batch_size=len(ITEMS))
+    teacher = teacher_of()
+    teacher._model.module.to(torch.bfloat16)
+    gradients(config, student_of(), teacher, budget=20)
+    assert 0 < teacher.states <= 20 < sum(len(item.ids) for item in ITEMS)
+    assert teacher.types == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2"])
+def test_without_gradient_the_terms_are_those_that_are_learnt(kind: str) -> None:
+    config = DistillConfig(teacher=TEACHER, batch_size=len(ITEMS), sft_coef=0.5, divergence="jsd")
+    student, teacher = student_of(kind), teacher_of()
+    algorithm, subject = algorithm_of(config, teacher), learner_of(student, budget=20)
+    [batch] = algorithm.prepare(algorithm.experience(ITEMS), {}, SingleRank(SingleConfig()))
+    loss = algorithm.losses["policy"]
+    found = subject.measure(batch, loss)
+    assert all(p.grad is None for p in student.trainable().values())
+    wanted, _ = subject.forward_backward(batch, loss)
+    assert loss(batch, found).metrics.result() == pytest.approx(wanted.result(), rel=1e-5)
 
 
 def test_of_neither_model_are_all_logits_ever_held() -> None:
@@ -213,6 +246,13 @@ def test_a_teacher_that_changes_its_logits_is_refused_and_not_misread() -> None:
         algorithm_of(DistillConfig(teacher=TEACHER), teacher_of("gemma2"))
 
 
+def test_a_top_k_that_leaves_nothing_out_is_refused() -> None:
+    teacher = teacher_of()
+    algorithm_of(DistillConfig(teacher="x", top_k=258), teacher)
+    with pytest.raises(SpecError, match=r"algorithm\.top_k: the tokenizer has 259 tokens, so 259 of them are all"):
+        algorithm_of(DistillConfig(teacher="x", top_k=259), teacher)
+
+
 def test_ids_that_only_one_of_the_two_has_do_not_count() -> None:
     wide, narrow = torch.randn(3, 9), torch.randn(3, 7)
     for one, other in ((wide, narrow), (narrow, wide)):
@@ -233,3 +273,23 @@ def test_a_step_without_a_learnt_token_has_a_gradient_of_zero(monkeypatch: pytes
     monkeypatch.setattr("tests.algorithm.distillation.test_offline.ITEMS", [Item((1, 2, 3), (0.0, 0.0, 0.0))])
     found, _ = gradients(DistillConfig(teacher=TEACHER, batch_size=1), student_of(), teacher_of())
     assert found and all(not gradient.any() for gradient in found.values())
+
+
+def test_held_out_answers_have_a_divergence_beside_the_numbers_of_every_policy(workdir: Path) -> None:
+    words = ["model=tiny", "data=demo", "data.items=16", "data.held_out=6", "evaluation.max_new_tokens=2"]
+    spec = compose_job([*words, "algorithm=distill", f"algorithm.teacher={TEACHER}", "algorithm.sft_coef=0.5"]).spec
+    data, ranks = build_data(spec, build_tokenizer(spec), Decisions()), SingleRank(SingleConfig())
+    student, teacher = student_of(), teacher_of()
+    subject = learner_of(student, budget=100)
+    config: Any = spec.algorithm
+    algorithm: Any = build(config, Parts(data, student.tokenizer, 0, silent, frozen={"teacher": teacher}))
+    models = {"policy": subject, "teacher": teacher}
+    evaluate = build_evaluation(spec, data, subject, student, algorithm, models, ranks, None, Decisions())
+    assert evaluate is not None
+    report = evaluate()
+    [batch] = algorithm.prepare(algorithm.experience([q.item for q in data.held_out()]), models, ranks)
+    wanted, _ = subject.forward_backward(batch, algorithm.losses["policy"])
+    for name in ("divergence", "nll"):
+        assert report.values[f"eval/{name}"] == pytest.approx(wanted.result()[f"distill/{name}"], rel=1e-5)
+    assert report.values["eval/loss"] == pytest.approx(report.values["eval/nll"], rel=1e-5), "as of every policy"
+    assert "eval/exact_match" in report.values and len(report.samples) == 6

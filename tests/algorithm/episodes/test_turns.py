@@ -134,11 +134,12 @@ def test_an_episode_ends_where_the_model_has_no_room_for_another_turn(room: int)
 
 def test_an_episode_that_outgrows_a_real_model_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "CONFIG", harness.CONFIG.model_copy(update={"max_positions": 64}))
-    job = harness.job_of(GrpoConfig(batch_size=4, group_size=2), environments=Environments(harness.Nods, 8))
+    environments, often = Environments(harness.Nods, 8), range(0, 512, 2)
+    job = harness.job_of(GrpoConfig(batch_size=4, group_size=2), environments=environments, stop_tokens=often)
     job.publish(0)
     experience: Any = job.algorithm.collect(0)
     samples = [(len(group.prompt.ids) + len(one.ids), one) for group in experience.groups for one in group.samples]
-    assert all(one.finish == "length" and size <= 64 for size, one in samples)
+    assert all(one.finish == "length" and size <= 64 for size, one in samples), "eight turns do not fit"
     assert any(one.before for _, one in samples), "or no episode went on"
     assert job.algorithm.describe(0, experience)[0]["rollout/cut_off"] == 1
     list(job.algorithm.prepare(experience, job.models, job.ranks))

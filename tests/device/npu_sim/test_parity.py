@@ -19,20 +19,31 @@ JOBS = {
 COMMAND = "import sys; from runner.cli.main import main; sys.exit(main(sys.argv[1:]))"
 WRONG = """
 from runner.device.npu_sim.device import NpuSim
-right = NpuSim.fuse
-def fuse(self, module):
-    right(self, module)
-    module.model.layers[1].post_attention_layernorm.variance_epsilon = 1e-2
-NpuSim.fuse = fuse
+
+class Wrong(NpuSim):
+    def fuse(self, module):
+        super().fuse(module)
+        module.model.layers[1].post_attention_layernorm.variance_epsilon = 1e-2
 """
+ON_WRONG = "from runner.device.config import NpuSimConfig; NpuSimConfig.factory = 'wrong:Wrong'\n" + COMMAND
+RECORD, COMPARE = ("parity", "--record", "cpu", *SMALL.split()), ("parity", "--compare", "parity-cpu.safetensors")
+CARD = ("device=npu_sim", "device.memory_gib=8")
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_the_simulated_npu_agrees_and_its_wrong_norm_is_named(child: Any, tmp_path: Path, job: str) -> None:
-    child(COMMAND, "parity", "--record", "cpu", *SMALL.split(), *JOBS[job].split(), folder=tmp_path)
-    compare = ("parity", "--compare", "parity-cpu.safetensors", "device=npu_sim", "device.memory_gib=8")
-    said = child(COMMAND, *compare, "--tolerance", "0.001%", folder=tmp_path)
+def assert_agrees(said: str) -> None:
     assert "device.fused.rms_norm: 5 modules" in said and said.endswith("they agree\n")
     assert "2 modules ran on one side only" in said, "the two activations, which npu_swiglu contains"
-    said = child(WRONG + COMMAND, *compare, folder=tmp_path, code=5)
+
+
+def test_the_simulated_npu_agrees_and_its_wrong_norm_is_named(child: Any, tmp_path: Path) -> None:
+    child(COMMAND, *RECORD, *JOBS["sft"].split(), folder=tmp_path)
+    assert_agrees(child(COMMAND, *COMPARE, *CARD, "--tolerance", "0.001%", folder=tmp_path))
+    (tmp_path / "wrong.py").write_text(WRONG)
+    said = child(ON_WRONG, *COMPARE, *CARD, folder=tmp_path, code=5)
     assert "first in the forward pass: policy/model.layers.1.post_attention_layernorm, whose output" in said
+
+
+@pytest.mark.slow
+def test_the_simulated_npu_learns_the_same_from_the_recorded_samples(child: Any, tmp_path: Path) -> None:
+    child(COMMAND, *RECORD, *JOBS["grpo"].split(), folder=tmp_path)
+    assert_agrees(child(COMMAND, *COMPARE, *CARD, "--tolerance", "0.001%", folder=tmp_path))
