@@ -8,13 +8,13 @@ import os
 import re
 import secrets
 import shutil
-import time
 from contextlib import suppress
+from datetime import datetime, timedelta
 from pathlib import Path
 
 FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 STAGED = ".staging-"
-STALE_S = 3600.0  # another process may be writing what is younger
+STALE = timedelta(hours=1)  # another process may be writing what is younger
 OS_ERROR = re.compile(r"\(os error ([0-9]+)\)")  # how safetensors passes an errno on
 
 
@@ -53,7 +53,7 @@ def sweep(folder: Path) -> None:
     """Remove what `replace_whole` left in a folder where its process was killed. Raises OSError."""
     for path in folder.glob(f"{STAGED}*"):
         with suppress(FileNotFoundError):  # another process was faster
-            if time.time() - path.stat().st_mtime > STALE_S:
+            if datetime.now() - datetime.fromtimestamp(path.stat().st_mtime) > STALE:
                 path.unlink()
 
 

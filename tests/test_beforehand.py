@@ -174,7 +174,7 @@ def test_a_row_more_is_one_item_to_score(tmp_path: Path) -> None:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
         words = [f"data.path={path}", f"algorithm.batch_size={count}", "evaluation.every=0", "data.cache=false"]
         [said] = Attempt(f"of{count}", "algorithm=dpo", "steps=1", CACHED, *OWN_DATA, *words).words
-        assert said.startswith(f"cached: {scored} items scored")
+        assert said.startswith(f"cached: {scored} item")
 
 
 def test_what_was_computed_before_an_interruption_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from runner.build.parts import build_data, build_device, build_learner, build_model, build_tokenizer
+from runner.build.rollouts import refuse_missing_columns
 from runner.cli.compose import compose_job
 from runner.decisions import Decisions
 from runner.errors import SpecError
@@ -25,6 +26,43 @@ def test_continued_pre_training_learns_and_evaluates_every_token(algorithm: str,
     [question] = data.held_out()
     assert len(item.ids) == 27, "26 bytes and the end of sequence"
     assert sum(item.weights) == sum(question.item.weights) == learnt
+
+
+REWARD_FILE = """
+raise SystemExit("it ran")
+
+def score(completions, level, *, solution, strict=True, **more): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        ("exact reward.column=answers", [("reward.column", "type reward.column=answer")]),
+        ("countdown", [("reward.numbers", "type reward.numbers=NAME"), ("reward.target", "type reward.target=NAME")]),
+        ("sum reward.parts=[{name:exact},{name:math,column:x}]", [("reward.parts[1].column", "a column 'x'")]),
+        ("function reward.path=mine.py:score", [("reward.path", "'data.columns={NAME: solution}'")]),
+        ("numeric", []),
+        ("length reward.target=5", []),
+    ],
+)
+def test_a_column_that_no_row_has_is_refused_before_there_is_a_model(
+    reward: str, said: list[tuple[str, str]], workdir: Path
+) -> None:
+    Path("mine.py").write_text(REWARD_FILE)
+    rows = [{"prompt": "a", "answer": "b"}, {"prompt": "c", "level": 1}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["data=file", "data.path=rows.jsonl", "model=tiny", "algorithm=grpo", "sampler=torch"]
+    spec = compose_job([*words, *f"reward={reward}".split()]).spec
+    data = build_data(spec, build_tokenizer(spec), Decisions(strict=False))
+    if not said:
+        return refuse_missing_columns(spec, data)
+    with pytest.raises(SpecError) as raised:
+        refuse_missing_columns(spec, data)
+    found = raised.value.problems
+    assert [p.key for p in found] == [key for key, _ in said]
+    for problem, (_, part) in zip(found, said, strict=True):
+        assert "columns for rewards: answer, level" in problem.message and part in problem.message
 
 
 REWARDED = "sampler=torch reward=exact"

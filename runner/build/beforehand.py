@@ -25,6 +25,7 @@ from runner.held_out_loss import shares
 from runner.kept import KeptLogprobs
 from runner.protocols import Data, Device, Experience, Model
 from runner.spec.job import JobSpec
+from runner.tracker.text import counted
 
 FORMAT = 2  # raise it when keys or files are made in another way, so that no old file is used
 SAY_EVERY_S = 10.0
@@ -104,13 +105,15 @@ def _compute(
             if now >= say_at:
                 say_at = now + SAY_EVERY_S
                 seen = min(number + 1, spec.steps)
-                say(f"reference {scored} items scored; {seen} of {spec.steps} steps looked through")
+                of = f"{seen} of {counted(spec.steps, 'step')}"
+                say(f"reference {counted(scored, 'item')} scored; {of} looked through")
             if now >= write_at:
                 write_at = now + WRITE_EVERY_S
                 model.kept.write()
     finally:  # whatever interrupts it, the next start goes on from here
         model.kept.write()
-    took = f"{scored} items scored in {time.monotonic() - begin:.1f} s" if scored else "all known, nothing was computed"
+    took = f"{counted(scored, 'item')} scored in {time.monotonic() - begin:.1f} s"
+    took = took if scored else "all known, nothing was computed"
     decide.state("algorithm.reference", "cached", f"{took}; {model.kept.folder}")
 
 

@@ -16,8 +16,9 @@ from runner.algorithm.parts import Parts
 from runner.build.beforehand import compute_beforehand
 from runner.build.evaluation import build_evaluation
 from runner.build.parts import build_data, build_device, build_frozen, build_learner, build_model, build_tokenizer
-from runner.build.rollouts import build_reward, build_sampler
+from runner.build.rollouts import build_reward, build_sampler, refuse_missing_columns
 from runner.callback.activity import Activity
+from runner.callback.contrast import Contrast
 from runner.callback.evaluation import Evaluation
 from runner.callback.record import Record
 from runner.callback.rollouts import Rollouts
@@ -83,6 +84,7 @@ def build(
     device = build_device(spec, decide)
     tokenizer = build_tokenizer(spec)
     data = build_data(spec, tokenizer, decide)
+    refuse_missing_columns(spec, data)
     made = {
         role: build_model(spec, tokenizer, device, decide, head) for role, head in spec.algorithm.learners().items()
     }
@@ -110,6 +112,7 @@ def build(
         *([activity] if spec.watch.device_s else []),
         StallWatch(folder.stacks, spec.watch.stall_s),
         Record(outlets.step),
+        *([Contrast()] if spec.algorithm.rewarded else []),
         Rollouts(outlets.rollouts, spec.watch.samples),
     ]
     collect = algorithm.collect if publisher is None else publisher.before(algorithm.collect)

@@ -130,9 +130,7 @@ def build_frozen(
     return FrozenModel(model, budget=budget, device=device.torch_device, during=during)
 
 
-def build_teacher(
-    spec: JobSpec, role: str, wanted: Frozen, tokenizer: Any, device: Device, decide: Decisions
-) -> Any:
+def build_teacher(spec: JobSpec, role: str, wanted: Frozen, tokenizer: Any, device: Device, decide: Decisions) -> Any:
     """Another model than the job's, with the same tokenizer; the option of its role's name says which."""
     teacher = resolve("runner.model.teacher:build")(
         wanted.path,

@@ -6,10 +6,30 @@ from typing import Any
 
 from runner.build.parts import build_model
 from runner.decisions import Decisions
+from runner.errors import Problem, SpecError
 from runner.folder import RunFolder
-from runner.protocols import Device, Reward, Sampler
+from runner.protocols import Data, Device, Reward, Sampler
 from runner.registry import default_registry
 from runner.spec.job import JobSpec
+from runner.spec.suggest import nearest
+
+
+def refuse_missing_columns(spec: JobSpec, data: Data) -> None:
+    """Raise SpecError for a column that the reward asks for and no row of the data has: before the model is loaded."""
+    if not spec.algorithm.samples:
+        return
+    there = ", ".join(sorted(data.columns)) or "none"
+    text = f"no row of the data has a column '{{}}'; columns for rewards: {there}; {{}}"
+    missing = [(key, name) for key, name in spec.reward.columns() if name not in data.columns]
+    if missing:
+        raise SpecError([Problem(key, text.format(name, _instead(key, name, data))) for key, name in missing])
+
+
+def _instead(key: str, name: str, data: Data) -> str:
+    """What to do about a column that is not there; a function names its columns itself."""
+    meant = nearest(name, data.columns) or (next(iter(data.columns)) if len(data.columns) == 1 else "NAME")
+    own = key.endswith(".path")
+    return f"rename the argument, or the column: 'data.columns={{{meant}: {name}}}'" if own else f"type {key}={meant}"
 
 
 def build_sampler(spec: JobSpec, policy: Any, tokenizer: Any, device: Device, decide: Decisions) -> Sampler | None:

@@ -22,6 +22,7 @@ from runner.cli.mishaps import worded
 from runner.cli.overrides import SWEEP_ALONE, Typed, apply, check, problem, read, with_demo
 from runner.cli.resolve import escaped, resolve
 from runner.cli.sources import GROUP, options, session
+from runner.cli.stages import unknown_stages
 from runner.errors import EnvironmentProblem, Problem, SpecError
 from runner.registry import Registry, default_registry
 from runner.spec.decode import decode
@@ -128,11 +129,13 @@ class Composer:
 
 
 def finish(drafted: Draft, registry: Registry) -> Composed:
-    """Decode a draft. Raises SpecError with the draft's problems and the decoder's."""
+    """Decode a draft, and look for the recipes that are run first. Raises SpecError with the draft's problems, and the
+    decoder's."""
     problems = list(drafted.problems)
     spec = None
     try:
         spec = decode(drafted.data, drafted.origins, registry)
+        problems += unknown_stages(spec, drafted.origins)
     except SpecError as error:
         said = {p.key for p in problems}
         problems += [p for p in error.problems if p.key not in said and not _doubtful(p, drafted.unsure, registry)]

@@ -16,6 +16,7 @@ from runner.cli.sources import GROUP, options, plain, session
 from runner.errors import SpecError
 from runner.registry import Registry, default_registry, resolve
 from runner.spec import suggest
+from runner.spec.decode import unjudged
 from runner.spec.job import JobSpec
 from runner.spec.origin import at, origin_of
 from runner.spec.schema import Keys, groups_of, model_schema, sections
@@ -44,20 +45,25 @@ def show(args: Namespace) -> int:
     now = draft([w for w in args.words if is_override(w) and not w.endswith("=")], args.config_dir)
     key = keys[0]
     if key == "loss":
-        return _loss(finish(now, registry).spec)
+        return _loss(now, registry)
     if key in groups_of(registry) or key in _parts():
         with session(registry, args.config_dir) as loader:
             names = options(loader.get_sources(), key)
         _section(key, _owner(key, now, registry), now, names)
     else:
         _key(key, now, registry)
+    _notes(now, registry)
+    return 0
+
+
+def _notes(now: Draft, registry: Registry) -> None:
+    """What was chosen for the user, and what is wrong with the job that is explained."""
     for note in now.notes:
         print(f"\nnote: {note}")
     try:
         finish(now, registry)
     except SpecError as error:
         print(f"\nnote: {error}")
-    return 0
 
 
 def _chosen(words: Sequence[str], registry: Registry) -> list[str]:
@@ -68,11 +74,14 @@ def _chosen(words: Sequence[str], registry: Registry) -> list[str]:
     return [name for name in names if name in groups_of(registry)]
 
 
-def _loss(spec: JobSpec) -> int:
-    """The algorithm's loss with the constants in force."""
+def _loss(now: Draft, registry: Registry) -> int:
+    """The algorithm's loss with the constants in force, also where the job lacks what the formula does without."""
+    spec = None if "algorithm" in now.unsure else unjudged(now.data, now.origins, registry)
+    spec = spec or finish(now, registry).spec  # which says what is wrong
     if spec.algorithm.explains is None:
         raise UsageError(f"algorithm={spec.algorithm.name} does not say what its loss is; ask whoever wrote it")
     print("\n".join(resolve(spec.algorithm.explains)(spec.algorithm, spec)))
+    _notes(now, registry)
     return 0
 
 

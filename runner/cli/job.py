@@ -17,6 +17,7 @@ from runner.decisions import Decisions
 from runner.folder import RunFolder, find, find_trained, shown
 from runner.launch.surroundings import load_torch, set_environment
 from runner.spec.job import JobSpec
+from runner.tracker.text import harmless
 
 TRUST = "model.trust_remote_code="  # a run's spec.yaml may not say so: whoever uses the run says it again
 SETTING = re.compile(r"[+~]*(\w+)(?:\.[\w.]*)?=")
@@ -72,12 +73,13 @@ def infer(args: Namespace) -> int:
     print(f"{shown(folder.root)}, step {loaded.step}, {asked}", file=sys.stderr)
     several = args.file is not None or len(prompts) > 1
     settings = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
+    shown_as = harmless if sys.stdout.isatty() else str  # a terminal obeys what a model or a file says
     for prompt in prompts or _typed_prompts():
         if several:
-            print(f"> {prompt}")
+            print(shown_as(f"> {prompt}"))
         written = False
         for piece in use.answer(model, prompt, style, top_p=args.top_p or 1.0, seed=args.seed or 0, **settings):
-            print(piece, end="", flush=True)
+            print(shown_as(piece), end="", flush=True)
             written = written or bool(piece)
         print()
         if not written:
@@ -121,10 +123,11 @@ def _used(args: Namespace) -> tuple[RunFolder, list[str], Composed]:
     where, words = _where(words)
     folder, passed_over = find_trained(where)
     if passed_over is not None:
-        print(
-            f"latest: {shown(passed_over.root)} has no checkpoint yet; taking the newest run that has one",
-            file=sys.stderr,
-        )
+        from runner.launch.local import status
+
+        failed = status(passed_over).get("state") == "failed"
+        why = "failed before its first checkpoint" if failed else "has no checkpoint yet"
+        print(f"latest: {shown(passed_over.root)} {why}; taking the newest run that has one", file=sys.stderr)
     return folder, [*words, *args.literal], re_decode(folder.spec, settings)
 
 

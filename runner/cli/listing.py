@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from argparse import Namespace
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 from hydra.plugins.config_source import ConfigSource
@@ -18,6 +19,7 @@ from runner.spec import suggest
 from runner.spec.schema import groups_of, job_schema, recipe_schema
 from runner.sweep.config import SweepConfig
 
+SENTENCE_END = re.compile(r"(?<=[\w)\]]{3})\. (?=[A-Z])")  # three letters before it: "Dr. " and "e.g. " end none
 SWEEP_FIELDS = [(name, info) for name, info in SweepConfig.model_fields.items() if name != "over"]
 SWEEPS = """start a sweep
   run -m +recipe=sft_demo optimizer.lr=1e-4,3e-4 seed=1,2,3     a job for each combination
@@ -101,14 +103,22 @@ def schema(args: Namespace) -> int:
 
 
 def about(sources: Sequence[ConfigSource], group: str, name: str, registry: Registry) -> str:
-    """One line on an option: its class's docstring, or the first comment of its file."""
+    """The first sentence on an option: of its class's docstring, or of the first comment of its file."""
     if cls := registry.classes(group).get(name):
-        return (cls.__doc__ or "").strip().partition("\n")[0]
+        return first_sentence((cls.__doc__ or "").strip().splitlines())
     source = holders(sources, f"{group}/{name}")[0]
     path = Path(source.path, name if group == GROUP else f"{group}/{name}").with_suffix(".yaml")
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     comments = [line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), lines)]
-    return next((c for c in comments if c and not c.startswith(("@", "yaml-language-server"))), "")
+    said = [c for c in comments if not c.startswith(("@", "yaml-language-server"))]
+    return first_sentence(list(dropwhile(lambda line: not line, said)))
+
+
+def first_sentence(lines: Sequence[str]) -> str:
+    """The first sentence of the first paragraph of a wrapped text, on one line."""
+    text = " ".join(line.strip() for line in takewhile(str.strip, lines))
+    end = SENTENCE_END.search(text)
+    return text[: end.start() + 1] if end else text
 
 
 def _group(word: str, known: Sequence[str]) -> str:

@@ -85,7 +85,9 @@ def _judge(override: Override, word: str, groups: Collection[str]) -> Typed | Pr
     if key == "hydra" or override.is_hydra_override():
         return problem(key, "Hydra's own settings are not used; more config folders are added with --config-dir")
     if override.is_delete():
-        return problem(word, "nothing can be removed; set another value, or null")
+        return problem(
+            word, "nothing can be removed; set another value, or leave it out in a copy of the recipe in ./recipes"
+        )
     if override.package is not None or "/" in key:
         return problem(word, f"there is no such group; groups are {', '.join(groups)}")
     if override.is_sweep_override():

@@ -38,6 +38,8 @@ def _record(args: Namespace) -> int:
         print(note, file=sys.stderr)
     recording = go.record(composed.spec, min(args.steps or STEPS, composed.spec.steps), path)
     print(f"recorded {len(recording.steps)} steps of {composed.spec.name} on {recording.made['device']['name']}")
+    if recording.idle:
+        print(f"note: {recording.idle}", file=sys.stderr)
     print(f"compare  run parity --compare {shown(path)} device=npu")
     return 0
 

@@ -151,6 +151,13 @@ def options(sources: Sequence[ConfigSource], group: str) -> list[str]:
     return sorted(found)
 
 
+def recipes() -> list[str]:
+    """The recipes that are found without --config-dir; no session is needed, and one may be open."""
+    found = [tuple(url.split("://", 1)) for _, url in search_order(None)]
+    folders = [place if scheme == RecipesSource.scheme() else f"{place}/{GROUP}" for scheme, place in found]
+    return options([RecipesSource("", f"{RecipesSource.scheme()}://{folder}") for folder in folders], GROUP)
+
+
 def holders(sources: Iterable[ConfigSource], config_path: str) -> list[ConfigSource]:
     """The sources that have a config of this path; the first is the one used."""
     return [source for source in sources if source.is_config(config_path)]

@@ -39,6 +39,7 @@ class TokenisedData:
     fingerprint: str
     style: PromptStyle  # chat where any source has messages
     tokenizer: PreTrainedTokenizerBase
+    columns: frozenset[str]  # those that rewards see in any row
     evaluation: HeldOut | None = None
 
     def __len__(self) -> int:

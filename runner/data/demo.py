@@ -37,6 +37,7 @@ class DemoData:
     """Generated items in a seeded order, each tokenised when it is first asked for, so that a run starts at once."""
 
     style: PromptStyle = "chat"
+    columns = ("answer",)
 
     def __init__(self, config: DemoConfig, tokeniser: Tokeniser, seed: int, kind: ItemKind) -> None:
         self.config, self.tokeniser, self.kind, self.seed = config, tokeniser, kind, seed

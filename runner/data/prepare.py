@@ -176,6 +176,7 @@ def build_data(prepare: Preparation, sources: Sequence[Source], held_out: Source
         fingerprint=keys[0] if len(keys) == 1 else digest(keys, config.weights),
         style="chat" if "chat" in [summary["style"] for _, summary in built[: len(sources)]] else "text",
         tokenizer=prepare.tokenizer,
+        columns=frozenset().union(*(summary["given"] for _, summary in built[: len(sources)])),
         evaluation=_held_out(prepare, tables[-1]) if held_out is not None else None,
     )
 

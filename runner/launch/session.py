@@ -21,6 +21,7 @@ from runner.folder import RunFolder, is_latest, shown, write_json
 from runner.identity import refuse_changed_spec
 from runner.launch.export import write_export
 from runner.launch.screen import on_screen
+from runner.launch.stage import is_stage
 from runner.launch.surroundings import load_torch, set_environment
 from runner.launch.words import NO_EXAMPLE, Turn, amount, example, plain_sample, title
 from runner.registry import default_registry
@@ -28,6 +29,7 @@ from runner.signals import StopSignal
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
 from runner.tracker.jsonl import JsonlTracker, cut_back, holes
+from runner.tracker.text import counted
 
 if TYPE_CHECKING:
     from runner.build import Built
@@ -57,6 +59,8 @@ class Session:
                 self.stop.install()
                 self._run(console)
         except Interrupted as error:
+            if is_stage():
+                raise
             raise Interrupted(error.exit_code - 128, f"{error}\ngo on    run resume {self._name()}") from error
         return 0
 
@@ -182,10 +186,12 @@ class Session:
         return time.perf_counter() - begin
 
     def _ending(self, built: Built, seconds: float) -> list[str]:
-        lines = [f"done     {self.spec.steps} steps in {seconds:.0f} s"]
+        lines = [f"done     {counted(self.spec.steps, 'step')} in {seconds:.0f} s"]
         if self.spec.checkpoint.export:
             write_export(built.model, self.folder.export, self.spec, self.spec.steps, self.values)
             lines.append(f"model    {shown(self.folder.export)}")
+        if is_stage():
+            return lines
         lines.append(f"try it   {self._try_it(built)}")
         lines.append(f"go on    run resume {self._name()} steps={self.spec.steps * 2}")
         return lines

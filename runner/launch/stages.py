@@ -18,9 +18,11 @@ from runner.errors import EnvironmentProblem, Interrupted, Problem, RunnerError,
 from runner.folder import OUTPUTS, shown
 from runner.launch.child import bound
 from runner.launch.preflight import is_hub_id
+from runner.launch.stage import environment, go_on
 from runner.spec.job import JobSpec
 
 RECIPE = "recipe:"
+TOKENIZERS = ("tokenizer*", "vocab.*", "*.model")
 
 
 class StageFailed(RunnerError):
@@ -60,6 +62,8 @@ def _other_model(spec: JobSpec, option: str, path: str) -> str:
     key, revision = f"algorithm.{option}", f"{option}_revision"
     if path.startswith(RECIPE):
         where = _run_first(spec, path.removeprefix(RECIPE), key, own_model=True)
+    elif is_hub_id(path) and "/" not in path:
+        raise SpecError([Problem(key, f"{path}: no such folder; a hub id looks like ORG/NAME")])
     elif is_hub_id(path):
         print(f"{key}: no folder {path} here, so taken as a hub id", file=sys.stderr)
         return path
@@ -67,7 +71,11 @@ def _other_model(spec: JobSpec, option: str, path: str) -> str:
         where = Path(path).expanduser()
     if getattr(spec.algorithm, revision, None) is not None:
         raise SpecError([Problem(f"algorithm.{revision}", f"not used with {path}; it belongs to a hub id")])
-    return str(_weights_of(where, key))
+    folder = _weights_of(where, key)
+    if not any(found for pattern in TOKENIZERS for found in folder.glob(pattern)):
+        text = f"{shown(folder)} has no tokenizer ({', '.join(TOKENIZERS)}); copy the one it was trained with there"
+        raise SpecError([Problem(key, text)])
+    return str(folder)
 
 
 def _weights_of(where: Path, key: str) -> Path:
@@ -93,20 +101,28 @@ def _run_first(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> Path
     if not own_model:
         words += [f"model={spec.model.name}", *_options("model", spec.model.model_dump(mode="json"))]
     words += [f"tracker={spec.tracker.name}", *_options("tracker", spec.tracker.model_dump(mode="json"))]
-    process = subprocess.Popen(bound([sys.executable, "-P", "-m", "runner", *words]))
+    process = subprocess.Popen(bound([sys.executable, "-P", "-m", "runner", *words]), env=environment())
     try:
         code = process.wait()
     except KeyboardInterrupt:  # the terminal interrupted both: the first run saves, then this one ends
         code = process.wait()
         code = code or 128 + signal.SIGINT
     if code in (130, 143):
-        raise Interrupted(code - 128, f"while running +recipe={recipe} first; this job was not begun")
+        next_words = go_on(recipe, *_kept(spec, name, key))
+        raise Interrupted(code - 128, f"while running +recipe={recipe} first; this job was not begun{next_words}")
     if code:
         raise StageFailed(f"+recipe={recipe}, which {key} asks for, ended with exit code {code}", code)
     found = sorted(OUTPUTS.glob(f"*/*-{name}-*"))
     if not found:
         raise EnvironmentProblem(f"+recipe={recipe} ended well, but left no run called {name} in {OUTPUTS}/")
     return found[-1]
+
+
+def _kept(spec: JobSpec, name: str, key: str) -> tuple[Path | None, dict[str, str]]:
+    """The folder of the interrupted stage called `name`, if it has a checkpoint, and what its job then starts from."""
+    run = next((place.parent for place in OUTPUTS.glob(f"*/*-{name}-*/checkpoints")), None)
+    before = {"init_from": shown(Path(spec.init_from))} if spec.init_from and key != "init_from" else {}
+    return run, before if run is None else before | {key: shown(run)}
 
 
 def _options(group: str, values: dict[str, object]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from runner.folder import shown
 from runner.spec.job import JobSpec
-from runner.tracker.text import number, rate
+from runner.tracker.text import counted, number, rate
 
 LONGEST_EXAMPLE = 100  # characters of a prompt that is offered to be typed
 NO_EXAMPLE = '"…"'
@@ -45,7 +45,7 @@ def _first_weights(spec: JobSpec) -> str:
 def amount(spec: JobSpec, items: int) -> str:
     """How much data a run sees: items, per step, and how often it sees each."""
     per_step = spec.algorithm.batch_size
-    said = f"data     {items} items · {per_step} per step · {spec.steps} steps"
+    said = f"data     {counted(items, 'item')} · {per_step} per step · {counted(spec.steps, 'step')}"
     if getattr(spec.data, "weights", None):  # a mixture's sources are gone through at paces of their own
         return said
     return f"{said} = {number(float(f'{spec.steps * per_step / items:.3g}'))} epochs"

@@ -61,10 +61,20 @@ def load_folder(module: nn.Module, folder: str) -> None:
                         wanted[name].copy_(tensor)
                         found.add(name)
                     elif name not in HEADS:
-                        raise EnvironmentProblem(f"init_from={folder}: {name} has no place in this model ({file.name})")
+                        why = f"{name} has no place in this model ({file.name}){_depths(module.config, Path(folder))}"
+                        raise EnvironmentProblem(f"init_from={folder}: {why}")
     module.config._name_or_path = folder  # type: ignore[union-attr]
     if missing := sorted(wanted.keys() - found - HEADS):
-        raise EnvironmentProblem(f"init_from={folder} lacks {len(missing)} of the model's weights, e.g. {missing[0]}")
+        more = f"e.g. {missing[0]}{_depths(module.config, Path(folder))}"
+        raise EnvironmentProblem(f"init_from={folder} lacks {len(missing)} of the model's weights, {more}")
+
+
+def _depths(config: Any, folder: Path) -> str:
+    """`; it has 4 layers, this model 2`, where the folder says how many and they differ."""
+    described = folder / "config.json"
+    there = json.loads(described.read_text()).get("num_hidden_layers") if described.is_file() else None
+    here = getattr(config, "num_hidden_layers", None)
+    return f"; it has {there} layers, this model {here}" if there not in (None, here) else ""
 
 
 def _refuse_other_heads(config: Any, folder: Path) -> None:

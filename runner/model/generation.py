@@ -147,8 +147,8 @@ def greedy(
     rows: int,
     finish: Finish = at_limit,
 ) -> list[Written]:
-    """The same with the model's own `generate`, for a model that no `Writer` fits: `rows` answers one after another,
-    of which each is cut where it ends. Raises ValueError as well."""
+    """The same with the model's own `generate`, for a model that no `Writer` fits: `rows` answers at a time, which
+    all go on until the last one has ended, and are cut then. Raises ValueError as well."""
     if any(len(prompt) == 0 for prompt in prompts):
         raise ValueError("a prompt needs at least one token")
     ends, longest = end_ids(causal, tokenizer), longest_row(causal.config)
@@ -162,7 +162,9 @@ def greedy(
         limit = drafts[batch[0]].limit
         made = _generated(causal, tokenizer, [prompts[at] for at in batch], limit, ends)
         for at, ids in zip(batch, made, strict=True):
-            next(token for token in ids if drafts[at].extend(token, ends, finish) is None)
+            for token in ids:
+                if drafts[at].extend(token, ends, finish) is None:
+                    break
     return [draft.written() for draft in drafts]
 
 

@@ -60,6 +60,13 @@ class Recording:
     experiences: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
     ended: str | None = None
 
+    @property
+    def idle(self) -> str | None:
+        """What to say where no step had a gradient, so that none can be compared."""
+        if any(step["train/grad_norm"] for step in self.steps):
+            return None
+        return "no recorded step had a gradient (no answers to one prompt differed in reward?): only outputs can differ"
+
     def of_kind(self, kind: str) -> dict[str, Print]:
         """The prints of one kind, by `ROLE/NAME`."""
         start = f"{kind}/"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from runner.parity.compare import Comparison, Gap, relative
@@ -24,6 +25,8 @@ def lines(comparison: Comparison, recorded: Recording, here: Recording, toleranc
     for kind, found in gaps.items():
         bound = getattr(comparison.bounds, kind)
         yield f"{kind}s of step 1: {_summary(found, bound)}"
+    if recorded.idle:
+        yield recorded.idle
     if comparison.unmatched:
         yield f"{comparison.unmatched} modules ran on one side only (fused operators) and are not compared"
 
@@ -81,10 +84,15 @@ def _summary(gaps: Sequence[Gap], bound: float) -> str:
 def _sampler(recorded: Sequence[Mapping[str, float]], here: Sequence[Mapping[str, float]]) -> Iterator[str]:
     """The recording's sampler beside both trainers, where tokens were sampled."""
     name = "sampler/abs_logprob_diff"
-    both = [max((step[name] for step in steps if name in step), default=None) for steps in (recorded, here)]
+    both = [max(_numbers(steps, name), default=None) for steps in (recorded, here)]
     if None not in both:
         there, now = (f"{value:.2g}" for value in both if value is not None)
         yield f"|trainer − recorded sampler| per token, worst step: {there} recorded, {now} here"
+
+
+def _numbers(steps: Sequence[Mapping[str, float]], name: str) -> Iterator[float]:
+    """Those that there are: a step that learns from no token has none."""
+    yield from (step[name] for step in steps if name in step and not math.isnan(step[name]))
 
 
 def _made(made: Mapping[str, Mapping[str, object]]) -> str:

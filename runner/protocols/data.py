@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -76,6 +76,9 @@ class Data(Protocol):
 
     @property
     def style(self) -> PromptStyle: ...  # whether what is asked goes through the chat template
+
+    @property
+    def columns(self) -> Collection[str]: ...  # those that rewards see in any row
 
     def __len__(self) -> int: ...
 

@@ -15,5 +15,9 @@ class RewardConfig(ComponentConfig):
         """The same config with the paths of local files made absolute."""
         return self
 
+    def columns(self) -> list[tuple[str, str]]:
+        """(option, column) of each column of the data that it cannot score without; nothing of the user's is run."""
+        return []
+
     def preflight(self) -> None:
         """Raise for what is wrong outside the spec (files, packages); imports nothing heavy."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from runner.errors import EnvironmentProblem, SecurityRefusal
@@ -21,6 +23,7 @@ def check(path: str) -> None:
     if not (folder / "config.json").is_file():
         what = "a PEFT adapter" if (folder / "adapter_config.json").exists() else "no model folder (no config.json)"
         raise EnvironmentProblem(f"reward.path={path} is {what}; give the folder of a whole reward model")
+    refuse_language_model(path, json.loads((folder / "config.json").read_text()).get("architectures"))
     if list(folder.glob("*.safetensors")):
         return
     if pickles := sorted(found.name for pattern in PICKLES for found in folder.glob(pattern)):
@@ -30,3 +33,12 @@ def check(path: str) -> None:
             "AutoModelForSequenceClassification.from_pretrained(...).save_pretrained(...)"
         )
     raise EnvironmentProblem(f"reward.path={path} holds no weights (*.safetensors)")
+
+
+def refuse_language_model(path: str, architectures: Sequence[str] | None) -> None:
+    """Raise EnvironmentProblem where a model's config says that it writes text."""
+    if found := next((name for name in architectures or () if name.endswith("ForCausalLM")), None):
+        raise EnvironmentProblem(
+            f"reward.path={path} is a language model ({found}), not a sequence classifier\n"
+            "  make a reward model of it: run algorithm=rm model=hf model.path=… data=… (docs/preference.md)"
+        )

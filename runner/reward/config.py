@@ -39,6 +39,9 @@ class ColumnConfig(FallibleConfig):
 
     column: str = Field(default="answer", min_length=1, description="Column of the data that holds the right answer.")
 
+    def columns(self) -> list[tuple[str, str]]:
+        return [("reward.column", self.column)]
+
 
 class ExactConfig(ColumnConfig):
     """1 where the answer, stripped of blanks around it, equals a column; else 0."""
@@ -137,6 +140,9 @@ class CountdownConfig(FallibleConfig):
         description="Regular expression with one group: its last match is the expression; null = the whole text.",
     )
 
+    def columns(self) -> list[tuple[str, str]]:
+        return [("reward.numbers", self.numbers), ("reward.target", self.target)]
+
     def problems(self, job: Any) -> list[tuple[str, str]]:
         return _pattern_problems("extract", self.extract, groups=1)
 
@@ -176,6 +182,11 @@ class FunctionConfig(FallibleConfig):
 
         if message := fault(self.file, self.function):
             raise SpecError([Problem("reward.path", message)])
+
+    def columns(self) -> list[tuple[str, str]]:
+        from runner.reward.source import asked
+
+        return [("reward.path", name) for name in asked(self.file, self.function)]
 
 
 class HttpConfig(FallibleConfig):
@@ -244,6 +255,10 @@ class SumConfig(RewardConfig):
     def absolute(self) -> Self:
         parts = tuple(record(part.config.absolute(), part.weight) for part in members(self.parts))
         return self.model_copy(update={"parts": parts})
+
+    def columns(self) -> list[tuple[str, str]]:
+        parts = members(self.parts)
+        return [entry for i, part in enumerate(parts) for entry in renamed(part.config.columns(), i)]
 
     def preflight(self) -> None:
         """Raise SpecError with what is wrong with all parts; another error of a part as it is."""

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from runner.errors import EnvironmentProblem, SecurityRefusal
 from runner.protocols import Completion, Decide
 from runner.quiet import no_progress_bar
+from runner.reward.checkpoint import refuse_language_model
 from runner.reward.config import ModelRewardConfig
 from runner.reward.faults import Fault, Faults, Scored, Unscorable
 
@@ -126,8 +127,9 @@ def _loaded(config: ModelRewardConfig) -> tuple[Any, Any]:
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # or transformers asks a service of the hub to convert pickles
     path = os.path.expanduser(config.path)
     try:
-        labels = AutoConfig.from_pretrained(path).num_labels
-        if labels != 1:
+        described = AutoConfig.from_pretrained(path)
+        refuse_language_model(path, described.architectures)
+        if (labels := described.num_labels) != 1:
             raise EnvironmentProblem(
                 f"reward.path={path} has {labels} labels; a reward model is a sequence classifier with num_labels=1"
             )

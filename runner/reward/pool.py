@@ -10,10 +10,12 @@ See `worker.py` for what happens on the other side.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ START_S = 120.0  # for importing the file and what it imports
 END_S = 10.0
 GOING_S = 1.0  # between the end of a socket and the end of its process
 LINE_BYTES = 2000
+STACK_BYTES = 1 << 20
 
 
 class CannotStart(Exception):
@@ -50,16 +53,18 @@ class Worker:
     """A running process. Raises CannotStart if it does not get ready."""
 
     def __init__(self, target: Target, output: Output) -> None:
-        self._output = output
+        self._output, self._file = output, str(target.file)
+        self._stack = tempfile.TemporaryFile()  # noqa: SIM115 - end() closes it
         self._channel, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-P", "-u", worker.__file__, str(theirs.fileno())]
+            passed = (theirs.fileno(), self._stack.fileno())
+            command = [sys.executable, "-P", "-u", worker.__file__, *map(str, passed)]
             self._process = subprocess.Popen(
-                [*command, str(target.file), target.function, "here" if target.here else "apart"],
+                [*command, self._file, target.function, "here" if target.here else "apart"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=passed,
                 start_new_session=True,  # Ctrl-C is for the run
             )
         assert self._process.stdout is not None
@@ -80,6 +85,13 @@ class Worker:
         except (ConnectionError, ValueError) as error:
             raise EOFError(str(error)) from error
 
+    def hanging(self) -> str:
+        """Where the function was shortly before its time was over: `, at FILE:LINE in FUNCTION`; empty if unknown."""
+        dump = os.pread(self._stack.fileno(), STACK_BYTES, 0).decode("ascii", errors="replace")
+        self._output.keep(dump.rstrip())
+        place = worker.hanging_at(dump, self._file)
+        return f", at {place}" if place else ""
+
     def died(self) -> str:
         """How the process ended that has left the socket, in words."""
         with suppress(subprocess.TimeoutExpired):  # it lives on without the socket, and is ended like any other
@@ -97,6 +109,7 @@ class Worker:
             self._process.kill()
             code = self._process.wait()
         self._channel.close()
+        self._stack.close()
         self._printing.join(END_S)
         return _ending(code)
 
@@ -145,8 +158,9 @@ class Pool:
             return unscored(size, "no worker", f"a new worker cannot start: {error}")
         except TimeoutError:
             assert process is not None
+            message = f"no answer within {self._timeout_s:g} s{process.hanging()}; the worker was killed"
             process.end()
-            return unscored(size, "no answer in time", f"no answer within {self._timeout_s:g} s; the worker was killed")
+            return unscored(size, "no answer in time", message)
         except EOFError:
             assert process is not None
             return unscored(size, "the worker died", f"the worker died: {process.died()}")

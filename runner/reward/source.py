@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from runner.reward.payload import OWN
 from runner.spec.suggest import nearest
 
 BLOCKS = (ast.If, ast.Try, ast.With, ast.For, ast.While)  # what may bind a name at the level of the module
@@ -25,6 +26,17 @@ def fault(file: Path, function: str) -> str | None:
     except (ValueError, OSError) as error:
         return f"{file} cannot be read: {error}"
     return _missing(file, function, tree)
+
+
+def asked(file: Path, function: str) -> list[str]:
+    """The columns that `function` names without a default; none where that cannot be seen (decorated, imported)."""
+    node = dict(_bound(ast.parse(file.read_bytes(), filename=str(file)).body)).get(function)
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
+        return []
+    plain = [*node.args.posonlyargs, *node.args.args]
+    needed = plain[: len(plain) - len(node.args.defaults)]
+    needed += [arg for arg, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if default is None]
+    return [arg.arg for arg in needed if arg.arg not in OWN]
 
 
 def _missing(file: Path, function: str, tree: ast.Module) -> str | None:

@@ -3,6 +3,7 @@
     runner ══ stdin, SIGTERM ══▶ guard ── fork ──▶ worker: imports the file, calls the function
            ◀═ socket ═════════════════════════════▶   one JSON frame per question, one per answer
            ◀═ stdout and stderr, one pipe ═════════   what the function prints
+           ◀═ a file without a name ═══════════════   where the function is when its time is nearly over
 
 Nothing comes through stdin: its end says that the runner is gone, and SIGTERM that it wants no more. The guard runs no
 foreign code, so it always notices. It is the foster parent (subreaper) of everything below it, so it finds and ends
@@ -23,14 +24,15 @@ import json
 import math
 import os
 import random
+import re
 import select
 import signal
 import socket
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 STDIN, STDERR = 0, 2
@@ -70,8 +72,8 @@ def _exactly(channel: socket.socket, count: int) -> bytes:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """argv: the socket's descriptor, file, function, and `here` if modules beside the file can be imported."""
-    descriptor, path, name, where = int(arguments[0]), *arguments[1:]
+    """argv: the descriptors of socket and stack file, file, function, `here` if modules beside it can be imported."""
+    descriptor, stack, path, name, where = int(arguments[0]), int(arguments[1]), *arguments[2:]
     runner = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     woken, waking = os.pipe()
@@ -86,8 +88,9 @@ def main(arguments: Sequence[str]) -> int:
             signal.signal(number, signal.SIG_DFL)
         os.close(woken)
         os.close(waking)
-        return work(socket.socket(fileno=descriptor), path, name, where == "here")
+        return work(socket.socket(fileno=descriptor), stack, path, name, where == "here")
     os.close(descriptor)
+    os.close(stack)
     status = guard(child, runner, woken)
     return 128 - status if status < 0 else status
 
@@ -147,7 +150,7 @@ def _children() -> list[int]:
 # --- the worker ------------------------------------------------------------------------------------------------------
 
 
-def work(channel: socket.socket, path: str, name: str, here: bool) -> int:
+def work(channel: socket.socket, stack: int, path: str, name: str, here: bool) -> int:
     """Import the function, say so, and answer questions until there are none."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -157,6 +160,7 @@ def work(channel: socket.socket, path: str, name: str, here: bool) -> int:
     os.dup2(nothing, STDIN)
     os.close(nothing)
     channel.set_inheritable(False)
+    os.set_inheritable(stack, False)
     faulthandler.enable(STDERR)
     me = os.getpid()
     try:
@@ -170,7 +174,8 @@ def work(channel: socket.socket, path: str, name: str, here: bool) -> int:
             question = json.loads(receive(channel))
         except EOFError:
             return 0
-        reply = ask(function, question, path)
+        with traced(stack, question["timeout_s"]):
+            reply = ask(function, question, path)
         if os.getpid() != me:
             os._exit(0)  # the function forked and its child came back: only one of the two may answer
         _answer(channel, reply)
@@ -200,8 +205,6 @@ def ask(function: Callable[..., Any], question: Mapping[str, Any], path: str) ->
     """Call the function for one group: {"values": [...], "faults": [[kind, message, samples], ...]}."""
     size = int(question["size"])
     _seed(question["seed"])
-    # Where it hangs, just before it is killed.
-    faulthandler.dump_traceback_later(question["timeout_s"] * 0.9, file=STDERR)
     try:
         returned = function(**accepted(function, question["arguments"]))
         if inspect.isawaitable(returned):
@@ -211,8 +214,25 @@ def ask(function: Callable[..., Any], question: Mapping[str, Any], path: str) ->
         kind = f"{type(error).__name__} at {_place(error, path)}"
         reply = {"values": [None] * size, "faults": [[kind, described(error, path), size]]}
         return reply | {"trace": traceback.format_exc()}
+
+
+@contextmanager
+def traced(stack: int, timeout_s: float) -> Iterator[None]:
+    """Write where the function is into the file `stack` (emptied before) at 90 % of its time: then it may hang."""
+    os.ftruncate(stack, 0)
+    os.lseek(stack, 0, os.SEEK_SET)
+    faulthandler.dump_traceback_later(timeout_s * 0.9, file=stack)
+    try:
+        yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def hanging_at(dump: str, path: str) -> str | None:
+    """`score.py:2 in score`: the innermost frame of the user's file in faulthandler's dump; None if there is none."""
+    written = path.encode("ascii", "backslashreplace").decode()  # as faulthandler writes it
+    found = re.search(rf'File "{re.escape(written)}", line (\d+) in (\S+)', dump)
+    return f"{os.path.basename(path)}:{found[1]} in {found[2]}" if found else None
 
 
 async def _awaited(returned: Any) -> Any:

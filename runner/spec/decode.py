@@ -9,7 +9,7 @@ Only the classes that were chosen are built by pydantic, so that an answer takes
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -39,14 +39,24 @@ def decode(data: Mapping[str, Any], origins: Mapping[str, str], registry: Regist
     refuse_code(data, origins)
     chosen, found = _choose(data, known)
     data, missing = _missing(data, chosen)
-    job, wrong = _validate(data, chosen, Keys(known))
+    keys = Keys(known)
+    job, wrong = _validate(data, chosen, keys)
     found += missing + wrong
     if job is not None:
         found += _contradictions(job)
     if found:
-        raise SpecError(with_origins(found, origins))
+        raise SpecError(_with_way_out(with_origins(found, origins), chosen, keys))
     assert job is not None  # no problem was found
     return job
+
+
+def unjudged(data: Mapping[str, Any], origins: Mapping[str, str], registry: Registry | None = None) -> JobSpec | None:
+    """The job that `data` describes, whose parts need not fit one another, with `???` for a text that must be given;
+    None where single values are wrong, of which `decode` says all. Raises SecurityRefusal as `decode` does."""
+    known = registry or default_registry()
+    refuse_code(data, origins)
+    chosen, _ = _choose(data, known)
+    return _validate(data, chosen, Keys(known))[0]
 
 
 def refuse_code(data: Mapping[str, Any], origins: Mapping[str, str]) -> None:
@@ -181,6 +191,30 @@ def unknown_key(section: str, member: str, leaf: str, keys: Keys) -> str:
     owner = f"{section}={member}" if member else section or "a job"
     hint = suggest.key(section, member, leaf, keys.options)
     return f"not an option of {owner}" + (f"; {hint}" if hint else "")
+
+
+def _with_way_out(problems: list[Problem], chosen: Classes, keys: Keys) -> list[Problem]:
+    """The problems; the last option that a recipe left over from another component, of the algorithm where there is
+    one, says what to do about them all."""
+    left = [place for place, problem in enumerate(problems) if _left_over(problem, chosen, keys)]
+    if not left:
+        return problems
+    place = max(left, key=lambda i: (problems[i].key.startswith("algorithm."), i))
+    problem, group = problems[place], problems[place].key.partition(".")[0]
+    cls, recipe = chosen[group], problem.origin.partition("/")[2]
+    assert cls is not None  # it is left over from another one
+    way = f"the recipe sets it for another {group}: take a recipe of {group}={cls.component_name()} (run list recipes)"
+    text = f"{problem.message}; {way}, or a copy of {recipe} in ./recipes without it"
+    return [*problems[:place], replace(problem, message=text), *problems[place + 1 :]]
+
+
+def _left_over(problem: Problem, chosen: Classes, keys: Keys) -> bool:
+    """Whether a recipe set an option that only other components of the group have."""
+    group, _, leaf = problem.key.partition(".")
+    cls = chosen.get(group)
+    others = {option for options in keys.options.get(group, {}).values() for option in options}
+    known = others - cls.model_fields.keys() if cls else set[str]()
+    return problem.origin.startswith("recipe/") and leaf in known
 
 
 def _contradictions(job: JobSpec) -> list[Found]:

@@ -39,7 +39,7 @@ def span(schema: Mapping[str, Any]) -> str:
     """The values a field takes within its type: `above 0`, `one of a, b`; empty if all."""
     if "anyOf" in schema:
         return "; ".join(filter(None, map(span, schema["anyOf"])))
-    return expectation(schema) if "enum" in schema or "const" in schema else limits(schema)
+    return expectation(schema) if "enum" in schema or "const" in schema else limits(schema).removeprefix("that is ")
 
 
 def limits(schema: Mapping[str, Any]) -> str:

@@ -33,6 +33,7 @@ CURVES: tuple[tuple[str, str, Better], ...] = (
 PLAIN = (
     *(name for name, _, _ in CURVES), "train/grad_norm", "train/lr", "perf/tokens_per_s",
 )  # fmt: skip
+EQUAL = "reward/zero_variance"  # share of the groups that teach nothing; shown where there is any
 SAMPLE_CHARACTERS = 400
 POINTS = 512  # of a curve; beyond, neighbours are merged
 RECENT = 50  # steps from which the time to go is estimated
@@ -106,6 +107,8 @@ def plain_line(progress: Progress, now: float) -> str:
     """One line of key=value for the last step: what it measured, and no older number."""
     pairs = [f"step={progress.step}/{progress.steps}"]
     pairs += [f"{name}={number(progress.now[name])}" for name in PLAIN if name in progress.now]
+    if progress.now.get(EQUAL, 0) > 0:
+        pairs += [f"{EQUAL}={number(progress.now[EQUAL])}"]
     if "perf/peak_memory_bytes" in progress.now:
         pairs += [f"memory={size(progress.now['perf/peak_memory_bytes']).replace(' ', '')}"]
     pairs += [f"elapsed={duration(now - progress.begin).replace(' ', '')}"]
@@ -174,5 +177,7 @@ def _figure_rows(progress: Progress) -> list[Text]:
         ("grad norm", "train/grad_norm", number),
     )
     cells = [(word, worded(progress.latest[name])) for word, name, worded in shown if name in progress.latest]
+    if (equal := progress.latest.get(EQUAL, 0)) > 0:
+        cells.append(("equal groups", f"{equal:.0%}"))
     lines = [cells[i : i + 3] for i in range(0, len(cells), 3)]
-    return [Text.assemble(*(part for w, v in line for part in ((f"{w:12}", "dim"), f"{v:13}"))) for line in lines]
+    return [Text.assemble(*(part for w, v in line for part in ((f"{w:13}", "dim"), f"{v:12}"))) for line in lines]

@@ -21,6 +21,11 @@ def visible(text: str) -> str:
     return "".join(_escaped(c) if unicodedata.category(c) in HIDDEN or c in BIDI else c for c in text)
 
 
+def harmless(text: str) -> str:
+    """The text with its lines and tabs, and every other control character (C0, C1) written out."""
+    return "".join(_escaped(c) if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+
+
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
@@ -32,6 +37,11 @@ def number(value: float) -> str:
     if math.isfinite(value) and abs(value) >= 1000:
         return f"{value:.0f}" if abs(value) < 1e9 else f"{value:.3e}"
     return f"{value:.4g}"
+
+
+def counted(count: int, noun: str) -> str:
+    """1 step, 2 steps."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def rate(value: float) -> str:

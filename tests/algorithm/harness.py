@@ -39,6 +39,7 @@ class Prompts:
     """Prompts of different lengths, a pure function of (step, round)."""
 
     fingerprint = "prompts"
+    columns = ()
 
     def __len__(self) -> int:
         return 10**6

@@ -354,3 +354,18 @@ def test_a_broken_spec_file_is_a_problem(text: str, workdir: Path) -> None:
         re_decode(workdir / "spec.yaml", [])
     with pytest.raises(EnvironmentProblem):
         re_decode(workdir / "nowhere.yaml", [])
+
+
+def test_what_a_recipe_leaves_over_has_a_way_out(workdir: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        compose_job(["+recipe=grpo_demo", "algorithm=dpo", "~algorithm.group_size"])
+    said = {p.key: p.message for p in caught.value.problems}
+    assert said["algorithm.group_size"].endswith(
+        "the recipe sets it for another algorithm: take a recipe of algorithm=dpo (run list recipes), "
+        "or a copy of grpo_demo in ./recipes without it"
+    )
+    assert "null" not in said["~algorithm.group_size"] and "./recipes" in said["~algorithm.group_size"]
+    with pytest.raises(SpecError) as caught:
+        compose_job(["+recipe=grpo_demo", "algorithm=dpo", "sampler=none", "reward=none"])
+    ways = ["the recipe sets it" in p.message for p in caught.value.problems]
+    assert ways == [True, False], "said once, of the algorithm: the rest follows from it"

@@ -16,6 +16,7 @@ from runner.cli import job
 from runner.cli import main as module
 from runner.cli.args import parse
 from runner.cli.compose import compose_job
+from runner.cli.listing import first_sentence
 from runner.cli.main import main
 from runner.errors import DataError
 from runner.paths import conf_dir
@@ -173,6 +174,25 @@ def test_a_word_of_infer_is_a_run_a_setting_or_a_prompt(workdir: Path) -> None:
     assert used("device.threads=2")[2]["device"]["threads"] == 2
 
 
+@pytest.mark.parametrize(
+    ("state", "said"), [("failed", "failed before its first checkpoint"), ("running", "has no checkpoint yet")]
+)
+def test_a_newest_run_without_a_checkpoint_is_passed_over_with_the_reason(
+    state: str, said: str, workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = yaml.safe_dump(compose_job(["+recipe=sft_demo"]).data)
+    for name in ("a", "b"):
+        (workdir / "outputs" / "2026-01-01" / name).mkdir(parents=True)
+        (workdir / "outputs" / "2026-01-01" / name / "spec.yaml").write_text(spec)
+    whole = workdir / "outputs" / "2026-01-01" / "a" / "checkpoints" / "step-00000002" / "MANIFEST.json"
+    whole.parent.mkdir(parents=True)
+    whole.touch()
+    (workdir / "outputs" / "2026-01-01" / "b" / "status.json").write_text(f'{{"state": "{state}"}}')
+    (workdir / "outputs" / "latest").symlink_to("2026-01-01/b")
+    assert used("sort 31")[0] == "a"
+    assert f"b {said}; taking the newest run that has one" in capsys.readouterr().err
+
+
 def test_a_config_dir_also_serves_a_spec(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (workdir / "more" / "optimizer").mkdir(parents=True)
     (workdir / "more" / "optimizer" / "mine.yaml").write_text("defaults: [adamw]\nlr: 0.125\n")
@@ -274,6 +294,29 @@ def test_explain(words: list[str], lines: list[str], workdir: Path, capsys: pyte
     code, out, _ = in_process(["explain", *words], capsys)
     assert code == 0
     assert [line for line in lines if line not in out.splitlines()] == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["One sentence that is", "wrapped. Another", "one."], "One sentence that is wrapped."),
+        (["Dr. Who, e.g. Nobody, in (E. Mitchell, 2023)", "and on. Then"], "Dr. Who, e.g. Nobody, in (E. Mitchell, 2023) and on."),
+        (["falls to 0.5 with cpt. [mit]"], "falls to 0.5 with cpt. [mit]"),
+        (["a title", "", "a paragraph"], "a title"),
+        ([], ""),
+    ],
+)  # fmt: skip
+def test_a_list_shows_the_first_sentence(lines: list[str], said: str) -> None:
+    assert first_sentence(lines) == said
+
+
+def test_a_recipe_is_listed_with_a_whole_sentence(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("recipes").mkdir()
+    Path("recipes/mine.yaml").write_text("# @package _global_\n#\n# Half a sentence,\n# and its end. More.\nsteps: 2\n")
+    _, out, _ = in_process(["list", "recipe"], capsys)
+    rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in out.splitlines()[1:]}
+    assert rows["mine"] == "Half a sentence, and its end."
+    assert all(said.endswith((".", "]", ")")) for said in rows.values()), rows
 
 
 HYDRA_ALONE = """

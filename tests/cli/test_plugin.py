@@ -65,7 +65,8 @@ def run(site: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_it_is_listed(site: Path, workdir: Path) -> None:
     shown = run(site, workdir, "list", "algorithm").stdout.splitlines()
     assert ["theirs", "Their own algorithm."] in [line.split(maxsplit=1) for line in shown]
-    assert "  theirs    Their data." in run(site, workdir, "list", "data").stdout.splitlines()
+    shown = run(site, workdir, "list", "data").stdout.splitlines()
+    assert ["theirs", "Their data."] in [line.split(maxsplit=1) for line in shown]
     assert "Their demo." in run(site, workdir, "list", "recipe").stdout
 
 

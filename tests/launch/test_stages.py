@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from runner.cli.compose import compose_job
 from runner.errors import SpecError
+from runner.launch.stage import go_on
 from runner.launch.stages import StageFailed, with_first_weights
 
 SMALL = ("model.hidden_size=32", "model.intermediate_size=48", "model.layers=2", "tracker=none", "steps=2")
@@ -41,6 +44,8 @@ def test_a_recipe_is_run_first_on_this_jobs_model(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "init_from: running +recipe=quick first" in done.stderr
+    said = [done.stdout.count(f"\n{word}  ") for word in ("done", "try it", "go on")]
+    assert said == [2, 1, 1], "what to type next is said of the job alone"
     spec = (tmp_path / "outputs/latest/spec.yaml").read_text()
     [stage] = [p for p in (tmp_path / "outputs").glob("*/*-quick-*")]
     assert f"init_from: {stage.resolve()}/export" in spec
@@ -94,10 +99,27 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 
 def test_a_recipe_that_fails_ends_this_job_with_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    spec = compose_job(["+recipe=sft_demo", "init_from=recipe:nothing_like_it"]).spec
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "wrong.yaml").write_text("# @package _global_\nstepz: 2\n")
+    spec = compose_job(["+recipe=sft_demo", "init_from=recipe:wrong"]).spec
     with pytest.raises(StageFailed, match="ended with exit code 2") as caught:
         with_first_weights(spec)
     assert caught.value.exit_code == 2 and not (tmp_path / "outputs").exists()
+
+
+def test_recipes_that_are_nowhere_are_named_before_any_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["+recipe=distill_demo", "algorithm.teacher=recipe:sft_dmo"]
+    with pytest.raises(SpecError) as caught:
+        compose_job(words)
+    [problem] = caught.value.problems
+    assert (problem.key, problem.origin) == ("algorithm.teacher", "command line")
+    assert problem.message.startswith("no recipe named 'sft_dmo'; did you mean 'sft_demo'?")
+    with pytest.raises(SpecError, match="init_from: no recipe named 'mine'"):
+        compose_job([*words[:1], "init_from=recipe:mine"])
+    (tmp_path / "conf" / "recipe").mkdir(parents=True)
+    (tmp_path / "conf" / "recipe" / "mine.yaml").write_text("# @package _global_\nsteps: 2\n")
+    assert compose_job([*words[:1], "init_from=recipe:mine"]).spec.init_from == "recipe:mine"
 
 
 @pytest.mark.slow
@@ -115,3 +137,35 @@ def test_a_recipe_that_is_run_first_ends_with_its_job(tmp_path: Path) -> None:
         assert time.monotonic() < end, "the first run outlived its job"
         time.sleep(0.05)
     assert json.loads(status.read_text())["state"] == "interrupted"  # by the kernel's SIGTERM, and it saved
+
+
+def test_an_interrupted_stage_tells_how_its_job_goes_on(tmp_path: Path) -> None:
+    words = ["+recipe=grpo_demo", *SMALL, "init_from=recipe:sft_demo", "evaluation.every=0", "name=ab"]
+    job = subprocess.Popen(
+        [sys.executable, "-m", "runner", *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    end = time.monotonic() + 90
+    while not (found := [p for p in tmp_path.glob("outputs/*/*/metrics.jsonl") if p.stat().st_size]):
+        assert time.monotonic() < end and job.poll() is None
+        time.sleep(0.05)
+    os.killpg(job.pid, signal.SIGINT)  # as a terminal does
+    said = job.communicate(timeout=60)[0]
+    stage = found[0].parent.relative_to(tmp_path)
+    typed = "run +recipe=grpo_demo " + " ".join(SMALL)
+    assert job.returncode == 130 and "run resume latest" not in said
+    assert said.endswith(
+        "while running +recipe=sft_demo first; this job was not begun\n"
+        f"go on    {typed} init_from=recipe:sft_demo evaluation.every=0 name=ab     (runs +recipe=sft_demo anew)\n"
+        f"or       run resume {stage} && {typed} evaluation.every=0 name=ab init_from={stage}\n"
+    )
+    assert json.loads((tmp_path / stage / "status.json").read_text())["state"] == "interrupted"
+
+
+@pytest.mark.parametrize("first", [None, Path("outputs/x")])
+def test_an_interrupted_stage_of_a_stage_says_nothing_of_its_own(
+    first: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert go_on("one", first, {"init_from": "x"}, ["steps=2"]).count("\n") == (1 if first is None else 2)
+    monkeypatch.setenv("RUNNER_STAGE", "1")
+    assert go_on("one", first, {"init_from": "x"}, ["steps=2"]) == ""

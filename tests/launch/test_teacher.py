@@ -36,6 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     made = tmp_path / "there"
     made.mkdir()
     (made / "model.safetensors").touch()
+    (made / "tokenizer.json").touch()
     return made
 
 
@@ -56,6 +57,17 @@ def test_an_adapter_is_no_teacher(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(SpecError, match=r"algorithm\.teacher: .* is an adapter; merge it"):
         taught(job("there"))
+
+
+def test_a_folder_without_a_tokenizer_is_named(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(SpecError, match=r"algorithm\.teacher: .*there has no tokenizer \(tokenizer\*, .*; copy that"):
+        taught(job("there"))
+
+
+def test_a_name_alone_is_no_hub_id(folder: Path) -> None:
+    with pytest.raises(SpecError, match=r"algorithm\.teacher: nonexistent: no such folder; a hub id looks like ORG/NAME"):
+        taught(job("nonexistent"))
 
 
 def test_a_hub_id_is_said_to_be_taken_as_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

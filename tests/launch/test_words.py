@@ -86,5 +86,7 @@ def test_steps_are_said_in_epochs() -> None:
     spec = compose_job(["+recipe=sft_demo", "algorithm.batch_size=32", "steps=60"]).spec
     assert amount(spec, 3) == "data     3 items · 32 per step · 60 steps = 640 epochs"
     assert amount(spec, 7000).endswith("60 steps = 0.274 epochs")
+    once = compose_job(["+recipe=sft_demo", "algorithm.batch_size=1", "steps=1"]).spec
+    assert amount(once, 1) == "data     1 item · 1 per step · 1 step = 1 epochs"
     mixture = ["data=file", "data.path=[a,b]", "data.weights=[1,2]"]
     assert amount(compose_job(mixture).spec, 3).endswith(" steps")

@@ -103,3 +103,13 @@ def test_weights_of_other_heads_are_refused_though_they_would_fit(options: dict[
             decide=Decisions(),
             init_from=str(tmp_path),
         )
+
+
+@pytest.mark.parametrize(("there", "here"), [(2, 1), (1, 2)])
+def test_weights_of_another_depth_are_refused_with_both(there: int, here: int, tmp_path: Path) -> None:
+    small = {"hidden_size": 32, "intermediate_size": 48}
+    made = build(**small, layers=there)
+    made.save(tmp_path)
+    config, given = TinyConfig(**small, layers=here), {"device": CPU, "seed": 0, "decide": Decisions()}
+    with pytest.raises(EnvironmentProblem, match=f"; it has {there} layers, this model {here}$"):
+        tiny.build(config, tokenizer=made.tokenizer, init_from=str(tmp_path), **given)  # type: ignore[arg-type]

@@ -89,6 +89,22 @@ def test_a_gradient_that_is_rounding_alone_is_judged_by_the_others() -> None:
     assert found.first_gradient is None and 0 < found.gradients[-1].distance < 1e-4
 
 
+def test_another_layout_is_said_as_such() -> None:
+    here = recorded()
+    for name, one in list(here.prints.items()):
+        here.prints[name] = replace(one, shape=(2, 2))  # type: ignore[index]
+    said = report.verdict(compare(recorded(), here, sampled=False), 1)
+    assert "policy/embed, whose output is [4] recorded and [2, 2] here: see what was decided above" in said
+
+
+def test_the_report_of_a_comparison_has_a_row_for_each_step() -> None:
+    found = compare(recorded(), with_prints({"output/policy/norm": 0.2}), sampled=False)
+    lines = list(report.lines(found, recorded(), recorded(), 0.005))
+    assert [line.split()[:2] for line in lines if line.lstrip()[:1] in "12"] == [["1", "2"], ["2", "4"]]
+    assert "outputs of step 1: 5 compared, 1 beyond the bound 0.001; largest difference 0.2 (policy/norm)" in lines
+    assert "gradients of step 1: 5 compared, 0 beyond the bound 0.01; equal to the bit" in lines
+
+
 def test_modules_that_only_one_side_called_are_counted() -> None:
     here = recorded()
     del here.prints["output/policy/norm"]  # type: ignore[attr-defined]

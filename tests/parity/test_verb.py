@@ -163,6 +163,14 @@ def test_samples_are_learnt_again_and_not_drawn_again(
     assert "|trainer − recorded sampler| per token" in said
 
 
+def test_a_recording_that_learnt_nothing_is_said(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    same = ("sampler=torch", "sampler.max_new_tokens=4", "reward=exact", "algorithm.group_size=2")
+    words = ("--record", FILE, "--steps", "1", "device=cpu", *SMALL, "algorithm=grpo", *same)
+    assert "note: no recorded step had a gradient" in parity(capsys, *words)
+    said = parity(capsys, "--compare", FILE)
+    assert "no recorded step had a gradient" in said and "nan" not in said
+
+
 def test_another_data_type_is_within_the_bounds_of_that_type(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parity(capsys, "--record", FILE, "device=cpu", *SMALL, "algorithm=sft")
     said = parity(capsys, "--compare", FILE, "model.autocast=bfloat16", "model.gradient_checkpointing=true")

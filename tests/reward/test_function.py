@@ -259,17 +259,27 @@ def test_what_raises_is_said_once_per_place_and_only_its_group_is_lost(
     ids=["python", "sleep", "without letting go of the interpreter"],
 )
 def test_what_hangs_is_killed_and_the_next_group_is_scored(
-    hanging: str, function: Write, caplog: pytest.LogCaptureFixture
+    hanging: str, function: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "runner")
     reward = function(
-        f"def score(completions):\n  if completions[0] == 'h':\n    {hanging}\n  return [1]", timeout_s=1.0
+        f"def score(completions):\n  if completions[0] == 'h':\n    {hanging}\n  return [1]",
+        folder=tmp_path,
+        timeout_s=1.0,
     )
     begin = time.monotonic()
     assert reward.score([[answer("h")], [answer("4")]]) == [[None], [1]]
     assert time.monotonic() - begin < 10
-    assert "no answer within 1 s; the worker was killed" in caplog.text
-    assert 'mine.py", line 3 in score' in caplog.text  # where it hung
+    assert "no answer within 1 s, at mine.py:3 in score; the worker was killed" in caplog.text
+    assert "worker.py" not in caplog.text and "mine.py:score|" not in caplog.text  # it printed nothing
+    assert 'mine.py", line 3 in score' in (tmp_path / "reward.log").read_text()
+
+
+def test_what_nearly_hung_leaves_nothing(function: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    slow = "import time\ndef score(completions):\n  time.sleep(1.9)\n  return [1]"
+    reward = function(slow, folder=tmp_path, timeout_s=2.0)
+    assert reward.score([[answer("4")]]) == [[1]]
+    assert "Timeout" not in caplog.text and not (tmp_path / "reward.log").exists()
 
 
 @pytest.mark.parametrize(

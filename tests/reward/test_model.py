@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -152,8 +153,14 @@ def test_models_that_are_no_reward_models_are_refused(tmp_path: Path, tokenizer:
         made(ModelRewardConfig(path=str(tmp_path)), tokenizer=tokenizer)
     language_model = Qwen2ForCausalLM(qwen())  # num_labels=1 alone does not make one: its head would be random
     language_model.save_pretrained(tmp_path)
+    config = ModelRewardConfig(path=str(tmp_path))
+    for refused in (config.preflight, lambda: made(config, tokenizer=tokenizer)):
+        with pytest.raises(EnvironmentProblem, match=r"a language model \(Qwen2ForCausalLM\), not.*\n.*algorithm=rm"):
+            refused()
+    described = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(described | {"architectures": None}))
     with pytest.raises(EnvironmentProblem, match=r"lacks 1 of a reward model's weights, e\.g\. score\.weight"):
-        made(ModelRewardConfig(path=str(tmp_path)), tokenizer=tokenizer)
+        made(config, tokenizer=tokenizer)
 
 
 def test_a_folder_is_checked_before_anything_is_loaded(tmp_path: Path, trained: Path) -> None:

@@ -55,7 +55,7 @@ def test_each_part_says_what_it_gave_before_its_weight() -> None:
 def test_no_part_takes_the_name_of_another_number() -> None:
     assert names(["exact", "length", "mean", "length"]) == ["exact", "length[1]", "mean[2]", "length[3]"]
     scored = Drawn((1,), (1.0,), (0.0,), "", "stop", 0, 1.0)
-    own = rewards(Experience(0, (Group(Prompt((1,), ""), (scored,)),), 1))
+    own = rewards(Experience(0, (Group(Prompt((1,), ""), (scored, scored)),), 1))
     assert {name.removeprefix("reward/") for name in own} == set(TAKEN)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from runner.errors import RunnerError, StorageError
 from runner.tracker.console import Console
-from runner.tracker.screen import Progress, plain_line
+from runner.tracker.screen import Progress, panel, plain_line
 
 ROOT = Path(__file__).resolve().parents[2]
 TITLE = {"name": "toy", "device": "cpu", "seed": 0, "folder": "outputs/x"}
@@ -120,6 +120,14 @@ def test_a_plain_line_shows_what_its_own_step_measured(tmp_path: Path) -> None:
     assert "eval/loss=3" in plain_line(progress, 1.0) and " memory=560MB " in plain_line(progress, 1.0)
     progress.update(2, {"train/loss": 1.0}, 2.0)
     assert "train/loss=1" in plain_line(progress, 2.0) and "eval/loss" not in plain_line(progress, 2.0)
+
+
+@pytest.mark.parametrize(("share", "shown"), [(0.0, False), (0.25, True), (1.0, True)])
+def test_groups_of_equal_rewards_are_shown_where_there_are_any(share: float, shown: bool, tmp_path: Path) -> None:
+    progress = Progress({}, steps=3, begin=0.0)
+    progress.update(1, {"train/loss": 0.0, "reward/mean": 0.1, "reward/zero_variance": share}, 1.0)
+    assert (f"reward/zero_variance={share:g}" in plain_line(progress, 1.0)) is shown
+    assert (f"equal groups {share:.0%}" in str(panel(progress, 1.0, 80).renderable)) is shown
 
 
 def test_a_step_costs_less_than_a_tenth_of_a_millisecond(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.tracker.screen import POINTS, Curve, Progress, panel, sample_line
-from runner.tracker.text import BARS, duration, number, rate, size, sparkline, visible
+from runner.tracker.text import BARS, duration, harmless, number, rate, size, sparkline, visible
 
 
 @given(st.text())
@@ -105,3 +105,7 @@ def test_a_sample_in_one_line() -> None:
     assert sample_line({"prompt": "2+2", "turns": turns, "answer": "4"}) == "2+2 → calc 2+2 → 4 → 4"
     assert sample_line({"text": "a", "n": 1}) == "text=a  n=1"
     assert len(sample_line({"prompt": "x" * 10**6, "answer": ""})) <= 400
+
+
+def test_harmless_text_keeps_its_lines_and_loses_what_a_terminal_obeys() -> None:
+    assert harmless("a\tb\nc\u200eé\x1b[2J\r\x9b1m\x7f") == "a\tb\nc\u200eé\\x1b[2J\\r\\x9b1m\\x7f"

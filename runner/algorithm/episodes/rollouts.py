@@ -172,12 +172,12 @@ def rewards(experience: Experience) -> dict[str, float]:
     """What all that a step drew says of the reward, under stable names."""
     drawn = [one for group in experience.drawn for one in group]
     scored = torch.tensor([one.reward for one in drawn if one.reward is not None], dtype=torch.float64)
-    differ = [contrast(group) for group in experience.drawn]
+    differ = [contrast(group) for group in experience.drawn if len(group) > 1]
     return {
         "reward/mean": float(scored.mean()) if len(scored) else float("nan"),
         "reward/std": float(scored.std(correction=0)) if len(scored) else float("nan"),
         "reward/unscored": float(len(drawn) - len(scored)),
-        "reward/zero_variance": 1.0 - sum(differ) / len(differ),
+        **({"reward/zero_variance": 1.0 - sum(differ) / len(differ)} if differ else {}),
         **{f"reward/{name}": _mean([one.parts[name] for one in drawn]) for name in drawn[0].parts},
     }
 

@@ -12,7 +12,7 @@ AGGREGATIONS = {
     "token_mean": "1 / (learnt tokens of the step)",
     "seq_mean_token_mean": "1 / (learnt tokens of the answer × answers of the step)",
     "seq_mean_token_sum": "1 / (answers of the step)",
-    "seq_mean_token_sum_norm": "1 / (answers of the step × {length:g})",
+    "seq_mean_token_sum_norm": "1 / (answers of the step × {length})",
     "prompt_mean": "1 / (learnt tokens of the prompt's answers × prompts of the step)",
 }
 ADVANTAGES = {
@@ -42,7 +42,8 @@ CORRECTIONS = {
 def formula(config: PolicyConfig, job: Any) -> Iterator[str]:
     """Lines, the whole first, then each symbol."""
     yield f"loss = Σ_t w_t · ({_whole(config)})"
-    length = config.longest_answer(job.sampler.answer_tokens(), job.environment.most_turns())
+    tokens = config.longest_answer(job.sampler.answer_tokens(), job.environment.most_turns())
+    length = f"{tokens:g}" if tokens else "sampler.max_new_tokens"  # a formula is explained without a sampler, too
     yield f"  w   {AGGREGATIONS[config.aggregation].format(length=length)}   (aggregation={config.aggregation})"
     yield f"  J   {_surrogate(config)}   (objective={config.objective})"
     yield f"  r   {_ratio(config)}   (ratio={config.ratio})"

@@ -132,6 +132,35 @@ def test_explain_loss_prints_the_formula_in_force(
     assert all(line in printed for line in lines), printed
 
 
+@pytest.mark.parametrize(
+    ("words", "formula", "lacking"),
+    [
+        (["algorithm=gspo"], "clip(r, 0.9997, 1.0004)", "sampler: algorithm=grpo needs one"),
+        (["algorithm=dr_grpo"], "(answers of the step × sampler.max_new_tokens)", "reward: algorithm=grpo needs one"),
+        (["algorithm=opd"], "log π_teacher − log π_old", "algorithm.teacher: must be given"),
+        (["algorithm=gspo", "algorithm.grup_size=4"], "clip(r, 0.9997, 1.0004)", "did you mean 'group_size'?"),
+    ],
+)
+def test_a_formula_is_printed_of_a_job_that_lacks_parts(
+    words: list[str], formula: str, lacking: str, workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "loss", *words]) == 0
+    lines, _, note = capsys.readouterr().out.partition("note: the job spec has")
+    assert formula in lines and lacking in note
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["algorithm=gsppo"], "did you mean 'gspo'?"), (["algorithm=gspo", "algorithm.lag=x"], "algorithm.lag: expected")],
+)
+def test_no_formula_is_printed_of_what_is_no_algorithm(
+    words: list[str], said: str, workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "loss", *words]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and not captured.out
+
+
 @pytest.mark.parametrize("name", sorted(default_registry().classes("algorithm")))
 def test_every_algorithm_says_what_its_loss_is(name: str, workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cls: Any = default_registry().classes("algorithm")[name]
