@@ -34,7 +34,11 @@ def table(cls: type[BaseModel], without: Collection[str]) -> list[str]:
     body = []
     for name, info in cls.model_fields.items():
         if name not in without:
-            default = "*required*" if info.is_required() else f"`{scalar(plain(info.get_default(call_default_factory=True)))}`"
+            default = (
+                "*required*"
+                if info.is_required()
+                else f"`{scalar(plain(info.get_default(call_default_factory=True)))}`"
+            )
             takes = expectation(model_schema(cls)[name]).replace("|", "\\|")
             body.append(f"| `{name}` | {takes} | {default} | {info.description} |")
     return ["", "| option | takes | default | meaning |", "| --- | --- | --- | --- |", *body] if body else []

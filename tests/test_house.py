@@ -258,7 +258,9 @@ def test_every_import_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {requirement_name(d) for d in [*project["dependencies"], *project["optional-dependencies"]["npu"]]}
     declared |= {
-        requirement_name(d) for extra in ("tensorboard", "math", "optuna") for d in project["optional-dependencies"][extra]
+        requirement_name(d)
+        for extra in ("tensorboard", "math", "optuna")
+        for d in project["optional-dependencies"][extra]
     }
     imported = {name for path in MODULES for name in top_level_imports(parse(path))}
     ours = {"runner", *sys.stdlib_module_names}

@@ -18,18 +18,22 @@ def refuse_missing_columns(spec: JobSpec, data: Data) -> None:
     """Raise SpecError for a column that the reward asks for and no row of the data has: before the model is loaded."""
     if not spec.algorithm.samples:
         return
+    missing = [(key, name) for key, name in spec.reward.columns() if name not in data.columns]
+    if not missing:
+        return
+    sole = next(iter(data.columns)) if len(data.columns) == len(missing) == 1 else "NAME"
     there = ", ".join(sorted(data.columns)) or "none"
     text = f"no row of the data has a column '{{}}'; columns for rewards: {there}; {{}}"
-    missing = [(key, name) for key, name in spec.reward.columns() if name not in data.columns]
-    if missing:
-        raise SpecError([Problem(key, text.format(name, _instead(key, name, data))) for key, name in missing])
+    problems = [(key, name, _instead(spec, key, name, nearest(name, data.columns) or sole)) for key, name in missing]
+    raise SpecError([Problem(key, text.format(name, instead)) for key, name, instead in problems])
 
 
-def _instead(key: str, name: str, data: Data) -> str:
+def _instead(spec: JobSpec, key: str, name: str, meant: str) -> str:
     """What to do about a column that is not there; a function names its columns itself."""
-    meant = nearest(name, data.columns) or (next(iter(data.columns)) if len(data.columns) == 1 else "NAME")
-    own = key.endswith(".path")
-    return f"rename the argument, or the column: 'data.columns={{{meant}: {name}}}'" if own else f"type {key}={meant}"
+    if not key.endswith(".path"):
+        return f"type {key}={meant}"
+    renaming = f", or the column: 'data.columns={{{meant}: {name}}}'" if hasattr(spec.data, "columns") else ""
+    return f"rename the argument{renaming}"
 
 
 def build_sampler(spec: JobSpec, policy: Any, tokenizer: Any, device: Device, decide: Decisions) -> Sampler | None:

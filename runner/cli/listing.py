@@ -19,7 +19,8 @@ from runner.spec import suggest
 from runner.spec.schema import groups_of, job_schema, recipe_schema
 from runner.sweep.config import SweepConfig
 
-SENTENCE_END = re.compile(r"(?<=[\w)\]]{3})\. (?=[A-Z])")  # three letters before it: "Dr. " and "e.g. " end none
+# A full stop before a capital letter, but not that of an initial or of an abbreviation.
+SENTENCE_END = re.compile(r"(?<!\b[A-Z])(?<!\bDr)(?<!\bal)(?<!\be\.g)(?<!\bi\.e)\. (?=[A-Z])")
 SWEEP_FIELDS = [(name, info) for name, info in SweepConfig.model_fields.items() if name != "over"]
 SWEEPS = """start a sweep
   run -m +recipe=sft_demo optimizer.lr=1e-4,3e-4 seed=1,2,3     a job for each combination

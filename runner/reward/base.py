@@ -4,6 +4,8 @@ from typing import ClassVar, Self
 
 from runner.spec.base import ComponentConfig
 
+OWN = ("prompts", "completions", "completion_ids")  # what a function or service gets beside the columns
+
 
 class RewardConfig(ComponentConfig):
     """How sampled answers are scored."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from runner.errors import EnvironmentProblem, SecurityRefusal
 
+LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # how their classes are called
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -37,7 +38,7 @@ def check(path: str) -> None:
 
 def refuse_language_model(path: str, architectures: Sequence[str] | None) -> None:
     """Raise EnvironmentProblem where a model's config says that it writes text."""
-    if found := next((name for name in architectures or () if name.endswith("ForCausalLM")), None):
+    if found := next((name for name in architectures or () if name.endswith(LANGUAGE_MODELS)), None):
         raise EnvironmentProblem(
             f"reward.path={path} is a language model ({found}), not a sequence classifier\n"
             "  make a reward model of it: run algorithm=rm model=hf model.path=… data=… (docs/preference.md)"

@@ -15,9 +15,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from runner.errors import EnvironmentProblem
+from runner.reward.base import OWN
 from runner.reward.config import HttpConfig
 from runner.reward.faults import Fault, Faults, Scored, unscored
-from runner.reward.payload import OWN, arguments, encoded
+from runner.reward.payload import arguments, encoded
 from runner.reward.scorer import Group, Scorer
 from runner.reward.worker import judged
 

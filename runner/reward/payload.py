@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from runner.errors import DataError
+from runner.reward.base import OWN
 
 if TYPE_CHECKING:
     from runner.protocols import Completion
-
-OWN = ("prompts", "completions", "completion_ids")
 
 
 def arguments(group: Sequence[Completion]) -> dict[str, Any]:

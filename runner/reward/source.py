@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from runner.reward.payload import OWN
+from runner.reward.base import OWN
 from runner.spec.suggest import nearest
 
 BLOCKS = (ast.If, ast.Try, ast.With, ast.For, ast.While)  # what may bind a name at the level of the module

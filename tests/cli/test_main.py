@@ -300,7 +300,8 @@ def test_explain(words: list[str], lines: list[str], workdir: Path, capsys: pyte
     ("lines", "said"),
     [
         (["One sentence that is", "wrapped. Another", "one."], "One sentence that is wrapped."),
-        (["Dr. Who, e.g. Nobody, in (E. Mitchell, 2023)", "and on. Then"], "Dr. Who, e.g. Nobody, in (E. Mitchell, 2023) and on."),
+        (["Dr. Who, e.g. No, by (E. Mitch, 2023)", "and on. Then"], "Dr. Who, e.g. No, by (E. Mitch, 2023) and on."),
+        (["it climbs above 0.6. How far", "is open."], "it climbs above 0.6."),
         (["falls to 0.5 with cpt. [mit]"], "falls to 0.5 with cpt. [mit]"),
         (["a title", "", "a paragraph"], "a title"),
         ([], ""),

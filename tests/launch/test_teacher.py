@@ -61,12 +61,12 @@ def test_an_adapter_is_no_teacher(folder: Path) -> None:
 
 def test_a_folder_without_a_tokenizer_is_named(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(SpecError, match=r"algorithm\.teacher: .*there has no tokenizer \(tokenizer\*, .*; copy that"):
+    with pytest.raises(SpecError, match=r"algorithm\.teacher: .*there has no tokenizer \(tokenizer\*.*; copy the one"):
         taught(job("there"))
 
 
 def test_a_name_alone_is_no_hub_id(folder: Path) -> None:
-    with pytest.raises(SpecError, match=r"algorithm\.teacher: nonexistent: no such folder; a hub id looks like ORG/NAME"):
+    with pytest.raises(SpecError, match=r"teacher: nonexistent: no such folder; a hub id looks like ORG/NAME"):
         taught(job("nonexistent"))
 
 

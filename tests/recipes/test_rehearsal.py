@@ -1,4 +1,4 @@
-"""Every recipe for an accelerator runs on this machine with a rehearsal beside it: the same code on small things."""
+"""Every recipe for an accelerator runs on this machine with `rehearse` beside it: the same code on small things."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.cli.main import main
 from runner.paths import recipes_dir
 
 RECIPES = sorted(path.stem for path in recipes_dir().glob("*_npu.yaml"))
-WITH = {recipe: "rehearse_rl" if recipe.startswith(("grpo", "ppo")) else "rehearse" for recipe in RECIPES}
+REWARDED = ("grpo_npu", "ppo_npu")
 SMALL = ["model.layers=1", "model.hidden_size=32", "tracker=none", "evaluation.max_new_tokens=4", "data.items=64"]
 
 
@@ -22,7 +22,7 @@ def test_it_says_what_it_needs_expects_and_that_nobody_has_run_it(recipe: str, w
     text = " ".join(line[2:] for line in lines[2:4])
     for words in ("One Ascend 910B (64 GB)", "device=cuda", "Expected: ", "Never run on hardware yet"):
         assert words in text
-    assert f"run +recipe=[{recipe},{WITH[recipe]}]" in text
+    assert f"run +recipe=[{recipe},rehearse]" + (" reward=rehearsal" if recipe in REWARDED else "") in text
     spec, other = (compose_job([f"+recipe={recipe}", *words]).spec for words in ([], ["device=cuda"]))
     assert spec.device.name == "npu" and other.device.name == "cuda"
     first, second = (one.model_dump(exclude={"device"}) for one in (spec, other))
@@ -31,7 +31,8 @@ def test_it_says_what_it_needs_expects_and_that_nobody_has_run_it(recipe: str, w
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_it_runs_here(recipe: str, workdir: Path) -> None:
-    assert main([f"+recipe=[{recipe},{WITH[recipe]}]", *SMALL, "data.held_out=4"]) == 0
+    rewarded = ["reward=rehearsal", "sampler.max_new_tokens=32"] if recipe in REWARDED else []
+    assert main([f"+recipe=[{recipe},rehearse]", *SMALL, "data.held_out=4", *rewarded]) == 0
     steps = [json.loads(line) for line in Path("outputs/latest/metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
     assert all(step["train/tokens"] > 0 and step["train/grad_norm"] > 0 for step in steps), "and it learns"
