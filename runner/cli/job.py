@@ -12,6 +12,7 @@ import yaml
 
 from runner.cli.args import UsageError, is_override
 from runner.cli.compose import SPEC, Composed, compose_job, re_decode
+from runner.cli.overrides import TRUST
 from runner.cli.sources import GROUP
 from runner.decisions import Decisions
 from runner.folder import RunFolder, find, find_trained, shown
@@ -19,7 +20,6 @@ from runner.launch.surroundings import load_torch, set_environment
 from runner.spec.job import JobSpec
 from runner.tracker.text import harmless
 
-TRUST = "model.trust_remote_code="  # a run's spec.yaml may not say so: whoever uses the run says it again
 SETTING = re.compile(r"[+~]*(\w+)(?:\.[\w.]*)?=")
 USABLE = re.compile(rf"[+]*(?:device(?:\.\w+)?=|model\.path=|{re.escape(TRUST)})")
 

@@ -21,6 +21,7 @@ from runner.spec.decode import unknown_name
 from runner.spec.origin import COMMAND_LINE
 
 DEMO = "sft_demo"
+TRUST = "model.trust_remote_code="  # a run's spec.yaml may not say so: whoever uses the run says it again
 SWEEP_ALONE = "a sweep over several values is started with: run -m …"
 NO_MODEL = "no model chosen: taking model=tiny, from random weights; for a real one: model=hf model.path=FOLDER"
 

@@ -15,8 +15,7 @@ from runner.cli.args import ACTIONS, UsageError, is_override
 from runner.cli.compose import SPEC, compose_job, re_decode
 from runner.cli.expand import Expansion, Member, expand
 from runner.cli.files import SWEEP
-from runner.cli.job import TRUST
-from runner.cli.overrides import read
+from runner.cli.overrides import TRUST, read
 from runner.cli.sweep_options import decode
 from runner.errors import Problem, SpecError
 from runner.spec import suggest
