@@ -28,20 +28,30 @@ class Axis:
     values: tuple[tuple[str, str], ...]
 
 
-def axes_in(words: Sequence[str], loader: ConfigLoader) -> tuple[list[Axis], list[str], list[Problem]]:
-    """The words with several values, the others, and what cannot be enumerated."""
-    axes, fixed, problems = list[Axis](), list[str](), list[Problem]()
+def sweeps_in(words: Sequence[str], loader: ConfigLoader) -> tuple[list[Override], list[str]]:
+    """The words with several values, and the others; what is wrong with those is said where a job's words are read."""
+    sweeps, fixed = list[Override](), list[str]()
     parser = OverridesParser.create()
     for word in words:
         try:
             override = parser.parse_override(word)
         except HydraException:
-            fixed.append(word)  # what is wrong with it is said where each job's words are read
+            fixed.append(word)
             continue
         override.config_loader = loader  # a glob asks it for the names
-        if not override.is_sweep_override():
+        if override.is_sweep_override():
+            sweeps.append(override)
+        else:
             fixed.append(word)
-        elif not override.is_discrete_sweep():
+    return sweeps, fixed
+
+
+def axes_in(words: Sequence[str], loader: ConfigLoader) -> tuple[list[Axis], list[str], list[Problem]]:
+    """The words with several values, the others, and what cannot be enumerated."""
+    sweeps, fixed = sweeps_in(words, loader)
+    axes, problems = list[Axis](), list[Problem]()
+    for override in sweeps:
+        if not override.is_discrete_sweep():
             text = "list the values (1e-4,3e-4), or write range(START,STOP,STEP); intervals are for sweep.search"
             problems.append(problem(override.key_or_group, text))
         else:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hydra.core.config_loader import ConfigLoader
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
-from hydra.errors import HydraException
 
-from runner.cli.axes import axis_of, values_in
+from runner.cli.axes import axis_of, sweeps_in, values_in
 from runner.cli.compose import Draft
 from runner.cli.overrides import problem
 from runner.cli.sources import GROUP
@@ -21,18 +19,9 @@ from runner.sweep.space import Dimension
 
 def space_in(words: Sequence[str], loader: ConfigLoader) -> tuple[list[Dimension], list[str], list[Problem]]:
     """The words with several values as dimensions, the other words, and what is wrong with a dimension."""
-    space, fixed, problems = list[Dimension](), list[str](), list[Problem]()
-    parser = OverridesParser.create()
-    for word in words:
-        try:
-            override = parser.parse_override(word)
-        except HydraException:
-            fixed.append(word)  # what is wrong with it is said where each job's words are read
-            continue
-        override.config_loader = loader
-        if not override.is_sweep_override():
-            fixed.append(word)
-            continue
+    sweeps, fixed = sweeps_in(words, loader)
+    space, problems = list[Dimension](), list[Problem]()
+    for override in sweeps:
         dimension = _dimension(override)
         text = _wrong(dimension)
         space += [] if text else [dimension]
