@@ -20,11 +20,32 @@ selects the CANN it was built for, which pip cannot know. vllm-ascend X.Y.Z serv
 FOOT = f"""
 *This project* needs torch {OLDEST_TORCH} or newer. The older sets stand here because the doctor meets them, and names
 them. vLLM's own wheel demands another torch than vllm-ascend: `VLLM_TARGET_DEVICE=empty pip install --no-binary vllm
-vllm==X`. On x86_64, torch_npu 2.10.0.post4 demands the CPU build of torch, `torch==2.10.0+cpu`.
+vllm==X`.
 
-Nobody of this project has run any of these sets on a card. The first one was installed without CANN, and trained on the
-CPU.
-"""
+torch's CPU build is the one for an NPU; torch has an index of its own for these builds, to name to pip with
+`--extra-index-url`. On x86_64 torch_npu 2.10.0 demands that build by its name, which no other index has:
+`torch==2.10.0+cpu`. On aarch64 the usual torch 2.10.0 is a CPU build; the usual 2.13.0 is for CUDA, and brings
+gigabytes.
+
+## How far they were checked
+
+Nobody of this project has run any of these sets on a card. Without one, as of {AS_OF}:"""
+FETCHED = "torch_npu's wheels for Python 3.11 and 3.13, aarch64 and x86_64: fetched, their demands read"
+CHECKED = (
+    ("torch-2.13", "installed on x86_64 with torch's CPU build, without CANN", "the doctor, and training on the CPU"),
+    ("torch-2.13", FETCHED, "they demand torch 2.13.0, of any build"),
+    (
+        "cann-9.0",
+        "what pip would install for aarch64, Python 3.11 and 3.13, with what this project depends on (without Hydra)",
+        "resolves; conditions on the processor were judged as x86_64, which pip cannot exchange",
+    ),
+    ("cann-9.0", "the same for x86_64, from the usual index alone", "fails: there is no torch 2.10.0+cpu"),
+    ("cann-9.0, vllm-ascend-0.23", FETCHED, "aarch64: torch 2.10.0; x86_64: torch 2.10.0+cpu"),
+    ("vllm-ascend-0.23", "what this project depends on, with transformers 5.5.4", "resolves"),
+    ("vllm-ascend-0.23", "vllm and vllm-ascend looked up", "there; vllm-ascend as source only"),
+    ("vllm-ascend-0.23", "triton-ascend looked up", "not on the usual index, which ends at 3.2.0"),
+    ("the older ones", "torch_npu and vllm-ascend looked up", "there, but for torch_npu 2.7.1.post1"),
+)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -43,6 +64,7 @@ def page() -> str:
     """The whole page."""
     head = ("set", "what it is", "torch", "torch_npu", "CANN", "vllm", "vllm-ascend", "triton-ascend", "transformers")
     lines = [HEAD, "## Sets", *table((*head, "constraints"), map(row, SETS)), FOOT]
+    lines += [*table(("set", "what was done", "result"), CHECKED), ""]
     lines += ["## CANN and torch_npu", *table(("CANN", "torch_npu"), ((c, ", ".join(b)) for c, b in CANN.items()))]
     ranges = ((torch, f"{low[0]}.{low[1]} to {high[0]}.{high[1]}") for torch, (low, high) in PYTHON.items())
     lines += ["", "## Python", *table(("torch_npu", "Python"), ranges)]

@@ -1,28 +1,15 @@
-"""Checks of an NPU's hardware side: device files, driver and firmware, what npu-smi says."""
+"""Checks of NPUs by what npu-smi says: products, health, memory in use, topology, numbers."""
 
 from __future__ import annotations
 
-import os
-import re
 from collections import Counter
 
 from runner.device import npu_smi
 from runner.device.soc import Generation, generation, soc_name
+from runner.doctor.driver import after_nodes, hand_in
 from runner.doctor.finding import Finding, many, ok, problem, skipped, unknown, warning
 from runner.doctor.machine import Answer, Machine
 
-DRIVER = "/usr/local/Ascend/driver/version.info"
-FIRMWARE = "/usr/local/Ascend/firmware/version.info"
-MANAGERS = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
-# What a container needs of its host: path → how it is handed in.
-MOUNTS = {
-    **{path: f"--device {path}" for path in MANAGERS},
-    "/usr/local/Ascend/driver/version.info": "-v /usr/local/Ascend/driver:/usr/local/Ascend/driver",
-    "/usr/local/bin/npu-smi": "-v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi",
-    "/usr/local/dcmi": "-v /usr/local/dcmi:/usr/local/dcmi",
-    "/etc/ascend_install.info": "-v /etc/ascend_install.info:/etc/ascend_install.info",
-}
-INSTALL_DRIVER = "bash Ascend-hdk-<product>-npu-driver_<version>_linux-<arch>.run --full && reboot"
 FOREIGN_SHARE = 0.1  # of a chip's memory; an idle 64 GB chip itself holds about 3 GB
 REMARKS: dict[Generation, str] = {
     "first": "not A2, whose name it nearly has: wheels and kernels of A2 do not fit it",
@@ -33,69 +20,6 @@ REMARKS: dict[Generation, str] = {
 }
 # What joins two chips directly; everything else goes over PCIe or the host.
 FAST_LINKS = ("HCCS", "HCCS_SW", "SIO")
-
-
-def is_present(machine: Machine) -> bool:
-    """Whether anything of an NPU is on this machine, its software included."""
-    return bool(
-        machine.nodes
-        or any(map(machine.exists, (DRIVER, "/usr/local/Ascend", "/usr/local/bin/npu-smi")))
-        or any(machine.version(name) for name in ("torch-npu", "vllm-ascend"))
-        or "ASCEND_HOME_PATH" in machine.environment
-    )
-
-
-def hand_in(machine: Machine) -> str:
-    """The command that brings driver and devices here: into this container, or onto this machine."""
-    if not machine.in_container:
-        return INSTALL_DRIVER
-    flags = [flag for path, flag in MOUNTS.items() if not machine.exists(path)]
-    return f"docker run {' '.join([*([] if machine.nodes else ['--device /dev/davinci0']), *flags])} --shm-size=16g …"
-
-
-def device_nodes(machine: Machine) -> Finding:
-    """/dev/davinci0 and its like, one per chip, and the files that go with them."""
-    nodes = machine.nodes
-    if not nodes:
-        where = "not handed into this container" if machine.in_container else "no driver"
-        other = "if this machine has no NPU: pip uninstall torch_npu; else: " if machine.version("torch-npu") else ""
-        return problem(f"no /dev/davinci0: no NPU, or {where}", f"{other}{hand_in(machine)}")
-    if missing := [path for path in MANAGERS if not machine.exists(path)]:
-        return problem(f"{many(len(nodes), 'chip')}, but no {', '.join(missing)}", hand_in(machine))
-    if locked := [path for path in (*nodes, *MANAGERS) if not os.access(machine.path(path), os.R_OK | os.W_OK)]:
-        return problem(f"no right to use {', '.join(locked)}", "sudo usermod -aG HwHiAiUser $USER, and log in again")
-    return ok(f"{many(len(nodes), 'chip')}: {nodes[0]}" + (f" … {nodes[-1]}" if len(nodes) > 1 else ""))
-
-
-def container_mounts(machine: Machine) -> Finding:
-    """What the host must hand into a container, beside the devices."""
-    if not machine.in_container or not machine.nodes:
-        return skipped("not in a container" if machine.nodes else "no device files")
-    if missing := [path for path in MOUNTS if not machine.exists(path)]:
-        return problem(f"in a container without {', '.join(missing)}", hand_in(machine))
-    return ok("the container has the devices, the driver and npu-smi of its host")
-
-
-def driver(machine: Machine) -> Finding:
-    """The versions of driver and firmware, and whether the driver takes that firmware."""
-    facts, firmware_facts = (_facts(machine.read(path)) for path in (DRIVER, FIRMWARE))
-    version = facts.get("package_version") or facts.get("version")
-    if version is None:
-        return problem(f"no {DRIVER}", _first(machine, hand_in(machine)))
-    firmware = firmware_facts.get("version")
-    if firmware is None:
-        return ok(f"driver {version}; firmware: no {FIRMWARE} (usual in a container)")
-    ranges = re.findall(r"\[([^,\]]+),([^\]]+)\]", facts.get("compatible_version_fw", ""))
-    seen = f"driver {version}, firmware {firmware}"
-    if not ranges:
-        return ok(f"{seen}; the driver does not say which firmware it takes")
-    if not any(_within(firmware, low, high) for low, high in ranges):
-        takes = " or ".join(f"{low} to {high}" for low, high in ranges)
-        return problem(
-            f"{seen}; the driver takes firmware {takes}",
-            "bash Ascend-hdk-<product>-npu-firmware_<version>.run --full && reboot",
-        )
-    return ok(seen)
 
 
 def products(machine: Machine) -> Finding:
@@ -114,7 +38,7 @@ def _no_table(machine: Machine, answer: Answer, error: ValueError) -> Finding:
         return problem(f"npu-smi {answer.last_line}: the driver or a card hangs", "dmesg | tail; then reboot")
     if answer.code is None:
         remedy = "export PATH=/usr/local/bin:$PATH" if machine.exists("/usr/local/bin/npu-smi") else hand_in(machine)
-        return problem(f"npu-smi does not answer: {answer.last_line}", _first(machine, remedy))
+        return problem(f"npu-smi does not answer: {answer.last_line}", after_nodes(machine, remedy))
     if answer.code or npu_smi.FAILED.search(answer.out + answer.err):
         rights = "lsmod | grep drv_davinci; sudo usermod -aG HwHiAiUser $USER (and log in again); then reboot"
         return problem(
@@ -192,11 +116,6 @@ def numbering(machine: Machine) -> Finding:
     return ok("logical and physical numbers are the same" if not moved else f"logical {', '.join(moved)}")
 
 
-def _first(machine: Machine, remedy: str) -> str:
-    """Without device files their remedy is the one for everything that comes with the driver."""
-    return remedy if machine.nodes else device_nodes(machine).remedy or remedy
-
-
 def info_of(machine: Machine) -> npu_smi.Info | None:
     """What `npu-smi info` lists; None where it does not (the check `npu-smi` says why)."""
     try:
@@ -215,15 +134,3 @@ def soc(machine: Machine) -> str | None:
         answer = machine.ask("npu-smi", "info", "-t", "board", "-i", str(info.chips[0].card))
     records = npu_smi.parse_records(answer.out)
     return soc_name(records[0]) if records else None
-
-
-def _facts(text: str | None) -> dict[str, str]:
-    """`key=value` lines, keys in lower case."""
-    pairs = (line.partition("=") for line in (text or "").splitlines())
-    return {key.strip().lower(): value.strip() for key, equals, value in pairs if equals}
-
-
-def _within(version: str, low: str, high: str) -> bool:
-    """Whether 8.9.9.1.129 lies in 7.0.0 … 8.9.9, whose end stands for all that begin like it."""
-    number, first, last = ([int(part) for part in re.findall(r"\d+", text)] for text in (version, low, high))
-    return first <= number and number[: len(last)] <= last

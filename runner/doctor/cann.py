@@ -7,17 +7,22 @@ from dataclasses import dataclass
 
 from packaging.version import Version
 
+from runner.device import cann as places
+from runner.device.soc import Generation, generation
+from runner.doctor import ascend
 from runner.doctor.finding import Finding, ok, problem, skipped, unknown, warning
+from runner.doctor.host import ARCHITECTURES
 from runner.doctor.machine import Machine
-from runner.doctor.versions import AS_OF, cann_for, release, torch_npu_for
+from runner.doctor.versions import AS_OF, CANN, cann_for, release, torch_npu_for
 
-HOMES = (
-    "/usr/local/Ascend/ascend-toolkit/latest",
-    "/usr/local/Ascend/cann",
-    "/usr/local/Ascend/cann-*",
-    "/usr/local/Ascend/ascend-toolkit/[0-9]*",
-)
-ATB = "/usr/local/Ascend/nnal/atb"
+CHIPS: dict[Generation, str] = {  # as the installers of operators are named: Ascend-cann-910b-ops_…
+    "first": "910",
+    "A2": "910b",
+    "A3": "A3",
+    "310P": "310p",
+    "310B": "310b",
+    "950": "950",
+}
 LIBRARY = "libhccl.so"  # CANN's library for sums over cards: without it torch_npu cannot be imported
 
 
@@ -30,26 +35,23 @@ class Cann:
 
     def script(self, machine: Machine) -> str:
         """The script that loads its environment."""
-        parent = self.home.rpartition("/")[0]
-        found = [f"{place}/set_env.sh" for place in (self.home, parent) if machine.exists(f"{place}/set_env.sh")]
-        return found[0] if found else f"{self.home}/set_env.sh"
+        return places.script(self.home, machine.root)
 
 
 def find(machine: Machine) -> Cann | None:
     """The CANN that the environment names, or else the one in a usual place."""
-    named = [machine.environment.get(name, "") for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")]
-    usual = [home for pattern in HOMES for home in machine.glob(pattern)]
-    for home in [*filter(None, named), *usual]:
-        if machine.path(home).is_dir():
-            return Cann(home.rstrip("/"), _version(machine, home.rstrip("/")))
-    return None
+    home = next(places.homes(machine.environment, machine.root), None)
+    return None if home is None else Cann(home, version_of(machine, home, "toolkit"))
 
 
-def _version(machine: Machine, home: str) -> str | None:
-    for arch in (machine.arch, "aarch64", "x86_64"):
-        text = machine.read(f"{home}/{arch}-linux/ascend_toolkit_install.info") or ""
+def version_of(machine: Machine, home: str, part: str) -> str | None:
+    """The version of the toolkit or of the operators (ops), as the file says that its installer leaves."""
+    for arch in (machine.arch, *ARCHITECTURES):
+        text = machine.read(f"{home}/{arch}-linux/ascend_{part}_install.info") or ""
         if found := re.search(r"^version\s*=\s*(\S+)", text, re.MULTILINE | re.IGNORECASE):
             return found[1]
+    if part != "toolkit":
+        return None
     # Before 8.0 a file lists each part as [internal number:version].
     old = re.search(r"runtime_running_version=\[[^:\]]*:([^\]]+)\]", machine.read(f"{home}/version.cfg") or "")
     return old[1] if old else None
@@ -59,10 +61,12 @@ def toolkit(machine: Machine) -> Finding:
     """CANN's version."""
     found = find(machine)
     if found is None:
+        where = " or ".join(places.parents(machine.environment))
         version, fit = _fitting(machine)
+        installer = f"bash Ascend-cann-toolkit_{version}_linux-{machine.arch}.run --install"
         return problem(
-            f"no CANN toolkit in /usr/local/Ascend, and ASCEND_HOME_PATH names none{fit}",
-            f"bash Ascend-cann-toolkit_{version}_linux-{machine.arch}.run --install, then the kernels of your product",
+            f"no CANN toolkit in {where}, and ASCEND_HOME_PATH names none{fit}",
+            f"{installer} && {install_operators(machine, version)}",
         )
     if found.version is None:
         return unknown(f"{found.home}, version unknown: no ascend_toolkit_install.info or version.cfg")
@@ -70,14 +74,23 @@ def toolkit(machine: Machine) -> Finding:
     return ok(f"CANN {found.version} in {found.home}{known}")
 
 
+def install_operators(machine: Machine, version: str) -> str:
+    """The command that installs the operators (ops) of this machine's chip."""
+    chip = CHIPS.get(generation(ascend.soc(machine) or ""), "<chip>")
+    return f"bash Ascend-cann-{chip}-ops_{version}_linux-{machine.arch}.run --install"
+
+
 def _fitting(machine: Machine) -> tuple[str, str]:
     """The CANN to install for the torch_npu that is there, and what the tables say of it."""
     npu = machine.version("torch-npu")
     if npu is None:
-        return "<version>", ""
+        return next(iter(CANN)), ""
     fits = cann_for(npu)
     if not fits:
-        return "<version>", f"; which one torch_npu {npu} was built for is not in the table of {AS_OF}"
+        return "<version>", (
+            f"; which one torch_npu {npu} was built for is not in the table of {AS_OF}; a pair that is: "
+            f"CANN {next(iter(CANN))} and torch_npu {torch_npu_for(next(iter(CANN)))[0]}"
+        )
     return fits[0], f"; torch_npu {npu} was built for CANN {' or '.join(fits)}"
 
 
@@ -88,10 +101,13 @@ def sourced(machine: Machine) -> Finding:
         return skipped("no CANN to load")
     remedy = f"source {found.script(machine)}"
     home = machine.environment.get("ASCEND_HOME_PATH")
-    if home is None:
+    if not home:
         return problem(f"ASCEND_HOME_PATH is not set: {found.script(machine)} was not sourced in this shell", remedy)
     if not machine.path(home).is_dir():
         return problem(f"ASCEND_HOME_PATH={home} is no folder", remedy)
+    other = machine.environment.get("ASCEND_TOOLKIT_HOME", home)
+    if machine.path(other).resolve() != machine.path(home).resolve():
+        return warning(f"ASCEND_HOME_PATH={home}, but ASCEND_TOOLKIT_HOME={other}: two CANNs are mixed", remedy)
     folders = [folder for folder in machine.environment.get("LD_LIBRARY_PATH", "").split(":") if folder]
     holders = [folder for folder in folders if machine.exists(f"{folder}/{LIBRARY}")]
     if not holders:
@@ -105,26 +121,28 @@ def sourced(machine: Machine) -> Finding:
 
 def atb(machine: Machine) -> Finding:
     """ATB, the transformer library that vllm-ascend needs: installed, loaded, and built for torch's C++ ABI."""
-    folders = machine.glob(f"{ATB}/[0-9]*")
+    parents = [f"{parent}/nnal/atb" for parent in places.parents(machine.environment)]
+    folders = [folder for parent in parents for folder in machine.glob(f"{parent}/[0-9]*")]
+    place = folders[0].rpartition("/")[0] if folders else parents[0]
     needed = machine.version("vllm-ascend") is not None
     home = machine.environment.get("ATB_HOME_PATH")
     if not folders and home is None:
         if needed:
             return problem(
-                f"vllm-ascend is installed, and no ATB in {ATB}",
-                f"bash Ascend-cann-nnal_<version>_linux-<arch>.run --install && source {ATB}/set_env.sh",
+                f"vllm-ascend is installed, and no ATB in {' or '.join(parents)}",
+                f"bash Ascend-cann-nnal_<version>_linux-{machine.arch}.run --install && source {place}/set_env.sh",
             )
         return skipped("only vllm-ascend needs it")
     seen = f"ATB {folders[-1].rpartition('/')[2] if folders else '?'}"
     if home is None:
         answer = problem if needed else warning
         return answer(
-            f"{seen}, but ATB_HOME_PATH is not set: its set_env.sh was not sourced", f"source {ATB}/set_env.sh"
+            f"{seen}, but ATB_HOME_PATH is not set: its set_env.sh was not sourced", f"source {place}/set_env.sh"
         )
     torch = machine.version("torch")
     if home.rstrip("/").endswith("cxx_abi_0") and torch and Version(release(torch)) >= Version("2.7"):
         return problem(
             f"{seen} is loaded for the old C++ ABI (cxx_abi_0), torch {torch} has the new one: undefined symbols",
-            f"source {ATB}/set_env.sh --cxx_abi=1",
+            f"source {place}/set_env.sh --cxx_abi=1",
         )
     return ok(f"{seen}, loaded from {home}")

@@ -1,6 +1,6 @@
 """The examination: which checks there are, in which order, and which apply to this machine.
 
-machine ─▶ npu ─▶ cuda ─▶ packages ─▶ a tiny real run on each device
+machine ─▶ npu ─▶ npu_sim ─▶ cuda ─▶ any device ─▶ a tiny real run on each device
 """
 
 from __future__ import annotations
@@ -11,50 +11,76 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from runner.device.visible import VARIABLES
-from runner.doctor import ascend, cann, host, imports, nvidia, packages, trials, variables
-from runner.doctor.finding import Entry, Finding, Verdict, skipped
+from runner.doctor import (
+    ascend,
+    cann,
+    driver,
+    hccl,
+    host,
+    imports,
+    nvidia,
+    operators,
+    packages,
+    simulated,
+    trials,
+    variables,
+)
+from runner.doctor.finding import ANY_DEVICE, Entry, Finding, Verdict, skipped
 from runner.doctor.machine import Machine
 
+SIMULATED = {"cpu": 1, "npu_sim": simulated.CARDS}  # as many as the trial makes
 Check = tuple[str, Callable[[Machine], Finding]]
 
-HOST: tuple[Check, ...] = (
-    ("platform", host.platform),
-    ("python", host.python),
-    ("disk", host.disk),
-    ("shared memory", host.shared_memory),
-    ("W&B", host.wandb),
+HOST: tuple[Check, ...] = (("platform", host.platform),)
+NPU_VARIABLES: tuple[Check, ...] = (
+    ("allocator", variables.npu_allocator),
+    ("HCCL time-outs", hccl.timeouts),
+    ("HCCL network", hccl.network),
+    ("other variables", variables.choices),
 )
 NPU: tuple[Check, ...] = (
-    ("device files", ascend.device_nodes),
-    ("container mounts", ascend.container_mounts),
-    ("driver, firmware", ascend.driver),
+    ("device files", driver.device_nodes),
+    ("driver, firmware", driver.driver),
     ("npu-smi", ascend.products),
     ("in use", ascend.memory_in_use),
     ("topology", ascend.topology),
     ("numbering", ascend.numbering),
     ("CANN", cann.toolkit),
+    ("CANN operators", operators.operators),
     ("CANN environment", cann.sourced),
+    ("CANN's Python", operators.python_packages),
+    ("CANN's logs", driver.logs),
     ("ATB", cann.atb),
     ("torch, torch_npu", packages.torch_pair),
     ("torch_npu, CANN", packages.torch_npu_and_cann),
     ("vllm, vllm-ascend", packages.vllm_pair),
     ("wheel, chip", packages.wheel_and_soc),
-    ("allocator", variables.npu_allocator),
-    ("HCCL time-outs", variables.hccl),
-    ("other variables", variables.choices),
+    ("Python", host.npu_python),
+    *NPU_VARIABLES,
     ("visible devices", lambda machine: variables.npu_visible(machine, npu_count)),
+    ("container mounts", driver.container_mounts),
     ("import torch", imports.torch_with_npu),
+)
+NPU_SIM: tuple[Check, ...] = (
+    ("compiler", simulated.compiler),
+    ("simulator", simulated.parts_made),
+    ("CANN", simulated.no_cann),
+    *NPU_VARIABLES,
 )
 CUDA: tuple[Check, ...] = (
     ("device files", nvidia.device_nodes),
     ("nvidia-smi", nvidia.products),
-    ("driver, CUDA", nvidia.driver),
     ("in use", nvidia.memory_in_use),
     ("topology", nvidia.topology),
+    ("driver, CUDA", nvidia.driver),
     ("allocator", variables.cuda_allocator),
     ("visible devices", lambda machine: variables.cuda_visible(machine, nvidia.count)),
 )
-PACKAGES: tuple[Check, ...] = (
+ANY: tuple[Check, ...] = (
+    ("Python", host.python),
+    ("disk", host.disk),
+    ("shared memory", host.shared_memory),
+    ("W&B", host.wandb),
     ("antlr", packages.antlr),
     ("demands", packages.pins),
     ("import torch", imports.torch_alone),
@@ -65,16 +91,16 @@ def examine(machine: Machine, *, trial: bool = True, debug: bool = False) -> Ite
     """Every finding, in order, as it is made. A check that fails is a finding of its own and stops no other."""
     yield from _group("machine", HOST, machine, debug)
     for name, checks, is_present, sign in (
-        ("npu", NPU, ascend.is_present, "no sign of an Ascend NPU (device files, driver, CANN, torch_npu)"),
+        ("npu", NPU, driver.is_present, "no sign of an Ascend NPU (device files, driver, CANN, torch_npu)"),
+        ("npu_sim", NPU_SIM, None, ""),
         ("cuda", CUDA, nvidia.is_present, "no sign of an NVIDIA GPU (device files, driver)"),
     ):
-        if machine.wanted not in ("auto", name):
-            yield Entry(name, "", skipped(f"device={machine.wanted} was asked for"))
-        elif machine.wanted == "auto" and not is_present(machine):
-            yield Entry(name, "", skipped(sign))
-        else:
+        if machine.wanted == name or (machine.wanted == "auto" and is_present is not None and is_present(machine)):
             yield from _group(name, checks, machine, debug)
-    yield from _group("packages", PACKAGES, machine, debug)
+        elif is_present is not None:
+            asked = f"device={machine.wanted} was asked for"
+            yield Entry(name, "", skipped(sign if machine.wanted == "auto" else asked))
+    yield from _group(ANY_DEVICE, ANY, machine, debug)
     for device in trials.devices(machine) if trial else ():
         yield from _group(f"trial on {device}", tuple(trials.of_device(device, count(machine, device))), machine, debug)
 
@@ -83,7 +109,7 @@ def looked_at(machine: Machine) -> list[str]:
     """The devices that the examination is about: the one asked for, or all of which there is a sign."""
     if machine.wanted != "auto":
         return [machine.wanted]
-    signs = {"npu": ascend.is_present, "cuda": nvidia.is_present}
+    signs = {"npu": driver.is_present, "cuda": nvidia.is_present}
     return ["cpu", *(device for device, is_present in signs.items() if is_present(machine))]
 
 
@@ -95,8 +121,8 @@ def npu_count(machine: Machine) -> int:
 
 def count(machine: Machine, device: str) -> int:
     """How many devices of this kind a process sees."""
-    if device == "cpu":
-        return 1
+    if device in SIMULATED:
+        return SIMULATED[device]
     there = npu_count(machine) if device == "npu" else nvidia.count(machine)
     text = machine.environment.get(VARIABLES[device])
     return there if text is None else min(there, len([entry for entry in text.split(",") if entry.strip()]))

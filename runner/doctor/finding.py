@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
+ANY_DEVICE = "any device"  # the group of checks that every device needs
+
 
 class Verdict(StrEnum):
     """ok; warning = it works and something is to be known; problem = it cannot work; unknown; skipped; bug = ours."""

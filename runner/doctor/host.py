@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from packaging.specifiers import SpecifierSet
 
-from runner.doctor.finding import Finding, ok, problem, warning
+from runner.doctor.finding import Finding, ok, problem, skipped, warning
 from runner.doctor.machine import Machine
 from runner.doctor.versions import PYTHON, release
 
@@ -27,18 +27,30 @@ def platform(machine: Machine) -> Finding:
 
 
 def python(machine: Machine) -> Finding:
-    """A Python that this project and every package of the NPU's stack takes."""
+    """A Python that this project and what it is made of take."""
+    return _python(machine, (PROJECT, "torch", "transformers"))
+
+
+def npu_python(machine: Machine) -> Finding:
+    """A Python that the packages for an NPU take."""
+    return _python(machine, ("torch-npu", "vllm", "vllm-ascend"))
+
+
+def _python(machine: Machine, names: Sequence[str]) -> Finding:
     version = ".".join(map(str, machine.python))
-    refused = [f"{name} {machine.version(name)} takes {wants}" for name, wants in _takes(machine)]
+    there = [name for name in names if name in machine.packages]
+    if not there:
+        return skipped(f"{names[0]} is not installed")
+    refused = [f"{name} {machine.version(name)} takes {wants}" for name, wants in _takes(machine, there)]
     if refused:
         return problem(f"{version}; {'; '.join(refused)}", "python3.11 -m venv .venv && .venv/bin/pip install -e .")
-    return ok(version)
+    return ok(f"{version}, which {', '.join(there)} take{'s' if len(there) == 1 else ''}")
 
 
-def _takes(machine: Machine) -> Iterator[tuple[str, str]]:
-    """The packages that do not take this Python, and which ones they do."""
+def _takes(machine: Machine, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Those of these packages that do not take this Python, and which ones they do."""
     version = ".".join(map(str, machine.python))
-    for name in (PROJECT, "torch", "torch-npu", "vllm", "vllm-ascend", "transformers"):
+    for name in names:
         package = machine.packages.get(name)
         if package and package.python and version not in SpecifierSet(package.python):
             yield name, package.python
@@ -52,7 +64,7 @@ def disk(machine: Machine) -> Finding:
     """Room for checkpoints where the command is run."""
     free = machine.free_bytes(machine.work)
     seen = f"{free / GB:.1f} GB free in {machine.work}"
-    if not os.access(machine.work, os.W_OK):
+    if not machine.may(machine.work, os.W_OK):
         return problem(f"{machine.work} cannot be written", "cd to a folder of yours; runs are written to ./outputs")
     if free < 0.2 * GB:
         return problem(f"{seen}: not enough for any checkpoint", "free some space, or cd to another disk")

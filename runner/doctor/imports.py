@@ -41,7 +41,7 @@ def torch_with_npu(machine: Machine) -> Finding:
 def _remedy(machine: Machine, answer: Answer) -> str:
     found = find(machine)
     if "cannot open shared object file" in answer.err:
-        return f"source {found.script(machine)}" if found else "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
+        return f"source {found.script(machine)}" if found else "source /usr/local/Ascend/cann/set_env.sh"
     if "undefined symbol" in answer.err:
         return "install the torch, torch_npu and CANN of one row of docs/npu-versions.md"
     return "mend the problems above first"

@@ -20,7 +20,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Literal
 
-Wanted = Literal["auto", "cpu", "cuda", "npu"]
+Wanted = Literal["auto", "cpu", "cuda", "npu", "npu_sim"]
 COMMAND_DEADLINE_S = 30.0
 IMPORT_DEADLINE_S = 180.0
 
@@ -70,6 +70,7 @@ class Machine:
     work: Path = Path(".")
     free_bytes: Callable[[Path], int] = field(default=lambda path: shutil.disk_usage(path).free)
     total_bytes: Callable[[Path], int] = field(default=lambda path: shutil.disk_usage(path).total)
+    may: Callable[[Path, int], bool] = field(default=os.access)
     run: Ask = field(default=lambda words, deadline_s, extra: Answer(None, err="no command can be run"))
 
     def path(self, name: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 
@@ -26,6 +27,8 @@ def count(machine: Machine) -> int:
 def device_nodes(machine: Machine) -> Finding:
     """/dev/nvidia0 and its like."""
     nodes = machine.glob(NODES)
+    if locked := [path for path in nodes if not machine.may(machine.path(path), os.R_OK | os.W_OK)]:
+        return problem(f"no right to use {', '.join(locked)}", "sudo usermod -aG video $USER, and log in again")
     if nodes:
         return ok(f"{len(nodes)}: {nodes[0]}" + (f" … {nodes[-1]}" if len(nodes) > 1 else ""))
     return problem(

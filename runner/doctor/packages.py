@@ -14,7 +14,16 @@ from runner.doctor.cann import find
 from runner.doctor.finding import Finding, many, ok, problem, skipped, unknown, warning
 from runner.doctor.host import PROJECT
 from runner.doctor.machine import Machine
-from runner.doctor.versions import AS_OF, OLDEST_TORCH, cann_for, release, same, set_of_vllm_ascend, torch_npu_for
+from runner.doctor.versions import (
+    AS_OF,
+    OLDEST_TORCH,
+    cann_for,
+    release,
+    same,
+    set_of_vllm_ascend,
+    torch_for,
+    torch_npu_for,
+)
 
 STACK = (PROJECT, "torch-npu", "vllm", "vllm-ascend", "triton-ascend", "transformers", "peft", "hydra-core")
 _BUILD = re.compile(r"""^__(?:soc_version|device_type)__\s*=\s*["']?(?:AscendDeviceType\.)?([\w-]+)""", re.MULTILINE)
@@ -43,7 +52,14 @@ def _pair(machine: Machine, torch: str) -> str:
     """The torch and torch_npu to install: those of the CANN that is there, or torch_npu for the torch that is."""
     found = find(machine)
     usable = _usable(found.version) if found and found.version else []
-    return f"torch=={release(usable[0])} torch_npu=={usable[0]}" if usable else f"torch_npu=={release(torch)}"
+    return _both(machine, usable[0]) if usable else f"torch_npu=={release(torch)}"
+
+
+def _both(machine: Machine, npu: str) -> str:
+    """What to hand to pip for this torch_npu and its torch."""
+    torch = torch_for(npu, machine.arch)
+    where = " --extra-index-url <torch's CPU builds>" if "+" in torch else ""
+    return f"torch=={torch} torch_npu=={npu}{where}"
 
 
 def _usable(cann: str) -> list[str]:
@@ -65,16 +81,16 @@ def torch_npu_and_cann(machine: Machine) -> Finding:
         return unknown(f"{seen}: the table of {AS_OF} does not have this torch_npu{others}")
     if not built and any(found.version.split(".")[:2] == one.split(".")[:2] for one in fits):
         return unknown(f"{seen}: built for CANN {' or '.join(fits)}; this patch release is not in the table of {AS_OF}")
-    return problem(f"{seen}: it is built for CANN {' or '.join(fits)}", _other(found.version, npu, fits))
+    return problem(f"{seen}: it is built for CANN {' or '.join(fits)}", _other(machine, found.version, npu, fits))
 
 
-def _other(cann: str, npu: str, fits: Sequence[str]) -> str:
+def _other(machine: Machine, cann: str, npu: str, fits: Sequence[str]) -> str:
     """The torch_npu to install beside this CANN, or the CANN where it has none that this project can use."""
     usable = _usable(cann)
     if not usable:
         return f"install CANN {fits[0]}: for {cann} there is no torch_npu of torch {OLDEST_TORCH} or newer"
     best = next((one for one in usable if release(one) == release(npu)), usable[0])
-    return f"pip install torch=={release(best)} torch_npu=={best}"
+    return f"pip install {_both(machine, best)}"
 
 
 def vllm_pair(machine: Machine) -> Finding:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TextIO
 
-from runner.doctor.finding import Entry, Verdict, many, skipped
+from runner.doctor.finding import ANY_DEVICE, Entry, Verdict, many, skipped
 
 FORMAT = 1  # of --json; grows when a field changes its meaning or goes
 COLOURS = {
@@ -22,7 +22,7 @@ COLOURS = {
     Verdict.SKIPPED: 2,
 }
 NAME_WIDTH, VERDICT_WIDTH = 17, 7
-COMMON = ("machine", "packages")
+COMMON = ("machine", ANY_DEVICE)
 
 
 def show(entries: Iterable[Entry], devices: Sequence[str], out: TextIO) -> list[Entry]:
@@ -45,12 +45,12 @@ def show(entries: Iterable[Entry], devices: Sequence[str], out: TextIO) -> list[
 
 
 def _together(entries: Sequence[Entry]) -> Entry:
-    """What was left out in one group, as one entry: names by reason."""
+    """What was left out in one group, as one entry: a line of names for each reason."""
     reasons: dict[str, list[str]] = {}
     for entry in entries:
         reasons.setdefault(entry.finding.evidence, []).append(entry.check)
-    texts = [": ".join(filter(None, [", ".join(names), reason])) for reason, names in reasons.items()]
-    return Entry(entries[0].group, "left out" if entries[0].check else "", skipped("; ".join(texts)))
+    lines = [": ".join(filter(None, [", ".join(names), reason])) for reason, names in reasons.items()]
+    return Entry(entries[0].group, "left out" if entries[0].check else "", skipped("\n".join(lines)))
 
 
 def as_json(entries: Sequence[Entry], devices: Sequence[str]) -> str:
@@ -106,7 +106,11 @@ def _wrapped(text: str) -> list[str]:
     """A text in its column; the lines after the first are indented to it."""
     indent = " " * (2 + VERDICT_WIDTH + 2 + NAME_WIDTH + 2)
     width = max(shutil.get_terminal_size((120, 24)).columns - len(indent), 40)
-    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+    lines = [
+        line
+        for part in text.splitlines() or [""]
+        for line in textwrap.wrap(part, width, break_long_words=False, break_on_hyphens=False) or [""]
+    ]
     return [lines[0], *(f"{indent}{line}" for line in lines[1:])]
 
 

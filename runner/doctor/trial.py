@@ -22,12 +22,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from runner.device.backend import leave_out
+from runner.device.kinds import KINDS, NPU
+from runner.doctor.simulated import CARDS
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 # Largest relative error: float32 products may run in TF32 or HF32 on an accelerator, attention runs in bfloat16 there.
 TOLERANCE = {"cpu": 1e-5, "cuda": 2e-2, "npu": 2e-2}
 MEETING_S = 90
@@ -48,17 +49,35 @@ def main(words: Sequence[str]) -> int:
     """Do what the words ask for."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # ends with the doctor, and survives exec
     what, device, *rest = words
+    if device == "npu_sim":
+        os.environ.pop(str(NPU.visible), None)  # the cards are the trial's own
     if what == "train":
         os.chdir(rest[0])
         os.execv(sys.executable, [sys.executable, "-P", "-m", "runner", f"device={device}", *JOB, *JOB_REST])
     if what == "reduce":
         return _reduce(device, int(rest[0]))
-    leave_out(device)
+    kind = _begin(device)
     if what == "rank":
-        return _rank(device, int(rest[0]), int(rest[1]), rest[2])
-    for record in _kernels(device):
+        return _rank(kind, int(rest[0]), int(rest[1]), rest[2])
+    for record in _kernels(kind):
         print(json.dumps(record), flush=True)
     return 0
+
+
+def _begin(device: str) -> str:
+    """Make this process one that has the device; returns torch's name for it."""
+    leave_out(device)
+    if device != "npu_sim":
+        return device
+    from runner.decisions import Decisions
+    from runner.device.config import NpuSimConfig
+
+    config = NpuSimConfig(cards=CARDS)
+    config.enter()  # before the next line imports torch
+    from runner.device.npu_sim.device import NpuSim
+
+    NpuSim(config, decide=Decisions())
+    return config.kind.name
 
 
 def _kernels(device: str) -> Iterator[dict[str, object]]:
@@ -119,7 +138,7 @@ def _rank(device: str, rank: int, world: int, meeting: str) -> int:
     if device != "cpu":
         torch.accelerator.set_device_index(rank)
     distributed.init_process_group(
-        BACKENDS[device],
+        KINDS[device].backend,
         init_method=f"file://{meeting}",
         rank=rank,
         world_size=world,
@@ -133,7 +152,13 @@ def _rank(device: str, rank: int, world: int, meeting: str) -> int:
     if rank == 0:
         print(
             json.dumps(
-                {"device": device, "what": "all-reduce", "backend": BACKENDS[device], "world": world, "good": good}
+                {
+                    "device": device,
+                    "what": "all-reduce",
+                    "backend": KINDS[device].collectives,
+                    "world": world,
+                    "good": good,
+                }
             )
         )
     return 0 if good else 1

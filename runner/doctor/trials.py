@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from runner.device.backend import AUTOLOAD
+from runner.device.npu_sim.prepare import COMMAND
 from runner.device.visible import VARIABLES
-from runner.doctor import ascend, imports, nvidia
+from runner.doctor import ascend, driver, imports, nvidia, simulated
 from runner.doctor.finding import Finding, Verdict, ok, problem, skipped, warning
 from runner.doctor.machine import Answer, Machine
 
 KERNELS_DEADLINE_S = 300.0  # an NPU compiles each operator at its first use
 REDUCE_DEADLINE_S = 150.0
 STEP_DEADLINE_S = 300.0
-LOGS = {"npu": "; CANN's own log: ls -t ~/ascend/log/debug/plog", "cuda": "", "cpu": ""}
+MAKE_DEADLINE_S = 900.0  # 45 MB over the network, and a minute of g++
+SIMULATED = ("cpu", "npu_sim")  # of which there are as many as a process asks for
+LOGS = {"npu": "; CANN's own log: ls -t ~/ascend/log/debug/plog"}
 
 Trial = tuple[str, Callable[[Machine], Finding]]
 
@@ -36,11 +39,13 @@ def devices(machine: Machine) -> list[str]:
 
 def of_device(device: str, count: int) -> Iterator[Trial]:
     """The trials of one kind of device, of which there are `count`."""
-    world = 2 if device == "cpu" else min(count, 2)
-    yield "kernels", _unless_hopeless(device, count, lambda machine: _kernels(machine, device))
+    world = 2 if device == "cpu" else count
+    if device == "npu_sim":
+        yield "simulator", _unless_hopeless(device, count, _make)
+    yield "kernels", _unless_hopeless(device, count, lambda machine: _kernels(machine, device, count))
     yield "all-reduce", _unless_hopeless(device, count, lambda machine: _all_reduce(machine, device, world))
-    for index in range(1 if device == "cpu" else count):
-        name = "training step" if count == 1 else f"step on {device}:{index}"
+    for index in range(1 if device in SIMULATED else count):
+        name = "training step" if device in SIMULATED or count == 1 else f"step on {device}:{index}"
         yield name, _unless_hopeless(device, count, partial(_step, device=device, index=index))
 
 
@@ -56,12 +61,25 @@ def _can_begin(machine: Machine, device: str) -> bool:
     needed = {
         "cpu": (imports.torch_alone,),
         "cuda": (imports.torch_alone, nvidia.products, nvidia.driver),
-        "npu": (ascend.device_nodes, ascend.products, imports.torch_with_npu),
+        "npu": (driver.device_nodes, ascend.products, imports.torch_with_npu),
+        "npu_sim": (imports.torch_alone, simulated.compiler, simulated.no_cann),
     }
     return all(check(machine).verdict is not Verdict.PROBLEM for check in needed[device])
 
 
-def _kernels(machine: Machine, device: str) -> Finding:
+def _make(machine: Machine) -> Finding:
+    """Build the simulated NPU, as its first use does."""
+    if simulated.is_built(machine):
+        return skipped("built already")
+    begin = time.perf_counter()
+    words = (sys.executable, "-P", "-m", "runner", "doctor", "--prepare", "npu_sim")
+    answer = machine.ask(*words, deadline_s=MAKE_DEADLINE_S)
+    if answer.code != 0:
+        return problem(f"it cannot be built: {_said(answer)}", COMMAND)
+    return ok(f"fetched and built in {time.perf_counter() - begin:.0f} s")
+
+
+def _kernels(machine: Machine, device: str, expected: int) -> Finding:
     """Matmul and attention on every device."""
     answer = _child(machine, "kernels", device, deadline_s=KERNELS_DEADLINE_S)
     records = _records(answer)
@@ -69,8 +87,10 @@ def _kernels(machine: Machine, device: str) -> Finding:
         return problem(f"{_so_far(records)}{imports.cause(answer)}", _remedy(device))
     wrong = [f"{r['what']} on {r['device']} is off by {r['error']:.1e}" for r in records if not r["good"]]
     if wrong:
-        return problem("; ".join(wrong), f"a device that computes wrongly: try it alone{LOGS[device]}")
+        return problem("; ".join(wrong), f"a device that computes wrongly: try it alone{LOGS.get(device, '')}")
     count = len({r["device"] for r in records})
+    if count < expected:
+        return problem(f"torch sees {count} of {expected} devices", _remedy(device))
     worst = {what: max(r["error"] for r in records if r["what"] == what) for what in ("matmul", "attention")}
     seen = ", ".join(f"{what} within {error:.0e}" for what, error in worst.items())
     return ok(f"{seen} of float64" + (f", on {count} devices" if count > 1 else ""))
@@ -90,7 +110,7 @@ def _all_reduce(machine: Machine, device: str, world: int) -> Finding:
 
 def _step(machine: Machine, device: str, index: int) -> Finding:
     """One training step by the command `run`, in a folder that is removed."""
-    visible = {} if device == "cpu" else {VARIABLES[device]: _nth(machine, device, index)}
+    visible = {} if device in SIMULATED else {VARIABLES[device]: _nth(machine, device, index)}
     with tempfile.TemporaryDirectory(prefix="run-doctor-") as folder:
         begin = time.perf_counter()
         answer = _child(machine, "train", device, folder, deadline_s=STEP_DEADLINE_S, **visible)
@@ -136,4 +156,4 @@ def _nth(machine: Machine, device: str, index: int) -> str:
 
 
 def _remedy(device: str) -> str:
-    return f"mend the problems above first; then: run doctor device={device}{LOGS[device]}"
+    return f"mend the problems above first; then: run doctor device={device}{LOGS.get(device, '')}"

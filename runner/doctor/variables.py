@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from packaging.version import Version
 
-from runner.device.presets import HCCL_DEFAULTS, hccl_objection
-from runner.device.visible import VARIABLES, parse
+from runner.device.kinds import CUDA, NPU, Kind
+from runner.device.visible import parse
 from runner.doctor.finding import Finding, ok, problem, skipped, warning
 from runner.doctor.machine import Machine
 from runner.doctor.versions import release
 
 SHARED_ALLOCATOR = "PYTORCH_ALLOC_CONF"
-ALLOCATORS = {"npu": "PYTORCH_NPU_ALLOC_CONF", "cuda": "PYTORCH_CUDA_ALLOC_CONF"}
 # What may not stand beside growing segments on an NPU.
 EXCLUDES = ("max_split_size_mb", "garbage_collection_threshold")
-HCCL_STEP_S = 68  # HCCL counts its execution time-out in steps of so many seconds
 
 # Variable → the values CANN or torch_npu documents.
 CHOICES = {
@@ -24,31 +22,37 @@ CHOICES = {
     "ASCEND_LAUNCH_BLOCKING": ("0", "1"),
     "INF_NAN_MODE_ENABLE": ("0", "1"),
     "HCCL_DETERMINISTIC": ("true", "false", "strict"),
+    "LCCL_DETERMINISTIC": ("0", "1"),
     "TORCH_HCCL_ASYNC_ERROR_HANDLING": ("0", "1"),
+    "VLLM_ASCEND_ENABLE_NZ": ("0", "1", "2"),
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": ("0", "1"),
 }
+NUMBERS = ("HCCL_BUFFSIZE", "P2P_HCCL_BUFFSIZE", "ACL_DEVICE_SYNC_TIMEOUT")
 # What a documented value means that one rarely wants.
 REMARKS = {
     ("INF_NAN_MODE_ENABLE", "0"): "numbers saturate, and no guard sees an overflow",
     ("ASCEND_LAUNCH_BLOCKING", "1"): "every operator waits for the one before: for debugging only",
+    ("TORCH_HCCL_ASYNC_ERROR_HANDLING", "0"): "a process whose peer is gone waits for ever",
+    ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0"): "a script has to import torch_npu itself, as our jobs do",
 }
 
 
 def npu_allocator(machine: Machine) -> Finding:
     """The NPU's allocator: one variable, and no settings that exclude one another."""
-    return _allocator(machine, "npu")
+    return _allocator(machine, NPU)
 
 
 def cuda_allocator(machine: Machine) -> Finding:
     """The same for CUDA."""
-    return _allocator(machine, "cuda")
+    return _allocator(machine, CUDA)
 
 
-def _allocator(machine: Machine, kind: str) -> Finding:
-    own = ALLOCATORS[kind]
+def _allocator(machine: Machine, kind: Kind) -> Finding:
+    own = str(kind.allocator)
     given = {name: machine.environment[name] for name in (own, SHARED_ALLOCATOR) if name in machine.environment}
     seen = ", ".join(f"{name}={value}" for name, value in given.items()) or "none set"
     if len(given) == 2:
-        fatal = kind == "npu" and Version(release(machine.version("torch") or "2.10")) >= Version("2.10")
+        fatal = kind is NPU and Version(release(machine.version("torch") or "2.10")) >= Version("2.10")
         how = "torch_npu ends the process over that" if fatal else "only one of them is read"
         answer = problem if fatal else warning
         return answer(f"{own} and {SHARED_ALLOCATOR} are both set; {how}", f"unset {own}")
@@ -60,42 +64,18 @@ def _allocator(machine: Machine, kind: str) -> Finding:
         if repeated := {key for key in keys if keys.count(key) > 1}:
             return problem(f"{name}: {', '.join(sorted(repeated))} stands twice", f"export {name}=…")
         grows = any(key.strip() == "expandable_segments" and value == "True" for key, _, value in settings)
-        if kind == "npu" and grows and (beside := [key for key in keys if key in EXCLUDES]):
+        if kind is NPU and grows and (beside := [key for key in keys if key in EXCLUDES]):
             return problem(f"{name}: expandable_segments excludes {', '.join(beside)}", f"export {name}=…")
-    return ok(seen)
-
-
-def hccl(machine: Machine) -> Finding:
-    """HCCL's time-outs: in range, and in the order CONNECT, EXEC < EVENT."""
-    env = machine.environment
-    seen = ", ".join(
-        f"{name.removeprefix('HCCL_')}={env.get(name, f'{d} (default)')}" for name, d in HCCL_DEFAULTS.items()
-    )
-    if objection := hccl_objection(env):
-        text, _, remedy = objection.rpartition("; ")
-        return problem(text, remedy)
-    execute, event = (
-        int(env.get(f"HCCL_{name}_TIMEOUT", HCCL_DEFAULTS[f"HCCL_{name}_TIMEOUT"])) for name in ("EXEC", "EVENT")
-    )
-    if execute == 0:
-        return warning(
-            f"{seen}: 0 = wait for ever is not honoured by every release, and a hang is then never noticed",
-            "export HCCL_EXEC_TIMEOUT=7208 HCCL_EVENT_TIMEOUT=7300",
-        )
-    counted = -(-execute // HCCL_STEP_S) * HCCL_STEP_S
-    if 0 < event <= counted:
-        return problem(
-            f"{seen}: EXEC is counted in steps of {HCCL_STEP_S} s, so as {counted}, and EVENT must be above that",
-            f"export HCCL_EVENT_TIMEOUT={counted + HCCL_STEP_S}",
-        )
-    if not env.get("HCCL_BUFFSIZE", "200").isdecimal():
-        return problem(f"HCCL_BUFFSIZE={env['HCCL_BUFFSIZE']} is no number of MB", "unset HCCL_BUFFSIZE")
     return ok(seen)
 
 
 def choices(machine: Machine) -> Finding:
     """Variables that take one of a few values: another value is taken for the default, silently."""
     given = {name: machine.environment[name] for name in CHOICES if name in machine.environment}
+    odd = {name: machine.environment[name] for name in NUMBERS if not machine.environment.get(name, "0").isdecimal()}
+    if odd:
+        texts = [f"{name}={value} is no whole number" for name, value in odd.items()]
+        return problem("; ".join(texts), f"unset {' '.join(odd)}")
     wrong = {name: value for name, value in given.items() if value not in CHOICES[name]}
     if wrong:
         texts = [f"{name}={value} (known: {', '.join(CHOICES[name])})" for name, value in wrong.items()]
@@ -116,19 +96,20 @@ def choices(machine: Machine) -> Finding:
 
 def npu_visible(machine: Machine, count: Callable[[Machine], int]) -> Finding:
     """ASCEND_RT_VISIBLE_DEVICES against the chips there are: CANN drops a number it does not have, silently."""
-    return _visible(machine, VARIABLES["npu"], count(machine), ())
+    return _visible(machine, NPU, count(machine))
 
 
 def cuda_visible(machine: Machine, count: Callable[[Machine], int]) -> Finding:
     """CUDA_VISIBLE_DEVICES against the GPUs there are: CUDA forgets what stands behind a wrong entry, silently."""
-    return _visible(machine, VARIABLES["cuda"], count(machine), ("GPU-", "MIG-"))
+    return _visible(machine, CUDA, count(machine))
 
 
-def _visible(machine: Machine, variable: str, count: int, names: Sequence[str]) -> Finding:
+def _visible(machine: Machine, kind: Kind, count: int) -> Finding:
+    variable = str(kind.visible)
     text = machine.environment.get(variable)
     if text is None:
         return ok(f"{variable} is not set: all {count}" if count else f"{variable} is not set")
-    asked = parse(text, names)
+    asked = parse(text, kind.names)
     if asked.faults:
         return problem(f"{variable}={text}: {'; '.join(asked.faults)}", f"export {variable}=0")
     if not asked.ids:

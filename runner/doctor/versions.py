@@ -42,6 +42,10 @@ PYTHON: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
 }
 
 
+# Releases of torch whose torch_npu demands, in its wheels for x86_64, torch's CPU build by its name: torch==2.10.0+cpu.
+CPU_BUILD = ("2.10.0",)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSet:
     """Versions that somebody publishes as going together; None where they name none or it is not established."""
@@ -161,6 +165,12 @@ def same(one: str, other: str) -> bool:
         return Version(one.partition("+")[0]) == Version(other.partition("+")[0])
     except InvalidVersion:
         return one.lower() == other.lower()
+
+
+def torch_for(torch_npu: str, arch: str) -> str:
+    """The torch that this torch_npu demands on a processor of this architecture."""
+    torch = release(torch_npu)
+    return f"{torch}+cpu" if arch == "x86_64" and torch in CPU_BUILD else torch
 
 
 def cann_for(torch_npu: str) -> list[str]:

@@ -12,6 +12,7 @@ from runner.device import nvidia_smi
 from runner.doctor.examine import examine
 from runner.doctor.finding import Entry, Finding
 from runner.doctor.machine import Answer, Machine, Package
+from runner.doctor.operators import KERNELS as KERNEL_FOLDER
 
 FIXTURES = Path(__file__).with_name("fixtures")
 CHIPS = {"a2": 4, "a3": 4, "310p": 2, "first": 2, "950": 2, "unreachable": 1}
@@ -22,7 +23,24 @@ CANN = {
     "310p": "/usr/local/Ascend/ascend-toolkit/latest",
     "first": "/usr/local/Ascend/ascend-toolkit/latest",
 }
-GOOD = {"torch": "2.10.0", "torch-npu": "2.10.0.post4", "antlr4-python3-runtime": "4.9.3", "wandb": "0.31.0"}
+KERNELS = {"a2": "ascend910b", "a3": "ascend910_93", "310p": "ascend310p", "first": "ascend910", "950": "ascend950"}
+COMPILER = {  # what CANN's compiler of operators imports
+    "attrs": "25.4.0",
+    "decorator": "5.2.1",
+    "numpy": "2.3.5",
+    "protobuf": "6.33.1",
+    "psutil": "7.1.3",
+    "pyyaml": "6.0.3",
+    "scipy": "1.16.3",
+    "sympy": "1.14.0",
+}
+GOOD = {
+    "torch": "2.10.0",
+    "torch-npu": "2.10.0.post4",
+    "antlr4-python3-runtime": "4.9.3",
+    "wandb": "0.31.0",
+    **COMPILER,
+}
 MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")
 GB = 10**9
 QUERY = """0, NVIDIA H100 80GB HBM3, GPU-1a, 512, 81559, 0, 31, 70.21
@@ -52,6 +70,9 @@ def ascend(name: str, folder: Path, **changes: Any) -> Machine:
     (root / "usr/local/bin").mkdir(parents=True, exist_ok=True)
     (root / "usr/local/bin/npu-smi").touch()
     home = CANN.get(name, "")
+    if home:
+        for part in (f"{KERNEL_FOLDER}/{KERNELS[name]}", "python/site-packages/tbe"):
+            (root / home.lstrip("/") / part).mkdir(parents=True)
     machine = Machine(
         wanted="npu",
         root=root,
@@ -59,6 +80,8 @@ def ascend(name: str, folder: Path, **changes: Any) -> Machine:
             "ASCEND_HOME_PATH": home,
             "ASCEND_OPP_PATH": f"{home}/opp",
             "LD_LIBRARY_PATH": f"/usr/local/Ascend/driver/lib64:{home}/lib64",
+            "PYTHONPATH": f"{home}/python/site-packages",
+            "HOME": "/home/somebody",
         },
         packages=packages(**{key.replace("-", "_"): version for key, version in GOOD.items()}),
         arch="aarch64",

@@ -70,6 +70,26 @@ def test_the_doctor_diagnoses_it(broken: Path, workdir: Path) -> None:
     assert "Traceback" not in done.stdout and list(workdir.iterdir()) == []
 
 
+@pytest.mark.parametrize("words", [("+recipe=sft_npu",), ("+recipe=grpo_npu", "device=npu")])
+def test_a_job_on_an_npu_says_what_to_install_in_order(words: tuple[str, ...], broken: Path, workdir: Path) -> None:
+    home = str(workdir / "home")
+    done = run(broken, workdir, *words, HOME=home, ASCEND_HOME_PATH="", ASCEND_TOOLKIT_HOME="")
+    assert (done.returncode, done.stdout) == (2, "") and "Traceback" not in done.stderr
+    steps = [line.strip() for line in done.stderr.splitlines() if line.startswith("  ")]
+    assert [step[:2] for step in steps[:3]] == ["1.", "2.", "3."], done.stderr
+    assert "driver, then the firmware" in steps[0] and f"{home}/Ascend" in steps[1] and "set_env.sh" in steps[2]
+    assert "run doctor device=npu" in done.stderr and "device=cpu" in done.stderr
+
+
+def test_a_job_on_an_npu_names_the_cann_that_is_there(broken: Path, workdir: Path) -> None:
+    """Somebody's own installation, in a shell where its set_env.sh was not sourced."""
+    script = workdir / "home/Ascend/cann/set_env.sh"
+    script.parent.mkdir(parents=True)
+    script.touch()
+    done = run(broken, workdir, "+recipe=sft_npu", HOME=str(workdir / "home"))
+    assert done.returncode == 2 and f"source {script}" in done.stderr and "no CANN in" not in done.stderr, done.stderr
+
+
 def test_a_job_on_the_cpu_runs_and_says_what_it_left_out(broken: Path, workdir: Path) -> None:
     done = run(broken, workdir, "device=cpu", *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr

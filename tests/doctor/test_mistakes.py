@@ -3,308 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from runner.device.cann import homes
 from runner.doctor.finding import Finding, Verdict
+from runner.doctor.hccl import accepts
 from runner.doctor.machine import Answer, Machine, Package
 from runner.doctor.report import exit_code
-from tests.doctor.machines import GB, GOOD, ascend, commands, entries, findings, packages, with_environment
+from tests.doctor.changes import without, written
+from tests.doctor.machines import GB, ascend, commands, entries, findings, packages, with_environment
+from tests.doctor.mistakes import HOME, MISTAKES
 
 PROBLEM, WARNING, UNKNOWN, OK = Verdict.PROBLEM, Verdict.WARNING, Verdict.UNKNOWN, Verdict.OK
-Change = Callable[[Machine], Machine]
-NO_LIBRARY = """Traceback (most recent call last):
-  File "torch/__init__.py", line 3020, in _import_device_backends
-ImportError: libhccl.so: cannot open shared object file: No such file or directory
-
-The above exception was the direct cause of the following exception:
-
-RuntimeError: Failed to load the backend extension: torch_npu.
-"""
-
-
-def installed(**versions: str | None) -> Change:
-    """Other versions; None = not installed."""
-
-    def change(machine: Machine) -> Machine:
-        kept = {k: v for k, v in (GOOD | {n.replace("_", "-"): v for n, v in versions.items()}).items() if v}
-        return dataclasses.replace(machine, packages=packages(**{k.replace("-", "_"): v for k, v in kept.items()}))
-
-    return change
-
-
-def variables(**values: str) -> Change:
-    return lambda machine: with_environment(machine, **values)
-
-
-def without(*names: str) -> Change:
-    def change(machine: Machine) -> Machine:
-        kept = {name: value for name, value in machine.environment.items() if name not in names}
-        return dataclasses.replace(machine, environment=kept)
-
-    return change
-
-
-def removed(*paths: str) -> Change:
-    def change(machine: Machine) -> Machine:
-        for path in paths:
-            machine.path(path).unlink()
-        return machine
-
-    return change
-
-
-def written(path: str, text: str) -> Change:
-    def change(machine: Machine) -> Machine:
-        machine.path(path).parent.mkdir(parents=True, exist_ok=True)
-        machine.path(path).write_text(text)
-        return machine
-
-    return change
-
-
-def both(*changes: Change) -> Change:
-    def change(machine: Machine) -> Machine:
-        for one in changes:
-            machine = one(machine)
-        return machine
-
-    return change
-
-
-def answering(answer: Answer) -> Change:
-    return lambda machine: dataclasses.replace(machine, run=commands("a2", python=answer))
-
-
-def built_for(soc: str) -> Change:
-    """vllm-ascend's wheel, whose build info names the chip it is for."""
-
-    def change(machine: Machine) -> Machine:
-        folder = machine.root / "site"
-        (folder / "vllm_ascend").mkdir(parents=True)
-        (folder / "vllm_ascend/_build_info.py").write_text(f"# generated\n__device_type__ = '{soc}'\n")
-        return dataclasses.replace(machine, site=(folder,))
-
-    return change
-
-
-SERVING = {"vllm": "0.23.0", "vllm_ascend": "0.23.0"}
 ATB = {"ATB_HOME_PATH": "/usr/local/Ascend/nnal/atb/9.1.0/atb/cxx_abi_1"}
-
-MISTAKES = {
-    "torch and torch_npu of two releases": (
-        installed(torch="2.13.0+cpu"),
-        ("torch, torch_npu", PROBLEM, "must be the same release", "torch==2.10.0 torch_npu==2.10.0.post4"),
-    ),
-    "torch_npu is missing": (
-        installed(torch_npu=None),
-        ("torch, torch_npu", PROBLEM, "without torch_npu", "torch_npu==2.10.0.post4"),
-    ),
-    "torch_npu for another CANN": (
-        installed(torch_npu="2.10.0.post2"),
-        ("torch_npu, CANN", PROBLEM, "built for CANN 9.0.1 or 9.0.0", "torch_npu==2.10.0.post4"),
-    ),
-    "torch_npu that no table has": (
-        installed(torch="2.13.0", torch_npu="2.13.0"),
-        ("torch_npu, CANN", UNKNOWN, "does not have this torch_npu", ""),
-    ),
-    "vllm of another number than vllm-ascend": (
-        installed(vllm="0.33.0", vllm_ascend="0.23.0"),
-        ("vllm, vllm-ascend", PROBLEM, "needs vllm 0.23.0", "vllm==0.23.0"),
-    ),
-    "vllm-ascend without vllm": (
-        installed(vllm_ascend="0.23.0"),
-        ("vllm, vllm-ascend", PROBLEM, "without vllm", "vllm==0.23.0"),
-    ),
-    "vllm-ascend beside another torch_npu": (
-        installed(torch_npu="2.10.0.post2", **SERVING),
-        ("vllm, vllm-ascend", WARNING, "torch_npu 2.10.0.post4, not 2.10.0.post2", ""),
-    ),
-    "vllm-ascend that no table has": (
-        installed(vllm="0.31.0", vllm_ascend="0.31.0"),
-        ("vllm, vllm-ascend", UNKNOWN, "not in the table", ""),
-    ),
-    "a wheel for A3 on A2": (
-        both(installed(**SERVING), built_for("A3")),
-        ("wheel, chip", PROBLEM, "built for A3, and this is a Ascend910B3", "SOC_VERSION=ascend910b3"),
-    ),
-    "vllm-ascend without ATB": (
-        both(
-            installed(**SERVING),
-            without("ATB_HOME_PATH"),
-            lambda machine: shutil.rmtree(machine.path("/usr/local/Ascend/nnal")) or machine,
-        ),
-        ("ATB", PROBLEM, "no ATB in /usr/local/Ascend/nnal/atb", "Ascend-cann-nnal"),
-    ),
-    "the ATB of vllm-ascend was not sourced": (
-        both(installed(**SERVING), without("ATB_HOME_PATH")),
-        ("ATB", PROBLEM, "ATB_HOME_PATH is not set", "source /usr/local/Ascend/nnal/atb/set_env.sh"),
-    ),
-    "ATB of the old C++ ABI": (
-        variables(ATB_HOME_PATH="/usr/local/Ascend/nnal/atb/9.1.0/atb/cxx_abi_0"),
-        ("ATB", PROBLEM, "undefined symbols", "--cxx_abi=1"),
-    ),
-    "a Python that torch_npu has no wheel for": (
-        lambda machine: dataclasses.replace(installed(torch="2.10.0")(machine), python=(3, 14, 0)),
-        ("python", PROBLEM, "torch-npu 2.10.0.post4 takes 3.10 to 3.13", "python3.11"),
-    ),
-    "two allocator variables": (
-        variables(PYTORCH_NPU_ALLOC_CONF="expandable_segments:True", PYTORCH_ALLOC_CONF="expandable_segments:True"),
-        ("allocator", PROBLEM, "are both set", "unset PYTORCH_NPU_ALLOC_CONF"),
-    ),
-    "allocator settings that exclude one another": (
-        variables(PYTORCH_NPU_ALLOC_CONF="max_split_size_mb:128,expandable_segments:True"),
-        ("allocator", PROBLEM, "excludes max_split_size_mb", "export"),
-    ),
-    "an allocator setting twice": (
-        variables(PYTORCH_NPU_ALLOC_CONF="max_split_size_mb:128,max_split_size_mb:64"),
-        ("allocator", PROBLEM, "max_split_size_mb stands twice", "export"),
-    ),
-    "an allocator setting without a value": (
-        variables(PYTORCH_ALLOC_CONF="expandable_segments"),
-        ("allocator", PROBLEM, "no key:value", "expandable_segments:True"),
-    ),
-    "EVENT below EXEC": (
-        variables(HCCL_EXEC_TIMEOUT="3600", HCCL_EVENT_TIMEOUT="1868"),
-        ("HCCL time-outs", PROBLEM, "must be above", "export HCCL_EVENT_TIMEOUT=3668"),
-    ),
-    "EXEC raised, EVENT left at its default": (
-        variables(HCCL_EXEC_TIMEOUT="7200"),
-        ("HCCL time-outs", PROBLEM, "HCCL_EVENT_TIMEOUT=1868", "export HCCL_EVENT_TIMEOUT"),
-    ),
-    "EVENT above EXEC, but not above what EXEC is counted as": (
-        variables(HCCL_EXEC_TIMEOUT="1800", HCCL_EVENT_TIMEOUT="1830"),
-        ("HCCL time-outs", PROBLEM, "as 1836", "export HCCL_EVENT_TIMEOUT=1904"),
-    ),
-    "CONNECT out of range": (
-        variables(HCCL_CONNECT_TIMEOUT="60"),
-        ("HCCL time-outs", PROBLEM, "outside 120", "export HCCL_CONNECT_TIMEOUT=600"),
-    ),
-    "a time-out that is no number": (
-        variables(HCCL_CONNECT_TIMEOUT="10min"),
-        ("HCCL time-outs", PROBLEM, "no whole number", "unset HCCL_CONNECT_TIMEOUT"),
-    ),
-    "EXEC = for ever": (
-        variables(HCCL_EXEC_TIMEOUT="0"),
-        ("HCCL time-outs", WARNING, "not honoured by every release", "HCCL_EXEC_TIMEOUT=7208"),
-    ),
-    "a value HCCL does not document": (
-        variables(HCCL_DETERMINISTIC="1"),
-        ("other variables", WARNING, "known: true, false, strict", "unset HCCL_DETERMINISTIC"),
-    ),
-    "numbers that saturate": (
-        variables(INF_NAN_MODE_ENABLE="0"),
-        ("other variables", WARNING, "no guard sees an overflow", "unset INF_NAN_MODE_ENABLE"),
-    ),
-    "two names of one switch": (
-        variables(HCCL_ASYNC_ERROR_HANDLING="0", TORCH_HCCL_ASYNC_ERROR_HANDLING="1"),
-        ("other variables", WARNING, "the older name", "unset HCCL_ASYNC_ERROR_HANDLING"),
-    ),
-    "visible devices beyond the count": (
-        variables(ASCEND_RT_VISIBLE_DEVICES="0,1,3,4"),
-        ("visible devices", PROBLEM, "asks for 4 devices; there are 4, so 4 is dropped", "=0,1,3"),
-    ),
-    "a visible device twice": (
-        variables(ASCEND_RT_VISIBLE_DEVICES="0,0"),
-        ("visible devices", PROBLEM, "0 stands twice", "export"),
-    ),
-    "a visible device that is no number": (
-        variables(ASCEND_RT_VISIBLE_DEVICES="0-3"),
-        ("visible devices", PROBLEM, "'0-3' is no device number", "export"),
-    ),
-    "no visible device": (
-        variables(ASCEND_RT_VISIBLE_DEVICES=""),
-        ("visible devices", PROBLEM, "no device is visible", "unset ASCEND_RT_VISIBLE_DEVICES"),
-    ),
-    "no CANN": (
-        both(
-            lambda machine: shutil.rmtree(machine.path("/usr/local/Ascend/cann-9.1.0")) or machine,
-            without("ASCEND_HOME_PATH"),
-        ),
-        ("CANN", PROBLEM, "2.10.0.post4 was built for CANN 9.1.0", "Ascend-cann-toolkit_9.1.0_linux-aarch64.run"),
-    ),
-    "set_env.sh was not sourced": (
-        without("ASCEND_HOME_PATH", "LD_LIBRARY_PATH"),
-        ("CANN environment", PROBLEM, "was not sourced", "source /usr/local/Ascend/cann-9.1.0/set_env.sh"),
-    ),
-    "the libraries are not on LD_LIBRARY_PATH": (
-        variables(LD_LIBRARY_PATH="/usr/local/Ascend/driver/lib64"),
-        ("CANN environment", PROBLEM, "no folder of LD_LIBRARY_PATH holds libhccl.so", "set_env.sh"),
-    ),
-    "ASCEND_HOME_PATH leads nowhere": (
-        variables(ASCEND_HOME_PATH="/opt/cann"),
-        ("CANN environment", PROBLEM, "/opt/cann is no folder", "set_env.sh"),
-    ),
-    "two CANNs mixed": (
-        both(
-            written("/opt/cann-8/lib64/libhccl.so", ""),
-            variables(LD_LIBRARY_PATH="/opt/cann-8/lib64:/usr/local/Ascend/cann-9.1.0/lib64"),
-        ),
-        ("CANN environment", WARNING, "two CANNs are mixed", "set_env.sh"),
-    ),
-    "torch_npu cannot be loaded": (
-        answering(Answer(1, "", NO_LIBRARY)),
-        ("import torch", PROBLEM, "ImportError: libhccl.so", "source /usr/local/Ascend/cann-9.1.0/set_env.sh"),
-    ),
-    "torch_npu of another ABI": (
-        answering(Answer(1, "", "ImportError: libtorch_npu.so: undefined symbol: _ZN3c10")),
-        ("import torch", PROBLEM, "undefined symbol", "docs/npu-versions.md"),
-    ),
-    "import torch aborts": (
-        answering(Answer(-6, "", "Fatal Python error: Aborted")),
-        ("import torch", PROBLEM, "Aborted", "problems above"),
-    ),
-    "no device files": (
-        removed(*(f"/dev/davinci{number}" for number in range(4))),
-        ("device files", PROBLEM, "no /dev/davinci0", "npu-driver"),
-    ),
-    "a container without a manager device": (
-        both(written("/.dockerenv", ""), removed("/dev/devmm_svm")),
-        ("device files", PROBLEM, "no /dev/devmm_svm", "--device /dev/devmm_svm"),
-    ),
-    "a container without mounts": (
-        both(written("/.dockerenv", ""), written("/etc/ascend_install.info", "")),
-        ("container mounts", PROBLEM, "without /usr/local/dcmi", "-v /usr/local/dcmi:/usr/local/dcmi"),
-    ),
-    "firmware that the driver does not take": (
-        written("/usr/local/Ascend/firmware/version.info", "Version=9.1.0.1.100\n"),
-        ("driver, firmware", PROBLEM, "takes firmware 6.4.0 to 6.4.99 or 7.0.0 to 8.9.9", "npu-firmware"),
-    ),
-    "no driver": (
-        removed("/usr/local/Ascend/driver/version.info"),
-        ("driver, firmware", PROBLEM, "no /usr/local/Ascend/driver/version.info", "npu-driver"),
-    ),
-    "npu-smi does not reach the driver": (
-        lambda machine: dataclasses.replace(machine, run=commands("unreachable")),
-        ("npu-smi", PROBLEM, "-8005", "HwHiAiUser"),
-    ),
-    "fewer device files than chips": (
-        removed("/dev/davinci3"),
-        ("numbering", WARNING, "npu-smi lists 4 chips, /dev has 3", ""),
-    ),
-    "a disk that is full": (
-        lambda machine: dataclasses.replace(machine, free_bytes=lambda path: 10**6),
-        ("disk", PROBLEM, "not enough for any checkpoint", "free some space"),
-    ),
-    "Docker's shared memory": (
-        both(
-            written("/.dockerenv", ""),
-            lambda machine: dataclasses.replace(machine, total_bytes=lambda path: 64 * 10**6),
-        ),
-        ("shared memory", WARNING, "64 MB", "--shm-size=16g"),
-    ),
-    "a variable of W&B that the job overrules": (
-        variables(WANDB_MODE="online"),
-        ("W&B", WARNING, "WANDB_MODE=online is not followed", "unset WANDB_MODE"),
-    ),
-    "the antlr of math-verify's extra": (
-        installed(antlr4_python3_runtime="4.13.2"),
-        ("antlr", PROBLEM, "Hydra needs 4.9", "antlr4-python3-runtime==4.9.3"),
-    ),
-}
 
 
 def machine(folder: Path) -> Machine:
@@ -312,7 +26,7 @@ def machine(folder: Path) -> Machine:
 
 
 def seen(found: dict[tuple[str, str], Finding], check: str) -> Finding:
-    groups = ("npu", "machine", "packages")
+    groups = ("npu", "machine", "any device")
     return next(found[group, check] for group in groups if (group, check) in found)
 
 
@@ -339,12 +53,13 @@ def test_a_problem_ends_with_2(mistake: str, tmp_path: Path) -> None:
 def test_what_packages_demand_of_one_another(tmp_path: Path) -> None:
     demanding = Package("vllm", "0.23.0", ("torch==2.11.0", "nonsense ; extra == 'gone'", "transformers<5.21"))
     there = packages(torch="2.10.0", transformers="5.23.0") | {"vllm": demanding}
-    found = findings(dataclasses.replace(machine(tmp_path), packages=there))["packages", "demands"]
+    found = findings(dataclasses.replace(machine(tmp_path), packages=there))["any device", "demands"]
     assert found.verdict is WARNING
     assert "torch==2.11.0, not 2.10.0" in found.evidence and "transformers<5.21, not 5.23.0" in found.evidence
     own = {"posttrain-run": Package("posttrain-run", "0.1.0", ("torch>=2.10",)), **packages(torch="2.7.1")}
     assert (
-        findings(dataclasses.replace(machine(tmp_path / "own"), packages=own))["packages", "demands"].verdict is PROBLEM
+        findings(dataclasses.replace(machine(tmp_path / "own"), packages=own))["any device", "demands"].verdict
+        is PROBLEM
     )
 
 
@@ -377,6 +92,54 @@ def test_cann_of_old_and_new_layouts(name: str, cann: str, tmp_path: Path) -> No
     assert f"CANN {cann} in " in findings(ascend(name, tmp_path))["npu", "CANN"].evidence
 
 
+@pytest.mark.parametrize("layout", ["cann", "ascend-toolkit/latest", "cann-9.1.0", "ascend-toolkit/9.1.0"])
+def test_cann_of_a_user_s_own_is_found(layout: str, tmp_path: Path) -> None:
+    own = without("ASCEND_HOME_PATH", "LD_LIBRARY_PATH", "ASCEND_OPP_PATH")(machine(tmp_path))
+    home = f"/home/somebody/Ascend/{layout}"
+    own.path(home).parent.mkdir(parents=True)
+    own.path(HOME).rename(own.path(home))
+    found = findings(own)
+    assert found["npu", "CANN"].evidence == f"CANN 9.1.0 in {home}"
+    assert found["npu", "CANN environment"].remedy == f"source {home}/set_env.sh"
+
+
+def test_the_newest_of_several_canns_is_taken_and_conda_s_is_seen(tmp_path: Path) -> None:
+    for version in ("cann-9.9.0", "cann-9.10.0"):
+        (tmp_path / "usr/local/Ascend" / version).mkdir(parents=True)
+    assert next(homes({}, tmp_path)) == "/usr/local/Ascend/cann-9.10.0"
+    (tmp_path / "opt/conda/Ascend/cann").mkdir(parents=True)
+    assert list(homes({"CONDA_PREFIX": "/opt/conda"}, tmp_path))[-1] == "/opt/conda/Ascend/cann"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fits"),
+    [("eth", True), ("=eth0", True), ("=eth", False), ("^eth", False), ("^=eth", True), ("enp,eth", True), ("", False)],
+)
+def test_how_hccl_chooses_an_interface(wanted: str, fits: bool) -> None:
+    assert accepts(wanted, "eth0") is fits
+
+
+def test_a_driver_in_another_place(tmp_path: Path) -> None:
+    moved = machine(tmp_path)
+    moved.path("/usr/local/Ascend/driver").rename(tmp_path / "driver")
+    (moved.path("/opt/hw")).mkdir(parents=True)
+    (tmp_path / "driver").rename(moved.path("/opt/hw/driver"))
+    assert findings(moved)["npu", "driver, firmware"].verdict is PROBLEM
+    written("/etc/ascend_install.info", "Driver_Install_Path_Param=/opt/hw\n")(moved)
+    assert findings(moved)["npu", "driver, firmware"].evidence.startswith("driver ")
+
+
+def test_checks_come_in_the_order_in_which_one_depends_on_another(tmp_path: Path) -> None:
+    order = (
+        "platform, device files, driver, firmware, npu-smi, in use, topology, CANN, CANN environment, ATB, "
+        "torch, torch_npu, torch_npu, CANN, vllm, vllm-ascend, wheel, chip, Python, allocator, HCCL time-outs, "
+        "visible devices, container mounts, disk, shared memory, W&B, antlr"
+    )
+    made = [entry.check for entry in entries(machine(tmp_path))]
+    told = [check for check in made if check and check in order]
+    assert ", ".join(dict.fromkeys(told)) == order
+
+
 def test_a_machine_without_npu_and_gpu_is_a_cpu_machine(tmp_path: Path) -> None:
     (tmp_path / "root/dev/shm").mkdir(parents=True)
     plain = Machine(
@@ -391,7 +154,7 @@ def test_a_machine_without_npu_and_gpu_is_a_cpu_machine(tmp_path: Path) -> None:
     assert exit_code(made) == 0
     assert [(e.check, e.finding.verdict) for e in made if e.group in ("npu", "cuda")] == [("", Verdict.SKIPPED)] * 2
     asked = entries(dataclasses.replace(plain, wanted="npu"))
-    assert exit_code(asked) == 2 and asked[5].finding.evidence.startswith("no /dev/davinci0")
+    assert exit_code(asked) == 2 and asked[1].finding.evidence.startswith("no /dev/davinci0")
 
 
 @pytest.mark.parametrize(
@@ -415,5 +178,5 @@ def test_npu_smi_that_shows_no_chips(
 
 def test_metadata_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     odd = {**packages(torch="2.10.0"), "vllm": Package("vllm", "0.23.0", ("torch ==",))}
-    found = findings(dataclasses.replace(machine(tmp_path), packages=odd))["packages", "demands"]
+    found = findings(dataclasses.replace(machine(tmp_path), packages=odd))["any device", "demands"]
     assert found.verdict is WARNING and "vllm's metadata cannot be read" in found.evidence

@@ -90,6 +90,12 @@ def test_variables_of_nvidia(
     assert found.verdict is verdict and evidence in found.evidence, found
 
 
+def test_a_gpu_that_this_user_may_not_use(tmp_path: Path) -> None:
+    locked = replace(nvidia(tmp_path), may=lambda path, mode: "nvidia" not in path.name)
+    found = cuda(locked)["device files"]
+    assert found.verdict is Verdict.PROBLEM and found.evidence == "no right to use /dev/nvidia0, /dev/nvidia1"
+
+
 def test_torch_for_cuda_beside_torch_npu_and_a_gpu(tmp_path: Path) -> None:
     both = replace(nvidia(tmp_path), wanted="npu", packages=packages(torch="2.13.0", torch_npu="2.13.0"))
     found = findings(both)["npu", "torch, torch_npu"]

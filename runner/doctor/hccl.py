@@ -1,0 +1,67 @@
+"""Checks of HCCL's variables: its time-outs and their order, and how the cards of several machines meet."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from runner.device.presets import HCCL_DEFAULTS, hccl_objection
+from runner.doctor.finding import Finding, ok, problem, warning
+from runner.doctor.machine import Machine
+
+STEP_S = 68  # HCCL counts its execution time-out in steps of so many seconds
+MEETING = ("HCCL_SOCKET_IFNAME", "HCCL_IF_IP")
+
+
+def timeouts(machine: Machine) -> Finding:
+    """HCCL's time-outs: in range, and in the order CONNECT, EXEC < EVENT."""
+    env = machine.environment
+    seen = ", ".join(
+        f"{name.removeprefix('HCCL_')}={env.get(name, f'{d} (default)')}" for name, d in HCCL_DEFAULTS.items()
+    )
+    if objection := hccl_objection(env):
+        text, _, remedy = objection.rpartition("; ")
+        return problem(text, remedy)
+    execute, event = (
+        int(env.get(f"HCCL_{name}_TIMEOUT", HCCL_DEFAULTS[f"HCCL_{name}_TIMEOUT"])) for name in ("EXEC", "EVENT")
+    )
+    if execute == 0:
+        return warning(
+            f"{seen}: 0 = wait for ever is not honoured by every release, and a hang is then never noticed",
+            "export HCCL_EXEC_TIMEOUT=7208 HCCL_EVENT_TIMEOUT=7300",
+        )
+    counted = -(-execute // STEP_S) * STEP_S
+    if 0 < event <= counted:
+        return problem(
+            f"{seen}: EXEC is counted in steps of {STEP_S} s, so as {counted}, and EVENT must be above that",
+            f"export HCCL_EVENT_TIMEOUT={counted + STEP_S}",
+        )
+    return ok(seen)
+
+
+def network(machine: Machine) -> Finding:
+    """How cards of several machines meet: by an interface that is there, an address that is one."""
+    given = {name: machine.environment[name] for name in MEETING if name in machine.environment}
+    there = [path.rpartition("/")[2] for path in machine.glob("/sys/class/net/*")]
+    for name, value in given.items():
+        remedy = f"unset {name}, or take what is this machine's: ip -brief address"
+        if name == "HCCL_IF_IP" and not _is_address(value):
+            return problem(f"{name}={value} is no address", remedy)
+        if name == "HCCL_SOCKET_IFNAME" and there and not any(accepts(value, interface) for interface in there):
+            return problem(f"{name}={value} fits no network interface here ({', '.join(there)})", remedy)
+    return ok(", ".join(f"{name}={value}" for name, value in given.items()) or "left to HCCL")
+
+
+def accepts(wanted: str, interface: str) -> bool:
+    """Whether HCCL_SOCKET_IFNAME lets an interface in: `eth,enp` by beginnings, `=eth0` by name, `^…` all but these."""
+    names = wanted.lstrip("^=").split(",")
+    marks = wanted[: len(wanted) - len(wanted.lstrip("^="))]
+    fits = any(interface == name if "=" in marks else interface.startswith(name) for name in names if name)
+    return fits is not ("^" in marks)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,49 @@
+"""Checks of the simulated NPU: what it is built with, whether it is built, and what may not stand beside it."""
+
+from __future__ import annotations
+
+import re
+
+from runner.device.npu_sim.prepare import COMMAND, TOOLS, parts
+from runner.device.npu_sim.process import OPERATORS
+from runner.doctor.finding import Finding, ok, problem, skipped, warning
+from runner.doctor.machine import Machine
+
+CARDS = 2  # that the trial simulates
+OLDEST_GCC = 11
+
+
+def compiler(machine: Machine) -> Finding:
+    """It is built once, with g++ and binutils."""
+    if is_built(machine):
+        return skipped("built already")
+    if missing := [tool for tool in TOOLS if machine.ask(tool, "--version").code != 0]:
+        return problem(f"no {', '.join(missing)}", f"install g++ {OLDEST_GCC} or newer, and binutils; then: {COMMAND}")
+    said = machine.ask("g++", "-dumpfullversion").out.strip()
+    version = re.match(r"\d+", said)
+    if version and int(version[0]) < OLDEST_GCC:
+        return problem(f"g++ {said}: C++20 needs {OLDEST_GCC}", f"install g++ {OLDEST_GCC} or newer; then: {COMMAND}")
+    return ok(f"g++ {said}, binutils")
+
+
+def parts_made(machine: Machine) -> Finding:
+    """The wheel of torch_npu and the libraries, in the cache."""
+    torch = machine.version("torch")
+    if torch is None:
+        return skipped("torch is not installed")
+    if not is_built(machine):
+        return warning(f"not built for torch {torch} yet: 45 MB are fetched with pip, and g++ takes a minute", COMMAND)
+    return ok(f"built for torch {torch}: {parts().built}")
+
+
+def no_cann(machine: Machine) -> Finding:
+    """The real operators of CANN would be found beside the simulated runtime, and end the process."""
+    folders = machine.environment.get("LD_LIBRARY_PATH", "").split(":")
+    if found := next((folder for folder in folders if folder and machine.exists(f"{folder}/{OPERATORS}")), None):
+        return problem(f"CANN is loaded in this shell ({found}/{OPERATORS})", "a new shell, without its set_env.sh")
+    return ok("none is loaded in this shell")
+
+
+def is_built(machine: Machine) -> bool:
+    """Whether its parts for the installed torch are there."""
+    return machine.version("torch") is not None and parts().whole

@@ -1,0 +1,109 @@
+"""What the doctor says of the simulated NPU: what it is built with, what stands in its way, and a real run on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from runner.device.npu_sim.process import OPERATORS
+from runner.doctor import trials
+from runner.doctor.examine import count, examine, looked_at
+from runner.doctor.finding import Finding, Verdict
+from runner.doctor.machine import Answer, Machine, of_this_process
+from tests.device.npu_sim.conftest import simulator  # noqa: F401
+from tests.doctor.changes import variables
+from tests.doctor.machines import findings, packages
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine with compilers, on which nothing was built yet."""
+    monkeypatch.setenv("RUNNER_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "root/dev/shm").mkdir(parents=True)
+
+    def run(words: Sequence[str], deadline_s: float, extra: Mapping[str, str]) -> Answer:
+        return Answer(0, "13.2.0\n")
+
+    return Machine(wanted="npu_sim", root=tmp_path / "root", packages=packages(torch="2.13.0"), work=tmp_path, run=run)
+
+
+def of_group(machine: Machine) -> dict[str, Finding]:
+    return {check: finding for (group, check), finding in findings(machine).items() if group == "npu_sim"}
+
+
+def test_what_is_not_built_yet_is_said_with_the_command(bare: Machine) -> None:
+    found = of_group(bare)
+    assert found["compiler"].evidence == "g++ 13.2.0, binutils"
+    assert found["simulator"].verdict is Verdict.WARNING and found["simulator"].remedy == "run doctor --prepare npu_sim"
+    assert (looked_at(bare), count(bare, "npu_sim")) == (["npu_sim"], 2)
+
+
+@pytest.mark.parametrize(
+    ("answers", "evidence", "remedy"),
+    [
+        ({"g++": Answer(None, err="g++: No such file or directory")}, "no g++", "install g++ 11 or newer"),
+        ({"nm": Answer(None), "strings": Answer(None)}, "no nm, strings", "binutils"),
+        ({"-dumpfullversion": Answer(0, "9.4.0\n")}, "g++ 9.4.0: C++20 needs 11", "run doctor --prepare npu_sim"),
+    ],
+)
+def test_a_compiler_that_will_not_do(bare: Machine, answers: dict[str, Answer], evidence: str, remedy: str) -> None:
+    def run(words: Sequence[str], deadline_s: float, extra: Mapping[str, str]) -> Answer:
+        return next((answers[word] for word in words if word in answers), Answer(0, "13.2.0\n"))
+
+    found = of_group(dataclasses.replace(bare, run=run))["compiler"]
+    assert found.verdict is Verdict.PROBLEM and found.evidence == evidence and remedy in (found.remedy or "")
+
+
+def test_a_shell_with_the_real_cann(bare: Machine) -> None:
+    bare.path("/opt/cann/lib64").mkdir(parents=True)
+    bare.path(f"/opt/cann/lib64/{OPERATORS}").touch()
+    loaded = variables(LD_LIBRARY_PATH="/lib:/opt/cann/lib64")(bare)
+    found = of_group(loaded)["CANN"]
+    assert found.verdict is Verdict.PROBLEM and "without its set_env.sh" in (found.remedy or "")
+    tried = [entry.finding for entry in examine(loaded) if entry.group == "trial on npu_sim"]
+    assert {finding.verdict for finding in tried} == {Verdict.SKIPPED}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "check"),
+    [
+        ("HCCL_EVENT_TIMEOUT", "1000", "HCCL time-outs"),
+        ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments", "allocator"),
+        ("HCCL_IF_IP", "here", "HCCL network"),
+        ("HCCL_BUFFSIZE", "many", "other variables"),
+    ],
+)
+def test_its_variables_are_those_of_an_npu(bare: Machine, variable: str, value: str, check: str) -> None:
+    assert of_group(bare)[check].verdict is Verdict.OK
+    assert of_group(variables(**{variable: value})(bare))[check].verdict is Verdict.PROBLEM
+
+
+def test_what_making_it_said_is_shown(bare: Machine) -> None:
+    def run(words: Sequence[str], deadline_s: float, extra: Mapping[str, str]) -> Answer:
+        made = "--prepare" in words
+        return (
+            Answer(2, "", "npu_sim: first use\nerror: pip cannot fetch torch_npu\n") if made else Answer(0, "13.2.0\n")
+        )
+
+    found = dict(trials.of_device("npu_sim", 2))["simulator"](dataclasses.replace(bare, run=run))
+    assert found.verdict is Verdict.PROBLEM and found.evidence == "it cannot be built: pip cannot fetch torch_npu"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_matmul_attention_a_sum_over_two_ranks_and_a_step(
+    simulator: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RUNNER_CACHE", str(simulator))
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "5")  # the cards of the trial are its own
+    here = of_this_process("npu_sim")
+    made = {entry.check: entry.finding for entry in examine(here) if entry.group == "trial on npu_sim"}
+    said = json.dumps({check: finding.evidence for check, finding in made.items()})
+    assert made["kernels"].verdict is Verdict.OK and "on 2 devices" in made["kernels"].evidence, said
+    assert made["all-reduce"].evidence == "hccl sums over 2 processes", said
+    assert made["training step"].verdict is Verdict.OK, said
