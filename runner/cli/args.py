@@ -27,6 +27,7 @@ VERBS = {
     "report": "a run as one HTML page: curves, samples, what was set; `run report latest`",
     "diff": "what differs between two runs in config, code, versions and data, and both curves; `run diff A B`",
     "doctor": "what this machine has, what is wrong with it, and what to type; `run doctor device=npu`",
+    "plan": "what a job takes on which cards, without one, in seconds; `run plan +recipe=sft_npu launch.devices=8`",
     "parity": "whether another device computes the same; `run parity --record cpu`, then `--compare FILE device=npu`",
 }
 WORDS = {
@@ -41,6 +42,7 @@ WORDS = {
     "report": "latest or a run's folder",
     "diff": "two runs, each latest or a folder",
     "doctor": "device=NAME (all that are there)",
+    "plan": "a job as for run",
     "parity": "with --record a job as for run; with --compare device=NAME and what else a machine has of its own",
 }
 ACTIONS = ("resume", "status", "report")  # of run sweep
@@ -182,6 +184,13 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prepare", choices=("npu_sim",), help="fetch and build the simulated NPU, and do no more")
 
 
+def _plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--card", metavar="NAME", help="910B, H100, … (the usual one of the job's device)")
+    parser.add_argument("--json", action="store_true", help="the plan for programs")
+    parser.add_argument("--spec", type=Path, help="the job of a run's folder or spec.yaml")
+    _config_dir(parser)
+
+
 def _parity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--record", metavar="FILE", help="run a job's first steps and keep them; or a device")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="run the recorded steps here, and compare")
@@ -247,5 +256,6 @@ _OPTIONS = {
     "report": _report,
     "diff": _diff,
     "doctor": _doctor,
+    "plan": _plan,
     "parity": _parity,
 }

@@ -23,6 +23,7 @@ HANDLERS = {
     "infer": "runner.cli.job:infer",
     "export": "runner.cli.job:export",
     "doctor": "runner.cli.doctor:show",
+    "plan": "runner.cli.plan:show",
     "parity": "runner.cli.parity:run",
     "sweep": "runner.cli.sweep:go",
     "report": "runner.cli.report:report",

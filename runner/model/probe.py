@@ -3,6 +3,7 @@
     head_objection     may the LM head be applied to the backbone's hidden states in chunks?
     packed_objection   does the packed layout give what the model's own attention gives?
     kernel_objection   does a device's kernel give what attention is defined as?
+    dense_objection    the same of a kernel for rows side by side
 
 All answer with the reason why not, or None. No weight, mode or random stream is changed.
 """
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from runner.batch import pack
 from runner.model.attention import NAME, UnsupportedAttention
 from runner.model.layout import packed
-from runner.protocols import VarlenAttention
+from runner.protocols import DenseAttention, VarlenAttention
 
 PROBE_ROWS = ([3, 1, 4, 1, 5], [2, 6, 5])
 CUTTABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -38,6 +39,8 @@ def head_objection(causal: Any, device: torch.device) -> str | None:
     head = causal.get_output_embeddings()
     if head is None or causal.base_model is causal:
         return "the model does not show its backbone and its LM head"
+    if device.type == "meta":  # where nothing is computed, nothing can be tried
+        return None
     seen: list[Tensor] = []
 
     def replace(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -74,6 +77,8 @@ def packed_objection(causal: Any, device: torch.device) -> str | None:
     own = causal.config._attn_implementation
     if causal.base_model is causal:
         return "the model does not show its backbone"
+    if device.type == "meta":
+        return _static_objection(causal)
 
     def forward(**keywords: Any) -> Tensor:
         hidden: Tensor = causal.base_model(use_cache=False, **keywords).last_hidden_state
@@ -95,25 +100,54 @@ def packed_objection(causal: Any, device: torch.device) -> str | None:
 
 def kernel_objection(kernel: VarlenAttention, config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why `kernel` will not do for a model of this config: what it gives, or its gradient, is not attention."""
-    heads, head_size = config.num_attention_heads, getattr(config, "head_dim", None)
-    head_size = head_size or config.hidden_size // heads
-    wide = torch.promote_types(dtype, torch.float32)
     queries, keys = (3, 2, 5), (3, 6, 5)  # the second sequence continues another one
-    stream = torch.Generator().manual_seed(0)
-    sizes = [(sum(queries), heads), (sum(keys), config.num_key_value_heads), (sum(keys), config.num_key_value_heads)]
-    drawn = [torch.randn(*size, head_size, generator=stream).to(device, dtype).requires_grad_() for size in sizes]
+    heads, kv_heads, size = _heads(config)
+    drawn = _drawn([(sum(queries), heads, size), *[(sum(keys), kv_heads, size)] * 2], dtype, device)
     for window in (None, 2):
-        options = {"query_lengths": queries, "key_lengths": keys, "window": window, "scale": head_size**-0.5}
-        try:
-            got = _with_gradients(kernel, drawn, dropout=0.0, **options)
-        except (RuntimeError, TypeError, ValueError) as error:  # of whatever kind a foreign kernel refuses with
-            return f"its kernel says {str(error).strip().splitlines()[0]}"
-        wanted = _with_gradients(_defined, [t.detach().to(wide).requires_grad_() for t in drawn], **options)
-        if not all(close(g, w.to(g.dtype)) for g, w in zip(got, wanted, strict=True)):
-            return "its kernel does not give what attention is defined as" + (
-                f" in a window of {window}" * bool(window)
-            )
+        options = {"query_lengths": queries, "key_lengths": keys, "window": window, "scale": size**-0.5}
+        if reason := _differs(kernel, _defined, drawn, options):
+            return reason + f" in a window of {window}" * bool(window)
     return None
+
+
+def dense_objection(kernel: DenseAttention, config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """The same for rows side by side: causal; with a mask, one of whose queries sees nothing; one query on all keys."""
+    heads, kv_heads, size = _heads(config)
+    mask = torch.ones(2, 1, 4, 6, dtype=torch.bool).tril(2)
+    mask[1, :, :, :3] = False
+    for queries, keys, seen in ((4, 4, None), (4, 6, mask.to(device)), (1, 6, None)):
+        drawn = _drawn([(2, heads, queries, size), *[(2, kv_heads, keys, size)] * 2], dtype, device)
+        options = {"mask": seen, "causal": queries == keys, "scale": size**-0.5}
+        if reason := _differs(kernel, _defined_dense, drawn, options):
+            return f"{reason}, for {queries} queries on {keys} keys"
+    return None
+
+
+def _heads(config: Any) -> tuple[int, int, int]:
+    """Of queries, of keys, and their size. An encoder has as many of both."""
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads, size
+
+
+def _drawn(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    stream = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, generator=stream).to(device, dtype).requires_grad_() for shape in shapes]
+
+
+def _differs(kernel: Any, defined: Any, drawn: list[Tensor], options: dict[str, Any]) -> str | None:
+    """Whether value or gradient of `kernel` is another than that of `defined`, which computes in float32 or better."""
+    if drawn[0].device.type == "meta":
+        return None
+    wide = torch.promote_types(drawn[0].dtype, torch.float32)
+    try:
+        got = _with_gradients(kernel, drawn, dropout=0.0, **options)
+    except (RuntimeError, TypeError, ValueError) as error:  # of whatever kind a foreign kernel refuses with
+        return f"its kernel says {str(error).strip().splitlines()[0]}"
+    wanted = _with_gradients(defined, [t.detach().to(wide).requires_grad_() for t in drawn], **options)
+    if all(close(g, w.to(g.dtype)) for g, w in zip(got, wanted, strict=True)):
+        return None
+    return "its kernel does not give what attention is defined as"
 
 
 @torch.enable_grad()
@@ -145,3 +179,18 @@ def _defined(
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         done.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), v))
     return torch.cat(done)
+
+
+def _defined_dense(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float
+) -> Tensor:
+    """Attention by its definition, row by row; see `DenseAttention`."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(2, 3) * scale
+    seen = torch.ones_like(scores, dtype=torch.bool)
+    seen = seen.tril() if causal else seen if mask is None else seen & mask
+    scores = scores.masked_fill(~seen, -torch.inf)
+    top = scores.detach().amax(-1, keepdim=True)
+    weights = (scores - top.masked_fill(top.isinf(), 0)).exp()  # all 0 where nothing is seen
+    return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny) @ value

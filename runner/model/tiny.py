@@ -27,6 +27,23 @@ def tokenizer(config: TinyConfig) -> PreTrainedTokenizerFast:
     return byte_tokenizer(config.max_positions)
 
 
+def architecture(config: TinyConfig, tokenizer: Any) -> Qwen2Config:
+    """The shape of the model."""
+    return Qwen2Config(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        max_position_embeddings=config.max_positions,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
 def build(
     config: TinyConfig,
     *,
@@ -44,24 +61,12 @@ def build(
 
     Raises SpecError if rows of `longest` tokens are too long for it.
     """
-    architecture = Qwen2Config(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        max_position_embeddings=config.max_positions,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    shape = architecture(config, tokenizer)
     if head == "scalar":
-        architecture.num_labels = 1
-    check_rows(longest, longest_row(architecture))
+        shape.num_labels = 1
+    check_rows(longest, longest_row(shape))
     kind, made = _KINDS[head]
-    module: Any = drawn(lambda: kind(architecture), seed)
+    module: Any = drawn(lambda: kind(shape), seed)
     source = Source(drawn=f"from seed {seed} for {_shape(config)}")
     if init_from is not None:
         load_folder(module, init_from)

@@ -1,0 +1,137 @@
+"""A plan as it is printed, and as it is given to programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from runner.parallelism.config import Mesh
+from runner.plan.advice import Advice
+from runner.plan.cards import GIB, Card
+from runner.plan.estimate import FRAGMENTATION, Band, Estimate, Phase
+from runner.spec.job import JobSpec
+
+FORMAT = 1  # of the JSON; grows when a field changes its meaning or goes
+WIDEST_MESH = 16  # ranks in a row that are drawn one by one
+
+
+def lines(spec: JobSpec, plan: Estimate, card: Card | None, band: Band | None, advice: Advice | None) -> Iterator[str]:
+    """The whole plan."""
+    on = f"{spec.launch.world} × {card.name} ({_gib(card.memory)} GiB)" if card else f"{spec.launch.world} × CPU"
+    yield f"plan     {spec.name}: {_models(spec, plan)}, on {on}; shape from {plan.found}"
+    yield from drawn(plan.mesh, spec.launch.devices)
+    yield ""
+    yield from table(plan.phases)
+    yield ""
+    peak = plan.peak
+    most = max(peak.terms, key=lambda term: term.bytes)
+    share = 100 * most.bytes / peak.bytes
+    yield f"peak     {peak.name}: {_gib(peak.bytes)} GiB of tensors, of which {most.name} {share:.0f} %"
+    if card and band:
+        yield from _verdict(card, band, advice)
+    yield from _work(plan, card)
+    for part in plan.left_out:
+        yield f"note     not counted: {part}"
+
+
+def _models(spec: JobSpec, plan: Estimate) -> str:
+    name = getattr(spec.model, "path", spec.model.name)
+    adapter = "all weights learn" if spec.adapter.name == "none" else f"adapter={spec.adapter.name}"
+    first = next(iter(plan.models.values()))
+    numbers = f"{first.total / 1e9:.2f} billion weights, {first.trained / 1e6:.1f} million of them learn"
+    roles = "" if len(plan.models) == 1 else f", once each for {' and '.join(plan.models)}"
+    return f"{name}, {adapter} ({numbers}{roles})"
+
+
+def drawn(mesh: Mesh, per_node: int) -> Iterator[str]:
+    """The grid of ranks: a row for each copy of the model, a column for each part of it; machines are marked."""
+    yield f"mesh     dp_replicate {mesh.dp_replicate} × dp_shard {mesh.dp_shard}"
+    if mesh == (1, 1):
+        return
+    width = len(str(mesh.dp_replicate * mesh.dp_shard - 1))
+    for copy in range(mesh.dp_replicate):
+        ranks = list(range(copy * mesh.dp_shard, (copy + 1) * mesh.dp_shard))
+        nodes = sorted({rank // per_node for rank in ranks})
+        shown = "  ".join(str(rank).rjust(width) for rank in ranks[:WIDEST_MESH])
+        more = f"  … {ranks[-1]}" if len(ranks) > WIDEST_MESH else ""
+        machines = f"machine {nodes[0]}" if len(nodes) == 1 else f"machines {nodes[0]} to {nodes[-1]}"
+        yield f"  copy {copy}:  rank {shown}{more}   ({machines})"
+
+
+def table(phases: Sequence[Phase]) -> Iterator[str]:
+    """GiB of one rank: a row for each term, a column for each phase of a step."""
+    names = list(dict.fromkeys(term.name for phase in phases for term in phase.terms))
+    width = max(map(len, [*names, "one rank, GiB"])) + 2
+    yield "one rank, GiB".ljust(width) + "".join(phase.name.rjust(11) for phase in phases)
+    for name in names:
+        found = [next((term.bytes for term in phase.terms if term.name == name), None) for phase in phases]
+        yield name.ljust(width) + "".join(("" if b is None else _gib(b)).rjust(11) for b in found)
+    yield "all tensors".ljust(width) + "".join(_gib(phase.bytes).rjust(11) for phase in phases)
+
+
+def _verdict(card: Card, band: Band, advice: Advice | None) -> Iterator[str]:
+    between = f"{_gib(band.low)} to {_gib(band.high)} GiB of {_gib(card.memory)}"
+    said = verdict(card, band)
+    words = {"fits": "it fits", "may fit": "it may fit", "does not fit": "it does not fit"}[said]
+    why = f"with runtime, communication buffers and up to {100 * (FRAGMENTATION - 1):.0f} % lost to fragmentation"
+    yield f"card     {between}, {why}: {words}"
+    if advice is None or said == "fits":
+        return
+    for change in advice.changes:
+        yield f"change   {change.word}   {change.cost}"
+    after = f"{_gib(advice.band.low)} to {_gib(advice.band.high)} GiB"
+    if not advice.changes:
+        yield "change   nothing that is known here makes it smaller: take more devices, or a smaller model"
+    elif advice.fits:
+        yield f"         then {after}: it fits"
+    else:
+        yield f"         then {after}: still too much; take more devices with parallelism=fsdp, or a smaller model"
+
+
+def verdict(card: Card, band: Band) -> str:
+    """fits, may fit, or does not fit."""
+    return "fits" if band.high <= card.memory else "may fit" if band.low <= card.memory else "does not fit"
+
+
+def _work(plan: Estimate, card: Card | None) -> Iterator[str]:
+    work = plan.work
+    cuts = f"{work.tokens} tokens a rank if every row is of the greatest length, in {work.micro_batches} micro-batches"
+    if card is None or card.flops is None:
+        yield f"step     {cuts}: {work.flops / 1e12:.3g} TFLOP; how long that takes is not known of this device"
+    else:
+        least = work.flops / card.flops
+        at = f"at least {least:.2g} s at the {card.flops / 1e12:.0f} TFLOP/s of a {card.name}"
+        yield f"step     {cuts}: {work.flops / 1e12:.3g} TFLOP, {at}"
+        yield "         a bound for the update alone: no card reaches it; sampling and waiting are not in it"
+    if work.sent:
+        yield f"traffic  {_gib(work.sent)} GiB sent by each rank in a step"
+
+
+def as_json(
+    spec: JobSpec, plan: Estimate, card: Card | None, band: Band | None, advice: Advice | None
+) -> dict[str, Any]:
+    """The plan for programs: bytes, operations, and the words to be typed."""
+    return {
+        "format": FORMAT,
+        "name": spec.name,
+        "world": spec.launch.world,
+        "mesh": plan.mesh._asdict(),
+        "models": {role: {"trained": one.trained, "frozen": one.frozen} for role, one in plan.models.items()},
+        "phases": {phase.name: {term.name: term.bytes for term in phase.terms} for phase in plan.phases},
+        "peak_bytes": plan.peak.bytes,
+        "card": None if card is None else card.name,
+        "band_bytes": None if band is None else [band.low, band.high],
+        "verdict": None if card is None or band is None else verdict(card, band),
+        "changes": [] if advice is None else [change.word for change in advice.changes],
+        "step": _step(plan),
+        "left_out": list(plan.left_out),
+    }
+
+
+def _step(plan: Estimate) -> Mapping[str, float]:
+    work = plan.work
+    return {"tokens": work.tokens, "flops": work.flops, "micro_batches": work.micro_batches, "sent_bytes": work.sent}
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f}" if num_bytes < 100 * GIB else f"{num_bytes / GIB:.0f}"
