@@ -6,10 +6,10 @@ import os
 
 import torch
 
-from runner.device.visible import VARIABLES, parse
+from runner.device.kinds import Kind
+from runner.device.visible import listed
 from runner.errors import EnvironmentProblem
-
-NAMED = {"cuda": ("GPU-", "MIG-"), "npu": ()}  # how devices may be called in a list, beside their numbers
+from runner.place import Place
 
 
 def allocator(device: torch.device) -> dict[str, float]:
@@ -20,17 +20,26 @@ def allocator(device: torch.device) -> dict[str, float]:
     }
 
 
-def refuse_hidden(kind: str, count: int) -> None:
-    """Raise EnvironmentProblem if fewer devices are there than the list of visible ones names: drivers drop a wrong
-    number without a word, and the job would run on other cards than was meant."""
-    variable = VARIABLES[kind]
-    text = os.environ.get(variable)
-    if text is None:
-        return
-    asked = parse(text, NAMED[kind])
-    if asked.faults or len(asked.ids) != count:
-        faults = "".join(f"; {fault}" for fault in asked.faults)
+def refuse_hidden(kind: Kind, count: int) -> None:
+    """Raise EnvironmentProblem if the driver shows another number of cards than the list of visible ones names: it
+    drops a wrong number without a word, and the job would run on other cards than was meant."""
+    asked = listed(kind)
+    if asked is not None and len(asked) != count:
         raise EnvironmentProblem(
-            f"device={kind}: {variable}={text} names {len(asked.ids)} devices, and the driver shows {count}{faults}\n"
-            f"  correct the list, or: unset {variable}"
+            f"device={kind.name}: {kind.visible}={os.environ[str(kind.visible)]} names {len(asked)} devices, and the "
+            f"driver shows {count}\n  correct the list, or: unset {kind.visible}"
         )
+
+
+def own_card(kind: Kind, count: int) -> torch.device:
+    """Take this process's card: the one with its number among the processes of this machine.
+
+    Raises EnvironmentProblem like `refuse_hidden`, or if there are too few.
+    """
+    refuse_hidden(kind, count)
+    place = Place.of(os.environ)
+    if place.local_size > count:
+        many = f"{place.local_size} processes on this machine want a card each"
+        raise EnvironmentProblem(f"device={kind.name}: {many}, and the driver shows {count}")
+    torch.accelerator.set_device_index(place.local_rank)
+    return torch.device(kind.name, place.local_rank)

@@ -9,7 +9,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from runner.device.presets import CUDA_DETERMINISTIC, NPU, Preset
+from runner.device import cann
+from runner.device.kinds import CPU, CUDA, NPU, Kind
+from runner.device.presets import CUDA_DETERMINISTIC, PRESETS, Preset, ports
+from runner.device.visible import listed, present
 from runner.errors import EnvironmentProblem
 from runner.spec.base import ComponentConfig
 
@@ -25,6 +28,16 @@ class DeviceConfig(ComponentConfig):
     deterministic: bool = Field(
         default=True, description="Ask torch for deterministic kernels; needed for exact resume."
     )
+
+    @property
+    def kind(self) -> Kind:
+        """What drivers, torch and Ray call such a device."""
+        return CPU
+
+    def visible(self) -> tuple[str, ...] | None:
+        """The cards that a job of this process may use, by their names in its environment; None on the processor, which
+        any number of ranks share. Answers without torch. Raises EnvironmentProblem for a list that is none."""
+        return None if self.kind.nodes is None else present(self.kind)
 
     def preflight(self) -> None:
         """Raise EnvironmentProblem if the device cannot work; answers without importing torch."""
@@ -58,6 +71,10 @@ class CudaConfig(DeviceConfig):
     )
     tf32: bool = Field(default=False, description="Let float32 matrix products run in TF32: faster, about 3 digits.")
 
+    @property
+    def kind(self) -> Kind:
+        return CUDA
+
     def environment(self, job: Any) -> Sequence[Preset]:
         return (CUDA_DETERMINISTIC,) if self.deterministic else ()
 
@@ -69,7 +86,7 @@ class NpuConfig(DeviceConfig):
     name: Literal["npu"] = "npu"
     attention: Attention = Field(
         default="fused",
-        description="Attention of packed rows: fused = npu_fusion_attention; sdpa = torch's, in buckets of rows.",
+        description="fused = npu_fusion_attention, of packed and of padded rows; sdpa = torch's, in buckets of rows.",
     )
     fused: Annotated[tuple[Fused, ...], Field(strict=False)] = Field(
         default=("rms_norm", "rotary", "swiglu", "grouped_matmul"),
@@ -80,9 +97,14 @@ class NpuConfig(DeviceConfig):
         description="Environment variables to start with; null = colocated_rl for a job that samples, else train.",
     )
 
+    @property
+    def kind(self) -> Kind:
+        return NPU
+
     def environment(self, job: Any) -> Sequence[Preset]:
         chosen = self.preset or ("colocated_rl" if job.algorithm.samples else "train")
-        return (NPU[chosen], NPU["deterministic"]) if self.deterministic else (NPU[chosen],)
+        names = (chosen, "deterministic") if self.deterministic else (chosen,)
+        return (*(PRESETS[name] for name in names), *ports(os.environ))
 
     def preflight(self) -> None:
         """Raise EnvironmentProblem with everything that is missing, in the order in which to install it."""
@@ -97,17 +119,24 @@ class NpuConfig(DeviceConfig):
 
 
 def _npu_requirements() -> list[tuple[bool, str]]:
-    toolkit = os.environ.get("ASCEND_TOOLKIT_HOME", "/usr/local/Ascend/ascend-toolkit/latest")
+    """What a machine needs of an NPU, in the order in which to install it: whether it is there, and what to do."""
+    home = next(cann.homes(os.environ), None)
     return [
         (
-            bool(glob.glob("/dev/davinci[0-9]*")),
-            "no card: /dev/davinci* is missing (driver and firmware, or the container's --device mounts)",
+            bool(glob.glob(str(NPU.nodes))),
+            "no card (/dev/davinci*): install the driver, then the firmware, and reboot; or hand it into the container",
         ),
-        (os.path.isdir(toolkit), f"no CANN toolkit at {toolkit}: install it"),
-        ("ASCEND_TOOLKIT_HOME" in os.environ, f"CANN's environment is not loaded: source {toolkit}/../set_env.sh"),
+        (
+            home is not None,
+            f"no CANN in {' or '.join(cann.parents(os.environ))}: install the toolkit, then the operators of your chip",
+        ),
+        (
+            any(os.environ.get(name) for name in cann.HOME_VARIABLES),
+            f"CANN's environment is not loaded: source {cann.script(home or '/usr/local/Ascend/cann')}",
+        ),
         (
             importlib.util.find_spec("torch_npu") is not None,
-            "no torch_npu: pip install the torch_npu whose version equals torch's",
+            "no torch_npu: pip install the one of torch's version that is built for that CANN (docs/npu-versions.md)",
         ),
     ]
 
@@ -122,6 +151,22 @@ class NpuSimConfig(NpuConfig):
         default=64.0, gt=0, le=1024, description="Memory of a card in GiB; what does not fit is refused as on a card."
     )
     soc: str = Field(default="Ascend910B3", pattern=r"^Ascend\w+$", description="The model that a card says it is.")
+
+    def visible(self) -> tuple[str, ...]:
+        there = tuple(map(str, range(self.cards)))
+        asked = listed(self.kind)
+        return there if asked is None else tuple(card for card in asked if card in there)
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        if job.launch.devices <= self.cards:
+            return []
+        many = job.launch.devices
+        return [
+            (
+                "device.cards",
+                f"{many} processes want a card each, and {self.cards} is simulated; type device.cards={many}",
+            )
+        ]
 
     def preflight(self) -> None:
         """Fetch and build what is missing of the simulator, and say so. Raises EnvironmentProblem where that fails."""
@@ -146,13 +191,21 @@ class AutoConfig(DeviceConfig):
     factory: ClassVar[str] = "runner.device.auto:pick"
     name: Literal["auto"] = "auto"
 
+    @property
+    def kind(self) -> Kind:
+        """That of the device that will probably be picked: which one it is is known when torch has been imported."""
+        return self._probable().kind
+
     def environment(self, job: Any) -> Sequence[Preset]:
-        """Those of the device that will probably be picked: which one it is is known when torch has been imported."""
-        if all(present for present, _ in _npu_requirements()):
-            return NpuConfig(deterministic=self.deterministic).environment(job)
-        if glob.glob("/dev/nvidia[0-9]*"):
-            return CudaConfig(deterministic=self.deterministic).environment(job)
-        return ()
+        """Those of the device that will probably be picked."""
+        return self._probable().environment(job)
+
+    def _probable(self) -> DeviceConfig:
+        if all(there for there, _ in _npu_requirements()):
+            return NpuConfig(deterministic=self.deterministic)
+        if glob.glob(str(CUDA.nodes)):
+            return CudaConfig(deterministic=self.deterministic)
+        return CpuConfig(deterministic=self.deterministic)
 
 
 COMPONENTS = (CpuConfig, CudaConfig, NpuConfig, NpuSimConfig, AutoConfig)

@@ -12,7 +12,7 @@ from torch import nn
 
 from runner.device.activity import Reading, own_process
 from runner.device.config import CpuConfig
-from runner.protocols import Decide, VarlenAttention
+from runner.protocols import Decide, DenseAttention, VarlenAttention
 
 
 class Cpu:
@@ -23,6 +23,7 @@ class Cpu:
     def __init__(self, config: CpuConfig, *, decide: Decide) -> None:
         self.config = config
         self.torch_device = torch.device("cpu")
+        self.backend = config.kind.backend
 
     def prepare(self) -> None:
         """Fix what results depend on."""
@@ -50,8 +51,16 @@ class Cpu:
         """Of this process."""
         return (own_process(),)
 
+    def lacks(self, dtype: torch.dtype) -> str | None:
+        """Nothing."""
+        return None
+
     def attention(self, dtype: torch.dtype) -> VarlenAttention | None:
         """None: one call of torch's kernel per row is fastest here."""
+        return None
+
+    def dense_attention(self) -> DenseAttention | None:
+        """None: transformers calls torch's, which chooses among its own."""
         return None
 
     def fuse(self, module: nn.Module) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.device.accelerator import allocator, refuse_hidden
+from runner.device.accelerator import allocator, own_card
 from runner.device.activity import Reading, gpu
 from runner.device.config import CudaConfig
 from runner.device.cuda_attention import kernel
 from runner.errors import EnvironmentProblem
-from runner.protocols import Decide, VarlenAttention
+from runner.protocols import Decide, DenseAttention, VarlenAttention
 
 
 class Cuda:
@@ -30,10 +30,10 @@ class Cuda:
                 "  in order: 1. nvidia-smi must list a GPU  2. CUDA_VISIBLE_DEVICES must not be empty  "
                 "3. install a CUDA build of torch\n  or run it here: device=cpu"
             )
-        refuse_hidden("cuda", torch.cuda.device_count())
         self.config = config
         self._decide = decide
-        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self.torch_device = own_card(config.kind, torch.cuda.device_count())
+        self.backend = config.kind.backend
 
     def prepare(self) -> None:
         """Choose precision and determinism."""
@@ -43,11 +43,11 @@ class Cuda:
 
     def synchronize(self) -> None:
         """Wait for the GPU, so that times mean something."""
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self.torch_device)
 
     def peak_memory_bytes(self) -> int:
         """Largest number of bytes that tensors held so far."""
-        return torch.cuda.max_memory_allocated()
+        return torch.cuda.max_memory_allocated(self.torch_device)
 
     def describe(self) -> dict[str, Any]:
         """What exactness depends on."""
@@ -58,9 +58,17 @@ class Cuda:
         uuid = str(torch.cuda.get_device_properties(self.torch_device).uuid)
         return gpu(uuid), partial(allocator, self.torch_device)
 
+    def lacks(self, dtype: torch.dtype) -> str | None:
+        """Nothing: what an old card does not have, torch computes in float32."""
+        return None
+
     def attention(self, dtype: torch.dtype) -> VarlenAttention | None:
         """The flash kernel that is installed, for models that compute in float16 or bfloat16."""
         return kernel(self.config, dtype, self._decide)
+
+    def dense_attention(self) -> DenseAttention | None:
+        """None: transformers calls torch's, which chooses among its own."""
+        return None
 
     def fuse(self, module: nn.Module) -> None:
         """Nothing to exchange."""

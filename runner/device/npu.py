@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -10,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.device.accelerator import allocator, refuse_hidden
+from runner.device.accelerator import allocator, own_card
 from runner.device.activity import Reading, npu
 from runner.device.config import NpuConfig
-from runner.device.npu_attention import FusionAttention
+from runner.device.npu_attention import DenseFusionAttention, FusionAttention
 from runner.device.npu_fused import fuse
 from runner.device.visible import VARIABLES
 from runner.errors import EnvironmentProblem
-from runner.protocols import Decide, VarlenAttention
+from runner.protocols import Decide, DenseAttention, VarlenAttention
 
 
 class Npu:
@@ -31,14 +32,16 @@ class Npu:
     def __init__(self, config: NpuConfig, *, decide: Decide) -> None:
         import torch_npu  # registers the device with torch
 
+        # which torch_npu itself still uses, wherever a module is copied
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, r"torch_npu\.")
         current = torch.accelerator.current_accelerator()
         if current is None or current.type != "npu":
             raise EnvironmentProblem("device=npu: torch_npu is installed and finds no card; npu-smi info must list one")
-        refuse_hidden("npu", torch.accelerator.device_count())
         self.config = config
         self._decide = decide
         self._operators: Any = torch_npu
-        self.torch_device = torch.device("npu", torch.accelerator.current_device_index())
+        self.torch_device = own_card(config.kind, torch.accelerator.device_count())
+        self.backend = config.kind.backend
 
     def prepare(self) -> None:
         """Choose determinism."""
@@ -46,20 +49,27 @@ class Npu:
 
     def synchronize(self) -> None:
         """Wait for the NPU, so that times mean something."""
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize(self.torch_device)
 
     def peak_memory_bytes(self) -> int:
         """Largest number of bytes that tensors held so far."""
-        return int(torch.accelerator.max_memory_allocated())
+        return int(torch.accelerator.max_memory_allocated(self.torch_device))
 
     def describe(self) -> dict[str, Any]:
         """What exactness depends on."""
-        return {"device": "npu", "index": self.torch_device.index}
+        npu = self._operators.npu
+        return {"device": "npu", "card": npu.get_device_name(), "cann": npu.utils.get_cann_version()}
 
     def readings(self) -> Sequence[Reading]:
         """Of the chip as npu-smi sees it, and of this process's allocator."""
-        index = torch.accelerator.current_device_index()
+        index = self.torch_device.index
         return npu(index, os.environ.get(VARIABLES["npu"])), partial(allocator, self.torch_device)
+
+    def lacks(self, dtype: torch.dtype) -> str | None:
+        """bfloat16, where the card is older than A2."""
+        if dtype != torch.bfloat16 or self._operators.npu.is_bf16_supported():
+            return None
+        return f"an {self._operators.npu.get_device_name()} has no bfloat16"
 
     def attention(self, dtype: torch.dtype) -> VarlenAttention | None:
         """npu_fusion_attention, which computes in float16, bfloat16 and float32."""
@@ -67,6 +77,10 @@ class Npu:
             return None
         self._decide.state("attention", "fused", "npu_fusion_attention over rows end to end")
         return FusionAttention(self._operators.npu_fusion_attention)
+
+    def dense_attention(self) -> DenseAttention | None:
+        """The same operator for rows side by side."""
+        return None if self.config.attention == "sdpa" else DenseFusionAttention(self._operators.npu_fusion_attention)
 
     def fuse(self, module: nn.Module) -> None:
         """Exchange what of a transformers model has fused operators here."""

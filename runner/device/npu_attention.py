@@ -1,4 +1,5 @@
-"""Attention of sequences end to end by the fused operator of Ascend NPUs, `npu_fusion_attention` (layout TND).
+"""Attention by the fused operator of Ascend NPUs, `npu_fusion_attention`: of sequences end to end (layout TND), and of
+rows side by side (BNSD).
 
     flash-attention          npu_fusion_attention
     softmax_scale            scale, which is 1 unless it is given
@@ -6,7 +7,8 @@
     window (w - 1, 0)        sparse_mode 4, pre_tockens w - 1, next_tockens 0, counted from the last key
     cu_seqlens               actual_seq_qlen, actual_seq_kvlen: numbers of the host, without the leading 0
     dropout_p                keep_prob = 1 - p
-    mask True = seen         atten_mask True = masked
+    mask True = seen         atten_mask True = masked; sparse_mode 1 reads it as it is
+    a row that sees nothing  inner_precise 2, or the result is imprecise; in TND there may be none
 
 Source: the operator's own documentation in torch_npu 2.13.
 """
@@ -23,7 +25,8 @@ from torch import Tensor
 
 MOST_SEQUENCES = 1024  # of one call in this layout
 MASK_SIZE = 2048  # of the compressed mask, whatever the lengths
-RIGHT_DOWN_CAUSAL, BAND = 3, 4
+WHOLE_MASK, RIGHT_DOWN_CAUSAL, BAND = 1, 3, 4
+ROWS_WITHOUT_KEYS = 2  # of inner_precise
 
 
 class FusionAttention:
@@ -65,6 +68,44 @@ class FusionAttention:
             )[0]
             done.append(out)
         return done[0] if len(done) == 1 else torch.cat(done)
+
+
+class DenseFusionAttention:
+    """`DenseAttention` by the same `operator`."""
+
+    def __init__(self, operator: Callable[..., Sequence[Any]]) -> None:
+        self._operator = operator
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Tensor | None,
+        causal: bool,
+        dropout: float,
+        scale: float,
+    ) -> Tensor:
+        """See `DenseAttention`."""
+        if 0 in query.shape or 0 in key.shape:  # which the operator does not take
+            return query[..., : value.shape[-1]] * 0
+        how: dict[str, Any] = {}
+        if mask is not None:
+            how = {"atten_mask": ~mask, "sparse_mode": WHOLE_MASK, "inner_precise": ROWS_WITHOUT_KEYS}
+        elif causal:
+            how = {"atten_mask": _mask(query.device), "sparse_mode": RIGHT_DOWN_CAUSAL}
+        out: Tensor = self._operator(
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
+            head_num=query.shape[1],
+            input_layout="BNSD",
+            scale=scale,
+            keep_prob=1.0 - dropout,
+            **how,
+        )[0]
+        return out
 
 
 def _sparsity(window: int | None, longest: int) -> dict[str, int]:

@@ -79,6 +79,6 @@ def _apply(x: Tensor, weight: Any, ends: Tensor, dtype: torch.dtype, operator: G
 
 def _compute_type(hidden: Tensor, weight: Any) -> torch.dtype:
     kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return weight.dtype

@@ -92,6 +92,8 @@ def _objection(kind: Kind, part: Any, operators: Operators) -> str | None:
     """Why not: the module is of another kind, the operator is not there, or it gives something else."""
     if reason := kind.objection(part):
         return reason
+    if next(part.parameters()).device.type == "meta":  # where nothing is computed, nothing can be tried
+        return None
     try:
         own, fused = kind.tried(part, kind.forward(part, operators), operators)
     except (AttributeError, RuntimeError, TypeError) as error:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from runner.place import Place
+
 
 @dataclass(frozen=True, slots=True)
 class Variable:
@@ -64,7 +66,7 @@ _FIXED = Variable(
 _PATIENT = Variable("600", "seconds; CANN's 120 pass while one process still reads a large model")
 _PLAIN = Variable("0", "weights that are replaced while the engine runs must lie in the plain layout, not in NZ")
 
-NPU = {
+PRESETS = {  # of an NPU
     preset.name: preset
     for preset in (
         Preset(
@@ -124,6 +126,31 @@ CUDA_DETERMINISTIC = Preset(
     "deterministic",
     {"CUBLAS_WORKSPACE_CONFIG": Variable(":4096:8", "cuBLAS repeats itself only with workspaces of fixed size")},
 )
+
+FIRST_PORT, LAST_PORT = 20000, 32767  # below those that Linux hands out by itself, which begin at 32768
+BLOCK = 16  # ports that HCCL takes, one for each card of a machine
+
+
+def ports(environment: Mapping[str, str]) -> tuple[Preset, ...]:
+    """Where HCCL meets, for a job of several processes: a block of ports that follows from where the processes meet.
+
+    HCCL's own 60000 … 60015 are those of every job on the machine, and Linux may have given them to any program. Two
+    jobs have the same block only if their MASTER_PORT differ by a multiple of 797. HCCL_HOST_SOCKET_PORT_RANGE and
+    HCCL_NPU_SOCKET_PORT_RANGE are left alone: they are for processes that share a card, which those of a job never
+    do, and on an A2 they exclude operators that compute and communicate at once.
+    Source: CANN 8.5's reference of these variables.
+    """
+    if Place.of(environment).size < 2 or not environment.get("MASTER_PORT", "").isdecimal():
+        return ()
+    meeting = int(environment["MASTER_PORT"])
+    spare = (LAST_PORT + 1 - FIRST_PORT) // BLOCK - 1  # the last block: for a job that meets within its own
+    first = FIRST_PORT + BLOCK * (meeting % spare)
+    if first <= meeting < first + BLOCK:
+        first = FIRST_PORT + BLOCK * spare
+    reason = f"the first of HCCL's {BLOCK} ports, from MASTER_PORT={meeting}; its own 60000 would be every job's"
+    rival = "HCCL_HOST_SOCKET_PORT_RANGE"  # beside which HCCL reads no other
+    return (Preset("ports", {"HCCL_IF_BASE_PORT": Variable(str(first), reason, rival)}),)
+
 
 HCCL_DEFAULTS = {"HCCL_CONNECT_TIMEOUT": 120, "HCCL_EXEC_TIMEOUT": 1836, "HCCL_EVENT_TIMEOUT": 1868}
 CONNECT_RANGE = (120, 7200)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import glob
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-VARIABLES = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
+from runner.device.kinds import KINDS, Kind
+from runner.errors import EnvironmentProblem
+
+VARIABLES = {name: kind.visible for name, kind in KINDS.items() if kind.visible is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +41,29 @@ def parse(text: str, names: Sequence[str] = ()) -> Visible:
             faults.append(f"'{piece}' is no device number" if piece else "an empty entry")
     repeated = sorted({str(number) for number in ids if ids.count(number) > 1})
     return Visible(tuple(ids), (*faults, *(f"{number} stands twice" for number in repeated)))
+
+
+def listed(kind: Kind) -> tuple[str, ...] | None:
+    """The cards that this process's environment lists; None where it has no list. Raises EnvironmentProblem for a list
+    that is none."""
+    said = os.environ.get(kind.visible) if kind.visible else None
+    if said is None:
+        return None
+    found = parse(said, kind.names)
+    if found.faults:
+        advice = f"correct the list, or: unset {kind.visible}"
+        raise EnvironmentProblem(f"{kind.visible}={said}: {'; '.join(found.faults)}\n  {advice}")
+    return tuple(map(str, found.ids))
+
+
+def present(kind: Kind) -> tuple[str, ...]:
+    """The cards that this process may use, as its environment names them, else the device files that there are.
+
+    Whether a driver stands behind them is known when torch has been imported. Raises EnvironmentProblem like `listed`.
+    """
+    if (own := listed(kind)) is not None:
+        return own
+    assert kind.nodes is not None, f"{kind.name} has no cards"
+    before = kind.nodes.partition("[")[0]
+    numbers = (path.removeprefix(before) for path in glob.glob(kind.nodes))
+    return tuple(sorted((number for number in numbers if number.isdecimal()), key=int))

@@ -158,7 +158,7 @@ def _by_kernel(
     query: Tensor, key: Tensor, value: Tensor, rows: Rows, window: int | None, dropout: float, scale: float | None
 ) -> Tensor:
     assert rows.kernel is not None
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in _of_one_type(query, key, value))
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in of_one_type(query, key, value))
     if rows.key_index is not None:
         k, v = k.index_select(0, rows.key_index), v.index_select(0, rows.key_index)
     return rows.kernel(
@@ -173,10 +173,10 @@ def _by_kernel(
     )[None]
 
 
-def _of_one_type(*tensors: Tensor) -> list[Tensor]:
+def of_one_type(*tensors: Tensor) -> list[Tensor]:
     """As torch's own attention makes them under autocast; rotary positions may have left some in float32."""
     kind = tensors[0].device.type
-    if torch.is_autocast_enabled(kind):
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return [tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors]
     wide = max((tensor.dtype for tensor in tensors), key=lambda dtype: torch.finfo(dtype).bits)
     return [tensor.to(wide) for tensor in tensors]

@@ -37,13 +37,13 @@ SMALL_GRADIENT = 0.1  # of the root mean square of the gradients' norms: below i
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Largest relative distances that rounding explains."""
+    """Largest relative distances that rounding explains; docs/parity.md says what was measured."""
 
     output: float
     gradient: float
 
 
-FLOAT32, TF32, BFLOAT16 = Bounds(1e-3, 1e-2), Bounds(1e-2, 5e-2), Bounds(5e-2, 2.5e-1)
+FLOAT32, TF32, BFLOAT16 = Bounds(1e-3, 1e-2), Bounds(1e-2, 5e-2), Bounds(5e-2, 6e-2)
 
 
 @dataclass(frozen=True, slots=True)

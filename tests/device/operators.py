@@ -52,8 +52,14 @@ def npu_fusion_attention(
     actual_seq_kvlen: Sequence[int] | None = None,
     sparse_mode: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Layout TND only. Refuses what the operator refuses: tensors for lengths, long lists, rows without a key."""
-    assert input_layout == "TND" and pse is None and padding_mask is None and prefix is None
+    """Layouts TND and BNSD only. Refuses what the operator refuses: tensors for lengths, long lists, rows without a
+    key."""
+    assert pse is None and padding_mask is None and prefix is None
+    if input_layout == "BNSD":
+        assert actual_seq_qlen is None and actual_seq_kvlen is None
+        out = dense(query, key, value, head_num, atten_mask, scale, keep_prob, inner_precise, sparse_mode)
+        return (out, *[torch.empty(0)] * 3, 0, 0, 0)
+    assert input_layout == "TND"
     assert query.dtype == key.dtype == value.dtype and query.shape[1] == head_num
     assert key.shape == value.shape and head_num % key.shape[1] == 0
     ends = []
@@ -76,6 +82,33 @@ def npu_fusion_attention(
             weights = torch.nn.functional.dropout(weights, 1 - keep_prob)
         out.append(torch.einsum("hqk,khd->qhd", weights, v))
     return (torch.cat(out).to(query.dtype), *[torch.empty(0)] * 3, 0, 0, 0)
+
+
+def dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    head_num: int,
+    mask: Tensor | None,
+    scale: float,
+    keep_prob: float,
+    inner_precise: int,
+    mode: int,
+) -> Tensor:
+    """[B, N, S, d]: modes 0 without a mask (all is seen), 1 with the whole of one, 3 with the compressed one."""
+    assert query.is_contiguous() and key.is_contiguous() and value.is_contiguous() and query.numel() and key.numel()
+    assert query.dtype == key.dtype == value.dtype and query.shape[1] == head_num and keep_prob == 1
+    rows, columns = query.shape[2], key.shape[2]
+    if mode == 1:
+        assert mask is not None and mask.dtype == torch.bool and mask.shape[-2:] == (rows, columns)
+        kept = ~mask
+    else:
+        assert mode == 3 or (mode == 0 and mask is None)
+        kept = seen(rows, columns, mode, mask, INFINITE, INFINITE)
+    assert inner_precise == 2 or mode == 3 or bool(kept.any(-1).all()), "imprecise where a row sees nothing"
+    q, k, v = (x.double().repeat_interleave(head_num // x.shape[1], 1) for x in (query, key, value))
+    weights = (q @ k.transpose(2, 3)).mul(scale).masked_fill(~kept, -torch.inf).softmax(-1)
+    return (weights.masked_fill(~kept, 0).nan_to_num() @ v).to(query.dtype)
 
 
 def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:

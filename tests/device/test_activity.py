@@ -14,6 +14,7 @@ from runner.callback.activity import Activity
 from runner.cli.main import main
 from runner.device.accelerator import refuse_hidden
 from runner.device.activity import gpu, npu, own_process
+from runner.device.kinds import NPU
 from runner.errors import EnvironmentProblem
 from runner.protocols import StepEnd
 
@@ -139,10 +140,10 @@ def test_devices_that_a_driver_drops_silently_are_refused(
     if text is not None:
         monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", text)
     if fine:
-        refuse_hidden("npu", count)
+        refuse_hidden(NPU, count)
     else:
         with pytest.raises(EnvironmentProblem, match="unset ASCEND_RT_VISIBLE_DEVICES"):
-            refuse_hidden("npu", count)
+            refuse_hidden(NPU, count)
 
 
 def test_a_run_records_it_and_can_leave_it(workdir: Path) -> None:

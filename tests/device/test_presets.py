@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from runner.cli.compose import compose_job
 from runner.decisions import Decisions
 from runner.device import presets
-from runner.device.presets import CUDA_DETERMINISTIC, HCCL_DEFAULTS, NPU, hccl_objection, resolve
+from runner.device.presets import CUDA_DETERMINISTIC, HCCL_DEFAULTS, PRESETS, hccl_objection, ports, resolve
 from runner.errors import EnvironmentProblem
 from runner.launch.surroundings import set_environment
 from runner.manifest import environment
 from runner.spec.job import JobSpec
 
-EVERY = [*NPU.values(), CUDA_DETERMINISTIC]
+EVERY = [*PRESETS.values(), CUDA_DETERMINISTIC]
 NAMES = sorted({name for preset in EVERY for name in preset.variables})
 
 
@@ -41,7 +41,11 @@ def test_each_variable_has_a_reason_and_is_kept_in_the_manifest(
 
 @given(st.dictionaries(st.sampled_from([*NAMES, "PYTORCH_ALLOC_CONF"]), st.sampled_from(["0", "1", "mine"])))
 def test_what_the_user_set_always_stands_and_is_reported(own: dict[str, str]) -> None:
-    for chosen in ((NPU["train"], NPU["deterministic"]), (NPU["colocated_rl"],), (NPU["disaggregated_rl"],)):
+    for chosen in (
+        (PRESETS["train"], PRESETS["deterministic"]),
+        (PRESETS["colocated_rl"],),
+        (PRESETS["disaggregated_rl"],),
+    ):
         found = resolve(chosen, own)
         assert not found.set.keys() & own.keys()
         differing = {n for p in chosen for n, v in p.variables.items() if n in own and own[n] != v.value}
@@ -50,12 +54,12 @@ def test_what_the_user_set_always_stands_and_is_reported(own: dict[str, str]) ->
 
 
 def test_the_allocator_is_never_configured_under_both_its_names() -> None:
-    found = resolve([NPU["train"]], {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"})
+    found = resolve([PRESETS["train"]], {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"})
     assert "PYTORCH_NPU_ALLOC_CONF" not in found.set
     assert found.kept["PYTORCH_ALLOC_CONF"][0] == "max_split_size_mb:64"
 
 
-@pytest.mark.parametrize("preset", NPU.values(), ids=lambda p: p.name)
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda p: p.name)
 def test_hccl_timeouts_of_each_preset_fit_together(preset: presets.Preset) -> None:
     values = {name: variable.value for name, variable in preset.variables.items()}
     assert hccl_objection(values) is None
@@ -95,6 +99,45 @@ def test_timeouts_that_contradict_one_another_are_refused(
 def test_the_job_chooses_its_presets(words: list[str], wanted: list[str], workdir: Path) -> None:
     spec = job(workdir, *words)
     assert [preset.name for preset in spec.device.environment(spec)] == wanted
+
+
+def rank(port: int | str, size: int = 2) -> dict[str, str]:
+    return {"RANK": "0", "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": str(port)}
+
+
+def first_port(port: int) -> int:
+    [preset] = ports(rank(port))
+    return int(preset.variables["HCCL_IF_BASE_PORT"].value)
+
+
+@given(st.integers(1024, 65535))
+def test_hccl_meets_in_ports_that_nobody_else_is_given(port: int) -> None:
+    block = range(first_port(port), first_port(port) + 16)
+    assert block[0] >= 20000 and block[-1] < 32768, "Linux hands out 32768 … 60999"
+    assert port not in block, "where the processes of the job meet themselves"
+
+
+@given(st.integers(1024, 65535), st.integers(1, 796))
+def test_jobs_that_meet_elsewhere_have_other_ports(port: int, apart: int) -> None:
+    one, other = first_port(port), first_port(port + apart)
+    spare = 32768 - 16
+    assert abs(one - other) >= 16 or one == other == spare, "but for the few that would meet in their own block"
+
+
+def test_few_jobs_share_the_spare_block_and_one_process_needs_none() -> None:
+    assert sum(first_port(port) == 32768 - 16 for port in range(1024, 65536)) == 16
+    assert ports({}) == ports(rank(29500, size=1)) == ports(rank("none")) == ()
+
+
+def test_ports_are_said_and_the_users_stand(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in rank(29500).items():
+        monkeypatch.setenv(name, value)
+    spec = job(workdir, "device=npu", "device.deterministic=false")
+    found = resolve(spec.device.environment(spec), {})
+    assert found.set["HCCL_IF_BASE_PORT"].value == str(20000 + 16 * (29500 % 797))
+    for own in ("HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE"):
+        found = resolve(spec.device.environment(spec), {own: "50000"})
+        assert "HCCL_IF_BASE_PORT" not in found.set and found.kept[own][0] == "50000"
 
 
 def test_it_is_set_said_and_strict_allows_it(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

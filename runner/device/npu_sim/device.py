@@ -34,6 +34,11 @@ class NpuSim(Npu):
         memory = f"{config.cards} x {card}, {config.memory_gib:g} GiB each"
         decide.state("device", "npu_sim", f"torch_npu without a card: {memory}; {replaced} kernels are the CPU's")
 
+    def prepare(self) -> None:
+        """Determinism as on a card; and one thread, on which the bits depend, and which is fastest at toy size."""
+        super().prepare()
+        torch.set_num_threads(1)
+
     def readings(self) -> Sequence[Reading]:
         """Of this process, which does the work, and of the allocator of the simulated card."""
         return own_process(), partial(allocator, self.torch_device)
@@ -41,8 +46,8 @@ class NpuSim(Npu):
     def describe(self) -> dict[str, Any]:
         """What exactness depends on: the CPU's kernels, too."""
         return {
+            **super().describe(),
             "device": "npu_sim",
-            "index": self.torch_device.index,
             "threads": torch.get_num_threads(),
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         }

@@ -4,7 +4,8 @@
     its symbols, cann.c          ──gcc──▶ …/built-<digest>/lib*.so                  what torch_npu takes for CANN
     kernels.cpp, hccl.cpp        ──g++──▶ …/built-<digest>/*.so                     CPU kernels, collectives by gloo
 
-Each folder is made aside and renamed, under a lock, so that what has its name is whole. Nothing here imports torch.
+Each folder is made aside and renamed, under a lock, so that what has its name is whole. Whoever builds also removes
+what killed builders left, and libraries of other sources that nobody has used for a week. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ SOURCES = Path(__file__).resolve().parent
 TOOLS = ("g++", "gcc", "nm", "strings")
 COMMAND = "run doctor --prepare npu_sim"
 PATIENCE_S = 600  # of one pip or g++
+KEPT_S = 7 * 24 * 3600  # after their last use, libraries of other sources: of a second checkout, or an older version
 EXTENSIONS = {"kernels": (), "hccl": ("-ltorch_python",)}
 # -O1, because these files hand over and do not compute
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w")
@@ -72,10 +74,12 @@ def prepare(say: Say) -> Parts:
     """
     found = parts()
     if found.whole:
+        _mark_used(found.built)
         return found
     _need_tools()
     begin = time.monotonic()
     with _alone(found.wheel.parent, say):
+        _prune(found)
         if not found.wheel.is_dir():
             say(f"npu_sim: first use: fetching {_requirement()} (about 45 MB, 150 MB unpacked) into {found.wheel}")
             _made(found.wheel, _fetch)
@@ -84,6 +88,20 @@ def prepare(say: Say) -> Parts:
             _made(found.built, lambda folder: _build(found.wheel, folder))
     say(f"npu_sim: ready after {time.monotonic() - begin:.0f} s; kept in {found.wheel.parent}")
     return found
+
+
+def _mark_used(built: Path) -> None:
+    if os.access(built, os.W_OK):  # a cache that others share may be closed to this user
+        os.utime(built)
+
+
+def _prune(found: Parts) -> None:
+    """Remove what is left of builds that were killed, and what is no longer used; the caller holds the lock."""
+    home = found.wheel.parent
+    left = [*home.glob(".built-*"), *home.glob(".wheel-*")]
+    old = [path for path in home.glob("built-*") if time.time() - path.stat().st_mtime > KEPT_S]
+    for path in (*left, *old):
+        shutil.rmtree(path)
 
 
 def _digest() -> str:

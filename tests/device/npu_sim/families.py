@@ -4,6 +4,7 @@ ones on the CPU; prints the gaps as JSON."""
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 from runner.device.config import NpuSimConfig
@@ -15,8 +16,10 @@ import torch  # noqa: E402
 
 from runner.decisions import Decisions  # noqa: E402
 from runner.device.npu_sim.device import NpuSim  # noqa: E402
+from runner.model import dense  # noqa: E402
 from runner.model.causal import CausalLM  # noqa: E402
 from runner.model.config import TinyConfig  # noqa: E402
+from runner.model.probe import dense_objection  # noqa: E402
 from runner.model.tokenizer import byte_tokenizer  # noqa: E402
 from runner.tree import pack_trees  # noqa: E402
 from tests.device.cases import FAMILIES, family, trees  # noqa: E402
@@ -24,6 +27,7 @@ from tests.device.cases import FAMILIES, family, trees  # noqa: E402
 DEVICE = NpuSim(CONFIG, decide=Decisions())
 DEVICE.prepare()
 PLAIN = NpuSim(CONFIG.model_copy(update={"fused": ()}), decide=Decisions())
+PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3], [5], [8, 9, 7, 9, 3]]
 
 
 def outcome(model: CausalLM, share: bool) -> dict[str, torch.Tensor]:
@@ -45,14 +49,30 @@ def gap(kind: str, share: bool, fused: bool = True, **how: Any) -> Any:
         module = family(kind).to(device)
         if device == "npu":
             (DEVICE if fused else PLAIN).fuse(module)
+            side_by_side = DEVICE.dense_attention()
+            assert side_by_side is not None
+            dense.attend(module, side_by_side, said)
         models.append(CausalLM(module, byte_tokenizer(512), TinyConfig(**how), seed=0, decide=said))
-    kernel = DEVICE.attention(models[1].compute_type)
-    assert kernel is not None
-    models[1].attend_with(kernel, decide=said)
+    if not models[1].padded:
+        kernel = DEVICE.attention(models[1].compute_type)
+        assert kernel is not None
+        models[1].attend_with(kernel, decide=said)
     plain, on_card = (outcome(model, share) for model in models)
     assert plain.keys() == on_card.keys()
     gaps = [float((plain[k] - on_card[k]).abs().max() / plain[k].abs().max().clamp_min(1e-3)) for k in plain]
-    return {"gap": max(gaps), "facts": [str(d) for d in said.made]}
+    written, there = (model.generate(PROMPTS, 6, rows=2) for model in models)
+    return {"gap": max(gaps), "facts": [str(d) for d in said.made], "answers": written == there}
+
+
+def kernels() -> dict[str, str | None]:
+    """The kernel for rows side by side against the definition, with one query that sees nothing: what is wrong."""
+    kernel, found = DEVICE.dense_attention(), {}
+    assert kernel is not None
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for heads, kv_heads in ((4, 4), (4, 2), (6, 1)):
+            config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16)
+            found[f"{dtype} {heads} {kv_heads}"] = dense_objection(kernel, config, dtype, DEVICE.torch_device)
+    return found
 
 
 if __name__ == "__main__":
@@ -60,4 +80,5 @@ if __name__ == "__main__":
     found["qwen2 bfloat16"] = gap("qwen2", True, autocast="bfloat16")
     found["qwen3_moe checkpointing"] = gap("qwen3_moe", True, gradient_checkpointing=True)
     found["unfused qwen3_moe"] = gap("qwen3_moe", True, fused=False)
-    print(json.dumps(found))
+    found["padded llama"] = gap("llama", True, layout="padded")
+    print(json.dumps({"models": found, "kernels": kernels()}))

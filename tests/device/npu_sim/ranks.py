@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from runner.decisions import Decisions  # noqa: E402
 from runner.device.npu_sim.device import NpuSim  # noqa: E402
+from runner.place import Place  # noqa: E402
 
 
 def collectives(rank: int) -> dict[str, Any]:
@@ -112,23 +114,25 @@ def apart(rank: int, shared: Callable[[nn.Module, int], nn.Module]) -> float:
     return max(found)
 
 
-def work(rank: int, meeting: Path) -> None:
-    torch.npu.set_device(rank)
+def work(device: NpuSim, rank: int, meeting: Path) -> None:
     store = distributed.FileStore(str(meeting), 2)
-    distributed.init_process_group("cpu:gloo,npu:hccl", store=store, rank=rank, world_size=2)
+    distributed.init_process_group(device.backend, store=store, rank=rank, world_size=2)
     found = {
         "collectives": collectives(rank),
         "refused": refused(),
         "apart": {f.__name__: apart(rank, f) for f in (copied, sharded)},
     }
     found["backend"] = distributed.get_backend_config()
-    found["card"] = torch.npu.current_device()
+    found["cards"] = [torch.npu.current_device(), device.torch_device.index]
+    everyone: list[Any] = [None, None]
+    distributed.all_gather_object(everyone, found["cards"], group=distributed.new_group(backend="gloo"))
     if rank == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(found | {"cards": everyone}), flush=True)
     distributed.barrier()
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    NpuSim(CONFIG, decide=Decisions())
-    work(int(sys.argv[1]), Path(sys.argv[2]))
+    mine = int(sys.argv[1])
+    os.environ |= Place(mine, 2, mine, 2).variables()
+    work(NpuSim(CONFIG, decide=Decisions()), mine, Path(sys.argv[2]))

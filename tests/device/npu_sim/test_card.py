@@ -26,7 +26,8 @@ def test_it_is_the_npu_that_was_asked_for(found: dict[str, Any]) -> None:
     assert seen["soc"] == 221, "torch_npu's number of an Ascend910B2"
     assert seen["memory_bytes"] == 1 << 30
     assert seen["found"] and seen["bf16"], "transformers sees an NPU, which has bfloat16"
-    assert seen["described"]["device"] == "npu_sim"
+    said = seen["described"]
+    assert (said["device"], said["card"], said["cann"]) == ("npu_sim", "Ascend910B2", "8.5.0")
 
 
 def test_its_kernels_give_the_processors_bits(found: dict[str, Any]) -> None:
@@ -111,8 +112,24 @@ def test_two_ranks_talk_over_hccl_and_train_as_one_copied_or_sharded(child: Any,
         "received": [2.0, 2.0],
         "host": [3.0],
     }
+    assert seen["cards"] == [[0, 0], [1, 1]], "each rank takes the card of its number"
     assert seen["apart"].keys() == {"copied", "sharded"} and max(seen["apart"].values()) < 1e-5
     wrong = seen["refused"]
     assert "Double" in wrong["float64"] and "HCCL documents" in wrong["float64"]
     assert "Byte" in wrong["uint8"] and "BFloat16" in wrong["bf16 exchanged"]
     assert "contiguous" in wrong["not contiguous"]
+
+
+def test_ranks_without_a_card_and_lists_that_name_too_many_are_refused(child: Any) -> None:
+    program = (
+        "from runner.device.config import NpuSimConfig; c = NpuSimConfig(cards=2, memory_gib=1.0); c.enter()\n"
+        "from runner.decisions import Decisions; from runner.device.npu_sim.device import NpuSim\n"
+        "from runner.errors import EnvironmentProblem\n"
+        "try: NpuSim(c, decide=Decisions())\n"
+        "except EnvironmentProblem as error: print(error)"
+    )
+    three = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3"}
+    assert "3 processes on this machine want a card each, and the driver shows 2" in child(program, **three)
+    said = child(program, ASCEND_RT_VISIBLE_DEVICES="0,1,5")
+    assert "ASCEND_RT_VISIBLE_DEVICES=0,1,5 names 3 devices, and the driver shows 2" in said
+    assert "unset ASCEND_RT_VISIBLE_DEVICES" in said

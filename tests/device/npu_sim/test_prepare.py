@@ -83,6 +83,23 @@ def test_the_second_of_two_processes_waits_and_finds_it_made(bare: Path) -> None
     assert sorted(said) == ["", "made wheel\nmade built\n"], "once, by one of them"
 
 
+def test_who_builds_removes_what_killed_builders_left_and_what_nobody_uses(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_need_tools", "_fetch", "_build"):
+        monkeypatch.setattr(module, name, lambda *arguments: None)
+    home = parts().wheel.parent
+    for name in (".built-0-killed", ".wheel-killed", "built-unused", "built-anothers"):
+        (home / name).mkdir(parents=True)
+        (home / name / "libascendcl.so").touch()
+    os.utime(home / "built-unused", (0, 0))
+    made = prepare(lambda text: None)
+    assert {path.name for path in home.iterdir()} == {".lock", "wheel", made.built.name, "built-anothers"}
+    os.utime(made.built, (0, 0))
+    prepare(lambda text: None)
+    assert made.built.stat().st_mtime > 1e9, "its use is noted"
+
+
 def test_changed_sources_are_built_anew_beside_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = parts()
     for name in ("cann.c", "kernels.cpp", "hccl.cpp", "stub.py"):

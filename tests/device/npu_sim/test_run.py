@@ -28,12 +28,14 @@ SMALL = (
     "tracker=none",
     "schedule.warmup_steps=1",
 )
+EXPORTED = tuple(word for word in SMALL if word != "checkpoint.export=false")
 SAMPLED = ("sampler=torch", "sampler.max_new_tokens=12")
 REHEARSED = ("sampler=torch", "launch=local", "parallelism=single")
 
 
 def jobs(child: Any, folder: Path, *commands: tuple[str, ...]) -> list[Path]:
-    """Run the commands one after the other in one process, each well; the run folders, oldest first."""
+    """Run the commands one after the other in one process, each well; the run folders, by the names of the jobs."""
+    folder.mkdir(exist_ok=True)
     said = child(PROGRAM, json.dumps(commands), folder=folder)
     assert said.splitlines()[-1] == str([0] * len(commands)), said
     found = {path.parent for path in folder.glob("outputs/*/*/spec.yaml") if not path.parent.is_symlink()}
@@ -91,6 +93,47 @@ def test_the_other_recipes_for_ascend_give_the_processors_curve(child: Any, tmp_
     words = (f"+recipe={recipe}", *SMALL, "steps=2", *(SAMPLED if recipe == "ppo_npu" else ()))
     cpu, sim = jobs(child, tmp_path, (*words, "device=npu_sim", "name=sim"), (*words, "device=cpu", "name=cpu"))
     assert_close(sim, cpu)
+
+
+@pytest.mark.slow
+def test_what_has_a_teacher_and_kto_give_the_processors_curve(child: Any, tmp_path: Path) -> None:
+    jobs(child, tmp_path / "teacher", ("+recipe=sft_demo", *EXPORTED, "steps=1", "seed=9", "device=cpu"))
+    teacher = f"algorithm.teacher={tmp_path}/teacher/outputs/latest/export"
+    words = {"distill": (teacher,), "kto": (), "opd": (teacher, *SAMPLED)}
+    commands = [
+        (f"algorithm={name}", *more, *SMALL, "steps=2", f"device={device}", f"name={name}_{device}")
+        for device in ("npu_sim", "cpu")
+        for name, more in words.items()
+    ]
+    found = {folder.name.split("-")[1]: folder for folder in jobs(child, tmp_path, *commands)}
+    for name in words:
+        assert_close(found[f"{name}_npu_sim"], found[f"{name}_cpu"])
+
+
+@pytest.mark.slow
+def test_a_trained_reward_model_has_the_cards_operators(child: Any, tmp_path: Path) -> None:
+    jobs(child, tmp_path / "judge", ("algorithm=rm", *EXPORTED, "steps=1", "device=cpu"))
+    grpo = ("algorithm=grpo", *SMALL, *SAMPLED, "reward=model", f"reward.path={tmp_path}/judge/outputs/latest/export")
+    cpu, sim = jobs(child, tmp_path, *((*grpo, "steps=2", f"device={d}", f"name={d}") for d in ("npu_sim", "cpu")))
+    assert_close(sim, cpu)
+    facts = json.loads((sim / "manifest.json").read_text())["facts"]
+    assert len([fact for fact in facts if fact["feature"] == "device.fused.rms_norm"]) >= 1
+    assert any(line["reward/mean"] for line in lines(sim)), "the model of random weights has an opinion"
+
+
+@pytest.mark.slow
+def test_bfloat16_on_a_card_that_has_none_is_refused(child: Any, tmp_path: Path) -> None:
+    program = "import sys; from runner.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    words = (
+        "+recipe=sft_demo",
+        *SMALL,
+        "device=npu_sim",
+        "device.soc=Ascend910A",
+        "model.autocast=bfloat16",
+        "steps=1",
+    )
+    said = child(program, *words, folder=tmp_path, code=2)
+    assert "model.autocast: an Ascend910A has no bfloat16; type model.autocast=none" in said
 
 
 @pytest.mark.slow

@@ -1,0 +1,51 @@
+"""The kinds of device, and what drivers, torch and Ray call what belongs to each. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One kind of device, by the name that torch has for it.
+
+    collectives: torch's name of what sums its tensors over processes
+    resource: what Ray counts it as
+    visible: the variable that lists the cards a process may use; names: how an entry may begin that is no number
+    nodes: the device files of its cards; allocator: the variable that sets its memory up
+    The processor has none of the last four.
+    """
+
+    name: str
+    collectives: str
+    resource: str
+    visible: str | None = None
+    names: tuple[str, ...] = ()
+    nodes: str | None = None
+    allocator: str | None = None
+
+    @property
+    def backend(self) -> str:
+        """Process groups for its tensors, and for those of the host beside them, as `init_process_group` takes it."""
+        return self.collectives if self.name == "cpu" else f"cpu:gloo,{self.name}:{self.collectives}"
+
+
+CPU = Kind(name="cpu", collectives="gloo", resource="CPU")
+CUDA = Kind(
+    name="cuda",
+    collectives="nccl",
+    resource="GPU",
+    visible="CUDA_VISIBLE_DEVICES",
+    names=("GPU-", "MIG-"),
+    nodes="/dev/nvidia[0-9]*",
+    allocator="PYTORCH_CUDA_ALLOC_CONF",
+)
+NPU = Kind(
+    name="npu",
+    collectives="hccl",
+    resource="NPU",
+    visible="ASCEND_RT_VISIBLE_DEVICES",
+    nodes="/dev/davinci[0-9]*",
+    allocator="PYTORCH_NPU_ALLOC_CONF",
+)
+KINDS = {kind.name: kind for kind in (CPU, CUDA, NPU)}

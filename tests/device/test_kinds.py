@@ -1,0 +1,76 @@
+"""What a kind of device is called, and which of its cards a process may use: told without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.cli.compose import compose_job
+from runner.device import visible
+from runner.device.config import COMPONENTS, AutoConfig, CpuConfig, CudaConfig, NpuConfig, NpuSimConfig
+from runner.device.kinds import CPU, CUDA, KINDS, NPU, Kind
+from runner.errors import EnvironmentProblem, SpecError
+
+
+@pytest.mark.parametrize(
+    ("config", "backend", "variable", "resource"),
+    [
+        (CpuConfig(), "gloo", None, "CPU"),
+        (CudaConfig(), "cpu:gloo,cuda:nccl", "CUDA_VISIBLE_DEVICES", "GPU"),
+        (NpuConfig(), "cpu:gloo,npu:hccl", "ASCEND_RT_VISIBLE_DEVICES", "NPU"),
+        (NpuSimConfig(), "cpu:gloo,npu:hccl", "ASCEND_RT_VISIBLE_DEVICES", "NPU"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_every_device_has_a_kind(config: CpuConfig, backend: str, variable: str | None, resource: str) -> None:
+    assert (config.kind.backend, config.kind.visible, config.kind.resource) == (backend, variable, resource)
+    assert KINDS[config.kind.name] is config.kind
+
+
+def test_auto_is_of_the_kind_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {config.component_name() for config in COMPONENTS} == {"cpu", "cuda", "npu", "npu_sim", "auto"}
+    assert AutoConfig().kind in (CPU, CUDA, NPU)
+
+
+@pytest.fixture
+def cards(tmp_path: Path) -> Kind:
+    """A kind with device files 0, 2 and 10, and others beside them."""
+    for name in ("card0", "card2", "card10", "card0_manager", "cards"):
+        (tmp_path / name).touch()
+    nodes = f"{tmp_path}/card[0-9]*"
+    return Kind(name="card", collectives="x", resource="CARD", visible="CARDS", names=("MIG-",), nodes=nodes)
+
+
+def test_the_cards_are_those_of_the_list_or_else_the_device_files(cards: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert visible.present(cards) == ("0", "2", "10")
+    for text, wanted in {"2,10": ("2", "10"), "": (), "MIG-7,0": ("MIG-7", "0")}.items():
+        monkeypatch.setenv("CARDS", text)
+        assert visible.present(cards) == wanted
+    monkeypatch.setenv("CARDS", "0,0")
+    with pytest.raises(EnvironmentProblem, match=r"0 stands twice\n .* unset CARDS"):
+        visible.present(cards)
+
+
+def test_the_processor_has_none_and_a_simulated_npu_those_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CpuConfig().visible() is None
+    assert NpuSimConfig(cards=3).visible() == ("0", "1", "2")
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1,7")
+    assert NpuSimConfig(cards=3).visible() == ("1",), "a driver leaves out what it does not have"
+    assert NpuConfig().visible() == ("1", "7")
+
+
+def test_more_processes_than_simulated_cards_are_refused(workdir: Path) -> None:
+    words = ["+recipe=sft_demo", "device=npu_sim", "launch.devices=2"]
+    with pytest.raises(SpecError, match=r"type device\.cards=2"):
+        compose_job(words)
+
+
+def test_none_of_it_imports_torch() -> None:
+    program = (
+        "import sys; from runner.device.config import COMPONENTS; [c().kind.backend for c in COMPONENTS]; "
+        "[c().visible() for c in COMPONENTS]; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
