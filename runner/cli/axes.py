@@ -63,7 +63,7 @@ def axes_in(words: Sequence[str], loader: ConfigLoader) -> tuple[list[Axis], lis
 
 def axis_of(override: Override) -> Axis:
     """What can be enumerated, as an axis."""
-    values = list(override.sweep_iterator())
+    values = [float(f"{v:.12g}") if isinstance(v, float) else v for v in override.sweep_iterator()]  # 0.1 + 0.2 is 0.3
     return Axis(
         override.key_or_group, tuple((f"{override.get_key_element()}={_written(v)}", _plain(v)) for v in values)
     )

@@ -28,6 +28,7 @@ from runner.sweep.config import SweepConfig
 from runner.sweep.space import Dimension, Search
 
 HYDRAS_SWEEPERS = {"hydra/sweeper=optuna": "sweep.search=optuna"}  # what users of Hydra's plug-in type
+LISTS = (f"{SWEEP}.metric", f"{SWEEP}.metric_mode")
 MOST_JOBS = 10_000
 MOST_NAMED = 3  # jobs that a problem names, of those that have it
 NOTHING_VARIES = (
@@ -92,9 +93,15 @@ def expand(words: Sequence[str], config_dir: Path | None = None, spec: Path | No
 
 def _partition(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words about the sweep itself, and those about its jobs."""
-    words = [HYDRAS_SWEEPERS.get(word, word) for word in words]
+    words = [_listed(HYDRAS_SWEEPERS.get(word, word)) for word in words]
     own = [w for w in words if w.lstrip("+").partition("=")[0].partition(".")[0] == SWEEP]
     return own, [w for w in words if w not in own]
+
+
+def _listed(word: str) -> str:
+    """sweep.metric=a,b is a list: a sweep has one set of options, so that nothing of it varies."""
+    key, _, value = word.partition("=")
+    return f"{key}=[{value}]" if key.lstrip("+") in LISTS and "," in value and value[0] not in "['\"" else word
 
 
 def _is_search(own: Sequence[str], rest: Sequence[str], draft: Drafting, loader: ConfigLoader) -> bool:
@@ -102,7 +109,7 @@ def _is_search(own: Sequence[str], rest: Sequence[str], draft: Drafting, loader:
     drafts = []
     space, fixed, _ = space_in(rest, loader)
     with suppress(SpecError):  # said in full, whichever way the jobs are made
-        drafts = [draft([*fixed, *(dimension.corners()[0] for dimension in space)])]
+        drafts = [draft([*fixed, *(dimension.corners()[0][0] for dimension in space)])]
     return decode(drafts, read(own, ())[0])[0].search is not None
 
 
@@ -110,12 +117,15 @@ def _expand_search(own: Sequence[str], rest: Sequence[str], draft: Drafting, loa
     """The space of a search. Raises SpecError with every problem of every job at one of its corners."""
     space, fixed, problems = space_in(rest, loader)
     judged = _Judged(problems)
-    with suppress(SpecError):  # said again, in full, when the corners are judged
-        more, wrong = recipe_space(draft([*fixed, *(d.corners()[0] for d in space)]), rest, loader)
-        space += more
-        judged.add({}, wrong)
+    first = [*fixed, *(d.corners()[0][0] for d in space if d.key != GROUP)]
+    for given, _ in next((d.corners() for d in space if d.key == GROUP), [("", "")]):
+        with suppress(SpecError):  # said again, in full, when the corners are judged
+            drafted = draft([*first, given] if given else first)
+            more, wrong = recipe_space(drafted, rest, loader, given)
+            space += more
+            judged.add({}, wrong)
     search = Search(tuple(space), tuple(fixed))
-    members = [m for words in search.corners() if (m := judged.member(words, {}, draft))]
+    members = [m for words, varied in search.corners() if (m := judged.member(words, varied, draft))]
     typed, wrong = read(own, ())
     options, mistakes = decode(judged.first_drafts(), typed)
     problems = [*judged.problems(), *wrong, *mistakes]

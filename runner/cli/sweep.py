@@ -16,16 +16,18 @@ from runner.cli.compose import SPEC, compose_job, re_decode
 from runner.cli.expand import Expansion, Member, expand
 from runner.cli.files import SWEEP
 from runner.cli.overrides import TRUST, read
-from runner.cli.sweep_options import decode
+from runner.cli.sweep_options import better, decode
 from runner.errors import Problem, SpecError
 from runner.spec import suggest
 from runner.spec.job import JobSpec
-from runner.sweep import drive, plan
+from runner.sweep import drive, plan, samplers
 from runner.sweep.config import SweepConfig
+from runner.sweep.need import Cards, need_of
 from runner.sweep.plan import JobPlan, Plan, Ranking, SweepFolder
 from runner.sweep.search import Propose
-from runner.sweep.slots import Slots, need_of
+from runner.sweep.site import opened
 from runner.sweep.space import Search
+from runner.sweep.status import status
 from runner.tracker.config import WandbConfig
 
 
@@ -41,16 +43,21 @@ def start(args: Namespace) -> int:
         print(yaml.safe_dump_all(documents, sort_keys=False, allow_unicode=True, explicit_start=True), end="")
         return 0
     specs = [member.composed.spec for member in expansion.members]
-    for one in {repr(spec.device): spec for spec in specs}.values():
-        one.device.preflight()
     options = expansion.options
-    if options.search and ranking(options, specs) is None:
-        text = "must be given, or checkpoint.best in the job: a search needs to know what is better"
-        raise SpecError([Problem("sweep.metric", text)])
-    Slots(map(need_of, specs), options.parallel)  # refuses what never fits, before a folder is made
-    folder = plan.create(_name(specs))
-    made = planned(folder, args, expansion)
-    return drive.start(folder, made, options, propose=proposer(folder, made))
+    if options.on == "local":
+        for one in {repr(spec.device): spec for spec in specs}.values():
+            one.device.preflight()
+    if options.search:
+        _refuse_search(expansion, options)
+    with opened(options) as site:
+        needs = [need_of(spec, site.cards) for spec in specs]
+        if options.search and len(set(needs)) > 1:
+            text = f"the jobs of a search must all want the same, not {' and '.join(sorted(set(map(str, needs))))}"
+            raise SpecError([Problem("device", text)])
+        site.admit(needs)  # refuses what never fits, before a folder is made
+        folder = plan.create(_name(specs))
+        made = planned(folder, args, expansion, site.cards)
+        return drive.start(folder, made, options, site, propose=proposer(folder, made, site.cards))
 
 
 def go(args: Namespace) -> int:
@@ -65,31 +72,32 @@ def go(args: Namespace) -> int:
     if action != "resume":
         if words or args.retry_failed or args.only:
             raise UsageError(f"run sweep {action}: takes a sweep's folder, or latest, and nothing else")
-        return drive.status(where) if action == "status" else drive.report(where)
+        return status(where) if action == "status" else drive.report(where)
     if args.retry_failed and args.only:
         raise UsageError("--only names the jobs to run, also failed ones; leave --retry-failed out")
     folder, begun = plan.find(where)
     if begun.search and Path(begun.place) != Path.cwd():
         raise UsageError(f"a search composes its jobs as it goes; resume it where it began: cd {begun.place}")
     wanted, options = drive.Wanted(args.retry_failed, args.only), _changed(begun, words)
-    return drive.resume(folder, begun, wanted, options, propose=proposer(folder, begun))
+    with opened(options) as site:
+        return drive.resume(folder, begun, wanted, options, site, propose=proposer(folder, begun, site.cards))
 
 
-def planned(folder: SweepFolder, args: Namespace, expansion: Expansion) -> Plan:
-    """What is written of a sweep before it begins."""
+def planned(folder: SweepFolder, args: Namespace, expansion: Expansion, cards: Cards) -> Plan:
+    """What is written of a sweep before it begins; `cards`: the kinds of card where its jobs run."""
     members, options, prefix = expansion.members, expansion.options, _prefix(args)
     base, specs = _tracked(members[0], folder), [member.composed.spec for member in members]
     head = (_name(specs), tuple(args.words), base)
-    said, best = options.model_dump(mode="json", exclude={"over"}, exclude_unset=True), ranking(options, specs)
+    said, best = options.model_dump(mode="json", exclude={"over"}, exclude_unset=True), rankings(options, specs)
     if options.search:
         where = (str(path.absolute()) if path else None for path in (args.config_dir, args.spec))
-        search = Search(expansion.space, expansion.fixed, need_of(specs[0]), tuple(prefix), *where)
+        search = Search(expansion.space, expansion.fixed, need_of(specs[0], cards), tuple(prefix), *where)
         return Plan(*head, [], said, best, search)
-    jobs = [_job(index, member, base, folder, prefix) for index, member in enumerate(members)]
+    jobs = [_job(index, member, base, folder, prefix, cards) for index, member in enumerate(members)]
     return Plan(*head, jobs, said, best)
 
 
-def proposer(folder: SweepFolder, begun: Plan) -> Propose | None:
+def proposer(folder: SweepFolder, begun: Plan, cards: Cards) -> Propose | None:
     """What makes a job of the values that a search has chosen; None where all jobs are known."""
     search = begun.search
     if search is None:
@@ -98,19 +106,21 @@ def proposer(folder: SweepFolder, begun: Plan) -> Propose | None:
 
     def propose(index: int, words: Sequence[str], varied: Mapping[str, str]) -> JobPlan:
         composed = re_decode(_spec_file(Path(search.spec)), words, place) if search.spec else compose_job(words, place)
-        return _job(index, Member(composed, dict(varied)), begun.base, folder, search.prefix)
+        return _job(index, Member(composed, dict(varied)), begun.base, folder, search.prefix, cards)
 
     return propose
 
 
-def _job(index: int, member: Member, base: Mapping[str, Any], folder: SweepFolder, prefix: Sequence[str]) -> JobPlan:
+def _job(
+    index: int, member: Member, base: Mapping[str, Any], folder: SweepFolder, prefix: Sequence[str], cards: Cards
+) -> JobPlan:
     data, typed = _tracked(member, folder), member.composed.overrides
     return JobPlan(
         index=index,
         varied=member.varied,
         words=(*prefix, *typed),
         sections={name: value for name, value in data.items() if value != base.get(name)},
-        need=need_of(member.composed.spec),
+        need=need_of(member.composed.spec, cards),
         again=tuple(word for word in typed if word.lstrip("+").startswith(TRUST)),
     )
 
@@ -119,15 +129,25 @@ def _spec_file(path: Path) -> Path:
     return path / SPEC if path.is_dir() else path
 
 
-def ranking(options: SweepConfig, specs: Sequence[JobSpec]) -> Ranking | None:
+def _refuse_search(expansion: Expansion, options: SweepConfig) -> None:
+    """Raise EnvironmentProblem or SpecError where Optuna is not there, or cannot do what is asked of it."""
+    found = rankings(options, [member.composed.spec for member in expansion.members])
+    problems = samplers.unfit(options, Search(expansion.space, expansion.fixed), len(found))
+    if not found:
+        text = "must be given, or checkpoint.best in the job: a search needs to know what is better"
+        problems.append(Problem("sweep.metric", text))
+    if problems:
+        raise SpecError(problems)
+    samplers.load(options.sampler)
+
+
+def rankings(options: SweepConfig, specs: Sequence[JobSpec]) -> tuple[Ranking, ...]:
     """By what the jobs are compared, where that was said."""
     if options.metric is not None:
-        mode = options.metric_mode or direction(options.metric)
-        assert mode is not None  # sweep_options.decode has asked for it
-        return Ranking(options.metric, mode, "last", "sweep.metric")
+        return tuple(Ranking(metric, mode, "last", "sweep.metric") for metric, mode in better(options))
     said = {(s.checkpoint.best, s.checkpoint.best_mode or direction(s.checkpoint.best or "")) for s in specs}
     [(metric, mode)] = said if len(said) == 1 else [(None, None)]
-    return None if metric is None or mode is None else Ranking(metric, mode, "best", "checkpoint.best")
+    return () if metric is None or mode is None else (Ranking(metric, mode, "best", "checkpoint.best"),)
 
 
 def _tracked(member: Member, folder: SweepFolder) -> dict[str, Any]:

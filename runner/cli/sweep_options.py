@@ -16,7 +16,7 @@ from runner.spec import suggest
 from runner.spec.origin import COMMAND_LINE, leaves, origin_of
 from runner.spec.schema import model_schema
 from runner.spec.words import complaint
-from runner.sweep.config import SweepConfig
+from runner.sweep.config import Better, SweepConfig, several
 
 OVER = f"{SWEEP}.over"
 
@@ -57,6 +57,13 @@ def decode(
     return _judged(values, origins, found)
 
 
+def better(options: SweepConfig) -> list[tuple[str, Better]]:
+    """Each metric of sweep.metric, and whether more or less of it is better."""
+    metrics = several(options.metric)
+    modes = several(options.metric_mode) or [direction(metric) for metric in metrics]
+    return list(zip(metrics, modes, strict=True))
+
+
 def _judged(
     values: Mapping[str, Any], origins: Mapping[str, str], found: list[Problem]
 ) -> tuple[SweepConfig, list[Problem]]:
@@ -69,8 +76,9 @@ def _judged(
         ]
         return SweepConfig(), found
     said = config.problems(None)
-    if config.metric is not None and config.metric_mode is None and direction(config.metric) is None:
-        text = f"must be given, max or min: nothing is known of sweep.metric={config.metric}"
+    unknown = [] if config.metric_mode else [name for name in several(config.metric) if direction(name) is None]
+    if unknown:
+        text = f"must be given, max or min for each: nothing is known of sweep.metric={', '.join(unknown)}"
         said.append(("sweep.metric_mode", text))
     return config, found + [Problem(key, text, origin_of(key, origins)) for key, text in said]
 

@@ -44,14 +44,16 @@ def svg(curves: Sequence[Curve], label: str) -> str:
     ys = [value for _, points in thin for _, value in points]
     if not xs:
         return "<p>no values yet</p>"
-    across, up = _axis(min(0, *xs), max(xs)), _axis(min(ys), max(ys))
-    body = "".join([_grid(across, up), *(_line(curve, points, across, up) for curve, points in thin)])
+    across, up = axis_of(min(0, *xs), max(xs)), axis_of(min(ys), max(ys))
+    body = "".join([grid(across, up, "step"), *(_line(curve, points, across, up) for curve, points in thin)])
     said = html.escape(label, quote=True)
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{said}">{body}</svg>'
 
 
 @dataclass(frozen=True, slots=True)
-class _Axis:
+class Axis:
+    """A range of values and its round ticks."""
+
     low: float
     high: float
     ticks: tuple[float, ...]
@@ -61,7 +63,7 @@ class _Axis:
         return (value - self.low) / (self.high - self.low)
 
 
-def _axis(low: float, high: float) -> _Axis:
+def axis_of(low: float, high: float) -> Axis:
     """An axis that holds both ends, with about TICKS round ticks; a single value gets room around it."""
     if high - low <= abs(high) * 1e-9:
         room = abs(high) * 0.1 or 1.0
@@ -71,39 +73,42 @@ def _axis(low: float, high: float) -> _Axis:
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
     ticks = tuple(i * step for i in range(first, math.floor(high / step + 1e-9) + 1))
-    return _Axis(low, high, ticks)
+    return Axis(low, high, ticks)
 
 
-def _x(axis: _Axis, value: float) -> float:
+def x_of(axis: Axis, value: float) -> float:
+    """Where a value of the horizontal axis is drawn."""
     return LEFT + axis.at(value) * (WIDTH - LEFT - RIGHT)
 
 
-def _y(axis: _Axis, value: float) -> float:
+def y_of(axis: Axis, value: float) -> float:
+    """Where a value of the vertical axis is drawn."""
     return HEIGHT - BOTTOM - axis.at(value) * (HEIGHT - TOP - BOTTOM)
 
 
-def _grid(across: _Axis, up: _Axis) -> str:
+def grid(across: Axis, up: Axis, below: str) -> str:
+    """Lines and numbers of both axes; `below` names the horizontal one, already escaped."""
     parts = []
     for tick in up.ticks:
-        y = _y(up, tick)
+        y = y_of(up, tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_tick(tick)}</text>')
     for tick in across.ticks:
-        x = _x(across, tick)
+        x = x_of(across, tick)
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{_tick(tick)}</text>')
     base = HEIGHT - BOTTOM
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
-    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">step</text>')
+    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{below}</text>')
     return "".join(parts)
 
 
-def _line(curve: Curve, points: Sequence[tuple[int, float]], across: _Axis, up: _Axis) -> str:
+def _line(curve: Curve, points: Sequence[tuple[int, float]], across: Axis, up: Axis) -> str:
     title = f"<title>{html.escape(curve.name)}</title>"
     shared = f'class="curve" data-key="{html.escape(curve.key, quote=True)}" style="--hue:{curve.hue}"'
     if len(points) == 1:
         [(step, value)] = points
-        return f'<circle {shared} cx="{_x(across, step):.1f}" cy="{_y(up, value):.1f}" r="4">{title}</circle>'
-    line = " ".join(f"{_x(across, step):.1f},{_y(up, value):.1f}" for step, value in points)
+        return f'<circle {shared} cx="{x_of(across, step):.1f}" cy="{y_of(up, value):.1f}" r="4">{title}</circle>'
+    line = " ".join(f"{x_of(across, step):.1f},{y_of(up, value):.1f}" for step, value in points)
     return f'<polyline {shared} points="{line}">{title}</polyline>'
 
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runner.folder import write_atomic
+from runner.report import scatter
 from runner.report.chart import Curve, svg
+from runner.report.scatter import Point
 from runner.report.series import PREFERRED
 
 HERE = Path(__file__).parent
@@ -79,6 +81,11 @@ class Page:
             self.parts.append(f'<figure data-metric="{html.escape(name, quote=True)}">{caption}{chart}</figure>')
         if len(names) > len(shown):
             self.text(f"{len(names) - len(shown)} more metrics are in metrics.jsonl: {', '.join(names[len(shown) :])}")
+
+    def scatter(self, points: Sequence[Point], x: str, y: str) -> None:
+        """Two numbers of each job against each other."""
+        caption = f'<figcaption class="faint">{html.escape(y)}</figcaption>'
+        self.parts.append(f"<figure>{caption}{scatter.svg(points, x, y)}</figure>")
 
     def render(self) -> str:
         """The page."""

@@ -1,10 +1,18 @@
 """What can be set of a sweep: what varies, how the jobs are run, and what makes one of them the best."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from runner.spec.base import Config
+from runner.spec.base import Config, Names
+
+Better = Literal["max", "min"]
+SLURM = ("partition", "account", "qos", "gres", "cpus", "sbatch")
+BY_THE_SWEEP = {
+    **dict.fromkeys(("array", "job-name", "comment", "dependency", "output", "error", "signal"), "the sweep itself"),
+    **{name: f"sweep.{name}" for name in ("partition", "account", "qos", "gres")},
+    **{"cpus-per-task": "sweep.cpus", "nodes": "launch", "ntasks": "launch", "ntasks-per-node": "launch"},
+}  # what sweep.sbatch may not say, and where it is said
 
 
 class SweepConfig(Config):
@@ -14,7 +22,27 @@ class SweepConfig(Config):
         default_factory=dict,
         description="What varies, in a recipe: key → list of values, or a text such as range(1,4).",
     )
-    parallel: int | None = Field(default=None, ge=1, description="Jobs at once; null = as many as fit on this machine.")
+    on: Literal["local", "ray", "slurm"] = Field(
+        default="local", description="Where the jobs run: this machine, a Ray cluster, or Slurm."
+    )
+    address: str | None = Field(
+        default=None, description="Of the Ray cluster, host:port or auto; null = one on this machine for this sweep."
+    )
+    partition: str | None = Field(default=None, description="Slurm partition; null = that of the cluster.")
+    account: str | None = Field(default=None, description="Slurm account.")
+    qos: str | None = Field(default=None, description="Slurm quality of service.")
+    gres: str | None = Field(
+        default=None, description="What Slurm calls a job's cards, e.g. gpu:a100 or npu:910b; null = gpu or npu."
+    )
+    cpus: int | None = Field(
+        default=None,
+        ge=1,
+        description="Cores of a job on Slurm; null = device.threads, and with cards what the cluster gives.",
+    )
+    sbatch: dict[str, str | int | bool] = Field(
+        default_factory=dict, description="More options of sbatch: {mem: 64G, constraint: a100, exclusive: true}."
+    )
+    parallel: int | None = Field(default=None, ge=1, description="Jobs at once; null = as many as fit.")
     fail_fast: bool = Field(default=False, description="Stop all jobs when one has failed.")
     max_failures: int | None = Field(
         default=None, ge=1, description="Stop all jobs when so many have failed; null = never."
@@ -36,18 +64,20 @@ class SweepConfig(Config):
     )
     trials: int | None = Field(default=None, ge=1, description="Jobs of a search, in all.")
     sampler: Literal["tpe", "random", "nsgaii", "gp", "cmaes", "qmc"] | None = Field(
-        default=None, description="How a search chooses; null = tpe. gp, cmaes and qmc need packages of their own."
+        default=None, description="How a search chooses; null = tpe."
     )
     prune: bool = Field(
         default=False,
         description="Stop jobs of a search whose metric is worse than the median of the others' at that step.",
     )
-    metric: str | None = Field(
+    metric: str | Names | None = Field(
         default=None,
-        description="Metric that ranks the jobs; null = checkpoint.best, or the first held-out metric that all have.",
+        description="Metric that ranks the jobs, or several; null = checkpoint.best, or the first held-out metric that "
+        "all have.",
     )
-    metric_mode: Literal["max", "min"] | None = Field(
-        default=None, description="Whether more or less of the metric is better; null = known from its name."
+    metric_mode: Better | Annotated[tuple[Better, ...], Field(strict=False)] | None = Field(
+        default=None,
+        description="Whether more (max) or less (min) of each metric is better; null = known from its name.",
     )
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
@@ -58,9 +88,54 @@ class SweepConfig(Config):
             found.append(("sweep.retry_wait_s", "is for sweep.retries, which is 0; leave it out"))
         if self.metric_mode is not None and self.metric is None:
             found.append(("sweep.metric_mode", "is for sweep.metric; leave it out"))
+        if self.address is not None and self.on != "ray":
+            found.append(("sweep.address", "is for sweep.on=ray; leave it out"))
+        elif self.address is not None and "://" in self.address:
+            text = "Ray's client cannot follow the jobs; run the sweep on a node of the cluster, with host:port or auto"
+            found.append(("sweep.address", text))
+        return found + self._of_slurm() + self._of_metrics() + self._of_search()
+
+    def _of_slurm(self) -> list[tuple[str, str]]:
+        if self.on != "slurm":
+            given = [name for name in SLURM if getattr(self, name)]
+            return [(f"sweep.{name}", "is for sweep.on=slurm; leave it out") for name in given]
+        found = []
+        for name, value in self.sbatch.items():
+            if who := BY_THE_SWEEP.get(name.replace("_", "-")):
+                found.append(("sweep.sbatch", f"{name} is set by {who}; leave it out"))
+            if value is False:
+                found.append(("sweep.sbatch", f"{name}: false says nothing to sbatch; leave it out"))
+        if "time" in self.sbatch and self.timeout_s is not None:
+            found.append(("sweep.sbatch", "time follows from sweep.timeout_s; leave one of them out"))
+        if self.search is not None and self.parallel is None:
+            found.append(("sweep.parallel", "must be given: what a search learns from is what has ended before"))
+        return found
+
+    def _of_metrics(self) -> list[tuple[str, str]]:
+        metrics, modes = several(self.metric), several(self.metric_mode)
+        found = []
+        if self.metric is not None and not metrics:
+            found.append(("sweep.metric", "names no metric; leave it out"))
+        if len(set(metrics)) < len(metrics):
+            found.append(("sweep.metric", "names a metric twice; leave one out"))
+        if modes and metrics and len(modes) != len(metrics):
+            text = f"has {len(modes)} entries for {len(metrics)} metrics; say max or min for each, in their order"
+            found.append(("sweep.metric_mode", text))
+        if self.prune and len(metrics) > 1:
+            text = "a job is stopped early by one metric, and sweep.metric has several; leave it out, or name one"
+            found.append(("sweep.prune", text))
+        return found
+
+    def _of_search(self) -> list[tuple[str, str]]:
+        found: list[tuple[str, str]] = []
         if self.search is None:
             unused = (("trials", self.trials), ("sampler", self.sampler), ("prune", self.prune))
             found += [(f"sweep.{name}", "is for sweep.search=optuna; leave it out") for name, value in unused if value]
         elif self.trials is None:
             found.append(("sweep.trials", "must be given: sweep.trials=20 (jobs of the search, in all)"))
         return found
+
+
+def several(value: Any) -> tuple[Any, ...]:
+    """The values of an option that may be one, several, or none."""
+    return () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)

@@ -1,4 +1,4 @@
-"""A sweep from its first job to its report: start, resume, status.
+"""A sweep from its first job to its report: start, resume, report.
 
 plan ─▶ sweep.json, jobs/*.yaml ─▶ engine ─▶ results.csv, results.json, report.html ─▶ tables, winner, failures
                 ▲                     │ Ctrl-C, kill -9
@@ -21,15 +21,15 @@ from runner.spec.origin import leaves
 from runner.sweep import plan as plans
 from runner.sweep import words
 from runner.sweep.config import SweepConfig
-from runner.sweep.engine import Command, Engine, end_orphans
+from runner.sweep.engine import Command, Engine
 from runner.sweep.need import Need
 from runner.sweep.page import write_page
 from runner.sweep.plan import JobPlan, Plan, SweepFolder
-from runner.sweep.record import FAILED, FINISHED, JobState, Record, held, is_held
+from runner.sweep.record import FAILED, FINISHED, JobState, Record, held
 from runner.sweep.results import gather, write_files
 from runner.sweep.screen import SweepScreen
 from runner.sweep.search import Propose, Trials
-from runner.sweep.slots import Slots
+from runner.sweep.site import Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ def start(
     folder: SweepFolder,
     plan: Plan,
     options: SweepConfig,
+    site: Site,
     command: Command | None = None,
     propose: Propose | None = None,
 ) -> int:
@@ -51,16 +52,17 @@ def start(
 
     Raises SweepFailed, Interrupted.
     """
-    slots = Slots(needs(plan, options), options.parallel)
+    site.admit(needs(plan, options))
     with held(folder):
-        source = None if propose is None else Trials(folder, plan, options, propose)
         for job in plan.jobs:
             plans.write_spec(folder, plan, job)
         record = Record.begin(folder, len(plan.jobs))
         plans.write(folder, plan)
-        screen = SweepScreen(folder, plan, record)
-        screen.say_all(words.planned(folder, plan, options, slots.describe(needs(plan, options))))
-        engine = Engine(folder, plan, record, options, slots, screen, source)
+        screen = SweepScreen(folder, plan, record, options.trials)
+        source = None if propose is None else Trials(folder, plan, options, propose, screen.say)
+        screen.say_all(words.planned(folder, plan, options, site.describe(), site.parallel))
+        engine = Engine(folder, plan, record, options, site, screen, source)
+        engine.take_up()
         return _run(engine, folder, plan, record, screen, range(len(plan.jobs)), command or runs(folder))
 
 
@@ -69,42 +71,32 @@ def resume(
     plan: Plan,
     wanted: Wanted,
     options: SweepConfig,
+    site: Site,
     command: Command | None = None,
     propose: Propose | None = None,
 ) -> int:
-    """Go on with a sweep: jobs that are done never run again. Raises SweepFailed, Interrupted, SpecError."""
+    """Go on with a sweep: jobs that are done never run again, and those that still run elsewhere are followed.
+
+    Raises SweepFailed, Interrupted, SpecError.
+    """
     with held(folder):
         refuse_changed(folder, plan)
         record = Record.read(folder)
         record.grow(len(plan.jobs))  # a search was killed between the two files
-        source = None if propose is None or wanted.only else Trials(folder, plan, options, propose)
-        screen = SweepScreen(folder, plan, record)
-        end_orphans(folder, plan, record, options.grace_s, screen.say)
-        todo = chosen(record, wanted)
+        screen = SweepScreen(folder, plan, record, options.trials)
+        source = None if propose is None or wanted.only else Trials(folder, plan, options, propose, screen.say)
+        site.admit(needs(plan, options))
+        engine = Engine(folder, plan, record, options, site, screen, source)
+        engine.take_up()
+        todo = [index for index in chosen(record, wanted) if index not in engine.followed]
         counts = ", ".join(f"{count} {state}" for state, count in record.count().items())
         new = 0 if source is None else max((options.trials or 0) - len(plan.jobs), 0)
         screen.say(f"sweep    {shown(folder.root)}: {counts}; now {len(todo) + new} to run")
-        if not todo and not new:
+        if not todo and not new and not engine.followed:
             return _end(folder, plan, record, screen, None)
-        slots = Slots(needs(plan, options), options.parallel)
         for index in todo:
             record.change(index, state="waiting")
-        engine = Engine(folder, plan, record, options, slots, screen, source)
         return _run(engine, folder, plan, record, screen, todo, command or runs(folder))
-
-
-def status(where: str) -> int:
-    """Print how far a sweep is; returns 0. Works beside a running one, and after one that died."""
-    folder, plan = plans.find(where)
-    record = Record.read(folder)
-    results = gather(folder, plan, record)
-    counts = ", ".join(f"{count} {state}" for state, count in record.count().items())
-    running = is_held(folder)
-    print(f"{shown(folder.root)}: {counts}; {'running' if running else 'not running'}")
-    print("\n".join(words.table(results)))
-    if not running and any(job.state not in FINISHED for job in record):
-        print(f"go on    run sweep resume {words.name_of(folder)}")
-    return 0
 
 
 def report(where: str) -> int:
@@ -120,10 +112,10 @@ def report(where: str) -> int:
 def runs(folder: SweepFolder) -> Command:
     """What starts a job in a process of its own, or goes on with it where it has begun."""
 
-    def command(job: JobPlan) -> list[str]:
+    def command(job: JobPlan, begun: bool) -> list[str]:
         run = folder.run(job.index)
         runner = [sys.executable, "-P", "-m", "runner"]
-        if run.spec.is_file():
+        if begun:
             return [*runner, "resume", str(run.root), *job.again]
         return [*runner, "--spec", str(folder.spec(job.index)), "--folder", str(run.root), *job.again]
 

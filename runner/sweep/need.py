@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from runner.device.visible import VARIABLES
+from runner.errors import Problem, SpecError
+
+ORDER = ("npu", "cuda")  # which kind device=auto takes where there are several, like the device itself
+Cards = Sequence[str] | None  # the kinds of card where jobs run; None: not known
+WORDS = {"core": "core", "cuda": "GPU", "npu": "NPU"}
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Cores of this machine, GPUs or NPUs, and how many of them."""
+    """Cores of a machine, GPUs or NPUs, and how many of them."""
 
     kind: Literal["core", "cuda", "npu"] = "core"
     count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.count} {WORDS[self.kind]}{'s' if self.count > 1 else ''}"
+
+
+def need_of(spec: Any, cards: Cards) -> Need:
+    """What a job occupies where there are these kinds of card.
+
+    Raises SpecError for device=auto if none is known, and for a job on several machines.
+    """
+    if (nodes := spec.launch.nodes) > 1:
+        text = f"is {nodes}, and a job of a sweep has one machine; leave it out"
+        raise SpecError([Problem("launch.nodes", text)])
+    kind = spec.device.name
+    if kind == "auto":
+        if cards is None:
+            text = "auto is not known before a job runs there; name the device: cpu, cuda or npu"
+            raise SpecError([Problem("device", text)])
+        kind = next((k for k in ORDER if k in cards), "cpu")
+    if kind in VARIABLES:
+        return Need(kind, spec.launch.devices)
+    return Need("core", getattr(spec.device, "threads", 1) * spec.launch.devices)

@@ -38,9 +38,8 @@ def judge(code: int, told: Told | None, run: RunFolder, output: Path) -> Ended:
     if said.get("state") == "done" and (code == 0 or told):
         return Ended("done", None)
     if code == 0:
-        if not said:
-            return Ended("done", None)  # a program that leaves no status: its exit code is all there is
-        return Ended("failed", f"ended with exit code 0, but its status is {said.get('state')}")
+        what = f"its status is {said.get('state')}" if said else "left no status that can be read (status.json)"
+        return Ended("failed", f"ended with exit code 0, but {what}")
     if told and code in ENDED_BY_US:
         return Ended(told.state, told.why)
     if code < 0:

@@ -9,11 +9,13 @@ from runner.manifest import redact
 from runner.report.chart import Curve, hues
 from runner.report.facts import read_run
 from runner.report.page import Page, Row
+from runner.report.scatter import Point
 from runner.sweep import words
 from runner.sweep.outcome import last_line
 from runner.sweep.plan import short_names
-from runner.sweep.results import SEED, Results, folds
-from runner.tracker.text import duration, number
+from runner.sweep.results import Results
+from runner.sweep.seeds import INTERVAL
+from runner.tracker.text import duration
 
 
 def write_page(results: Results) -> None:
@@ -24,7 +26,7 @@ def write_page(results: Results) -> None:
     page = Page(f"sweep {results.plan.name}", about)
     _winner(page, results)
     page.head("Curves")
-    page.charts(_curves(results), results.ranking.metric if results.ranking else None)
+    page.charts(_curves(results), results.rankings[0].metric if results.rankings else None)
     _jobs(page, results)
     _means(page, results)
     _failures(page, results)
@@ -34,13 +36,29 @@ def write_page(results: Results) -> None:
 
 
 def _winner(page: Page, results: Results) -> None:
-    best = results.best
-    if best is None or results.ranking is None or best.value is None:
-        page.card(["No job that is done measured the metric." if results.ranking else "No job is done yet."])
+    front = results.front
+    if not front:
+        page.card([f"Best: {words.nobody_wins(results)}"])
         return
-    value = f"{results.ranking.metric} {number(best.value)} at step {best.step_of_value}"
-    lines = [f"Best: job {best.job.index}  {best.job.label}  {value}", words.ranked(results.ranking)]
-    page.card(lines, redact(words.rerun(results.plan, best.job)))
+    if len(results.rankings) > 1:
+        counts = f"{len(front)} of {len(results.results)} jobs are on the Pareto front: no other is as good in all and"
+        page.card([f"{counts} better in one", *words.ranked(results.rankings)])
+        page.scatter(_points(results), *(words.better(ranking) for ranking in results.rankings[:2]))
+    for row, line in zip(front, words.winning(results), strict=True):
+        about = words.ranked(results.rankings) if results.best else []
+        page.card([f"Best: {line}", *about], redact(words.rerun(results.plan, row.job)))
+
+
+def _points(results: Results) -> list[Point]:
+    """Each job that measured the first two metrics, those on the front marked."""
+    front = {row.job.index for row in results.front}
+    found = []
+    for row, hue in zip(results.results, hues(len(results.results)), strict=True):
+        first, second = row.scores[:2]
+        if first is not None and second is not None:
+            name, index = f"job {row.job.index}  {row.job.label}", row.job.index
+            found.append(Point(name, str(index), hue, first.value, second.value, index in front))
+    return found
 
 
 def _curves(results: Results) -> dict[str, list[Curve]]:
@@ -56,29 +74,21 @@ def _curves(results: Results) -> dict[str, list[Curve]]:
 def _jobs(page: Page, results: Results) -> None:
     page.head("Jobs")
     axes = results.plan.axes
-    metric = results.ranking.metric if results.ranking else "metric"
     rows = []
     for row, hue in zip(results.results, hues(len(results.results)), strict=True):
         varied = [row.job.varied.get(axis, "") for axis in axes]
-        value = "" if row.value is None else number(row.value)
         steps = f"{row.steps}/{results.plan.data(row.job).get('steps', '?')}"
-        cells = [str(row.job.index), *varied, row.state.state, steps, value, duration(row.state.seconds)]
+        cells = [str(row.job.index), *varied, row.state.state, steps, *words.scored(row), duration(row.state.seconds)]
         rows.append(Row([*cells, ",".join(row.state.devices)], str(row.job.index), row.state.state, hue))
-    page.table(["job", *short_names(axes).values(), "state", "step", metric, "time", "device"], rows)
+    head = ["job", *short_names(axes).values(), "state", "step", *words.metrics(results), "time", "device"]
+    page.table(head, rows)
 
 
 def _means(page: Page, results: Results) -> None:
-    found = folds(results)
-    if not found or results.ranking is None:
-        return
-    page.head("Means over seeds")
-    axes = [axis for axis in results.plan.axes if axis != SEED]
-    rows = []
-    for one in found:
-        spread = "" if one.half_width is None else f" ± {number(one.half_width)}"
-        varied = [one.varied.get(axis, "") for axis in axes]
-        rows.append(Row([*varied, str(len(one.values)), f"{number(one.mean)}{spread}"]))
-    page.table([*short_names(axes).values(), "seeds", f"{results.ranking.metric}, mean ± 95 % interval"], rows)
+    if rows := words.means(results):
+        page.head("Over seeds")
+        page.text(INTERVAL)
+        page.table(rows[0], [Row(row) for row in rows[1:]])
 
 
 def _failures(page: Page, results: Results) -> None:
@@ -97,8 +107,7 @@ def _varies(page: Page, results: Results) -> None:
     rows = []
     for axis in results.plan.axes:
         values = dict.fromkeys(job.varied[axis] for job in results.plan.jobs if axis in job.varied)
-        space = [d.described() for d in results.plan.search.space if d.key == axis] if results.plan.search else []
-        rows.append(Row([axis, *space] if space else [axis, ", ".join(values)]))
+        rows.append(Row([axis, words.spans(results.plan, axis) or ", ".join(values)]))
     page.table(["key", "values"], rows, wrap=True)
     page.code(redact("run -m " + " ".join(results.plan.typed)))
 

@@ -74,6 +74,10 @@ class SweepFolder:
         """What a job's process printed, over all its attempts."""
         return self.root / "jobs" / f"{index:03}.log"
 
+    def note(self, index: int) -> Path:
+        """What who runs a job away from here says of it (runner.sweep.note)."""
+        return self.root / "jobs" / f"{index:03}.note.json"
+
     def run(self, index: int) -> RunFolder:
         """What a job leaves."""
         return RunFolder(self.root / f"{index:03}")
@@ -99,7 +103,7 @@ class JobPlan:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Which job is the best: the metric, whether more of it is better, and which of a run's values counts."""
+    """What makes a job better: a metric, whether more of it is better, and which of a run's values counts."""
 
     metric: str
     mode: Mode
@@ -109,7 +113,7 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A sweep as it was begun. `base` is the first job's spec; `ranking` None: found when results are there.
+    """A sweep as it was begun. `base` is the first job's spec; no `rankings`: one is found when results are there.
 
     A search appends to `jobs`; nothing else of it ever changes.
     """
@@ -119,7 +123,7 @@ class Plan:
     base: Mapping[str, Any]
     jobs: list[JobPlan]
     options: Mapping[str, Any]
-    ranking: Ranking | None = None
+    rankings: tuple[Ranking, ...] = ()
     search: Search | None = None
     place: str = field(default_factory=os.getcwd)  # where it was begun: relative paths of its jobs are read from there
     created: str = field(default_factory=lambda: datetime.now().astimezone().isoformat(timespec="seconds"))
@@ -189,9 +193,9 @@ def find(where: str, sweeps: Path = SWEEPS) -> tuple[SweepFolder, Plan]:
 
 def _plan(data: dict[str, Any]) -> Plan:
     jobs = [_job(job) for job in data.pop("jobs")]
-    ranking, search, typed = data.pop("ranking"), data.pop("search"), tuple(data.pop("typed"))
-    ranked = None if ranking is None else Ranking(**ranking)
-    return Plan(jobs=jobs, search=None if search is None else of_json(search), ranking=ranked, typed=typed, **data)
+    search, typed = data.pop("search"), tuple(data.pop("typed"))
+    rankings = tuple(Ranking(**ranking) for ranking in data.pop("rankings"))
+    return Plan(jobs=jobs, search=None if search is None else of_json(search), rankings=rankings, typed=typed, **data)
 
 
 def _job(data: dict[str, Any]) -> JobPlan:

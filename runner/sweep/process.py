@@ -55,21 +55,19 @@ class JobProcess:
         if self.poll() is None:
             self._signal_group(number)
 
-    def wait(self) -> int:
-        """The exit code, once there is one."""
-        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        code = self.poll()
-        assert code is not None
-        return code
-
     def _signal_group(self, number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):  # nobody is left in it
             os.killpg(self._process.pid, number)
 
 
+def is_alive(identity: tuple[int, int]) -> bool:
+    """Whether the process with this number and start time still runs."""
+    return processes.identify(identity[0]) == processes.Process(*identity)
+
+
 def end_orphan(identity: tuple[int, int], number: int) -> bool:
     """Signal the group of a job that outlived its sweep; False when it is gone."""
-    if processes.identify(identity[0]) != processes.Process(*identity):
+    if not is_alive(identity):
         return False
     with suppress(ProcessLookupError):
         os.killpg(identity[0], number)

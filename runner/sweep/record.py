@@ -20,13 +20,16 @@ FINISHED: frozenset[State] = frozenset({"done", "pruned"})  # never run again
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """How far one job is. `process`: number and start time of its last process; `seconds`: of all its attempts."""
+    """How far one job is. `seconds`: of all its attempts.
+
+    identity: with which the site that runs it finds it again (runner.sweep.site); None where it is with none
+    """
 
     state: State = "waiting"
     attempts: int = 0
     exit_code: int | None = None
     error: str | None = None
-    process: tuple[int, int] | None = None
+    identity: Mapping[str, Any] | None = None
     devices: tuple[str, ...] = ()
     seconds: float = 0.0
 
@@ -65,8 +68,12 @@ class Record:
 
     def change(self, index: int, **changes: Any) -> None:
         """Change what is known of a job, and write it. Raises StorageError."""
-        self._jobs[index] = replace(self._jobs[index], **changes)
+        self.assume(index, **changes)
         self._write()
+
+    def assume(self, index: int, **changes: Any) -> None:
+        """Change what is known of a job in memory only."""
+        self._jobs[index] = replace(self._jobs[index], **changes)
 
     def grow(self, count: int) -> None:
         """Make it one of `count` jobs, the new ones waiting. Raises StorageError."""
@@ -83,8 +90,7 @@ class Record:
 
 
 def _job(data: dict[str, Any]) -> JobState:
-    process = data.pop("process")
-    return JobState(process=None if process is None else tuple(process), devices=tuple(data.pop("devices")), **data)
+    return JobState(devices=tuple(data.pop("devices")), **data)
 
 
 @contextmanager

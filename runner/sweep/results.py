@@ -1,10 +1,12 @@
-"""What a sweep found: one result per job, read from the jobs' own files; the best of them; seeds folded together."""
+"""What a sweep found: one result per job, read from the jobs' own files; the best of them; seeds folded together.
+
+One ranking: the best job. Several: the jobs of which none is beaten in all that counts (the Pareto front).
+"""
 
 from __future__ import annotations
 
 import csv
 import io
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,58 +17,65 @@ from runner.report.series import PREFERRED, Series, read
 from runner.sweep.plan import JobPlan, Plan, Ranking, SweepFolder
 from runner.sweep.record import FAILED, FINISHED, JobState, Record
 
-SEED = "seed"
-# Two-sided 95 % quantiles of Student's t for 1, 2, … degrees of freedom; beyond, the normal's.
-T95 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
-    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
-    2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
-NORMAL95 = 1.96
+FOUND = "the first of the usual ones that all jobs have; sweep.metric names another"
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What ranks a job by one metric: the value, and the step that measured it."""
+
+    value: float
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One job and what came of it. `value` at `step_of_value` is what ranks it; None where it measured none."""
+    """One job and what came of it; a score per ranking, None where it did not measure the metric."""
 
     job: JobPlan
     state: JobState
     steps: int
-    value: float | None
-    step_of_value: int | None
+    scores: tuple[Score | None, ...]
     series: Mapping[str, Series]
 
-
-@dataclass(frozen=True, slots=True)
-class Fold:
-    """Jobs that differ in their seed only: the mean of their values and half the width of its 95 % interval.
-
-    `half_width` is None for a single value.
-    """
-
-    varied: Mapping[str, str]
-    values: tuple[float, ...]
-    mean: float
-    half_width: float | None
+    @property
+    def values(self) -> tuple[float, ...] | None:
+        """Its value by each ranking; None where one of them is missing, or there is no ranking."""
+        found = tuple(score.value for score in self.scores if score is not None)
+        return found if found and len(found) == len(self.scores) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """All of a sweep. `best` is None where no job that is done measured the metric."""
+    """All of a sweep."""
 
     plan: Plan
     folder: SweepFolder
-    ranking: Ranking | None
+    rankings: tuple[Ranking, ...]
     results: tuple[Result, ...]
 
     @property
     def best(self) -> Result | None:
-        """The winner; the first of equals."""
-        ranked = [r for r in self.results if r.state.state == "done" and r.value is not None]
-        if self.ranking is None or not ranked:
-            return None
-        sign = -1.0 if self.ranking.mode == "max" else 1.0
-        return min(ranked, key=lambda r: sign * (r.value or 0.0))
+        """The winner, the first of equals; None with several rankings, or where no job that is done has a value."""
+        front = self.front
+        return front[0] if len(self.rankings) == 1 and front else None
+
+    @property
+    def front(self) -> list[Result]:
+        """The jobs that are done and beaten by none: no other is as good by each ranking and better by one. In the
+        order of the first ranking; of equals the first."""
+        ranked = [(self._losses(r), r) for r in self.results if r.state.state == "done" and r.values is not None]
+        kept = [
+            pair
+            for i, pair in enumerate(ranked)
+            if not any(_beats(o, pair[0], j < i) for j, (o, _) in enumerate(ranked))
+        ]
+        return [result for _, result in sorted(kept, key=lambda pair: pair[0])]
+
+    def _losses(self, result: Result) -> tuple[float, ...]:
+        """Its values with the sign that makes less better."""
+        pairs = zip(self.rankings, result.values or (), strict=True)
+        return tuple(-value if ranking.mode == "max" else value for ranking, value in pairs)
 
     @property
     def failed(self) -> list[Result]:
@@ -79,113 +88,92 @@ class Results:
         return [r for r in self.results if r.state.state not in FINISHED | FAILED]
 
 
+def _beats(other: tuple[float, ...], one: tuple[float, ...], earlier: bool) -> bool:
+    """Whether `other` is nowhere worse than `one`, and somewhere better, or the same and `earlier`."""
+    return all(a <= b for a, b in zip(other, one, strict=True)) and (other != one or earlier)
+
+
 def gather(folder: SweepFolder, plan: Plan, record: Record) -> Results:
     """Read what every job has left so far."""
     series = [read(folder.run(job.index).metrics) for job in plan.jobs]
-    ranking = plan.ranking or _common(series, [state.state == "done" for state in record])
-    rows = [_result(job, record[job.index], series[job.index], ranking) for job in plan.jobs]
-    return Results(plan, folder, ranking, tuple(rows))
+    rankings = plan.rankings or _common(series, [state.state == "done" for state in record])
+    rows = [_result(job, record[job.index], series[job.index], rankings) for job in plan.jobs]
+    return Results(plan, folder, rankings, tuple(rows))
 
 
-def value_of(folder: SweepFolder, plan: Plan, index: int) -> float | None:
-    """What ranks one job, as far as it has come; None where it has no such number, or nobody said what ranks."""
-    return _result(plan.jobs[index], JobState(), read(folder.run(index).metrics), plan.ranking).value
-
-
-def folds(results: Results) -> list[Fold]:
-    """The jobs that are done, seeds folded together, best first; empty where no seed varies."""
-    axes = results.plan.axes
-    if SEED not in axes or results.ranking is None:
-        return []
-    grouped: dict[tuple[tuple[str, str], ...], list[float]] = {}
-    for row in results.results:
-        if row.state.state == "done" and row.value is not None:
-            rest = tuple((k, v) for k, v in row.job.varied.items() if k != SEED)
-            grouped.setdefault(rest, []).append(row.value)
-    found = [fold(dict(rest), values) for rest, values in grouped.items()]
-    return sorted(found, key=lambda f: f.mean, reverse=results.ranking.mode == "max")
-
-
-def fold(varied: Mapping[str, str], values: Sequence[float]) -> Fold:
-    """Mean and 95 % interval of its mean (Student's t): mean ± t · s / √n, s with n − 1."""
-    count = len(values)
-    mean = math.fsum(values) / count
-    if count == 1:
-        return Fold(varied, tuple(values), mean, None)
-    deviation = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (count - 1))
-    quantile = T95[count - 2] if count - 2 < len(T95) else NORMAL95
-    return Fold(varied, tuple(values), mean, quantile * deviation / math.sqrt(count))
+def values_of(folder: SweepFolder, plan: Plan, index: int) -> tuple[float, ...] | None:
+    """What ranks one job, as far as it has come, by each ranking; None where one of the numbers is not there."""
+    return _result(plan.jobs[index], JobState(), read(folder.run(index).metrics), plan.rankings).values
 
 
 def write_files(results: Results) -> None:
     """Write results.csv and results.json. Raises StorageError."""
-    axes = results.plan.axes
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    names = ["job", *axes, "state", "attempts", "exit_code", "steps", "metric", "value", "step", "seconds", "folder"]
-    table.writerow([*names, "error"])
-    for row in results.results:
-        entry = _entry(results, row)
-        varied = [row.job.varied.get(axis, "") for axis in axes]
-        table.writerow(
-            [row.job.index, *varied, *(_cell(entry[name]) for name in names[1 + len(axes) :]), entry["error"]]
-        )
-    write_atomic(results.folder.table, text.getvalue())
+    _write_table(results)
     best = results.best
     head = {
         "sweep": results.folder.root.name,
         "created": results.plan.created,
         "typed": list(results.plan.typed),
-        "axes": axes,
-        "metric": None if results.ranking is None else results.ranking.metric,
-        "mode": None if results.ranking is None else results.ranking.mode,
-        "take": None if results.ranking is None else results.ranking.take,
+        "axes": results.plan.axes,
+        "rankings": [{"metric": r.metric, "mode": r.mode, "take": r.take} for r in results.rankings],
         "best": None if best is None else best.job.index,
+        "front": [row.job.index for row in results.front],
     }
-    jobs = [_entry(results, row) | {"varied": dict(row.job.varied), "last": _last(row)} for row in results.results]
-    write_json(results.folder.results, head | {"jobs": jobs})
+    write_json(results.folder.results, head | {"jobs": [_entry(results, row) for row in results.results]})
+
+
+def _write_table(results: Results) -> None:
+    axes, metrics = results.plan.axes, [ranking.metric for ranking in results.rankings]
+    before, after = ["state", "attempts", "exit_code", "steps"], ["best", "seconds", "folder", "error"]
+    scores = [name for metric in metrics for name in (metric, f"{metric} step")]
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["job", *axes, *before, *scores, *after])
+    front = {row.job.index for row in results.front}
+    for row in results.results:
+        entry = _entry(results, row) | {"best": "yes" if row.job.index in front else ""}
+        pairs = [(None, None) if score is None else (score.value, score.step) for score in row.scores]
+        cells = [*(entry[name] for name in before), *(cell for pair in pairs for cell in pair)]
+        cells += [entry[name] for name in after]
+        varied = [row.job.varied.get(axis, "") for axis in axes]
+        table.writerow([row.job.index, *varied, *("" if cell is None else cell for cell in cells)])
+    write_atomic(results.folder.table, text.getvalue())
 
 
 def _entry(results: Results, row: Result) -> dict[str, Any]:
+    scored = zip(results.rankings, row.scores, strict=True)
     return {
         "job": row.job.index,
+        "varied": dict(row.job.varied),
         "state": row.state.state,
         "attempts": row.state.attempts,
         "exit_code": row.state.exit_code,
         "steps": row.steps,
-        "metric": None if results.ranking is None else results.ranking.metric,
-        "value": row.value,
-        "step": row.step_of_value,
+        "scores": {r.metric: None if s is None else {"value": s.value, "step": s.step} for r, s in scored},
         "seconds": row.state.seconds,
         "folder": shown(results.folder.run(row.job.index).root),
         "error": row.state.error,
+        "last": {name: series.last[1] for name, series in row.series.items()},
     }
 
 
-def _last(row: Result) -> dict[str, float]:
-    return {name: series.last[1] for name, series in row.series.items()}
-
-
-def _cell(value: Any) -> Any:
-    return "" if value is None else value
-
-
-def _common(series: Sequence[Mapping[str, Series]], done: Sequence[bool]) -> Ranking | None:
+def _common(series: Sequence[Mapping[str, Series]], done: Sequence[bool]) -> tuple[Ranking, ...]:
     """The first of the preferred metrics that all finished jobs have."""
     finished = [of_job for of_job, is_done in zip(series, done, strict=True) if is_done]
     for metric in PREFERRED:
         mode = direction(metric)
         if mode is not None and finished and all(metric in of_job for of_job in finished):
-            return Ranking(
-                metric, mode, "last", "the first of the usual ones that all jobs have; sweep.metric names another"
-            )
-    return None
+            return (Ranking(metric, mode, "last", FOUND),)
+    return ()
 
 
-def _result(job: JobPlan, state: JobState, series: Mapping[str, Series], ranking: Ranking | None) -> Result:
+def _result(job: JobPlan, state: JobState, series: Mapping[str, Series], rankings: Sequence[Ranking]) -> Result:
     steps = max((s.last[0] for s in series.values()), default=0)
-    of_metric = series.get(ranking.metric) if ranking is not None else None
-    if ranking is None or of_metric is None:
-        return Result(job, state, steps, None, None, series)
-    step, value = of_metric.best(ranking.mode) if ranking.take == "best" else of_metric.last
-    return Result(job, state, steps, value, step, series)
+    return Result(job, state, steps, tuple(_score(series.get(r.metric), r) for r in rankings), series)
+
+
+def _score(series: Series | None, ranking: Ranking) -> Score | None:
+    if series is None:
+        return None
+    step, value = series.best(ranking.mode) if ranking.take == "best" else series.last
+    return Score(value, step)

@@ -15,6 +15,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, TextIO
 
 from runner.errors import StorageError
+from runner.sweep.estimate import first_done, remaining_s, spoken
 from runner.sweep.plan import Plan, SweepFolder, short_names
 from runner.sweep.record import Record, State
 from runner.tracker.text import duration, number, visible
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-    from runner.sweep.engine import Running
+    from runner.sweep.running import Running
     from runner.sweep.watch import Watch
 
 ORDER: tuple[State, ...] = ("running", "failed", "killed", "timeout", "interrupted", "done", "pruned", "waiting")
@@ -35,10 +36,19 @@ SMALLEST = 3  # rows
 class SweepScreen:
     """Says what happens. A screen that goes away stops nothing."""
 
-    def __init__(self, folder: SweepFolder, plan: Plan, record: Record, stream: TextIO | None = None) -> None:
-        self._folder, self._plan, self._record = folder, plan, record
+    def __init__(
+        self,
+        folder: SweepFolder,
+        plan: Plan,
+        record: Record,
+        trials: int | None = None,
+        stream: TextIO | None = None,
+    ) -> None:
+        """`trials`: how many jobs a search will have; None where all are known."""
+        self._folder, self._plan, self._record, self._trials = folder, plan, record, trials
         self._stream = sys.stdout if stream is None else stream
         self._lost = False
+        self._timed = any(job.state == "done" for job in record)  # or: the first job that is done tells the time to go
         self._began = time.monotonic()
         self._running: dict[int, Running] = {}
         self._watches: dict[int, Watch] = {}  # of ended jobs, too
@@ -81,6 +91,9 @@ class SweepScreen:
         """Take in how far the running jobs are."""
         self._running = dict(running)
         self._watches |= {index: job.watch for index, job in running.items()}
+        if not self._timed and (line := first_done(self._plan, self._record, running, self._trials)):
+            self._timed = True
+            self.say(line)
 
     def _print(self, line: str) -> None:
         if self._live is not None and self._rich is not None:
@@ -102,7 +115,7 @@ class SweepScreen:
     def _table(self) -> RenderableType:
         height = self._rich.height if self._rich is not None else 24
         seen = self._running, self._watches
-        return table(self._plan, self._record, *seen, time.monotonic() - self._began, height)
+        return table(self._plan, self._record, *seen, time.monotonic() - self._began, height, self._trials)
 
 
 def table(
@@ -112,6 +125,7 @@ def table(
     watches: dict[int, Watch],
     elapsed_s: float,
     height: int,
+    trials: int | None = None,
 ) -> RenderableType:
     """The live table, at most `height` lines: running jobs first, then those that failed, are done, and wait."""
     from rich.box import SIMPLE_HEAD
@@ -120,9 +134,9 @@ def table(
     from rich.text import Text
 
     axes = plan.axes
-    metric = plan.ranking.metric if plan.ranking else "train/loss"
+    metrics = [ranking.metric for ranking in plan.rankings] or ["train/loss"]
     grid = Table(box=SIMPLE_HEAD, padding=(0, 1), expand=False)
-    for name in ("job", *short_names(axes).values(), "state", "step", metric, "time", "device"):
+    for name in ("job", *short_names(axes).values(), "state", "step", *metrics, "time", "device"):
         grid.add_column(name, no_wrap=True)
     order = sorted(range(len(plan.jobs)), key=lambda i: (ORDER.index(record[i].state), i))
     room = max(height - BORDERS, SMALLEST)
@@ -131,39 +145,27 @@ def table(
         cells = [str(index), *(visible(plan.jobs[index].varied.get(axis, "")) for axis in axes), state.state]
         grid.add_row(
             *cells,
-            *_progress(plan, record, index, running.get(index), watches.get(index), metric),
+            *_progress(plan, record, index, running.get(index), watches.get(index), metrics),
             style=COLOURS.get(state.state),
         )
     hidden = len(order) - room
     counts = " · ".join(f"{count} {state}" for state, count in record.count().items())
-    left = remaining_s(plan, record, running)
-    clock = f"{duration(elapsed_s)}" + (f" · about {duration(left)} to go" if left is not None else "")
+    left = remaining_s(plan, record, running, trials)
+    clock = f"{duration(elapsed_s)}" + (f" · about {spoken(left)} to go" if left is not None else "")
     more = Text(f"  and {hidden} more" if hidden > 0 else "")
     return Group(grid, more, Text(f"  {counts} · {clock}"))
 
 
-def remaining_s(plan: Plan, record: Record, running: dict[int, Running]) -> float | None:
-    """Seconds to go if the pace of the jobs that run now holds for the rest, None before one of them made a step."""
-    to_go = 0
-    for job in plan.jobs:
-        if record[job.index].state in ("running", "waiting"):
-            made = running[job.index].watch.step if job.index in running else 0
-            to_go += int(plan.data(job).get("steps", 0)) - made
-    now = time.monotonic()
-    pace = sum(r.watch.made / max(now - r.began, 1e-3) for r in running.values())
-    return to_go / pace if pace > 0 else None
-
-
 def _progress(
-    plan: Plan, record: Record, index: int, running: Running | None, watch: Watch | None, metric: str
+    plan: Plan, record: Record, index: int, running: Running | None, watch: Watch | None, metrics: Sequence[str]
 ) -> list[str]:
-    """Step, metric, time and device of a job."""
+    """Step, metrics, time and device of a job."""
     state = record[index]
-    seconds = state.seconds + (time.monotonic() - running.began if running else 0.0)
-    value = watch.values.get(metric) if watch else None
+    seconds = state.seconds + (running.seconds if running else 0.0)
+    values = [watch.values.get(metric) if watch else None for metric in metrics]
     return [
         f"{watch.step}/{plan.data(plan.jobs[index]).get('steps', '?')}" if watch else "",
-        "" if value is None else number(value),
+        *("" if value is None else number(value) for value in values),
         duration(seconds) if seconds else "",
         ",".join(running.devices if running else state.devices),
     ]

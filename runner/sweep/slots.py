@@ -6,41 +6,26 @@ them); cores are handed out by affinity, so that jobs do not fight over them.
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Iterable
-from typing import Any
 
-from runner.device.visible import VARIABLES, parse
+from runner.device import visible
+from runner.device.kinds import KINDS
+from runner.device.visible import VARIABLES
 from runner.errors import EnvironmentProblem, Problem, SpecError
-from runner.sweep.need import Need
-
-NAMES = ("GPU-", "MIG-")  # what a card may be called instead of its number
-PLACES = {"cuda": "/dev/nvidia[0-9]*", "npu": "/dev/davinci[0-9]*"}
-WORDS = {"core": "core", "cuda": "GPU", "npu": "NPU"}
-
-
-def need_of(spec: Any) -> Need:
-    """What a job occupies; `auto` takes an NPU where there is one, then a GPU, then cores, like the device itself."""
-    kind = spec.device.name
-    if kind == "auto":
-        kind = next((k for k in ("npu", "cuda") if present(k)), "cpu")
-    if kind in VARIABLES:
-        return Need(kind, spec.launch.devices)
-    return Need("core", getattr(spec.device, "threads", 1) * spec.launch.devices)
+from runner.sweep.need import WORDS, Need
 
 
 def present(kind: str) -> tuple[str, ...]:
     """The cores or cards that this process may use, as its environment names them."""
     if kind == "core":
         return tuple(map(str, sorted(os.sched_getaffinity(0))))
-    if (said := os.environ.get(VARIABLES[kind])) is not None:
-        visible = parse(said, NAMES if kind == "cuda" else ())
-        if visible.faults:
-            raise EnvironmentProblem(f"{VARIABLES[kind]}={said}: {'; '.join(visible.faults)}")
-        return tuple(map(str, visible.ids))
-    numbers = (path.removeprefix(PLACES[kind].partition("[")[0]) for path in glob.glob(PLACES[kind]))
-    return tuple(sorted((n for n in numbers if n.isdecimal()), key=int))
+    return visible.present(KINDS[kind])
+
+
+def cards_here() -> tuple[str, ...]:
+    """The kinds of card that this machine has."""
+    return tuple(kind for kind in VARIABLES if present(kind))
 
 
 class Slots:
@@ -59,26 +44,21 @@ class Slots:
             said = ", ".join(f"{len(ids)} {WORDS[kind]}(s)" for kind, ids in self._all.items())
             raise SpecError([Problem("sweep.parallel", f"{parallel} jobs do not fit at once: there are {said}")])
         self.parallel = min(parallel or fit, len(needs))
-        self._least = {kind: min(n.count for n in needs if n.kind == kind) for kind in kinds}
         self._free = {kind: list(ids) for kind, ids in self._all.items()}
         self._held = 0
 
-    def is_free(self) -> bool:
-        """Whether one more job may run; all jobs of a search need the same."""
-        enough = any(len(free) >= self._least[kind] for kind, free in self._free.items())
-        return self._held < self.parallel and (self.shared or enough)
+    def has_room(self, need: Need) -> bool:
+        """Whether one more job may run."""
+        return self._held < self.parallel and (self.shared or len(self._free[need.kind]) >= need.count)
 
     def acquire(self, need: Need) -> tuple[str, ...] | None:
         """Devices for a job, or None while there are none."""
-        if self._held >= self.parallel:
-            return None
-        if self.shared:
-            self._held += 1
-            return self._all["core"]
-        free = self._free[need.kind]
-        if len(free) < need.count:
+        if not self.has_room(need):
             return None
         self._held += 1
+        if self.shared:
+            return self._all["core"]
+        free = self._free[need.kind]
         taken, self._free[need.kind] = free[: need.count], free[need.count :]
         return tuple(taken)
 
@@ -112,6 +92,7 @@ def _refuse(need: Need, there: tuple[str, ...]) -> None:
     if need.kind == "core":
         text = f"a job wants {need.count} {word}, and this machine has {len(there)}"
         raise SpecError([Problem("device.threads", text)])
+    kind = KINDS[need.kind]
     said = os.environ.get(VARIABLES[need.kind])
-    why = f"those of {PLACES[need.kind]}" if said is None else f"{VARIABLES[need.kind]}={said}"
+    why = f"those of {kind.nodes}" if said is None else f"{kind.visible}={said}"
     raise EnvironmentProblem(f"a job wants {need.count} {word}, and {len(there)} can be used here ({why})")

@@ -1,19 +1,30 @@
-"""What a search may try: one dimension per key that varies, read from Hydra's grammar."""
+"""What a search may try: one dimension per key that varies, read from Hydra's grammar.
+
+A dimension that a recipe brings along exists only in jobs of that recipe, where a search varies the recipe itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from runner.sweep.need import Need
+
+T = TypeVar("T")
+Pair = tuple[str, str]  # the word that sets a value, and the value as it is shown
+WITHIN = 0.618  # a real number that is not whole by accident
+MOST_COMBINED = 64  # combinations of choices that are all tried before a search begins; of more, each choice is
 
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
     """The values of one key: an interval (`float`, `int`; both ends belong to it), or a choice of words.
 
-    word: what stands before the equals sign, as typed; values: for a choice, the word and the value as it is shown
+    word: what stands before the equals sign, as typed; values: for a choice, the word and the value as it is shown;
+    given: the word that must be among a job's for the dimension to exist, empty: it always does
     """
 
     key: str
@@ -23,15 +34,30 @@ class Dimension:
     high: float = 0.0
     step: int = 1
     log: bool = False
-    values: tuple[tuple[str, str], ...] = ()
+    values: tuple[Pair, ...] = ()
+    given: str = ""
 
-    def corners(self) -> list[str]:
-        """The words for its ends, or for all of its choices: what is wrong with one of them is wrong with the space."""
+    @property
+    def name(self) -> str:
+        """What tells it from all others: recipes may vary the same key in different ways."""
+        return f"{self.given}: {self.key}" if self.given else self.key
+
+    @property
+    def size(self) -> int | None:
+        """How many values it has; None for an interval of real numbers."""
+        if self.kind == "float":
+            return None if self.low < self.high else 1
+        return len(self.values) if self.kind == "choice" else int(self.high - self.low) // self.step + 1
+
+    def corners(self) -> list[Pair]:
+        """Its ends and, of real numbers, one between them, or all of its choices: what is wrong with one of them is
+        wrong with the space."""
         if self.kind == "choice":
-            return [word for word, _ in self.values]
-        return [self.typed(value)[0] for value in dict.fromkeys((self.low, self.high))]
+            return list(self.values)
+        within = [self.low + (self.high - self.low) * WITHIN] if self.kind == "float" else []
+        return [self.typed(value) for value in dict.fromkeys((self.low, *within, self.high))]
 
-    def typed(self, value: Any) -> tuple[str, str]:
+    def typed(self, value: Any) -> Pair:
         """The word that sets a value, and the value as it is shown."""
         if self.kind == "choice":
             return next(pair for pair in self.values if pair[0] == value)
@@ -40,10 +66,11 @@ class Dimension:
 
     def described(self) -> str:
         """For a plan: 1e-05 … 0.01 (log)."""
+        where = f" (with {self.given.lstrip('+')})" if self.given else ""
         if self.kind == "choice":
-            return ", ".join(shown for _, shown in self.values)
+            return ", ".join(shown for _, shown in self.values) + where
         steps = f" in steps of {self.step}" if self.kind == "int" and self.step > 1 else ""
-        return f"{self.low:g} … {self.high:g}{steps}{' (log)' if self.log else ''}"
+        return f"{self.low:g} … {self.high:g}{steps}{' (log)' if self.log else ''}{where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +87,49 @@ class Search:
     config_dir: str | None = None
     spec: str | None = None
 
+    @property
+    def always(self) -> tuple[Dimension, ...]:
+        """The dimensions that every job has."""
+        return tuple(dimension for dimension in self.space if not dimension.given)
+
+    def only_in(self, values: Mapping[str, Any]) -> tuple[Dimension, ...]:
+        """The dimensions that a job with these values has beside those of every job."""
+        chosen = {dimension.typed(values[dimension.name])[0] for dimension in self.always}
+        return tuple(dimension for dimension in self.space if dimension.given in chosen)
+
     def words(self, values: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
-        """The words of a job with these values, and what of them it varies."""
-        pairs = {dimension.key: dimension.typed(values[dimension.key]) for dimension in self.space}
+        """The words of a job with these values (dimension's name → value), and what of them it varies."""
+        pairs = {d.key: d.typed(values[d.name]) for d in self.space if d.name in values}
         return [*self.fixed, *(word for word, _ in pairs.values())], {key: shown for key, (_, shown) in pairs.items()}
 
-    def corners(self) -> list[list[str]]:
-        """Words of jobs that together try every end and every choice."""
-        choices = [dimension.corners() for dimension in self.space]
-        count = max(map(len, choices), default=0)
-        return [[*self.fixed, *(words[min(i, len(words) - 1)] for words in choices)] for i in range(count)]
+    def size(self) -> int | None:
+        """How many different jobs there are; None: more than anyone counts."""
+        sizes = [dimension.size for dimension in self.space]
+        if None in sizes or len(self.always) < len(self.space):
+            return None
+        return math.prod(size for size in sizes if size is not None)
+
+    def corners(self) -> list[tuple[list[str], dict[str, str]]]:
+        """Words of jobs that together try every end and every choice, and choices together as far as they are few; and
+        what each of them varies."""
+        choices = [[(d, pair) for pair in d.corners()] for d in self.always if d.kind == "choice"]
+        few = math.prod(map(len, choices)) <= MOST_COMBINED
+        together = list(itertools.product(*choices)) if few else list(_side_by_side(choices))
+        rows = [(*chosen, *rest) for chosen in together for rest in self._ends([word for _, (word, _) in chosen])]
+        return [
+            ([*self.fixed, *(word for _, (word, _) in row)], {d.key: shown for d, (_, shown) in row}) for row in rows
+        ]
+
+    def _ends(self, chosen: Sequence[str]) -> Iterator[tuple[tuple[Dimension, Pair], ...]]:
+        """The ends of what is no choice of every job, where these choices are made."""
+        rest = [d for d in self.space if d.given in chosen or (not d.given and d.kind != "choice")]
+        return _side_by_side([[(d, pair) for pair in d.corners()] for d in rest]) if rest else iter([()])
+
+
+def _side_by_side(columns: Sequence[Sequence[T]]) -> Iterator[tuple[T, ...]]:
+    """Rows that together have every entry of every column; a column that is at its end repeats its last."""
+    for row in range(max(map(len, columns), default=0)):
+        yield tuple(column[min(row, len(column) - 1)] for column in columns)
 
 
 def of_json(data: Mapping[str, Any]) -> Search:

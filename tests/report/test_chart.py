@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.report.chart import BOTTOM, HEIGHT, LEFT, MOST_POINTS, RIGHT, TOP, WIDTH, Curve, _axis, hues, svg
+from runner.report.chart import BOTTOM, HEIGHT, LEFT, MOST_POINTS, RIGHT, TOP, WIDTH, Curve, axis_of, hues, svg
 from runner.report.series import Series
 
 VALUES = st.floats(-1e12, 1e12, allow_nan=False).map(lambda v: 0.0 if abs(v) < 1e-9 else v)
@@ -30,7 +30,7 @@ def test_every_point_lies_within_the_frame(values: list[float]) -> None:
 
 @given(VALUES, VALUES)
 def test_ticks_are_few_round_and_within(a: float, b: float) -> None:
-    axis = _axis(min(a, b), max(a, b))
+    axis = axis_of(min(a, b), max(a, b))
     assert axis.low <= min(a, b) and axis.high >= max(a, b) and 1 <= len(axis.ticks) <= 12
     step = axis.ticks[1] - axis.ticks[0] if len(axis.ticks) > 1 else 1.0
     lead = step / 10 ** math.floor(math.log10(step) + 1e-9)

@@ -123,21 +123,25 @@ def test_a_diff_says_only_what_differs(tmp_path: Path) -> None:
 BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 
+def in_a_browser(page: Path, theme: str, home: Path) -> list[dict[str, str | None]]:
+    """The figures of a page as a phone's browser, dark (0) or light (1), has them; it must have no complaint."""
+    assert BROWSER is not None
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=400,900"]
+    done = subprocess.run(
+        [BROWSER, *options, f"--blink-settings=preferredColorScheme={theme}", "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(home)},
+    )
+    assert "CONSOLE" not in done.stderr, done.stderr
+    return [attrs for tag, attrs in checked(done.stdout).seen if tag == "figure"]
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
 @pytest.mark.parametrize("theme", ["0", "1"], ids=["dark", "light"])
 def test_a_browser_draws_it_and_has_no_complaint(tmp_path: Path, theme: str) -> None:
     run_page.write_page(a_run(tmp_path / "a"), tmp_path / "r.html")
-    assert BROWSER is not None
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=400,900"]
-    page = (tmp_path / "r.html").as_uri()
-    done = subprocess.run(
-        [BROWSER, *options, f"--blink-settings=preferredColorScheme={theme}", "--dump-dom", page],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
-    )
-    assert "CONSOLE" not in done.stderr, done.stderr
-    figures = [attrs for tag, attrs in checked(done.stdout).seen if tag == "figure"]
+    figures = in_a_browser(tmp_path / "r.html", theme, tmp_path)
     assert [f["data-metric"] for f in figures if "hidden" not in f] == ["train/loss"]  # the script ran
     assert len(figures) == 2

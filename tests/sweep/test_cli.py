@@ -182,7 +182,7 @@ def test_two_hundred_jobs_compose_in_seconds(workdir: Path) -> None:
 
 def planned(*words: str) -> tuple[SweepFolder, list[dict[str, object]]]:
     folder = SweepFolder(Path("outputs/sweeps/20260101-000000-x-0000"))
-    made = sweep.planned(folder, parse(["-m", *words]), expand(words))
+    made = sweep.planned(folder, parse(["-m", *words]), expand(words), ())
     return folder, [made.data(job) for job in made.jobs]
 
 
@@ -197,7 +197,7 @@ def test_wandb_gets_a_group_and_names_that_say_what_varies(workdir: Path) -> Non
 
 def test_jobs_keep_what_no_file_may_say_for_the_user(workdir: Path) -> None:
     words = ("data=demo", "model=hf", "model.path=some/where", "model.trust_remote_code=true", "seed=1,2")
-    made = sweep.planned(SweepFolder(workdir), parse(["-m", *words]), expand(words))
+    made = sweep.planned(SweepFolder(workdir), parse(["-m", *words]), expand(words), ())
     assert [job.again for job in made.jobs] == [("model.trust_remote_code=true",)] * 2
 
 

@@ -17,7 +17,9 @@ import pytest
 from runner.errors import EnvironmentProblem, SpecError
 from runner.sweep import drive
 from runner.sweep.config import SweepConfig
+from runner.sweep.local import Local
 from runner.sweep.plan import SweepFolder, find
+from runner.sweep.status import status
 from runner.tracker import processes
 from tests.sweep import toy
 
@@ -121,9 +123,10 @@ def test_out_of_memory_is_tried_again_with_growing_waits(tmp_path: Path, capfd: 
 
 
 def test_an_end_without_a_result_is_a_failure(tmp_path: Path) -> None:
-    folder, code = toy.start(tmp_path, ["half"])
-    assert (code, toy.states(folder)) == (9, ["failed"])
+    folder, code = toy.start(tmp_path, ["half", "silent"])
+    assert (code, toy.states(folder)) == (9, ["failed", "failed"])
     assert "its status is running" in str(toy.jobs(folder)[0].error)
+    assert "left no status" in str(toy.jobs(folder)[1].error)
 
 
 def test_what_a_job_started_ends_with_it(tmp_path: Path) -> None:
@@ -194,9 +197,9 @@ def test_only_names_the_jobs_and_finished_ones_are_left_alone(tmp_path: Path) ->
     assert toy.resume(folder, ["good"] * 3, drive.Wanted(only=(2,))) == 9
     assert toy.states(folder) == ["done", "failed", "done"]
     with pytest.raises(EnvironmentProblem, match="job 0 is done"):
-        drive.resume(*find(str(folder.root)), drive.Wanted(only=(0,)), SweepConfig())
+        drive.resume(*find(str(folder.root)), drive.Wanted(only=(0,)), SweepConfig(), Local(None))
     with pytest.raises(EnvironmentProblem, match="the jobs are 0 to 2"):
-        drive.resume(*find(str(folder.root)), drive.Wanted(only=(3,)), SweepConfig())
+        drive.resume(*find(str(folder.root)), drive.Wanted(only=(3,)), SweepConfig(), Local(None))
     assert toy.resume(folder, ["raises"] * 3) == 9  # nothing is left to do, and one has failed
     assert [toy.starts(folder, index) for index in range(3)] == [1, 1, 2]
 
@@ -205,7 +208,7 @@ def test_a_changed_spec_is_refused_with_what_differs(tmp_path: Path) -> None:
     folder, _ = toy.start(tmp_path, ["good", "raises"])
     folder.spec(1).write_text("n: 7\nsteps: 2\nmore: 1\n")
     with pytest.raises(SpecError) as caught:
-        drive.resume(*find(str(folder.root)), drive.Wanted(retry_failed=True), SweepConfig())
+        drive.resume(*find(str(folder.root)), drive.Wanted(retry_failed=True), SweepConfig(), Local(None))
     text = str(caught.value)
     assert "n: was 1 when the sweep began, is 7; put it back" in text and "more: was not there" in text
     assert "jobs/001.yaml" in text
@@ -216,8 +219,8 @@ def test_one_sweep_is_run_by_one_process(tmp_path: Path, sweep_process: Start) -
     until(lambda: list(tmp_path.glob("*/000/metrics.jsonl")))
     folder = only_sweep(tmp_path)
     with pytest.raises(EnvironmentProblem, match="is running this job"):
-        drive.resume(*find(str(folder.root)), drive.Wanted(), SweepConfig())
-    assert drive.status(str(folder.root)) == 0
+        drive.resume(*find(str(folder.root)), drive.Wanted(), SweepConfig(), Local(None))
+    assert status(str(folder.root)) == 0
     (folder.run(0).root / "go").touch()
     assert process.wait(DEADLINE_S) == 0
 

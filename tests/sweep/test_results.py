@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runner.sweep import plan as plans
@@ -18,8 +18,9 @@ from runner.sweep import words
 from runner.sweep.page import write_page
 from runner.sweep.plan import JobPlan, Plan, Ranking, SweepFolder
 from runner.sweep.record import Record
-from runner.sweep.results import T95, Results, fold, folds, gather, write_files
-from tests.report.test_pages import NASTY, checked
+from runner.sweep.results import Results, Score, gather, write_files
+from runner.sweep.seeds import T95, folds, mean
+from tests.report.test_pages import BROWSER, NASTY, checked, in_a_browser
 
 MAX = Ranking("eval/accuracy", "max", "last", "sweep.metric")
 
@@ -31,7 +32,7 @@ def sweep(where: Path, curves: dict[tuple[str, str], list[float]], ranking: Rank
         JobPlan(i, {"optimizer.lr": lr, "seed": seed}, (f"optimizer.lr={lr}", f"seed={seed}"))
         for i, (lr, seed) in enumerate(curves)
     )
-    made = Plan("toy", ("seed=1,2",), {"steps": 3}, jobs, {}, ranking)
+    made = Plan("toy", ("seed=1,2",), {"steps": 3}, jobs, {}, (ranking,) if ranking else ())
     plans.write(folder, made)
     record = Record.begin(folder, len(jobs))
     for i, values in enumerate(curves.values()):
@@ -54,24 +55,16 @@ CURVES = {
 
 def test_the_last_value_wins_or_the_best_one(tmp_path: Path) -> None:
     results = sweep(tmp_path, CURVES)
-    assert results.best is not None and (results.best.job.index, results.best.value, results.best.step_of_value) == (
-        2,
-        0.7,
-        2,
-    )
+    assert results.best is not None and (results.best.job.index, results.best.scores) == (2, (Score(0.7, 2),))
     results = sweep(tmp_path, CURVES, replace(MAX, take="best"))
-    assert results.best is not None and (results.best.job.index, results.best.value, results.best.step_of_value) == (
-        0,
-        0.9,
-        1,
-    )
+    assert results.best is not None and (results.best.job.index, results.best.scores) == (0, (Score(0.9, 1),))
     results = sweep(tmp_path, CURVES, replace(MAX, mode="min"))
     assert results.best is not None and results.best.job.index == 4
 
 
 def test_without_a_metric_the_first_usual_one_that_all_have(tmp_path: Path) -> None:
     results = sweep(tmp_path, CURVES, None)
-    assert results.ranking is not None and (results.ranking.metric, results.ranking.mode) == ("eval/accuracy", "max")
+    assert [(ranking.metric, ranking.mode) for ranking in results.rankings] == [("eval/accuracy", "max")]
 
 
 def test_only_a_job_that_is_done_can_win(tmp_path: Path) -> None:
@@ -80,20 +73,28 @@ def test_only_a_job_that_is_done_can_win(tmp_path: Path) -> None:
     assert "best     none" in "\n".join(words.ending(results))
 
 
+def test_a_tie_is_said(tmp_path: Path) -> None:
+    said = words.ending(sweep(tmp_path, {("1", "1"): [0.5], ("1", "2"): [0.5], ("2", "1"): [0.4], ("3", "1"): [0.5]}))
+    assert "best     job 0  lr=1 seed=1  eval/accuracy 0.5 at step 1 (as 2 other jobs; this is the first)" in said
+    said = words.ending(sweep(tmp_path, CURVES))
+    assert "best     job 2  lr=2 seed=1  eval/accuracy 0.7 at step 2" in said
+
+
 def test_seeds_are_folded_to_mean_and_interval(tmp_path: Path) -> None:
     found = folds(sweep(tmp_path, CURVES))
-    assert [(dict(f.varied), f.mean) for f in found] == [
-        ({"optimizer.lr": "2"}, 0.7),
-        ({"optimizer.lr": "1"}, 0.55),
-        ({"optimizer.lr": "3"}, 0.4),
+    assert [(dict(f.varied), f.seeds, f.means[0].value) for f in found] == [
+        ({"optimizer.lr": "2"}, 1, 0.7),
+        ({"optimizer.lr": "1"}, 2, 0.55),
+        ({"optimizer.lr": "3"}, 1, 0.4),
     ]
-    assert found[0].half_width is None and found[1].half_width == pytest.approx(12.706 * 0.05)
+    assert found[0].means[0].half_width is None
+    assert found[1].means[0].half_width == pytest.approx(12.706 * 0.05)
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=60))
 def test_the_mean_and_its_spread(values: list[float]) -> None:
-    one = fold({}, values)
-    assert one.mean == pytest.approx(statistics.fmean(values), abs=1e-9)
+    one = mean(values)
+    assert one.value == pytest.approx(statistics.fmean(values), abs=1e-9)
     quantile = T95[len(values) - 2] if len(values) <= 31 else 1.96
     assert one.half_width == pytest.approx(quantile * statistics.stdev(values) / math.sqrt(len(values)), abs=1e-9)
 
@@ -116,17 +117,66 @@ def test_results_can_be_read_by_other_programs(tmp_path: Path) -> None:
     results = sweep(tmp_path, CURVES)
     write_files(results)
     rows = list(csv.DictReader(results.folder.table.read_text().splitlines()))
-    assert [(r["job"], r["optimizer.lr"], r["seed"], r["state"], r["value"]) for r in rows][1] == (
-        "1",
-        "1",
-        "2",
-        "done",
-        "0.6",
-    )
-    assert rows[3]["error"] == NASTY and rows[3]["exit_code"] == "1" and rows[3]["value"] == ""
+    found = [(r["job"], r["optimizer.lr"], r["seed"], r["state"], r["eval/accuracy"], r["best"]) for r in rows]
+    assert found[1:3] == [("1", "1", "2", "done", "0.6", ""), ("2", "2", "1", "done", "0.7", "yes")]
+    assert rows[3]["error"] == NASTY and rows[3]["exit_code"] == "1" and rows[3]["eval/accuracy"] == ""
     content = json.loads(results.folder.results.read_text())
-    assert content["best"] == 2 and content["metric"] == "eval/accuracy" and len(content["jobs"]) == 5
+    assert content["best"] == 2 and content["front"] == [2] and len(content["jobs"]) == 5
+    assert content["rankings"] == [{"metric": "eval/accuracy", "mode": "max", "take": "last"}]
     assert content["jobs"][0]["last"] == {"eval/accuracy": 0.5}
+    assert content["jobs"][2]["scores"] == {"eval/accuracy": {"value": 0.7, "step": 2}}
+    assert content["jobs"][3]["scores"] == {"eval/accuracy": None}
+
+
+SPEED = Ranking("perf/tokens_per_s", "max", "last", "sweep.metric")
+
+
+def of_two(where: Path, points: list[tuple[float, float | None]]) -> Results:
+    """A finished sweep with these values of eval/loss (less is better) and perf/tokens_per_s (more is better)."""
+    folder = plans.create("toy", where)
+    jobs = [JobPlan(i, {"n": str(i)}, (f"n={i}",)) for i in range(len(points))]
+    made = Plan("toy", (), {"steps": 1}, jobs, {}, (Ranking("eval/loss", "min", "last", "sweep.metric"), SPEED))
+    plans.write(folder, made)
+    record = Record.begin(folder, len(jobs))
+    for i, (loss, speed) in enumerate(points):
+        folder.run(i).root.mkdir()
+        row = {"step": 1, "eval/loss": loss} | ({} if speed is None else {SPEED.metric: speed})
+        folder.run(i).metrics.write_text(json.dumps(row) + "\n")
+        record.change(i, state="done")
+    return gather(folder, made, record)
+
+
+def test_several_metrics_have_a_front_and_no_winner(tmp_path: Path) -> None:
+    results = of_two(tmp_path, [(0.5, 10), (0.4, 5), (0.6, 9), (0.4, 6), (0.3, 1), (0.1, None)])
+    assert results.best is None and [row.job.index for row in results.front] == [4, 3, 0]
+    write_files(results)
+    content = json.loads(results.folder.results.read_text())
+    assert (content["best"], content["front"]) == (None, [4, 3, 0])
+    said = words.ending(results)
+    assert "best     3 jobs of 6: no other is as good in all metrics and better in one (the Pareto front)" in said
+    assert sum(line.startswith("again    run n=") for line in said) == 3
+    write_page(results)
+    page = results.folder.report.read_text()
+    checked(page)
+    assert page.count("<circle") == 5 + 11 and page.count("hollow") == 2 + 1  # points, curves of one step; the style
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
+@pytest.mark.parametrize("theme", ["0", "1"], ids=["dark", "light"])
+def test_a_browser_draws_the_front(tmp_path: Path, theme: str) -> None:
+    results = of_two(tmp_path, [(0.5, 10), (0.4, 5), (0.6, 9)])
+    write_page(results)
+    figures = in_a_browser(results.folder.report, theme, tmp_path)
+    assert [f.get("data-metric", "front") for f in figures if "hidden" not in f] == ["front", "eval/loss"]
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(points=st.lists(st.tuples(st.integers(0, 4).map(float), st.integers(0, 4).map(float)), min_size=1, max_size=12))
+def test_the_front_is_what_nobody_beats(points: list[tuple[float, float | None]], tmp_path: Path) -> None:
+    front = {row.job.index for row in of_two(tmp_path, points).front}
+    for i, (loss, speed) in enumerate(points):
+        beaten = any(a <= loss and b >= speed and (a, b) != (loss, speed) for a, b in points)
+        assert (i in front) == (not beaten and (loss, speed) not in points[:i])
 
 
 def test_the_report_is_whole_and_harmless(tmp_path: Path) -> None:

@@ -9,17 +9,18 @@ import pty
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from runner.sweep import plan as plans
-from runner.sweep.engine import Running
+from runner.sweep.estimate import remaining_s
 from runner.sweep.plan import JobPlan, Plan, Ranking
-from runner.sweep.process import JobProcess
 from runner.sweep.record import Record
-from runner.sweep.screen import remaining_s, table
+from runner.sweep.running import Running
+from runner.sweep.screen import table
 from runner.sweep.watch import Watch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def sweep(where: Path, count: int) -> tuple[Plan, Record, plans.SweepFolder]:
     jobs = list(JobPlan(i, {"optimizer.lr": "0.1", "seed": f"{i}\x1b[2J"}) for i in range(count))
-    made = Plan("toy", (), {"steps": 10}, jobs, {}, Ranking("eval/loss", "min", "last", "x"))
+    made = Plan("toy", (), {"steps": 10}, jobs, {}, (Ranking("eval/loss", "min", "last", "x"),))
     folder = plans.create("toy", where)
     return made, Record.begin(folder, count), folder
 
@@ -48,10 +49,22 @@ def drawn(made: Plan, record: Record, running: dict[int, Running], height: int) 
     return stream.getvalue().splitlines()
 
 
-def running(tmp_path: Path, steps: list[int], began_s: float) -> Running:
-    process = JobProcess([sys.executable, "-c", ""], tmp_path / "log", {})
-    process.wait()
-    return Running(process, ("1",), watched(tmp_path / "m.jsonl", steps), time.monotonic() - began_s)
+class Eight:
+    """A job that has run for eight seconds."""
+
+    identity: Mapping[str, object] = {}
+    devices = ("1",)
+    seconds = 8.0
+
+    def poll(self) -> None:
+        return None
+
+    def signal(self, number: int) -> None:
+        raise AssertionError(number)
+
+
+def running(tmp_path: Path, steps: list[int]) -> Running:
+    return Running(Eight(), watched(tmp_path / "m.jsonl", steps), since=time.monotonic() - Eight.seconds)
 
 
 @pytest.mark.parametrize("height", [10, 24, 60])
@@ -59,7 +72,7 @@ def test_the_table_fits_and_shows_what_runs_first(tmp_path: Path, height: int) -
     made, record, _ = sweep(tmp_path, 40)
     record.change(7, state="failed", error="x")
     record.change(20, state="running")
-    lines = drawn(made, record, {20: running(tmp_path, [1, 4], 8.0)}, height)
+    lines = drawn(made, record, {20: running(tmp_path, [1, 4])}, height)
     assert len(lines) <= height
     rows = [line.split() for line in lines if "0.1" in line]
     assert rows[0][0] == "20" and "4/10" in rows[0] and "0.25" in rows[0] and rows[1][0] == "7"
@@ -72,7 +85,7 @@ def test_the_time_to_go_is_said_once_it_is_known(tmp_path: Path) -> None:
     record.change(0, state="done")
     record.change(1, state="running")
     assert remaining_s(made, record, {}) is None
-    one = running(tmp_path, [5, 9], 8.0)  # four steps in 8 s were seen: a resumed job's earlier ones are no pace
+    one = running(tmp_path, [5, 9])  # four steps in 8 s were seen: a resumed job's earlier ones are no pace
     assert remaining_s(made, record, {1: one}) == pytest.approx((1 + 10) * 2.0, rel=0.1)
 
 

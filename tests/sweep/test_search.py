@@ -7,16 +7,23 @@ import math
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from runner.cli.expand import Expansion, expand
 from runner.cli.main import main
-from runner.errors import SpecError
-from runner.sweep.plan import SweepFolder, find
+from runner.errors import EnvironmentProblem, Problem, SpecError
+from runner.sweep import plan as plans
+from runner.sweep import samplers
+from runner.sweep.config import SweepConfig
+from runner.sweep.plan import JobPlan, Plan, Ranking, SweepFolder, find
 from runner.sweep.record import Record
-from runner.sweep.space import Dimension
+from runner.sweep.results import gather
+from runner.sweep.search import Propose, Trials
+from runner.sweep.space import Dimension, Search, of_json
 from tests.sweep import toy
 
 pytest.importorskip("optuna")
@@ -61,6 +68,29 @@ def test_a_recipe_can_be_a_search(workdir: Path) -> None:
     assert [d.key for d in expand(["+recipe=mine", "seed=7"]).space] == ["optimizer.lr"]
 
 
+def test_recipes_and_components_are_dimensions(workdir: Path) -> None:
+    """What a recipe varies itself exists in its own jobs only; all choices are tried together, with all ends."""
+    (workdir / "recipes").mkdir()
+    over = "sweep:\n  over:\n    optimizer.lr: interval(1e-5,1e-2)\n    seed: [1, 2]\n"
+    (workdir / "recipes" / "a.yaml").write_text(f"defaults: [sft_demo]\n{over}")
+    (workdir / "recipes" / "b.yaml").write_text(
+        "defaults: [dpo_demo]\nsweep:\n  over:\n    algorithm.beta: interval(0.1,1)\n"
+    )
+    found = expand([*BASE[1:], "+recipe=choice(a,b)", "optimizer=adamw,sgd"])
+    assert [d.name for d in found.space] == [
+        "recipe", "optimizer", "+recipe=a: optimizer.lr", "+recipe=a: seed", "+recipe=b: algorithm.beta",
+    ]  # fmt: skip
+    search = Search(found.space, found.fixed)
+    corners = [varied for _, varied in search.corners()]
+    assert {(v["recipe"], v["optimizer"]) for v in corners} == {(r, o) for r in "ab" for o in ("adamw", "sgd")}
+    assert all(("algorithm.beta" in v) == (v["recipe"] == "b") == ("seed" not in v) for v in corners)
+    values = {"recipe": "+recipe=b", "optimizer": "optimizer=sgd", "+recipe=b: algorithm.beta": 0.25}
+    assert [d.name for d in search.only_in(values)] == ["+recipe=b: algorithm.beta"]
+    assert search.words(values)[0] == ["+recipe=b", "optimizer=sgd", "algorithm.beta=0.25"]
+    again = of_json(json.loads(json.dumps(asdict(search))))
+    assert again == search
+
+
 def test_hydras_way_to_ask_for_it(workdir: Path) -> None:
     found = expand(["+recipe=sft_demo", "hydra/sweeper=optuna", "sweep.trials=2", "optimizer.lr=interval(1e-5,1e-2)"])
     assert found.options.search == "optuna"
@@ -73,7 +103,13 @@ def test_hydras_way_to_ask_for_it(workdir: Path) -> None:
         ([*BASE, "optimizer.lr=interval(1,0)"], "is empty"),
         ([*BASE, "optimizer.lr=tag(log,interval(0,1))"], "needs an interval above 0"),
         ([*BASE, "optimizer.lr=interval(-1,1)"], "expected a number above 0, got -1"),
-        (["+recipe=sft_demo,dpo_demo", *BASE[1:]], "cannot vary the recipe"),
+        ([*BASE, "optimizer.lr=tag(wild,interval(1,2))"], "tag(wild,…) means nothing here"),
+        ([*BASE, "seed=tag(log,choice(1,2))"], "not for a choice"),
+        ([*BASE, "algorithm.batch_size=interval(8,64)"], "expected an integer at least 1, got 42.608"),
+        ([*BASE, "seed=1,2", "sweep.metric=eval/loss,reward/mean", "sweep.prune=true"], "stopped early by one metric"),
+        ([*BASE, "seed=1,2", "sweep.metric=eval/loss,perf/x"], "nothing is known of sweep.metric=perf/x"),
+        ([*BASE, "seed=1,2", "sweep.metric=eval/loss,perf/x", "sweep.metric_mode=min"], "has 1 entries for 2 metrics"),
+        ([*BASE, "seed=1,2", "sweep.metric=eval/loss,eval/loss"], "names a metric twice"),
         (["sweep.search=optuna", "seed=1,2"], "sweep.trials: must be given"),
         (["sweep.trials=3", "seed=1,2"], "is for sweep.search=optuna"),
         (["sweep.prune=true", "seed=1,2"], "is for sweep.search=optuna"),
@@ -138,7 +174,7 @@ def test_failures_are_told_and_a_second_try_counts(tmp_path: Path) -> None:
     assert study(folder) == ["COMPLETE", "FAIL"] * 2
     found, made = find(str(folder.root))
     wanted, options = toy.drive.Wanted(retry_failed=True), toy.SweepConfig.model_validate(made.options)
-    assert toy.drive.resume(found, made, wanted, options, toy.command_of(found, ["curve"]), toy.propose) == 0
+    assert toy.resume_with(found, wanted, options, toy.command_of(found, ["curve"]), toy.propose) == 0
     assert sorted(study(folder)) == ["COMPLETE"] * 4 + ["FAIL"] * 2
 
 
@@ -149,3 +185,135 @@ def test_a_search_is_resumed_where_it_began(
     monkeypatch.chdir(tmp_path)
     assert main(["sweep", "resume", str(folder.root), "sweep.trials=2"]) == 2
     assert "resume it where it began: cd " in capsys.readouterr().err
+
+
+X = Dimension("x", "x", "float", 1e-4, 1.0, log=True)
+Y = Dimension("y", "y", "int", 1, 64)
+KIND = Dimension("kind", "kind", "choice", values=(("kind=a", "a"), ("kind=b", "b")))
+OF_A = Dimension("z", "z", "float", 0.0, 1.0, given="kind=a")
+LOSS, SPEED = Ranking("eval/loss", "min", "last", ""), Ranking("perf/speed", "max", "last", "")
+
+
+class Simulated:
+    """A search whose jobs are done at once, with these values of a loss and a speed; no process runs."""
+
+    def __init__(self, where: Path, space: tuple[Dimension, ...], rankings: tuple[Ranking, ...] = (LOSS,)) -> None:
+        self.folder = plans.create("toy", where)
+        self.plan = Plan("toy", (), {"seed": 3}, [], {}, rankings, Search(space, ()))
+        plans.write(self.folder, self.plan)
+        self.said: list[str] = []
+        self.record = Record.begin(self.folder, 0)
+
+    def run(
+        self, trials: int, propose: Propose = toy.propose, tell: bool = True, **options: object
+    ) -> list[dict[str, str]]:
+        config = SweepConfig.model_validate({"search": "optuna", "trials": trials, **options})
+        source = Trials(self.folder, self.plan, config, propose, self.said.append)
+        while (job := source.next()) is not None:
+            plans.append(self.folder, self.plan, job)
+            self.record.grow(len(self.plan.jobs))
+            self.folder.run(job.index).root.mkdir()
+            x, y = (float(job.varied.get(key, 1)) for key in "xy")
+            row = {"step": 1, "eval/loss": (math.log10(x) + 2) ** 2 + y / 64, "perf/speed": y}
+            self.folder.run(job.index).metrics.write_text(json.dumps(row) + "\n")
+            self.record.change(job.index, state="done")
+            if tell:
+                source.ended(job.index, self.record[job.index])
+        return [dict(job.varied) for job in self.plan.jobs]
+
+
+@pytest.mark.parametrize("name", list(samplers.CLASSES))
+def test_every_sampler_works_and_goes_on_with_new_values(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("scipy")
+    pytest.importorskip("cmaes")
+    search = Simulated(tmp_path, (X, Y))
+    search.run(12, sampler=name)
+    found = search.run(18, sampler=name)  # as a resume does
+    assert len({tuple(job.items()) for job in found}) == 18, "no job twice"
+    assert study(search.folder) == ["COMPLETE"] * 18
+
+
+@pytest.mark.parametrize("name", ["tpe", "random", "nsgaii"])
+def test_dimensions_of_some_jobs_only(name: str, tmp_path: Path) -> None:
+    found = Simulated(tmp_path, (X, KIND, OF_A)).run(15, sampler=name)
+    assert {job["kind"] for job in found} == {"a", "b"}
+    assert all(("z" in job) == (job["kind"] == "a") for job in found)
+
+
+def test_several_metrics_are_searched_together(tmp_path: Path) -> None:
+    search = Simulated(tmp_path, (X, Y), (LOSS, SPEED))
+    search.run(25)
+    program = (
+        "import optuna, sys; from optuna.storages import JournalStorage as S;"
+        "from optuna.storages.journal import JournalFileBackend as B;"
+        "s = optuna.load_study(study_name='sweep', storage=S(B(sys.argv[1])));"
+        "print(*[d.name for d in s.directions], *s.metric_names, *sorted(t.user_attrs['job'] for t in s.best_trials))"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", program, str(search.folder.root / "optuna.log")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    front = sorted(row.job.index for row in gather(search.folder, search.plan, search.record).front)
+    assert said == ["MINIMIZE", "MAXIMIZE", "eval/loss", "perf/speed", *map(str, front)] and 1 < len(front) < 25
+
+
+def test_a_crash_between_the_end_of_a_job_and_the_study(tmp_path: Path) -> None:
+    search = Simulated(tmp_path, (X,))
+    search.run(3, tell=False)
+    assert study(search.folder) == ["RUNNING"] * 3
+    search.run(5)
+    assert study(search.folder) == ["COMPLETE"] * 5
+
+
+def test_a_proposal_that_is_no_job_is_said_and_another_is_drawn(tmp_path: Path) -> None:
+    def picky(index: int, words: Sequence[str], varied: Mapping[str, str]) -> JobPlan:
+        if int(varied["y"]) % 2:
+            raise SpecError([Problem("y", "is odd")])
+        return toy.propose(index, words, varied)
+
+    search = Simulated(tmp_path, (Y,))
+    assert all(int(job["y"]) % 2 == 0 for job in search.run(6, picky)) and len(search.plan.jobs) == 6
+    assert search.said and all("is no job, so another is drawn: y: is odd" in line for line in search.said)
+    states = study(search.folder)
+    assert states.count("FAIL") == len(search.said) and states.count("COMPLETE") == 6
+
+    def never(index: int, words: Sequence[str], varied: Mapping[str, str]) -> JobPlan:
+        raise SpecError([Problem("y", "is wrong")])
+
+    with pytest.raises(SpecError, match=r"50 proposals in a row are no job[\s\S]*y: is wrong"):
+        search.run(7, never)
+
+
+def test_a_job_without_the_metric_is_said(tmp_path: Path) -> None:
+    search = Simulated(tmp_path, (X,), (Ranking("eval/other", "max", "last", ""),))
+    search.run(2)
+    assert study(search.folder) == ["FAIL"] * 2
+    assert search.said[0] == "job 0  is done and did not measure eval/other: the search takes it as failed"
+
+
+@pytest.mark.parametrize(
+    ("space", "options", "objectives", "message"),
+    [
+        ((X, KIND), {"sampler": "cmaes"}, 1, "cmaes varies numbers only, and kind is a choice"),
+        ((X, KIND), {"sampler": "qmc"}, 1, "qmc varies numbers only, and kind is a choice"),
+        ((X,), {"sampler": "cmaes"}, 1, "two or more numbers"),
+        ((X, Y), {"sampler": "cmaes"}, 2, "cmaes takes one metric"),
+        ((X, KIND, OF_A), {"sampler": "gp"}, 1, "gp needs jobs that all vary the same, unlike kind=a: z"),
+        ((KIND, Dimension("n", "n", "int", 1, 5, step=2)), {}, 1, "there are 6 different jobs only"),
+    ],
+    ids=str,
+)
+def test_what_a_sampler_cannot_do_is_refused(
+    space: tuple[Dimension, ...], options: dict[str, str], objectives: int, message: str
+) -> None:
+    config = SweepConfig.model_validate({"search": "optuna", "trials": 9, **options})
+    [problem] = samplers.unfit(config, Search(space, ()), objectives)
+    assert message in problem.message
+
+
+def test_what_is_missing_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samplers, "find_spec", lambda name: None if name in ("cmaes", "scipy") else name)
+    assert samplers.load("tpe") is not None
+    for name, package in (("cmaes", "cmaes"), ("gp", "scipy"), ("qmc", "scipy")):
+        with pytest.raises(EnvironmentProblem) as caught:
+            samplers.load(name)
+        said = f"sweep.sampler={name} needs the package {package}: pip install 'posttrain-run[optuna]'"
+        assert str(caught.value) == said

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from runner.cli.compose import compose_job
 from runner.errors import EnvironmentProblem, SpecError
-from runner.sweep.need import Need
-from runner.sweep.slots import Slots, environment, need_of
+from runner.sweep.need import Need, need_of
+from runner.sweep.slots import Slots, cards_here, environment
 
 
 def test_each_job_gets_cards_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,10 +50,10 @@ def test_no_device_is_ever_held_twice(counts: list[int], data: st.DataObject) ->
 
 
 def test_what_a_job_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert need_of(compose_job(["device.threads=3"]).spec) == Need("core", 3)
-    assert need_of(compose_job(["device=cuda"]).spec) == Need("cuda", 1)
+    assert need_of(compose_job(["device.threads=3"]).spec, cards_here()) == Need("core", 3)
+    assert need_of(compose_job(["device=cuda"]).spec, cards_here()) == Need("cuda", 1)
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
-    assert need_of(compose_job(["device=auto"]).spec) == Need("npu", 1)
+    assert need_of(compose_job(["device=auto"]).spec, cards_here()) == Need("npu", 1)
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert need_of(compose_job(["device=auto"]).spec) == Need("core", 1)
+    assert need_of(compose_job(["device=auto"]).spec, cards_here()) == Need("core", 1)

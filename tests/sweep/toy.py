@@ -10,12 +10,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from runner.errors import RunnerError
 from runner.sweep import drive, plan
 from runner.sweep.config import SweepConfig
+from runner.sweep.need import Need
 from runner.sweep.plan import JobPlan, Plan, Ranking, SweepFolder
 from runner.sweep.record import JobState, Record
+from runner.sweep.site import opened
 from runner.sweep.space import Dimension, Search
 
 # Each gets its run folder as argv[1] and notes there that it was started: a sweep that runs a job twice is found out.
@@ -29,6 +32,10 @@ starts = len((folder / "starts").read_text().split())
 def note(step, **values):
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": step} | values) + "\\n")
+"""
+END = """
+if not (folder / "status.json").exists():
+    (folder / "status.json").write_text('{"state": "done"}')
 """
 PROGRAMS = {
     "good": "note(1, **{'eval/loss': 1.0 + float(sys.argv[2])}); print('fine')",
@@ -46,6 +53,7 @@ note(2, **{'eval/loss': 0.5})
 """,
     "memory": "sys.exit(75) if starts < 3 else note(1, **{'eval/loss': 0.1})",
     "half": "(folder / 'status.json').write_text('{\"state\": \"running\"}')",
+    "silent": "note(1, **{'eval/loss': 1.0}); os._exit(0)",
     "parent": "import subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.exit(1)",
     "curve": """
 import math
@@ -55,43 +63,47 @@ for step in range(1, 11):
     note(step, **{"eval/loss": best + 1 / step})
     time.sleep(0.08 if best > 1 else 0.01)
 """,
+    "cards": "note(1, cards=os.environ['ASCEND_RT_VISIBLE_DEVICES']); time.sleep(1)",
+    "environment": "print(json.dumps(dict(os.environ)))",
     "place": "print(os.getcwd())",
+    "sleeps": "time.sleep(600)",
     "where": "note(1, cores=len(os.sched_getaffinity(0))); time.sleep(0.2)",
 }
 
 
-def toy_plan(names: Sequence[str], options: Mapping[str, object]) -> Plan:
+def toy_plan(names: Sequence[str], options: Mapping[str, object], need: Need | None = None) -> Plan:
     """A job per name; what varies is its number."""
     jobs = list(
-        JobPlan(i, varied={"data.n": str(i)}, words=(f"data.n={i}",), sections={"n": i}) for i in range(len(names))
+        JobPlan(i, varied={"data.n": str(i)}, words=(f"data.n={i}",), sections={"n": i}, need=need or Need())
+        for i in range(len(names))
     )
     return Plan(
-        "toy", ("data.n=…",), {"n": 0, "steps": 2}, jobs, options, Ranking("eval/loss", "min", "last", "as said")
+        "toy", ("data.n=…",), {"n": 0, "steps": 2}, jobs, options, (Ranking("eval/loss", "min", "last", "as said"),)
     )
 
 
 def command_of(folder: SweepFolder, names: Sequence[str]) -> drive.Command:
     """What runs each job."""
 
-    def command(job: JobPlan) -> list[str]:
-        program = BEGIN + PROGRAMS[names[job.index % len(names)]]
+    def command(job: JobPlan, begun: bool) -> list[str]:
+        program = BEGIN + PROGRAMS[names[job.index % len(names)]] + END
         given = job.varied.get("optimizer.lr", str(job.index))
         return [sys.executable, "-I", "-S", "-c", program, str(folder.run(job.index).root), given]
 
     return command
 
 
-def start(where: Path, names: Sequence[str], **options: object) -> tuple[SweepFolder, int]:
+def start(where: Path, names: Sequence[str], need: Need | None = None, **options: object) -> tuple[SweepFolder, int]:
     """Run a sweep below `where`; its folder, and its exit code."""
-    folder, made = plan.create("toy", where), toy_plan(names, options)
+    folder, made = plan.create("toy", where), toy_plan(names, options, need)
     config = SweepConfig.model_validate(options)
-    return folder, code_of(lambda: drive.start(folder, made, config, command_of(folder, names)))
+    return folder, code_of(lambda: _start(folder, made, config, command_of(folder, names)))
 
 
 def resume(folder: SweepFolder, names: Sequence[str], wanted: drive.Wanted | None = None, **changes: object) -> int:
     """Go on with it; the exit code."""
     asked, config = wanted or drive.Wanted(), SweepConfig.model_validate(changes)
-    return code_of(lambda: drive.resume(*plan.find(str(folder.root)), asked, config, command_of(folder, names)))
+    return code_of(lambda: resume_with(folder, asked, config, command_of(folder, names)))
 
 
 LR = Dimension("optimizer.lr", "optimizer.lr", "float", 1e-6, 1.0, log=True)
@@ -105,14 +117,25 @@ def search(where: Path, names: Sequence[str], **options: object) -> tuple[SweepF
     """Search a learning rate, which is best at 1e-3."""
     folder, config = plan.create("toy", where), SweepConfig.model_validate({"search": "optuna", **options})
     made = replace(toy_plan([], config.model_dump(exclude_unset=True)), search=Search((LR,), ()))
-    return folder, code_of(lambda: drive.start(folder, made, config, command_of(folder, names), propose))
+    return folder, code_of(lambda: _start(folder, made, config, command_of(folder, names), propose))
 
 
 def go_on(folder: SweepFolder, names: Sequence[str], **changes: object) -> int:
     """Go on with a search; the exit code."""
-    found, made = plan.find(str(folder.root))
+    _, made = plan.find(str(folder.root))
     config = SweepConfig.model_validate({**made.options, **changes})
-    return code_of(lambda: drive.resume(found, made, drive.Wanted(), config, command_of(found, names), propose))
+    return code_of(lambda: resume_with(folder, drive.Wanted(), config, command_of(folder, names), propose))
+
+
+def _start(folder: SweepFolder, made: Plan, options: SweepConfig, *others: Any) -> int:
+    with opened(options) as site:
+        return drive.start(folder, made, options, site, *others)
+
+
+def resume_with(folder: SweepFolder, wanted: drive.Wanted, options: SweepConfig, *others: Any) -> int:
+    """Go on with a sweep where its options say."""
+    with opened(options) as site:
+        return drive.resume(*plan.find(str(folder.root)), wanted, options, site, *others)
 
 
 def code_of(run: object) -> int:
@@ -141,6 +164,8 @@ def starts(folder: SweepFolder, index: int) -> int:
 if __name__ == "__main__":
     place, action, listed = Path(sys.argv[1]), sys.argv[2], sys.argv[3].split(",")
     given = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+    if npus := given.pop("npus", 0):
+        given["need"] = Need("npu", npus)
     if action != "resume":
         sys.exit((start if action == "start" else search)(place, listed, **given)[1])
     sys.exit(resume(SweepFolder(place), listed, **given))

@@ -1,0 +1,176 @@
+"""How long a sweep will take: never guessed, always founded on a job or a run that has ended.
+
+before it begins   a run in outputs/ on this machine that is equal but for what varies, how it is named and watched
+from then on       the jobs of the sweep that are done, and the pace of those that run
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from runner.folder import OUTPUTS, RunFolder, shown
+from runner.spec.origin import leaves
+from runner.sweep.plan import Plan
+from runner.sweep.record import Record
+from runner.sweep.running import Running
+
+MOST_READ = 30  # runs in outputs/ that are looked at, the newest first
+SAME_TIME = ("name", "seed", "tracker", "watch", "strict")  # what does not change how long a run takes
+STAGE = re.compile(r".*/stages/([^/]+)/[0-9a-f]+(?:/export)?")
+RECIPE = "recipe"
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds per step, with all that a run does beside its steps shared out over them; and which run says so."""
+
+    seconds: float
+    steps: int
+    source: str
+
+
+def expected(plan: Plan, trials: int | None, parallel: int) -> str:
+    """For a plan: how long it will take and how that is known, or that it is not."""
+    found = earlier(plan)
+    if found is None:
+        return "known after the first job"
+    steps = [_steps(plan, job.sections) for job in plan.jobs] or [_steps(plan, {})] * (trials or 0)
+    total = spoken(_in_parallel([found.seconds * count for count in steps], parallel))
+    at_most = "at most " if plan.options.get("prune") else ""
+    return (
+        f"{at_most}about {total}, as {found.source} took {spoken(found.seconds * found.steps)} for {found.steps} steps"
+    )
+
+
+def earlier(plan: Plan, outputs: Path = OUTPUTS) -> Pace | None:
+    """The pace of the newest run that is as a job of this sweep but for what varies."""
+    axes = plan.axes
+    if RECIPE in axes:
+        return None  # what the jobs have in common is not known by keys
+    ignored = {*SAME_TIME, *axes, "steps"}
+    wanted = _comparable(plan.base, ignored)
+    for run in _newest(outputs):
+        spec = _yaml(run.spec)
+        seconds = _seconds(run)
+        if seconds is not None and _comparable(spec, ignored) == wanted and _is_from_here(run):
+            steps = max(int(spec.get("steps", 1)), 1)
+            return Pace(seconds / steps, steps, shown(run.root))
+    return None
+
+
+def remaining_s(plan: Plan, record: Record, running: Mapping[int, Running], trials: int | None = None) -> float | None:
+    """Seconds to go: what is left of the steps, those of a search's `trials` to come included, at the pace of the jobs
+    that run and, before those have made steps, of the jobs that are done. None where there are neither."""
+    left = {
+        job.index: _steps(plan, job.sections) - (running[job.index].watch.step if job.index in running else 0)
+        for job in plan.jobs
+        if record[job.index].state in ("running", "waiting")
+    }
+    to_go = [*left.values(), *[_steps(plan, {})] * max((trials or 0) - len(plan.jobs), 0)]
+    pace = sum(job.pace for job in running.values())
+    if pace > 0:
+        return sum(to_go) / pace
+    each = _of_done(plan, record)
+    if each is None or not to_go:
+        return None
+    return _in_parallel([count * each for count in to_go], max(len(running), 1))
+
+
+def first_done(plan: Plan, record: Record, running: Mapping[int, Running], trials: int | None = None) -> str:
+    """A line for the moment when the first job is done; empty before, and where nothing is left."""
+    left, each = remaining_s(plan, record, running, trials), _of_done(plan, record)
+    if left is None or each is None or left < 1:
+        return ""
+    [first, *_] = [job for job in plan.jobs if record[job.index].state == "done"]
+    return f"time     about {spoken(left)} to go: job {first.index} took {spoken(record[first.index].seconds)}"
+
+
+def spoken(seconds: float) -> str:
+    """40 s, 12 min, 3 h 20 min, 2 d 4 h."""
+    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60)):
+        if seconds >= size:
+            rest = int(seconds % size / part)
+            return f"{int(seconds / size)} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{math.ceil(seconds)} s"
+
+
+def _in_parallel(seconds: Sequence[float], parallel: int) -> float:
+    """How long jobs take that start in this order as soon as one of so many places is free."""
+    places = [0.0] * max(min(parallel, len(seconds)), 1)
+    for each in seconds:
+        places[places.index(min(places))] += each
+    return max(places)
+
+
+def _of_done(plan: Plan, record: Record) -> float | None:
+    """Seconds per step of the jobs of this sweep that are done."""
+    done = [job for job in plan.jobs if record[job.index].state == "done"]
+    steps = sum(_steps(plan, job.sections) for job in done)
+    seconds = sum(record[job.index].seconds for job in done)
+    return seconds / steps if steps and seconds else None
+
+
+def _steps(plan: Plan, sections: Mapping[str, Any]) -> int:
+    return int(sections.get("steps", plan.base.get("steps", 0)))
+
+
+def _newest(outputs: Path) -> Iterator[RunFolder]:
+    """The runs in outputs/, those of sweeps included, the newest first."""
+    specs = [path for pattern in ("[0-9]*/*/spec.yaml", "sweeps/*/*/spec.yaml") for path in outputs.glob(pattern)]
+    timed = sorted(((path.stat().st_mtime, path) for path in specs if not path.parent.is_symlink()), reverse=True)
+    return (RunFolder(path.parent) for _, path in timed[:MOST_READ])
+
+
+def _seconds(run: RunFolder) -> float | None:
+    """How long a run took that was done at its first attempt: its spec is written first, its status last."""
+    said = _json(run.status)
+    if said.get("state") != "done" or said.get("attempt") != 1:
+        return None
+    return run.status.stat().st_mtime - run.spec.stat().st_mtime
+
+
+def _is_from_here(run: RunFolder) -> bool:
+    return bool(_json(run.manifest).get("platform", {}).get("host") == socket.gethostname())
+
+
+def _comparable(spec: Mapping[str, Any], ignored: set[str]) -> dict[str, Any]:
+    """The values of a spec that make how long it takes; paths as a run has them, its stages as a recipe has them."""
+    kept = {}
+    for key, value in leaves(spec):
+        parts = key.split(".")
+        if not any(".".join(parts[: i + 1]) in ignored for i in range(len(parts))):
+            kept[key] = _as_typed(value)
+    return kept
+
+
+def _as_typed(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    stage = STAGE.fullmatch(value)
+    return f"recipe:{stage[1]}" if stage else os.path.realpath(value) if os.path.exists(value) else value
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return {}  # a run that cannot be read is no evidence
+    return content if isinstance(content, dict) else {}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

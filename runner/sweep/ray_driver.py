@@ -1,0 +1,212 @@
+"""Ray's driver for a sweep, in a process of its own: Ray takes over signals, prints, and may take its process down.
+
+    stdin   {"do": "start", "token", "name", "resources", "minder", "order"} | {"do": "find", "token", "name"}
+            {"do": "signal", "token", "number"}                              end of file: the sweep has ended
+    stdout  {"is": "ready", "nodes": [{"CPU": 2.0, "NPU": 4.0}, …]} | {"is": "refused", "why"}
+            {"is": "found", "token"}
+            {"is": "gone", "token", "why"}          its actor has ended, or is not there; the note tells the job's end
+
+Each job is a detached actor with the job's resources, which starts the minder (runner.sweep.minder) and leaves when
+that ends. On a cluster that was joined they go on without the driver; a cluster of its own ends with it, after all jobs
+have had the time to save. Placement is Ray's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import selectors
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+NAMESPACE = "posttrain-run"
+PR_SET_CHILD_SUBREAPER = 36
+PING_S = 1.0
+TICK_S = 0.1
+OBJECT_STORE_BYTES = 100 << 20  # nothing is kept in it; Ray would take a third of the memory
+
+
+class Attendant:
+    """The actor of one job, on the node that Ray gave it. Pickled by value: Ray's nodes need nothing of ours."""
+
+    def __init__(self, minder: list[str], order: dict[str, Any]) -> None:
+        import subprocess
+        import threading
+
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_") and k != "OMP_NUM_THREADS"}
+        self._minder = subprocess.Popen(
+            [*minder, "--parent", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**kept, **order["environment"]},
+            start_new_session=True,
+        )
+        assert self._minder.stdin is not None
+        self._minder.stdin.write(json.dumps(order).encode())
+        self._minder.stdin.close()
+        self._said = ""
+        self._me = ray.get_runtime_context().current_actor
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def look(self) -> str:
+        """What the minder complained of, if it could not do its work."""
+        return self._said
+
+    def signal(self, number: int) -> None:
+        """Pass a signal on to the minder."""
+        self._minder.send_signal(signal.SIGUSR1 if number == signal.SIGKILL else number)
+
+    def leave(self) -> None:
+        """End this actor."""
+        ray.actor.exit_actor()  # type: ignore[no-untyped-call]
+
+    def _wait(self) -> None:
+        assert self._minder.stderr is not None
+        self._said = self._minder.stderr.read().decode(errors="replace").strip()
+        if self._minder.wait() != 0:
+            time.sleep(5 * PING_S)  # for `look` to tell it
+        self._me.leave.remote()
+
+
+class Driver:
+    """The jobs that this driver has started or found, and what the sweep wants of them."""
+
+    def __init__(self, output: int) -> None:
+        self._output = output
+        self._actors: dict[str, Any] = {}
+        self._looks: dict[Any, str] = {}  # outstanding calls → token
+        self._due: dict[str, float] = {}
+        self._said: dict[str, str] = {}
+
+    def tell(self, **event: Any) -> None:
+        """One line for the sweep; nobody may read it any more."""
+        with suppress(BrokenPipeError):
+            os.write(self._output, json.dumps(event).encode() + b"\n")
+
+    def do(self, what: dict[str, Any]) -> None:
+        """Do what the sweep asks."""
+        token = what["token"]
+        if what["do"] == "start":
+            options = {"name": what["name"], "lifetime": "detached", "namespace": NAMESPACE, **what["resources"]}
+            self._add(token, ray.remote(Attendant).options(**options).remote(what["minder"], what["order"]))
+        elif what["do"] == "find":
+            try:
+                self._add(token, ray.get_actor(what["name"], NAMESPACE))
+                self.tell(**{"is": "found", "token": token})
+            except ValueError:
+                self.tell(**{"is": "gone", "token": token, "why": ""})
+        elif (actor := self._actors.get(token)) is not None:
+            if token in self._said:  # it has begun
+                actor.signal.remote(what["number"])
+            else:
+                ray.kill(actor)
+
+    def _add(self, token: str, actor: Any) -> None:
+        self._actors[token] = actor
+        self._looks[actor.look.remote()] = token
+
+    def look(self) -> None:
+        """See which actors have begun, and which have ended."""
+        ready = ray.wait(list(self._looks), num_returns=len(self._looks), timeout=0)[0] if self._looks else []
+        for answer in ready:
+            token = self._looks.pop(answer)
+            try:
+                self._said[token] = ray.get(answer)
+                self._due[token] = time.monotonic() + PING_S
+            except RayError as error:
+                why = self._said.get(token) or (str(error) if token not in self._said else "")
+                self.tell(**{"is": "gone", "token": token, "why": why})
+                del self._actors[token]
+        for token, due in list(self._due.items()):
+            if time.monotonic() > due and token in self._actors:
+                del self._due[token]
+                self._looks[self._actors[token].look.remote()] = token
+
+    def serve(self) -> None:
+        """Until the sweep has ended."""
+        os.set_blocking(0, False)
+        waiting, rest = selectors.DefaultSelector(), b""
+        waiting.register(0, selectors.EVENT_READ)
+        while True:
+            for _ in waiting.select(TICK_S):
+                if not (chunk := os.read(0, 1 << 16)):
+                    return
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    self.do(json.loads(line))
+            self.look()
+
+    def end(self, grace_s: float) -> None:
+        """Let the jobs save and end: the cluster ends with the sweep."""
+        for token, actor in self._actors.items():
+            actor.signal.remote(int(signal.SIGTERM)) if token in self._said else ray.kill(actor)
+        deadline = time.monotonic() + grace_s
+        while self._actors and time.monotonic() < deadline:
+            self.look()
+            time.sleep(TICK_S)
+
+
+def main(asked: dict[str, Any]) -> None:
+    """Serve one sweep. `asked`: address (None: a cluster of our own, with `num_cpus`, …), grace_s."""
+    output = os.dup(1)
+    os.dup2(2, 1)  # whatever Ray prints is no event
+    driver, own = Driver(output), asked["address"] is None
+    folder = tempfile.mkdtemp(prefix="run-ray-", dir="/tmp") if own else ""  # short: sockets are in it
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what Ray starts stays below this process
+    try:
+        _connect(asked, folder)
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        driver.tell(**{"is": "ready", "nodes": nodes})
+        driver.serve()
+        if own:
+            driver.end(asked["grace_s"])
+    except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
+        driver.tell(**{"is": "refused", "why": f"{type(error).__name__}: {error}"})
+        raise
+    finally:
+        ray.shutdown()
+        if own:
+            _end_all_below()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _connect(asked: dict[str, Any], folder: str) -> None:
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": NAMESPACE}
+    if asked["address"] is not None:
+        ray.init(address=asked["address"], **quiet)
+        return
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        _node_ip_address="127.0.0.1",
+        _temp_dir=folder,
+        **asked["resources"],
+        **quiet,
+    )
+
+
+def _end_all_below() -> None:
+    """Kill what Ray has left behind: its agents outlive a raylet that was killed."""
+    from runner.tracker.processes import descendants, kill
+
+    while left := descendants(os.getpid()):
+        kill(left)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(TICK_S)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
