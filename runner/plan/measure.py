@@ -8,7 +8,7 @@ Legend: T tokens of a micro-batch, H hidden size, d head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
@@ -17,16 +17,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from runner.batch import Batch, pack
 from runner.decisions import Decisions
+from runner.device.npu_fused import fuse
+from runner.errors import Problem, SpecError
 from runner.model.build import DTYPES
 from runner.model.causal import CausalLM
 from runner.model.ragged import RaggedModel
 from runner.model.scalar import ScalarModel
 from runner.model.valued import ValuedLM
+from runner.plan.operators import MetaOperators, fused_attention
 from runner.plan.tracking import META, Kind, Tracker, keep_gradients
 from runner.registry import default_registry
 from runner.spec.base import Head
@@ -154,12 +158,27 @@ def _made(spec: JobSpec, head: Head, architecture: Any, dtype: torch.dtype, adap
     with torch.device(META):
         module = auto.from_config(shape, dtype=dtype)
     quiet = Decisions()
+    if fused := getattr(spec.device, "fused", ()):
+        fuse(module, fused, MetaOperators(), quiet)
     model = kind(module, None, spec.model, seed=0, decide=quiet)
     if adapted:
         model = default_registry().factory(spec.adapter)(spec.adapter, model, decide=quiet)
+        _refuse_wrapped_parameters(model.module)
     else:
         model.module.requires_grad_(False)
     return model
+
+
+def _refuse_wrapped_parameters(module: nn.Module) -> None:
+    """Raise SpecError for peft's adapters on bare parameters, which need a device that computes."""
+    wrapped = sorted(
+        {name.rpartition(".")[2] for name, part in module.named_modules() if isinstance(part, ParamWrapper)}
+    )
+    if wrapped:
+        text = f"a plan cannot be made with an adapter on the experts ({', '.join(wrapped)})"
+        raise SpecError(
+            [Problem("adapter.targets", f"{text}; name layers, e.g. adapter.targets=[q_proj,k_proj,v_proj,o_proj]")]
+        )
 
 
 def _layers(inner: nn.Module) -> nn.ModuleList:
@@ -184,24 +203,3 @@ def mix(module: nn.Module, dtype: torch.dtype) -> None:
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
             layer.forward = partial(product, layer)  # type: ignore[method-assign]
-
-
-class _Fused(torch.autograd.Function):
-    """Keeps what fused attention kernels keep: their inputs, their output, and a float32 per query and head."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = torch.empty_like(query)
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:2], dtype=torch.float32))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        query, key, value, *_ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def fused_attention(query: Tensor, key: Tensor, value: Tensor, *, dtype: torch.dtype, **_: Any) -> Tensor:
-    """A `VarlenAttention` that takes the memory of a fused kernel in `dtype` and computes nothing."""
-    fused: Callable[..., Tensor] = _Fused.apply
-    return fused(query.to(dtype), key.to(dtype), value.to(dtype))
