@@ -207,20 +207,26 @@ def places(batch: Batch) -> list[Places]:
     ]
 
 
+def cuts(taken: Sequence[Places], budget: int, *, padded: bool) -> list[range]:
+    """Runs of units that take at most `budget` places each, of units that take so many; a larger unit runs alone."""
+    runs, start, filled = list[range](), 0, Places()
+    for unit, more in enumerate(taken):
+        if unit > start and (filled + more).count(padded) > budget:
+            runs.append(range(start, unit))
+            start, filled = unit, Places()
+        filled = filled + more
+    return [*runs, range(start, len(taken))] if taken else []
+
+
 def micro_batches(batch: Batch, budget: int, *, padded: bool = False) -> Iterator[Batch]:
     """Cut between units so that each piece takes at most `budget` places on the device; a larger unit runs alone.
 
     A place is a token, or, for a model that runs padded, also what fills its rows up to the longest.
     """
-    start, stop, filled = 0, 0, Places()
     spans = unit_spans(batch)
     taken = places(batch) if padded else [Places(size) for *_, size in spans]
-    for (first, last, _), more in zip(spans, taken, strict=True):
-        if stop > start and (filled + more).count(padded) > budget:
-            yield batch.slice_rows(start, stop)
-            start, filled = first, Places()
-        stop, filled = last, filled + more
-    yield batch.slice_rows(start, stop)
+    for run in cuts(taken, budget, padded=padded):
+        yield batch.slice_rows(spans[run[0]][0], spans[run[-1]][1])
 
 
 def split_rows(batch: Batch, parts: int) -> list[Batch]:

@@ -42,7 +42,8 @@ class CachedModel(FrozenModel):
         The whole batch is scored, so that a number does not depend on what else was known.
         """
         keys = unit_keys(batch)
-        unknown = {key for key in keys if key not in self.kept}
+        own = {key for key in keys if key not in self.kept}
+        unknown = set().union(*self._peers.gather(own))  # ranks whose caches differ still score the same batches
         if unknown:
             logprobs = super().forward(batch, LOGPROBS)["logprobs"].cpu()
             sizes = [size for *_, size in unit_spans(batch)]

@@ -13,6 +13,7 @@
     ├── SecurityRefusal             8   something asked to run code or to leak a secret
     ├── SweepFailed                 9   some jobs of a sweep failed; the others have their results
     ├── OutOfMemory                75   worth a retry with smaller micro-batches
+    ├── RankLost                   75   a process or a machine of the job is gone; worth a retry
     └── Interrupted           130/143   SIGINT or SIGTERM; a checkpoint was written, if a step was made
 
 A message says what is wrong, where it was set, and what to type next.
@@ -109,6 +110,12 @@ class SweepFailed(RunnerError):
 
 class OutOfMemory(RunnerError):
     """The device's memory is exhausted; a retry with smaller micro-batches may work."""
+
+    exit_code = 75
+
+
+class RankLost(RunnerError):
+    """A process or a machine of the job is gone; a resume may work."""
 
     exit_code = 75
 

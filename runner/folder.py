@@ -26,9 +26,19 @@ OUTPUTS = Path("outputs")
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The paths of one run."""
+    """The paths of one run, as the process that leads it, rank 0, sees them; the other ranks have a log of their own."""
 
     root: Path
+    rank: int = 0
+
+    def of_rank(self, rank: int) -> RunFolder:
+        """The same folder for another rank of the job."""
+        return RunFolder(self.root, rank)
+
+    @property
+    def ranks(self) -> Path:
+        """ranks/N.log and ranks/N.stacks of the ranks from 1."""
+        return self.root / "ranks"
 
     @property
     def spec(self) -> Path:
@@ -81,8 +91,8 @@ class RunFolder:
 
     @property
     def log(self) -> Path:
-        """What was printed, with times."""
-        return self.root / "run.log"
+        """What was printed, with times; of a rank from 1, all that it said."""
+        return self.ranks / f"{self.rank}.log" if self.rank else self.root / "run.log"
 
     @property
     def attempts(self) -> Path:
@@ -92,7 +102,7 @@ class RunFolder:
     @property
     def stacks(self) -> Path:
         """Every thread's stack, of steps that took too long."""
-        return self.root / "stacks.log"
+        return self.ranks / f"{self.rank}.stacks" if self.rank else self.root / "stacks.log"
 
 
 def create(name: str, outputs: Path = OUTPUTS) -> RunFolder:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from runner.batch import Batch
 from runner.learner import score
-from runner.protocols import Outputs
+from runner.protocols import Outputs, Peers
+from runner.sharing import ALONE
 
 
 class FrozenModel:
@@ -24,8 +25,10 @@ class FrozenModel:
         budget: int,
         device: torch.device,
         during: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        peers: Peers = ALONE,
     ) -> None:
         self._model, self._budget, self._device, self._during = model, budget, device, during
+        self._peers = peers
 
     @property
     def origin(self) -> Mapping[str, str]:
@@ -40,6 +43,14 @@ class FrozenModel:
 
     @torch.no_grad()
     def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
-        """The outputs named in `needs`, [T] or [N], on the model's device."""
+        """The outputs named in `needs`, [T] or [N], on the model's device; all ranks ask for the same."""
+        return self._scored(batch, needs, self._peers)
+
+    @torch.no_grad()
+    def alone(self, batch: Batch, needs: frozenset[str]) -> Outputs:
+        """The same of a batch that is this rank's own."""
+        return self._scored(batch, needs, ALONE)
+
+    def _scored(self, batch: Batch, needs: frozenset[str], peers: Peers) -> Outputs:
         with self._during():
-            return score(self._model, batch, needs, budget=self._budget, device=self._device)
+            return score(self._model, batch, needs, budget=self._budget, device=self._device, peers=peers)

@@ -24,7 +24,7 @@ from runner.batch import Batch, unit_spans
 from runner.evaluator import Report, Sample
 from runner.kept import unit_keys
 from runner.metrics import Metrics
-from runner.protocols import LOGPROBS, Experience, LossFn, Model, Outputs, Ranks, Role
+from runner.protocols import LOGPROBS, Experience, LossFn, Model, Outputs, Role
 
 
 @runtime_checkable
@@ -35,7 +35,7 @@ class LearnsFromItems(Protocol):
 
     def experience(self, items: Sequence[Any]) -> Experience: ...
 
-    def prepare(self, experience: Experience, models: Mapping[Role, Model], ranks: Ranks) -> Iterator[Batch]: ...
+    def prepare(self, experience: Experience, models: Mapping[Role, Model]) -> Iterator[Batch]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,6 @@ class HeldOutLoss:
     batch_size: int
     samples: int
     tokenizer: Any
-    ranks: Ranks
 
     def evaluate(self, models: Mapping[Role, Model]) -> Report:
         """eval/loss, eval/accuracy, eval/margin, … (whatever the loss measures), and time/eval_s.
@@ -73,7 +72,7 @@ class HeldOutLoss:
         """Prepared mini-batches, each with its items."""
         for items in shares(self.items, self.batch_size):
             first = 0
-            for batch in self.algorithm.prepare(self.algorithm.experience(items), models, self.ranks):
+            for batch in self.algorithm.prepare(self.algorithm.experience(items), models):
                 last = first + len(unit_spans(batch))
                 yield items[first:last], batch
                 first = last

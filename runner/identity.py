@@ -20,8 +20,9 @@ from runner.spec.origin import leaves
 log = logging.getLogger("runner")
 
 PromptStyle = Literal["chat", "text"]
-# What may change when a run goes on: how long, how it is watched and kept; nothing that the curve so far depends on.
-RESUMABLE = ("steps", "strict", "evaluation", "watch", "tracker", "checkpoint")
+# What may change when a run goes on: how long, on how many devices, how it is watched and kept; nothing that the curve
+# so far depends on.
+RESUMABLE = ("steps", "strict", "launch", "parallelism", "evaluation", "watch", "tracker", "checkpoint")
 LIBRARIES = ("torch", "transformers", "peft")
 
 
@@ -51,7 +52,7 @@ def refuse_changed_spec(spec: JobSpec, saved: Mapping[str, Any], free: Collectio
     problems = [
         Problem(key, f"was {value} when the checkpoint was written, is {now.get(key)}; put it back", "spec.yaml")
         for key, value in before.items()
-        if now.get(key) != value and not {key, key.partition(".")[0]} & set(free)
+        if now.get(key) != value and not {key, key.partition(".")[0]} & {*free, *RESUMABLE}
     ]
     if problems:
         raise SpecError(problems)

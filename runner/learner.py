@@ -1,6 +1,7 @@
 """The learner: one trained model behind three verbs, which an algorithm calls without seeing how it is sharded.
 
-    mini-batch ──cut by token budget──▶ micro-batches ──forward·backward──▶ summed gradients ──optim_step──▶ weights
+    mini-batch ──dealt out──▶ a rank's micro-batches ──forward·backward──▶ gradients
+               gradients ──summed over ranks──▶ ──optim_step──▶ weights, the same on every rank
 
 Legend: N rows, T tokens. Gradients are summed. The loss has been divided by the total it means;
 nothing divides here.
@@ -9,18 +10,22 @@ nothing divides here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from runner.batch import Batch, Places, micro_batches, places
+from runner.batch import Batch, Places, places
+from runner.dealing import deal, joined, own_part, spread
 from runner.errors import CheckpointError, RunnerError, TrainingDiverged
 from runner.metrics import Metrics
-from runner.protocols import LinearLossFn, LogitsLossFn, LossFn, Outputs, State, Terms
+from runner.protocols import LinearLossFn, LogitsLossFn, Loss, LossFn, Outputs, Peers, State, Terms
 from runner.randomness import derive
+from runner.shards import fill, piece, total_norm, whole
+from runner.sharing import ALONE, sum_gradients
 
 log = logging.getLogger("runner")
 
@@ -48,13 +53,23 @@ class TrainableModel(ScoringModel, Protocol):
     def eval(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a rank tells the others of its share of a mini-batch; oversized: the sizes of what was above the budget."""
+
+    total: float
+    metrics: Metrics
+    oversized: list[int]
+
+
 class LocalLearner:
-    """One model and its optimizer in this process.
+    """One model and its optimizer in this process, which does its share of each mini-batch.
 
     factor:  the schedule, step (0-based) → factor on the learning rate
     budget:  tokens of one micro-batch on the device
-    seed:    every dropout stream is derived from (seed, step, micro-batch)
+    seed:    every dropout stream is derived from (seed, step, micro-batch, rank)
     prefix:  of the names of its metrics
+    peers:   who the work is shared with; all ranks call every verb, with the same arguments
     """
 
     def __init__(
@@ -69,11 +84,13 @@ class LocalLearner:
         seed: int,
         device: torch.device,
         prefix: str = "train",
+        peers: Peers = ALONE,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self._lr, self._clip, self._factor = lr, clip_norm, factor
         self._budget, self._seed, self._device, self._prefix = budget, seed, device, prefix
+        self._peers = peers
         self._parameters = model.trainable()
         self._step = self._micro = 0
         self._said_oversized = False
@@ -88,51 +105,69 @@ class LocalLearner:
     def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
         """Score a batch of any size without gradient and without dropout; [T] outputs on the learner's device."""
         self.model.eval()
-        return score(self.model, batch, needs, budget=self._budget, device=self._device)
+        return score(self.model, batch, needs, budget=self._budget, device=self._device, peers=self._peers)
 
     def forward_backward(
         self, batch: Batch, loss: LossFn, keep: frozenset[str] = frozenset()
     ) -> tuple[Metrics, Outputs]:
-        """Add the loss's gradient on a mini-batch; returns metrics and, detached, the outputs named in `keep`.
+        """Add the gradient of this rank's share of a mini-batch; returns metrics and, detached, the outputs named in
+        `keep`, of all of it.
 
-        Raises TrainingDiverged if the loss is not finite.
+        Raises TrainingDiverged, on all ranks, if the loss is not finite.
         """
         self.model.train()
-        metrics, kept, total = Metrics(), [], torch.zeros((), device=self._device)
-        oversized: list[int] = []
-        for micro in micro_batches(batch, self._budget, padded=self.model.padded):
-            oversized += self._oversized(micro)
-            torch.manual_seed(derive(self._seed, "dropout", self._step, self._micro))
-            self._micro += 1
-            value, outputs = self._backward(micro, loss)
+        share = deal(batch, self._budget, self._peers, padded=self.model.padded)
+        metrics, kept, total = Metrics(), list[Outputs](), torch.zeros((), device=self._device)
+        for micro, own in share:
+            self._seed_dropout()
+            value, outputs = self._backward(micro, loss, own)
             total += value.total.detach()
             metrics.merge(value.metrics)
-            kept.append({name: outputs[name].detach() for name in keep})
-        self._say_once(oversized)
-        if not torch.isfinite(total):
+            kept.append(own_part({name: outputs[name].detach() for name in keep}, own))
+        done = Done(float(total), metrics.plain(), [size for micro in share.micros for size in self._oversized(micro)])
+        return self._agreed(self._peers.gather(done)), share.gathered(self._peers, joined(kept)) if keep else {}
+
+    def _seed_dropout(self) -> None:
+        """Begin the dropout stream of the next micro-batch."""
+        stream = self._micro * self._peers.size + self._peers.rank
+        torch.manual_seed(derive(self._seed, "dropout", self._step, stream))
+        self._micro += 1
+
+    def _agreed(self, ranks: Sequence[Done]) -> Metrics:
+        """The metrics of all ranks. Raises TrainingDiverged if their losses add up to no finite number."""
+        self._say_once([size for done in ranks for size in done.oversized])
+        total = sum(done.total for done in ranks)
+        if not math.isfinite(total):
             raise TrainingDiverged(
-                f"step {self._step + 1}: the loss is {float(total)}; nothing was updated with it. "
+                f"step {self._step + 1}: the loss is {total}; nothing was updated with it. "
                 "Lower optimizer.lr, or look at the data of this step"
             )
-        return metrics, joined(kept, keep)
+        metrics = Metrics()
+        for done in ranks:
+            metrics.merge(done.metrics)
+        return metrics
 
-    def _backward(self, micro: Batch, loss: LossFn) -> tuple[Any, Mapping[str, Tensor]]:
+    def _backward(self, micro: Batch, loss: LossFn, own: bool) -> tuple[Loss, Outputs]:
+        """Loss and outputs of a micro-batch, which is on the CPU; of a filler, whose gradient is zero, no loss."""
         batch = micro.to(self._device)
         if isinstance(loss, LinearLossFn):
-            total, outputs = self._linear(micro, batch, loss)
+            total, outputs = self._linear(micro, batch, loss, float(own))
             total.backward()  # type: ignore[no-untyped-call]
-            return loss(batch, outputs), outputs
+            return loss(batch, outputs) if own else Loss(total, Metrics()), outputs
         outputs = self.model.outputs(batch, loss.needs)
-        value = loss(batch, outputs)
+        nothing = sum((0 * values.sum() for values in outputs.values()), torch.zeros((), device=self._device))
+        value = loss(batch, outputs) if own else Loss(nothing, Metrics())
         value.total.backward()  # type: ignore[no-untyped-call]
         return value, outputs
 
-    def _linear(self, micro: Batch, batch: Batch, loss: LinearLossFn) -> tuple[Tensor, dict[str, Tensor]]:
-        """`TrainableModel.linear` of a micro-batch, which is on the CPU, and as `batch` on the device."""
+    def _linear(
+        self, micro: Batch, batch: Batch, loss: LinearLossFn, factor: float = 1.0
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`TrainableModel.linear` of `factor` times the loss of a micro-batch, on the CPU, and, as `batch`, there."""
         terms = None
         if isinstance(loss, LogitsLossFn):
             terms, batch = loss.terms, replace(batch, tokens={**batch.tokens, **loss.beside(batch)})
-        return self.model.linear(batch, loss.coefficients(micro), terms)
+        return self.model.linear(batch, factor * loss.coefficients(micro), terms)
 
     @torch.no_grad()
     def measure(self, batch: Batch, loss: LossFn) -> Outputs:
@@ -141,9 +176,11 @@ class LocalLearner:
         if not isinstance(loss, LogitsLossFn):
             return self.forward(batch, loss.needs)
         self.model.eval()
-        pieces = micro_batches(batch, self._budget, padded=self.model.padded)
-        found = [self._linear(micro, micro.to(self._device), loss)[1] for micro in pieces]
-        return joined(found, frozenset(found[0]))
+
+        def run(micro: Batch) -> Outputs:
+            return self._linear(micro, micro.to(self._device), loss)[1]
+
+        return spread(batch, run, self._budget, self._peers, padded=self.model.padded)
 
     def _oversized(self, micro: Batch) -> list[int]:
         """The tokens that a micro-batch takes, if they are above the budget."""
@@ -165,10 +202,11 @@ class LocalLearner:
         )
 
     def optim_step(self) -> Metrics:
-        """Clip, step, clear. Raises TrainingDiverged, with the weights untouched, if a gradient is not finite."""
+        """Sum over ranks, clip, step, clear. Raises TrainingDiverged, with the weights untouched, if a gradient is not
+        finite."""
         parameters = list(self._parameters.values())
-        grads = [p.grad for p in parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
+        sum_gradients(parameters, self._peers)
+        norm = total_norm([p.grad for p in parameters if p.grad is not None])
         if not torch.isfinite(norm):
             raise TrainingDiverged(
                 f"step {self._step + 1}: the gradient norm is {float(norm)}; nothing was updated with it. "
@@ -185,7 +223,7 @@ class LocalLearner:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """What learns, under the names it has in the model's module."""
-        yield from ((name, parameter.detach()) for name, parameter in self._parameters.items())
+        yield from ((name, whole(parameter)) for name, parameter in self._parameters.items())
 
     def state_dict(self) -> State:
         """Trained parameters and the optimizer's state: tensors under `param/` and `optim/<key>/`, the rest plain.
@@ -215,7 +253,7 @@ class LocalLearner:
             kind, _, rest = full.partition("/")
             if kind == "optim":
                 key, _, name = rest.partition("/")
-                entries.setdefault(name, {})[key] = tensor
+                entries.setdefault(name, {})[key] = self._own(name, tensor)
         own, saved = self.optimizer.state_dict(), state["optimizer"]["groups"]
         names = self._names()
         if len(saved) != len(own["param_groups"]) or entries.keys() - set(names.values()):
@@ -223,6 +261,12 @@ class LocalLearner:
         own["param_groups"] = [_restored(*pair) for pair in zip(own["param_groups"], saved, strict=True)]
         own["state"] = {index: entries[name] for index, name in names.items() if name in entries}
         self.optimizer.load_state_dict(own)
+
+    def _own(self, name: str, saved: Tensor) -> Tensor:
+        """A copy of what the optimizer keeps of a parameter, as far as this rank holds it."""
+        parameter = self._parameters.get(name)
+        alike = parameter is not None and parameter.shape == saved.shape
+        return piece(parameter, saved) if parameter is not None and alike else saved.clone()
 
     def _names(self) -> dict[int, str]:
         """The names of the parameters by the numbers they have in the optimizer's state."""
@@ -249,17 +293,15 @@ def load_parameters(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str
                     f"{name}: {saved[name].dtype}{list(saved[name].shape)} in the checkpoint, "
                     f"{parameter.dtype}{list(parameter.shape)} in this model"
                 )
-            parameter.copy_(saved[name])
+            fill(parameter, saved[name])
 
 
 def score(
-    model: ScoringModel, batch: Batch, needs: frozenset[str], *, budget: int, device: torch.device
+    model: ScoringModel, batch: Batch, needs: frozenset[str], *, budget: int, device: torch.device, peers: Peers
 ) -> dict[str, Tensor]:
     """The outputs named in `needs` on a batch of any size, [T] or [N] on `device`, in micro-batches of `budget`."""
-    pieces = micro_batches(batch, budget, padded=model.padded)
-    return joined([model.outputs(micro.to(device), needs) for micro in pieces], needs)
 
+    def run(micro: Batch) -> dict[str, Tensor]:
+        return model.outputs(micro.to(device), needs)
 
-def joined(parts: list[dict[str, Tensor]], names: frozenset[str]) -> dict[str, Tensor]:
-    """The outputs of micro-batches as those of the whole batch."""
-    return {name: torch.cat([part[name] for part in parts]) for name in names}
+    return spread(batch, run, budget, peers, padded=model.padded)

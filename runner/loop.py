@@ -16,17 +16,18 @@ from typing import Any
 
 from runner.feed import Feed
 from runner.metrics import Metrics
-from runner.protocols import Algorithm, Callback, Device, Learner, Model, Ranks, Role, StepEnd
+from runner.protocols import Algorithm, Callback, Device, Learner, Model, Peers, Role, StepEnd
 from runner.signals import StopSignal
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Everything a run needs, built; `models` holds the learners too, under their roles."""
+    """Everything a run needs, built; `models` holds the learners too, under their roles. `peers` run the same job, and
+    all of them stop at the same step."""
 
     steps: int
     device: Device
-    ranks: Ranks
+    peers: Peers
     algorithm: Algorithm
     feed: Feed[Any]
     publish: Callable[[int], None]
@@ -51,6 +52,7 @@ def run(job: Job, first: int) -> None:
             end = _one_step(job, step)
             job.publish(step + 1)
             job.feed.published(step)
+            job.stop.agree(job.peers.gather)
             end.stopping = job.stop.requested
             for callback in job.callbacks:
                 callback.on_step(end)
@@ -68,7 +70,7 @@ def _one_step(job: Job, step: int) -> StepEnd:
     metrics, tokens, learnt = Metrics(), 0, 0
     for learner in job.learners.values():
         learner.begin_step(step)
-    for batch in job.algorithm.prepare(experience, job.models, job.ranks):
+    for batch in job.algorithm.prepare(experience, job.models):
         tokens += batch.num_tokens
         learnt += batch.totals["tokens"]
         for role, loss in job.algorithm.losses.items():
@@ -83,7 +85,7 @@ def _one_step(job: Job, step: int) -> StepEnd:
         "train/tokens": float(learnt),
         "perf/tokens_per_s": tokens / (end - begin),
         "perf/step_s": end - begin,
-        "perf/peak_memory_bytes": float(job.device.peak_memory_bytes()),
+        "perf/peak_memory_bytes": float(max(job.peers.gather(job.device.peak_memory_bytes()))),
         "time/collect_s": collected - begin,
         "time/update_s": end - collected,
     }

@@ -33,7 +33,18 @@ class Metrics:
         for name, value in other.maxima.items():
             self.peak(name, value)
 
+    def plain(self) -> Metrics:
+        """The same in plain numbers, read from the device."""
+        sums: dict[str, tuple[Scalar, Scalar]] = {
+            name: (_number(total), _number(count)) for name, (total, count) in self.sums.items()
+        }
+        return Metrics(sums, {name: _number(value) for name, value in self.maxima.items()})
+
     def result(self) -> dict[str, float]:
         """Plain numbers: means (NaN where nothing was counted) and maxima."""
         means = {n: float(t) / float(c) if float(c) else float("nan") for n, (t, c) in self.sums.items()}
         return means | {n: float(v) for n, v in self.maxima.items()}
+
+
+def _number(value: Scalar) -> float | int:
+    return value.item() if isinstance(value, Tensor) else value

@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 from runner.errors import Interrupted
 
@@ -22,12 +23,20 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.number: int | None = None
+        self._agreed: int | None = None
         self._at_once = False
 
     @property
     def requested(self) -> bool:
-        """Whether the run should end after this step."""
-        return self.number is not None
+        """Whether the run should end after this step, as all ranks agreed."""
+        return self._agreed is not None
+
+    def agree(self, gather: Callable[[int | None], Sequence[int | None]]) -> None:
+        """Take the first signal that any rank has received, so that all end after the same step.
+
+        gather: what every rank has received, this one among them; all ranks call it
+        """
+        self._agreed = next((number for number in gather(self.number) if number is not None), None)
 
     def install(self) -> None:
         """Take over SIGINT and SIGTERM. SIGINT stays ignored where the parent ignores it (nohup)."""
@@ -36,7 +45,7 @@ class StopSignal:
                 signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self.number is not None:
             with suppress(OSError):
                 os.write(2, b"\nended at once; a resume goes on from the last checkpoint\n")
             os._exit(128 + number)
@@ -63,11 +72,34 @@ class StopSignal:
 
     def raise_if_requested(self, step: int, steps: int) -> None:
         """Raise Interrupted if a signal arrived and there is still something left to do."""
-        if self.number is not None and step < steps:
-            name = _name(self.number)
+        if self._agreed is not None and step < steps:
+            name = _name(self._agreed)
             log.warning("%s: step %d is finished and saved", name, step)
-            raise Interrupted(self.number, f"{name} after step {step} of {steps}; a checkpoint was written")
+            raise Interrupted(self._agreed, f"{name} after step {step} of {steps}; a checkpoint was written")
 
 
 def _name(number: int) -> str:
     return signal.Signals(number).name
+
+
+class Interrupts:
+    """SIGINT and SIGTERM, noted in their order by a process that passes them on to those which it has started."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note signals inside the block. SIGINT stays ignored where the parent ignores it (nohup)."""
+        before: dict[int, Any] = {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, self._receive)
+        try:
+            yield
+        finally:
+            for noted, handler in before.items():
+                signal.signal(noted, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)

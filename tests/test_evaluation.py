@@ -20,7 +20,7 @@ from runner.model.generation import at_limit
 from runner.model.tokenizer import byte_tokenizer
 from runner.protocols import Finish, Written
 from runner.registry import default_registry
-from tests.algorithm.preferences import ONE_RANK
+from tests.parallelism.worlds import alone
 from tests.test_learner import learner
 
 TOOL = ["+recipe=tool_demo", "init_from=null", "data.items=16", "data.held_out=6"]
@@ -77,7 +77,7 @@ def evaluation(
     environments = default_registry().factory(spec.environment)(spec.environment, decide=decide)
     algorithm: Any = None  # nothing is learnt
     data = build_data(spec, tokenizer, decide)
-    made = build_evaluation(spec, data, learner(), model, algorithm, {}, ONE_RANK, environments, decide)
+    made = build_evaluation(spec, data, learner(), model, algorithm, {}, alone(), environments, decide)
     assert made is not None
     return made
 

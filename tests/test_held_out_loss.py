@@ -20,7 +20,6 @@ from runner.held_out_loss import HeldOutLoss, LearnsFromItems, Remembered, share
 from runner.protocols import Outputs
 from tests.algorithm.preferences import (
     CPU,
-    ONE_RANK,
     TOKENIZER,
     Given,
     frozen,
@@ -46,12 +45,12 @@ def dpo(**options: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def measured(algorithm: Any, items: Any, models: Any, size: int, samples: int = 0) -> Any:
-    return HeldOutLoss(algorithm, items, size, samples, TOKENIZER, ONE_RANK).evaluate(models)
+    return HeldOutLoss(algorithm, items, size, samples, TOKENIZER).evaluate(models)
 
 
 def test_the_numbers_are_those_of_the_loss_on_all_items() -> None:
     algorithm, models = dpo()
-    [batch] = algorithm.prepare(algorithm.experience(PAIRS), models, ONE_RANK)
+    [batch] = algorithm.prepare(algorithm.experience(PAIRS), models)
     loss = algorithm.losses["policy"]
     direct = loss(batch, models["policy"].forward(batch, loss.needs)).metrics.result()
     values = measured(algorithm, PAIRS, models, 100).values

@@ -19,9 +19,8 @@ from runner.errors import Interrupted
 from runner.feed import Feed
 from runner.learner import LocalLearner
 from runner.loop import Job, run
-from runner.parallelism.config import SingleConfig
-from runner.parallelism.single import SingleRank
 from runner.protocols import Callback, StepEnd
+from runner.sharing import Alone
 from runner.signals import StopSignal
 from tests.algorithm.test_sft import ThreeItems
 from tests.toys import Bigram
@@ -43,7 +42,7 @@ def job(callbacks: list[Callback], steps: int = 6, stop: StopSignal | None = Non
     return Job(
         steps=steps,
         device=Cpu(CpuConfig(), decide=lambda *words: None),
-        ranks=SingleRank(SingleConfig()),
+        peers=Alone(),
         algorithm=algorithm,
         feed=Feed(algorithm.collect, steps, 0, encode=algorithm.encode, decode=algorithm.decode),
         publish=lambda version: None,

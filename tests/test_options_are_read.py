@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from runner.cli.compose import compose_job
-from runner.errors import SpecError
 from runner.registry import default_registry
 from runner.spec.job import JobSpec
 from runner.spec.schema import groups_of, sections
@@ -20,10 +18,6 @@ PACKAGE = Path(__file__).resolve().parent.parent / "runner"
 BYSTANDERS = ("cli", "spec")
 # What a config is called where it is used, beside the names of the groups and sections themselves.
 CALLED = {"config", "_config", "cfg", "spec", "job", "settings", "options"}
-
-
-# Options with one legal value as yet, which the schema itself sees to; see the last test.
-ONE_LEGAL_VALUE = {("", "launch"), ("launch", "devices")}
 
 
 def owner(node: ast.expr) -> str:
@@ -74,7 +68,7 @@ def options() -> list[tuple[str, str]]:
     classes += [(g, c) for g in groups_of(default_registry()) for c in default_registry().classes(g).values()]
     for section, cls in classes:
         found |= {(section, name): None for name in cls.model_fields if section == "" or name != "name"}
-    return [option for option in found if option not in ONE_LEGAL_VALUE]
+    return list(found)
 
 
 @pytest.mark.parametrize(("section", "field"), options(), ids=lambda v: v)
@@ -85,9 +79,3 @@ def test_some_code_acts_on_it(section: str, field: str) -> None:
 def test_an_option_that_nothing_reads_would_be_noticed() -> None:
     assert not is_read("optimizer", "learning_rate_that_nobody_reads")
     assert not is_read("optimizer", "warmup_steps")  # read, but from a schedule
-
-
-def test_an_option_with_one_legal_value_takes_no_other(workdir: Path) -> None:
-    assert list(default_registry().classes("launch")) == ["local"]
-    with pytest.raises(SpecError, match=r"launch\.devices: parallelism=single runs one process"):
-        compose_job(["launch.devices=2"])

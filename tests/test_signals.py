@@ -61,8 +61,10 @@ def test_an_interrupt_that_was_no_signal_of_ours_passes_through(stop: StopSignal
 
 def test_after_the_block_it_waits_for_the_step(stop: StopSignal, capfd: pytest.CaptureFixture[str]) -> None:
     with stop.at_once():
-        assert not stop.requested
+        assert stop.number is None
     os.kill(os.getpid(), signal.SIGTERM)
+    assert not stop.requested, "nobody has agreed to it yet"
+    stop.agree(lambda number: [None, number])
     assert stop.requested
     assert "SIGTERM: finishing this step, then saving" in capfd.readouterr().err
     with pytest.raises(Interrupted, match="after step 3 of 9; a checkpoint was written"):
@@ -77,7 +79,7 @@ class SignalsItself(io.RawIOBase):
         return True
 
     def write(self, content: object) -> int:
-        if not self.asked.requested:
+        if self.asked.number is None:
             os.kill(os.getpid(), signal.SIGTERM)
         return len(memoryview(content))  # type: ignore[arg-type]
 
@@ -93,7 +95,7 @@ def test_a_signal_in_the_middle_of_a_write_breaks_nothing(
     monkeypatch.setattr(module.sys, "stdout", screen)
     with on_screen(tmp_path / "run.log") as console:
         console.message("a line")  # logging from the handler would be: reentrant call inside the buffered writer
-    assert stop.requested and "a line" in (tmp_path / "run.log").read_text()
+    assert stop.number == signal.SIGTERM and "a line" in (tmp_path / "run.log").read_text()
 
 
 def test_a_second_signal_ends_the_process(tmp_path: Path) -> None:

@@ -8,11 +8,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from runner.protocols import Data, Decide, Environments, Model, Reward, Role, Sampler
+from runner.batch import Batch
+from runner.protocols import Data, Decide, Environments, Model, Outputs, Reward, Role, Sampler
 
 
 class HeadedModel(Model, Protocol):
     """A frozen model, and its head by itself."""
+
+    def alone(self, batch: Batch, needs: frozenset[str]) -> Outputs: ...  # of a micro-batch, which is one rank's own
 
     def lm_head(self) -> Callable[[Tensor], Tensor]: ...  # output `hidden` [S, H] → logits [S, V]; or UnfitModel
 

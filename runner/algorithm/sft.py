@@ -18,7 +18,7 @@ from runner.algorithm.given import LearnsFromData
 from runner.algorithm.parts import Parts
 from runner.batch import Batch, pack, split_rows, with_totals
 from runner.metrics import Metrics
-from runner.protocols import Data, Loss, LossFn, Model, Outputs, Ranks, Role
+from runner.protocols import Data, Loss, LossFn, Model, Outputs, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class Sft(LearnsFromData):
             return pack([i.ids for i in items], [[1.0] * len(i.ids) for i in items])
         return pack([i.ids for i in items], [i.weights for i in items])
 
-    def prepare(self, experience: Batch, models: Mapping[Role, Model], ranks: Ranks) -> Iterator[Batch]:
-        """The batch in `mini_batches` parts, each knowing its totals over all ranks."""
+    def prepare(self, experience: Batch, models: Mapping[Role, Model]) -> Iterator[Batch]:
+        """The batch in `mini_batches` parts, each knowing its totals."""
         for part in split_rows(experience, self.config.mini_batches):
-            yield with_totals(part, ranks.sum(part.count()))
+            yield with_totals(part, part.count())
 
 
 def build(config: SftConfig | CptConfig, parts: Parts) -> Sft:

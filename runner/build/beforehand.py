@@ -23,7 +23,7 @@ from runner.cached import CachedModel
 from runner.decisions import Decisions
 from runner.held_out_loss import shares
 from runner.kept import KeptLogprobs
-from runner.protocols import Data, Device, Experience, Model
+from runner.protocols import Data, Device, Experience, Model, Peers
 from runner.spec.job import JobSpec
 from runner.tracker.text import counted
 
@@ -32,7 +32,7 @@ SAY_EVERY_S = 10.0
 # of a transformers config: where it was read from and what wrote it
 UNCOMPUTED = ("_name_or_path", "transformers_version", "architectures", "use_cache")
 # of a device: which one it is, and what moves no more than the last bits, as another batch around an item does
-ROUNDING = {"name", "index", "threads", "preset"}
+ROUNDING = {"name", "threads", "preset"}
 WRITE_EVERY_S = 60.0  # what a process that is killed has computed in vain, at most
 
 
@@ -46,7 +46,9 @@ class Foreseeable(Protocol):
     def referenced(self, experience: Experience) -> Iterable[Batch]: ...
 
 
-def build_cached(spec: JobSpec, policy: Any, device: Device, decide: Decisions, cache: Path) -> CachedModel:
+def build_cached(
+    spec: JobSpec, policy: Any, device: Device, peers: Peers, decide: Decisions, cache: Path
+) -> CachedModel:
     """The reference over the kept log-probabilities of this model, in a folder below `cache`."""
     origin = policy.source.identity(weights=True)
     kept = KeptLogprobs(
@@ -60,6 +62,7 @@ def build_cached(spec: JobSpec, policy: Any, device: Device, decide: Decisions, 
         budget=spec.algorithm.micro_batch_tokens,
         device=device.torch_device,
         during=nullcontext if spec.adapter.name == "none" else policy.module.disable_adapter,
+        peers=peers,
     )
 
 

@@ -14,7 +14,9 @@ from runner.evaluator import Evaluator, Report, askable
 from runner.frozen import FrozenModel
 from runner.held_out_loss import HeldOutLoss, LearnsFromItems, Remembered
 from runner.learner import LocalLearner
-from runner.protocols import Algorithm, Data, Environments, Finish, Model, Question, Ranks
+from runner.parallelism.shared import SharedAnswerer
+from runner.parallelism.world import World
+from runner.protocols import Algorithm, Data, Environments, Finish, Model, Question
 from runner.sampler.stops import Stops
 from runner.spec.job import JobSpec
 
@@ -26,7 +28,7 @@ def build_evaluation(
     model: Any,
     algorithm: Algorithm,
     models: Mapping[str, Model],
-    ranks: Ranks,
+    world: World,
     environments: Environments | None,
     decide: Decisions,
 ) -> Callable[[], Report] | None:
@@ -38,7 +40,7 @@ def build_evaluation(
     if isinstance(algorithm, LearnsFromItems) and (items or questions):
         shown = spec.evaluation.samples if items else 0  # questions are shown with their answers
         given = items or [question.item for question in questions]
-        held_out = HeldOutLoss(algorithm, given, spec.algorithm.batch_size, shown, model.tokenizer, ranks)
+        held_out = HeldOutLoss(algorithm, given, spec.algorithm.batch_size, shown, model.tokenizer)
         known = {role: Remembered(one) if isinstance(one, FrozenModel) else one for role, one in models.items()}
         found.append(lambda: held_out.evaluate(known))
     if questions and hasattr(model, "generate"):
@@ -51,7 +53,8 @@ def build_evaluation(
             longest = None if model.longest is None else model.longest[0]
             converse = Player(model.tokenizer, environments, Turns(model.tokenizer), longest).greedy
             ask = Evaluator((), asked, spec.evaluation.batch_size, limit, converse, finish)
-        found.append(lambda: ask.evaluate(learner, model))
+        answerer: Any = SharedAnswerer(model, world.everyone, partial(world.whole, model))
+        found.append(lambda: ask.evaluate(learner, answerer))
     if not found:
         decide(
             "evaluation",

@@ -8,7 +8,7 @@ Data comes before the model, so that a mistake in it is found before gigabytes a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from runner.algorithm.parts import Parts
 from runner.build.beforehand import compute_beforehand
 from runner.build.evaluation import build_evaluation
 from runner.build.parts import build_data, build_device, build_frozen, build_learner, build_model, build_tokenizer
-from runner.build.rollouts import build_reward, build_sampler, refuse_missing_columns
+from runner.build.rollouts import build_environments, build_reward, build_sampler, refuse_missing_columns
 from runner.callback.activity import Activity
 from runner.callback.contrast import Contrast
 from runner.callback.evaluation import Evaluation
@@ -32,12 +32,15 @@ from runner.feed import Feed
 from runner.folder import RunFolder
 from runner.identity import identity, refuse_changed
 from runner.loop import Job
+from runner.parallelism.world import World
+from runner.place import Place
 from runner.protocols import Callback, Data, Model, State
 from runner.publisher import Publisher
 from runner.registry import default_registry
 from runner.signals import StopSignal
 from runner.spec.job import JobSpec
 
+ALONE = Place()
 Samples = Callable[[int, Sequence[Mapping[str, Any]]], None]
 
 
@@ -61,9 +64,10 @@ class Built:
     sections: Mapping[str, Any]
     identity: Mapping[str, Any]
     data: Data
+    world: World
 
     def save(self, step: int, values: Mapping[str, float]) -> Path:
-        """Write a checkpoint of every section's state."""
+        """Write a checkpoint of every section's state; all ranks do, each what it holds."""
         state: dict[str, State] = {name: part.state_dict() for name, part in self.sections.items()}
         return self.store.save(step, {**state, "identity": dict(self.identity)}, values)
 
@@ -77,50 +81,51 @@ class Built:
 
 
 def build(
-    spec: JobSpec, folder: RunFolder, store: CheckpointStore, decide: Decisions, stop: StopSignal, outlets: Outlets
+    spec: JobSpec,
+    folder: RunFolder,
+    store: CheckpointStore,
+    decide: Decisions,
+    stop: StopSignal,
+    outlets: Outlets,
+    place: Place = ALONE,
 ) -> Built:
-    """Build everything that `spec` names."""
+    """Build everything that `spec` names, on the rank at `place`; all ranks do, in step with one another."""
     registry = default_registry()
     device = build_device(spec, decide)
+    world: World = registry.factory(spec.parallelism)(spec.parallelism, device=device, place=place)
     tokenizer = build_tokenizer(spec)
     data = build_data(spec, tokenizer, decide)
     refuse_missing_columns(spec, data)
     made = {
-        role: build_model(spec, tokenizer, device, decide, head) for role, head in spec.algorithm.learners().items()
+        role: build_model(spec, tokenizer, device, decide, head, world)
+        for role, head in spec.algorithm.learners().items()
     }
-    learners = {role: build_learner(spec, role, model, device, decide) for role, model in made.items()}
+    learners = {role: build_learner(spec, role, model, device, world.peers, decide) for role, model in made.items()}
     main, model = next(iter(made.items()))
     frozen = {
-        role: build_frozen(spec, role, one, model, tokenizer, device, decide)
+        role: build_frozen(spec, role, one, model, tokenizer, device, world, decide)
         for role, one in spec.algorithm.frozen().items()
     }
-    reward = build_reward(spec, tokenizer, device, decide, folder)
-    sampler = build_sampler(spec, model, tokenizer, device, decide)
-    environments = registry.factory(spec.environment)(spec.environment, decide=decide)
+    reward = build_reward(spec, tokenizer, device, world, decide, folder)
+    sampler = build_sampler(spec, model, tokenizer, device, world, decide)
+    environments = build_environments(spec, world.feed_peers, decide)
     parts = Parts(data, tokenizer, spec.seed, decide, sampler, reward, environments, frozen)
     algorithm = registry.factory(spec.algorithm)(spec.algorithm, parts)
     compute_beforehand(spec, frozen.values(), algorithm, data, decide, outlets.say)
     publisher = None if sampler is None else Publisher(learners[main].weights, sampler, algorithm.lag)
     models: dict[str, Model] = {**learners, **frozen}
-    ranks = registry.factory(spec.parallelism)(spec.parallelism)
-    evaluate = build_evaluation(spec, data, learners[main], model, algorithm, models, ranks, environments, decide)
+    spoken = None if environments is None else replace(environments, peers=world.everyone)  # with the thread that trains
+    evaluate = build_evaluation(spec, data, learners[main], model, algorithm, models, world, spoken, decide)
     if (best := spec.checkpoint.best) and best.startswith("eval/") and evaluate is None:
         decide("checkpoint.best", best, "none", "nothing is evaluated")
     activity = Activity(device.readings(), spec.watch.device_s)
-    callbacks: list[Callback] = [
-        *([] if evaluate is None else [_evaluation(spec, evaluate, outlets)]),
-        *([activity] if spec.watch.device_s else []),
-        StallWatch(folder.stacks, spec.watch.stall_s),
-        Record(outlets.step),
-        *([Contrast()] if spec.algorithm.rewarded else []),
-        Rollouts(outlets.rollouts, spec.watch.samples),
-    ]
+    callbacks = _callbacks(spec, folder, evaluate, activity, outlets)
     collect = algorithm.collect if publisher is None else publisher.before(algorithm.collect)
     feed = Feed(collect, spec.steps, algorithm.lag, encode=algorithm.encode, decode=algorithm.decode)
     job = Job(
         steps=spec.steps,
         device=device,
-        ranks=ranks,
+        peers=world.everyone,
         algorithm=algorithm,
         feed=feed,
         publish=_publish_nothing if publisher is None else publisher.publish,
@@ -133,13 +138,29 @@ def build(
     sections = {**learners, "algorithm": algorithm, "feed": feed}
     own = identity(spec, data.fingerprint, data.style, model.origin, device.describe())
     own["frozen"] = {role: dict(one.origin) for role, one in frozen.items()}
-    built = Built(job, model, store, sections, own, data)
+    own["mesh"] = " × ".join(f"{name} {size}" for name, size in world.mesh._asdict().items())
+    store.peers = world.everyone
+    built = Built(job, model, store, sections, own, data, world)
     callbacks.append(Saving(built.save, every=spec.checkpoint.every))
     return built
 
 
 def _publish_nothing(version: int) -> None:
     """Nobody samples."""
+
+
+def _callbacks(
+    spec: JobSpec, folder: RunFolder, evaluate: Callable[[], Report] | None, activity: Activity, outlets: Outlets
+) -> list[Callback]:
+    """Everything that hangs on the loop but for what saves."""
+    return [
+        *([] if evaluate is None else [_evaluation(spec, evaluate, outlets)]),
+        *([activity] if spec.watch.device_s else []),
+        StallWatch(folder.stacks, spec.watch.stall_s),
+        Record(outlets.step),
+        *([Contrast()] if spec.algorithm.rewarded else []),
+        Rollouts(outlets.rollouts, spec.watch.samples),
+    ]
 
 
 def _evaluation(spec: JobSpec, evaluate: Callable[[], Report], outlets: Outlets) -> Evaluation:

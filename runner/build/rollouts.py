@@ -1,14 +1,17 @@
-"""The parts of a job that samples: sampler, reward."""
+"""The parts of a job that samples: sampler, reward, environments; each rank does its share."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from runner.build.parts import build_model
+from runner.build.parts import build_model, fitting
 from runner.decisions import Decisions
 from runner.errors import Problem, SpecError
 from runner.folder import RunFolder
-from runner.protocols import Data, Device, Reward, Sampler
+from runner.parallelism.shared import SharedEnvironments, SharedSampler, shared_reward
+from runner.parallelism.world import World
+from runner.protocols import Data, Device, Environments, Peers, Reward, Sampler
 from runner.registry import default_registry
 from runner.spec.job import JobSpec
 from runner.spec.suggest import nearest
@@ -36,7 +39,9 @@ def _instead(spec: JobSpec, key: str, name: str, meant: str) -> str:
     return f"rename the argument{renaming}"
 
 
-def build_sampler(spec: JobSpec, policy: Any, tokenizer: Any, device: Device, decide: Decisions) -> Sampler | None:
+def build_sampler(
+    spec: JobSpec, policy: Any, tokenizer: Any, device: Device, world: World, decide: Decisions
+) -> Sampler | None:
     """The sampler: over the policy itself at lag 0, over a copy where sampling runs ahead of training."""
     if not spec.algorithm.samples:
         return None
@@ -44,7 +49,7 @@ def build_sampler(spec: JobSpec, policy: Any, tokenizer: Any, device: Device, de
     model = policy if spec.algorithm.steps_ahead() == 0 else build_model(spec, tokenizer, device, decide, head)
     sampler: Sampler = default_registry().factory(spec.sampler)(spec.sampler, model=model, decide=decide)
     _say_room(spec, sampler, decide)
-    return sampler
+    return SharedSampler(sampler, world.feed_peers, partial(world.whole, model))
 
 
 def _say_room(spec: JobSpec, sampler: Sampler, decide: Decisions) -> None:
@@ -56,11 +61,25 @@ def _say_room(spec: JobSpec, sampler: Sampler, decide: Decisions) -> None:
         decide.state("environment", f"episodes end at {sampler.longest} tokens, cut off", asked)
 
 
-def build_reward(spec: JobSpec, tokenizer: Any, device: Device, decide: Decisions, folder: RunFolder) -> Reward | None:
+def build_reward(
+    spec: JobSpec, tokenizer: Any, device: Device, world: World, decide: Decisions, folder: RunFolder
+) -> Reward | None:
     """The reward; user code keeps its log in the run's folder."""
     if not spec.algorithm.samples:
         return None
-    reward: Reward = default_registry().factory(spec.reward)(
-        spec.reward, device=device.torch_device, tokenizer=tokenizer, seed=spec.seed, decide=decide, folder=folder.root
+    reward: Reward | None = default_registry().factory(spec.reward)(
+        spec.reward,
+        device=device.torch_device,
+        tokenizer=tokenizer,
+        seed=spec.seed,
+        decide=decide,
+        folder=folder.root,
+        fit=fitting(device, decide),
     )
-    return reward
+    return None if reward is None else shared_reward(reward, world.feed_peers)
+
+
+def build_environments(spec: JobSpec, peers: Peers, decide: Decisions) -> SharedEnvironments | None:
+    """The environments of the thread that has `peers`; None where answers are single turns."""
+    made: Environments | None = default_registry().factory(spec.environment)(spec.environment, decide=decide)
+    return None if made is None else SharedEnvironments(made.make, made.max_turns, peers)

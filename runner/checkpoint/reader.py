@@ -60,19 +60,20 @@ def verify(root: Path, step: int) -> Manifest:
     return described
 
 
-def load(root: Path, step: int | None = None, *, report: Report) -> Loaded | None:
+def load(root: Path, step: int | None = None, *, report: Report, mapped: bool = False) -> Loaded | None:
     """The newest whole checkpoint, or exactly that of `step`; None where no checkpoint was ever committed.
 
-    A damaged newest one is reported and the one before it is used. Raises CheckpointError when there are checkpoints
-    and none is whole, when `step` is not there or not whole, and when the newest one needs a newer runner.
+    mapped: see `sections.read`. A damaged newest one is reported and the one before it is used. Raises CheckpointError
+    when there are checkpoints and none is whole, when `step` is not there or not whole, and when the newest one needs a
+    newer runner.
     """
     present = steps(root)
     if step is not None:
-        return _load_exactly(root, step, present, report)
+        return _load_exactly(root, step, present, report, mapped)
     damage = []
     for candidate in reversed(present):
         try:
-            return _load_one(root, candidate, report)
+            return _load_one(root, candidate, report, mapped)
         except Damaged as error:
             damage.append(f"{folder_name(candidate)}: {error}")
             report(f"checkpoint {damage[-1]}; trying the one before")
@@ -84,24 +85,24 @@ def load(root: Path, step: int | None = None, *, report: Report) -> Loaded | Non
     )
 
 
-def _load_exactly(root: Path, step: int, present: list[int], report: Report) -> Loaded:
+def _load_exactly(root: Path, step: int, present: list[int], report: Report, mapped: bool) -> Loaded:
     if step not in present:
         have = ", ".join(map(str, present)) or "none"
         raise CheckpointError(f"{root}: no checkpoint of step {step}; there are: {have}")
     try:
-        return _load_one(root, step, report)
+        return _load_one(root, step, report, mapped)
     except Damaged as error:
         others = ", ".join(str(n) for n in present if n != step) or "none"
         raise CheckpointError(f"{root / folder_name(step)}: {error}; other steps: {others}") from error
 
 
-def _load_one(root: Path, step: int, report: Report) -> Loaded:
+def _load_one(root: Path, step: int, report: Report, mapped: bool) -> Loaded:
     described = verify(root, step)
     folder = root / folder_name(step)
     known = {manifest.FILE, *described.files}
     for name in sorted(p.name for p in folder.iterdir() if p.name not in known):
         report(f"checkpoint {folder.name}: ignoring {name}, which its manifest does not list")
-    return Loaded(step, sections.read(folder, described.files), dict(described.metrics))
+    return Loaded(step, sections.read(folder, described.files, mapped=mapped), dict(described.metrics))
 
 
 def _verify_file(path: Path, record: manifest.FileRecord) -> None:

@@ -4,7 +4,8 @@
                                                                      old ones ─ rename ─▶ .trash-… ─▶ gone
 
 A process that dies at any instant leaves the checkpoints before it as they were, and at most a folder whose name
-begins with a dot, which the next save removes. One process writes: the one that holds the run's lock.
+begins with a dot, which the next save removes. Of several ranks each writes the tensors' pieces that it holds; all else
+is done by the first, which holds the run's lock, and the folder is renamed when every rank's pieces are on the disk.
 """
 
 from __future__ import annotations
@@ -17,16 +18,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from runner import durable
-from runner.checkpoint import manifest, reader, retention, sections
+from runner.checkpoint import manifest, reader, retention, sections, tensors
 from runner.checkpoint.config import CheckpointConfig
 from runner.checkpoint.manifest import Damaged, Manifest
 from runner.checkpoint.reader import Loaded, folder_name
 from runner.errors import CheckpointError, StorageError
 from runner.failpoint import failpoint
-from runner.protocols import State
+from runner.protocols import Peers, State
+from runner.sharing import Alone, on_first, together
 
 __all__ = ["CheckpointStore", "Loaded"]
 
@@ -43,6 +43,7 @@ class CheckpointStore:
         self, config: CheckpointConfig, *, root: Path, report: Callable[[str], None], beside: Sequence[Path] = ()
     ) -> None:
         self._config, self._root, self._report, self._beside = config, root, report, beside
+        self.peers: Peers = Alone()  # who save together
         self._verified: dict[int, Manifest | None] = {}  # None = not whole; each is read in full once per process
         self._swept = False
 
@@ -50,9 +51,9 @@ class CheckpointStore:
         """The committed steps, ascending."""
         return reader.steps(self._root)
 
-    def load(self, step: int | None = None) -> Loaded | None:
-        """See `reader.load`."""
-        return reader.load(self._root, step, report=self._report)
+    def load(self, step: int | None = None, *, mapped: bool = False) -> Loaded | None:
+        """See `reader.load`; not collective: each rank verifies what it reads."""
+        return reader.load(self._root, step, report=self._report, mapped=mapped)
 
     def best(self) -> int | None:
         """The step that is best by `checkpoint.best` among those there; None where none was measured."""
@@ -70,19 +71,67 @@ class CheckpointStore:
         Raises TrainingDiverged when a tensor is not finite, CheckpointError when this step or a later one is there
         already, StorageError when the disk is full, read-only or failing: what was there before is then untouched.
         """
-        contents = sections.split(state)
-        target = self._root / folder_name(step)
+        found: list[sections.Contents] = []
+        self._each(lambda: found.append(sections.split(state)))  # each looks at its own pieces
+        [contents] = found
+        staging = on_first(self.peers, lambda: self._begin(step, contents))
+        try:
+            self._each(lambda: self._write_pieces(step, staging, contents))
+            return on_first(self.peers, lambda: self._commit(step, staging, contents, metrics))
+        finally:
+            if self.peers.rank == 0 and staging.exists():
+                shutil.rmtree(staging)
+
+    def _each(self, work: Callable[[], None]) -> None:
+        """Do what every rank has its part in; what fails on one fails on all."""
+
+        def mine(pieces: list[int]) -> list[None]:
+            work()
+            return [None]
+
+        together(self.peers, range(self.peers.size), mine)
+
+    def _begin(self, step: int, contents: sections.Contents) -> Path:
+        """Make way, and a folder beside the checkpoints with files of the right sizes."""
         with self._worded(step, contents.num_bytes):
             self._root.mkdir(parents=True, exist_ok=True)
             self._sweep()
             self._make_way(step)
             self._require_space(step, contents.num_bytes)
-            with self._staging(step) as staging:
-                _write(staging, step, contents, metrics)
-                for path in filter(Path.exists, self._beside):
-                    durable.sync(path)
-                failpoint("checkpoint.before_rename")
-                os.rename(staging, target)
+            staging = self._root / f".staging-{step:08d}-{secrets.token_hex(4)}"
+            staging.mkdir()
+            try:
+                failpoint("checkpoint.write")
+                durable.write_new(staging / sections.VALUES, contents.values)
+                for name, held in contents.tensors.items():
+                    tensors.create(staging / f"{name}{sections.SUFFIX}", held)
+            except BaseException:
+                shutil.rmtree(staging)
+                raise
+            return staging
+
+    def _write_pieces(self, step: int, staging: Path, contents: sections.Contents) -> None:
+        """What this rank holds, on the disk."""
+        if not staging.is_dir():
+            text = f"rank {self.peers.rank} does not see {staging}, which rank 0 has made"
+            raise StorageError(f"{text}; the run's folder has to lie on storage that all machines share")
+        with self._worded(step, contents.num_bytes):
+            for name, held in contents.tensors.items():
+                tensors.write(staging / f"{name}{sections.SUFFIX}", held, first=self.peers.rank == 0)
+                failpoint("checkpoint.mid_write")
+
+    def _commit(self, step: int, staging: Path, contents: sections.Contents, metrics: Mapping[str, float]) -> Path:
+        """The manifest, the new name, and older checkpoints gone."""
+        target = self._root / folder_name(step)
+        with self._worded(step, contents.num_bytes):
+            failpoint("checkpoint.before_manifest")
+            durable.write_new(staging / manifest.FILE, manifest.encode(manifest.describe(staging, step, metrics)))
+            failpoint("checkpoint.after_manifest")
+            durable.sync(staging)
+            for path in filter(Path.exists, self._beside):
+                durable.sync(path)
+            failpoint("checkpoint.before_rename")
+            os.rename(staging, target)
             failpoint("checkpoint.after_rename")
             durable.sync(self._root)
             self._confirm(step)
@@ -94,7 +143,7 @@ class CheckpointStore:
         """Turn what the disk answers into a StorageError that says what to do."""
         try:
             yield
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise StorageError(
                 f"checkpoint of step {step} in {self._root}: {durable.reason(error)}; "
                 f"{self._space(need)}. {self._next()}"
@@ -141,17 +190,6 @@ class CheckpointStore:
             self._verified.pop(step, None)
             self._report(f"checkpoints: the damaged {target.name} is now {aside.name}; delete it when you like")
 
-    @contextmanager
-    def _staging(self, step: int) -> Iterator[Path]:
-        """A folder beside the checkpoints that is gone afterwards, unless it was renamed."""
-        staging = self._root / f".staging-{step:08d}-{secrets.token_hex(4)}"
-        staging.mkdir()
-        try:
-            yield staging
-        finally:
-            if staging.exists():
-                shutil.rmtree(staging)
-
     def _confirm(self, step: int) -> None:
         """Read the new checkpoint back; nothing older is deleted before."""
         try:
@@ -187,20 +225,3 @@ class CheckpointStore:
                 self._report(f"checkpoint {folder_name(step)}: {error}; left alone")
                 self._verified[step] = None
         return self._verified[step]
-
-
-def _write(staging: Path, step: int, contents: sections.Contents, metrics: Mapping[str, float]) -> None:
-    """Every file of a checkpoint, on the disk; the manifest last."""
-    failpoint("checkpoint.write")
-    values = staging / sections.VALUES
-    durable.write_new(values, contents.values)
-    for name, tensors in contents.tensors.items():
-        path = staging / f"{name}{sections.SUFFIX}"
-        sections.write_tensors(path, tensors)
-        shutil.copymode(values, path)  # safetensors makes files that only their owner may read
-        durable.sync(path)
-        failpoint("checkpoint.mid_write")
-    failpoint("checkpoint.before_manifest")
-    durable.write_new(staging / manifest.FILE, manifest.encode(manifest.describe(staging, step, metrics)))
-    failpoint("checkpoint.after_manifest")
-    durable.sync(staging)

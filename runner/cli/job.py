@@ -30,28 +30,50 @@ def run(args: Namespace) -> int:
         from runner.cli import sweep
 
         return sweep.start(args)
-    where = (args.words, args.config_dir)
-    spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
-    composed = re_decode(spec, *where) if spec else compose_job(*where)
-    for note in composed.notes:
-        print(note, file=sys.stderr)
     if args.cfg:
-        print(yaml.safe_dump(composed.data, sort_keys=False, allow_unicode=True), end="")
-        return 0
+        return _show(_composed(args, args.words))
+
+    from runner.launch import torchrun
+
+    return torchrun.take_part(args.words, lambda words: _start(args, words))
+
+
+def _start(args: Namespace, words: Sequence[str]) -> int:
+    composed = _composed(args, words)
     from runner.launch import local
 
     return local.start(composed.spec, composed.overrides, composed.origins, args.folder)
 
 
+def _composed(args: Namespace, words: Sequence[str]) -> Composed:
+    where = (words, args.config_dir)
+    spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
+    composed = re_decode(spec, *where) if spec else compose_job(*where)
+    for note in composed.notes:
+        print(note, file=sys.stderr)
+    return composed
+
+
+def _show(composed: Composed) -> int:
+    print(yaml.safe_dump(composed.data, sort_keys=False, allow_unicode=True), end="")
+    return 0
+
+
 def resume(args: Namespace) -> int:
     """Go on with a run."""
     where, overrides = _where(args.words)
+    if args.cfg:
+        return _show(re_decode(find(where).spec, overrides))
+
+    from runner.launch import torchrun
+
+    return torchrun.take_part(overrides, lambda words: _go_on(where, words))
+
+
+def _go_on(where: str, overrides: Sequence[str]) -> int:
     folder = find(where)
     before = re_decode(folder.spec, _trust(overrides))
     after = re_decode(folder.spec, overrides)
-    if args.cfg:
-        print(yaml.safe_dump(after.data, sort_keys=False, allow_unicode=True), end="")
-        return 0
     from runner.launch import local
 
     return local.resume(folder, before.spec, after.spec, after.overrides)

@@ -36,6 +36,7 @@ EXAMPLES = """examples
   run +recipe=sft_demo optimizer.lr=1e-3         the command line beats the recipe
   run --cfg job +recipe=sft_demo                 print the job, run nothing
   run --spec outputs/latest/spec.yaml seed=1     the job of a run, again
+  run +recipe=sft_demo launch.devices=4 parallelism=ddp     one job on four devices (docs/parallelism.md)
   run -m +recipe=sft_demo seed=1,2,3             a sweep (run sweep --help)
   eval "$(run -sc install=bash)"                 tab completion (bash, zsh, fish)
 
@@ -75,7 +76,8 @@ def usage(args: Namespace) -> int:
 def _about_sweeps() -> None:
     """How a sweep is started, and what can be set of it."""
     print(f"\n{SWEEPS}\noptions of a sweep, with run -m and with run sweep resume")
-    rows = [(f"sweep.{name}={scalar(info.get_default())}", str(info.description)) for name, info in SWEEP_FIELDS]
+    values = {name: info.get_default(call_default_factory=True) for name, info in SWEEP_FIELDS}
+    rows = [(f"sweep.{name}={scalar(values[name])}", str(info.description)) for name, info in SWEEP_FIELDS]
     _table(rows)
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 
 from runner.cli.args import UsageError
 from runner.folder import find, shown
 from runner.report import diff as differ
 from runner.report.run_page import write_page
+from runner.sweep.plan import SweepFolder
 
 
 def report(args: Namespace) -> int:
     """Write report.html of a run."""
     if len(args.words) > 1:
         raise UsageError("run report: one run is expected, latest or a folder; for a sweep: run sweep report latest")
-    folder = find(args.words[0] if args.words else "latest")
+    where = args.words[0] if args.words else "latest"
+    if SweepFolder(Path(where)).plan.is_file():
+        raise UsageError(f"{where} is a sweep: run sweep report {where}; a job of it: run report {where}/000")
+    folder = find(where)
     path = args.out or folder.root / "report.html"
     write_page(folder, path)
     print(shown(path))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from runner.cli.sources import GROUP, recipes
 from runner.errors import Problem
-from runner.launch.stages import RECIPE
+from runner.launch.stage import RECIPE
 from runner.spec.decode import unknown_name
 from runner.spec.job import JobSpec
 from runner.spec.origin import origin_of

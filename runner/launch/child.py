@@ -1,8 +1,8 @@
 """Stands between this process and a program that it starts: ties their lives, pins cores, and becomes the program.
 
-bound(command) ─▶ python child.py PARENT CORES PROGRAM ARGUMENTS…      CORES: 0,1 or - for all
+bound(command) ─▶ python child.py PARENT SIGNAL CORES PROGRAM ARGUMENTS…      CORES: 0,1 or - for all
 
-Linux sends the signal set here when the parent ends, however that happens: a run then saves, and ends.
+Linux sends the signal set here when the parent ends, however that happens: at SIGTERM a run saves, and ends.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ from collections.abc import Sequence
 PR_SET_PDEATHSIG = 1
 
 
-def bound(command: Sequence[str], cores: Sequence[str] = ()) -> list[str]:
-    """The command that runs `command` for as long as this process lives, on these cores (none: on all)."""
-    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), ",".join(cores) or "-", *command]
+def bound(command: Sequence[str], cores: Sequence[str] = (), ending: int = signal.SIGTERM) -> list[str]:
+    """The command that runs `command` for as long as this process lives, on these cores (none: on all).
+
+    ending: the signal that it is sent when this process has ended
+    """
+    own = [str(os.getpid()), str(int(ending)), ",".join(cores) or "-"]
+    return [sys.executable, "-I", "-S", __file__, *own, *command]
 
 
-def main(parent: str, cores: str, *command: str) -> None:
+def main(parent: str, ending: str, cores: str, *command: str) -> None:
     """Replace this process by the program; ends at once if the parent has ended by now."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM)) != 0:
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(ending)) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != int(parent):
-        sys.exit(128 + signal.SIGTERM)
+        sys.exit(128 + int(ending))
     if cores != "-":
         os.sched_setaffinity(0, map(int, cores.split(",")))
     os.execvp(command[0], command)

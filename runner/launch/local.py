@@ -8,15 +8,17 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from runner.errors import Problem, SpecError, StorageError
 from runner.folder import RunFolder, claim, create, locked, point_latest, shown, write_atomic
 from runner.identity import RESUMABLE
+from runner.launch.attempt import is_other_machine, join
 from runner.launch.preflight import check_model
-from runner.launch.session import Session
 from runner.launch.stages import with_first_weights, with_other_models
+from runner.registry import default_registry
 from runner.schedule.config import DecayConfig
 from runner.spec.job import JobSpec
 from runner.spec.origin import COMMAND_LINE
@@ -29,6 +31,9 @@ def start(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], where
 
     where: the run's folder, which `latest` then does not follow; None = a new one below outputs/
     """
+    typed_job = spec.model_dump(mode="json")
+    if is_other_machine(spec):
+        return join(spec, typed_job)
     spec = ready(spec)
     folder = create(spec.name) if where is None else claim(where)
     with locked(folder):
@@ -36,7 +41,12 @@ def start(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], where
         _write_yaml(folder.overrides, {"typed": list(typed), "set_by": dict(origins)})
         if where is None:
             point_latest(folder)
-        return Session(spec, folder, attempt=1).run()
+        return begin(spec, folder, 1, typed_job)
+
+
+def begin(spec: JobSpec, folder: RunFolder, attempt: int, typed: Mapping[str, Any]) -> int:
+    """Make an attempt as `launch` says; see `launch.attempt`."""
+    return int(default_registry().factory(spec.launch)(spec, folder, attempt, typed))
 
 
 def ready(spec: JobSpec) -> JobSpec:
@@ -61,6 +71,9 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
         refuse_idle(before, spec, more)
         print(f"{shown(folder.root)}: finished after {before.steps} steps; to go on: {more}")
         return 0
+    typed_job = spec.model_dump(mode="json")
+    if is_other_machine(spec):
+        return join(spec, typed_job)
     spec.device.preflight()
     _say_stretched(before, spec)
     with locked(folder):
@@ -68,7 +81,7 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
         _keep_evidence(folder, attempt, typed)
         if spec != before:
             write_spec(folder, spec)
-        return Session(spec, folder, attempt).run()
+        return begin(spec, folder, attempt, typed_job)
 
 
 def _say_stretched(before: JobSpec, spec: JobSpec) -> None:

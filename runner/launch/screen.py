@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,10 +24,23 @@ class _ToConsole(logging.Handler):
 
 
 @contextmanager
-def on_screen(path: Path) -> Iterator[Console]:
-    """A console that also shows what is logged under "runner", and Python's warnings, until the block ends."""
-    console = Console(path)
-    handler = _ToConsole(console)
+def on_screen(path: Path, *, silent: bool = False) -> Iterator[Console]:
+    """A console that also shows what is logged under "runner", and Python's warnings, until the block ends.
+
+    silent: only in the log at `path`, as for the ranks that do not speak to the user
+    """
+    with open(os.devnull, "w") as nowhere:
+        console = Console(path, nowhere if silent else None)
+        with _listening(_ToConsole(console)):
+            try:
+                yield console
+            finally:
+                console.stop([])
+
+
+@contextmanager
+def _listening(handler: logging.Handler) -> Iterator[None]:
+    """Hand the handler what is logged."""
     loggers = [logging.getLogger(LOGGER), logging.getLogger("py.warnings")]
     logging.captureWarnings(True)
     for logger in loggers:
@@ -35,9 +49,8 @@ def on_screen(path: Path) -> Iterator[Console]:
     loggers[0].setLevel(logging.INFO)
     logging.getLogger(RETRIES).setLevel(logging.ERROR)  # five lines a file, before the error that says it all
     try:
-        yield console
+        yield
     finally:
-        console.stop([])
         logging.captureWarnings(False)
         for logger in loggers:
             logger.removeHandler(handler)

@@ -1,16 +1,47 @@
-"""A run that is a stage of a job: it leaves it to the job to say what to type next."""
+"""A run that is a stage of a job: what it is asked to do, what makes it the same as another, and where it is kept.
+
+outputs/stages/<recipe>/<key>/      a run's folder; <key>.lock beside it is held by the job that runs it
+
+The key is that of the resolved spec, of the stages that it needs itself, of the files that it names, and of the code:
+equal keys are the same run, so that it is done once for all jobs of a sweep, and for every later start.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from runner.folder import shown
+import yaml
+
+from runner.errors import RunnerError
+from runner.folder import OUTPUTS
+from runner.identity import LIBRARIES
+from runner.manifest import fingerprint
+from runner.place import alone
+from runner.spec.origin import leaves
 
 STAGE = "RUNNER_STAGE"  # set in the environment of a recipe that is run first
+STAGES = OUTPUTS / "stages"
+RECIPE = "recipe:"
+HOW_IT_IS_WATCHED = ("name", "tracker", "watch", "strict")  # what changes nothing of the result
+KEY_CHARACTERS = 16
+
+
+class StageFailed(RunnerError):
+    """A recipe that was to be run first is no job, or did not end well."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def is_stage() -> bool:
@@ -20,21 +51,82 @@ def is_stage() -> bool:
 
 def environment() -> Mapping[str, str]:
     """The environment of a stage's process."""
-    return {**os.environ, STAGE: "1"}
+    return {**alone(os.environ), STAGE: "1"}
 
 
-def go_on(recipe: str, run: Path | None, first: Mapping[str, str], typed: Sequence[str] | None = None) -> str:
+def words_of(recipe: str, spec: Mapping[str, Any], *, own_model: bool) -> list[str]:
+    """What is typed for a recipe that a job (`spec`, plain data) has run first: on the job's device, and on its model
+    unless the recipe has its own."""
+    groups = ("device", "tracker") if own_model else ("device", "model", "tracker")
+    words = [f"+recipe={recipe}", f"seed={spec['seed']}"]
+    for group in groups:
+        words += [f"{group}={spec[group]['name']}", *_options(group, spec[group])]
+    return words
+
+
+def _options(group: str, values: Mapping[str, Any]) -> list[str]:
+    """A component's options as overrides."""
+    flow = {k: yaml.safe_dump(v, default_flow_style=True, width=10**6) for k, v in values.items() if k != "name"}
+    return [f"{group}.{key}={text.removesuffix(chr(10)).removesuffix('...').strip()}" for key, text in flow.items()]
+
+
+def folder_of(recipe: str, words: Sequence[str]) -> Path:
+    """Where the stage that these words describe is kept. Raises StageFailed where they describe none."""
+    return STAGES / recipe / key_of(words)
+
+
+def key_of(words: Sequence[str]) -> str:
+    """What two stages have in common that give the same weights. Raises StageFailed where the words describe no job."""
+    spec = _resolved(words)
+    inner = {
+        key: key_of(words_of(value.removeprefix(RECIPE), spec, own_model=key != "init_from"))
+        for key, value in leaves(spec)
+        if isinstance(value, str) and value.startswith(RECIPE)
+    }
+    counted = {key: value for key, value in spec.items() if key not in HOW_IT_IS_WATCHED}
+    files = {key: found for key, value in leaves(counted) if (found := list(_files(key, value)))}
+    versions = {name: version(name) for name in LIBRARIES}
+    whole = {"spec": counted, "stages": inner, "files": files, "code": _code(), "versions": versions}
+    return fingerprint(whole)[:KEY_CHARACTERS]
+
+
+def _resolved(words: Sequence[str]) -> dict[str, Any]:
+    """The spec that words make, as another process says it: how words become a spec is the command line's matter."""
+    command = [sys.executable, "-P", "-m", "runner", "--cfg", "job", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+    if done.returncode:
+        raise StageFailed(done.stderr.strip().removeprefix("error: "), done.returncode)
+    return dict(yaml.safe_load(done.stdout))
+
+
+def _files(key: str, value: Any) -> Iterator[tuple[str, int, int]]:
+    """Name, size and time of change of the files that an option names; nothing where it names none."""
+    for text in value if isinstance(value, list) else [value]:
+        if not isinstance(text, str) or not ("/" in text or "." in text or key.endswith("path")):
+            continue
+        path = Path(text).expanduser()
+        with suppress(OSError, ValueError):  # a text that can be no file's name
+            inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+            stats = [(str(file), file.stat()) for file in inside if file.is_file()]
+            yield from ((name, found.st_size, found.st_mtime_ns) for name, found in stats)
+
+
+@cache
+def _code() -> str:
+    """A hash of this program's code."""
+    package = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def go_on(recipe: str, typed: Sequence[str] | None = None) -> str:
     """What to type where a stage was interrupted; empty if the job is a stage itself.
 
-    run: the stage's folder, if it has a checkpoint; first: what to set, beside what was `typed` (None: the words of
-    this process), for stages that need not be run again, the interrupted one included.
+    typed: the words of the job; None = those of this process
     """
     if is_stage():
         return ""
     words = ["run", *(sys.argv[1:] if typed is None else typed)]
-    again = f"\ngo on    {shlex.join(words)}     (runs +recipe={recipe} anew)"
-    if run is None:
-        return again
-    kept = [word for word in words if word.partition("=")[0] not in first]
-    after = shlex.join([*kept, *(f"{key}={value}" for key, value in first.items())])
-    return f"{again}\nor       run resume {shlex.quote(shown(run))} && {after}"
+    return f"\ngo on    {shlex.join(words)}     (+recipe={recipe} goes on where it stopped)"

@@ -1,36 +1,30 @@
 """Where a job's first weights come from (`init_from`), or its teacher: a run, an export, a recipe that is run first.
 
-recipe:NAME ──a run of its own, in a process of its own──▶ its export ─┐
-a run's folder ──▶ its export ─────────────────────────────────────────┴──▶ an absolute folder
+recipe:NAME ──a run in a process of its own, or one made before──▶ its export ─┐
+a run's folder ──▶ its export ─────────────────────────────────────────────────┴──▶ an absolute folder
 """
 
 from __future__ import annotations
 
-import secrets
+import fcntl
+import json
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-import yaml
-
-from runner.errors import EnvironmentProblem, Interrupted, Problem, RunnerError, SpecError
-from runner.folder import OUTPUTS, shown
+from runner.errors import EnvironmentProblem, Interrupted, Problem, SpecError, StorageError
+from runner.folder import RunFolder, shown
 from runner.launch.child import bound
 from runner.launch.preflight import is_hub_id
-from runner.launch.stage import environment, go_on
+from runner.launch.stage import RECIPE, StageFailed, environment, folder_of, go_on, words_of
 from runner.spec.job import JobSpec
 
-RECIPE = "recipe:"
+TRUSTED = "model.trust_remote_code=true"  # what no spec.yaml may say for the user
 TOKENIZERS = ("tokenizer*", "vocab.*", "*.model")
-
-
-class StageFailed(RunnerError):
-    """A recipe that was to be run first did not end well; its own message stands above."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 def with_first_weights(spec: JobSpec) -> JobSpec:
@@ -91,41 +85,74 @@ def _weights_of(where: Path, key: str) -> Path:
 
 
 def _run_first(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> Path:
-    """Run the recipe that the option `key` names on this job's device, and on this job's model unless it has its own;
-    returns its run folder."""
-    name = f"{recipe[:30]}-{secrets.token_hex(4)}"
+    """The run of the recipe that the option `key` names: the one that was finished before, or one that is made, or gone
+    on with, now. One job at a time makes it; others that want the same wait for it."""
+    words = words_of(recipe, spec.model_dump(mode="json"), own_model=own_model)
+    try:
+        folder = RunFolder(folder_of(recipe, words).absolute())
+    except StageFailed as error:
+        text = f"+recipe={recipe}, which {key} asks for, ended with exit code {error.exit_code}: {error}"
+        raise StageFailed(text, error.exit_code) from error
+    with _alone(folder, f"{key}: +recipe={recipe}") as lock:
+        if _is_done(folder):
+            again = f"(to run it anew: rm -r {shown(folder.root)})"
+            print(
+                f"{key}: +recipe={recipe} was run before, with this spec and code: taking its weights {again}",
+                file=sys.stderr,
+            )
+            return folder.root
+        _run(folder, recipe, key, words, lock, own_model=own_model)
+    return folder.root
+
+
+def _run(folder: RunFolder, recipe: str, key: str, words: Sequence[str], lock: int, *, own_model: bool) -> None:
     what = "its own model" if own_model else "this job's model"
-    print(f"{key}: running +recipe={recipe} first, on {what} (name={name})", file=sys.stderr, flush=True)
-    words = [f"+recipe={recipe}", f"name={name}", f"seed={spec.seed}"]
-    words += [f"device={spec.device.name}", *_options("device", spec.device.model_dump(mode="json"))]
-    if not own_model:
-        words += [f"model={spec.model.name}", *_options("model", spec.model.model_dump(mode="json"))]
-    words += [f"tracker={spec.tracker.name}", *_options("tracker", spec.tracker.model_dump(mode="json"))]
-    process = subprocess.Popen(bound([sys.executable, "-P", "-m", "runner", *words]), env=environment())
+    begun = folder.spec.is_file()
+    verb = "going on with" if begun else "running"
+    print(f"{key}: {verb} +recipe={recipe} first, on {what} ({shown(folder.root)})", file=sys.stderr, flush=True)
+    trust = [word for word in words if word == TRUSTED]
+    typed = ["resume", str(folder.root), *trust] if begun else [*words, "--folder", str(folder.root)]
+    command = bound([sys.executable, "-P", "-m", "runner", *typed])
+    process = subprocess.Popen(command, env=environment(), pass_fds=(lock,))  # held until the stage has saved, too
     try:
         code = process.wait()
     except KeyboardInterrupt:  # the terminal interrupted both: the first run saves, then this one ends
         code = process.wait()
         code = code or 128 + signal.SIGINT
     if code in (130, 143):
-        next_words = go_on(recipe, *_kept(spec, name, key))
-        raise Interrupted(code - 128, f"while running +recipe={recipe} first; this job was not begun{next_words}")
+        raise Interrupted(code - 128, f"while running +recipe={recipe} first; this job was not begun{go_on(recipe)}")
     if code:
         raise StageFailed(f"+recipe={recipe}, which {key} asks for, ended with exit code {code}", code)
-    found = sorted(OUTPUTS.glob(f"*/*-{name}-*"))
-    if not found:
-        raise EnvironmentProblem(f"+recipe={recipe} ended well, but left no run called {name} in {OUTPUTS}/")
-    return found[-1]
+    if not _is_done(folder):
+        raise EnvironmentProblem(f"+recipe={recipe} ended well, but left no finished run in {shown(folder.root)}")
 
 
-def _kept(spec: JobSpec, name: str, key: str) -> tuple[Path | None, dict[str, str]]:
-    """The folder of the interrupted stage called `name`, if it has a checkpoint, and what its job then starts from."""
-    run = next((place.parent for place in OUTPUTS.glob(f"*/*-{name}-*/checkpoints")), None)
-    before = {"init_from": shown(Path(spec.init_from))} if spec.init_from and key != "init_from" else {}
-    return run, before if run is None else before | {key: shown(run)}
+def _is_done(folder: RunFolder) -> bool:
+    """Whether a stage has ended well. Its export is looked for by who wants it."""
+    try:
+        return bool(json.loads(folder.status.read_text(encoding="utf-8")).get("state") == "done")
+    except (OSError, ValueError, AttributeError):  # not begun, or cut off: it is run, or gone on with
+        return False
 
 
-def _options(group: str, values: dict[str, object]) -> list[str]:
-    """A component's options as overrides."""
-    flow = {k: yaml.safe_dump(v, default_flow_style=True, width=10**6) for k, v in values.items() if k != "name"}
-    return [f"{group}.{key}={text.removesuffix(chr(10)).removesuffix('...').strip()}" for key, text in flow.items()]
+@contextmanager
+def _alone(folder: RunFolder, whose: str) -> Iterator[int]:
+    """Hold a stage for this job and what it starts; yields the descriptor. Raises StorageError."""
+    try:
+        folder.root.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder.root.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise StorageError(f"cannot write in {folder.root.parent}: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(
+                f"{whose} is being run by another job; waiting for it ({shown(folder.root)})",
+                file=sys.stderr,
+                flush=True,
+            )
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield handle
+    finally:
+        os.close(handle)

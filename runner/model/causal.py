@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from runner.batch import Batch
 from runner.errors import UnfitModel
@@ -24,6 +25,7 @@ from runner.model.probe import head_objection
 from runner.model.ragged import RaggedModel, predicted, scatter
 from runner.model.terms import summed
 from runner.protocols import Decide, Finish, Terms, Written
+from runner.shards import whole
 
 
 class CausalLM(RaggedModel):
@@ -56,16 +58,21 @@ class CausalLM(RaggedModel):
         if not needs:
             return {}
         places = predicted(batch)
-        with self._pass():
+
+        def work() -> dict[str, Tensor]:
             values = dict[str, Tensor]()
             if "hidden" in needs:
                 values["hidden"] = self._backbone(batch).index_select(0, batch.tokens["parent"][places])
             if needs & {"logprobs", "entropy"}:
                 values |= zip(("logprobs", "entropy"), self._score(batch, places), strict=True)
-        return {name: scatter(values[name], places, batch.num_tokens) for name in needs}
+            return {name: scatter(values[name], places, batch.num_tokens) for name in needs}
+
+        return self._pass(work)
 
     def lm_head(self) -> Callable[[Tensor], Tensor]:
-        """What makes logits [S, V] of the output `hidden` [S, H], without gradient.
+        """What makes logits [S, V] of the output `hidden` [S, H], without gradient; for a model that does not learn.
+
+        Of a sharded model it holds the whole head, and is collective to get, not to call.
 
         Raises UnfitModel where the logits are not the head's, of the last hidden states.
         """
@@ -73,11 +80,13 @@ class CausalLM(RaggedModel):
             text = f"the logits of {type(self.causal).__name__} are not its head's, of its last hidden states"
             raise UnfitModel(text)
 
+        lm_head = self.causal.get_output_embeddings()
+        parameters = {name: whole(p) for name, p in lm_head.named_parameters()}
+
         @torch.no_grad()
         def logits(hidden: Tensor) -> Tensor:
-            lm_head = self.causal.get_output_embeddings()
-            with self._pass():
-                made: Tensor = lm_head(hidden.to(lm_head.weight.dtype))
+            with self._precision():
+                made: Tensor = functional_call(lm_head, parameters, (hidden.to(parameters["weight"].dtype),))
             return made
 
         return logits
@@ -95,15 +104,18 @@ class CausalLM(RaggedModel):
         device = batch.tokens["ids"].device
         places = coefficients.nonzero()[:, 0]
         chosen, places = (t.to(device, non_blocking=True) for t in (coefficients[places], places))
-        with self._pass():
-            if terms is not None:
-                return self._of_terms(batch, places, chosen, terms)
-            if self.chunked:
-                parts = self._head_inputs(batch, places)
-                total, values = head.linear(*parts, chosen, self.config.head_chunk_tokens, self._compute)
-            else:
-                values, _ = self._score(batch, places)
-                total = (values * chosen).sum()
+        if terms is not None:
+            return self._pass(lambda: self._of_terms(batch, places, chosen, terms))
+        return self._pass(lambda: self._of_logprobs(batch, places, chosen))
+
+    def _of_logprobs(self, batch: Batch, places: Tensor, chosen: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """`linear` of logprobs, with coefficients `chosen` [S] at `places` [S]."""
+        if self.chunked:
+            parts = self._head_inputs(batch, places)
+            total, values = head.linear(*parts, chosen, self.config.head_chunk_tokens, self._compute)
+        else:
+            values, _ = self._score(batch, places)
+            total = (values * chosen).sum()
         return total, {"logprobs": scatter(values.detach(), places, batch.num_tokens)}
 
     def _of_terms(self, batch: Batch, places: Tensor, chosen: Tensor, terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
@@ -129,11 +141,12 @@ class CausalLM(RaggedModel):
 
         rows: most answers in work at once; None = all. Raises ValueError for an empty prompt.
         """
-        way, rows = self._greedy_way, rows or len(prompts)
-        if way is None:
-            with self._writing_much():
-                return generation.greedy(self.causal, self.tokenizer, prompts, max_new_tokens, rows, finish)
-        return generation.likeliest(self._writer(way), prompts, max_new_tokens, rows, finish)
+        rows = rows or len(prompts)
+        with self.gathered():  # also where there is nothing to write, for the sake of the other ranks
+            if (way := self._greedy_way) is None:
+                with self._writing_much():
+                    return generation.greedy(self.causal, self.tokenizer, prompts, max_new_tokens, rows, finish)
+            return generation.likeliest(self._writer(way), prompts, max_new_tokens, rows, finish)
 
     @cached_property
     def _greedy_way(self) -> decoding.Way | None:
@@ -180,7 +193,7 @@ class CausalLM(RaggedModel):
     def _writing(self) -> Iterator[None]:
         """Evaluation mode, no gradient, the model's own attention, and no trace of it afterwards."""
         self._set_mode(False)
-        with self._own_attention(), torch.no_grad(), self._pass():
+        with self.gathered(), self._own_attention(), torch.no_grad(), self._precision():
             yield
 
     @contextmanager
@@ -189,7 +202,7 @@ class CausalLM(RaggedModel):
         training = self.module.training
         fold = folded(self.module) if self._compute is None else nullcontext()
         try:
-            with fold, self._writing():
+            with self.gathered(), fold, self._writing():
                 yield
         finally:
             self._set_mode(training)

@@ -34,6 +34,10 @@ class ModelConfig(ComponentConfig):
         """The same config with the paths of local folders made absolute."""
         return self
 
+    def divided(self) -> dict[str, int]:
+        """What slices of its layers have to divide, by option; empty where only the model's own folder says it."""
+        return {}
+
 
 class TinyConfig(ModelConfig):
     """A small Qwen2-type model from random weights, with its own byte-level tokenizer and chat template."""
@@ -50,6 +54,10 @@ class TinyConfig(ModelConfig):
     )
     vocab_size: int = Field(default=512, ge=259, description="Rows of the embedding; at least the tokenizer's 259.")
     max_positions: int = Field(default=2048, ge=16, description="Longest sequence in tokens.")
+
+    def divided(self) -> dict[str, int]:
+        names = ("heads", "kv_heads", "intermediate_size")
+        return {f"model.{name}": getattr(self, name) for name in names}
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = []

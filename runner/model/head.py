@@ -5,7 +5,8 @@
 Legend: S predicted tokens (hidden states of their parents), H hidden size, V vocabulary. Three ways:
 `score` of a linear head makes the logits again in the backward pass; `linear` knows the gradient of its
 result beforehand and makes the head's gradient while the logits are there; any other head module is called
-chunk by chunk under checkpointing. For other functions of the logits than these two see `runner.model.terms`.
+chunk by chunk under checkpointing. For other functions of the logits than these two see `runner.model.terms`, for a head
+whose ids lie on several ranks `runner.model.vocabulary`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+
+from runner.model import vocabulary
+from runner.model.vocabulary import Vocabulary
 
 
 def is_plain(head: nn.Module) -> bool:
@@ -50,7 +54,8 @@ def score(
     """
     if not is_plain(head):
         return _called_in_chunks(head, hidden, targets, chunk)
-    values: tuple[Tensor, Tensor] = _Score.apply(hidden, head.weight, head.bias, targets, chunk, compute)
+    weight, ids = vocabulary.of(head)
+    values: tuple[Tensor, Tensor] = _Score.apply(hidden, weight, head.bias, targets, chunk, compute, ids)
     return values
 
 
@@ -69,18 +74,15 @@ def linear(
     if not (is_plain(head) and torch.is_grad_enabled()):
         values, _ = score(head, hidden, targets, chunk, compute)
         return (values * coefficients).sum(), values.detach()
-    total, values = _Linear.apply(hidden, head.weight, head.bias, targets, coefficients, chunk, compute)
+    weight, ids = vocabulary.of(head)
+    total, values = _Linear.apply(hidden, weight, head.bias, targets, coefficients, chunk, compute, ids)
     return total, values
 
 
 def gather(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """logits [S, V], targets int64 [S] → log-softmax at the targets and entropy, [S] each, in float32 or better."""
-    log_softmax = _log_softmax(logits)
-    return log_softmax.gather(1, targets[:, None])[:, 0], _entropy(log_softmax)
-
-
-def _log_softmax(logits: Tensor) -> Tensor:
-    return F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    log_softmax = vocabulary.ALL.log_softmax(logits)
+    return vocabulary.ALL.at(log_softmax, targets), _entropy(log_softmax)
 
 
 def _entropy(log_softmax: Tensor) -> Tensor:
@@ -106,10 +108,13 @@ def _called_in_chunks(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: i
 
 
 class Operands:
-    """The head's tensors in the data type of the matrix products, and buffers for their gradients."""
+    """The head's tensors in the data type of the matrix products, and buffers for their gradients; weight and logits
+    are those of this rank's ids."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, compute: torch.dtype | None) -> None:
-        dtype = compute or weight.dtype
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, compute: torch.dtype | None, ids: Vocabulary
+    ) -> None:
+        self.ids, dtype = ids, compute or weight.dtype
         self.hidden = hidden.detach().to(dtype)
         self.weight = weight.detach().to(dtype)
         self.bias = None if bias is None else bias.detach().to(dtype)
@@ -131,7 +136,11 @@ class Operands:
 
     def log_softmax(self, span: slice) -> Tensor:
         """The same as log-probabilities, in float32 or better."""
-        return _log_softmax(self.logits(span))
+        return self.ids.log_softmax(self.logits(span))
+
+    def values(self, log_softmax: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the targets, and entropies, [chunk] each."""
+        return self.ids.at(log_softmax, targets), self.ids.total(_entropy(log_softmax))
 
     def accumulate(
         self, span: slice, log_softmax: Tensor, targets: Tensor, grad: Tensor, grad_entropy: Tensor | None = None
@@ -145,10 +154,10 @@ class Operands:
         else:
             p = log_softmax.exp()
             log_softmax = _finite(log_softmax)
-            entropy = -(p * log_softmax).sum(1, keepdim=True)
+            entropy = self.ids.total(-(p * log_softmax).sum(1, keepdim=True))
             d_logits = log_softmax.add_(entropy).mul_(grad_entropy[:, None])
             d_logits = d_logits.add_(grad[:, None]).mul_(p).neg_()
-        self.propagate(span, d_logits.scatter_add_(1, targets[:, None], grad[:, None]))
+        self.propagate(span, self.ids.add_at(d_logits, targets, grad))
 
     def propagate(self, span: slice, d_logits: Tensor) -> None:
         """Add what one chunk's gradient of its logits [chunk, V] means for hidden states, weight and bias."""
@@ -165,6 +174,8 @@ class Operands:
 
     def results(self) -> tuple[Tensor | None, ...]:
         """Gradients in the data types of what they belong to."""
+        if self.grads[0] is not None:
+            self.ids.total(self.grads[0])
         return tuple(None if g is None else g.to(t) for g, t in zip(self.grads, self.types, strict=True))
 
 
@@ -185,17 +196,16 @@ class _Score(torch.autograd.Function):
         targets: Tensor,
         chunk: int,
         compute: torch.dtype | None,
+        ids: Vocabulary,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.chunk, ctx.compute = chunk, compute
+        ctx.chunk, ctx.compute, ctx.ids = chunk, compute, ids
         ctx.set_materialize_grads(False)
-        operands = Operands(hidden, weight, bias, compute)
+        operands = Operands(hidden, weight, bias, compute, ids)
         logprobs = hidden.new_empty(len(targets), dtype=torch.promote_types(operands.weight.dtype, torch.float32))
         entropy = torch.empty_like(logprobs)
         for span in spans(len(targets), chunk):
-            log_softmax = operands.log_softmax(span)
-            logprobs[span] = log_softmax.gather(1, targets[span, None])[:, 0]
-            entropy[span] = _entropy(log_softmax)
+            logprobs[span], entropy[span] = operands.values(operands.log_softmax(span), targets[span])
         return logprobs, entropy
 
     @staticmethod
@@ -205,13 +215,13 @@ class _Score(torch.autograd.Function):
         if grad is None:
             grad = torch.zeros_like(grad_entropy) if grad_entropy is not None else None
         if grad is None:
-            return (None,) * 6
-        operands = Operands(hidden, weight, bias, ctx.compute)
+            return (None,) * 7
+        operands = Operands(hidden, weight, bias, ctx.compute, ctx.ids)
         operands.want(ctx.needs_input_grad[:3])
         for span in spans(len(targets), ctx.chunk):
             part = None if grad_entropy is None else grad_entropy[span]
             operands.accumulate(span, operands.log_softmax(span), targets[span], grad[span], part)
-        return (*operands.results(), None, None, None)
+        return (*operands.results(), None, None, None, None)
 
 
 class _Linear(torch.autograd.Function):
@@ -227,14 +237,15 @@ class _Linear(torch.autograd.Function):
         coefficients: Tensor,
         chunk: int,
         compute: torch.dtype | None,
+        ids: Vocabulary,
     ) -> tuple[Tensor, Tensor]:
-        operands = Operands(hidden, weight, bias, compute)
+        operands = Operands(hidden, weight, bias, compute, ids)
         operands.want(ctx.needs_input_grad[:3])
         out = hidden.new_empty(len(targets), dtype=torch.promote_types(operands.weight.dtype, torch.float32))
         factors = coefficients.to(out.dtype)
         for span in spans(len(targets), chunk):
             log_softmax = operands.log_softmax(span)
-            out[span] = log_softmax.gather(1, targets[span, None])[:, 0]
+            out[span] = ids.at(log_softmax, targets[span])
             operands.accumulate(span, log_softmax, targets[span], factors[span])
         ctx.grads = operands.results()
         ctx.mark_non_differentiable(out)
@@ -247,4 +258,4 @@ class _Linear(torch.autograd.Function):
             raise RuntimeError("the linear loss can be differentiated once only: its gradients have been given away")
         scaled = tuple(None if g is None else g.mul_(grad) for g in ctx.grads)
         ctx.grads = None
-        return (*scaled, None, None, None, None)
+        return (*scaled, None, None, None, None, None)

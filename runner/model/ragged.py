@@ -8,33 +8,39 @@ others in evaluation mode.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from runner.batch import Batch
+from runner.batch import Batch, pack
 from runner.errors import Problem, RunnerError, SpecError
 from runner.model import layout
+from runner.model.alone import gathered_on_cpu, rebuilt
 from runner.model.config import ModelConfig
 from runner.model.dropout import largest, switch_off
 from runner.model.positions import check_rows, longest_row
-from runner.model.probe import kernel_objection, packed_objection
+from runner.model.probe import PROBE_ROWS, kernel_objection, packed_objection
 from runner.model.source import Source
+from runner.model.whole import Whole
 from runner.protocols import Decide, VarlenAttention
 from runner.quiet import no_progress_bar
+
+T = TypeVar("T")
 
 
 class RaggedModel:
     """A transformers model, or a peft model around one, with its tokenizer.
 
     module: what is saved and whose parameters learn; inner: the transformers model inside (the same without peft);
+    whole: the module around all, through which every pass goes, and what may be sharded;
     made: the names of the outputs it can give; source: where its first weights come from, if that is known.
     """
 
@@ -53,6 +59,7 @@ class RaggedModel:
         """Look at the model and decide how it runs. `module` is on its device and in its data type; `seed` is that
         of its initial weights, adapters included."""
         self.module = module
+        self.whole = Whole(module)
         self.inner: Any = module
         if hasattr(module, "get_base_model"):
             self.inner = module.get_base_model()  # type: ignore[operator]
@@ -101,6 +108,18 @@ class RaggedModel:
         else:
             decide("attention", "fused", "sdpa", objection)
 
+    @torch.no_grad()
+    def attend_anew(self, exchange: Callable[[Any], None]) -> None:
+        """Let `exchange` give the transformers model another attention of its own, for padded rows and for text, where
+        it could not before: in a model that lies in pieces by now. Collective then."""
+        before = self.inner.config._attn_implementation
+        self.inner.set_attn_implementation(self.own_attention)
+        self._set_mode(False)
+        self.whole.run(lambda: exchange(self.inner))
+        self.own_attention = self.inner.config._attn_implementation
+        if not self.padded:
+            self.inner.set_attn_implementation(before)
+
     def merge(self) -> None:
         """Let `save` write the adapter merged into its base. Raises SpecError if there is none, or none that can be."""
         if self.module is self.inner:
@@ -136,6 +155,16 @@ class RaggedModel:
         """Whether every row of a batch takes as many places as the longest."""
         return self.layout == "padded"
 
+    def blocks(self) -> list[nn.Module]:
+        """The layers that are gathered one after the other where the model is sharded, first to last; none of them
+        holds another. Empty if the model does not name them."""
+        named = set(self.inner._no_split_modules or ())
+        return [part for part in self.inner.modules() if type(part).__name__ in named]
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """See `Whole.gathered`."""
+        return self.whole.gathered()
+
     def train(self) -> None:
         """Let passes with gradient run in training mode, as they do from the start."""
         self._training = True
@@ -158,12 +187,21 @@ class RaggedModel:
         """The parameters that learn, by the names they have in `module`; tied ones once."""
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path | None) -> None:
         """Write what loads without this program: a Hugging Face folder (safetensors, configs, tokenizer with its
         chat template), or a PEFT adapter folder if `module` is one whose base exists elsewhere. Changes nothing of the
-        model. Raises RunnerError if what was written cannot hold all that has learnt."""
+        model. Raises RunnerError if what was written cannot hold all that has learnt.
+
+        Of a sharded model all ranks are needed: one gives the folder, in whose host memory the model is put together,
+        the others None.
+        """
+        module: Any = self._alone(folder is not None)
+        if folder is None:
+            return
         folder.mkdir(parents=True, exist_ok=True)
-        module: Any = self._merged() if self.merges else self.module
+        if self.merges:  # in float32, or little of the adapter would stay
+            module = deepcopy(module) if module is self.module else module
+            module = module.float().merge_and_unload()
         # or peft would ask the hub whether the embedding was resized
         options = {"save_embedding_layers": False} if hasattr(module, "get_base_model") else {}
         with no_progress_bar():
@@ -171,10 +209,12 @@ class RaggedModel:
             self.tokenizer.save_pretrained(folder)
         _check_saved(folder, sum(p.numel() for p in self.module.parameters() if p.requires_grad))
 
-    def _merged(self) -> Any:
-        """A copy of the transformers model with its adapter in its weights; in float32, or little of it would stay."""
-        module: Any = deepcopy(self.module).float()
-        return module.merge_and_unload()
+    def _alone(self, keep: bool) -> Any:
+        """The module, put together from its pieces on the ranks that `keep` it if it is sharded."""
+        if not self.whole.sharded:
+            return self.module
+        tensors = gathered_on_cpu(self.module, keep=keep)
+        return rebuilt(self.module, self.inner, tensors) if keep else None
 
     @property
     def _compute(self) -> torch.dtype | None:
@@ -185,9 +225,16 @@ class RaggedModel:
         if self.module.training != training:
             self.module.train(training)
 
-    def _pass(self) -> AbstractContextManager[Any]:
+    def _pass(self, work: Callable[[], T]) -> T:
+        """What `work` gives in the mode and in the data type of a pass, with the parameters there."""
         self._set_mode(self._training and torch.is_grad_enabled())
-        return torch.autocast(self.device.type, dtype=self._compute, enabled=self._compute is not None)
+        with self._precision():
+            return self.whole.run(work)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        if self._compute is None or self.device.type == "meta":  # which has none: whoever plans there sees to it
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self._compute)
 
     def _backbone(self, batch: Batch) -> Tensor:
         """The hidden states [T, H] of a batch."""
@@ -197,6 +244,12 @@ class RaggedModel:
             return hidden
 
         return self._run(forward, batch)
+
+    @torch.no_grad()
+    def probed(self) -> Tensor:
+        """The hidden states [T, H] of a handful of tokens: what shows whether it still is the same model."""
+        batch = pack(PROBE_ROWS, [[1.0] * len(row) for row in PROBE_ROWS]).to(self.device)
+        return self._pass(lambda: self._backbone(batch))
 
     def _run(self, forward: layout.Forward, batch: Batch) -> Tensor:
         """What `forward` gives for every token, [T, H]. Raises SpecError for a row that is too long for the model."""

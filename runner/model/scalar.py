@@ -44,7 +44,8 @@ class ScalarModel(RaggedModel):
         self._refuse_unknown(needs)
         if not needs:
             return {}
-        with self._pass():
+
+        def work() -> dict[str, Tensor]:
             hidden = self._backbone(batch)
             out: dict[str, Tensor] = {}
             if "scores" in needs:
@@ -53,9 +54,12 @@ class ScalarModel(RaggedModel):
                 places = predicted(batch)
                 values = self._read(hidden, batch.tokens["parent"][places])
                 out["values"] = scatter(values, places, batch.num_tokens)
-        return out
+            return out
+
+        return self._pass(work)
 
     def _read(self, hidden: Tensor, places: Tensor) -> Tensor:
         head: Any = self.head  # beside an adapter it learns in float32 whatever the backbone's type
-        values: Tensor = head(hidden.index_select(0, places).to(head.weight.dtype))[:, 0]
+        values: Tensor = head(hidden.index_select(0, places).to(head.weight.dtype))
+        values = values[:, 0].clone()  # no view leaves a pass: its backward pass begins at what it returns
         return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -13,11 +13,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from runner.model import vocabulary
 from runner.model.head import Operands, is_plain, spans
+from runner.model.vocabulary import Vocabulary
 from runner.protocols import Terms
 
 Piece = Callable[[Tensor, slice], Mapping[str, Tensor]]  # a chunk's logits, and which chunk it is → its terms
@@ -43,14 +47,23 @@ def summed(
     cuts = list(spans(len(hidden), chunk)) or [slice(0, 0)]  # without a token the terms still have their names
     found: list[Mapping[str, Tensor]] = []
     if is_plain(head) and torch.is_grad_enabled():
-        total: Tensor = _Summed.apply(hidden, head.weight, head.bias, coefficients, piece, cuts, compute, found)
+        weight, ids = vocabulary.of(head)
+        total: Tensor = _Summed.apply(hidden, weight, head.bias, coefficients, piece, cuts, compute, found, ids)
     else:
-        total = _called(head, hidden, coefficients, piece, cuts, found)
+        total = _called(_whole_rows(head), hidden, coefficients, piece, cuts, found)
     return total, {name: torch.cat([one[name] for one in found]) for name in found[0]}
 
 
+def _whole_rows(head: nn.Module) -> Callable[[Tensor], Tensor]:
+    """What makes logits of all ids, whoever has them."""
+    if not (is_plain(head) and isinstance(head.weight, DTensor)):
+        return head
+    weight, ids = vocabulary.of(head)
+    return lambda states: ids.joined(F.linear(states, weight))
+
+
 def _called(
-    head: nn.Module,
+    head: Callable[[Tensor], Tensor],
     hidden: Tensor,
     coefficients: Tensor,
     piece: Piece,
@@ -84,17 +97,18 @@ class _Summed(torch.autograd.Function):
         cuts: list[slice],
         compute: torch.dtype | None,
         found: list[Mapping[str, Tensor]],
+        ids: Vocabulary,
     ) -> Tensor:
-        operands = Operands(hidden, weight, bias, compute)
+        operands = Operands(hidden, weight, bias, compute, ids)
         operands.want(ctx.needs_input_grad[:3])
         total = hidden.new_zeros((), dtype=torch.promote_types(operands.weight.dtype, torch.float32))
         for span in cuts:
-            logits = operands.logits(span).requires_grad_()
+            logits = ids.joined(operands.logits(span)).requires_grad_()
             with torch.enable_grad():
                 values = piece(logits, span)
                 share = (values["loss"] * coefficients[span]).sum()
             [d_logits] = torch.autograd.grad(share, logits)
-            operands.propagate(span, d_logits)
+            operands.propagate(span, ids.own(d_logits))
             total += share.detach()
             found.append({name: value.detach() for name, value in values.items()})
         ctx.grads = operands.results()
@@ -107,4 +121,4 @@ class _Summed(torch.autograd.Function):
             raise RuntimeError("the sum can be differentiated once only: its gradients have been given away")
         scaled = tuple(None if g is None else g.mul_(grad) for g in ctx.grads)
         ctx.grads = None
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None, None)

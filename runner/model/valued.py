@@ -4,14 +4,14 @@
                                                                     └─▶ value head ───────▶ values [T]
 
 The value head learns beside the module and in float32, with full parameters as with an adapter. It is no part of the
-module: checkpoints hold it, an export is the language model alone.
+module, though of what is sharded: checkpoints hold it, an export is the language model alone.
 
 Legend: N rows, T tokens, S predicted tokens, H hidden size (see `runner.batch`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,14 @@ class ValuedLM(CausalLM):
             text = f"values beside a language model need one that shows its backbone: {type(self.causal).__name__}"
             raise UnfitModel(f"{text} does not")
         size = self.causal.config.get_text_config().hidden_size
-        self.value_head = nn.Parameter(torch.zeros(size, device=self.device, dtype=torch.float32))
+        zeros = torch.zeros(size, device=self.device, dtype=torch.float32)
+        self.whole.register_parameter("value_head", nn.Parameter(zeros))
+
+    @property
+    def value_head(self) -> nn.Parameter:
+        """The weights [H] of the value head."""
+        head: Any = self.whole.value_head
+        return cast(nn.Parameter, head)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """What learns of the module, and the value head under the name `value_head`."""
@@ -52,13 +59,16 @@ class ValuedLM(CausalLM):
             return super().outputs(batch, needs)
         self._refuse_unknown(needs)
         places, scored = predicted(batch), bool(needs & {"logprobs", "entropy"})
-        with self._pass():
+
+        def work() -> dict[str, Tensor]:
             hidden, made = self._hidden(batch, scored)
             states = hidden.index_select(0, batch.tokens["parent"][places])
             found = {"hidden": states, "values": self._values(states)}
             if scored:
                 found |= zip(("logprobs", "entropy"), self._score(batch, places, made), strict=True)
-        return {name: scatter(found[name], places, batch.num_tokens) for name in needs}
+            return {name: scatter(found[name], places, batch.num_tokens) for name in needs}
+
+        return self._pass(work)
 
     def _hidden(self, batch: Batch, scored: bool) -> tuple[Tensor, Tensor]:
         """Hidden states [T, H], and what `_score` starts from: they, or logits [T, V] where the LM head is not cut."""

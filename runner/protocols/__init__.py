@@ -7,6 +7,7 @@ from runner.protocols.data import Pair as Pair
 from runner.protocols.data import Prompt as Prompt
 from runner.protocols.data import Question as Question
 from runner.protocols.device import Decide as Decide
+from runner.protocols.device import DenseAttention as DenseAttention
 from runner.protocols.device import Device as Device
 from runner.protocols.device import VarlenAttention as VarlenAttention
 from runner.protocols.learning import LOGPROBS as LOGPROBS
@@ -18,13 +19,12 @@ from runner.protocols.learning import LogitsLossFn as LogitsLossFn
 from runner.protocols.learning import Loss as Loss
 from runner.protocols.learning import LossFn as LossFn
 from runner.protocols.learning import Model as Model
-from runner.protocols.learning import N as N
 from runner.protocols.learning import Outputs as Outputs
-from runner.protocols.learning import Ranks as Ranks
 from runner.protocols.learning import Role as Role
 from runner.protocols.learning import Sample as Sample
 from runner.protocols.learning import State as State
 from runner.protocols.learning import Terms as Terms
+from runner.protocols.parallel import Peers as Peers
 from runner.protocols.running import Callback as Callback
 from runner.protocols.running import StepEnd as StepEnd
 from runner.protocols.running import Tracker as Tracker
@@ -33,6 +33,7 @@ from runner.protocols.sampling import Environment as Environment
 from runner.protocols.sampling import Environments as Environments
 from runner.protocols.sampling import Finish as Finish
 from runner.protocols.sampling import Observation as Observation
+from runner.protocols.sampling import Partners as Partners
 from runner.protocols.sampling import Request as Request
 from runner.protocols.sampling import Reward as Reward
 from runner.protocols.sampling import Rollout as Rollout

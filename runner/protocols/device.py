@@ -31,11 +31,33 @@ class VarlenAttention(Protocol):
     ) -> Tensor: ...
 
 
+class DenseAttention(Protocol):
+    """Attention of rows side by side, by a kernel of a device's own.
+
+    query [B, heads, S, d]; key, value [B, kv heads, L, d], all of one data type and on the device; returns
+    [B, heads, S, d]. mask: bool [B, 1 or heads, S, L], True = seen, or None: then every key is seen, or with `causal`,
+    where S = L, those up to the query's own. The output is 0 where a query sees nothing.
+    """
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Tensor | None,
+        causal: bool,
+        dropout: float,
+        scale: float,
+    ) -> Tensor: ...
+
+
 class Device(Protocol):
     """Where tensors live, and which kernels run on them."""
 
     name: str
-    torch_device: torch.device
+    torch_device: torch.device  # of this process, among those of its machine
+    backend: str  # of process groups: "cpu:gloo,npu:hccl"
 
     def prepare(self) -> None: ...  # threads, determinism, current device
 
@@ -48,7 +70,11 @@ class Device(Protocol):
     # each tells, by name, what the device is doing now: busy, temperature, memory; may take a second
     def readings(self) -> Sequence[Callable[[], Mapping[str, float]]]: ...
 
+    def lacks(self, dtype: torch.dtype) -> str | None: ...  # why it cannot compute with it; None where it can
+
     def attention(self, dtype: torch.dtype) -> VarlenAttention | None: ...  # None: torch's own, row by row
+
+    def dense_attention(self) -> DenseAttention | None: ...  # None: the model's own, through transformers
 
     def fuse(self, module: torch.nn.Module) -> None: ...  # exchange what of a transformers model has fused operators
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from runner.batch import Batch
 from runner.metrics import Metrics
 
-N = TypeVar("N", int, float)
 LOGPROBS = frozenset({"logprobs"})  # what most losses need
 Outputs = Mapping[str, Tensor]  # name → [T] (or [N]) tensor
 State = dict[str, Any]  # JSON-able values; tensors only under the key "tensors"
@@ -95,18 +94,6 @@ class Learner(Model, Protocol):
     def load_state_dict(self, state: State) -> None: ...
 
 
-class Ranks(Protocol):
-    """The data ranks, as an algorithm sees them."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def sum(self, values: Mapping[str, N]) -> dict[str, N]: ...
-
-
 Experience = Any  # what one step learns from; picklable
 Sample = Mapping[str, Any]  # a line of samples.jsonl
 
@@ -127,7 +114,7 @@ class Algorithm(Protocol):
 
     def collect(self, step: int) -> Experience: ...
 
-    def prepare(self, experience: Experience, models: Mapping[Role, Model], ranks: Ranks) -> Iterator[Batch]: ...
+    def prepare(self, experience: Experience, models: Mapping[Role, Model]) -> Iterator[Batch]: ...
 
     def describe(self, step: int, experience: Experience) -> tuple[Mapping[str, float], Sequence[Sample]]: ...
 

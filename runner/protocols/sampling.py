@@ -109,6 +109,27 @@ class Environments:
     make: Callable[[], Environment]
     max_turns: int
 
+    def begin(self, prompts: Sequence[Prompt]) -> Partners:
+        """An environment for an episode of each prompt."""
+        return Partners({at: self.fresh(prompt) for at, prompt in enumerate(prompts)})
+
+    def fresh(self, prompt: Prompt) -> Environment:
+        """An environment for one episode."""
+        environment = self.make()
+        environment.reset(prompt)
+        return environment
+
+
+@dataclass(frozen=True, slots=True)
+class Partners:
+    """The environments of several episodes, by the numbers of these."""
+
+    environments: Mapping[int, Environment]
+
+    def answer(self, turns: Sequence[tuple[int, str]]) -> list[Observation | None]:
+        """What each says to its episode's turn, given as (number, text)."""
+        return [self.environments[at].step(text) for at, text in turns]
+
 
 class Reward(Protocol):
     """Scores all samples of a prompt at once; None = could not be scored, which is not 0."""

@@ -10,11 +10,11 @@ the last token, whatever that is: transformers would take it for padding where i
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from runner.errors import EnvironmentProblem, SecurityRefusal
@@ -92,7 +92,15 @@ class ModelReward:
         return [float(score) for score in scores.float().cpu()]
 
 
-def build(config: ModelRewardConfig, *, device: torch.device, tokenizer: Any, decide: Decide, **_: Any) -> ModelReward:
+def build(
+    config: ModelRewardConfig,
+    *,
+    device: torch.device,
+    tokenizer: Any,
+    decide: Decide,
+    fit: Callable[[nn.Module], None],
+    **_: Any,
+) -> ModelReward:
     """Load the model. `tokenizer` is the policy's.
 
     Raises EnvironmentProblem if it cannot be had or is no reward model, SecurityRefusal if it is a pickle or code.
@@ -105,7 +113,9 @@ def build(config: ModelRewardConfig, *, device: torch.device, tokenizer: Any, de
         how = "its own template and tokenizer" if own.chat_template else "its own tokenizer, as plain text"
         decide("reward.path", "the policy's tokens", f"read again with {how}", "its vocabulary is another one")
     faults = Faults("reward=model", config.max_failures, "set data.max_length or take another reward model")
-    return ModelReward(module.to(device).eval(), own, device, config.batch_size, faults)
+    module = module.to(device).eval().requires_grad_(False)
+    fit(module)
+    return ModelReward(module, own, device, config.batch_size, faults)
 
 
 def written(own: Any, completion: Completion) -> list[int]:

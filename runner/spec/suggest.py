@@ -65,9 +65,23 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(("deepspeed", "fsdp", "accelerate"), "a run is one process on one device in this version"),
 }
+_NO_4_BITS = (
+    "no base in 4 bits, on any device, and no operator for one on an NPU; LoRA on 16: adapter=lora model.dtype=bfloat16"
+)
+_NO_LIGER = "on an NPU device.fused has CANN's operators in Liger's places; the LM head is chunked on every device"
+_NO_FP8 = "no 8 bits here, and an Ascend A2 or A3 has no FP8; model.dtype and model.autocast know float32 and bfloat16"
+_NO_ENGINE = "answers are written by sampler=torch; no engine in a process of its own is called, on any device"
+ABSENT = {  # what others have and this does not: why, and what to take instead
+    **dict.fromkeys(
+        ("qlora", "load_in_4bit", "load_in_8bit", "quantization", "quantization_config", "bnb"), _NO_4_BITS
+    ),
+    **dict.fromkeys(("liger", "use_liger", "use_liger_kernel", "liger_kernel"), _NO_LIGER),
+    **dict.fromkeys(("fp8", "float8", "float8_e4m3fn", "float8_e5m2", "e4m3", "hifloat8"), _NO_FP8),
+    **dict.fromkeys(("sglang", "vllm"), _NO_ENGINE),
+}
 NAMES = {
     "device": {"gpu": "cuda", "nvidia": "cuda", "ascend": "npu", "huawei": "npu"},
-    "adapter": {"full": "none", "null": "none", "qlora": "lora"},
+    "adapter": {"full": "none", "null": "none"},
     "tracker": {"null": "none", "off": "none", "tb": "tensorboard", "wb": "wandb"},
     "sampler": {"null": "none"},
     "optimizer": {"adam": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw"},
@@ -100,7 +114,7 @@ def key(section: str, chosen: str, wrong: str, options: Options) -> str:
 
     `chosen` is the section's chosen member; `options` lists every option there is.
     """
-    if said := ELSEWHERE.get(wrong.lower()):
+    if said := ELSEWHERE.get(wrong.lower()) or ABSENT.get(wrong.lower()):
         return said
     own = list(options.get(section, {}).get(chosen, ()))
     if wrong.lower() in KEYS and (found := _synonym(section, chosen, wrong, options)):

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from runner.spec.suggest import ABSENT
+
 TYPES = {
     "integer": ("an integer", "integers"),
     "number": ("a number", "numbers"),
@@ -72,6 +74,8 @@ def complaint(schema: Mapping[str, Any], key: str, value: Any) -> str:
     few = [choice for s in schema.get("anyOf", [schema]) for choice in s.get("enum", ())]
     if isinstance(value, str) and (meant := SAME.get(value.lower())) in few:
         said += f"; did you mean '{meant}'?"
+    elif isinstance(value, str) and few and (why := ABSENT.get(value.lower())) is not None:
+        said += f"; {why}"
     wants_text = any(s.get("type") == "string" and "enum" not in s for s in schema.get("anyOf", [schema]))
     if wants_text and isinstance(value, int | float):
         said += f"; to give it as a text: '{key}=\"{shown(value)}\"'"

@@ -18,12 +18,11 @@ from runner.learner import LocalLearner
 from runner.loop import Job
 from runner.model import tiny
 from runner.model.config import TinyConfig
-from runner.parallelism.config import SingleConfig
-from runner.parallelism.single import SingleRank
 from runner.protocols import Callback, Completion, Environments, Observation, Prompt, Question
 from runner.publisher import Publisher
 from runner.sampler import torch as torch_sampler
 from runner.sampler.config import TorchSamplerConfig
+from runner.sharing import Alone
 from runner.signals import StopSignal
 
 CPU = torch.device("cpu")
@@ -147,7 +146,7 @@ def job_of(
     return Job(
         steps=steps,
         device=Cpu(CpuConfig(), decide=silent),
-        ranks=SingleRank(SingleConfig()),
+        peers=Alone(),
         algorithm=algorithm,
         feed=Feed(
             publisher.before(algorithm.collect), steps, config.lag, encode=algorithm.encode, decode=algorithm.decode

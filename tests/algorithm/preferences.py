@@ -15,13 +15,10 @@ from runner.frozen import FrozenModel
 from runner.learner import LocalLearner
 from runner.model import tiny
 from runner.model.config import TinyConfig
-from runner.parallelism.config import SingleConfig
-from runner.parallelism.single import SingleRank
 from runner.protocols import Judged, Pair
 
 CPU = torch.device("cpu")
 WHOLE = 10**6
-ONE_RANK = SingleRank(SingleConfig())
 CONFIG = TinyConfig(hidden_size=32, intermediate_size=48, layers=2, kv_heads=2, head_chunk_tokens=17)
 TOKENIZER = tiny.tokenizer(CONFIG)
 
@@ -120,7 +117,7 @@ def copied(made: Any) -> FrozenModel:
 def backward(subject: LocalLearner, algorithm: Any, models: dict[str, Any], step: int = 0) -> tuple[Any, Any]:
     """(the first mini-batch of a step, the metrics of a pass with gradient over it)."""
     [role] = algorithm.losses
-    batch = next(algorithm.prepare(algorithm.collect(step), models, ONE_RANK))
+    batch = next(algorithm.prepare(algorithm.collect(step), models))
     subject.begin_step(step)
     return batch, subject.forward_backward(batch, algorithm.losses[role])[0]
 
@@ -135,7 +132,7 @@ def train(subject: LocalLearner, algorithm: Any, models: dict[str, Any], steps: 
     [loss] = algorithm.losses.values()
     for step in range(steps):
         subject.begin_step(step)
-        for batch in algorithm.prepare(algorithm.collect(step), models, ONE_RANK):
+        for batch in algorithm.prepare(algorithm.collect(step), models):
             metrics, _ = subject.forward_backward(batch, loss)
             subject.optim_step()
             values.append(metrics.result())

@@ -11,8 +11,6 @@ from runner.algorithm.config import CptConfig, SftConfig
 from runner.algorithm.parts import Parts
 from runner.algorithm.sft import CrossEntropy, build
 from runner.batch import micro_batches, pack, with_totals
-from runner.parallelism.config import SingleConfig
-from runner.parallelism.single import SingleRank
 from runner.protocols import Item, Question
 
 ITEMS = [Item((1, 2, 3), (0.0, 1.0, 1.0)), Item((4, 5), (0.0, 1.0)), Item((6, 7, 8, 9), (0.0, 0.0, 0.0, 1.0))]
@@ -57,11 +55,11 @@ def test_the_loss_is_the_mean_over_the_steps_tokens_however_it_is_cut() -> None:
 @pytest.mark.parametrize(("config", "tokens"), [(SftConfig, 4), (CptConfig, 6)])
 def test_cpt_learns_every_token_and_sft_the_answers(config: type, tokens: int) -> None:
     algorithm = build(config(batch_size=3), parts())
-    (batch,) = algorithm.prepare(algorithm.collect(0), {}, SingleRank(SingleConfig()))
+    (batch,) = algorithm.prepare(algorithm.collect(0), {})
     assert batch.totals == {"tokens": tokens, "rows": 3, "units": 3}
 
 
 def test_mini_batches_know_their_own_totals() -> None:
     algorithm = build(SftConfig(batch_size=2, mini_batches=2), parts())
-    cut = list(algorithm.prepare(algorithm.collect(0), {}, SingleRank(SingleConfig())))
+    cut = list(algorithm.prepare(algorithm.collect(0), {}))
     assert [p.totals["tokens"] for p in cut] == [2, 1]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runner.checkpoint import sections
+from runner.checkpoint import tensors as tensors_file
 from runner.errors import RunnerError, TrainingDiverged
 
 DTYPES = (
@@ -66,7 +67,8 @@ def round_trip(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     contents = sections.split(state)
     (folder / sections.VALUES).write_bytes(contents.values)
     for name, held in contents.tensors.items():
-        sections.write_tensors(folder / f"{name}.safetensors", held)
+        tensors_file.create(folder / f"{name}.safetensors", held)
+        tensors_file.write(folder / f"{name}.safetensors", held, first=True)
     return sections.read(folder, {f"{name}.safetensors": None for name in contents.tensors})
 
 

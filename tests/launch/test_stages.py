@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from runner.cli.compose import compose_job
 from runner.errors import SpecError
-from runner.launch.stage import go_on
+from runner.launch.stage import go_on, key_of, words_of
 from runner.launch.stages import StageFailed, with_first_weights
 
 SMALL = ("model.hidden_size=32", "model.intermediate_size=48", "model.layers=2", "tracker=none", "steps=2")
@@ -47,7 +47,7 @@ def test_a_recipe_is_run_first_on_this_jobs_model(tmp_path: Path) -> None:
     said = [done.stdout.count(f"\n{word}  ") for word in ("done", "try it", "go on")]
     assert said == [2, 1, 1], "what to type next is said of the job alone"
     spec = (tmp_path / "outputs/latest/spec.yaml").read_text()
-    [stage] = [p for p in (tmp_path / "outputs").glob("*/*-quick-*")]
+    [stage] = [path.parent for path in (tmp_path / "outputs").glob("stages/quick/*/spec.yaml")]
     assert f"init_from: {stage.resolve()}/export" in spec
     first = (stage / "spec.yaml").read_text()
     assert "hidden_size: 32" in first, "the first run has this job's model"
@@ -127,7 +127,7 @@ def test_a_recipe_that_is_run_first_ends_with_its_job(tmp_path: Path) -> None:
     words = ["+recipe=grpo_demo", *SMALL[:-1], "init_from=recipe:sft_demo", "steps=2"]
     job = subprocess.Popen([sys.executable, "-m", "runner", *words], cwd=tmp_path, stderr=subprocess.DEVNULL)
     end = time.monotonic() + 90
-    while not (found := list(tmp_path.glob("outputs/*/*/metrics.jsonl"))):
+    while not (found := list(tmp_path.glob("outputs/stages/*/*/metrics.jsonl"))):
         assert time.monotonic() < end and job.poll() is None
         time.sleep(0.05)
     job.kill()
@@ -146,26 +146,96 @@ def test_an_interrupted_stage_tells_how_its_job_goes_on(tmp_path: Path) -> None:
         text=True, start_new_session=True,
     )  # fmt: skip
     end = time.monotonic() + 90
-    while not (found := [p for p in tmp_path.glob("outputs/*/*/metrics.jsonl") if p.stat().st_size]):
+    while not (found := [p for p in tmp_path.glob("outputs/stages/*/*/metrics.jsonl") if p.stat().st_size]):
         assert time.monotonic() < end and job.poll() is None
         time.sleep(0.05)
     os.killpg(job.pid, signal.SIGINT)  # as a terminal does
     said = job.communicate(timeout=60)[0]
-    stage = found[0].parent.relative_to(tmp_path)
     typed = "run +recipe=grpo_demo " + " ".join(SMALL)
     assert job.returncode == 130 and "run resume latest" not in said
     assert said.endswith(
         "while running +recipe=sft_demo first; this job was not begun\n"
-        f"go on    {typed} init_from=recipe:sft_demo evaluation.every=0 name=ab     (runs +recipe=sft_demo anew)\n"
-        f"or       run resume {stage} && {typed} evaluation.every=0 name=ab init_from={stage}\n"
+        f"go on    {typed} init_from=recipe:sft_demo evaluation.every=0 name=ab     "
+        "(+recipe=sft_demo goes on where it stopped)\n"
     )
-    assert json.loads((tmp_path / stage / "status.json").read_text())["state"] == "interrupted"
+    status = json.loads((found[0].parent / "status.json").read_text())
+    assert status["state"] == "interrupted"
 
 
-@pytest.mark.parametrize("first", [None, Path("outputs/x")])
-def test_an_interrupted_stage_of_a_stage_says_nothing_of_its_own(
-    first: Path | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert go_on("one", first, {"init_from": "x"}, ["steps=2"]).count("\n") == (1 if first is None else 2)
+def test_an_interrupted_stage_of_a_stage_says_nothing_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert go_on("one", ["steps=2"]).count("\n") == 1
     monkeypatch.setenv("RUNNER_STAGE", "1")
-    assert go_on("one", first, {"init_from": "x"}, ["steps=2"]) == ""
+    assert go_on("one", ["steps=2"]) == ""
+
+
+@pytest.fixture
+def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a recipe `quick` and one, `second`, that begins with it."""
+    monkeypatch.chdir(tmp_path)
+    _with_recipe(tmp_path)
+    text = (tmp_path / "recipes" / "quick.yaml").read_text()
+    (tmp_path / "recipes" / "second.yaml").write_text(text + "init_from: recipe:quick\n")
+    return tmp_path
+
+
+def key(*more: str, recipe: str = "quick") -> str:
+    spec = compose_job(["+recipe=sft_demo", *SMALL, *more]).data
+    return key_of(words_of(recipe, spec, own_model=False))
+
+
+def test_a_key_is_of_all_that_makes_the_weights_and_of_nothing_else(stages: Path) -> None:
+    first = key()
+    assert key("optimizer.lr=1", "name=other", "algorithm.batch_size=8") == first
+    assert len({first, key("seed=2"), key("device.threads=2"), key(recipe="second")}) == 4
+    nested = key(recipe="second")
+    path = stages / "recipes" / "quick.yaml"
+    path.write_text(path.read_text().replace("steps: 2", "steps: 3"))
+    assert key() != first and key(recipe="second") != nested, "a stage of a stage counts"
+    (stages / "d.jsonl").write_text('{"text": "one"}\n')
+    path.write_text(
+        path.read_text().replace("/algorithm: sft", "/algorithm: sft\n  - override /data: file")
+        + "data:\n  path: d.jsonl\n"
+    )
+    with_file = key()
+    (stages / "d.jsonl").write_text('{"text": "another"}\n')
+    assert key() != with_file, "files count with what is in them"
+
+
+def wait_for(path: Path, pattern: str) -> Path:
+    end = time.monotonic() + 60
+    while not (found := [p for p in path.glob(pattern) if p.stat().st_size]):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return found[0]
+
+
+@pytest.mark.slow
+def test_jobs_that_want_the_same_stage_share_it(stages: Path) -> None:
+    """Two at once: one runs it, the other waits; a third, later, takes it; it is killed once and goes on."""
+    path = stages / "recipes" / "quick.yaml"
+    path.write_text(path.read_text().replace("steps: 2", "steps: 12\ncheckpoint:\n  every: 1"))
+    words = [
+        "+recipe=sft_demo",
+        *SMALL,
+        "init_from=recipe:quick",
+        "evaluation.every=0",
+        "data.items=64",
+        "data.held_out=8",
+    ]
+    command = [sys.executable, "-m", "runner", *words]
+    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_for(stages, "outputs/stages/quick/*/checkpoints/step-*/MANIFEST.json")
+    killed.kill()  # the stage gets the kernel's SIGTERM, and saves; until it has, nobody else may run it
+    both = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [job.communicate(timeout=120)[1] for job in both]
+    assert [job.returncode for job in both] == [0, 0], said
+    going_on = [line for text in said for line in text.splitlines() if "init_from: going on with +recipe=quick" in line]
+    taken = [line for text in said for line in text.splitlines() if "was run before, with this spec and code" in line]
+    assert len(going_on) == len(taken) == 1
+    [stage] = stages.glob("outputs/stages/quick/*/spec.yaml")
+    rows = [json.loads(line)["step"] for line in (stage.parent / "metrics.jsonl").read_text().splitlines()]
+    assert rows == list(range(1, 13)), "every step once"
+    third = run(stages, *words, "optimizer.lr=1e-5")
+    assert third.returncode == 0
+    assert f"taking its weights (to run it anew: rm -r {stage.parent.relative_to(stages)})" in third.stderr
+    killed.communicate()

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runner.model import head
+from runner.model.vocabulary import ALL
 
 
 class Largest(TorchDispatchMode):
@@ -62,7 +63,7 @@ def test_gradcheck(bias: bool) -> None:
     leaves = (hidden, *made.parameters())
 
     def rebuilt(h: Tensor, w: Tensor, b: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return head._Score.apply(h, w, b, targets, 2, None)
+        return head._Score.apply(h, w, b, targets, 2, None, ALL)
 
     assert torch.autograd.gradcheck(rebuilt, leaves)
     assert torch.autograd.gradcheck(lambda *t: rebuilt(*t)[1], leaves), "the entropy alone"

@@ -90,6 +90,13 @@ def test_scores_are_those_of_each_row_alone(batch_size: int, trained: Path, toke
     assert len(set(flat)) == 7
 
 
+def test_the_device_may_exchange_parts_of_the_model_once_it_is_there(trained: Path, tokenizer: Any) -> None:
+    seen: list[Any] = []
+    made(ModelRewardConfig(path=str(trained)), tokenizer=tokenizer, fit=seen.append)
+    [module] = seen
+    assert not module.training and not any(p.requires_grad for p in module.parameters())
+
+
 def test_bfloat16_is_near(trained: Path, tokenizer: Any) -> None:
     group = [completion(tokenizer, "q", "some answer")]
     exact, near = (

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from runner.cli.compose import compose_job
+from runner.errors import SpecError
 from runner.registry import default_registry
 from runner.spec import suggest
 from runner.spec.schema import Keys
@@ -52,3 +56,26 @@ def test_names(group: str, wrong: str, right: str | None) -> None:
 )
 def test_keys(section: str, chosen: str, wrong: str, hint: str) -> None:
     assert suggest.key(section, chosen, wrong, OPTIONS) == hint
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("adapter=qlora", "no operator for one on an NPU; LoRA on 16: adapter=lora model.dtype=bfloat16"),
+        ("sampler=SGLang", "answers are written by sampler=torch"),
+        ("model.dtype=fp8", "an Ascend A2 or A3 has no FP8"),
+        ("model.use_liger_kernel=true", "device.fused has CANN's operators in Liger's places"),
+        ("model.load_in_4bit=true", "no base in 4 bits"),
+    ],
+)
+def test_what_others_have_and_this_does_not_is_refused_with_the_reason(word: str, why: str, workdir: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        compose_job(["+recipe=sft_npu", word])
+    assert why in str(caught.value)
+
+
+def test_nothing_that_is_there_counts_as_absent() -> None:
+    registry = default_registry()
+    members = {name for group in ("adapter", "sampler", "device", "model") for name in registry.classes(group)}
+    options = {name for names in OPTIONS.values() for own in names.values() for name in own}
+    assert not (members | options) & suggest.ABSENT.keys()

@@ -24,11 +24,11 @@ from torch import Tensor
 from runner.algorithm.distillation import losses as formulas
 from runner.algorithm.distillation.config import DistillConfig
 from runner.algorithm.given import LearnsFromData
-from runner.algorithm.parts import Parts
+from runner.algorithm.parts import HeadedModel, Parts
 from runner.batch import Batch, pack, split_rows, with_totals
 from runner.errors import Problem, SpecError, UnfitModel
 from runner.metrics import Metrics
-from runner.protocols import Data, Item, Loss, LossFn, Model, Outputs, Ranks, Role
+from runner.protocols import Data, Item, Loss, LossFn, Model, Outputs, Role
 
 HIDDEN = frozenset({"hidden"})
 
@@ -42,7 +42,7 @@ class DistillationLoss:
     """
 
     config: DistillConfig
-    teacher: Model
+    teacher: HeadedModel
     head: Callable[[Tensor], Tensor]
     needs: frozenset[str] = frozenset({"loss", "divergence"})
 
@@ -52,7 +52,7 @@ class DistillationLoss:
 
     def beside(self, micro: Batch) -> Mapping[str, Tensor]:
         """The channel `teacher` [T, H]: the teacher's hidden states."""
-        return {"teacher": self.teacher.forward(micro, HIDDEN)["hidden"]}
+        return {"teacher": self.teacher.alone(micro, HIDDEN)["hidden"]}
 
     def terms(self, logits: Tensor, tokens: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """loss, divergence (in nats, without its factor) and, where it is part of the loss, nll, [S] each; of the
@@ -104,10 +104,10 @@ class Distill(LearnsFromData):
         """Any items as what `prepare` takes."""
         return pack([i.ids for i in items], [i.weights for i in items])
 
-    def prepare(self, experience: Batch, models: Mapping[Role, Model], ranks: Ranks) -> Iterator[Batch]:
-        """The batch in `mini_batches` parts, each with its totals over all ranks."""
+    def prepare(self, experience: Batch, models: Mapping[Role, Model]) -> Iterator[Batch]:
+        """The batch in `mini_batches` parts, each with its totals."""
         for part in split_rows(experience, self.config.mini_batches):
-            yield with_totals(part, ranks.sum(part.count()))
+            yield with_totals(part, part.count())
 
 
 def build(config: DistillConfig, parts: Parts) -> Distill:

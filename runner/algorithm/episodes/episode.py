@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner.algorithm.episodes.turns import Turns
-from runner.protocols import Completion, Environment, Environments, Observation, Prompt, Rollout, Written
+from runner.protocols import Completion, Environments, Observation, Partners, Prompt, Rollout, Written
 
 
 @dataclass(slots=True)
@@ -24,7 +24,6 @@ class Episode:
     """
 
     prompt: Prompt
-    environment: Environment | None
     said: list[Mapping[str, Any]] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     mask: list[float] = field(default_factory=list)
@@ -79,12 +78,13 @@ class Player:
 
     def play(self, prompts: Sequence[Prompt], write: Write) -> list[Episode]:
         """An episode for each prompt, in their order."""
-        episodes = [self._begin(prompt) for prompt in prompts]
+        episodes = [Episode(prompt) for prompt in prompts]
+        partners = None if self.environments is None else self.environments.begin(prompts)
         live, turn = list(enumerate(episodes)), 0
         while live:
             for (_, episode), rollout in zip(live, write(live, turn), strict=True):
                 episode.hear(rollout, self.tokenizer.decode(rollout.ids, skip_special_tokens=True))
-            live = [(at, episode) for at, episode in live if self._goes_on(episode, turn)]
+            live = [] if partners is None else self._answered(live, turn, partners)
             turn += 1
         return episodes
 
@@ -106,21 +106,20 @@ class Player:
             return max_new_tokens
         return min(max_new_tokens, self.longest - len(episode.prompt.ids) - len(episode.ids))
 
-    def _begin(self, prompt: Prompt) -> Episode:
-        environment = None if self.environments is None else self.environments.make()
-        if environment is not None:
-            environment.reset(prompt)
-        return Episode(prompt, environment)
+    def _answered(
+        self, live: Sequence[tuple[int, Episode]], turn: int, partners: Partners
+    ) -> list[tuple[int, Episode]]:
+        """The episodes that go on, having heard what their environments say."""
+        assert self.environments is not None
+        last = turn + 1 == self.environments.max_turns
+        asking = [] if last else [(at, episode) for at, episode in live if episode.finish != "length"]
+        said = partners.answer([(at, episode.text) for at, episode in asking]) if asking else []
+        answered = zip(asking, said, strict=True)
+        return [one for one, observation in answered if observation is not None and self._told(one[1], observation)]
 
-    def _goes_on(self, episode: Episode, turn: int) -> bool:
-        """Let the environment answer; False at the end of the episode."""
-        if episode.environment is None or self.turns is None or self.environments is None:
-            return False
-        if episode.finish == "length" or turn + 1 == self.environments.max_turns:
-            return False
-        observation = episode.environment.step(episode.text)
-        if observation is None:
-            return False
+    def _told(self, episode: Episode, observation: Observation) -> bool:
+        """Let the episode hear what was said; False where that leaves no room for a turn."""
+        assert self.turns is not None
         ids = self.turns.observation(observation.role, observation.text, episode.ids)
         if self.longest is not None and len(episode.prompt.ids) + len(episode.ids) + len(ids) >= self.longest:
             episode.finish = "length"

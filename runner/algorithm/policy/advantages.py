@@ -53,7 +53,7 @@ def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
 def batch_std(rewards: Tensor, group: Tensor, batch: Moments, *, eps: float) -> Tensor:
     """(R − mean of the group) / (std of the batch + eps), [N]; eps > 0, 1e-4 in TRL.
 
-    batch: moments of the scored rewards of the whole step over all ranks; its std has ddof 1.
+    batch: moments of the scored rewards of the whole step; its std has ddof 1.
     """
     return group_mean(rewards, group) / (variance(batch, 1).sqrt() + eps)
 

@@ -90,7 +90,7 @@ def affected_share(correction: Correction, mask: Tensor) -> tuple[Tensor, Tensor
 def effective_sample_size(weights: Moments) -> Tensor:
     """(Σw)² / (n·Σw²), 0-d: the share of the samples that the weighted ones are worth (Kish); 1 for equal weights.
 
-    weights: moments of rho over the learnt tokens, over all ranks. 0 if there are none.
+    weights: moments of rho over the learnt tokens. 0 if there are none.
     """
     worth = weights.size * weights.sumsq
     return torch.where(worth > 0, weights.sum.square() / torch.where(worth > 0, worth, 1), 0)

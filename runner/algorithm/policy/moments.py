@@ -1,6 +1,6 @@
-"""Means and variances of values that lie on several ranks: sums that add up, then what follows from them.
+"""Means and variances of some of many values: sums that add up, then what follows from them.
 
-    values, mask ──moments──▶ (sum, sumsq, size) ──added over ranks by the caller──▶ whiten
+    values, mask ──moments──▶ (sum, sumsq, size) ──▶ whiten
 
 Legend: K values (tokens or samples). A difference of large sums loses digits: where a mean may exceed its
 standard deviation a thousandfold, pass float64 values.
@@ -44,7 +44,7 @@ def variance(of: Moments, ddof: int) -> Tensor:
 def whiten(values: Tensor, mask: Tensor, over: Moments, *, ddof: int = 0, eps: float = 1e-8) -> Tensor:
     """(x − mean) / √(variance + eps) in the mask and 0 outside it; values float [K], mask bool [K] → float [K].
 
-    over: the moments of all values of the step, over all ranks.
+    over: the moments of all values of the step.
     ddof: 0 is the population's variance (OpenRLHF, NeMo-RL); 1 is Bessel's correction (verl).
 
     Departure: OpenRLHF and NeMo-RL raise a variance below 1e-8 to it, here as in verl 1e-8 is added to every variance.

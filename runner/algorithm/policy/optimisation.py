@@ -36,7 +36,7 @@ from runner.algorithm.policy.surrogate import losses_of
 from runner.algorithm.policy.valuation import valued, weighted
 from runner.batch import Batch, row_of_tokens, select_units, with_tokens
 from runner.errors import TrainingDiverged
-from runner.protocols import LossFn, Model, Ranks, Role, Sample, State
+from runner.protocols import LossFn, Model, Role, Sample, State
 from runner.randomness import derive
 from runner.tree import Branch, Tree, pack_trees
 
@@ -74,14 +74,14 @@ class PolicyOptimisation:
                 break
         return experience_of(step, drawn, size, round + 1, contrast=resample)
 
-    def prepare(self, experience: Experience, models: Mapping[Role, Model], ranks: Ranks) -> Iterator[Batch]:
+    def prepare(self, experience: Experience, models: Mapping[Role, Model]) -> Iterator[Batch]:
         """Mini-batches with everything the losses need; all but `weight` is fixed before the first update."""
         batch = self._laid_out(experience)
         batch = self._scored(batch, models)
-        batch = valued(self.config, batch, self.kl.coefficient, ranks)
+        batch = valued(self.config, batch, self.kl.coefficient)
         for epoch in range(self.config.epochs):
             for part in self._mini_batches(batch, experience.step, epoch):
-                yield weighted(self.config, part, self.longest, ranks)
+                yield weighted(self.config, part, self.longest)
 
     def describe(self, step: int, experience: Experience) -> tuple[Mapping[str, float], Sequence[Sample]]:
         """Reward, lengths, staleness; the coefficient in force; health of the importance weights."""

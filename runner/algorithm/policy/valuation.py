@@ -4,25 +4,22 @@
     teacher, old [T]               ──valued──▶ advantages [T]                    of opd; without old, of the loss
     weight [T] of a mini-batch ──weighted──▶ the aggregation's weights [T]       per optimizer step
 
-Legend: N rows, T tokens. Sums run over all data ranks.
+Legend: N rows, T tokens.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from runner.algorithm.policy import advantages, aggregation, kl, returns
 from runner.algorithm.policy.base import PolicyConfig
-from runner.algorithm.policy.moments import Moments, moments, whiten
+from runner.algorithm.policy.moments import moments, whiten
 from runner.algorithm.policy.worth import FromCritic, FromRewards, FromTeacher
 from runner.batch import Batch, row_of_tokens, with_tokens, with_totals
-from runner.protocols import Ranks
 
 
-def valued(config: PolicyConfig, batch: Batch, beta: float, ranks: Ranks) -> Batch:
+def valued(config: PolicyConfig, batch: Batch, beta: float) -> Batch:
     """The batch with the channel `advantages` and, with a critic, `returns`; `beta` weighs a KL in the reward.
 
     A teacher's are left to the loss where the policy itself stands for `old`.
@@ -38,15 +35,15 @@ def valued(config: PolicyConfig, batch: Batch, beta: float, ranks: Ranks) -> Bat
             values = batch.tokens["values"].double()
             row = row_of_tokens(batch)
             found, back = returns.gae(placed, values, mask, row, gamma=wanted.gamma, lam=wanted.lam)
-            return with_tokens(batch, returns=back, advantages=_white(found, mask, ranks) if wanted.whiten else found)
+            return with_tokens(batch, returns=back, advantages=_white(found, mask) if wanted.whiten else found)
         case FromRewards("reinforce_pp", gamma):
             placed = _placed(batch, _penalty(config, batch), beta)
             found = returns.discounted_returns(placed, mask, row_of_tokens(batch), gamma)
-            return with_tokens(batch, advantages=_white(found, mask, ranks))
+            return with_tokens(batch, advantages=_white(found, mask))
         case FromRewards() as wanted:
             penalty, row = _penalty(config, batch), row_of_tokens(batch)
             rewards = returns.penalised_rewards(batch.rows["reward"].double(), penalty, mask, row, beta)
-            return with_tokens(batch, advantages=_of_groups(wanted, batch, rewards, mask, ranks))
+            return with_tokens(batch, advantages=_of_groups(wanted, batch, rewards, mask))
 
 
 def from_teacher(teacher: Tensor, student: Tensor) -> Tensor:
@@ -67,18 +64,18 @@ def _placed(batch: Batch, penalty: Tensor, beta: float) -> Tensor:
     return returns.token_rewards(rewards, penalty, mask, row_of_tokens(batch), beta)
 
 
-def _of_groups(wanted: FromRewards, batch: Batch, rewards: Tensor, mask: Tensor, ranks: Ranks) -> Tensor:
+def _of_groups(wanted: FromRewards, batch: Batch, rewards: Tensor, mask: Tensor) -> Tensor:
     """Advantages [T] from rewards [N] by what the group makes of them."""
     group, row = batch.rows["tree"], row_of_tokens(batch)
     if wanted.advantage == "batch_std":
-        over = _summed(moments(rewards, ~rewards.isnan()), ranks)
+        over = moments(rewards, ~rewards.isnan())
         return advantages.batch_std(rewards, group, over, eps=1e-6)[row]
     if wanted.advantage == "opo":
         lengths = mask.new_zeros(batch.num_rows, dtype=torch.int64).index_add(0, row, mask.long())
         return advantages.opo(rewards, group, lengths)[row]
     if wanted.advantage == "reinforce_pp_baseline":
         found = advantages.group_mean(rewards, group)[row]
-        return _white(found, mask, ranks)
+        return _white(found, mask)
     plain = {
         "group_mean_std": lambda: advantages.group_mean_std(rewards, group, eps=1e-6),
         "group_mean": lambda: advantages.group_mean(rewards, group),
@@ -88,15 +85,15 @@ def _of_groups(wanted: FromRewards, batch: Batch, rewards: Tensor, mask: Tensor,
     return plain[wanted.advantage]()[row]
 
 
-def weighted(config: PolicyConfig, part: Batch, longest: float, ranks: Ranks) -> Batch:
-    """The mini-batch with the aggregation's weights, whose denominators run over this optimizer step and all ranks.
+def weighted(config: PolicyConfig, part: Batch, longest: float) -> Batch:
+    """The mini-batch with the aggregation's weights, whose denominators run over this optimizer step.
 
     longest: the constant of seq_mean_token_sum_norm, in tokens
     """
     mask, row = part.tokens["weight"], row_of_tokens(part)
     tree = part.rows["tree"][row]
     prompts = {"prompts": int(torch.unique(tree[mask != 0]).numel())}
-    totals = ranks.sum({**part.count(), **prompts})
+    totals = {**part.count(), **prompts}
     name = config.aggregation
     weight = {
         "token_mean": lambda: aggregation.token_mean(mask, totals["tokens"]),
@@ -108,11 +105,5 @@ def weighted(config: PolicyConfig, part: Batch, longest: float, ranks: Ranks) ->
     return with_totals(with_tokens(part, weight=weight), totals)
 
 
-def _white(values: Tensor, mask: Tensor, ranks: Ranks) -> Tensor:
-    return whiten(values, mask, _summed(moments(values, mask), ranks))
-
-
-def _summed(one: Moments, ranks: Ranks) -> Moments:
-    """Moments over all data ranks."""
-    total: dict[str, Any] = ranks.sum({name: float(value) for name, value in one._asdict().items()})
-    return Moments(**{name: torch.tensor(total[name], dtype=one.sum.dtype) for name in Moments._fields})
+def _white(values: Tensor, mask: Tensor) -> Tensor:
+    return whiten(values, mask, moments(values, mask))

@@ -33,7 +33,7 @@ from runner.algorithm.preference.config import DpoConfig, KtoConfig
 from runner.algorithm.preference.pairs import mini_batches, pack_pairs, pair_metrics, sides
 from runner.batch import Batch, row_sum
 from runner.metrics import Metrics
-from runner.protocols import LOGPROBS, Data, Judged, Loss, LossFn, Model, Outputs, Pair, Ranks, Role
+from runner.protocols import LOGPROBS, Data, Judged, Loss, LossFn, Model, Outputs, Pair, Role
 from runner.tree import Branch, Tree, pack_trees
 
 PAIR_LOSSES: dict[str, Callable[..., formulas.PairLosses]] = {
@@ -122,10 +122,10 @@ class Dpo(LearnsFromData):
         """What of an experience the reference scores."""
         yield experience
 
-    def prepare(self, experience: Batch, models: Mapping[Role, Model], ranks: Ranks) -> Iterator[Batch]:
+    def prepare(self, experience: Batch, models: Mapping[Role, Model]) -> Iterator[Batch]:
         """Mini-batches of whole pairs, with the reference's logprobs where the loss has a reference."""
         known = with_reference(experience, models["reference"]) if self.config.frozen() else experience
-        yield from mini_batches(known, self.config.mini_batches, ranks)
+        yield from mini_batches(known, self.config.mini_batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,24 +199,21 @@ class Kto(LearnsFromData):
         for part in experience:
             yield from (part.batch,) if part.mismatched is None else (part.batch, part.mismatched)
 
-    def prepare(self, experience: list[JudgedPart], models: Mapping[Role, Model], ranks: Ranks) -> Iterator[Batch]:
+    def prepare(self, experience: list[JudgedPart], models: Mapping[Role, Model]) -> Iterator[Batch]:
         """Each mini-batch with the reference's logprobs, and with its z under the policy as it now is."""
         for part in experience:
-            z = self._z(part.mismatched, models, ranks)
+            z = self._z(part.mismatched, models)
             known = with_reference(part.batch, models["reference"])
             rows = {**known.rows, "z": torch.full((known.num_rows,), z)}
-            yield from mini_batches(replace(known, rows=rows), 1, ranks)
+            yield from mini_batches(replace(known, rows=rows), 1)
 
-    def _z(self, batch: Batch | None, models: Mapping[Role, Model], ranks: Ranks) -> float:
-        """The baseline over all ranks; 0 where no answer has another prompt to stand behind."""
-        total = rows = 0.0
-        if batch is not None:
-            known = with_reference(batch, models["reference"])
-            ratios = log_ratios(known, models["policy"].forward(known, LOGPROBS)["logprobs"].cpu())
-            total, rows = float(ratios.sum()), float(known.num_rows)
-        found = ranks.sum({"total": total, "rows": rows})
-        baseline = formulas.kto_baseline(torch.tensor(found["total"]), max(int(found["rows"]), 1))
-        return float(baseline)
+    def _z(self, batch: Batch | None, models: Mapping[Role, Model]) -> float:
+        """The baseline; 0 where no answer has another prompt to stand behind."""
+        if batch is None:
+            return 0.0
+        known = with_reference(batch, models["reference"])
+        ratios = log_ratios(known, models["policy"].forward(known, LOGPROBS)["logprobs"].cpu())
+        return float(formulas.kto_baseline(ratios.sum(), known.num_rows))
 
 
 def pack_judged(items: Sequence[Judged]) -> Batch:

@@ -150,7 +150,7 @@ def bradley_terry(
 def kto_baseline(total: Tensor, count: Tensor | int) -> Tensor:
     """z = max(0, mean of the log-ratios of mismatched answers), 0-d, detached (KTO 2402.01306).
 
-    total, count: sum of the log-ratios of answers to other prompts than their own, and their number, over all ranks.
+    total, count: sum of the log-ratios of answers to other prompts than their own, and their number.
     """
     return (total / count).clamp(min=0).detach()
 

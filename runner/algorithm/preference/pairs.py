@@ -14,7 +14,7 @@ from torch import Tensor
 from runner.algorithm.preference.losses import PairLosses
 from runner.batch import Batch, split_rows, with_totals
 from runner.metrics import Metrics
-from runner.protocols import Pair, Ranks
+from runner.protocols import Pair
 from runner.tree import Branch, Tree, pack_trees
 
 CHOSEN, REJECTED = 0, 1  # the `branch` of each side
@@ -41,10 +41,10 @@ def sides(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:
     return rows[chosen.to(rows.device, non_blocking=True)], rows[rejected.to(rows.device, non_blocking=True)]
 
 
-def mini_batches(batch: Batch, count: int, ranks: Ranks) -> Iterator[Batch]:
-    """`count` parts of whole units, each knowing its totals over all ranks."""
+def mini_batches(batch: Batch, count: int) -> Iterator[Batch]:
+    """`count` parts of whole units, each knowing its totals."""
     for part in split_rows(batch, count):
-        yield with_totals(part, ranks.sum(part.count()))
+        yield with_totals(part, part.count())
 
 
 def pair_metrics(found: PairLosses) -> Metrics:

@@ -20,7 +20,7 @@ from runner.algorithm.preference.config import RmConfig
 from runner.algorithm.preference.losses import bradley_terry
 from runner.algorithm.preference.pairs import mini_batches, pack_pairs, pair_metrics, sides
 from runner.batch import Batch
-from runner.protocols import Data, Loss, LossFn, Model, Outputs, Pair, Ranks, Role
+from runner.protocols import Data, Loss, LossFn, Model, Outputs, Pair, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class RewardModel(LearnsFromData):
         """Any pairs as what `prepare` takes."""
         return pack_pairs(items, share=self.config.share_prompts, margins=self.config.use_margin)
 
-    def prepare(self, experience: Batch, models: Mapping[Role, Model], ranks: Ranks) -> Iterator[Batch]:
-        """Mini-batches of whole pairs, each knowing its totals over all ranks."""
-        yield from mini_batches(experience, self.config.mini_batches, ranks)
+    def prepare(self, experience: Batch, models: Mapping[Role, Model]) -> Iterator[Batch]:
+        """Mini-batches of whole pairs, each knowing its totals."""
+        yield from mini_batches(experience, self.config.mini_batches)
 
 
 def build(config: RmConfig, parts: Parts) -> RewardModel:

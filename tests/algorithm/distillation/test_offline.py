@@ -24,12 +24,11 @@ from runner.learner import LocalLearner
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.tokenizer import byte_tokenizer
-from runner.parallelism.config import SingleConfig
-from runner.parallelism.single import SingleRank
 from runner.protocols import Item, Outputs, Question
 from tests.algorithm.harness import silent
 from tests.model.test_head import Largest
 from tests.model.zoo import CPU, module
+from tests.parallelism.worlds import alone
 
 WHOLE = 10**6
 TEACHER = "a/teacher"  # the tests hand over a model; nothing is loaded by this name
@@ -69,8 +68,8 @@ class Counted(FrozenModel):
     most = states = 0
     types: frozenset[torch.dtype] = frozenset()
 
-    def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
-        found = super().forward(batch, needs)
+    def alone(self, batch: Batch, needs: frozenset[str]) -> Outputs:
+        found = super().alone(batch, needs)
         self.states, self.types = max(self.states, batch.num_tokens), self.types | {found["hidden"].dtype}
         return found
 
@@ -116,7 +115,7 @@ def gradients(
     """Summed over the mini-batches of the first step, and the metrics."""
     algorithm, learner = algorithm_of(config, teacher), learner_of(student, budget)
     learner.begin_step(0)
-    for batch in algorithm.prepare(algorithm.collect(0), {"teacher": teacher}, SingleRank(SingleConfig())):
+    for batch in algorithm.prepare(algorithm.collect(0), {"teacher": teacher}):
         metrics, _ = learner.forward_backward(batch, algorithm.losses["policy"])
     return {n: p.grad.clone() for n, p in student.trainable().items() if p.grad is not None}, metrics.result()
 
@@ -192,7 +191,7 @@ def test_mini_batches_each_divide_by_their_own_tokens() -> None:
     config = DistillConfig(teacher=TEACHER, batch_size=6, mini_batches=2)
     teacher = teacher_of()
     algorithm = algorithm_of(config, teacher)
-    batches = list(algorithm.prepare(algorithm.collect(0), {"teacher": teacher}, SingleRank(SingleConfig())))
+    batches = list(algorithm.prepare(algorithm.collect(0), {"teacher": teacher}))
     learnt = [sum(w > 0 for item in part for w in item.weights[1:]) for part in (ITEMS[:3], ITEMS[3:])]
     assert [batch.totals["tokens"] for batch in batches] == learnt
     assert teacher.states == 0, "the teacher is asked when a micro-batch is learnt"
@@ -212,7 +211,7 @@ def test_without_gradient_the_terms_are_those_that_are_learnt(kind: str) -> None
     config = DistillConfig(teacher=TEACHER, batch_size=len(ITEMS), sft_coef=0.5, divergence="jsd")
     student, teacher = student_of(kind), teacher_of()
     algorithm, subject = algorithm_of(config, teacher), learner_of(student, budget=20)
-    [batch] = algorithm.prepare(algorithm.experience(ITEMS), {}, SingleRank(SingleConfig()))
+    [batch] = algorithm.prepare(algorithm.experience(ITEMS), {})
     loss = algorithm.losses["policy"]
     found = subject.measure(batch, loss)
     assert all(p.grad is None for p in student.trainable().values())
@@ -278,16 +277,16 @@ def test_a_step_without_a_learnt_token_has_a_gradient_of_zero(monkeypatch: pytes
 def test_held_out_answers_have_a_divergence_beside_the_numbers_of_every_policy(workdir: Path) -> None:
     words = ["model=tiny", "data=demo", "data.items=16", "data.held_out=6", "evaluation.max_new_tokens=8"]
     spec = compose_job([*words, "algorithm=distill", f"algorithm.teacher={TEACHER}", "algorithm.sft_coef=0.5"]).spec
-    data, ranks = build_data(spec, build_tokenizer(spec), Decisions()), SingleRank(SingleConfig())
+    data = build_data(spec, build_tokenizer(spec), Decisions())
     student, teacher = student_of(), teacher_of()
     subject = learner_of(student, budget=100)
     config: Any = spec.algorithm
     algorithm: Any = build(config, Parts(data, student.tokenizer, 0, silent, frozen={"teacher": teacher}))
     models = {"policy": subject, "teacher": teacher}
-    evaluate = build_evaluation(spec, data, subject, student, algorithm, models, ranks, None, Decisions())
+    evaluate = build_evaluation(spec, data, subject, student, algorithm, models, alone(), None, Decisions())
     assert evaluate is not None
     report = evaluate()
-    [batch] = algorithm.prepare(algorithm.experience([q.item for q in data.held_out()]), models, ranks)
+    [batch] = algorithm.prepare(algorithm.experience([q.item for q in data.held_out()]), models)
     wanted, _ = subject.forward_backward(batch, algorithm.losses["policy"])
     for name in ("divergence", "nll"):
         assert report.values[f"eval/{name}"] == pytest.approx(wanted.result()[f"distill/{name}"], rel=1e-5)

@@ -93,7 +93,7 @@ def test_the_reverse_kl_is_measured_where_it_is_learnt() -> None:
     job = job_of(OpdConfig(**SMALL, overlong="mask"))
     job.publish(0)
     experience = job.algorithm.collect(0)
-    [batch] = job.algorithm.prepare(experience, job.models, job.ranks)
+    [batch] = job.algorithm.prepare(experience, job.models)
     cut = {len(one.ids) for group in experience.groups for one in group.samples if one.finish == "length"}
     assert cut == {6}, "some answers must be cut off, or nothing is left out"
     metrics, _ = job.learners["policy"].forward_backward(batch, job.algorithm.losses["policy"])
@@ -115,7 +115,7 @@ def test_the_student_scores_its_samples_beforehand_only_where_it_moves(epochs: i
 
     student.forward = counted
     job.publish(0)
-    first, *_ = job.algorithm.prepare(job.algorithm.collect(0), job.models, job.ranks)
+    first, *_ = job.algorithm.prepare(job.algorithm.collect(0), job.models)
     assert len(seen) == passes and ("old" in first.tokens) == ("advantages" in first.tokens) == bool(passes)
     if passes:
         torch.testing.assert_close(first.tokens["advantages"], first.tokens["teacher"] - first.tokens["old"])

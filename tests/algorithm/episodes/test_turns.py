@@ -142,7 +142,7 @@ def test_an_episode_that_outgrows_a_real_model_is_cut_off(monkeypatch: pytest.Mo
     assert all(one.finish == "length" and size <= 64 for size, one in samples), "eight turns do not fit"
     assert any(one.before for _, one in samples), "or no episode went on"
     assert job.algorithm.describe(0, experience)[0]["rollout/cut_off"] == 1
-    list(job.algorithm.prepare(experience, job.models, job.ranks))
+    list(job.algorithm.prepare(experience, job.models))
 
 
 def test_a_greedy_episode_ends_where_a_sampled_one_does() -> None:

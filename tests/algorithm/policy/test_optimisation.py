@@ -30,7 +30,7 @@ def first_gradients(config: PolicyConfig, **options: Any) -> dict[str, Tensor]:
     """The gradients of the first mini-batch of a job's first step, by role and name."""
     job = job_of(config, **options)
     job.publish(0)
-    batch = next(iter(job.algorithm.prepare(job.algorithm.collect(0), job.models, job.ranks)))
+    batch = next(iter(job.algorithm.prepare(job.algorithm.collect(0), job.models)))
     found = {}
     for role, loss in job.algorithm.losses.items():
         learner: Any = job.learners[role]
@@ -123,7 +123,7 @@ def test_an_unscored_answer_is_as_if_it_had_not_been_drawn() -> None:
     job = job_of(GrpoConfig(**SMALL), rate=some)
     job.publish(0)
     experience = job.algorithm.collect(0)
-    batch = next(iter(job.algorithm.prepare(experience, job.models, job.ranks)))
+    batch = next(iter(job.algorithm.prepare(experience, job.models)))
     learnt = [s for g in experience.groups if g.has_contrast for s in g.samples if s.reward is not None]
     assert batch.totals["tokens"] == sum(len(s.ids) for s in learnt)
     assert batch.totals["rows"] == len(learnt)
@@ -153,7 +153,7 @@ def test_what_is_explained_is_what_is_done(config: PolicyConfig) -> None:
         return forward(batch, needs)
 
     policy.forward = heard
-    batch = next(iter(job.algorithm.prepare(job.algorithm.collect(0), job.models, job.ranks)))
+    batch = next(iter(job.algorithm.prepare(job.algorithm.collect(0), job.models)))
     done = "the policy itself"
     if "old" in batch.tokens:
         done = "computed by the trainer" if asked else "the policy that sampled"
@@ -167,7 +167,7 @@ def test_the_constant_of_dr_grpo_is_the_longest_episode() -> None:
     for environments, longest in ((None, 6), (Environments(Nods, 3), 18)):
         job = job_of(config, environments=environments)
         job.publish(0)
-        batch = next(iter(job.algorithm.prepare(job.algorithm.collect(0), job.models, job.ranks)))
+        batch = next(iter(job.algorithm.prepare(job.algorithm.collect(0), job.models)))
         weights = batch.tokens["weight"].unique().tolist()
         assert weights == pytest.approx([0, 1 / (batch.totals["rows"] * longest)])
 
@@ -215,7 +215,7 @@ def test_answers_that_were_cut_off_can_be_left_out() -> None:
     job.publish(0)
     experience = job.algorithm.collect(0)
     whole = [s for g in experience.groups if g.has_contrast for s in g.samples if s.finish == "stop"]
-    batch = next(iter(job.algorithm.prepare(experience, job.models, job.ranks)))
+    batch = next(iter(job.algorithm.prepare(experience, job.models)))
     assert batch.totals["tokens"] == sum(len(s.ids) for s in whole)
 
 
@@ -225,7 +225,7 @@ def test_epochs_and_mini_batches_are_optimizer_steps_over_the_same_samples(kind:
     job = job_of(config, lr=0.0)
     job.publish(0)
     experience = job.algorithm.collect(0)
-    parts = list(job.algorithm.prepare(experience, job.models, job.ranks))
+    parts = list(job.algorithm.prepare(experience, job.models))
     assert len(parts) == 6
     tokens = [p.totals["tokens"] for p in parts]
     assert sum(tokens[:2]) == sum(tokens[2:4]) == sum(tokens[4:])

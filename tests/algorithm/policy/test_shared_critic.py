@@ -72,7 +72,7 @@ def test_loss_and_gradients_are_those_of_the_formula() -> None:
     names, parameters = zip(*model(job).trainable().items(), strict=True)
     wanted = written_out(job, CONFIG)
     grads = dict(zip(names, torch.autograd.grad(wanted, parameters), strict=True))
-    batch = next(iter(job.algorithm.prepare(job.algorithm.collect(0), job.models, job.ranks)))
+    batch = next(iter(job.algorithm.prepare(job.algorithm.collect(0), job.models)))
     [(role, loss)] = job.algorithm.losses.items()
     assert role == "policy" and list(job.learners) == ["policy"] and "branch" in batch.rows
     metrics = job.learners[role].forward_backward(batch, loss)[0].result()
@@ -94,7 +94,7 @@ def test_old_log_probabilities_and_values_come_from_one_pass() -> None:
         return forward(batch, needs)
 
     learner.forward = counted
-    parts = list(job.algorithm.prepare(job.algorithm.collect(0), job.models, job.ranks))
+    parts = list(job.algorithm.prepare(job.algorithm.collect(0), job.models))
     assert asked == [frozenset({"logprobs", "values"})]
     assert all(part.tokens["values"].any() and part.tokens["old"].any() for part in parts)
     roots = torch.cat([part.tokens["values"][part.tokens["parent"] < 0] for part in parts])

@@ -17,7 +17,6 @@ from runner.protocols import Judged, Pair
 from tests.algorithm.preference.test_losses import ALPHA, BETA, CASES, GAMMA, LAM, SMOOTHING, sig
 from tests.algorithm.preferences import (
     CPU,
-    ONE_RANK,
     TOKENIZER,
     WHOLE,
     Given,
@@ -167,7 +166,7 @@ def test_the_adapter_switched_off_is_a_reference_like_a_copy_also_after_updates(
     first, _ = backward(subject, algorithm, {"policy": subject, "reference": off})
     subject.optim_step()
     for reference in (copy, off):
-        [batch] = algorithm.prepare(algorithm.collect(0), {"policy": subject, "reference": reference}, ONE_RANK)
+        [batch] = algorithm.prepare(algorithm.collect(0), {"policy": subject, "reference": reference})
         assert torch.equal(batch.tokens["reference"], first.tokens["reference"])
     own = subject.forward(first, frozenset({"logprobs"}))["logprobs"]
     assert float((own - first.tokens["reference"]).abs().max()) > 0.1
@@ -191,7 +190,7 @@ def test_a_loss_without_reference_asks_for_none() -> None:
 
 def test_mini_batches_hold_whole_pairs_and_know_their_own_totals() -> None:
     algorithm = dpo(PAIRS[:4], loss="cpo", mini_batches=2)
-    parts = list(algorithm.prepare(algorithm.collect(0), {}, ONE_RANK))
+    parts = list(algorithm.prepare(algorithm.collect(0), {}))
     answers = [sum(len(p.chosen) + len(p.rejected) for p in part) for part in (PAIRS[:2], PAIRS[2:4])]
     assert [p.totals for p in parts] == [{"tokens": n, "rows": 4, "units": 2} for n in answers]
 
@@ -212,7 +211,7 @@ def test_a_few_steps_teach_the_preference(loss: str) -> None:
 def test_an_empty_batch_has_the_same_metrics_and_no_loss(algorithm: Any) -> None:
     policy, reference = policy_and_reference()
     models = {"policy": learner(policy), "reference": frozen(reference)}
-    [batch] = algorithm.prepare(algorithm.collect(0), models, ONE_RANK)
+    [batch] = algorithm.prepare(algorithm.collect(0), models)
     loss = algorithm.losses["policy"]
     full = loss(batch, models["policy"].forward(batch, loss.needs))
     empty = loss(batch.slice_rows(0, 0), {"logprobs": torch.zeros(0, requires_grad=True)})
@@ -225,7 +224,7 @@ def test_an_empty_batch_has_the_same_metrics_and_no_loss(algorithm: Any) -> None
 def test_no_loss_reads_a_value_back_from_the_device(algorithm: Any) -> None:
     policy, reference = policy_and_reference()
     models = {"policy": learner(policy), "reference": frozen(reference)}
-    [batch] = algorithm.prepare(algorithm.collect(0), models, ONE_RANK)
+    [batch] = algorithm.prepare(algorithm.collect(0), models)
     away = batch.to(torch.device("meta"))  # where there are no values to be read
     loss = algorithm.losses["policy"](away, {"logprobs": torch.empty(batch.num_tokens, device="meta")})
     assert loss.total.shape == () and loss.total.is_meta
@@ -256,7 +255,7 @@ def test_z_is_the_mean_log_ratio_of_swapped_prompts_and_never_negative() -> None
         policy, reference = swapped(above)
         models = {"policy": learner(policy), "reference": frozen(reference)}
         algorithm = kto(JUDGED)
-        [batch] = algorithm.prepare(algorithm.collect(0), models, ONE_RANK)
+        [batch] = algorithm.prepare(algorithm.collect(0), models)
         expected = kto_z(policy, reference, JUDGED)
         assert (expected > 0) == above
         assert batch.rows["z"].tolist() == pytest.approx([expected] * 6, rel=1e-6)
@@ -312,7 +311,7 @@ def test_each_mini_batch_has_the_z_of_the_policy_as_it_then_is() -> None:
     subject = learner(policy, lr=0.5)
     algorithm = kto(JUDGED, mini_batches=2, beta=1.0)
     for number, batch in enumerate(
-        algorithm.prepare(algorithm.collect(0), {"policy": subject, "reference": frozen(reference)}, ONE_RANK)
+        algorithm.prepare(algorithm.collect(0), {"policy": subject, "reference": frozen(reference)})
     ):
         expected = kto_z(policy, reference, JUDGED[3 * number : 3 * number + 3])
         assert batch.rows["z"].tolist() == pytest.approx([expected] * 3, rel=1e-6)
@@ -325,7 +324,7 @@ def test_a_single_answer_has_nothing_to_be_swapped_with() -> None:
     policy, reference = swapped(True)
     algorithm = kto(JUDGED)
     models = {"policy": learner(policy), "reference": frozen(reference)}
-    [batch] = algorithm.prepare(algorithm.experience(JUDGED[:1]), models, ONE_RANK)
+    [batch] = algorithm.prepare(algorithm.experience(JUDGED[:1]), models)
     assert batch.rows["z"].tolist() == [0.0]
 
 

@@ -14,7 +14,6 @@ from runner.algorithm.preference.config import RmConfig
 from runner.algorithm.preference.reward_model import build
 from runner.protocols import Pair
 from tests.algorithm.preferences import (
-    ONE_RANK,
     TOKENIZER,
     WHOLE,
     Given,
@@ -107,7 +106,7 @@ def test_a_margin_of_none_is_one_of_zero() -> None:
 
 def test_an_empty_batch_has_the_same_metrics_and_no_loss() -> None:
     algorithm = rm(PAIRS)
-    [batch] = algorithm.prepare(algorithm.collect(0), {}, ONE_RANK)
+    [batch] = algorithm.prepare(algorithm.collect(0), {})
     loss = algorithm.losses["reward_model"]
     full = loss(batch, {"scores": torch.zeros(batch.num_rows)})
     empty = loss(batch.slice_rows(0, 0), {"scores": torch.zeros(0, requires_grad=True)})
@@ -118,7 +117,7 @@ def test_an_empty_batch_has_the_same_metrics_and_no_loss() -> None:
 
 def test_the_loss_reads_no_value_back_from_the_device() -> None:
     algorithm = rm(PAIRS)
-    [batch] = algorithm.prepare(algorithm.collect(0), {}, ONE_RANK)
+    [batch] = algorithm.prepare(algorithm.collect(0), {})
     away = batch.to(torch.device("meta"))  # where there are no values to be read
     loss = algorithm.losses["reward_model"](away, {"scores": torch.empty(batch.num_rows, device="meta")})
     assert loss.total.shape == () and loss.total.is_meta

@@ -1,0 +1,108 @@
+"""What a rank tells the process that started it: that it lives, which step it is in, and why it ends.
+
+Link (rank) ──pipe: {"step": 7} each second, {"report": …} at its end──▶ Ear (launcher)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, NamedTuple, Self
+
+from runner.errors import DeadlineExceeded, Interrupted, RankLost, RunnerError
+
+BEAT_S = 1.0
+READ_BYTES = 2**16
+WAITED = (DeadlineExceeded, RankLost)  # what a rank ends with because another one does not answer
+
+
+class Report(NamedTuple):
+    """Why a rank ends. `kind`: error, waited (for another rank), or interrupted; `when`: seconds since 1970."""
+
+    kind: str
+    message: str
+    exit_code: int
+    when: float
+
+    @classmethod
+    def of(cls, error: RunnerError) -> Self:
+        """The report of an error, now."""
+        kind = "waited" if isinstance(error, WAITED) else "interrupted" if isinstance(error, Interrupted) else "error"
+        return cls(kind, str(error), error.exit_code, datetime.now(UTC).timestamp())
+
+
+class Link:
+    """The rank's end. A thread says each second that the process lives; it cannot where the process is stopped."""
+
+    def __init__(self, handle: int) -> None:
+        os.set_inheritable(handle, False)  # what the rank starts must not keep the pipe open
+        self._handle, self._step, self._lock = handle, 0, threading.Lock()
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+
+    def step(self, step: int) -> None:
+        """So many steps are finished."""
+        self._step = step
+
+    def report(self, report: Report) -> None:
+        """The last words."""
+        self._send({"report": report})
+
+    def _beat(self) -> None:
+        while True:
+            self._send({"step": self._step})
+            time.sleep(BEAT_S)
+
+    def _send(self, message: Any) -> None:
+        content = json.dumps(message).encode() + b"\n"
+        with self._lock, suppress(BrokenPipeError):  # the launcher is gone, and this process with it
+            while content:
+                content = content[os.write(self._handle, content) :]
+
+
+@dataclass(slots=True)
+class Ear:
+    """The launcher's end: what one rank has said so far, and when it was heard last."""
+
+    handle: int
+    heard: float = field(default_factory=time.monotonic)
+    begun: bool = False  # it has spoken
+    step: int = 0
+    report: Report | None = None
+    _rest: bytes = b""
+    open: bool = True
+
+    def __post_init__(self) -> None:
+        os.set_blocking(self.handle, False)
+
+    def listen(self) -> None:
+        """Take in what is there."""
+        while self.open:
+            try:
+                content = os.read(self.handle, READ_BYTES)
+            except BlockingIOError:
+                return
+            if not content:
+                self.close()
+                return
+            self.heard = time.monotonic()
+            *lines, self._rest = (self._rest + content).split(b"\n")
+            for line in lines:
+                self._take(json.loads(line))
+
+    def close(self) -> None:
+        """End it."""
+        if self.open:
+            self.open = False
+            os.close(self.handle)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        self.begun = True
+        if "report" in message:
+            self.report = Report(*message["report"])
+        else:
+            self.step = int(message["step"])

@@ -1,0 +1,68 @@
+"""One process of a job on several devices: reads the job from its run folder, and takes part in it.
+
+python -m runner.launch.rank FOLDER ATTEMPT PIPE LISTENER        its place is in torchrun's variables
+    PIPE: descriptor of the pipe to the launcher; LISTENER: that of the socket of the job's store, or - but for rank 0
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import yaml
+
+from runner.errors import RunnerError
+from runner.folder import RunFolder
+from runner.launch.hang import watch_stacks
+from runner.launch.link import Link, Report
+from runner.launch.session import Session
+from runner.place import Place
+from runner.signals import StopSignal
+from runner.spec.decode import decode
+from runner.spec.job import JobSpec
+
+
+def main(root: str, attempt: str, pipe: str, listener: str) -> int:
+    """Returns the rank's exit code; the launcher hears the reason."""
+    stop = StopSignal()
+    stop.install()
+    link = Link(int(pipe))
+    place = Place.of(os.environ)
+    folder = RunFolder(Path(root)).of_rank(place.rank)
+    with folder.log.open("a") as log:  # held open: the dumps go there, and a library that writes to the screen
+        watch_stacks(log.fileno())
+        try:
+            with stop.at_once():
+                store = serve(int(listener)) if listener != "-" else None
+            Session(read_spec(folder), folder, int(attempt), place, link.step, stop=stop).run()
+            del store  # held so long
+        except RunnerError as error:
+            link.report(Report.of(error))
+            return error.exit_code
+        except Exception as error:
+            traceback.print_exc(file=log)
+            text = f"this is a bug of ours: {type(error).__name__}: {error}\n  the traceback is in {folder.log}"
+            link.report(Report.of(RunnerError(text)))
+            return RunnerError.exit_code
+    return 0
+
+
+def serve(listener: int) -> object:
+    """Hold the job's store, at which all ranks meet, in this process; the launcher listens already on its port."""
+    from torch import distributed
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    own = distributed.TCPStore  # type: ignore[attr-defined]
+    return own(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+
+
+def read_spec(folder: RunFolder) -> JobSpec:
+    """The job in a run folder. Raises SpecError."""
+    data = yaml.safe_load(folder.spec.read_text(encoding="utf-8"))
+    return decode(data, {})
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

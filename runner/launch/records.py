@@ -1,0 +1,118 @@
+"""What an attempt leaves in the run's folder, of which rank 0 writes all.
+
+status_of(folder)      the process that was started: running ─▶ done | interrupted | failed
+Records                rank 0: manifest, metrics, samples, trackers, what a resume cuts away
+NoRecords              another rank: nothing; it has a log of its own
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from runner import manifest
+from runner.decisions import Decisions
+from runner.errors import Interrupted, RunnerError
+from runner.folder import RunFolder, shown, write_json
+from runner.registry import default_registry
+from runner.spec.job import JobSpec
+from runner.tracker.console import Console
+from runner.tracker.jsonl import JsonlTracker, cut_back, holes
+
+
+@contextmanager
+def status_of(folder: RunFolder, attempt: int) -> Iterator[None]:
+    """status.json, as the block goes."""
+
+    def write(state: str, exit_code: int | None = None, error: str | None = None) -> None:
+        record = {"state": state, "attempt": attempt, "pid": os.getpid(), "exit_code": exit_code, "error": error}
+        write_json(folder.status, record)
+
+    write("running")
+    try:
+        yield
+    except Interrupted as error:
+        write("interrupted", error.exit_code, str(error))
+        raise
+    except RunnerError as error:
+        write("failed", error.exit_code, str(error))
+        raise
+    except BaseException as error:
+        write("failed", 1, f"{type(error).__name__}: {error}")
+        raise
+    write("done", 0)
+
+
+@dataclass(slots=True)
+class Records:
+    """Of rank 0, or of the only process."""
+
+    spec: JobSpec
+    folder: RunFolder
+    attempt: int
+    decide: Decisions
+    made_of: dict[str, Any] = field(default_factory=dict)  # the manifest, but for what was decided
+    trackers: list[Any] = field(default_factory=list)
+
+    def cut_back(self, step: int, console: Console) -> None:
+        """Set aside what was written after the checkpoint of `step`, and say what is missing before."""
+        cut_back(self.folder, step, self.attempt)
+        if damage := holes(self.folder, step):
+            console.message(f"{shown(self.folder.metrics)} is damaged: {damage}", "warning")
+
+    def open(self, first: int, console: Console) -> None:
+        """Open the trackers of a run that goes on at step `first`."""
+        self.trackers.append(JsonlTracker(self.folder))
+        self.trackers.append(
+            default_registry().factory(self.spec.tracker)(
+                self.spec.tracker,
+                folder=self.folder,
+                spec=self.spec.model_dump(mode="json"),
+                run_id=f"{self.folder.root.parent.name}-{self.folder.root.name}",
+                name=self.folder.root.name,
+                first_step=first,
+                console=console,
+                decide=self.decide,
+            )
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """A finished step's numbers."""
+        for tracker in self.trackers:
+            tracker.log(step, values)
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Some answers."""
+        for tracker in self.trackers:
+            tracker.samples(step, rows)
+
+    def describe(self, device: Mapping[str, Any], processes: Mapping[str, Any]) -> None:
+        """Write the manifest: of this process, and what it has to say of all."""
+        self.made_of = manifest.collect(self.spec.model_dump(mode="json"), device) | dict(processes)
+        self._write_manifest()
+
+    def _write_manifest(self) -> None:
+        write_json(self.folder.manifest, self.made_of | manifest.redacted(self.decide.records()))
+
+    def close(self, ending: str) -> list[str]:
+        """End the trackers; returns what they have to say."""
+        lines = [line for tracker in self.trackers for line in tracker.finish(ending)]
+        if self.made_of:  # again: what a tracker had to decide comes out while the run goes on
+            self._write_manifest()
+        return lines
+
+
+class NoRecords(Records):
+    """Of the ranks from 1."""
+
+    def cut_back(self, step: int, console: Console) -> None:
+        """Rank 0 does it."""
+
+    def open(self, first: int, console: Console) -> None:
+        """No tracker."""
+
+    def describe(self, device: Mapping[str, Any], processes: Mapping[str, Any]) -> None:
+        """No manifest."""

@@ -1,0 +1,141 @@
+"""Inside torchrun, or whatever sets its variables: this process is a rank, and others were started beside it.
+
+rank 0: composes, makes the folder ──store: folder, attempt──▶ the others take part
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from runner.errors import EnvironmentProblem, RankLost, RunnerError
+from runner.folder import RunFolder
+from runner.place import MEETING, VARIABLES, Place
+from runner.spec.job import JobSpec
+
+KEY = "job"
+LOOK = timedelta(seconds=1)  # between looks for a signal while rank 0 is waited for
+
+
+def is_rank() -> bool:
+    """Whether somebody else started this process as one of several."""
+    return all(name in os.environ for name in (*VARIABLES, *MEETING)) and Place.of(os.environ).size > 1
+
+
+def take_part(words: Sequence[str], begin: Callable[[Sequence[str]], int]) -> int:
+    """Begin a job with these words; inside torchrun as rank 0, with the layout that it says, or as another rank.
+
+    Raises EnvironmentProblem where the words contradict torchrun, and whatever `begin` does.
+    """
+    if not is_rank():
+        return begin(words)
+    place = Place.of(os.environ)
+    if not place.leads:
+        return _follow(place)
+    code = RunnerError.exit_code
+    try:
+        code = begin([*words, *layout(place, words)])
+    except RunnerError as error:
+        code = error.exit_code
+        raise
+    finally:
+        _tell({"ended": code})
+    return code
+
+
+def layout(place: Place, words: Sequence[str]) -> list[str]:
+    """What torchrun says of the job's processes, as overrides. Raises EnvironmentProblem for other `words` of it."""
+    if place.size % place.local_size:
+        raise EnvironmentProblem(f"{place.local_size} processes here and {place.size} in all; as many on each machine")
+    nodes = place.size // place.local_size
+    found: dict[str, Any] = {"devices": place.local_size, "nodes": nodes}
+    if nodes > 1:
+        found |= {"node": place.node, "address": ":".join(os.environ[name] for name in MEETING)}
+    for word in words:
+        name, _, value = word.lstrip("+").partition("=")
+        if name.startswith("launch.") and value != str(found.get(name.removeprefix("launch."), value)):
+            raise EnvironmentProblem(
+                f"{word}: torchrun has started {found['devices']} × {nodes} processes; leave it out"
+            )
+    return [f"launch.{name}={value}" for name, value in found.items()]
+
+
+def lead(spec: JobSpec, folder: RunFolder, attempt: int) -> None:
+    """Rank 0's part. Raises RunnerError."""
+    from runner.launch.session import Session
+
+    folder.ranks.mkdir(exist_ok=True)
+    store = _tell({"folder": str(folder.root), "attempt": attempt, "argv": sys.argv[1:]})
+    try:
+        Session(spec, folder, attempt, Place.of(os.environ)).run()
+    except RunnerError as error:
+        _is_first(store, str(error))
+        raise
+
+
+def _follow(place: Place) -> int:
+    """Another rank's part: returns its exit code; what rank 0 says as well is said by that alone."""
+    from runner.launch.rank import read_spec
+    from runner.launch.session import Session
+
+    store = _store()
+    job = _awaited(store)
+    if "ended" in job:
+        return int(job["ended"])
+    if job["argv"] != sys.argv[1:]:
+        raise EnvironmentProblem(f"{place}: rank 0 was started with other words: {' '.join(job['argv'])}")
+    folder = RunFolder(Path(job["folder"])).of_rank(place.rank)
+    if not folder.spec.is_file():
+        raise EnvironmentProblem(f"{place}: {folder.root}, rank 0's folder, is not to be seen here; use a shared disk")
+    try:
+        Session(read_spec(folder), folder, job["attempt"], place).run()
+    except RunnerError as error:
+        time.sleep(LOOK.total_seconds())
+        if _is_first(store, str(error)):
+            raise
+        return error.exit_code
+    return 0
+
+
+def _tell(job: Mapping[str, Any]) -> Any:
+    """Tell the other ranks of the job, or that it ended if they know of none; returns the store."""
+    store = _store()
+    store.compare_set(KEY, "", json.dumps(job))
+    return store
+
+
+def _awaited(store: Any) -> dict[str, Any]:
+    """What rank 0 tells. Raises RankLost if it is gone; torchrun ends this process in that case, too."""
+    from torch.distributed import DistNetworkError, DistStoreError
+
+    while True:
+        try:
+            store.wait([KEY], LOOK)
+            return dict(json.loads(store.get(KEY)))
+        except DistNetworkError as error:
+            raise RankLost(f"rank 0 is gone before the job began ({error})") from error
+        except DistStoreError:  # not yet
+            continue
+
+
+def _is_first(store: Any, message: str) -> bool:
+    """Whether no other rank has ended with these words."""
+    try:
+        return bool(store.add(hashlib.sha256(message.encode()).hexdigest(), 1) == 1)
+    except RuntimeError:  # the store is gone
+        return True
+
+
+def _store() -> Any:
+    """The store at which all ranks meet, held by torchrun, or else by rank 0 for as long as it is used."""
+    from torch import distributed
+
+    store, _, _ = next(distributed.rendezvous("env://"))  # type: ignore[attr-defined]
+    return distributed.PrefixStore("runner", store)  # type: ignore[attr-defined]

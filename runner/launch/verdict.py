@@ -1,0 +1,102 @@
+"""Why a job of several ranks ended: of all that they say, the cause, once.
+
+killed by a signal ▸ an error of its own ▸ lagging behind the others ▸ interrupted ▸ waited for another rank
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from runner.errors import DeadlineExceeded, Interrupted, RunnerError
+from runner.launch.link import Report
+
+LOST = 75  # exit code of a job of which a rank, or a machine, is gone
+KILLED, OWN, LAGGED, INTERRUPTED, WAITED = range(5)  # the order in which they explain the end of a job
+HINTS = {
+    signal.SIGKILL: "the kernel kills so where memory runs out (dmesg says it), and so do people and batch systems",
+    signal.SIGABRT: "a library gave up; its last words are in {log}",
+}
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+
+
+class Verdict(NamedTuple):
+    """Why the ranks of a machine ended; `strength` as the constants, the least one explains best."""
+
+    strength: int
+    message: str
+    exit_code: int
+
+    def error(self) -> RunnerError:
+        """What the command ends with."""
+        if self.strength == INTERRUPTED:
+            return Interrupted(self.exit_code - 128, self.message)
+        return JobFailed(self.message, self.exit_code)
+
+
+class JobFailed(RunnerError):
+    """A rank's error, with its exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A rank that has ended. `code` as subprocess has it; `ours`: the launcher killed it, which explains nothing."""
+
+    name: str  # rank 2 of 4
+    code: int
+    report: Report | None
+    log: str
+    ours: bool = False
+
+
+def judge(ranks: Sequence[Ended], passed_on: Sequence[int] = ()) -> Verdict | None:
+    """The verdict on the ranks of one machine, None if all ended well.
+
+    passed_on: the signals that the launcher passed on to them
+    """
+    said = Counter(rank.report.message for rank in ranks if rank.report)
+    failed = [rank for rank in ranks if _failed(rank, passed_on)]
+    failed.sort(key=lambda rank: rank.report.when if rank.report else math.inf)
+    return min((_one(rank, passed_on, said) for rank in failed), key=lambda found: found.strength, default=None)
+
+
+def lagging(names: Sequence[str], waited_s: float, details: Sequence[str]) -> Verdict:
+    """The verdict on ranks that the others waited for in vain."""
+    do = "does" if len(names) == 1 else "do"
+    text = "\n  ".join([f"{', '.join(names)} {do} not answer; the others waited {waited_s:g} s for it", *details])
+    return Verdict(LAGGED, text, DeadlineExceeded.exit_code)
+
+
+def _failed(rank: Ended, passed_on: Sequence[int]) -> bool:
+    """Whether its end explains something: one that the launcher killed was interrupted, or ended because of another."""
+    return rank.code != 0 and (not rank.ours or rank.report is not None or bool(passed_on))
+
+
+def _one(rank: Ended, passed_on: Sequence[int], said: Mapping[str, int]) -> Verdict:
+    """Why one rank ended; `said` counts the ranks that say the same: then it is no matter of this rank alone."""
+    if (report := rank.report) is not None:
+        strength = {"error": OWN, "interrupted": INTERRUPTED, "waited": WAITED}[report.kind]
+        named = strength == INTERRUPTED or said[report.message] > 1 or report.message.startswith(rank.name)
+        return Verdict(strength, report.message if named else f"{rank.name}: {report.message}", report.exit_code)
+    if passed_on and (rank.ours or rank.code in {code for n in passed_on for code in (-n, 128 + n)}):
+        return Verdict(INTERRUPTED, f"{signal.Signals(passed_on[0]).name}: ended at once", 128 + passed_on[0])
+    if rank.code < 0:
+        return Verdict(KILLED, _killed(rank), LOST)
+    return Verdict(OWN, f"{rank.name} ended with exit code {rank.code} and without a word; see {rank.log}", rank.code)
+
+
+def _killed(rank: Ended) -> str:
+    number = signal.Signals(-rank.code) if -rank.code in set(signal.Signals) else None
+    name = number.name if number else f"signal {-rank.code}"
+    hint = HINTS.get(number) if number else None
+    if number in CRASHES:
+        hint = "a crash in a library; its stacks are in {log}"
+    return f"{rank.name} was killed ({name})" + (f"\n  {hint.format(log=rank.log)}" if hint else "")

@@ -1,0 +1,85 @@
+"""Process groups as `Peers`: values over gloo on the CPU, sums over the device's own backend.
+
+gradients ──end to end──▶ buckets ──all-reduce, one in flight while the next is filled──▶ back in place
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, distributed
+
+from runner.errors import DeadlineExceeded, RankLost
+from runner.place import tells_of_loss
+
+T = TypeVar("T")
+BUCKET_BYTES = 25 * 2**20  # as torch's DistributedDataParallel
+
+
+class GroupPeers:
+    """The ranks of a process group whose backend on the CPU is gloo."""
+
+    def __init__(self, group: Any, timeout_s: float) -> None:
+        self._group, self._timeout_s = group, timeout_s
+        self.rank = distributed.get_rank(group)
+        self.size = distributed.get_world_size(group)
+
+    def gather(self, value: T) -> list[T]:
+        """See `Peers`."""
+        found: list[Any] = [None] * self.size
+        with self._worded("gathering"):
+            distributed.all_gather_object(found, value, group=self._group)
+        return found
+
+    def gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
+        """See `Peers`."""
+        found = self.gather({name: tensor.cpu() for name, tensor in tensors.items()})
+        return [{name: one[name].to(tensor.device) for name, tensor in tensors.items()} for one in found]
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """See `Peers`. Holds two buckets beside the tensors."""
+        pending: list[tuple[Any, Tensor, Sequence[Tensor]]] = []
+        with self._worded("summing"):
+            for bucket in buckets(tensors):
+                flat = torch.cat([one.reshape(-1) for one in bucket])
+                pending.append((distributed.all_reduce(flat, group=self._group, async_op=True), flat, bucket))
+                if len(pending) == 2:
+                    _finish(*pending.pop(0))
+            for one in pending:
+                _finish(*one)
+
+    @contextmanager
+    def _worded(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            kind = RankLost if tells_of_loss(str(error)) else DeadlineExceeded
+            raise kind(
+                f"rank {self.rank} of {self.size}, {doing}: another rank ended, or did not come within "
+                f"parallelism.timeout_s={self._timeout_s:g} ({(str(error).splitlines() or [''])[0]})\n"
+                "  what the other rank said is the cause; ranks/*.log in the run's folder have it"
+            ) from error
+
+
+def buckets(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Runs of tensors of one data type, of at most BUCKET_BYTES or one tensor."""
+    held: list[Tensor] = []
+    for tensor in tensors:
+        filled = sum(one.nbytes for one in held)
+        if held and (held[0].dtype != tensor.dtype or filled + tensor.nbytes > BUCKET_BYTES):
+            yield held
+            held = []
+        held.append(tensor)
+    if held:
+        yield held
+
+
+def _finish(work: Any, flat: Tensor, bucket: Sequence[Tensor]) -> None:
+    """Wait for a sum and put it where its parts came from."""
+    work.wait()
+    parts = torch.split(flat, [one.numel() for one in bucket])
+    for one, part in zip(bucket, parts, strict=True):
+        one.copy_(part.view_as(one))

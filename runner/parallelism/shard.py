@@ -1,0 +1,100 @@
+"""A model in pieces on many devices: torch's fully_shard (FSDP2), layer by layer.
+
+    fsdp   dp_replicate 1, dp_shard n    each rank holds 1/n of every tensor, of its gradient and of its optimizer state
+    hsdp   dp_replicate m, dp_shard n    the same m times over; gradients are summed over the m as well
+
+Layers are gathered one after the other, each freed when it has been used; embedding, norm, head and whatever else there
+is are one group, in which tied weights stay tied. Gradients are sums over all ranks, as everywhere here, and are summed
+in float32. Each tensor is gathered in its own data type: a frozen bfloat16 base beside float32 adapters stays as small
+as it is, in one message per layer (Zhao et al., 2304.11277, demands one data type, and so doubles such a base).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+from runner.errors import EnvironmentProblem
+from runner.protocols import Decide
+
+
+class Shardable(Protocol):
+    """What is needed of a model: the module around all it computes, and the layers in it."""
+
+    whole: Any
+    inner: Any
+    device: torch.device
+
+    def blocks(self) -> list[nn.Module]: ...
+
+    def gathered(self) -> AbstractContextManager[None]: ...
+
+
+def shard(
+    model: Shardable,
+    mesh: DeviceMesh,
+    *,
+    device: torch.device,
+    fit: Callable[[nn.Module], None],
+    reshard: bool,
+    offload: bool,
+    decide: Decide,
+) -> None:
+    """Leave on this rank its pieces of `model`, which lies on the CPU of every rank, or in slices on the device.
+    Collective.
+
+    mesh: dp_replicate, dp_shard, and what the model is cut over by now; device: where it computes; fit: may exchange parts for the device's own; reshard:
+    whether a layer is gathered again for the backward pass; offload: whether pieces stay on the CPU. The model's
+    parameters are other objects afterwards. Raises EnvironmentProblem for a torch whose fully_shard lacks what is used.
+    """
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        text = f"torch {torch.__version__} cannot shard as it is done here"
+        raise EnvironmentProblem(f"{text}; install torch 2.13 or newer, or type parallelism=ddp")
+    blocks = model.blocks()
+    if not blocks:
+        name = type(model.inner).__name__
+        decide("parallelism", "sharded layer by layer", "sharded as one", f"{name} does not say what its layers are")
+    for block in blocks[:1]:  # what is exchanged is tried out first, and there only
+        block.to(device)
+    fit(model.inner)
+    policy: dict[str, Any] = {
+        "mesh": mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"],
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy(),
+    }
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=reshard, **policy)
+    fully_shard(model.whole, reshard_after_forward=False, **policy)
+    model.whole.frees = reshard
+    model.device = device
+    for part in model.whole.modules():
+        if isinstance(part, FSDPModule):
+            _as_sums(part)
+    with torch.no_grad():
+        model.whole.run(lambda: None)  # while all that learns is known to: a reference may come first, with it off
+
+
+def _as_sums(part: FSDPModule) -> None:
+    part.set_gradient_divide_factor(1.0)
+    part.set_force_sum_reduction_for_comms(True)  # gloo and HCCL have no sum that multiplies
+    part.set_reduce_scatter_unused_params(True)  # an expert that no token of this rank met
+    part.set_custom_all_gather(Gather())
+
+
+class Gather(DefaultAllGather):
+    """All-gather in which tensors of several data types travel as signed bytes; HCCL knows no others."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
+    ) -> Work | None:
+        if input_tensor.dtype == torch.uint8:
+            output_tensor, input_tensor = output_tensor.view(torch.int8), input_tensor.view(torch.int8)
+        return super().__call__(output_tensor, input_tensor, group, async_op)

@@ -1,0 +1,177 @@
+"""Sampling, rewards, environments and evaluation shared out: each rank does some, and all have everything.
+
+    requests, groups, turns ──balanced──▶ this rank's own ──▶ the part that is wrapped ──gathered──▶ all, on every rank
+
+What is drawn depends on each request's own seed, and what is scored on its group: not on who does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from runner.protocols import (
+    Completion,
+    Environment,
+    Environments,
+    Finish,
+    Observation,
+    Partners,
+    Peers,
+    Prompt,
+    Request,
+    Reward,
+    Rollout,
+    Sampler,
+    Written,
+)
+from runner.sharing import balanced, together
+
+Whole = Callable[[], AbstractContextManager[Any]]  # while the model has whole weights: all ranks enter it
+Scores = list[list[float | None]]
+Parts = list[list[Mapping[str, float | None]]]
+
+
+class SharedSampler:
+    """A sampler on each rank; the requests of a group, which have one prompt, stay together."""
+
+    def __init__(self, sampler: Sampler, peers: Peers, whole: Whole) -> None:
+        self._sampler, self._peers, self._whole = sampler, peers, whole
+
+    @property
+    def temperature(self) -> float:
+        """See `Sampler`."""
+        return self._sampler.temperature
+
+    @property
+    def max_new_tokens(self) -> int:
+        """See `Sampler`."""
+        return self._sampler.max_new_tokens
+
+    @property
+    def longest(self) -> int | None:
+        """See `Sampler`."""
+        return self._sampler.longest
+
+    def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
+        """See `Sampler`."""
+        self._sampler.load(tensors, version)
+
+    def sample(self, requests: Sequence[Request]) -> list[Rollout]:
+        """See `Sampler`; all ranks ask for the same."""
+        groups: dict[int, list[int]] = {}
+        for at, request in enumerate(requests):
+            groups.setdefault(request.group, []).append(at)
+        members = list(groups.values())
+
+        def work(mine: list[int]) -> list[list[Rollout]]:
+            drawn = iter(self._sampler.sample([requests[at] for group in mine for at in members[group]]))
+            return [[next(drawn) for _ in members[group]] for group in mine]
+
+        costs = [len(requests[group[0]].prompt) + sum(requests[at].max_new_tokens for at in group) for group in members]
+        with self._whole():
+            found = together(self._peers, balanced(costs, self._peers.size), work)
+        placed = {
+            at: one for group, drawn in zip(members, found, strict=True) for at, one in zip(group, drawn, strict=True)
+        }
+        return [placed[at] for at in range(len(requests))]
+
+
+class SharedReward:
+    """A reward on each rank, which scores some of the groups; what it counts as faults in a row are those of a rank."""
+
+    def __init__(self, reward: Any, peers: Peers) -> None:
+        self._reward, self._peers = reward, peers
+
+    def score(self, groups: Sequence[Sequence[Completion]]) -> Scores:
+        """See `Reward`; all ranks ask for the same."""
+        return together(self._peers, self._owners(groups), lambda mine: self._reward.score([groups[i] for i in mine]))
+
+    def close(self) -> None:
+        """See `Reward`."""
+        self._reward.close()
+
+    def _owners(self, groups: Sequence[Sequence[Completion]]) -> list[int]:
+        return balanced([sum(len(one.ids) for one in group) for group in groups], self._peers.size)
+
+
+class SharedSum(SharedReward):
+    """The same of a reward that is made of others."""
+
+    def composed(self, groups: Sequence[Sequence[Completion]]) -> tuple[Scores, Parts]:
+        """The scores, and what each part gave."""
+
+        def work(mine: list[int]) -> list[tuple[Any, Any]]:
+            return list(zip(*self._reward.composed([groups[i] for i in mine]), strict=True))
+
+        found = together(self._peers, self._owners(groups), work)
+        return [scores for scores, _ in found], [parts for _, parts in found]
+
+
+def shared_reward(reward: Reward, peers: Peers) -> SharedReward:
+    """The reward, shared out."""
+    return (SharedSum if hasattr(reward, "composed") else SharedReward)(reward, peers)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedEnvironments(Environments):
+    """Each episode's environment lives on one rank; the others hear what it says."""
+
+    peers: Peers
+
+    def begin(self, prompts: Sequence[Prompt]) -> Partners:
+        """See `Environments`; all ranks begin the same episodes."""
+        made: dict[int, Environment] = {}
+
+        def work(mine: list[int]) -> list[None]:
+            made.update({at: self.fresh(prompts[at]) for at in mine})
+            return [None] * len(mine)
+
+        together(self.peers, [at % self.peers.size for at in range(len(prompts))], work)
+        return SharedPartners(made, self.peers)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPartners(Partners):
+    """Those that live on this rank, and who has the others."""
+
+    peers: Peers
+
+    def answer(self, turns: Sequence[tuple[int, str]]) -> list[Observation | None]:
+        """See `Partners`; all ranks hand in the same turns."""
+        owners = [at % self.peers.size for at, _ in turns]
+        return together(self.peers, owners, lambda mine: Partners.answer(self, [turns[i] for i in mine]))
+
+
+class Answerer(Protocol):
+    """What gives greedy answers."""
+
+    tokenizer: Any
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, rows: int | None = None, finish: Finish = ...
+    ) -> list[Written]: ...
+
+
+class SharedAnswerer:
+    """A model on each rank, which answers some of the prompts, `rows` at a time."""
+
+    def __init__(self, model: Answerer, peers: Peers, whole: Whole) -> None:
+        self.tokenizer = model.tokenizer
+        self._model, self._peers, self._whole = model, peers, whole
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, rows: int | None = None, **options: Finish
+    ) -> list[Written]:
+        """The greedy answer to each prompt; all ranks ask for the same."""
+
+        def work(mine: list[int]) -> list[Written]:
+            return self._model.generate([prompts[i] for i in mine], max_new_tokens, rows, **options)
+
+        owners = balanced([len(prompt) + max_new_tokens for prompt in prompts], self._peers.size)
+        with self._whole():
+            return together(self._peers, owners, work)

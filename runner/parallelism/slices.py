@@ -1,0 +1,164 @@
+"""What a tensor-parallel layer does with whole and sliced tensors (Shoeybi et al., 1909.08053, section 3).
+
+    whole ──enter──▶ slices ──leave──▶ whole      enter: as it is, gradients added; leave: added, gradients as they are
+
+Parameters are DTensors: slices, or whole on every rank. For its forward pass each module gets the plain tensor that this
+rank holds, so that it computes as it always does, whatever operators the device has put into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from runner import shards
+
+
+class _Enter(torch.autograd.Function):
+    """As it is; its gradient is the sum of what all ranks find."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        distributed.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _Leave(torch.autograd.Function):
+    """The sum of what all ranks have; its gradient is everyone's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        distributed.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+@dataclass(slots=True)
+class Slices:
+    """The ranks of one model's slices as one of them sees them.
+
+    partial: of which replicated parameters, by name in their module, a rank finds a part of the gradient only;
+    once: of which the first rank's counts, as they are added before the sum over ranks; all find the whole gradient
+    """
+
+    mesh: DeviceMesh
+    undone: bool = False  # while the model is whole on every rank
+    partial: set[tuple[nn.Module, str]] = field(default_factory=set)
+    once: set[tuple[nn.Module, str]] = field(default_factory=set)
+
+    @property
+    def rank(self) -> int:
+        """Of this process among them."""
+        return self.mesh.get_local_rank()
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self.mesh.size()
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """A tensor that is whole on every rank, from which each goes on to something of its own."""
+        made: Tensor = tensor if self.undone else _Enter.apply(tensor, self.mesh.get_group())
+        return made
+
+    def leave(self, tensor: Tensor) -> Tensor:
+        """The sum of what the ranks have come to."""
+        made: Tensor = tensor if self.undone else _Leave.apply(tensor, self.mesh.get_group())
+        return made
+
+    def used(self, part: nn.Module, name: str, parameter: DTensor) -> Tensor:
+        """What a module computes with; differentiable."""
+        held: Tensor = parameter.to_local()
+        if (part, name) in self.once and self.rank:
+            held = held - held.detach()  # nothing, whose gradient is everyone's
+        return self.enter(held) if (part, name) in self.partial else held
+
+    @contextmanager
+    def whole(self, module: nn.Module) -> Iterator[None]:
+        """Plain, whole parameters for as long as the block lasts. Collective on entering."""
+        kept: list[tuple[dict[str, Any], str, DTensor]] = []
+        made: dict[int, nn.Parameter] = {}
+        for part in module.modules():
+            parameters: dict[str, Any] = part._parameters
+            for name, parameter in parameters.items():
+                if isinstance(parameter, DTensor):
+                    if id(parameter) not in made:  # tied ones stay so
+                        full = shards.whole(parameter)
+                        made[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+                    kept.append((parameters, name, parameter))
+        self.undone = True
+        try:
+            for parameters, name, parameter in kept:
+                parameters[name] = made[id(parameter)]
+            yield
+        finally:
+            self.undone = False
+            for parameters, name, parameter in kept:
+                parameters[name] = parameter
+
+
+class Use:
+    """Hooks that give one module plain tensors for the time of its forward pass."""
+
+    def __init__(self, part: nn.Module, slices: Slices) -> None:
+        self._part, self._slices = part, slices
+        self._kept: dict[str, DTensor] = {}
+        part.register_forward_pre_hook(self._before)
+        part.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, *_: Any) -> None:
+        parameters: dict[str, Any] = self._part._parameters
+        self._kept = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
+        for name, parameter in self._kept.items():
+            parameters[name] = self._slices.used(self._part, name, parameter)
+
+    def _after(self, *_: Any) -> None:
+        parameters: dict[str, Any] = self._part._parameters
+        parameters.update(self._kept)
+        self._kept = {}
+
+
+class UseRows(Use):
+    """The same of an embedding that has a run of the ids' rows: those of other ids are added from other ranks."""
+
+    def __init__(self, part: nn.Embedding, slices: Slices) -> None:
+        self._padding = part.padding_idx
+        self._others: Tensor | None = None  # which ids of a pass are not here
+        super().__init__(part, slices)
+
+    def _before(self, part: Any, inputs: tuple[Any, ...]) -> Any:
+        super()._before()
+        if not self._kept:
+            return None
+        weight = self._kept["weight"]
+        rows = shards.span(weight)[0]
+        [ids] = inputs
+        self._others = (ids < rows.start) | (ids >= rows.stop)
+        if self._padding is not None:
+            part.padding_idx = self._padding - rows.start if rows.start <= self._padding < rows.stop else None
+        return ((ids - rows.start).masked_fill(self._others, 0),)
+
+    def _after(self, part: Any, inputs: tuple[Any, ...], output: Tensor) -> Any:
+        super()._after()
+        part.padding_idx = self._padding
+        others, self._others = self._others, None
+        if others is None or output is None:
+            return None
+        return self._slices.leave(output.masked_fill(others[..., None], 0))

@@ -1,0 +1,166 @@
+"""A model whose layers lie in slices on several devices (tensor parallelism; Shoeybi et al., 1909.08053, section 3).
+
+    hidden ──▶ q k v, gate up: some heads, some features of each rank ──▶ o, down ──summed over ranks──▶ hidden
+    ids    ──▶ embedding: the rows of some ids ──summed──▶ hidden ──▶ LM head: logits of these ids (runner.model.vocabulary)
+
+Everything else (norms, routers, experts, heads of one number) is whole on every rank and computes the same there. Low-rank
+adapters are cut with their layers: where outputs are sliced, B is; where inputs are, A is, and what they add is summed with
+the layer's own. The other one of the two is whole, and each rank finds a part of its gradient, like that of the norms
+between q and the heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from runner.errors import Problem, SpecError
+from runner.model.head import is_plain
+from runner.model.probe import close
+from runner.model.whole import Whole
+from runner.parallelism.slices import Slices, Use, UseRows
+from runner.protocols import Decide
+
+OUTPUTS, INPUTS = 0, 1  # the dimensions of a linear layer's weight
+LAYERS = (
+    {"q_proj": OUTPUTS, "k_proj": OUTPUTS, "v_proj": OUTPUTS, "o_proj": INPUTS},
+    {"gate_proj": OUTPUTS, "up_proj": OUTPUTS, "down_proj": INPUTS},
+)
+Plan = dict[int, int]  # parameter, by identity → the dimension that it is cut in
+
+
+class Sliceable(Protocol):
+    """What is needed of a model."""
+
+    whole: Whole
+    inner: Any
+    device: torch.device
+
+    def blocks(self) -> list[nn.Module]: ...
+
+    def probed(self) -> Tensor: ...
+
+
+def cut(
+    model: Sliceable, mesh: DeviceMesh, *, device: torch.device, fit: Callable[[nn.Module], None], decide: Decide
+) -> None:
+    """Leave on `device` this rank's slices of `model`, which lies whole on the CPU of every rank, all alike.
+
+    mesh: of one dimension; fit: may exchange parts for the device's own. The model's parameters are other objects
+    afterwards. Collective; raises SpecError, on all ranks, for a model that has no such layers, or is another one when it
+    is cut.
+    """
+    wanted = model.probed()
+    for block in model.blocks()[:1]:  # what is exchanged is tried out first, and there only
+        block.to(device)
+    fit(model.inner)
+    slices, plan = Slices(mesh), Plan()
+    for layer, dims in _layers(model.inner):
+        _cut_layer(layer, dims, slices, plan)
+    ends = _ends(model, slices, decide)
+    plan |= {id(end.weight): OUTPUTS for end in ends}
+    _distribute(model.whole, slices, plan, device)
+    for part in model.whole.modules():
+        if isinstance(part, nn.ParameterDict | nn.ParameterList) and part._parameters:
+            raise _refused(f"{type(part).__name__} of parameters that no module computes with alone")
+        if part in ends and isinstance(part, nn.Embedding):
+            UseRows(part, slices)
+        elif part not in ends and part._parameters:
+            Use(part, slices)
+    model.whole.joined = partial(slices.whole, model.whole)
+    model.device = device
+    if not close(model.probed().cpu(), wanted):
+        raise _refused(f"{type(model.inner).__name__} computes something else when its layers are cut")
+
+
+def _refused(why: str) -> SpecError:
+    return SpecError([Problem("parallelism.tp", f"{why}; type parallelism.tp=1, with parallelism=ddp or fsdp")])
+
+
+def _layers(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, int]]]:
+    """Attention and feed-forward layers, and how what is in them is cut."""
+    found = [
+        (part, dims) for part in module.modules() for dims in LAYERS if all(hasattr(part, name) for name in dims)
+    ]
+    if not found:
+        raise _refused(f"{type(module).__name__} has no layers named {', '.join(LAYERS[0] | LAYERS[1])}")
+    yield from found
+
+
+def _cut_layer(layer: nn.Module, dims: dict[str, int], slices: Slices, plan: Plan) -> None:
+    """Say how a layer's weights are cut, and let hidden states enter and leave its slices."""
+    for name, dim in dims.items():
+        linear = getattr(layer, name)
+        for one, cut in _weights(linear, dim):
+            if cut is not None:
+                plan[id(one.weight)] = cut
+            if one.bias is not None and cut == OUTPUTS:
+                plan[id(one.bias)] = 0
+            elif one.bias is not None:
+                slices.once.add((one, "bias"))
+        if dim == INPUTS:
+            linear.register_forward_hook(lambda part, inputs, output: slices.leave(output))
+    for part in layer.modules():
+        whole = [name for name, parameter in part._parameters.items() if parameter is not None and id(parameter) not in plan]
+        slices.partial |= {(part, name) for name in whole} - slices.once
+    layer.register_forward_pre_hook(partial(_entering, slices), with_kwargs=True)
+
+
+def _weights(linear: nn.Module, dim: int) -> Iterator[tuple[Any, int | None]]:
+    """The matrices of a linear layer, its adapters among them, and the dimension in which each is cut."""
+    base = getattr(linear, "base_layer", linear)
+    if type(base) is not nn.Linear:
+        raise _refused(f"a layer of type {type(base).__name__} is not known to be cut")
+    yield base, dim
+    if base is not linear:
+        adapters: Any = linear
+        yield from ((one, None if dim == OUTPUTS else INPUTS) for one in adapters.lora_A.values())
+        yield from ((one, OUTPUTS if dim == OUTPUTS else None) for one in adapters.lora_B.values())
+
+
+def _entering(slices: Slices, part: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Hidden states come first, or by name."""
+    if inputs:
+        return (slices.enter(inputs[0]), *inputs[1:]), keywords
+    return inputs, keywords | {"hidden_states": slices.enter(keywords["hidden_states"])}
+
+
+def _ends(model: Sliceable, slices: Slices, decide: Decide) -> set[Any]:
+    """Of embedding and LM head what is cut by ids: where they share their weight both or none."""
+    embedding, head = model.inner.get_input_embeddings(), model.inner.get_output_embeddings()
+    kinds: list[Any] = [embedding] if type(embedding) is nn.Embedding and embedding.max_norm is None else []
+    if head is not None and is_plain(head) and head.bias is None and getattr(model, "chunked", False):
+        kinds.append(head)
+    if rows := [len(end.weight) for end in kinds if len(end.weight) % slices.size]:
+        text = f"{rows[0]} ids do not divide into {slices.size}"
+        decide("parallelism.tp", "embedding and LM head in slices", "whole on every rank", text)
+        return set()
+    tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", embedding)
+    return set() if tied and len(kinds) < 2 else set(kinds)
+
+
+def _distribute(module: nn.Module, slices: Slices, plan: Plan, device: torch.device) -> None:
+    """Every parameter becomes a DTensor of its slice, or of all of it, and moves to the device; so do buffers."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = _sliced(parameter, plan.get(id(parameter)), slices, device)
+                part._parameters[name] = made[id(parameter)]
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else buffer.to(device)
+
+
+def _sliced(full: nn.Parameter, dim: int | None, slices: Slices, device: torch.device) -> nn.Parameter:
+    held = full.detach() if dim is None else full.detach().chunk(slices.size, dim)[slices.rank]
+    placement = Replicate() if dim is None else Shard(dim)
+    options: dict[str, Any] = {"shape": full.shape, "stride": full.stride()}
+    made = DTensor.from_local(held.to(device, copy=dim is not None).contiguous(), slices.mesh, [placement], run_check=False, **options)
+    return nn.Parameter(made, requires_grad=full.requires_grad)

@@ -1,0 +1,36 @@
+"""What `launch` accepts, alone and with the parallelism."""
+
+from __future__ import annotations
+
+import pytest
+
+from runner.cli.compose import compose_job
+from runner.errors import SpecError
+
+TWO = ("+recipe=sft_demo", "parallelism=ddp", "launch.devices=2")
+MACHINES = (*TWO, "launch.nodes=2", "launch.node=1", "launch.address=node-0.local:29400")
+
+
+def test_the_processes_of_a_job_are_those_of_all_machines() -> None:
+    spec = compose_job(MACHINES).spec
+    assert spec.launch.world == 4 and spec.launch.meeting == ("node-0.local", 29400)
+    assert compose_job(["+recipe=sft_demo"]).spec.launch.world == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("+recipe=sft_demo", "launch.devices=2"), "launch.devices: parallelism=single runs one process"),
+        ((*TWO, "launch.node=0"), "launch.node: is about several machines, and launch.nodes is 1"),
+        ((*TWO, "launch.address=a:1"), "launch.address: is about several machines"),
+        ((*MACHINES, "launch.node=2"), "launch.node: the machines of launch.nodes=2 are 0 to 1"),
+        ((*TWO, "launch.nodes=2", "launch.address=a:1"), "launch.node: the machines of launch.nodes=2 are 0 to 1"),
+        ((*TWO, "launch.nodes=2", "launch.node=0"), "launch.address: machine 0's HOST:PORT is expected"),
+        ((*MACHINES, "launch.address=a"), "launch.address: machine 0's HOST:PORT"),
+        ((*MACHINES, "launch.address=a:70000"), "launch.address: machine 0's HOST:PORT"),
+    ],
+)
+def test_what_does_not_fit_is_refused(words: tuple[str, ...], said: str) -> None:
+    last = {word.partition("=")[0]: word for word in words}  # of a word that is given twice, the last
+    with pytest.raises(SpecError, match=said.replace(".", r"\.")):
+        compose_job(list(last.values()))

@@ -1,0 +1,180 @@
+"""Launchers of several machines: they meet, refuse what does not fit, and end with one verdict."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.cli.compose import compose_job
+from runner.errors import DeadlineExceeded, EnvironmentProblem, RunnerError, SpecError
+from runner.folder import RunFolder
+from runner.launch import machines as module
+from runner.launch.local import write_spec
+from runner.launch.machines import Machines, gathered, joined
+from runner.launch.verdict import KILLED, OWN, WAITED, Verdict
+from runner.signals import StopSignal
+from runner.spec.job import JobSpec
+
+KILL = Verdict(KILLED, "rank 3 of 4 was killed (SIGKILL)", 75)
+DATA = Verdict(OWN, "rank 0 of 4: line 7", 3)
+LOSS = Verdict(WAITED, "rank 2 of 4 lost another rank", 75)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorter waits; and no signal handlers, which only a main thread may install."""
+    monkeypatch.setattr(module, "RETRY_S", 0.02)
+    monkeypatch.setattr(module, "VERDICT_S", 0.5)
+    monkeypatch.setattr(StopSignal, "install", lambda self: None)
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def spec_of(node: int, port: int, *words: str, nodes: int = 2) -> JobSpec:
+    layout = ["parallelism=ddp", "launch.devices=2", f"launch.nodes={nodes}", f"launch.node={node}"]
+    return compose_job(["+recipe=sft_demo", *layout, f"launch.address=127.0.0.1:{port}", *words]).spec
+
+
+class Machine(threading.Thread):
+    """A machine's launcher: `work` is what it does with the others once they met; `found` what came of it."""
+
+    def __init__(self, spec: JobSpec, root: Path, work: Callable[[Machines], Any] = lambda machines: machines.store):
+        super().__init__()
+        self.spec, self.root, self.work = spec, root, work
+        self.found: Any = None
+        self.start()
+
+    def run(self) -> None:
+        typed = self.spec.model_dump(mode="json")
+        try:
+            if self.spec.launch.node == 0:
+                folder = RunFolder(self.root)
+                write_spec(folder, self.spec)
+                with gathered(self.spec, folder, 3, typed) as machines:
+                    self.found = self.work(machines)
+            else:
+                with joined(self.spec, typed) as (machines, folder, attempt):
+                    assert (folder.root, attempt) == (self.root, 3)
+                    self.found = self.work(machines)
+        except RunnerError as error:
+            self.found = error
+
+
+def ended(*machines: Machine) -> list[Any]:
+    for machine in machines:
+        machine.join(20)
+        assert not machine.is_alive()
+    return [machine.found for machine in machines]
+
+
+def test_they_meet_whoever_comes_first_and_know_one_store(tmp_path: Path, port: int) -> None:
+    third, second = (Machine(spec_of(node, port, nodes=3), tmp_path) for node in (2, 1))
+    first = Machine(spec_of(0, port, nodes=3), tmp_path)
+    stores = ended(first, second, third)
+    assert stores[0][0] == "127.0.0.1" and stores[0][1] != port and len({tuple(store) for store in stores}) == 1
+
+
+def test_another_command_is_refused_on_both_with_the_option(tmp_path: Path, port: int) -> None:
+    second = Machine(spec_of(1, port, "optimizer.lr=0.5"), tmp_path)
+    first, second_found = ended(Machine(spec_of(0, port, "optimizer.lr=0.25"), tmp_path), second)
+    assert isinstance(first, SpecError) and "optimizer.lr: 0.25 here, 0.5 on machine 1" in str(first)
+    assert isinstance(second_found, EnvironmentProblem) and "another job: optimizer.lr" in str(second_found)
+
+
+def test_a_number_that_is_taken_is_refused(tmp_path: Path, port: int) -> None:
+    first = Machine(spec_of(0, port, nodes=3), tmp_path)
+    twins = [Machine(spec_of(1, port, nodes=3), tmp_path) for _ in range(2)]
+    while all(twin.is_alive() for twin in twins):
+        pass
+    ended(Machine(spec_of(2, port, nodes=3), tmp_path), first, *twins)
+    [refused] = [twin.found for twin in twins if isinstance(twin.found, RunnerError)]
+    assert "launch.node=1 is taken by machine 1" in str(refused)
+
+
+def test_a_folder_that_is_not_shared_is_said(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.RunFolder, "spec", tmp_path / "nowhere")
+    monkeypatch.setattr("tests.launch.test_machines.write_spec", lambda folder, spec: None)
+    _, second = ended(Machine(spec_of(0, port), tmp_path), Machine(spec_of(1, port), tmp_path))
+    assert "is not to be seen here; start on a disk that all share" in str(second)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_machine_that_does_not_come_is_named(tmp_path: Path, port: int, node: int) -> None:
+    [found] = ended(Machine(spec_of(node, port, "parallelism.timeout_s=0.3"), tmp_path))
+    assert isinstance(found, DeadlineExceeded)
+    assert ("no word from machine 1" if node == 0 else "machine 0 does not answer") in str(found)
+
+
+def test_an_address_that_is_not_of_this_machine(tmp_path: Path) -> None:
+    spec = spec_of(0, 29400)
+    spec = spec.model_copy(update={"launch": spec.launch.model_copy(update={"address": "192.0.2.1:29400"})})
+    [found] = ended(Machine(spec, tmp_path))
+    assert isinstance(found, EnvironmentProblem) and "cannot listen there" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "common"),
+    [(None, None, None), (LOSS, KILL, KILL), (KILL, LOSS, KILL), (DATA, LOSS, DATA), (None, DATA, DATA)],
+)
+def test_they_agree_on_the_verdict_that_explains_most(
+    tmp_path: Path, port: int, own: Verdict | None, other: Verdict | None, common: Verdict | None
+) -> None:
+    first = Machine(spec_of(0, port), tmp_path, lambda machines: machines.agree(own))
+    second = Machine(spec_of(1, port), tmp_path, lambda machines: machines.agree(other))
+    assert ended(first, second) == [common, common]
+
+
+def test_a_machine_that_is_gone_is_the_cause(tmp_path: Path, port: int) -> None:
+    def watch(machines: Machines) -> Verdict | None:
+        while not machines.is_over():
+            pass
+        return machines.agree(LOSS)
+
+    first = Machine(spec_of(0, port), tmp_path, watch)
+    second = Machine(spec_of(1, port), tmp_path)  # ends at once
+    verdict = ended(first, second)[0]
+    assert verdict.exit_code == 75 and verdict.message.startswith("machine 1 (") and "is gone" in verdict.message
+
+
+def test_a_machine_that_is_done_waits_for_one_that_still_writes(
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "VERDICT_S", 0.1)
+
+    def write(machines: Machines) -> Verdict | None:
+        until = time.monotonic() + 0.6
+        while time.monotonic() < until:
+            assert not machines.is_over()
+        return machines.agree(None)
+
+    first = Machine(spec_of(0, port), tmp_path, write)
+    second = Machine(spec_of(1, port), tmp_path, lambda machines: machines.agree(None))
+    assert ended(first, second) == [None, None]
+
+
+def test_what_ends_one_machine_ends_all(tmp_path: Path, port: int) -> None:
+    def end(machines: Machines) -> bool:
+        machines.tell()
+        return machines.agree(KILL) == KILL
+
+    def watch(machines: Machines) -> bool:
+        while not machines.is_over():
+            pass
+        return machines.agree(LOSS) == KILL
+
+    found = ended(
+        Machine(spec_of(0, port, nodes=3), tmp_path, watch),
+        Machine(spec_of(1, port, nodes=3), tmp_path, end),
+        Machine(spec_of(2, port, nodes=3), tmp_path, watch),
+    )
+    assert found == [True, True, True]

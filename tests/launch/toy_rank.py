@@ -1,0 +1,61 @@
+"""A rank without torch, which does what TOY asks of its rank: {"1": "kill"}; the others go through the steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from runner.errors import DataError, DeadlineExceeded
+from runner.launch.hang import watch_stacks
+from runner.launch.link import Link, Report
+from runner.place import Place
+
+STEPS, STEP_S = 10, 0.05
+
+
+def stuck_here() -> None:
+    threading.Event().wait()
+
+
+def misbehave(asked: str, link: Link, place: Place) -> int:
+    if asked == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if asked == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if asked == "hang":
+        stuck_here()
+    if asked == "wordless":
+        os._exit(9)
+    error = {
+        "data": DataError(f"{place}: line 7 is no JSON"),
+        "same": DataError("line 7 is no JSON"),
+        "waited": DeadlineExceeded(f"{place}, summing: another rank did not come"),
+    }[asked]
+    time.sleep(0.3 if asked == "waited" else 0)
+    link.report(Report.of(error))
+    return error.exit_code
+
+
+def main(root: str, attempt: str, pipe: str, listener: str) -> int:
+    place, link = Place.of(os.environ), Link(int(pipe))
+    asked = json.loads(os.environ["TOY"]).get(str(place.rank))
+    with (Path(root) / "ranks" / f"{place.rank}.said").open("w") as said:
+        wanted = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
+        json.dump({name: os.environ.get(name) for name in wanted} | {"pid": os.getpid(), "listener": listener}, said)
+    log = (Path(root) / ("run.log" if place.leads else f"ranks/{place.rank}.log")).open("a")
+    watch_stacks(log.fileno())
+    for step in range(1, STEPS if asked != "long" else 10**6):
+        time.sleep(STEP_S)
+        link.step(step)
+        if asked not in (None, "long") and step == 2:
+            return misbehave(asked, link, place)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

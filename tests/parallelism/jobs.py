@@ -1,0 +1,92 @@
+"""Whole jobs, built from words as `run` builds them, in one process or on forked ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from runner import build
+from runner.callback.base import NoOp
+from runner.cli.compose import compose_job
+from runner.decisions import Decisions
+from runner.folder import RunFolder
+from runner.loop import run
+from runner.place import Place
+from runner.protocols import StepEnd
+from runner.shards import whole
+from runner.signals import StopSignal
+from runner.spec.job import JobSpec
+from tests.parallelism.forked import ranks
+
+TIMES = ("perf/", "time/", "device/")  # what no two runs have in common
+
+
+def spec_of(words: Sequence[str], size: int = 1) -> JobSpec:
+    """The job of these words on so many ranks, with parallelism=ddp unless they say another."""
+    said = any(word.startswith("parallelism=") for word in words)
+    spread = [] if size == 1 else [*([] if said else ["parallelism=ddp"]), f"launch.devices={size}"]
+    return compose_job([*words, *spread]).spec
+
+
+def in_one(words: Sequence[str], root: Path) -> dict[str, Any]:
+    """What a job comes to in one process; see `_played`."""
+    root.mkdir(parents=True, exist_ok=True)
+    return played(spec_of(words), RunFolder(root), Place())
+
+
+def on_ranks(size: int, words: Sequence[str], root: Path) -> list[dict[str, Any]]:
+    """What it comes to on each of several ranks."""
+    (root / "ranks").mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return ranks(size, _rank, spec_of(words, size), root, size, port, join=False)
+
+
+def _rank(rank: int, spec: JobSpec, root: Path, size: int, port: int) -> dict[str, Any]:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return played(spec, RunFolder(root, rank), Place(rank, size, rank, size))
+
+
+class Numbers(NoOp):
+    """Keeps what every step measured."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def on_step(self, end: StepEnd) -> None:
+        self.steps.append({name: value for name, value in end.values.items() if not name.startswith(TIMES)})
+
+
+def played(spec: JobSpec, folder: RunFolder, place: Place) -> dict[str, Any]:
+    """`steps`: what each measured; `gradients`: of each role's first update; `weights`: of each role at the end."""
+    outlets = build.Outlets(step=(), samples=_drop, rollouts=_drop, say=_drop)
+    store = build.build_store(spec, folder)
+    built = build.build(spec, folder, store, Decisions(), StopSignal(), outlets, place)
+    first: dict[str, Any] = {}
+    for role, learner in built.job.learners.items():
+        _noting(role, learner, first)
+    numbers = Numbers()
+    run(replace(built.job, callbacks=[*built.job.callbacks, numbers]), 0)
+    weights = {f"{role}/{n}": t.clone() for role, one in built.job.learners.items() for n, t in one.weights()}
+    built.world.close()
+    return {"steps": numbers.steps, "gradients": first, "weights": weights}
+
+
+def _noting(role: str, learner: Any, first: dict[str, Any]) -> None:
+    """Keep the gradients of a learner's first update."""
+
+    def note(*_: Any) -> None:
+        for name, parameter in learner.model.trainable().items():
+            if parameter.grad is not None:
+                first.setdefault(f"{role}/{name}", whole(parameter.grad).clone())
+
+    learner.optimizer.register_step_pre_hook(note)
+
+
+def _drop(*_: Any) -> None:
+    """Nobody reads it."""

@@ -1,0 +1,65 @@
+"""The mesh: what fits so many processes, and what is said of what does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.cli.compose import compose_job
+from runner.errors import SpecError
+from runner.parallelism.config import DdpConfig, FsdpConfig, HsdpConfig, Mesh, SingleConfig
+
+
+@pytest.mark.parametrize(
+    ("config", "world", "mesh"),
+    [
+        (SingleConfig(), 1, (1, 1)),
+        (DdpConfig(), 4, (4, 1)),
+        (FsdpConfig(), 4, (1, 4)),
+        (HsdpConfig(), 8, (2, 4)),
+        (HsdpConfig(dp_replicate=-1, dp_shard=3), 6, (2, 3)),
+    ],
+)
+def test_a_preset_is_a_grid(config: Any, world: int, mesh: tuple[int, int]) -> None:
+    assert config.mesh(world) == Mesh(*mesh)
+
+
+@given(st.integers(2, 64), st.integers(-1, 64), st.integers(-1, 64))
+def test_a_mesh_has_every_process_once_or_is_refused(world: int, replicate: int, shard: int) -> None:
+    config = HsdpConfig(dp_replicate=replicate, dp_shard=shard)
+    try:
+        mesh = config.mesh(world)
+    except SpecError:
+        fits = [a for a in range(1, world + 1) if world % a == 0 and replicate in (-1, a) and shard in (-1, world // a)]
+        assert 0 in (replicate, shard) or (replicate, shard) == (-1, -1) or not fits
+    else:
+        assert mesh.dp_replicate * mesh.dp_shard == world
+        assert replicate in (-1, mesh.dp_replicate) and shard in (-1, mesh.dp_shard)
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "said"),
+    [
+        ("parallelism=ddp", "launch.devices", "type launch.devices=N, one for each device"),
+        ("launch.devices=2", "launch.devices", "parallelism=single runs one process, not 2; set launch.devices=1"),
+        (
+            "parallelism=hsdp parallelism.dp_replicate=3 launch.devices=4",
+            "parallelism",
+            "dp_replicate=3 × dp_shard=-1 does not make 4 processes (launch); "
+            "what fits, dp_replicate × dp_shard: 1 × 4, 2 × 2, 4 × 1",
+        ),
+        (
+            "parallelism=ddp launch.devices=6 parallelism.dp_replicate=4",
+            "parallelism",
+            "what fits, dp_replicate × dp_s",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_would(words: str, key: str, said: str) -> None:
+    with pytest.raises(SpecError) as error:
+        compose_job(["model=tiny", "data=demo", *words.split()])
+    [problem] = error.value.problems
+    assert problem.key == key and said in problem.message

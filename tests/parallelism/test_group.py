@@ -1,0 +1,125 @@
+"""Real groups: sums in buckets, values in the order of the ranks, and a rank that does not come."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.errors import DeadlineExceeded, EnvironmentProblem, RankLost
+from runner.parallelism import group
+from runner.parallelism.config import DdpConfig
+from runner.parallelism.group import GroupPeers, buckets
+from runner.parallelism.replicas import refuse_different
+from runner.parallelism.world import World, build
+from runner.place import Place
+from runner.sharing import sum_gradients
+from tests.parallelism.forked import ranks
+from tests.parallelism.worlds import device, on_ranks
+
+
+def tensors(rank: int) -> list[Tensor]:
+    """Of several shapes and types, one without an element, one not contiguous."""
+    generator = torch.Generator().manual_seed(rank)
+    found = [torch.randn(shape, generator=generator) for shape in [(3, 5), (1,), (0,), (2, 3, 4), (7, 2)]]
+    return [*found, torch.arange(4) + rank, found[0].bfloat16(), torch.randn(4, 6, generator=generator).t()]
+
+
+def summed(world: World, bucket_bytes: int) -> tuple[list[Tensor], list[Any]]:
+    group.BUCKET_BYTES = bucket_bytes
+    mine = tensors(world.peers.rank)
+    world.peers.sum_(mine)
+    both = world.peers.gather({"rank": world.peers.rank}), world.feed_peers.gather(torch.ones(world.peers.rank + 1))
+    return mine, list(both)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 10**9])
+def test_sums_are_those_of_all_ranks_whatever_the_buckets(bucket_bytes: int) -> None:
+    wanted = [a + b for a, b in zip(tensors(0), tensors(1), strict=True)]
+    for found, gathered in on_ranks(2, summed, bucket_bytes):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        assert gathered[0] == [{"rank": 0}, {"rank": 1}] and [t.tolist() for t in gathered[1]] == [[1.0], [1.0, 1.0]]
+
+
+def test_buckets_hold_all_in_order_one_type_each_and_not_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "BUCKET_BYTES", 100)
+    given = [torch.zeros(n, dtype=d) for n, d in [(10, torch.float32), (10, torch.float32), (10, torch.float32)]]
+    given += [torch.zeros(3, dtype=torch.bfloat16), torch.zeros(500)]
+    assert [[len(t) for t in bucket] for bucket in buckets(given)] == [[10, 10], [10], [3], [500]]
+
+
+def gradients(world: World) -> list[list[float] | None]:
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    if world.peers.rank == 1:
+        parameters[0].grad = torch.full((2,), 3.0)
+    parameters[1].grad = torch.ones(2)
+    sum_gradients(parameters, world.peers)
+    return [None if p.grad is None else p.grad.tolist() for p in parameters]
+
+
+def test_a_gradient_that_one_rank_lacks_counts_as_zero_and_one_that_all_lack_stays_away() -> None:
+    assert on_ranks(2, gradients) == [[[3.0, 3.0], [2.0, 2.0], None]] * 2
+
+
+def late(rank: int) -> str:
+    peers = GroupPeers(torch.distributed.new_group(backend="gloo", timeout=_seconds(1)), 1.0)
+    if rank == 1:
+        time.sleep(2.5)
+    try:
+        peers.gather(rank)
+    except (DeadlineExceeded, RankLost) as error:
+        return str(error)
+    return "nothing"
+
+
+def _seconds(number: float) -> Any:
+    from datetime import timedelta
+
+    return timedelta(seconds=number)
+
+
+def test_a_rank_that_does_not_come_is_an_error_that_says_how_long_was_waited() -> None:
+    said = ranks(2, late)[0]
+    assert "rank 0 of 2, gathering: another rank ended, or did not come within parallelism.timeout_s=1" in said
+
+
+def met(rank: int, port: int) -> int:
+    import os
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    world = build(DdpConfig(timeout_s=20), device=device(), place=Place(rank, 2, rank, 2))
+    found = sum(world.peers.gather(rank + 1))
+    world.close()
+    return found
+
+
+def test_ranks_meet_at_the_address_of_the_environment_and_part() -> None:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert ranks(2, met, port, join=False) == [3, 3]
+
+
+def unlike(world: World, different: bool) -> str:
+    module = nn.Linear(2, 2)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(1.0)
+        if different and world.peers.rank == 1:
+            module.bias[0] = 1.5
+    try:
+        refuse_different(module, world.peers)
+    except EnvironmentProblem as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def test_copies_that_begin_differently_are_refused() -> None:
+    wanted = "ranks 0 and 1 begin with different weights: 1 of 2 tensors, e.g. bias"
+    assert on_ranks(2, unlike, True) == [wanted] * 2
+    assert on_ranks(2, unlike, False) == ["", ""]

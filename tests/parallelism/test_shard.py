@@ -1,0 +1,240 @@
+"""Sharded models on real ranks against the single process: the same losses, gradients and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers.models.qwen2 import Qwen2Config, Qwen2ForSequenceClassification
+
+from runner import shards
+from runner.adapter import lora
+from runner.adapter.config import LoraConfig
+from runner.batch import Batch, pack
+from runner.decisions import Decisions
+from runner.model.config import TinyConfig
+from runner.model.scalar import ScalarModel
+from runner.model.tokenizer import byte_tokenizer
+from runner.model.valued import ValuedLM
+from runner.parallelism.shard import shard
+from tests.model import zoo
+from tests.parallelism.forked import ranks
+
+CPU = torch.device("cpu")
+STEPS = 5
+LENGTHS = (7, 3, 19, 2, 12, 30, 5, 9)
+
+
+def made(kind: str, adapter: bool, **options: Any) -> Any:
+    model: Any = zoo.causal(kind, **options)
+    if adapter:
+        targets = ("q_proj", "v_proj") if kind == "qwen3_moe" else "all-linear"
+        model = lora.attach(LoraConfig(rank=4, targets=targets), model, decide=Decisions())
+        for name, parameter in model.trainable().items():  # or B = 0 and A would have no gradient at first
+            if "lora_B" in name:
+                parameter.data.normal_(generator=torch.Generator().manual_seed(len(name)), std=0.1)
+    return model
+
+
+def sharded(model: Any, shape: tuple[int, int], reshard: bool = True) -> Any:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+    shard(model, mesh, device=CPU, fit=lambda _: None, reshard=reshard, offload=False, decide=Decisions())
+    return model
+
+
+def part(rank: int, size: int) -> Batch:
+    """Every `size`-th row from `rank` on."""
+    ids = zoo.rows(LENGTHS)[rank::size]
+    return pack(ids, [[float(i >= len(row) // 3) for i in range(len(row))] for row in ids])
+
+
+def trained(model: Any, batch: Batch) -> dict[str, Any]:
+    """Sums of losses, norms of gradients, and whole weights after some steps."""
+    parameters = model.trainable()
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, eps=1e-6, fused=True)
+    losses, norms = [], []
+    model.train()
+    for step in range(STEPS):
+        if step % 2:
+            total, _ = model.linear(batch, -batch.tokens["weight"] / 50)
+        else:
+            outputs = model.outputs(batch, frozenset({"logprobs", "entropy"}))
+            total = -(outputs["logprobs"] * batch.tokens["weight"] + 0.1 * outputs["entropy"]).sum() / 50
+        total.backward()
+        losses.append(float(total.detach()))
+        norm = shards.total_norm([p.grad for p in parameters.values() if p.grad is not None])
+        torch.nn.utils.clip_grads_with_norm_(parameters.values(), 1.0, norm)
+        norms.append(float(norm))
+        if step == 0:
+            first = {name: shards.whole(p.grad).clone() for name, p in parameters.items() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model.outputs(batch, frozenset({"logprobs"}))
+    weights = {name: shards.whole(p).clone() for name, p in parameters.items()}
+    return {"losses": losses, "norms": norms, "gradients": first, "weights": weights}
+
+
+def on_rank(rank: int, shape: tuple[int, int], reshard: bool, build: Callable[[], Any]) -> Any:
+    model = sharded(build(), shape, reshard)
+    assert all(isinstance(p, DTensor) for p in model.whole.parameters())
+    found = trained(model, part(rank, shape[0] * shape[1]))
+    return found if rank == 0 else found["losses"]
+
+
+def close(got: dict[str, Tensor], wanted: dict[str, Tensor], limit: float) -> None:
+    assert got.keys() == wanted.keys()
+    scale = max(float(w.abs().max()) for w in wanted.values())
+    worst = {name: float((got[name] - wanted[name]).abs().max()) / scale for name in wanted}
+    assert max(worst.values()) < limit, max(worst.items(), key=lambda item: item[1])
+
+
+def compare(shape: tuple[int, int], build: Callable[[], Any], reshard: bool = True) -> None:
+    """Losses, norms, the first gradients, and weights after some steps, in float32."""
+    wanted = trained(build(), part(0, 1))
+    first, *others = ranks(shape[0] * shape[1], on_rank, shape, reshard, build)
+    losses = [sum(values) for values in zip(first["losses"], *others, strict=True)]
+    assert losses == pytest.approx(wanted["losses"], rel=2e-5)
+    assert first["norms"] == pytest.approx(wanted["norms"], rel=2e-4)
+    close(first["gradients"], wanted["gradients"], 1e-5)
+    close(first["weights"], wanted["weights"], 1e-3)
+
+
+FAMILIES = ["qwen2", "qwen3", "llama", "qwen3_moe"]
+BOTH = pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+
+
+@BOTH
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_two_shards_learn_as_one_process(kind: str, adapter: bool) -> None:
+    compare((1, 2), lambda: made(kind, adapter))
+
+
+@pytest.mark.slow
+@BOTH
+@pytest.mark.parametrize("shape", [(1, 4), (2, 2)], ids=["fsdp", "hsdp"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_four_ranks_learn_as_one_process(kind: str, shape: tuple[int, int], adapter: bool) -> None:
+    compare(shape, lambda: made(kind, adapter))
+
+
+def test_two_copies_of_two_shards_learn_as_one_process() -> None:
+    compare((2, 2), lambda: made("qwen2", True))
+
+
+@BOTH
+def test_tied_weights_stay_tied(adapter: bool) -> None:
+    compare((1, 2), lambda: made("llama", adapter, tie_word_embeddings=True))
+
+
+def test_weights_kept_between_forward_and_backward() -> None:
+    compare((1, 2), lambda: made("qwen2", False), reshard=False)
+
+
+@BOTH
+def test_gradient_checkpointing(adapter: bool) -> None:
+    compare((1, 2), lambda: made("qwen3", adapter, gradient_checkpointing=True))
+
+
+def test_a_head_that_is_not_cut() -> None:
+    compare((1, 2), lambda: made("gemma2", False, layout="padded"))
+
+
+def test_an_architecture_with_other_names() -> None:
+    compare((1, 2), lambda: made("gpt2", False))
+
+
+def valued() -> Any:
+    module = zoo.module("qwen2").requires_grad_(True)
+    model = ValuedLM(module, byte_tokenizer(512), TinyConfig(), seed=0, decide=Decisions())
+    model.value_head.data.normal_(generator=torch.Generator().manual_seed(1))
+    return model
+
+
+def scalar(adapter: bool) -> Any:
+    torch.manual_seed(0)
+    module = Qwen2ForSequenceClassification(Qwen2Config(**zoo.SHAPE, num_labels=1)).requires_grad_(True)
+    config = TinyConfig()
+    model: Any = ScalarModel(module, byte_tokenizer(512), config, seed=0, decide=Decisions())
+    return lora.attach(LoraConfig(rank=4), model, decide=Decisions()) if adapter else model
+
+
+@pytest.mark.parametrize("build", [valued, lambda: scalar(False), lambda: scalar(True)], ids=["valued", "full", "lora"])
+def test_heads_of_one_number(build: Callable[[], Any]) -> None:
+    def gradients(model: Any, rank: int, size: int) -> dict[str, Tensor]:
+        outputs = model.outputs(part(rank, size), frozenset({"values"}))
+        outputs["values"].square().sum().backward()
+        return {n: shards.whole(p.grad) for n, p in model.trainable().items() if p.grad is not None}
+
+    wanted = gradients(build(), 0, 1)
+    got = ranks(2, lambda rank: gradients(sharded(build(), (1, 2)), rank, 2))
+    assert {"value_head"} & wanted.keys() or any("score" in name for name in wanted)
+    close({name: got[0][name] for name in wanted}, wanted, 1e-5)
+
+
+def test_a_reference_that_is_asked_first_does_not_stop_the_adapter_from_learning() -> None:
+    def work(rank: int) -> tuple[Tensor, bool]:
+        model = sharded(made("qwen2", True), (1, 2))
+        with model.module.disable_adapter(), torch.no_grad():
+            first = model.outputs(part(0, 1), zoo.LOGPROBS)["logprobs"]
+        model.linear(part(rank, 2), part(rank, 2).tokens["weight"])[0].backward()
+        return first, all(p.grad is not None for p in model.trainable().values())
+
+    plain = zoo.causal("qwen2").outputs(part(0, 1), zoo.LOGPROBS)["logprobs"].detach()
+    for first, learns in ranks(2, work):
+        assert learns and torch.allclose(first, plain, atol=1e-5)
+
+
+def test_a_bfloat16_base_beside_a_float32_adapter_stays_as_small_as_it_is() -> None:
+    def build() -> Any:
+        model: Any = zoo.causal("qwen3")
+        model.module.to(torch.bfloat16)
+        return lora.attach(LoraConfig(rank=4), model, decide=Decisions())
+
+    def work(rank: int) -> tuple[dict[str, Any], int, int]:
+        model = sharded(build(), (1, 2))
+        types = {p.dtype for name, p in model.module.named_parameters() if "lora_" not in name}
+        model.linear(part(rank, 2), part(rank, 2).tokens["weight"])[0].backward()
+        with model.gathered():
+            types |= {p.dtype for name, p in model.module.named_parameters() if "lora_" not in name}
+        held = sum(shards.local(p).untyped_storage().nbytes() for p in model.whole.parameters())
+        return {n: (p.dtype, p.grad.dtype) for n, p in model.trainable().items()}, held, len(types)
+
+    ideal = sum(p.numel() * p.element_size() for p in build().module.parameters()) / 2
+    for types, held, kinds in ranks(2, work):
+        assert set(types.values()) == {(torch.float32, torch.float32)} and kinds == 1
+        assert ideal <= held < 1.02 * ideal
+
+
+@BOTH
+def test_text_is_written_with_the_whole_model_by_ranks_of_different_work(adapter: bool) -> None:
+    prompts = zoo.rows((5, 3, 9))
+
+    def work(rank: int) -> tuple[list[list[int]], bool]:
+        model = sharded(made("qwen2", adapter), (1, 2))
+        found = zoo.greedy(model, prompts[:rank], 4 + rank)  # rank 0 has nothing to do
+        with model.gathered():
+            found += [] if rank else zoo.greedy(model, prompts[1:], 6)
+        for _ in range(2):  # a backward pass that gathered ahead in the order of what was written would never end
+            model.linear(part(rank, 2), part(rank, 2).tokens["weight"])[0].backward()
+        return found, all(isinstance(p, DTensor) for p in model.whole.parameters())
+
+    model = made("qwen2", adapter)
+    wanted = [zoo.greedy(model, prompts[1:], 6), zoo.greedy(model, prompts[:1], 5)]
+    assert ranks(2, work) == [(wanted[0], True), (wanted[1], True)]
+
+
+def test_the_head_of_a_sharded_teacher() -> None:
+    def logits(model: Any, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            hidden = model.outputs(batch, frozenset({"hidden"}))["hidden"]
+        return model.lm_head()(hidden)
+
+    wanted = logits(zoo.causal("qwen2"), part(0, 1))
+    for got in ranks(2, lambda rank: logits(sharded(zoo.causal("qwen2"), (1, 2)), part(0, 1))):
+        assert torch.allclose(got, wanted, atol=1e-4)

@@ -1,0 +1,29 @@
+"""Whole jobs with sharded models against one process; see `test_jobs`, whose jobs and bounds they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.parallelism.test_jobs import SLOW, compare
+
+FAST = ("sft", "tools")
+MORE = ("padded", "dpo_lora", "copied", "ahead", "lora", "ppo", "opd", "distill", "shared", "rm")
+
+
+@pytest.mark.parametrize("words", [SLOW[name] for name in FAST], ids=FAST)
+def test_two_shards_do_what_one_process_does(words: str, workdir: Path) -> None:
+    compare(2, words, workdir, "parallelism=fsdp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [SLOW[name] for name in MORE], ids=MORE)
+def test_more_jobs_on_two_shards(words: str, workdir: Path) -> None:
+    compare(2, words, workdir, "parallelism=fsdp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "tools", "dpo_lora"])
+def test_two_copies_of_two_shards(name: str, workdir: Path) -> None:
+    compare(4, SLOW[name], workdir, "parallelism=hsdp")

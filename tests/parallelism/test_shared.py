@@ -1,0 +1,173 @@
+"""Sampling, rewards, environments and answers shared out: each piece is done once, and everybody has all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from runner.errors import DataError, RunnerError
+from runner.parallelism.shared import SharedAnswerer, SharedEnvironments, SharedSampler, shared_reward
+from runner.parallelism.world import World
+from runner.protocols import Completion, Observation, Prompt, Request, Rollout, Written
+from tests.parallelism.worlds import on_ranks
+
+
+class Echo:
+    """A sampler whose answer to a request is its seed; it remembers what it was asked."""
+
+    temperature, max_new_tokens, longest = 0.5, 7, 99
+
+    def __init__(self) -> None:
+        self.asked: list[Request] = []
+
+    def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
+        self.version = version
+
+    def sample(self, requests: Sequence[Request]) -> list[Rollout]:
+        self.asked += requests
+        return [Rollout((r.seed,), (-0.5,), None, self.version, "stop") for r in requests]
+
+
+REQUESTS = [Request((1,) * (1 + seed % 5), seed, 7, group) for seed, group in enumerate([4, 4, 0, 0, 4, 2, 2, 9, 9, 9])]
+
+
+def sampled(world: World, requests: Sequence[Request]) -> tuple[list[int], list[Request]]:
+    inner = Echo()
+    sampler = SharedSampler(inner, world.feed_peers, nullcontext)
+    sampler.load(None, 3)
+    assert (sampler.temperature, sampler.max_new_tokens, sampler.longest) == (0.5, 7, 99)
+    drawn = sampler.sample(requests)
+    assert {one.version for one in drawn} == {3}
+    return [one.ids[0] for one in drawn], inner.asked
+
+
+def test_a_groups_requests_stay_together_and_answers_come_in_their_order() -> None:
+    ranks = on_ranks(3, sampled, REQUESTS)
+    assert [order for order, _ in ranks] == [list(range(10))] * 3
+    asked = [{one.group for one in mine} for _, mine in ranks]
+    assert set().union(*asked) == {0, 2, 4, 9} and sum(map(len, asked)) == 4
+    assert sum(len(mine) for _, mine in ranks) == len(REQUESTS)
+
+
+def test_a_rank_without_a_request_samples_nothing_and_has_the_answers() -> None:
+    ranks = on_ranks(2, sampled, REQUESTS[:2])
+    assert [order for order, _ in ranks] == [[0, 1]] * 2
+    assert sorted(len(mine) for _, mine in ranks) == [0, 2]
+
+
+class Length:
+    """Scores by length, and says of each answer what it saw; long ones it cannot."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def score(self, groups: Sequence[Sequence[Completion]]) -> list[list[float | None]]:
+        return self.composed(groups)[0]
+
+    def composed(self, groups: Sequence[Sequence[Completion]]) -> tuple[Any, Any]:
+        self.seen += len(groups)
+        if any(len(one.ids) > 8 for group in groups for one in group):
+            raise DataError("an answer is too long")
+        scores = [[None if len(one.ids) == 3 else float(len(one.ids)) for one in group] for group in groups]
+        return scores, [[{"length": score} for score in group] for group in scores]
+
+    def close(self) -> None:
+        self.seen = -1
+
+
+def groups(*lengths: Sequence[int]) -> list[list[Completion]]:
+    prompt = Prompt((1,), "a")
+    return [[Completion(prompt, (2,) * n, "", "stop") for n in group] for group in lengths]
+
+
+def scored(world: World) -> tuple[Any, Any, int, str]:
+    inner: Any = Length()
+    reward: Any = shared_reward(inner, world.feed_peers)
+    given = groups((1, 2), (3, 4), (), (5, 5))
+    found = reward.score(given), reward.composed(given)
+    try:
+        reward.score(groups((1,), (9,)))
+        said = "nothing"
+    except RunnerError as error:
+        said = f"{error.exit_code}: {error}"
+    seen = inner.seen
+    reward.close()
+    assert inner.seen == -1
+    return *found, seen, said
+
+
+def test_each_group_is_scored_once_and_a_failure_is_everybodys() -> None:
+    wanted = [[1.0, 2.0], [None, 4.0], [], [5.0, 5.0]]
+    ranks = on_ranks(2, scored)
+    for scores, (same, parts), _, _ in ranks:
+        assert scores == same == wanted
+        assert parts == [[{"length": score} for score in group] for group in wanted]
+    assert sum(seen for _, _, seen, _ in ranks) == 2 * 4 + 2
+    said = {said for *_, said in ranks}
+    assert said in ({"3: an answer is too long", f"3: rank {n}: an answer is too long"} for n in (0, 1))
+
+
+def test_a_reward_without_parts_has_none_when_it_is_shared() -> None:
+    class Plain:
+        score, close = Length.score, Length.close
+
+    assert not hasattr(shared_reward(Plain(), Any), "composed")  # type: ignore[arg-type]
+
+
+class Counter:
+    """Says how often it was spoken to, and ends at the third time."""
+
+    def reset(self, prompt: Prompt) -> None:
+        MADE.append(prompt.text)
+        self.name, self.heard = prompt.text, 0
+
+    def step(self, answer: str) -> Observation | None:
+        self.heard += 1
+        return None if self.heard == 3 else Observation("tool", f"{self.name} {answer} {self.heard}")
+
+
+MADE: list[str] = []
+
+
+def spoken(world: World) -> tuple[list[Any], list[str]]:
+    MADE.clear()
+    environments = SharedEnvironments(Counter, 5, world.peers)
+    partners = environments.begin([Prompt((1,), name) for name in "abcde"])
+    turns = [[(at, f"x{at}") for at in range(5)], [(1, "y"), (4, "z")], [(4, "w"), (0, "v")]]
+    said = [partners.answer(one) for one in turns]
+    return [[None if one is None else one.text for one in turn] for turn in said], MADE
+
+
+def test_an_environment_lives_on_one_rank_and_all_hear_it() -> None:
+    ranks = on_ranks(3, spoken)
+    wanted = [["a x0 1", "b x1 1", "c x2 1", "d x3 1", "e x4 1"], ["b y 2", "e z 2"], [None, "a v 2"]]
+    assert [said for said, _ in ranks] == [wanted] * 3
+    assert [made for _, made in ranks] == [["a", "d"], ["b", "e"], ["c"]]
+
+
+class Writer:
+    """Answers a prompt with its first token, and remembers the options."""
+
+    tokenizer = "mine"
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, rows: int, **options: Any
+    ) -> list[Written]:
+        assert (max_new_tokens, rows) == (4, 2)
+        self.options = {"options": options, "prompts": len(prompts)}
+        return [Written((prompt[0],), "stop") for prompt in prompts]
+
+
+def answered(world: World) -> tuple[list[int], Any]:
+    inner: Any = Writer()
+    answerer = SharedAnswerer(inner, world.peers, nullcontext)
+    found = answerer.generate([(n, 0) for n in range(5)], max_new_tokens=4, rows=2, finish=max)  # type: ignore[arg-type]
+    assert answerer.tokenizer == "mine" and inner.options["options"] == {"finish": max}
+    return [one.ids[0] for one in found], inner.options["prompts"]
+
+
+def test_questions_are_answered_once_in_their_order() -> None:
+    assert sorted(on_ranks(2, answered), key=lambda one: one[1]) == [([0, 1, 2, 3, 4], 2), ([0, 1, 2, 3, 4], 3)]

@@ -1,0 +1,130 @@
+"""Dealing work out: balanced, complete, the same whatever the order; and what one rank raises, all raise."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.batch import Batch, Places, cuts, pack, unit_spans
+from runner.dealing import Share, deal
+from runner.errors import DataError, RunnerError
+from runner.parallelism.world import World
+from runner.sharing import Alone, balanced, on_first, together
+from tests.parallelism.worlds import on_ranks
+
+SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=20)
+
+
+def loads(sizes: list[int], ranks: int) -> list[int]:
+    owners = balanced(sizes, ranks)
+    return [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(ranks)]
+
+
+@given(SIZES, st.integers(1, 7), st.randoms())
+def test_loads_differ_by_the_largest_piece_at_most_in_any_order(sizes: list[int], ranks: int, random: object) -> None:
+    found = loads(sizes, ranks)
+    assert sum(found) == sum(sizes) and max(found) - min(found) <= max(sizes)
+    mixed = list(sizes)
+    random.shuffle(mixed)  # type: ignore[attr-defined]
+    assert sorted(loads(mixed, ranks)) == sorted(found)
+
+
+class Of(Alone):
+    """One of several ranks that nobody asks anything."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def shares(batch: Batch, budget: int, ranks: int, padded: bool) -> list[Share]:
+    return [deal(batch, budget, Of(rank, ranks), padded=padded) for rank in range(ranks)]
+
+
+@given(SIZES, st.integers(1, 80), st.integers(1, 5), st.booleans())
+def test_every_unit_is_one_ranks_and_all_run_as_many_micro_batches(
+    sizes: list[int], budget: int, ranks: int, padded: bool
+) -> None:
+    ids = [[100 * row + at for at in range(size)] for row, size in enumerate(sizes)]
+    batch = pack(ids, [[1.0] * size for size in sizes])
+    dealt = shares(batch, budget, ranks, padded)
+    assert len({len(list(share)) for share in dealt}) == 1
+    rows = [
+        tuple(m.slice_rows(*span[:2]).tokens["ids"].tolist()) for s in dealt for m in s.micros for span in unit_spans(m)
+    ]
+    assert sorted(rows) == sorted(map(tuple, ids))
+    for share in dealt:
+        for micro in share.micros:
+            lengths = micro.rows["lengths"]
+            taken = len(lengths) * int(lengths.max()) if padded else micro.num_tokens
+            assert taken <= budget or micro.num_rows == 1
+        assert share.filler.num_rows == 1 and share.filler.num_tokens == min(sizes)
+
+
+class Replayed(Alone):
+    """Answers `gather_tensors` with what each rank would have given."""
+
+    def __init__(self, given: list[dict[str, torch.Tensor]]) -> None:
+        self.given = given
+
+    def gather_tensors(self, tensors: object) -> list[dict[str, torch.Tensor]]:  # type: ignore[override]
+        return self.given
+
+
+@given(SIZES, st.integers(1, 5))
+def test_what_the_ranks_computed_comes_back_in_the_order_of_the_batch(sizes: list[int], ranks: int) -> None:
+    batch = pack([[row] * size for row, size in enumerate(sizes)], [[1.0] * size for size in sizes])
+    dealt = shares(batch, 50, ranks, False)
+    outputs = [
+        {
+            "tokens": torch.cat([m.tokens["ids"].double() for m in share.micros] or [torch.zeros(0).double()]),
+            "rows": torch.cat([m.rows["lengths"] for m in share.micros] or [torch.zeros(0).long()]),
+        }
+        for share in dealt
+    ]
+    found = dealt[0].gathered(Replayed(outputs), outputs[0])
+    assert torch.equal(found["tokens"], batch.tokens["ids"].double())
+    assert torch.equal(found["rows"], batch.rows["lengths"])
+
+
+@given(SIZES, st.integers(1, 60))
+def test_alone_a_batch_is_cut_as_it_lies(sizes: list[int], budget: int) -> None:
+    batch = pack([[1] * size for size in sizes], [[1.0] * size for size in sizes])
+    share = deal(batch, budget, Alone(), padded=False)
+    runs = cuts([Places(size) for size in sizes], budget, padded=False)
+    assert [m.num_tokens for m in share.micros] == [sum(sizes[run.start : run.stop]) for run in runs]
+    assert not share.fillers
+
+
+def spoilt(world: World, error: Exception) -> str:
+    def work(mine: list[int]) -> list[int]:
+        if world.peers.rank == 1:
+            raise error
+        return mine
+
+    try:
+        together(world.peers, [0, 1, 2, 0], work)
+    except Exception as found:
+        said = f"{type(found).__name__} {getattr(found, 'exit_code', None)}: {found}"
+    assert together(world.peers, [2, 0, 2, 1], lambda mine: [10 * at for at in mine]) == [0, 10, 20, 30]
+    assert on_first(world.peers, lambda: world.peers.rank) == 0
+    return said
+
+
+def test_what_one_rank_raises_all_raise_and_it_is_named() -> None:
+    assert on_ranks(3, spoilt, DataError("row 7 is empty")) == [
+        "RunnerError 3: rank 1: row 7 is empty",
+        "DataError 3: row 7 is empty",
+        "RunnerError 3: rank 1: row 7 is empty",
+    ]
+    assert on_ranks(3, spoilt, KeyError("x"))[2] == "RunnerError 1: rank 1: KeyError: 'x'"
+
+
+def test_a_single_process_raises_its_own() -> None:
+    def work(mine: list[int]) -> list[int]:
+        raise RunnerError("as it is")
+
+    try:
+        together(Alone(), [0], work)
+    except RunnerError as error:
+        assert str(error) == "as it is"
