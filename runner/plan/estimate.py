@@ -22,7 +22,7 @@ from runner.model.build import DTYPES
 from runner.parallelism.config import Mesh
 from runner.plan.architecture import architecture, published
 from runner.plan.cards import HCCL_BUFFERS, Card
-from runner.plan.measure import Pass, Weights, measured, weights
+from runner.plan.measure import Pass, Weights, measured, sliced, weights
 from runner.spec.job import JobSpec
 
 FRAGMENTATION = 1.3  # of the upper end: memory that an allocator has reserved and cannot use
@@ -99,18 +99,26 @@ def estimate(spec: JobSpec) -> Estimate:
     """Plan a job. Raises SpecError or EnvironmentProblem where its model's shape cannot be had."""
     shape, found = architecture(spec.model)
     mesh = spec.parallelism.mesh(spec.launch.world)
-    models = {role: weights(spec, head, shape) for role, head in spec.algorithm.learners().items()}
-    passes = {role: measured(spec, head, shape, mesh.dp_shard) for role, head in spec.algorithm.learners().items()}
-    frozen, left_out = _frozen(spec, shape, mesh)
+    roles = spec.algorithm.learners().items()
+    whole = {role: weights(spec, head, shape) for role, head in roles}
+    own = sliced(shape, mesh.tp) if mesh.tp > 1 else shape
+    models = {role: weights(spec, head, own) for role, head in roles} if mesh.tp > 1 else whole
+    passes = {role: measured(spec, head, own, mesh.dp_shard) for role, head in roles}
+    frozen, left_out = _frozen(spec, own, mesh)
     held = [*_held(spec, models, mesh), *frozen]
     heaviest = max(passes, key=lambda role: sum(passes[role].values()))
-    work = _work(spec, shape, models, mesh)
-    own = models[heaviest].trained_bytes // mesh.dp_shard if work.micro_batches > 1 else 0  # of micro-batches before
-    phases = [Phase("update", [*held, *_passing(passes[heaviest], models[heaviest], mesh, own)])]
+    work = _work(spec, shape, whole, models, mesh)
+    before = models[heaviest].trained_bytes // mesh.dp_shard if work.micro_batches > 1 else 0
+    phases = [Phase("update", [*held, *_passing(passes[heaviest], models[heaviest], mesh, before)])]
     phases.append(Phase("optimizer", [*held, *_stepping(spec, models, mesh)]))
     if spec.algorithm.samples:
-        phases.append(Phase("sampling", [*held, *_sampling(spec, shape, next(iter(models.values())), mesh)]))
-    return Estimate(mesh, models, [_shown(phase) for phase in phases], work, found, left_out)
+        phases.append(
+            Phase(
+                "sampling",
+                [*held, *_sampling(spec, shape, mesh, next(iter(whole.values())), next(iter(models.values())))],
+            )
+        )
+    return Estimate(mesh, whole, [_shown(phase) for phase in phases], work, found, left_out)
 
 
 def _shown(phase: Phase) -> Phase:
@@ -142,7 +150,7 @@ def _frozen(spec: JobSpec, shape: Any, mesh: Mesh) -> tuple[list[Term], list[str
             other, _ = published(one.path, one.revision)
             dtype = DTYPES[one.dtype or spec.model.dtype]
             numbers = weights(spec, "lm", other, trains=False).total
-            terms.append(Term(role, numbers * _size(dtype) // mesh.dp_shard))
+            terms.append(Term(role, numbers * _size(dtype) // (mesh.dp_shard * mesh.tp)))
         elif way == "copy":
             terms.append(Term(role, weights(spec, "lm", shape, trains=False).frozen_bytes // mesh.dp_shard))
     if spec.reward.name == "model":
@@ -170,18 +178,18 @@ def _stepping(spec: JobSpec, models: Mapping[str, Weights], mesh: Mesh) -> list[
     return [Term("gradients", largest), Term("temporaries of the optimizer", 0 if fused else largest)]
 
 
-def _sampling(spec: JobSpec, shape: Any, model: Weights, mesh: Mesh) -> list[Term]:
-    """What drawing rollouts takes by the model itself."""
-    inner, ranks = shape.get_text_config(), mesh.dp_replicate * mesh.dp_shard
+def _sampling(spec: JobSpec, shape: Any, mesh: Mesh, whole: Weights, own: Weights) -> list[Term]:
+    """What drawing rollouts takes by the model itself, whose parts are gathered for it."""
+    inner, ranks = shape.get_text_config(), mesh.data
     answers = ceil(spec.algorithm.batch_size * getattr(spec.algorithm, "group_size", 1) / ranks)
     rows = min(answers, getattr(spec.sampler, "batch_size", answers))
     size = _size(_computing(spec))
     cache = rows * longest(spec) * 2 * inner.num_hidden_layers * inner.num_key_value_heads * _head_size(inner) * size
-    whole = (model.trained_bytes + model.frozen_bytes) * (mesh.dp_shard - 1) // mesh.dp_shard
+    gathered = whole.trained_bytes + whole.frozen_bytes - (own.trained_bytes + own.frozen_bytes) // mesh.dp_shard
     return [
         Term("keys and values", cache),
         Term("logits", rows * inner.vocab_size * (size + 4)),
-        Term("weights gathered from other ranks", whole),
+        Term("weights gathered from other ranks", gathered),
     ]
 
 
@@ -202,16 +210,16 @@ def _head_size(inner: Any) -> int:
     return int(getattr(inner, "head_dim", None) or inner.hidden_size // inner.num_attention_heads)
 
 
-def _work(spec: JobSpec, shape: Any, models: Mapping[str, Weights], mesh: Mesh) -> Work:
-    ranks = mesh.dp_replicate * mesh.dp_shard
+def _work(spec: JobSpec, shape: Any, whole: Mapping[str, Weights], own: Mapping[str, Weights], mesh: Mesh) -> Work:
     rows = spec.algorithm.batch_size * getattr(spec.algorithm, "group_size", 1)
     rows *= 2 if spec.algorithm.items == "pairs" else 1
-    tokens = ceil(rows * longest(spec) / ranks)
+    tokens = ceil(rows * longest(spec) / mesh.data)
     cuts = ceil(tokens / spec.algorithm.micro_batch_tokens)
-    return Work(tokens, tokens * flops_per_token(spec, shape, models), cuts, _sent(models, mesh, cuts))
+    sent = _sent_for_data(own, mesh, cuts) + _sent_for_slices(spec, shape, len(whole), mesh.tp, tokens)
+    return Work(tokens, tokens * flops_per_token(spec, shape, whole) / mesh.tp, cuts, sent)
 
 
-def _sent(models: Mapping[str, Weights], mesh: Mesh, cuts: int) -> int:
+def _sent_for_data(models: Mapping[str, Weights], mesh: Mesh, cuts: int) -> int:
     """Bytes that a rank sends in a step by the textbook: an all-reduce of n bytes over p ranks sends 2·n·(p−1)/p, an
     all-gather or reduce-scatter n·(p−1)/p; layers are gathered for the forward and again for the backward pass."""
     learnt = sum(one.trained_bytes for one in models.values())
@@ -219,6 +227,15 @@ def _sent(models: Mapping[str, Weights], mesh: Mesh, cuts: int) -> int:
     r, s = mesh.dp_replicate, mesh.dp_shard
     sharding = cuts * (2 * everything + learnt) * (s - 1) // s
     return sharding + 2 * (learnt // s) * (r - 1) // r
+
+
+def _sent_for_slices(spec: JobSpec, shape: Any, models: int, tp: int, tokens: int) -> int:
+    """The same of tensor parallelism: each layer's attention and feed-forward part end in an all-reduce of the hidden
+    states, forward and backward, and once more where they are recomputed (Shoeybi et al., 1909.08053, section 3)."""
+    inner = shape.get_text_config()
+    passes = 3 if spec.model.gradient_checkpointing else 2
+    hidden = tokens * inner.hidden_size * _size(_computing(spec))
+    return models * inner.num_hidden_layers * 2 * passes * 2 * hidden * (tp - 1) // tp
 
 
 def flops_per_token(spec: JobSpec, shape: Any, models: Mapping[str, Weights]) -> float:

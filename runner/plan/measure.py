@@ -106,6 +106,17 @@ def _cut(architecture: Any, layers: int) -> Any:
     return shape
 
 
+def sliced(architecture: Any, slices: int) -> Any:
+    """The shape of what one rank has of a model whose layers are cut in `slices`: fewer heads, narrower feed-forward
+    layers, part of the vocabulary; experts are not cut."""
+    shape = deepcopy(architecture)
+    inner = shape.get_text_config()
+    inner.head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // inner.num_attention_heads
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        setattr(inner, name, -(-getattr(inner, name) // slices))
+    return shape
+
+
 def _run(spec: JobSpec, head: Head, architecture: Any, parts: int) -> Pass:
     model = _made(spec, head, architecture, DTYPES[spec.model.dtype])
     if spec.model.autocast != "none":

@@ -44,18 +44,22 @@ def _models(spec: JobSpec, plan: Estimate) -> str:
 
 
 def drawn(mesh: Mesh, per_node: int) -> Iterator[str]:
-    """The grid of ranks: a row for each copy of the model, a column for each part of it; machines are marked."""
-    yield f"mesh     dp_replicate {mesh.dp_replicate} × dp_shard {mesh.dp_shard}"
-    if mesh == (1, 1):
+    """The grid of ranks: a row for each copy of the model, in it the parts, in brackets the slices of a part; machines
+    are marked."""
+    yield "mesh     " + " × ".join(f"{name} {size}" for name, size in mesh._asdict().items())
+    of_copy = mesh.dp_shard * mesh.tp
+    if mesh.dp_replicate * of_copy == 1:
         return
-    width = len(str(mesh.dp_replicate * mesh.dp_shard - 1))
+    width = len(str(mesh.dp_replicate * of_copy - 1))
     for copy in range(mesh.dp_replicate):
-        ranks = list(range(copy * mesh.dp_shard, (copy + 1) * mesh.dp_shard))
+        ranks = list(range(copy * of_copy, (copy + 1) * of_copy))
         nodes = sorted({rank // per_node for rank in ranks})
-        shown = "  ".join(str(rank).rjust(width) for rank in ranks[:WIDEST_MESH])
+        shown = [str(rank).rjust(width) for rank in ranks[:WIDEST_MESH]]
+        parts = [shown[at : at + mesh.tp] for at in range(0, len(shown), mesh.tp)]
+        text = "  ".join(part[0] if mesh.tp == 1 else f"[{' '.join(part)}]" for part in parts)
         more = f"  … {ranks[-1]}" if len(ranks) > WIDEST_MESH else ""
         machines = f"machine {nodes[0]}" if len(nodes) == 1 else f"machines {nodes[0]} to {nodes[-1]}"
-        yield f"  copy {copy}:  rank {shown}{more}   ({machines})"
+        yield f"  copy {copy}:  rank {text}{more}   ({machines})"
 
 
 def table(phases: Sequence[Phase]) -> Iterator[str]:

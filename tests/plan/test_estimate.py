@@ -84,10 +84,23 @@ def test_what_no_change_can_make_fit_is_said(compose: Any) -> None:
 
 def test_the_mesh_is_drawn_with_its_machines() -> None:
     assert list(drawn(Mesh(2, 2), per_node=2)) == [
-        "mesh     dp_replicate 2 × dp_shard 2",
+        "mesh     dp_replicate 2 × dp_shard 2 × tp 1",
         "  copy 0:  rank 0  1   (machine 0)",
         "  copy 1:  rank 2  3   (machine 1)",
     ]
+    assert list(drawn(Mesh(1, 2, 2), per_node=2))[1] == "  copy 0:  rank [0 1]  [2 3]   (machines 0 to 1)"
+
+
+def test_slices_hold_their_part_of_layers_and_logits(compose: Any) -> None:
+    wide = (*SMALL, "model.vocab_size=8192", "algorithm.micro_batch_tokens=512")
+    alone = estimate(compose("+recipe=sft_demo", *wide))
+    plan = estimate(compose("+recipe=sft_demo", *wide, "parallelism=tp", "launch.devices=2"))
+    whole, own = terms(alone, "update"), terms(plan, "update")
+    norms = 4 * 5 * 64  # two in each layer and one behind them, float32, whole on every rank
+    assert own["weights that learn"] == (whole["weights that learn"] + norms) // 2
+    assert own["logits"] * 2 == whole["logits"] and own["activations"] < whole["activations"]
+    assert plan.models == alone.models and plan.work.flops * 2 == alone.work.flops
+    assert plan.work.sent == 2 * 2 * 2 * 2 * plan.work.tokens * 64 * 4 // 2  # layers, reductions, passes, all-reduce
 
 
 def test_the_verb_plans_a_model_that_is_not_here(command: Any) -> None:

@@ -1,0 +1,87 @@
+"""What `run plan` says against what an allocator counts: the simulated NPU's, in real steps of the same job.
+
+    python benchmarks/plan.py            every case, one after the other; exit code 1 if one is outside the limits
+
+Two limits: the counted peak is within 15 % of the planned tensors, and below the upper end of the band. The simulated
+kernels need memory of their own inside an operator, as real ones do; the allocator counts it, the plan does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+LIMIT = 0.15
+SMALL = (
+    "+recipe=sft_demo",
+    "device=npu_sim",
+    "model.hidden_size=256",
+    "model.intermediate_size=768",
+    "model.vocab_size=4096",
+    "model.layers=8",
+    "data.items=1024",
+    "data.loss_on=all",
+    "algorithm.batch_size=512",
+    "algorithm.micro_batch_tokens=2048",
+    "steps=3",
+    "schedule.warmup_steps=1",
+    "tracker=none",
+)
+QUIET = ("checkpoint.every=0", "checkpoint.export=false", "evaluation.every=0", "checkpoint.best=null")
+CASES = {
+    "full": (),
+    "full, recomputing": ("model.gradient_checkpointing=true",),
+    "full, no fused operators": ("device.fused=[]",),
+    "LoRA": ("adapter=lora",),
+    "LoRA, recomputing": ("adapter=lora", "model.gradient_checkpointing=true"),
+    "full, sharded over 2": ("parallelism=fsdp", "launch.devices=2", "device.cards=2"),
+    "LoRA, sharded over 2": ("adapter=lora", "parallelism=fsdp", "launch.devices=2", "device.cards=2"),
+}
+
+
+def main() -> int:
+    """Print a line for each case; returns the exit code."""
+    print(f"{'case':28s}{'counted':>12s}{'planned':>12s}{'ratio':>8s}   MiB a rank")
+    outside = 0
+    for name, words in CASES.items():
+        counted, plan = peak(words), planned(words)
+        ratio = plan["peak_bytes"] / counted
+        inside = abs(ratio - 1) <= LIMIT and counted <= plan["band_bytes"][1]
+        outside += not inside
+        figures = f"{counted / 2**20:12.1f}{plan['peak_bytes'] / 2**20:12.1f}{ratio:8.2f}"
+        print(f"{name:28s}{figures}{'' if inside else '   outside'}", flush=True)
+    return int(bool(outside))
+
+
+def peak(words: tuple[str, ...]) -> float:
+    """The most bytes that the allocator of any rank had given out in the last step of a run."""
+    with TemporaryDirectory() as folder:
+        run(*SMALL, *QUIET, *words, "--folder", f"{folder}/run")
+        last = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()[-1]
+    return float(json.loads(last)["perf/peak_memory_bytes"])
+
+
+def planned(words: tuple[str, ...]) -> dict[str, object]:
+    """The plan of the same job."""
+    return dict(json.loads(run("plan", *SMALL, *words, "--json")))
+
+
+def run(*words: str) -> str:
+    """The output of a command; what went wrong is shown, and ends the benchmark."""
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    if done.returncode:
+        sys.exit(f"run {' '.join(words)}\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
