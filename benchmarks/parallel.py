@@ -4,7 +4,9 @@
 
 overhead  one process, against the same as the only rank of a process group (gloo): processor seconds of a step
 bytes     what each rank writes to its sockets in a step, against 2·(N − 1)/N of the gradients' bytes, which is what a
-          ring of N ranks has to send for a sum that all have in the end (Patarasuk & Yuan 2009)
+          ring of N ranks has to send for a sum that all have in the end (Patarasuk & Yuan 2009); of a sharded model
+          against (N − 1)/N of gradients, summed, and of weights, gathered for the forward and for the backward pass
+held      what a rank of a sharded model keeps of weights and optimizer state, against 1/N of them
 
 A model of Qwen2 type learns packed rows of unequal lengths, AdamW, float32, one thread a rank. Needs Linux (/proc).
 """
@@ -26,16 +28,18 @@ import torch
 
 from runner.algorithm.sft import CrossEntropy
 from runner.batch import Batch, pack, with_totals
+from runner.decisions import Decisions
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
 from runner.learner import LocalLearner
 from runner.model import tiny
 from runner.model.config import TinyConfig
-from runner.parallelism.config import DdpConfig
+from runner.parallelism.config import DdpConfig, FsdpConfig, MeshConfig
 from runner.parallelism.group import GroupPeers
-from runner.parallelism.world import build
+from runner.parallelism.world import World, build
 from runner.place import Place
 from runner.protocols import Peers
+from runner.shards import local
 from runner.sharing import ALONE
 
 CONFIG = TinyConfig(hidden_size=256, intermediate_size=768, layers=4)
@@ -52,11 +56,12 @@ def batch(step: int) -> Batch:
     return with_totals(packed, packed.count())
 
 
-def learner(peers: Peers) -> LocalLearner:
-    """The model of the table, from the same weights on every rank."""
-    model: Any = tiny.build(
-        CONFIG, tokenizer=tiny.tokenizer(CONFIG), device=torch.device("cpu"), seed=0, decide=lambda *_: None
-    )
+def learner(peers: Peers, world: World | None = None) -> LocalLearner:
+    """The model of the table, from the same weights on every rank, spread as `world` says."""
+    decide = Decisions()
+    model: Any = tiny.build(CONFIG, tokenizer=tiny.tokenizer(CONFIG), device=torch.device("cpu"), seed=0, decide=decide)
+    if world is not None:
+        world.shard(model, decide)
     optimizer = torch.optim.AdamW(model.trainable().values(), lr=1e-3, fused=True)
     return LocalLearner(
         model, optimizer, lr=1e-3, clip_norm=1.0, factor=lambda _: 1.0, budget=BUDGET, seed=0,
@@ -89,36 +94,42 @@ def overhead(count: int) -> dict[str, Any]:
     return {"seconds": statistics.median(single), "ratio": statistics.median(ratios)}
 
 
-def rank(place: Place, port: int, count: int, out: Any) -> None:
-    """One of several: the bytes that it writes in each step."""
+def rank(place: Place, port: int, count: int, config: MeshConfig, out: Any) -> None:
+    """One of several: the bytes that it writes in each step, and those that it holds."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     device = Cpu(CpuConfig(), decide=lambda *_: None)
     device.prepare()
-    world = build(DdpConfig(), device=device, place=place)
-    subject, sent, loss = learner(world.peers), [], 0.0
+    world = build(config, device=device, place=place)
+    subject, sent, loss = learner(world.peers, world), [], 0.0
     for step in range(count):
         before = written()
         loss = one_step(subject, step)
         sent.append(written() - before)
-    out.put((place.rank, loss, sent[WARM_UP:], sum(p.nbytes for p in subject.model.trainable().values())))
+    weights = list(subject.model.trainable().values())
+    states = [t for entry in subject.optimizer.state.values() for t in entry.values() if t.ndim]
+    held = sum(local(t).untyped_storage().nbytes() for t in (*weights, *states))
+    out.put((place.rank, loss, sent[WARM_UP:], sum(p.numel() * p.element_size() for p in weights), held))
     world.close()
 
 
-def moved(size: int, count: int) -> dict[str, Any]:
-    """Bytes sent by a rank in a step, the mean over ranks and steps, and the ring's."""
+def moved(size: int, count: int, config: MeshConfig) -> dict[str, Any]:
+    """Bytes sent by a rank in a step, the mean over ranks and steps, and the ring's; bytes held by the fullest rank."""
     context = multiprocessing.get_context("spawn")
     out, port = context.Queue(), free_port()
     places = [Place(at, size, at, size) for at in range(size)]
-    ranks = [context.Process(target=rank, args=(place, port, count, out)) for place in places]
+    ranks = [context.Process(target=rank, args=(place, port, count, config, out)) for place in places]
     for one in ranks:
         one.start()
     found = [out.get(timeout=600) for _ in ranks]
     for one in ranks:
         one.join()
-    _, _, sent, gradients = zip(*found, strict=True)
-    ring = 2 * (size - 1) / size * gradients[0]
+    _, _, sent, gradients, held = zip(*found, strict=True)
+    ring = (2 if config.name == "ddp" else 3) * (size - 1) / size * gradients[0]
     return {
+        "parallelism": config.name,
         "ranks": size,
+        "held_bytes": max(held),
+        "whole_bytes": 3 * gradients[0],  # AdamW keeps two numbers for each
         "losses": sorted(loss for _, loss, *_ in found),
         "gradient_bytes": gradients[0],
         "ring_bytes": ring,
@@ -149,11 +160,15 @@ def main(words: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     cost = overhead(asked.steps)
     print(f"one rank of a group: {cost['ratio'] - 1:+.1%} of a step of {cost['seconds'] * 1000:.0f} ms (processor)")
-    counts = [moved(size, asked.steps) for size in asked.ranks]
+    counts = [moved(size, asked.steps, config) for config in (DdpConfig(), FsdpConfig()) for size in asked.ranks]
     for one in counts:
         sent, ring = one["sent_bytes"] / 2**20, one["ring_bytes"] / 2**20
         more = sent / ring - 1
-        print(f"{one['ranks']} ranks: {sent:.2f} MiB sent per rank and step; a ring {ring:.2f} MiB ({more:+.1%})")
+        held, share = one["held_bytes"] / 2**20, one["held_bytes"] / one["whole_bytes"]
+        print(
+            f"{one['parallelism']}, {one['ranks']} ranks: {sent:.2f} MiB sent per rank and step; a ring {ring:.2f} MiB "
+            f"({more:+.1%}); {held:.2f} MiB held of weights and optimizer state, {share:.2%} of the whole"
+        )
     if asked.out:
         asked.out.write_text(json.dumps({"overhead": cost, "moved": counts}, indent=2))
     losses = [loss for one in counts for loss in one["losses"]]

@@ -30,6 +30,7 @@ gigabytes.
 ## How far they were checked
 
 Nobody of this project has run any of these sets on a card. Without one, as of {AS_OF}:"""
+WHEEL_READ = "torch_npu 2.10.0.post4, Python 3.11, x86_64: the schemas of the operators that we use, its symbols"
 FETCHED = "torch_npu's wheels for Python 3.11 and 3.13, aarch64 and x86_64: fetched, their demands read"
 CHECKED = (
     ("torch-2.13", "installed on x86_64 with torch's CPU build, without CANN", "the doctor, and training on the CPU"),
@@ -41,6 +42,11 @@ CHECKED = (
     ),
     ("cann-9.0", "the same for x86_64, from the usual index alone", "fails: there is no torch 2.10.0+cpu"),
     ("cann-9.0, vllm-ascend-0.23", FETCHED, "aarch64: torch 2.10.0; x86_64: torch 2.10.0+cpu"),
+    (
+        "vllm-ascend-0.23",
+        WHEEL_READ,
+        "those of 2.13; torch.accelerator does not know its allocator, torch.npu counts memory",
+    ),
     ("vllm-ascend-0.23", "what this project depends on, with transformers 5.5.4", "resolves"),
     ("vllm-ascend-0.23", "vllm and vllm-ascend looked up", "there; vllm-ascend as source only"),
     ("vllm-ascend-0.23", "triton-ascend looked up", "not on the usual index, which ends at 3.2.0"),

@@ -17,7 +17,8 @@ from runner.batch import Batch, unit_spans
 from runner.errors import RunnerError
 from runner.frozen import FrozenModel
 from runner.kept import KeptLogprobs, unit_keys
-from runner.protocols import LOGPROBS, Outputs
+from runner.protocols import LOGPROBS, Outputs, Peers
+from runner.sharing import ALONE
 
 
 class CachedModel(FrozenModel):
@@ -26,10 +27,13 @@ class CachedModel(FrozenModel):
     The model may be the one that a run trains: it is asked only before the first step.
     """
 
-    def __init__(self, model: Any, kept: KeptLogprobs, origin: Mapping[str, str], **options: Any) -> None:
-        """origin: where the model's weights come from; options: see `FrozenModel`."""
+    def __init__(
+        self, model: Any, kept: KeptLogprobs, origin: Mapping[str, str], everyone: Peers = ALONE, **options: Any
+    ) -> None:
+        """origin: where the model's weights come from; everyone: all ranks, each of which has what is kept; options:
+        see `FrozenModel`."""
         super().__init__(model, **options)
-        self.kept, self._origin = kept, origin
+        self.kept, self._origin, self._everyone = kept, origin, everyone
 
     @property
     def origin(self) -> Mapping[str, str]:
@@ -43,7 +47,7 @@ class CachedModel(FrozenModel):
         """
         keys = unit_keys(batch)
         own = {key for key in keys if key not in self.kept}
-        unknown = set().union(*self._peers.gather(own))  # ranks whose caches differ still score the same batches
+        unknown = set().union(*self._everyone.gather(own))  # ranks whose caches differ still score the same batches
         if unknown:
             logprobs = super().forward(batch, LOGPROBS)["logprobs"].cpu()
             sizes = [size for *_, size in unit_spans(batch)]

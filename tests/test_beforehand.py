@@ -154,7 +154,7 @@ def small(**options: Any) -> Any:
 
 def test_what_the_device_computes_with_is_in_the_key_and_what_moves_the_last_bits_is_not() -> None:
     one = key_of("device=cuda")
-    assert key_of("device=cuda", facts={"device": "cuda", "card": "A", "index": 3}) == one
+    assert key_of("device=cuda", facts={"device": "cuda", "card": "A", "threads": 3}) == one
     others = [
         key_of("device=cuda", "device.tf32=true"),
         key_of("device=cuda", "device.attention=sdpa"),

@@ -45,6 +45,8 @@ def beside(group: str, name: str) -> list[str]:
     if uses:
         reward = "exact" if group != "algorithm" or class_of(name).rewarded else "none"
         chosen |= {"algorithm": "grpo", "sampler": "torch", "reward": reward}
+    if group == "parallelism" and name != "single":
+        chosen["launch.devices"] = "4"
     return [f"{g}={n}" for g, n in chosen.items() if g != group]
 
 

@@ -47,7 +47,7 @@ class Foreseeable(Protocol):
 
 
 def build_cached(
-    spec: JobSpec, policy: Any, device: Device, peers: Peers, decide: Decisions, cache: Path
+    spec: JobSpec, policy: Any, device: Device, peers: Peers, everyone: Peers, decide: Decisions, cache: Path
 ) -> CachedModel:
     """The reference over the kept log-probabilities of this model, in a folder below `cache`."""
     origin = policy.source.identity(weights=True)
@@ -59,6 +59,7 @@ def build_cached(
         policy,
         kept,
         origin,
+        everyone,
         budget=spec.algorithm.micro_batch_tokens,
         device=device.torch_device,
         during=nullcontext if spec.adapter.name == "none" else policy.module.disable_adapter,

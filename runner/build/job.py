@@ -30,11 +30,12 @@ from runner.errors import CheckpointError
 from runner.evaluator import Report
 from runner.feed import Feed
 from runner.folder import RunFolder
+from runner.frozen import FrozenModel
 from runner.identity import identity, refuse_changed
 from runner.loop import Job
 from runner.parallelism.world import World
 from runner.place import Place
-from runner.protocols import Callback, Data, Model, State
+from runner.protocols import Algorithm, Callback, Data, Model, State
 from runner.publisher import Publisher
 from runner.registry import default_registry
 from runner.signals import StopSignal
@@ -114,20 +115,20 @@ def build(
     compute_beforehand(spec, frozen.values(), algorithm, data, decide, outlets.say)
     publisher = None if sampler is None else Publisher(learners[main].weights, sampler, algorithm.lag)
     models: dict[str, Model] = {**learners, **frozen}
-    spoken = None if environments is None else replace(environments, peers=world.everyone)  # with the thread that trains
+    spoken = (
+        None if environments is None else replace(environments, peers=world.everyone)
+    )  # with the thread that trains
     evaluate = build_evaluation(spec, data, learners[main], model, algorithm, models, world, spoken, decide)
-    if (best := spec.checkpoint.best) and best.startswith("eval/") and evaluate is None:
-        decide("checkpoint.best", best, "none", "nothing is evaluated")
+    if evaluate is None:
+        _say_unmeasured(spec, decide)
     activity = Activity(device.readings(), spec.watch.device_s)
     callbacks = _callbacks(spec, folder, evaluate, activity, outlets)
-    collect = algorithm.collect if publisher is None else publisher.before(algorithm.collect)
-    feed = Feed(collect, spec.steps, algorithm.lag, encode=algorithm.encode, decode=algorithm.decode)
     job = Job(
         steps=spec.steps,
         device=device,
         peers=world.everyone,
         algorithm=algorithm,
-        feed=feed,
+        feed=_feed(spec, algorithm, publisher),
         publish=_publish_nothing if publisher is None else publisher.publish,
         learners=learners,
         models=models,
@@ -135,18 +136,35 @@ def build(
         stop=stop,
         closing=(activity.close, *(() if reward is None else (reward.close,))),
     )
-    sections = {**learners, "algorithm": algorithm, "feed": feed}
-    own = identity(spec, data.fingerprint, data.style, model.origin, device.describe())
-    own["frozen"] = {role: dict(one.origin) for role, one in frozen.items()}
-    own["mesh"] = " × ".join(f"{name} {size}" for name, size in world.mesh._asdict().items())
+    sections = {**learners, "algorithm": algorithm, "feed": job.feed}
     store.peers = world.everyone
-    built = Built(job, model, store, sections, own, data, world)
+    built = Built(job, model, store, sections, _identity(spec, data, model, frozen, world), data, world)
     callbacks.append(Saving(built.save, every=spec.checkpoint.every))
     return built
 
 
+def _say_unmeasured(spec: JobSpec, decide: Decisions) -> None:
+    """Where the best checkpoint was to be told by an evaluation, and there is none."""
+    if (best := spec.checkpoint.best) and best.startswith("eval/"):
+        decide("checkpoint.best", best, "none", "nothing is evaluated")
+
+
+def _feed(spec: JobSpec, algorithm: Algorithm, publisher: Publisher | None) -> Feed[Any]:
+    """The algorithm's experiences, each sampled with the weights that are due to it."""
+    collect = algorithm.collect if publisher is None else publisher.before(algorithm.collect)
+    return Feed(collect, spec.steps, algorithm.lag, encode=algorithm.encode, decode=algorithm.decode)
+
+
 def _publish_nothing(version: int) -> None:
     """Nobody samples."""
+
+
+def _identity(spec: JobSpec, data: Data, model: Any, frozen: Mapping[str, FrozenModel], world: World) -> dict[str, Any]:
+    """What a checkpoint says of the job that wrote it."""
+    own = identity(spec, data.fingerprint, data.style, model.origin, world.device.describe())
+    own["frozen"] = {role: dict(one.origin) for role, one in frozen.items()}
+    own["mesh"] = " × ".join(f"{name} {size}" for name, size in world.mesh._asdict().items())
+    return own
 
 
 def _callbacks(

@@ -100,6 +100,7 @@ def build_model(
             init_from=spec.init_from,
             longest=_longest(spec),
             fit=fitting(device, decide) if pieces is None else None,
+            admit=None if world is None else world.admit,
         )
     except UnfitModel as error:
         raise SpecError([Problem(*spec.algorithm.instead(head, str(error)))]) from error
@@ -184,7 +185,7 @@ def build_frozen(
     """The reference: the policy with its adapter off, or a copy of what it starts from, in its data type, so that both
     say the same before the first step; the teacher: another model."""
     if wanted.way == "cached":
-        return build_cached(spec, policy, device, world.peers, decide, cache_folder())
+        return build_cached(spec, policy, device, world.peers, world.everyone, decide, cache_folder())
     way = wanted.way or ("copy" if spec.adapter.name == "none" else "adapter")
     model, during = policy, nullcontext
     if wanted.path is not None:
@@ -214,6 +215,7 @@ def build_teacher(
         key=f"algorithm.{role}",
         dtype=wanted.dtype,
         fit=None if world.sharded else fitting(device, decide),
+        admit=world.admit,
     )
     if world.sharded:
         _in_pieces(teacher, world, device, decide)

@@ -3,18 +3,21 @@
     first rank   ──▶ header (names, shapes, places), and room for the tensors
     every rank   ──▶ its pieces, each where it belongs; what is whole on every rank is written by the first
 
-A piece is a range of rows, so its bytes lie side by side in the file: the file is the same whatever the layout was.
+Pieces are ranges of rows, whose bytes lie side by side in the file, or of columns, whose bytes do row by row: the file
+is the same whatever the layout was.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -65,25 +68,36 @@ def write(path: Path, tensors: Mapping[str, Tensor], *, first: bool) -> None:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
         for name, tensor in tensors.items():
-            if name in header and (row := _first_row(tensor, first)) is not None:
-                held = local(tensor).cpu().contiguous()
-                at = row * prod(tensor.shape[1:]) * tensor.element_size()
-                file.seek(8 + size + header[name]["data_offsets"][0] + at)
-                file.write(held.reshape(-1).view(torch.uint8).numpy().data)
+            if name in header and _writes(tensor, first):
+                held = local(tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                start = 8 + size + header[name]["data_offsets"][0]
+                for at, count in _runs(tensor):
+                    file.seek(start + at * tensor.element_size())
+                    run, held = np.split(held, [count * tensor.element_size()])
+                    file.write(run.data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _first_row(tensor: Tensor, first: bool) -> int | None:
-    """Where this rank's rows begin, if it is the one that writes them."""
+def _writes(tensor: Tensor, first: bool) -> bool:
+    """Whether this rank is the one that writes what it holds."""
     if not isinstance(tensor, DTensor):
-        return 0 if first else None
+        return first
     placed = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
     copies = [at for placement, at in placed if placement.is_replicate()]
-    where = span(tensor)
-    if where[1:] != tuple(slice(0, size) for size in tensor.shape[1:]):
-        raise NotImplementedError(f"pieces that are not rows: {tensor.placements}")
-    return None if any(copies) or not local(tensor).numel() else where[0].start
+    return not any(copies) and local(tensor).numel() > 0
+
+
+def _runs(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    """Where in the whole tensor the numbers lie that this rank holds, in their order: first and how many."""
+    where, shape = span(tensor), tensor.shape
+    cut = [dim for dim, part in enumerate(where) if part != slice(0, shape[dim])]
+    last = cut[-1] if cut else 0  # whatever comes after this dimension lies side by side
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    count = prod(part.stop - part.start for part in where[last:])
+    for index in product(*(range(part.start, part.stop) for part in where[:last])):
+        first = sum(at * stride for at, stride in zip(index, strides, strict=False))
+        yield first + (where[last].start * strides[last] if where else 0), count
 
 
 def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

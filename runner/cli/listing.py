@@ -24,7 +24,7 @@ SENTENCE_END = re.compile(r"(?<!\b[A-Z])(?<!\bDr)(?<!\bal)(?<!\be\.g)(?<!\bi\.e)
 SWEEP_FIELDS = [(name, info) for name, info in SweepConfig.model_fields.items() if name != "over"]
 SWEEPS = """start a sweep
   run -m +recipe=sft_demo optimizer.lr=1e-4,3e-4 seed=1,2,3     a job for each combination
-  run -m +recipe=a,b seed=range(1,4)                            recipes, ranges, globs: Hydra's grammar
+  run -m +recipe=a,b 'seed=range(1,4)'                          recipes, ranges, globs: Hydra's grammar
   run -m +recipe=mine                                           a recipe with a section sweep.over
   run -m --spec outputs/latest seed=1,2,3                       the job of a run, varied
   run -m hydra/sweeper=optuna sweep.trials=20 'optimizer.lr=tag(log,interval(1e-5,1e-2))'     a search (docs/sweeps.md)

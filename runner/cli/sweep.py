@@ -65,7 +65,7 @@ def go(args: Namespace) -> int:
     action, *others = args.words or [""]
     if action not in ACTIONS:
         meant = suggest.nearest(action, ACTIONS)
-        hint = f"; did you mean '{meant}'?" if meant else ""
+        hint = f" (did you mean '{meant}'?)" if meant else ""
         raise UsageError(f"run sweep: resume, status or report is expected{hint}; a sweep is started with: run -m …")
     where = others[0] if others and not is_override(others[0]) else "latest"
     words = others[1:] if others and not is_override(others[0]) else others
@@ -79,6 +79,8 @@ def go(args: Namespace) -> int:
     if begun.search and Path(begun.place) != Path.cwd():
         raise UsageError(f"a search composes its jobs as it goes; resume it where it began: cd {begun.place}")
     wanted, options = drive.Wanted(args.retry_failed, args.only), _changed(begun, words)
+    if begun.search and (problems := _of_search_so_far(begun, begun.search, options)):
+        raise SpecError(problems)
     with opened(options) as site:
         return drive.resume(folder, begun, wanted, options, site, propose=proposer(folder, begun, site.cards))
 
@@ -139,6 +141,15 @@ def _refuse_search(expansion: Expansion, options: SweepConfig) -> None:
     if problems:
         raise SpecError(problems)
     samplers.load(options.sampler)
+
+
+def _of_search_so_far(begun: Plan, search: Search, options: SweepConfig) -> list[Problem]:
+    """What is wrong with the options with which a search is to go on."""
+    found = samplers.unfit(options, search, len(begun.rankings))
+    if (options.trials or 0) < len(begun.jobs):
+        text = f"is {options.trials}, and the search has {len(begun.jobs)} jobs already; give more, or leave it out"
+        found.append(Problem("sweep.trials", text))
+    return found
 
 
 def rankings(options: SweepConfig, specs: Sequence[JobSpec]) -> tuple[Ranking, ...]:

@@ -1,4 +1,8 @@
-"""What accelerators have in common, through `torch.accelerator`."""
+"""What accelerators have in common, through `torch.accelerator`, and torch's own module of each for its memory.
+
+torch.accelerator counts the memory of those devices only whose allocator is a `c10::DeviceAllocator`. That of torch_npu
+2.13 is one, that of 2.10, which CANN 9.0 and 9.1 go with, is not; torch.npu counts with both.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,16 @@ from runner.place import Place
 
 def allocator(device: torch.device) -> dict[str, float]:
     """Bytes that tensors hold, and that the allocator has of the device."""
+    own = torch.get_device_module(device)
     return {
-        "allocated_bytes": float(torch.accelerator.memory_allocated(device)),
-        "reserved_bytes": float(torch.accelerator.memory_reserved(device)),
+        "allocated_bytes": float(own.memory_allocated(device)),
+        "reserved_bytes": float(own.memory_reserved(device)),
     }
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Largest number of bytes that tensors held so far."""
+    return int(torch.get_device_module(device).max_memory_allocated(device))
 
 
 def refuse_hidden(kind: Kind, count: int) -> None:

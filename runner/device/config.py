@@ -114,7 +114,7 @@ class NpuConfig(DeviceConfig):
             raise EnvironmentProblem(
                 f"device=npu: this machine is not ready for an Ascend NPU; in this order:\n{steps}\n"
                 "  with evidence: run doctor device=npu\n"
-                "  or run it here: device=cpu model=tiny data=demo"
+                "  without a card: +recipe=[NAME,rehearse] tries a recipe on the CPU, device=npu_sim the NPU's own code"
             )
 
 

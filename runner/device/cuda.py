@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.device.accelerator import allocator, own_card
+from runner.device.accelerator import allocator, own_card, peak_bytes
 from runner.device.activity import Reading, gpu
 from runner.device.config import CudaConfig
 from runner.device.cuda_attention import kernel
@@ -47,7 +47,7 @@ class Cuda:
 
     def peak_memory_bytes(self) -> int:
         """Largest number of bytes that tensors held so far."""
-        return torch.cuda.max_memory_allocated(self.torch_device)
+        return peak_bytes(self.torch_device)
 
     def describe(self) -> dict[str, Any]:
         """What exactness depends on."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.device.accelerator import allocator, own_card
+from runner.device.accelerator import allocator, own_card, peak_bytes, refuse_hidden
 from runner.device.activity import Reading, npu
 from runner.device.config import NpuConfig
 from runner.device.npu_attention import DenseFusionAttention, FusionAttention
@@ -34,8 +34,9 @@ class Npu:
 
         # which torch_npu itself still uses, wherever a module is copied
         warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, r"torch_npu\.")
-        current = torch.accelerator.current_accelerator()
+        current = torch.accelerator.current_accelerator(check_available=True)  # else it is one without a card, too
         if current is None or current.type != "npu":
+            refuse_hidden(config.kind, 0)
             raise EnvironmentProblem("device=npu: torch_npu is installed and finds no card; npu-smi info must list one")
         self.config = config
         self._decide = decide
@@ -53,7 +54,7 @@ class Npu:
 
     def peak_memory_bytes(self) -> int:
         """Largest number of bytes that tensors held so far."""
-        return int(torch.accelerator.max_memory_allocated(self.torch_device))
+        return peak_bytes(self.torch_device)
 
     def describe(self) -> dict[str, Any]:
         """What exactness depends on."""

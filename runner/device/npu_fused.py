@@ -6,7 +6,7 @@
     grouped_matmul  npu_grouped_matmul, npu_swiglu  …Experts
 
 Families: Qwen2 and Qwen2.5, Qwen3, Qwen3-MoE, Llama. The forward of single modules is exchanged, never that of a class,
-and only if on a handful of numbers, on the device, the operator gives what the module gave.
+and only if on a handful of numbers, on the device, the operator gives what the module gave, and the same gradient.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,18 +39,26 @@ class Operators(Protocol):
     def npu_grouped_matmul(self, x: Sequence[Tensor], weight: Sequence[Tensor], **options: Any) -> Sequence[Tensor]: ...
 
 
+class Tried(NamedTuple):
+    """A module's output on a handful of numbers, the fused one, and the tensors whose gradients are held against each
+    other, too."""
+
+    own: Tensor
+    fused: Tensor
+    given: tuple[Tensor, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A kind of module: how its class's name ends, its forward with fused operators, and what tries that out.
 
-    objection: why a module is not of the kind that `forward` computes, or None; tried: the module's output and the
-    fused one, on numbers of its own.
+    objection: why a module is not of the kind that `forward` computes, or None.
     """
 
     ending: str
     objection: Callable[[Any], str | None]
     forward: Callable[[Any, Operators], Callable[..., Any]]
-    tried: Callable[[Any, Callable[..., Any], Operators], tuple[Tensor, Tensor]]
+    tried: Callable[[Any, Callable[..., Any], Operators], Tried]
 
 
 def fuse(module: nn.Module, wanted: Sequence[str], operators: Operators, decide: Decide) -> None:
@@ -87,7 +95,7 @@ def _exchange(module: nn.Module, wanted: Sequence[str], operators: Operators, de
         decide.state(f"device.fused.{name}", f"{len(parts)} modules", f"{type(parts[0]).__name__} and its like")
 
 
-@torch.no_grad()
+@torch.enable_grad()
 def _objection(kind: Kind, part: Any, operators: Operators) -> str | None:
     """Why not: the module is of another kind, the operator is not there, or it gives something else."""
     if reason := kind.objection(part):
@@ -95,13 +103,22 @@ def _objection(kind: Kind, part: Any, operators: Operators) -> str | None:
     if next(part.parameters()).device.type == "meta":  # where nothing is computed, nothing can be tried
         return None
     try:
-        own, fused = kind.tried(part, kind.forward(part, operators), operators)
+        own, fused, given = kind.tried(part, kind.forward(part, operators), operators)
+        if not _agree(own.detach(), fused.detach()):
+            return "the operator does not give what the module gives"
+        learnt = [tensor for tensor in given if tensor.requires_grad]
+        ramp = torch.linspace(-1, 1, own.numel(), device=own.device, dtype=own.dtype).view_as(own)
+        gradients = [torch.autograd.grad(out, learnt, ramp) for out in (own, fused)]
     except (AttributeError, RuntimeError, TypeError) as error:
         return f"the operator says {str(error).strip().splitlines()[0]}"
-    limit = TOLERANCE.get(own.dtype, 0.05) * float(own.abs().max())
-    if own.dtype == fused.dtype and own.shape == fused.shape and float((own - fused).abs().max()) <= limit:
+    if all(_agree(mine, theirs) for mine, theirs in zip(*gradients, strict=True)):
         return None
-    return "the operator does not give what the module gives"
+    return "the operator's gradient is not that of the module"
+
+
+def _agree(own: Tensor, fused: Tensor) -> bool:
+    limit = TOLERANCE.get(own.dtype, 0.05) * float(own.abs().max())
+    return own.dtype == fused.dtype and own.shape == fused.shape and float((own - fused).abs().max()) <= limit
 
 
 def _numbers(like: Tensor, *shape: int) -> Tensor:
@@ -121,9 +138,9 @@ def _norm_objection(part: Any) -> str | None:
     return None if hasattr(part, "variance_epsilon") else "it does not show its epsilon"
 
 
-def _norm_tried(part: Any, forward: Callable[..., Any], _: Operators) -> tuple[Tensor, Tensor]:
-    x = _numbers(part.weight, 3, len(part.weight)) * 3
-    return part(x), forward(part, x)
+def _norm_tried(part: Any, forward: Callable[..., Any], _: Operators) -> Tried:
+    x = (_numbers(part.weight, 3, len(part.weight)) * 3).requires_grad_()
+    return Tried(part(x), forward(part, x), (x, part.weight))
 
 
 def _swiglu(part: Any, operators: Operators) -> Callable[..., Any]:
@@ -140,9 +157,9 @@ def _silu_objection(part: Any) -> str | None:
     return None if is_silu else f"its activation is {type(part.act_fn).__name__}, not SiLU"
 
 
-def _mlp_tried(part: Any, forward: Callable[..., Any], _: Operators) -> tuple[Tensor, Tensor]:
-    x = _numbers(part.gate_proj.weight, 3, part.gate_proj.in_features)
-    return part(x), forward(part, x)
+def _mlp_tried(part: Any, forward: Callable[..., Any], _: Operators) -> Tried:
+    x = _numbers(part.gate_proj.weight, 3, part.gate_proj.in_features).requires_grad_()
+    return Tried(part(x), forward(part, x), (x,))
 
 
 def _rotated(operators: Operators) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -170,14 +187,14 @@ def _attention_objection(part: Any) -> str | None:
     return None if calls else f"it does not call {ROTARY}"
 
 
-def _rotary_tried(part: Any, _: Callable[..., Any], operators: Operators) -> tuple[Tensor, Tensor]:
+def _rotary_tried(part: Any, _: Callable[..., Any], operators: Operators) -> Tried:
     weight = part.q_proj.weight
-    q, k = _numbers(weight, 1, 4, 3, part.head_dim), _numbers(weight, 1, 2, 3, part.head_dim)
+    q, k = (_numbers(weight, 1, heads, 3, part.head_dim).requires_grad_() for heads in (4, 2))
     angles = torch.arange(3.0)[:, None] + torch.arange(float(part.head_dim // 2))
     cos, sin = (torch.cat([x, x], -1)[None].to(weight) for x in (angles.cos(), angles.sin()))
     own = type(part).forward.__globals__[ROTARY](q, k, cos, sin)
     fused = _rotated(operators)(q, k, cos, sin)
-    return torch.cat(own, 1), torch.cat(fused, 1)
+    return Tried(torch.cat(own, 1), torch.cat(fused, 1), (q, k))
 
 
 def _experts(part: Any, operators: Operators) -> Callable[..., Any]:
@@ -201,13 +218,13 @@ def _experts_objection(part: Any) -> str | None:
     return _silu_objection(part)
 
 
-def _experts_tried(part: Any, forward: Callable[..., Any], _: Operators) -> tuple[Tensor, Tensor]:
-    x = _numbers(part.down_proj, 5, part.hidden_dim)
+def _experts_tried(part: Any, forward: Callable[..., Any], _: Operators) -> Tried:
+    x = _numbers(part.down_proj, 5, part.hidden_dim).requires_grad_()
     scores = _numbers(part.down_proj, 5, part.num_experts).float().softmax(-1)
     weights, chosen = scores.topk(min(2, part.num_experts), -1)
     given = (x, chosen, weights.to(x.dtype))
     plain = getattr(type(part).forward, "__wrapped__", type(part).forward)  # what transformers would choose may not run
-    return plain(part, *given), forward(part, *given)
+    return Tried(plain(part, *given), forward(part, *given), (x, part.down_proj))  # of the two weights the smaller one
 
 
 KINDS = {

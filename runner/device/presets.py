@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from runner.device.kinds import NPU
 from runner.place import Place
 
 
@@ -152,8 +153,22 @@ def ports(environment: Mapping[str, str]) -> tuple[Preset, ...]:
     return (Preset("ports", {"HCCL_IF_BASE_PORT": Variable(str(first), reason, rival)}),)
 
 
+QUEUES = ("0", "1", "2")  # values of TASK_QUEUE_ENABLE
 HCCL_DEFAULTS = {"HCCL_CONNECT_TIMEOUT": 120, "HCCL_EXEC_TIMEOUT": 1836, "HCCL_EVENT_TIMEOUT": 1868}
 CONNECT_RANGE = (120, 7200)
+EXEC_STEP_S = 68  # HCCL counts its execution time-out in steps of so many seconds, the last of them whole
+
+
+def npu_objection(environment: Mapping[str, str]) -> str | None:
+    """What torch_npu or HCCL would end a process over, and what to type; None if nothing is."""
+    own, shared = NPU.allocator, "PYTORCH_ALLOC_CONF"
+    if own in environment and shared in environment:
+        return f"{own} and {shared} are both set, and torch_npu ends the process over that; unset {own}"
+    queue = environment.get("TASK_QUEUE_ENABLE", "1")
+    if queue not in QUEUES:
+        known = ", ".join(QUEUES)
+        return f"TASK_QUEUE_ENABLE={queue}: torch_npu knows {known}, and refuses all else; unset TASK_QUEUE_ENABLE"
+    return hccl_objection(environment)
 
 
 def hccl_objection(environment: Mapping[str, str]) -> str | None:
@@ -168,7 +183,9 @@ def hccl_objection(environment: Mapping[str, str]) -> str | None:
     low, high = CONNECT_RANGE
     if not low <= connect <= high:
         return f"HCCL_CONNECT_TIMEOUT={connect} is outside {low} … {high} seconds; export HCCL_CONNECT_TIMEOUT=600"
-    if 0 < event <= execute:
-        more = f"export HCCL_EVENT_TIMEOUT={execute + 68}"
-        return f"HCCL_EVENT_TIMEOUT={event} must be above HCCL_EXEC_TIMEOUT={execute}; {more}"
+    counted = -(-execute // EXEC_STEP_S) * EXEC_STEP_S
+    if 0 < event <= counted:
+        steps = "" if counted == execute else f", which HCCL counts as {counted}, in steps of {EXEC_STEP_S}"
+        more = f"export HCCL_EVENT_TIMEOUT={counted + EXEC_STEP_S}"
+        return f"HCCL_EVENT_TIMEOUT={event} must be above HCCL_EXEC_TIMEOUT={execute}{steps}; {more}"
     return None

@@ -20,6 +20,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Literal
 
+from runner.device.kinds import NPU
+
 Wanted = Literal["auto", "cpu", "cuda", "npu", "npu_sim"]
 COMMAND_DEADLINE_S = 30.0
 IMPORT_DEADLINE_S = 180.0
@@ -114,7 +116,7 @@ class Machine:
     @property
     def nodes(self) -> list[str]:
         """The device files of the NPUs: one per chip."""
-        return self.glob("/dev/davinci[0-9]*")
+        return self.glob(str(NPU.nodes))
 
     @property
     def in_container(self) -> bool:

@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterator
 
 from runner.device import nvidia_smi
+from runner.device.kinds import CUDA
 from runner.doctor.finding import Finding, many, ok, problem, skipped, unknown, warning
 from runner.doctor.machine import Machine
 
 FOREIGN_SHARE = 0.1
-NODES = "/dev/nvidia[0-9]*"
+NODES = str(CUDA.nodes)
 
 
 def is_present(machine: Machine) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
 
+from runner.device.kinds import CUDA
 from runner.device.soc import generation
 from runner.doctor import ascend
 from runner.doctor.cann import find
@@ -40,7 +41,7 @@ def torch_pair(machine: Machine) -> Finding:
     if release(torch) != release(npu):
         return problem(f"{seen}: they must be the same release", f"pip install {_pair(machine, torch)}")
     built = re.search(r"^cuda.*=\s*'([\d.]+)'", machine.inside("torch/version.py") or "", re.MULTILINE)
-    if built and machine.glob("/dev/nvidia[0-9]*"):
+    if built and machine.glob(str(CUDA.nodes)):
         return problem(
             f"{seen}; torch is a build for CUDA {built[1]}, and beside an NVIDIA GPU torch_npu refuses to load",
             f"pip install torch=={release(torch)}+cpu, or export CUDA_VISIBLE_DEVICES=",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from packaging.version import Version
 
 from runner.device.kinds import CUDA, NPU, Kind
+from runner.device.presets import QUEUES
 from runner.device.visible import parse
 from runner.doctor.finding import Finding, ok, problem, skipped, warning
 from runner.doctor.machine import Machine
@@ -18,7 +19,7 @@ EXCLUDES = ("max_split_size_mb", "garbage_collection_threshold")
 
 # Variable → the values CANN or torch_npu documents.
 CHOICES = {
-    "TASK_QUEUE_ENABLE": ("0", "1", "2"),
+    "TASK_QUEUE_ENABLE": QUEUES,
     "ASCEND_LAUNCH_BLOCKING": ("0", "1"),
     "INF_NAN_MODE_ENABLE": ("0", "1"),
     "HCCL_DETERMINISTIC": ("true", "false", "strict"),
@@ -70,7 +71,7 @@ def _allocator(machine: Machine, kind: Kind) -> Finding:
 
 
 def choices(machine: Machine) -> Finding:
-    """Variables that take one of a few values: another value is taken for the default, silently."""
+    """Variables that take one of a few values: another value is mostly taken for the default, silently."""
     given = {name: machine.environment[name] for name in CHOICES if name in machine.environment}
     odd = {name: machine.environment[name] for name in NUMBERS if not machine.environment.get(name, "0").isdecimal()}
     if odd:
@@ -79,7 +80,8 @@ def choices(machine: Machine) -> Finding:
     wrong = {name: value for name, value in given.items() if value not in CHOICES[name]}
     if wrong:
         texts = [f"{name}={value} (known: {', '.join(CHOICES[name])})" for name, value in wrong.items()]
-        return warning("; ".join(texts), f"unset {' '.join(wrong)}")
+        answer = problem if "TASK_QUEUE_ENABLE" in wrong else warning  # torch_npu ends the process over that one
+        return answer("; ".join(texts), f"unset {' '.join(wrong)}")
     old = machine.environment.get("HCCL_ASYNC_ERROR_HANDLING")
     if old is not None and old != machine.environment.get("TORCH_HCCL_ASYNC_ERROR_HANDLING", old):
         return warning(

@@ -6,10 +6,13 @@ python -m runner.launch.rank FOLDER ATTEMPT PIPE LISTENER        its place is in
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 import yaml
 
@@ -34,10 +37,10 @@ def main(root: str, attempt: str, pipe: str, listener: str) -> int:
     with folder.log.open("a") as log:  # held open: the dumps go there, and a library that writes to the screen
         watch_stacks(log.fileno())
         try:
-            with stop.at_once():
-                store = serve(int(listener)) if listener != "-" else None
-            Session(read_spec(folder), folder, int(attempt), place, link.step, stop=stop).run()
-            del store  # held so long
+            session = Session(read_spec(folder), folder, int(attempt), place, link.step, stop=stop)
+            if listener != "-":
+                session.meet = lambda: serve(int(listener))
+            session.run()
         except RunnerError as error:
             link.report(Report.of(error))
             return error.exit_code
@@ -50,7 +53,10 @@ def main(root: str, attempt: str, pipe: str, listener: str) -> int:
 
 
 def serve(listener: int) -> object:
-    """Hold the job's store, at which all ranks meet, in this process; the launcher listens already on its port."""
+    """Hold the job's store, at which all ranks meet, in this process; the launcher listens already on its port.
+
+    It imports torch, so the environment is set before.
+    """
     from torch import distributed
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -64,5 +70,15 @@ def read_spec(folder: RunFolder) -> JobSpec:
     return decode(data, {})
 
 
+def leave(code: int) -> NoReturn:
+    """End the process without taking the libraries down: gloo's threads need seconds for it, or crash, where other
+    ranks are gone by then."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody is left to read it
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    leave(main(*sys.argv[1:]))

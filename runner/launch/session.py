@@ -41,6 +41,10 @@ def _tell_nobody(step: int) -> None:
     """Nobody watches this process."""
 
 
+def _is_met() -> None:
+    """Somebody else holds what the ranks meet at, or there is one process."""
+
+
 @dataclass(slots=True)
 class Session:
     """An attempt at `spec` in `folder`, which the caller has locked, at this `place` of the job.
@@ -56,6 +60,7 @@ class Session:
     stop: StopSignal = field(default_factory=StopSignal)
     values: Mapping[str, float] = field(default_factory=dict)  # the newest step's numbers, for the model card
     turn: Turn | None = None  # what stands around a user's message, where the data are conversations
+    meet: Callable[[], object] = _is_met  # called once torch is there; what it returns is held to the end
 
     def run(self) -> None:
         """Run to the end. Raises RunnerError for everything that is worded for the user."""
@@ -70,6 +75,7 @@ class Session:
         with self.stop.at_once():
             set_environment(self.spec, decide)
             load_torch(self.spec.device.name)
+            held = self.meet()
         kind = Records if self.place.leads else NoRecords
         records = kind(self.spec, self.folder, self.attempt, decide)
         ending = "failed"
@@ -84,6 +90,7 @@ class Session:
             tracker_lines = records.close(ending)
         lines = [*self._ending(built, seconds), *tracker_lines]
         built.world.close()
+        del held
         console.stop(lines if self.place.leads else [])
 
     def _build(self, records: Records, console: Console) -> tuple[Built, int]:

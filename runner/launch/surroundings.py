@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 
 from runner.decisions import Decisions
 from runner.device.backend import leave_out
-from runner.device.presets import Preset, hccl_objection, resolve
+from runner.device.kinds import NPU
+from runner.device.presets import npu_objection, resolve
 from runner.errors import EnvironmentProblem
 from runner.spec.job import JobSpec
 
@@ -17,7 +17,8 @@ def set_environment(spec: JobSpec, decide: Decisions) -> None:
     """Set what the device's presets ask for and the user has not set; the manifest keeps what is then in force.
 
     A torch_npu that the device has no use for is left out of the process: without CANN it breaks `import torch`.
-    Raises EnvironmentProblem if HCCL's timeouts, the user's and the preset's together, contradict one another.
+    Raises EnvironmentProblem if torch_npu would refuse what the user set, or if HCCL's timeouts, the user's and the
+    preset's together, contradict one another.
     """
     presets = spec.device.environment(spec)
     found = resolve(presets, dict(os.environ))
@@ -30,13 +31,9 @@ def set_environment(spec: JobSpec, decide: Decisions) -> None:
         decide.state("environment", " + ".join(preset.name for preset in presets), words + late)
     if left_out := leave_out(spec.device.name):
         decide.state("environment.torch_npu", "left out of this process", left_out)
-    if _collective(presets) and (objection := hccl_objection(os.environ)):
+    if spec.device.kind is NPU and (objection := npu_objection(os.environ)):
         raise EnvironmentProblem(f"device={spec.device.name}: {objection}")
     spec.device.enter()
-
-
-def _collective(presets: Sequence[Preset]) -> bool:
-    return any(name.startswith("HCCL_") for preset in presets for name in preset.variables)
 
 
 def load_torch(device: str) -> None:

@@ -1,6 +1,9 @@
 """Inside torchrun, or whatever sets its variables: this process is a rank, and others were started beside it.
 
 rank 0: composes, makes the folder ──store: folder, attempt──▶ the others take part
+
+The store is torch's, and what a rank's device wants in its environment is set before torch is imported. So rank 0 tells
+the others after that, and another rank hears of it in a process of its own, this module as a program.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +19,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from runner.device.backend import AUTOLOAD
 from runner.errors import EnvironmentProblem, RankLost, RunnerError
 from runner.folder import RunFolder
+from runner.launch.child import bound
 from runner.place import MEETING, VARIABLES, Place
 from runner.spec.job import JobSpec
 
@@ -36,9 +42,11 @@ def take_part(words: Sequence[str], begin: Callable[[Sequence[str]], int]) -> in
     """
     if not is_rank():
         return begin(words)
+    from runner.launch.rank import leave
+
     place = Place.of(os.environ)
     if not place.leads:
-        return _follow(place)
+        leave(_follow(place))
     code = RunnerError.exit_code
     try:
         code = begin([*words, *layout(place, words)])
@@ -47,7 +55,7 @@ def take_part(words: Sequence[str], begin: Callable[[Sequence[str]], int]) -> in
         raise
     finally:
         _tell({"ended": code})
-    return code
+    leave(code)
 
 
 def layout(place: Place, words: Sequence[str]) -> list[str]:
@@ -72,11 +80,16 @@ def lead(spec: JobSpec, folder: RunFolder, attempt: int) -> None:
     from runner.launch.session import Session
 
     folder.ranks.mkdir(exist_ok=True)
-    store = _tell({"folder": str(folder.root), "attempt": attempt, "argv": sys.argv[1:]})
+    stores: list[Any] = []  # none before the others were told
+
+    def tell() -> None:
+        stores.append(_tell({"folder": str(folder.root), "attempt": attempt, "argv": sys.argv[1:]}))
+
     try:
-        Session(spec, folder, attempt, Place.of(os.environ)).run()
+        Session(spec, folder, attempt, Place.of(os.environ), meet=tell).run()
     except RunnerError as error:
-        _is_first(store, str(error))
+        for store in stores:
+            _is_first(store, str(error))
         raise
 
 
@@ -85,8 +98,7 @@ def _follow(place: Place) -> int:
     from runner.launch.rank import read_spec
     from runner.launch.session import Session
 
-    store = _store()
-    job = _awaited(store)
+    job = _heard()
     if "ended" in job:
         return int(job["ended"])
     if job["argv"] != sys.argv[1:]:
@@ -94,14 +106,37 @@ def _follow(place: Place) -> int:
     folder = RunFolder(Path(job["folder"])).of_rank(place.rank)
     if not folder.spec.is_file():
         raise EnvironmentProblem(f"{place}: {folder.root}, rank 0's folder, is not to be seen here; use a shared disk")
+    stores: list[Any] = []
     try:
-        Session(read_spec(folder), folder, job["attempt"], place).run()
+        Session(read_spec(folder), folder, job["attempt"], place, meet=lambda: stores.append(_store())).run()
     except RunnerError as error:
         time.sleep(LOOK.total_seconds())
-        if _is_first(store, str(error)):
+        if all(_is_first(store, str(error)) for store in stores):
             raise
         return error.exit_code
     return 0
+
+
+def _heard() -> dict[str, Any]:
+    """What rank 0 tells, heard by a process of its own. Raises RankLost if rank 0 is gone."""
+    command = bound([sys.executable, "-P", "-m", "runner.launch.torchrun"])
+    own = {**os.environ, AUTOLOAD: "0"}  # a torch_npu that does not load would break it
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=own, check=False)
+    if done.returncode or not done.stdout:
+        raise RankLost(f"rank 0 is gone before the job began (the process that listened ended with {done.returncode})")
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if "lost" in said:
+        raise RankLost(said["lost"])
+    return said
+
+
+def listen() -> None:
+    """Print what rank 0 tells, or that it is gone."""
+    try:
+        said = _awaited(_store())
+    except RankLost as error:
+        said = {"lost": str(error)}
+    print(json.dumps(said))
 
 
 def _tell(job: Mapping[str, Any]) -> Any:
@@ -139,3 +174,7 @@ def _store() -> Any:
 
     store, _, _ = next(distributed.rendezvous("env://"))  # type: ignore[attr-defined]
     return distributed.PrefixStore("runner", store)  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    listen()

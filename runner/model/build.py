@@ -16,6 +16,7 @@ from runner.errors import EnvironmentProblem
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HEADS = frozenset({"lm_head.weight", "score.weight"})  # what a model with the other head has instead
 Fit = Callable[[nn.Module], None]
+Admit = Callable[[Any], None]  # raises for a transformers config that will not do, before there are weights
 M = TypeVar("M", bound=nn.Module)
 
 

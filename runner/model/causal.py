@@ -46,6 +46,11 @@ class CausalLM(RaggedModel):
         if objection:
             decide("lm_head", "chunked", "full logits", objection)
 
+    def _matrix(self) -> Any:
+        """See `RaggedModel`."""
+        lm_head = self.causal.get_output_embeddings()
+        return lm_head if self.chunked and head.is_plain(lm_head) and lm_head.bias is None else None
+
     def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
         """The outputs named in `needs`, differentiable where gradients are enabled.
 

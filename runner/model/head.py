@@ -5,8 +5,8 @@
 Legend: S predicted tokens (hidden states of their parents), H hidden size, V vocabulary. Three ways:
 `score` of a linear head makes the logits again in the backward pass; `linear` knows the gradient of its
 result beforehand and makes the head's gradient while the logits are there; any other head module is called
-chunk by chunk under checkpointing. For other functions of the logits than these two see `runner.model.terms`, for a head
-whose ids lie on several ranks `runner.model.vocabulary`.
+chunk by chunk under checkpointing. For other functions of the logits than these two see `runner.model.terms`, for a
+head whose ids lie on several ranks `runner.model.vocabulary`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from runner.errors import EnvironmentProblem, SecurityRefusal
-from runner.model.build import DTYPES, HEADS, Fit, drawn, placed
+from runner.model.build import DTYPES, HEADS, Admit, Fit, drawn, placed
 from runner.model.causal import CausalLM
 from runner.model.config import HfConfig
 from runner.model.positions import check_rows, longest_row
@@ -55,12 +55,13 @@ def build(
     longest: int = 0,
     key: str = "model.path",
     fit: Fit | None = None,
+    admit: Admit | None = None,
 ) -> RaggedModel:
     """The model with its own weights, those of the folder `init_from`, or, with from_scratch, drawn from `seed`.
 
     head="scalar" makes a sequence classifier with one label; a head that the weights lack is drawn from `seed`.
     head="lm+value" is a causal LM with a value head beside it. `key` is the option that says the path; `fit` sees the
-    module first (see `placed`).
+    module first (see `placed`), `admit` its config before that.
     Raises SpecError if rows of `longest` tokens are too long for it, EnvironmentProblem if it cannot be had or does not
     fit the tokenizer, SecurityRefusal if its weights are pickles or it is code.
     """
@@ -74,6 +75,8 @@ def build(
         )  # one commit for config and weights
         architecture = _architecture(path, key, config, head)
         check_rows(longest, longest_row(architecture))
+        if admit is not None:
+            admit(architecture)
         if scratch:
             module = drawn(lambda: _from_scratch(auto, config, architecture), seed)
         else:

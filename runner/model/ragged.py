@@ -27,7 +27,7 @@ from runner.model.alone import gathered_on_cpu, rebuilt
 from runner.model.config import ModelConfig
 from runner.model.dropout import largest, switch_off
 from runner.model.positions import check_rows, longest_row
-from runner.model.probe import PROBE_ROWS, kernel_objection, packed_objection
+from runner.model.probe import PROBE_ROWS, close, kernel_objection, packed_objection
 from runner.model.source import Source
 from runner.model.whole import Whole
 from runner.protocols import Decide, VarlenAttention
@@ -250,6 +250,24 @@ class RaggedModel:
         """The hidden states [T, H] of a handful of tokens: what shows whether it still is the same model."""
         batch = pack(PROBE_ROWS, [[1.0] * len(row) for row in PROBE_ROWS]).to(self.device)
         return self._pass(lambda: self._backbone(batch))
+
+    def computes(self, wanted: Tensor) -> bool:
+        """Whether it still gives what it gave once, up to rounding; wanted: what `probed` was then."""
+        return close(self.probed(), wanted.to(self.device))
+
+    def ends(self) -> list[Any]:
+        """The embedding, and an LM head, if a run of their rows is all that is needed for as many ids. Where they
+        share their weight that is so of both or of none."""
+        embedding, head = self.inner.get_input_embeddings(), self._matrix()
+        plain = type(embedding) is nn.Embedding and embedding.max_norm is None
+        shared = getattr(self.inner.get_output_embeddings(), "weight", None) is getattr(embedding, "weight", embedding)
+        if shared and not (plain and head):
+            return []
+        return [*([embedding] if plain else []), *([head] if head else [])]
+
+    def _matrix(self) -> Any:
+        """The LM head, if it is nothing but a matrix, and used as one."""
+        return None
 
     def _run(self, forward: layout.Forward, batch: Batch) -> Tensor:
         """What `forward` gives for every token, [T, H]. Raises SpecError for a row that is too long for the model."""

@@ -8,7 +8,7 @@ import torch
 
 from runner.errors import EnvironmentProblem
 from runner.model import hf
-from runner.model.build import Fit
+from runner.model.build import Admit, Fit
 from runner.model.config import HfConfig, ModelConfig
 from runner.model.ragged import RaggedModel
 from runner.protocols import Decide
@@ -28,6 +28,7 @@ def build(
     key: str,
     dtype: Dtype | None = None,
     fit: Fit | None = None,
+    admit: Admit | None = None,
 ) -> RaggedModel:
     """The model at `path`, a folder or hub id, which runs (matrix products, layout, chunks) like the student's config
     `like` says; none of its parameters learns.
@@ -40,8 +41,8 @@ def build(
     how |= {"gradient_checkpointing": False, "dtype": dtype or _least(like)}
     config = HfConfig(path=path, revision=revision, **how)
     refuse_other_vocabulary(path, key, hf.tokenizer(config, key), tokenizer)
-    given = {"tokenizer": tokenizer, "device": device, "seed": seed, "decide": decide, "longest": longest, "fit": fit}
-    model = hf.build(config, key=key, **given)
+    given = {"tokenizer": tokenizer, "device": device, "seed": seed, "decide": decide, "longest": longest}
+    model = hf.build(config, key=key, fit=fit, admit=admit, **given)
     model.module.requires_grad_(False)
     return model
 

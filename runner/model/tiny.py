@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-from runner.model.build import DTYPES, Fit, drawn, load_folder, placed
+from runner.model.build import DTYPES, Admit, Fit, drawn, load_folder, placed
 from runner.model.causal import CausalLM
 from runner.model.config import ModelConfig, TinyConfig
 from runner.model.positions import check_rows, longest_row
@@ -55,9 +55,11 @@ def build(
     init_from: str | None = None,
     longest: int = 0,
     fit: Fit | None = None,
+    admit: Admit | None = None,
 ) -> RaggedModel:
     """The model with weights drawn from `seed`, or those of the folder `init_from`; head="scalar" scores rows,
-    head="lm+value" is a language model with a value head beside it. `fit` sees the module first (see `placed`).
+    head="lm+value" is a language model with a value head beside it. `fit` sees the module first (see `placed`),
+    `admit` its config before that.
 
     Raises SpecError if rows of `longest` tokens are too long for it.
     """
@@ -65,6 +67,8 @@ def build(
     if head == "scalar":
         shape.num_labels = 1
     check_rows(longest, longest_row(shape))
+    if admit is not None:
+        admit(shape)
     kind, made = _KINDS[head]
     module: Any = drawn(lambda: kind(shape), seed)
     source = Source(drawn=f"from seed {seed} for {_shape(config)}")

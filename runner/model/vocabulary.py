@@ -2,8 +2,8 @@
 
     hidden [n, H] ──▶ logits [n, V/tp] of this rank's ids ──top, sum of exponentials over the ranks──▶ log-probabilities
 
-No rank makes the logits of another one's ids (the loss-parallel head of Shoeybi et al., 1909.08053, section 3), but for a
-function that has to see whole rows of them, chunk by chunk.
+No rank makes the logits of another one's ids (the loss-parallel head of Shoeybi et al., 1909.08053, section 3), but for
+a function that has to see whole rows of them, chunk by chunk.
 
 Legend: n tokens of a chunk, H hidden size, V vocabulary.
 """
@@ -105,7 +105,7 @@ ALL = Vocabulary()
 
 
 def of(head: nn.Module) -> tuple[Tensor, Vocabulary]:
-    """What this rank holds of the weight [V, H] of a plain head, differentiable, and the ids that it makes logits of."""
+    """What this rank holds of a plain head's weight [V, H], differentiable, and the ids that it makes logits of."""
     weight: Any = head.weight
     if not isinstance(weight, DTensor):
         return weight, ALL

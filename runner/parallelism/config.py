@@ -108,7 +108,8 @@ class MeshConfig(ParallelismConfig):
             return found
         mesh = self.mesh(job.launch.world)
         if mesh.tp > 1 and getattr(job.adapter, "dora", False):
-            found.append(("adapter.dora", "its norms are over whole layers, which tensor parallelism cuts; leave it out"))
+            text = "its norms are over whole layers, which tensor parallelism cuts; leave it out"
+            found.append(("adapter.dora", text))
         return found + [(p.key, p.message) for p in self.uneven(mesh, job.model.divided())]
 
     def uneven(self, mesh: Mesh, divided: Mapping[str, int]) -> list[Problem]:
@@ -118,8 +119,8 @@ class MeshConfig(ParallelismConfig):
             return []
         most = gcd(*divided.values())
         fitting = [n for n in range(1, most + 1) if most % n == 0]
-        text = f"{mesh.tp} slices do not divide {', '.join(found)} of the model; what fits: {', '.join(map(str, fitting))}"
-        return [Problem("parallelism.tp", text)]
+        text = f"{mesh.tp} slices do not divide {', '.join(found)} of the model"
+        return [Problem("parallelism.tp", f"{text}; what fits: {', '.join(map(str, fitting))}")]
 
 
 class DdpConfig(MeshConfig):

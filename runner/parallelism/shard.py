@@ -51,9 +51,10 @@ def shard(
     """Leave on this rank its pieces of `model`, which lies on the CPU of every rank, or in slices on the device.
     Collective.
 
-    mesh: dp_replicate, dp_shard, and what the model is cut over by now; device: where it computes; fit: may exchange parts for the device's own; reshard:
-    whether a layer is gathered again for the backward pass; offload: whether pieces stay on the CPU. The model's
-    parameters are other objects afterwards. Raises EnvironmentProblem for a torch whose fully_shard lacks what is used.
+    mesh: dp_replicate, dp_shard, and what the model is cut over by now; device: where it computes; fit: may exchange
+    parts for the device's own; reshard: whether a layer is gathered again for the backward pass; offload: whether
+    pieces stay on the CPU. The model's parameters are other objects afterwards. Raises EnvironmentProblem for a torch
+    whose fully_shard lacks what is used.
     """
     if not hasattr(FSDPModule, "reset_iter_state"):
         text = f"torch {torch.__version__} cannot shard as it is done here"
@@ -78,6 +79,9 @@ def shard(
     for part in model.whole.modules():
         if isinstance(part, FSDPModule):
             _as_sums(part)
+    where = "on the host" if offload else "on the device"
+    reason = "each rank has read the whole model into the host's memory, and hands its layers on one by one"
+    decide.state("parallelism", f"{mesh['dp_shard'].size()} pieces of {len(blocks)} layers, {where}", reason)
     with torch.no_grad():
         model.whole.run(lambda: None)  # while all that learns is known to: a reference may come first, with it off
 

@@ -2,8 +2,8 @@
 
     whole ──enter──▶ slices ──leave──▶ whole      enter: as it is, gradients added; leave: added, gradients as they are
 
-Parameters are DTensors: slices, or whole on every rank. For its forward pass each module gets the plain tensor that this
-rank holds, so that it computes as it always does, whatever operators the device has put into it.
+Parameters are DTensors: slices, or whole on every rank. For its forward pass each module gets the plain tensor that
+this rank holds, so that it computes as it always does, whatever operators the device has put into it.
 """
 
 from __future__ import annotations

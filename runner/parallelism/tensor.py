@@ -1,12 +1,12 @@
 """A model whose layers lie in slices on several devices (tensor parallelism; Shoeybi et al., 1909.08053, section 3).
 
     hidden ──▶ q k v, gate up: some heads, some features of each rank ──▶ o, down ──summed over ranks──▶ hidden
-    ids    ──▶ embedding: the rows of some ids ──summed──▶ hidden ──▶ LM head: logits of these ids (runner.model.vocabulary)
+    ids    ──▶ embedding: the rows of some ids ──summed──▶ hidden ──▶ LM head: their logits (runner.model.vocabulary)
 
-Everything else (norms, routers, experts, heads of one number) is whole on every rank and computes the same there. Low-rank
-adapters are cut with their layers: where outputs are sliced, B is; where inputs are, A is, and what they add is summed with
-the layer's own. The other one of the two is whole, and each rank finds a part of its gradient, like that of the norms
-between q and the heads.
+Everything else (norms, routers, experts, heads of one number) is whole on every rank and computes the same there.
+Low-rank adapters are cut with their layers: where outputs are sliced, B is; where inputs are, A is, and what they add
+is summed with the layer's own. The other one of the two is whole, and each rank finds a part of its gradient, like that of
+the norms between q and the heads.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from runner.errors import Problem, SpecError
-from runner.model.head import is_plain
-from runner.model.probe import close
-from runner.model.whole import Whole
 from runner.parallelism.slices import Slices, Use, UseRows
+from runner.place import tells_of_loss
 from runner.protocols import Decide
 
 OUTPUTS, INPUTS = 0, 1  # the dimensions of a linear layer's weight
@@ -38,13 +36,19 @@ Plan = dict[int, int]  # parameter, by identity → the dimension that it is cut
 class Sliceable(Protocol):
     """What is needed of a model."""
 
-    whole: Whole
+    whole: Any
     inner: Any
     device: torch.device
 
     def blocks(self) -> list[nn.Module]: ...
 
+    # embedding and LM head, if the rows of some ids are all that is needed for these
+    def ends(self) -> list[Any]: ...
+
+    # hidden states of a handful of tokens, and whether they are still the same
     def probed(self) -> Tensor: ...
+
+    def computes(self, wanted: Tensor) -> bool: ...
 
 
 def cut(
@@ -53,8 +57,8 @@ def cut(
     """Leave on `device` this rank's slices of `model`, which lies whole on the CPU of every rank, all alike.
 
     mesh: of one dimension; fit: may exchange parts for the device's own. The model's parameters are other objects
-    afterwards. Collective; raises SpecError, on all ranks, for a model that has no such layers, or is another one when it
-    is cut.
+    afterwards. Collective; raises SpecError, on all ranks, for a model that has no such layers, or is another one when
+    it is cut.
     """
     wanted = model.probed()
     for block in model.blocks()[:1]:  # what is exchanged is tried out first, and there only
@@ -75,8 +79,18 @@ def cut(
             Use(part, slices)
     model.whole.joined = partial(slices.whole, model.whole)
     model.device = device
-    if not close(model.probed().cpu(), wanted):
+    if not _computes(model, wanted):
         raise _refused(f"{type(model.inner).__name__} computes something else when its layers are cut")
+
+
+def _computes(model: Sliceable, wanted: Tensor) -> bool:
+    try:
+        return model.computes(wanted)
+    except (RuntimeError, TypeError, ValueError) as error:  # of whatever kind a model that was cut refuses with
+        if tells_of_loss(str(error)):
+            raise
+        said = (str(error).splitlines() or [""])[0]
+        raise _refused(f"{type(model.inner).__name__} cannot compute when its layers are cut ({said})") from error
 
 
 def _refused(why: str) -> SpecError:
@@ -85,9 +99,7 @@ def _refused(why: str) -> SpecError:
 
 def _layers(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, int]]]:
     """Attention and feed-forward layers, and how what is in them is cut."""
-    found = [
-        (part, dims) for part in module.modules() for dims in LAYERS if all(hasattr(part, name) for name in dims)
-    ]
+    found = [(part, dims) for part in module.modules() for dims in LAYERS if all(hasattr(part, name) for name in dims)]
     if not found:
         raise _refused(f"{type(module).__name__} has no layers named {', '.join(LAYERS[0] | LAYERS[1])}")
     yield from found
@@ -107,8 +119,8 @@ def _cut_layer(layer: nn.Module, dims: dict[str, int], slices: Slices, plan: Pla
         if dim == INPUTS:
             linear.register_forward_hook(lambda part, inputs, output: slices.leave(output))
     for part in layer.modules():
-        whole = [name for name, parameter in part._parameters.items() if parameter is not None and id(parameter) not in plan]
-        slices.partial |= {(part, name) for name in whole} - slices.once
+        own = [name for name, parameter in part._parameters.items() if parameter is not None]
+        slices.partial |= {(part, name) for name in own if id(part._parameters[name]) not in plan} - slices.once
     layer.register_forward_pre_hook(partial(_entering, slices), with_kwargs=True)
 
 
@@ -132,17 +144,13 @@ def _entering(slices: Slices, part: nn.Module, inputs: tuple[Any, ...], keywords
 
 
 def _ends(model: Sliceable, slices: Slices, decide: Decide) -> set[Any]:
-    """Of embedding and LM head what is cut by ids: where they share their weight both or none."""
-    embedding, head = model.inner.get_input_embeddings(), model.inner.get_output_embeddings()
-    kinds: list[Any] = [embedding] if type(embedding) is nn.Embedding and embedding.max_norm is None else []
-    if head is not None and is_plain(head) and head.bias is None and getattr(model, "chunked", False):
-        kinds.append(head)
-    if rows := [len(end.weight) for end in kinds if len(end.weight) % slices.size]:
+    """Of embedding and LM head what is cut by ids."""
+    ends = model.ends()
+    if rows := [len(end.weight) for end in ends if len(end.weight) % slices.size]:
         text = f"{rows[0]} ids do not divide into {slices.size}"
         decide("parallelism.tp", "embedding and LM head in slices", "whole on every rank", text)
         return set()
-    tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", embedding)
-    return set() if tied and len(kinds) < 2 else set(kinds)
+    return set(ends)
 
 
 def _distribute(module: nn.Module, slices: Slices, plan: Plan, device: torch.device) -> None:
@@ -159,8 +167,9 @@ def _distribute(module: nn.Module, slices: Slices, plan: Plan, device: torch.dev
 
 
 def _sliced(full: nn.Parameter, dim: int | None, slices: Slices, device: torch.device) -> nn.Parameter:
-    held = full.detach() if dim is None else full.detach().chunk(slices.size, dim)[slices.rank]
-    placement = Replicate() if dim is None else Shard(dim)
-    options: dict[str, Any] = {"shape": full.shape, "stride": full.stride()}
-    made = DTensor.from_local(held.to(device, copy=dim is not None).contiguous(), slices.mesh, [placement], run_check=False, **options)
+    held, placement = full.detach(), Replicate() if dim is None else Shard(dim)
+    if dim is not None:
+        held = held.chunk(slices.size, dim)[slices.rank].clone(memory_format=torch.contiguous_format)
+    options: dict[str, Any] = {"run_check": False, "shape": full.shape, "stride": full.stride()}
+    made = DTensor.from_local(held.to(device), slices.mesh, [placement], **options)
     return nn.Parameter(made, requires_grad=full.requires_grad)

@@ -119,7 +119,8 @@ def _join(device: Device, place: Place, mesh: Mesh, timeout_s: float) -> tuple[P
             rank=place.rank,
             world_size=place.size,
             timeout=timeout,
-            device_id=None if here.type == "cpu" else here,  # makes the device's communicator now, not at the first sum
+            # lets groups share a communicator; but torch binds the next group to it, too, and gloo knows no NPU
+            device_id=here if here.type == "cuda" else None,
         )
         collecting = distributed.new_group(backend="gloo", timeout=timeout)
         everyone, feed = (GroupPeers(group, timeout_s) for group in (distributed.group.WORLD, collecting))

@@ -188,9 +188,12 @@ def _gradients(before: Mapping[str, Print], now: Mapping[str, Print], modules: S
     usual one."""
     places = {name: place for place, name in enumerate(modules)}
     usual = math.sqrt(math.fsum(one.norm**2 for one in before.values()) / max(len(before), 1))
-    for name in sorted(before, key=lambda name: _place(name, places), reverse=True):
-        apart = before[name].distance(now[name]) if name in now else math.inf
-        yield Gap(name, apart / (max(before[name].norm, SMALL_GRADIENT * usual) or 1.0))
+    for name in sorted({**before, **now}, key=lambda name: _place(name, places), reverse=True):
+        if name in before and name in now:
+            apart = before[name].distance(now[name]) / (max(before[name].norm, SMALL_GRADIENT * usual) or 1.0)
+            yield Gap(name, apart)
+        else:  # one side has a gradient where the other has none
+            yield Gap(name, math.inf)
 
 
 def _place(parameter: str, places: Mapping[str, int]) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from runner.decisions import Decisions
-from runner.errors import Disagreement
+from runner.errors import Disagreement, Problem, SpecError
 from runner.folder import RunFolder
 from runner.launch.local import ready
 from runner.launch.screen import on_screen
@@ -23,7 +23,9 @@ from runner.spec.job import JobSpec
 
 
 def record(spec: JobSpec, steps: int, path: Path) -> Recording:
-    """Run the first `steps` steps and write them to `path`. Raises StorageError if it cannot be written."""
+    """Run the first `steps` steps and write them to `path`. Raises StorageError if it cannot be written, SpecError for
+    a job of several processes."""
+    _refuse_several(spec)
     recording = _played(ready(spec), steps, None, lambda start: None)
     write(path, recording)
     return recording
@@ -32,6 +34,7 @@ def record(spec: JobSpec, steps: int, path: Path) -> Recording:
 def compare_with(recorded: Recording, spec: JobSpec, tolerance: float, show: Callable[[Sequence[str]], None]) -> None:
     """Run the recorded steps as `spec` says, and show both. Raises SpecError, DataError or CheckpointError where they
     cannot be compared, Disagreement where they differ."""
+    _refuse_several(spec)
     spec = ready(spec)
     refuse_other_job(recorded.spec, spec)
     here = _played(spec, len(recorded.steps), recorded, lambda start: refuse_other_start(recorded, start))
@@ -39,6 +42,12 @@ def compare_with(recorded: Recording, spec: JobSpec, tolerance: float, show: Cal
     show(list(report.lines(found, recorded, here, tolerance)))
     if not found.agrees(tolerance):
         raise Disagreement(report.verdict(found, tolerance))
+
+
+def _refuse_several(spec: JobSpec) -> None:
+    if spec.launch.world > 1:
+        text = f"run parity is one process, and this job is {spec.launch.world}"
+        raise SpecError([Problem("launch.devices", f"{text}; type launch.devices=1 launch.nodes=1 parallelism=single")])
 
 
 def _played(spec: JobSpec, steps: int, given: Recording | None, accept: Callable[[Recording], None]) -> Recording:

@@ -17,7 +17,7 @@ from runner.tracker.text import number, sparkline, visible
 
 ABSENT = "–"
 SPARKS = 24  # columns of a curve on the screen
-OWN = ("perf/", "time/")  # what no two runs share; not compared on the screen
+OWN = ("perf/", "time/", "device/")  # what no two runs share; not compared on the screen
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from runner.report.page import Page, Row, ordered
 from runner.report.series import PREFERRED
 from runner.spec.origin import leaves
 from runner.tracker.text import duration, number
+
+log = logging.getLogger("runner")
 
 HUE = 210
 MOST_SAMPLES = 8
@@ -88,7 +91,15 @@ def _last_samples(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     whole = [line for line in lines if line.endswith("\n")]
-    return [json.loads(line) for line in whole[-MOST_SAMPLES:]]
+    return [row for line in whole[-MOST_SAMPLES:] if (row := _sample(line, path))]
+
+
+def _sample(line: str, path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(line))
+    except (ValueError, TypeError) as error:
+        log.warning("%s: a line is damaged and left out (%s)", path, error)
+        return {}
 
 
 def _text(value: Any) -> str:

@@ -16,17 +16,21 @@ PREFERRED = ("eval/exact_match", "eval/accuracy", "eval/loss", "reward/mean", "t
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One metric of one run: (step, value) in order; what is not finite is left out."""
+    """One metric of one run: (step, value) in order; what is not finite is left out.
+
+    lost: the newest step that measured it, where the value there is not finite
+    """
 
     points: tuple[tuple[int, float], ...]
+    lost: int | None = None
 
     @property
     def last(self) -> tuple[int, float]:
-        """The newest step that measured it, and the value."""
-        return self.points[-1]
+        """The newest step that measured it, and the value: NaN, where that is not finite."""
+        return self.points[-1] if self.lost is None else (self.lost, math.nan)
 
     def best(self, mode: str) -> tuple[int, float]:
-        """The step with the best value, the earliest of equals."""
+        """The step with the best value, the earliest of equals; what is not finite is no value."""
         sign = -1.0 if mode == "max" else 1.0
         return min(self.points, key=lambda point: (sign * point[1], point[0]))
 
@@ -49,6 +53,7 @@ def read(path: Path) -> dict[str, Series]:
     except FileNotFoundError:
         return {}
     found: dict[str, list[tuple[int, float]]] = {}
+    lost: dict[str, int | None] = {}
     for number, line in enumerate(lines, 1):
         if line.endswith("\n"):
             try:
@@ -58,6 +63,8 @@ def read(path: Path) -> dict[str, Series]:
                 log.warning("%s: line %d is damaged and left out (%s)", path, number, error)
                 continue
             for name, value in row.items():
-                if isinstance(value, int | float) and math.isfinite(value):
+                is_finite = isinstance(value, int | float) and math.isfinite(value)
+                lost[name] = None if is_finite else step
+                if is_finite:
                     found.setdefault(name, []).append((step, float(value)))
-    return {name: Series(tuple(points)) for name, points in found.items()}
+    return {name: Series(tuple(points), lost[name]) for name, points in found.items()}

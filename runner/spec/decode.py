@@ -116,7 +116,7 @@ def _choose(data: Mapping[str, Any], registry: Registry) -> tuple[Classes, list[
 def unknown_name(group: str, name: str, members: Iterable[str]) -> str:
     """`no device named 'gpu'; did you mean 'cuda'? (auto, cpu, cuda, npu, npu_sim)`."""
     members = sorted(members)
-    if (why := suggest.ABSENT.get(name.lower())) is not None:
+    if (why := suggest.absent(group, name)) is not None:
         return f"no {group} named '{name}': {why} ({', '.join(members)})"
     meant = suggest.name(group, name, members)
     hint = f"; did you mean '{meant}'?" if meant else ""

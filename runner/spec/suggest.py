@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
@@ -58,12 +59,23 @@ KEYS = {
     **dict.fromkeys(("project_name", "wandb_project"), "tracker.project"),
     "wandb_mode": "tracker.mode",
 }
+_CARDS = (
+    "a job takes the first cards that it sees; which those are: ASCEND_RT_VISIBLE_DEVICES=2,3 run … (CUDA_… of a GPU)"
+)
 ELSEWHERE = {
     **dict.fromkeys(
         ("output_dir", "out_dir", "outputs", "save_dir", "logging_dir"),
         "runs go to ./outputs of the folder you start from; start elsewhere, or make outputs a link",
     ),
-    **dict.fromkeys(("deepspeed", "fsdp", "accelerate"), "a run is one process on one device in this version"),
+    **dict.fromkeys(
+        ("deepspeed", "fsdp", "accelerate"), "several devices: launch.devices=N with parallelism=ddp, fsdp or hsdp"
+    ),
+    **dict.fromkeys(("visible", "visible_devices", "device_id", "device_ids", "gpu_ids"), _CARDS),
+    **dict.fromkeys(("device.id", "device.ids", "device.index", "device.card", "device.rank"), _CARDS),
+    **dict.fromkeys(
+        ("attn_implementation", "attention_implementation", "attn", "flash_attn", "use_flash_attn", "flash_attention"),
+        "the device brings its attention: device.attention=fused or sdpa, on cuda and npu",
+    ),
 }
 _NO_4_BITS = (
     "no base in 4 bits, on any device, and no operator for one on an NPU; LoRA on 16: adapter=lora model.dtype=bfloat16"
@@ -102,6 +114,15 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return by_lower[found[0]] if found else None
 
 
+def absent(group: str, wrong: str) -> str | None:
+    """Why there is no such member of `group`, and what to type instead, if that is known."""
+    if group == "device" and (card := re.fullmatch(r"[a-z_]+:(\d+)", wrong.lower())):
+        return (
+            f"cards are chosen by ASCEND_RT_VISIBLE_DEVICES={card[1]} run device=npu … (CUDA_VISIBLE_DEVICES of a GPU)"
+        )
+    return ABSENT.get(wrong.lower())
+
+
 def name(group: str, wrong: str, known: Iterable[str]) -> str | None:
     """The member of `group` that `wrong` probably means."""
     known = list(known)
@@ -114,7 +135,8 @@ def key(section: str, chosen: str, wrong: str, options: Options) -> str:
 
     `chosen` is the section's chosen member; `options` lists every option there is.
     """
-    if said := ELSEWHERE.get(wrong.lower()) or ABSENT.get(wrong.lower()):
+    words = (_join(section, wrong.lower()), wrong.lower())
+    if said := next((table[word] for table in (ELSEWHERE, ABSENT) for word in words if word in table), ""):
         return said
     own = list(options.get(section, {}).get(chosen, ()))
     if wrong.lower() in KEYS and (found := _synonym(section, chosen, wrong, options)):

@@ -85,6 +85,7 @@ def complaint(schema: Mapping[str, Any], key: str, value: Any) -> str:
 def _list(schema: Mapping[str, Any]) -> str:
     fixed = schema.get("prefixItems")
     items = fixed[0] if fixed else schema.get("items", {})
-    kinds = TYPES.get(str(items.get("type")), ("", "values"))[1]
+    choices = ", ".join(shown(choice, bare=True) for choice in items.get("enum", ()))
+    kinds = f"some of {choices}" if choices else TYPES.get(str(items.get("type")), ("", "values"))[1]
     count = f"{len(fixed)} " if fixed else "one or more " if schema.get("minItems") == 1 else ""
     return f"a list of {count}{kinds}"

@@ -25,11 +25,12 @@ from runner.sweep.engine import Command, Engine
 from runner.sweep.need import Need
 from runner.sweep.page import write_page
 from runner.sweep.plan import JobPlan, Plan, SweepFolder
-from runner.sweep.record import FAILED, FINISHED, JobState, Record, held
+from runner.sweep.record import FAILED, FINISHED, JobState, Record, held, is_held
 from runner.sweep.results import gather, write_files
 from runner.sweep.screen import SweepScreen
 from runner.sweep.search import Propose, Trials
 from runner.sweep.site import Site
+from runner.sweep.status import catch_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +95,17 @@ def resume(
         screen.say(f"sweep    {shown(folder.root)}: {counts}; now {len(todo) + new} to run")
         if not todo and not new and not engine.followed:
             return _end(folder, plan, record, screen, None)
-        for index in todo:
-            record.change(index, state="waiting")
+        record.wait(todo)
         return _run(engine, folder, plan, record, screen, todo, command or runs(folder))
 
 
 def report(where: str) -> int:
-    """Write results.csv, results.json and report.html again; returns 0."""
+    """Write results.csv, results.json and report.html again, of one that died with what its jobs noted; returns 0."""
     folder, plan = plans.find(where)
-    results = gather(folder, plan, Record.read(folder))
+    record = Record.read(folder)
+    for line in () if is_held(folder) else catch_up(folder, record):
+        print(line)
+    results = gather(folder, plan, record)
     write_files(results)
     write_page(results)
     print(shown(folder.report))

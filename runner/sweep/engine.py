@@ -23,7 +23,7 @@ from runner.sweep.outcome import Ended, Told, judge
 from runner.sweep.plan import JobPlan, Plan, SweepFolder, append, write_spec
 from runner.sweep.record import FAILED, JobState, Record
 from runner.sweep.running import POLL_S, Followed, Running
-from runner.sweep.site import Handle, Site
+from runner.sweep.site import Handle, Site, refuse_elsewhere
 from runner.sweep.watch import Watch
 
 LOOK_S = 0.5  # between looks at the metrics of running jobs
@@ -79,12 +79,16 @@ class Engine:
         return self._interrupts.received[0] if self._interrupts.received else None
 
     def take_up(self) -> None:
-        """Follow the jobs of the sweep before that go on without it, and write down how the others ended."""
+        """Follow the jobs of the sweep before that go on without it, and write down how the others ended.
+
+        Raises EnvironmentProblem where they cannot be asked after here.
+        """
         left = {i: job.identity or {} for i, job in enumerate(self._record) if job.identity or job.state == "running"}
+        refuse_elsewhere(left, self._options.on)
         handles = self._site.take_up(left, self._options.grace_s, self._screen.say)
         for index in left:
             if index in handles:
-                self._follow(index, handles[index])
+                self._follow(index, handles[index], "goes on, on")
             else:
                 self._settle(index, -signal.SIGTERM, Told("the sweep ended"), 0.0)
         self._reap()
@@ -144,7 +148,7 @@ class Engine:
     def _start(self, job: JobPlan, command: Command) -> None:
         """Its token is on the disk before it starts: a sweep that dies in between finds it again."""
         order = self._order(job, command)
-        known = {"token": order.token, "note": order.note}
+        known = {"on": self._options.on, "token": order.token, "note": order.note}
         attempts = self._record[job.index].attempts + 1
         cleared = {"exit_code": None, "error": None, "devices": ()}
         self._record.change(job.index, state="waiting", attempts=attempts, identity=known, **cleared)
@@ -168,20 +172,19 @@ class Engine:
             visible=VARIABLES.get(job.need.kind),
         )
 
-    def _follow(self, index: int, handle: Handle) -> None:
+    def _follow(self, index: int, handle: Handle, begun: str = "started on") -> None:
         self._failures.tried(index)
         self.followed[index] = Running(handle, Watch(self._folder.run(index).metrics))
-        self._note_begun(index)
+        self._note_begun(index, begun)
 
-    def _note_begun(self, index: int) -> None:
+    def _note_begun(self, index: int, begun: str = "started on") -> None:
         running, job = self.followed[index], self._plan.jobs[index]
         if running.since is not None or running.handle.seconds is None:
             return
         running.since = time.monotonic()
-        began = "started on" if self._record[index].state == "waiting" else "goes on, on"
         self._record.change(index, state="running", devices=running.devices)
         where = f"{job.need.kind} {','.join(running.devices)}".rstrip()
-        self._screen.say(f"job {index}  {job.label}: {began} {where}")
+        self._screen.say(f"job {index}  {job.label}: {begun} {where}")
 
     def _reap(self) -> None:
         for index, running in list(self.followed.items()):

@@ -25,6 +25,7 @@ from runner.sweep.record import Record
 from runner.sweep.running import Running
 
 MOST_READ = 30  # runs in outputs/ that are looked at, the newest first
+FAR = 4  # times as many steps, or as few: what a run does beside its steps then hides what they take
 SAME_TIME = ("name", "seed", "tracker", "watch", "strict")  # what does not change how long a run takes
 STAGE = re.compile(r".*/stages/([^/]+)/[0-9a-f]+(?:/export)?")
 RECIPE = "recipe"
@@ -53,18 +54,20 @@ def expected(plan: Plan, trials: int | None, parallel: int) -> str:
 
 
 def earlier(plan: Plan, outputs: Path = OUTPUTS) -> Pace | None:
-    """The pace of the newest run that is as a job of this sweep but for what varies."""
+    """The pace of the newest run that is as a job of this sweep but for what varies; its steps are not far off."""
     axes = plan.axes
     if RECIPE in axes:
         return None  # what the jobs have in common is not known by keys
     ignored = {*SAME_TIME, *axes, "steps"}
     wanted = _comparable(plan.base, ignored)
+    most = max((_steps(plan, job.sections) for job in plan.jobs), default=_steps(plan, {}))
     for run in _newest(outputs):
         spec = _yaml(run.spec)
         seconds = _seconds(run)
         if seconds is not None and _comparable(spec, ignored) == wanted and _is_from_here(run):
             steps = max(int(spec.get("steps", 1)), 1)
-            return Pace(seconds / steps, steps, shown(run.root))
+            if most <= steps * FAR and steps <= most * FAR:
+                return Pace(seconds / steps, steps, shown(run.root))
     return None
 
 

@@ -2,10 +2,12 @@
 
 python -m runner.sweep.minder [--parent PID] [ORDER.json]      the order on stdin, if no file is named
 
-SIGTERM, SIGINT   passed on to the job, which saves and ends; it is killed after the order's `grace_s`
+SIGTERM, SIGINT   the first is passed on to the job, which saves and ends; it is killed after the order's `grace_s`
 SIGUSR1           kills the job
 its own end       ends the job (see `launch.child`); with --parent, the end of that process is a SIGTERM
 exit code         0 once the note tells the job's; else what failed is on stderr
+
+A job in Slurm has `runner.sweep.slurm_job` beside it instead, which is told other things and minds it in the same way.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -25,10 +28,16 @@ from runner.errors import RunnerError
 from runner.launch.child import PR_SET_PDEATHSIG
 from runner.sweep.note import TOUCH_S, Note, touch
 from runner.sweep.order import Order
+from runner.sweep.outcome import Told
 from runner.sweep.process import JobProcess
 
 POLL_S = 0.05
-KILL = signal.SIGUSR1  # what a minder understands for SIGKILL, which would be its own end
+# What the job gets for what this process is told. A SIGKILL would be its own end: SIGUSR1 stands for it.
+PASSED_ON: Mapping[int, int] = {
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGUSR1: signal.SIGKILL,
+}
 
 
 def main() -> int:
@@ -37,7 +46,7 @@ def main() -> int:
     parser.add_argument("--parent", type=int)
     parser.add_argument("order", nargs="?")
     given = parser.parse_args()
-    signals = Signals()
+    signals = Signals(PASSED_ON)
     if given.parent is not None:
         bind(given.parent)
     text = Path(given.order).read_text(encoding="utf-8") if given.order else sys.stdin.read()
@@ -50,13 +59,13 @@ def main() -> int:
 
 
 class Signals:
-    """The signals that came, to be passed on."""
+    """The signals that came, in their order."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Iterable[int]) -> None:
         self._received: list[int] = []
-        for number in (signal.SIGTERM, signal.SIGINT, KILL):
+        for number in numbers:
             signal.signal(number, self._receive)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a worker of Ray may block some, and hand that down
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # who started this may block some, and hand that down
 
     def take(self) -> list[int]:
         """Those that came since the last call."""
@@ -65,6 +74,61 @@ class Signals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received.append(number)
+
+
+class Minder:
+    """A job's process, and what it is told. `first`: the first signal that came; `told`: of a time limit, if it was."""
+
+    def __init__(
+        self,
+        order: Order,
+        command: Sequence[str],
+        passed_on: Mapping[int, int],
+        signals: Signals,
+        environment: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Starts it. Raises StorageError where it cannot.
+
+        passed_on: signal → what the job gets for it; 0: it has got it already
+        """
+        self._order, self._passed_on, self._signals, self._timeout_s = order, passed_on, signals, timeout_s
+        variables = {**order.environment, **(environment or {})}
+        self._process = JobProcess(command, Path(order.log), variables, place=order.place)
+        self._began = self._touched = time.monotonic()
+        self._deadline = float("inf")
+        self.first: int | None = None
+        self.told: Told | None = None
+
+    def run(self) -> int:
+        """The exit code (negative: the signal that killed it), once it has ended."""
+        while (code := self._process.poll()) is None:
+            for number in self._signals.take():
+                self.first = self.first or number
+                self._pass_on(self._passed_on[number])
+            self._keep_time()
+            time.sleep(POLL_S)
+        return code
+
+    def _pass_on(self, number: int) -> None:
+        """Tell the job once, whatever comes how often: a second signal would end it unsaved."""
+        if number == signal.SIGKILL:
+            self._process.signal(number)
+        elif self._deadline == float("inf"):
+            self._deadline = time.monotonic() + self._order.grace_s
+            if number:
+                self._process.signal(number)
+
+    def _keep_time(self) -> None:
+        now, limit = time.monotonic(), self._timeout_s
+        if limit is not None and now - self._began > limit and self._deadline == float("inf"):
+            self.told = Told(f"not done after {limit:g} s (sweep.timeout_s)", "timeout")
+            self._pass_on(signal.SIGTERM)
+        if now > self._deadline:
+            self._process.signal(signal.SIGKILL)
+        if now - self._touched > TOUCH_S:
+            self._touched = now
+            touch(Path(self._order.note))
 
 
 def bind(parent: int) -> None:
@@ -77,33 +141,17 @@ def bind(parent: int) -> None:
 
 def mind(order: Order, signals: Signals) -> None:
     """Run a job, and write down how it ended. Raises StorageError where it cannot be started or written down."""
-    job = JobProcess(order.command, Path(order.log), order.environment, place=order.place)
-    note, path = begun(order), Path(order.note)
+    minder = Minder(order, order.command, PASSED_ON, signals)
+    cards = os.environ.get(order.visible, "") if order.visible else ""
+    note, path = begun(order, tuple(filter(None, cards.split(",")))), Path(order.note)
     note.write(path)
-    code = _follow(job, order, signals)
+    code = minder.run()
     note.with_end(time.time(), code).write(path)
 
 
-def begun(order: Order) -> Note:
-    """The note of a job that starts now, in this process's environment."""
-    cards = os.environ.get(order.visible, "") if order.visible else ""
-    devices = tuple(filter(None, cards.split(",")))
+def begun(order: Order, devices: tuple[str, ...]) -> Note:
+    """The note of a job that starts now, beside this process."""
     return Note(order.token, socket.gethostname(), os.getpid(), time.time(), devices)
-
-
-def _follow(job: JobProcess, order: Order, signals: Signals) -> int:
-    touched, deadline = time.monotonic(), float("inf")
-    while (code := job.poll()) is None:
-        for number in signals.take():
-            job.signal(signal.SIGKILL if number == KILL else number)
-            deadline = min(deadline, time.monotonic() + order.grace_s)
-        if time.monotonic() > deadline:
-            job.signal(signal.SIGKILL)
-        if time.monotonic() - touched > TOUCH_S:
-            touched = time.monotonic()
-            touch(Path(order.note))
-        time.sleep(POLL_S)
-    return code
 
 
 if __name__ == "__main__":

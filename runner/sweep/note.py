@@ -38,9 +38,9 @@ class Note:
     exit_code: int | None = None
     told: Told | None = None
 
-    def with_end(self, ended: float, exit_code: int) -> Note:
+    def with_end(self, ended: float, exit_code: int, told: Told | None = None) -> Note:
         """It, once the job has ended."""
-        return replace(self, ended=ended, exit_code=exit_code)
+        return replace(self, ended=ended, exit_code=exit_code, told=told)
 
     @property
     def seconds(self) -> float:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from runner.folder import shown
+from runner.errors import EnvironmentProblem
+from runner.folder import RunFolder, shown
 from runner.manifest import redact
 from runner.report.chart import Curve, hues
 from runner.report.facts import read_run
@@ -55,7 +54,7 @@ def _points(results: Results) -> list[Point]:
     found = []
     for row, hue in zip(results.results, hues(len(results.results)), strict=True):
         first, second = row.scores[:2]
-        if first is not None and second is not None:
+        if row.values is not None and first is not None and second is not None:
             name, index = f"job {row.job.index}  {row.job.label}", row.job.index
             found.append(Point(name, str(index), hue, first.value, second.value, index in front))
     return found
@@ -122,7 +121,7 @@ def _environment(page: Page, results: Results) -> None:
         if not run.spec.is_file():
             continue
         seen += 1
-        for name, value in _common(read_run(run).environment).items():
+        for name, value in _of_job(run).items():
             found.setdefault((name, value), []).append(row.job.index)
     if not seen:
         page.text("no job has begun")
@@ -134,6 +133,10 @@ def _environment(page: Page, results: Results) -> None:
     page.table(["", "what"], rows, wrap=True)
 
 
-def _common(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without what is a job's own by design: its devices."""
+def _of_job(run: RunFolder) -> dict[str, str]:
+    """Without what is a job's own by design: its devices. One damaged file costs no other job its results."""
+    try:
+        environment = read_run(run).environment
+    except EnvironmentProblem as error:
+        return {"not known": str(error)}
     return {name: value for name, value in environment.items() if not name.endswith("VISIBLE_DEVICES")}

@@ -97,10 +97,14 @@ class RaySite:
         self._link.hear_of({job.token for job in jobs.values()})
         lost = {index: job for index, job in jobs.items() if job.token in self._link.gone}
         told, deadline = False, time.monotonic() + grace_s + LATE_S
-        while any(job.is_ending for job in lost.values()) and time.monotonic() < deadline:
+        while ending := [str(index) for index, job in lost.items() if job.is_ending]:
+            if time.monotonic() > deadline:  # no minder without an actor lets its job live so long
+                raise EnvironmentProblem(
+                    f"job {', '.join(ending)} runs, and is not known to {self._nodes()}: is it another cluster's? "
+                    "sweep.address names the one where the sweep began"
+                )
             if not told:
-                ending = ", ".join(str(index) for index, job in lost.items() if job.is_ending)
-                say(f"waiting for job {ending} of the sweep before, which is saving")
+                say(f"waiting for job {', '.join(ending)} of the sweep before, which is saving")
                 told = True
             time.sleep(POLL_S)
         known = {index: job for index, job in jobs.items() if index not in lost or job.exit_code is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
@@ -74,6 +74,12 @@ class Record:
     def assume(self, index: int, **changes: Any) -> None:
         """Change what is known of a job in memory only."""
         self._jobs[index] = replace(self._jobs[index], **changes)
+
+    def wait(self, indices: Iterable[int]) -> None:
+        """Have these jobs wait for their turn, and write it once. Raises StorageError."""
+        for index in indices:
+            self.assume(index, state="waiting")
+        self._write()
 
     def grow(self, count: int) -> None:
         """Make it one of `count` jobs, the new ones waiting. Raises StorageError."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ FOUND = "the first of the usual ones that all jobs have; sweep.metric names anot
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What ranks a job by one metric: the value, and the step that measured it."""
+    """What ranks a job by one metric: the value, NaN if it is not finite, and the step that measured it."""
 
     value: float
     step: int
@@ -30,7 +31,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One job and what came of it; a score per ranking, None where it did not measure the metric."""
+    """One job and what came of it; a score per ranking, None where it never had a finite value of the metric."""
 
     job: JobPlan
     state: JobState
@@ -40,8 +41,8 @@ class Result:
 
     @property
     def values(self) -> tuple[float, ...] | None:
-        """Its value by each ranking; None where one of them is missing, or there is no ranking."""
-        found = tuple(score.value for score in self.scores if score is not None)
+        """Its value by each ranking; None where one of them is missing or not finite, or there is no ranking."""
+        found = tuple(score.value for score in self.scores if score is not None and math.isfinite(score.value))
         return found if found and len(found) == len(self.scores) else None
 
 
@@ -65,12 +66,11 @@ class Results:
         """The jobs that are done and beaten by none: no other is as good by each ranking and better by one. In the
         order of the first ranking; of equals the first."""
         ranked = [(self._losses(r), r) for r in self.results if r.state.state == "done" and r.values is not None]
-        kept = [
-            pair
-            for i, pair in enumerate(ranked)
-            if not any(_beats(o, pair[0], j < i) for j, (o, _) in enumerate(ranked))
-        ]
-        return [result for _, result in sorted(kept, key=lambda pair: pair[0])]
+        kept: list[tuple[tuple[float, ...], Result]] = []
+        for losses, result in sorted(ranked, key=lambda pair: pair[0]):  # stable; what beats one comes before it
+            if not any(_is_as_good(other, losses) for other, _ in kept):
+                kept.append((losses, result))
+        return [result for _, result in kept]
 
     def _losses(self, result: Result) -> tuple[float, ...]:
         """Its values with the sign that makes less better."""
@@ -88,9 +88,9 @@ class Results:
         return [r for r in self.results if r.state.state not in FINISHED | FAILED]
 
 
-def _beats(other: tuple[float, ...], one: tuple[float, ...], earlier: bool) -> bool:
-    """Whether `other` is nowhere worse than `one`, and somewhere better, or the same and `earlier`."""
-    return all(a <= b for a, b in zip(other, one, strict=True)) and (other != one or earlier)
+def _is_as_good(other: tuple[float, ...], one: tuple[float, ...]) -> bool:
+    """Whether `other` is nowhere worse than `one`."""
+    return all(a <= b for a, b in zip(other, one, strict=True))
 
 
 def gather(folder: SweepFolder, plan: Plan, record: Record) -> Results:
@@ -149,12 +149,17 @@ def _entry(results: Results, row: Result) -> dict[str, Any]:
         "attempts": row.state.attempts,
         "exit_code": row.state.exit_code,
         "steps": row.steps,
-        "scores": {r.metric: None if s is None else {"value": s.value, "step": s.step} for r, s in scored},
+        "scores": {r.metric: None if s is None else {"value": _finite(s.value), "step": s.step} for r, s in scored},
         "seconds": row.state.seconds,
         "folder": shown(results.folder.run(row.job.index).root),
         "error": row.state.error,
-        "last": {name: series.last[1] for name, series in row.series.items()},
+        "last": {name: _finite(series.last[1]) for name, series in row.series.items()},
     }
+
+
+def _finite(value: float) -> float | None:
+    """The value as JSON can hold it, as in metrics.jsonl: null where it is not finite."""
+    return value if math.isfinite(value) else None
 
 
 def _common(series: Sequence[Mapping[str, Series]], done: Sequence[bool]) -> tuple[Ranking, ...]:

@@ -108,7 +108,7 @@ class Trials:
             return
         if state.state == "done":
             metrics = ", ".join(ranking.metric for ranking in self._plan.rankings)
-            self._say(f"job {index}  is done and did not measure {metrics}: the search takes it as failed")
+            self._say(f"job {index}  is done without a finite {metrics}: the search takes it as failed")
         told = self._states.PRUNED if state.state == "pruned" else self._states.FAIL
         self._study.tell(trial, state=told, skip_if_finished=True)
 

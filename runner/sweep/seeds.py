@@ -29,9 +29,10 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Jobs that differ in their seed only, and a mean per ranking."""
+    """Jobs that differ in their seed only, and a mean per ranking: of the `seeds` that are done and have values."""
 
     varied: Mapping[str, str]
+    jobs: int
     seeds: int
     means: tuple[Mean, ...]
 
@@ -42,10 +43,9 @@ def folds(results: Results) -> list[Fold]:
         return []
     grouped: dict[tuple[tuple[str, str], ...], list[Result]] = {}
     for row in results.results:
-        if row.state.state == "done" and row.values is not None:
-            rest = tuple((k, v) for k, v in row.job.varied.items() if k != SEED)
-            grouped.setdefault(rest, []).append(row)
-    found = [_fold(dict(rest), rows) for rest, rows in grouped.items()]
+        rest = tuple((k, v) for k, v in row.job.varied.items() if k != SEED)
+        grouped.setdefault(rest, []).append(row)
+    found = [fold for rest, rows in grouped.items() if (fold := _fold(dict(rest), rows)) is not None]
     return sorted(found, key=lambda f: f.means[0].value, reverse=results.rankings[0].mode == "max")
 
 
@@ -60,6 +60,9 @@ def mean(values: Sequence[float]) -> Mean:
     return Mean(middle, quantile * deviation / math.sqrt(count))
 
 
-def _fold(varied: Mapping[str, str], rows: Sequence[Result]) -> Fold:
-    columns = zip(*(row.values or () for row in rows), strict=True)
-    return Fold(varied, len(rows), tuple(mean(column) for column in columns))
+def _fold(varied: Mapping[str, str], rows: Sequence[Result]) -> Fold | None:
+    """None where no job has values."""
+    values = [row.values for row in rows if row.state.state == "done" and row.values is not None]
+    if not values:
+        return None
+    return Fold(varied, len(rows), len(values), tuple(map(mean, zip(*values, strict=True))))

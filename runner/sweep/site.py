@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from runner.errors import EnvironmentProblem
 from runner.sweep.config import SweepConfig
 from runner.sweep.need import Need
 from runner.sweep.order import Order
 from runner.sweep.outcome import Told
 
-# JSON, with which a site finds a job again that it has started. The order's `token` and `note` are always in it: they
-# are on the disk before a job is started; what the handle adds, after that.
+# JSON, with which a site finds a job again that it has started. `on` (which site) and the order's `token` and `note`
+# are always in it: they are on the disk before a job is started; what the handle adds, after that.
 Identity = Mapping[str, Any]
 Say = Callable[[str], None]  # a line for the user and for sweep.log
 
@@ -90,6 +91,16 @@ class Site(Protocol):
         ended. All others have ended when this returns; nothing is known of how. Called once, before the first `start`.
         """
         ...
+
+
+def refuse_elsewhere(left: Mapping[int, Identity], on: str) -> None:
+    """Raise EnvironmentProblem for jobs that another kind of site was given: only that one knows whether they still
+    run, and a job must not run twice."""
+    for place in dict.fromkeys(identity["on"] for identity in left.values() if identity.get("on", on) != on):
+        jobs = [str(index) for index, identity in left.items() if identity.get("on") == place]
+        which = f"job{'s' if len(jobs) > 1 else ''} {', '.join(jobs)}"
+        text = f"{which} may still run where sweep.on={place} had put them; go on with sweep.on={place} first"
+        raise EnvironmentProblem(text)
 
 
 def opened(options: SweepConfig) -> AbstractContextManager[Site]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from runner.sweep.note import Note, read
 from runner.sweep.outcome import Told
 from runner.sweep.site import Identity
-from runner.sweep.slurm_job import now
 from runner.sweep.slurm_queue import Entry
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class SlurmJob:
     def seconds(self) -> float | None:
         if self._note is None or self._is_waiting:
             return None
-        return (self._note.ended or now()) - self._note.began
+        return self._note.seconds
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -16,81 +16,41 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from runner.device.kinds import KINDS, NPU
 from runner.folder import RunFolder
-from runner.sweep.note import TOUCH_S, Note, touch
+from runner.sweep.minder import Minder, Signals, begun
 from runner.sweep.order import Order
 from runner.sweep.outcome import ENDED_BY_US, Told
-from runner.sweep.process import JobProcess
 from runner.sweep.slurm_batch import Batch
 
-POLL_S = 0.1
 SAVE, LIMIT, ENDED = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
 CARDS = re.compile(r"GRES=.*?\b{name}(?::\w+)?:\d+\(IDX:([\d,-]+)\)")
 
 
 def main(path: str) -> int:
     """Run the job of this array index; its exit code, which Slurm then has, too."""
-    heard: list[int] = []
-    for number in (SAVE, LIMIT, ENDED):
-        signal.signal(number, lambda number, _: heard.append(number))
+    signals = Signals((SAVE, LIMIT, ENDED))
     batch = Batch.read(Path(path))
     order = batch.orders[int(os.environ["SLURM_ARRAY_TASK_ID"])]
     shown = cards(batch)
-    note = Note(order.token, socket.gethostname(), os.getpid(), now(), devices_of(batch, shown))
+    goes_on = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and RunFolder(Path(order.run)).spec.is_file()
+    command = order.again if goes_on else order.command
+    minder = Minder(order, command, passed_on(batch.all_signalled), signals, shown, batch.timeout_s)
+    note = begun(order, devices_of(batch, shown))
     note.write(Path(order.note))
-    code, told = Minder(batch, order, shown, heard).run()
-    if heard[:1] == [LIMIT] and code in ENDED_BY_US and (told := requeue(order, note.began)) is None:
+    code, told = minder.run(), minder.told
+    if minder.first == LIMIT and code in ENDED_BY_US and (told := requeue(order, note.began)) is None:
         return 0  # Slurm starts it again; the note says that it runs until it then says more
-    replace(note, ended=now(), exit_code=code, told=told).write(Path(order.note))
+    note.with_end(time.time(), code, told).write(Path(order.note))
     return code if code >= 0 else 128 - code
 
 
-class Minder:
-    """The job's process and what it is told."""
-
-    def __init__(self, batch: Batch, order: Order, shown: dict[str, str], heard: list[int]) -> None:
-        self._batch, self._order, self._heard = batch, order, heard
-        begun = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and RunFolder(Path(order.run)).spec.is_file()
-        command = order.again if begun else order.command
-        self._process = JobProcess(command, Path(order.log), {**order.environment, **shown}, (), order.place)
-        self._passed = 0
-        self._told: Told | None = None
-        self._deadline = float("inf")
-
-    def run(self) -> tuple[int, Told | None]:
-        """The job's exit code, and why it was told to stop, where that was not for the sweep to say."""
-        began, touched = time.monotonic(), time.monotonic()
-        while (code := self._process.poll()) is None:
-            self._pass_on()
-            seconds, limit = time.monotonic() - began, self._batch.timeout_s
-            if limit is not None and seconds > limit and self._deadline == float("inf"):
-                self._told = Told(f"not done after {limit:g} s (sweep.timeout_s)", "timeout")
-                self._tell(signal.SIGTERM)
-            if time.monotonic() > self._deadline:
-                self._process.signal(signal.SIGKILL)
-            if time.monotonic() - touched > TOUCH_S:
-                touched = time.monotonic()
-                touch(Path(self._order.note))
-            time.sleep(POLL_S)
-        return code, self._told
-
-    def _pass_on(self) -> None:
-        """Tell the job once, whatever comes how often: a second signal would end it unsaved."""
-        heard, self._passed = self._heard[self._passed :], len(self._heard)
-        if heard and self._deadline == float("inf"):
-            has_it = heard[0] == ENDED and self._batch.all_signalled  # from Slurm itself
-            self._tell(0 if has_it else signal.SIGTERM)
-
-    def _tell(self, number: int) -> None:
-        self._deadline = time.monotonic() + self._order.grace_s
-        if number:
-            self._process.signal(number)
+def passed_on(all_signalled: bool) -> Mapping[int, int]:
+    """What the job gets for what this process is told; `all_signalled`: it has got Slurm's SIGTERM already."""
+    return {SAVE: signal.SIGTERM, LIMIT: signal.SIGTERM, ENDED: 0 if all_signalled else signal.SIGTERM}
 
 
 def requeue(order: Order, began: float) -> Told | None:
@@ -144,11 +104,6 @@ def devices_of(batch: Batch, shown: dict[str, str]) -> tuple[str, ...]:
     kind, host = KINDS.get(batch.kind), socket.gethostname()
     listed = {**os.environ, **shown}.get(kind.visible or "", "") if kind else ""
     return tuple(f"{host}:{card}" for card in listed.split(",")) if listed else (host,)
-
-
-def now() -> float:
-    """Seconds since the epoch."""
-    return datetime.now().timestamp()
 
 
 def run(arguments: Sequence[str]) -> int:

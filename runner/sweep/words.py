@@ -84,8 +84,12 @@ def means(results: Results) -> list[list[str]]:
     found = folds(results)
     axes = [axis for axis in results.plan.axes if axis != SEED]
     head = [*short_names(axes).values(), "seeds", *metrics(results)]
-    rows = [[*(one.varied.get(axis, "") for axis in axes), str(one.seeds), *_means(one)] for one in found]
+    rows = [[*(one.varied.get(axis, "") for axis in axes), _seeds(one), *_means(one)] for one in found]
     return [head, *rows] if rows else []
+
+
+def _seeds(one: Fold) -> str:
+    return str(one.seeds) if one.seeds == one.jobs else f"{one.seeds} of {one.jobs}"
 
 
 def _means(one: Fold) -> list[str]:
@@ -152,9 +156,8 @@ def nobody_wins(results: Results) -> str:
     """Why there is no best job."""
     if not any(row.state.state == "done" for row in results.results):
         return "none: no job is done"
-    return (
-        f"none: no job that is done measured {' and '.join(metrics(results)) if results.rankings else 'a usual metric'}"
-    )
+    wanted = " and ".join(metrics(results)) if results.rankings else "usual metric"
+    return f"none: no job that is done has a finite {wanted}"
 
 
 def _values(results: Results, row: Result) -> str:

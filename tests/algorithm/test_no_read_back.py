@@ -29,7 +29,7 @@ from runner.algorithm.policy.correction import (
     mis,
     tis,
 )
-from runner.algorithm.policy.moments import moments, whiten
+from runner.algorithm.policy.moments import whiten
 from runner.algorithm.policy.ratios import sequence_ratio, token_ratio
 from runner.algorithm.policy.returns import discounted_returns, gae, penalised_rewards, token_rewards
 from runner.algorithm.preference import losses as preference
@@ -43,7 +43,7 @@ CALLS: dict[str, Callable[[], Any]] = {
         group_mean_std(x, ids, eps=1e-6),
         group_mean(x, ids),
         leave_one_out(x, ids),
-        batch_std(x, ids, moments(x, mask), eps=1e-4),
+        batch_std(x, ids, eps=1e-4),
         opo(x, ids, ids),
         no_baseline(x),
     ],
@@ -52,7 +52,7 @@ CALLS: dict[str, Callable[[], Any]] = {
         token_rewards(x, x, mask, ids, 0.1),
         discounted_returns(x, mask, ids, 0.9),
         *gae(x, x, mask, ids, gamma=0.9, lam=0.9),
-        whiten(x, mask, moments(x, mask)),
+        whiten(x, mask),
     ],
     "ratios": lambda: [token_ratio(x, x), sequence_ratio(x, x, mask, ids)],
     "kl": lambda: [kl.k1(x, x), kl.k2(x, x), kl.k3(x, x), kl.k3_ratio(x, x, x), kl.k3_plus(x, x)],
@@ -83,7 +83,7 @@ CALLS: dict[str, Callable[[], Any]] = {
         *(c.weights for c in (tis(x, cap=2.0), mis(x, low=0.5, high=5.0), decoupled(x, cap=5.0))),
         affected_share(tis(x, cap=2.0), mask),
         *drift(x, x, mask).values(),
-        effective_sample_size(moments(x, mask)),
+        effective_sample_size(x, mask),
     ],
     "preference": lambda: [
         preference.sigmoid(x, x, beta=0.1),

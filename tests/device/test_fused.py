@@ -145,6 +145,56 @@ def test_an_operator_that_gives_something_else_or_is_absent_is_not_used(name: st
     assert not [m for m in ours.modules() if "forward" in vars(m)]
 
 
+class Backwards(torch.autograd.Function):
+    """The identity, whose gradient has the other sign."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -grad
+
+
+def backwards(x: Tensor) -> Tensor:
+    return Backwards.apply(x)
+
+
+WRONG_GRADIENT: dict[str, tuple[str, Any]] = {
+    "rms_norm": ("npu_rms_norm", lambda x, g, e: operators.npu_rms_norm(x, backwards(g), e)),
+    "rotary": ("npu_rotary_mul", lambda x, c, s, m: operators.npu_rotary_mul(backwards(x), c, s, m)),
+    "swiglu": ("npu_swiglu", lambda x, dim: operators.npu_swiglu(backwards(x), dim)),
+    "grouped_matmul": (  # along the sum, which is the gradient of weights
+        "npu_grouped_matmul",
+        lambda x, w, group_type, **o: [
+            t.flip(0) if group_type == 2 else t for t in operators.npu_grouped_matmul(x, w, group_type=group_type, **o)
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_GRADIENT)
+@pytest.mark.parametrize("missing", [False, True])
+def test_an_operator_whose_gradient_is_another_or_absent_is_not_used(name: str, missing: bool) -> None:
+    operator, wrong = WRONG_GRADIENT[name]
+
+    def without(*args: Any, **options: Any) -> Any:
+        if options.get("group_type") == 2:
+            raise RuntimeError("group_type 2 is not supported here")
+        out = getattr(operators, operator)(*args, **options)
+        if name == "grouped_matmul":
+            return out
+        return out.detach() if isinstance(out, Tensor) else [t.detach() for t in out]
+
+    given = SimpleNamespace(**{key: value for key, value in vars(operators).items() if key.startswith("npu_")})
+    setattr(given, operator, without if missing else wrong)
+    ours, decisions = fused(zoo.module("qwen3_moe").requires_grad_(True), (name,), given)
+    assert decisions.made[0].feature == f"device.fused.{name}" and decisions.made[0].got == "transformers' own"
+    assert missing or decisions.made[0].reason == "the operator's gradient is not that of the module"
+    assert not [m for m in ours.modules() if "forward" in vars(m)]
+
+
 def test_another_activation_is_refused() -> None:
     _, decisions = fused(zoo.module("llama", hidden_act="gelu"), ("swiglu",))
     assert "GELU" in decisions.made[0].reason

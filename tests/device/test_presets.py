@@ -70,12 +70,18 @@ def test_hccl_timeouts_of_each_preset_fit_together(preset: presets.Preset) -> No
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        ({"HCCL_EXEC_TIMEOUT": "20000"}, "HCCL_EVENT_TIMEOUT=20068"),
+        ({"HCCL_EXEC_TIMEOUT": "20000"}, "counts as 20060, in steps of 68; export HCCL_EVENT_TIMEOUT=20128"),
+        ({"HCCL_EXEC_TIMEOUT": "1860"}, "must be above HCCL_EXEC_TIMEOUT=1860, which HCCL counts as 1904"),
         ({"HCCL_CONNECT_TIMEOUT": "9000"}, "outside 120 … 7200"),
         ({"HCCL_CONNECT_TIMEOUT": "soon"}, "no whole number"),
+        (
+            {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+            "both set, and torch_npu ends the process over that; unset PYTORCH_NPU_ALLOC_CONF",
+        ),
+        ({"TASK_QUEUE_ENABLE": "7"}, "torch_npu knows 0, 1, 2, and refuses all else; unset TASK_QUEUE_ENABLE"),
     ],
 )
-def test_timeouts_that_contradict_one_another_are_refused(
+def test_what_hccl_or_torch_npu_would_end_the_process_over_is_refused_before(
     own: dict[str, str], said: str, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in own.items():
@@ -164,11 +170,12 @@ def test_the_documentation_has_every_variable_with_its_reason() -> None:
 
 
 @pytest.mark.skipif(bool(glob("/dev/nvidia[0-9]*")), reason="a GPU is present")
-def test_a_command_sets_it_before_torch_is_imported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [(), ("parallelism=ddp", "launch.devices=2")], ids=["one process", "two"])
+def test_a_command_sets_it_before_torch_is_imported(layout: tuple[str, ...], tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "runner", "+recipe=sft_demo", "device=cuda", "tracker=none"],
+        [sys.executable, "-m", "runner", "+recipe=sft_demo", "device=cuda", "tracker=none", *layout],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "CUDA_VISIBLE_DEVICES": "0,1"},
         capture_output=True,
         text=True,
     )

@@ -105,7 +105,7 @@ MISTAKES = {
     ),
     "EVENT below EXEC": (
         variables(HCCL_EXEC_TIMEOUT="3600", HCCL_EVENT_TIMEOUT="1868"),
-        ("HCCL time-outs", PROBLEM, "must be above", "export HCCL_EVENT_TIMEOUT=3668"),
+        ("HCCL time-outs", PROBLEM, "must be above", "export HCCL_EVENT_TIMEOUT=3672"),
     ),
     "EXEC raised, EVENT left at its default": (
         variables(HCCL_EXEC_TIMEOUT="7200"),
@@ -145,7 +145,7 @@ MISTAKES = {
     ),
     "a queue that there is not": (
         variables(TASK_QUEUE_ENABLE="3"),
-        ("other variables", WARNING, "known: 0, 1, 2", "unset TASK_QUEUE_ENABLE"),
+        ("other variables", PROBLEM, "known: 0, 1, 2", "unset TASK_QUEUE_ENABLE"),
     ),
     "blocking launches left on": (
         variables(ASCEND_LAUNCH_BLOCKING="1"),

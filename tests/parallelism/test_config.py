@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from runner.cli.compose import compose_job
 from runner.errors import SpecError
-from runner.parallelism.config import DdpConfig, FsdpConfig, HsdpConfig, Mesh, SingleConfig
+from runner.parallelism.config import DdpConfig, FsdpConfig, HsdpConfig, Mesh, SingleConfig, TpConfig
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,11 @@ from runner.parallelism.config import DdpConfig, FsdpConfig, HsdpConfig, Mesh, S
         (FsdpConfig(), 4, (1, 4)),
         (HsdpConfig(), 8, (2, 4)),
         (HsdpConfig(dp_replicate=-1, dp_shard=3), 6, (2, 3)),
+        (TpConfig(), 4, (1, 1, 4)),
+        (TpConfig(dp_replicate=-1, tp=2), 6, (3, 1, 2)),
+        (DdpConfig(tp=2), 4, (2, 1, 2)),
+        (FsdpConfig(tp=2), 4, (1, 2, 2)),
+        (HsdpConfig(tp=2), 8, (2, 2, 2)),
     ],
 )
 def test_a_preset_is_a_grid(config: Any, world: int, mesh: tuple[int, int]) -> None:
@@ -48,14 +53,26 @@ def test_a_mesh_has_every_process_once_or_is_refused(world: int, replicate: int,
         (
             "parallelism=hsdp parallelism.dp_replicate=3 launch.devices=4",
             "parallelism",
-            "dp_replicate=3 × dp_shard=-1 does not make 4 processes (launch); "
-            "what fits, dp_replicate × dp_shard: 1 × 4, 2 × 2, 4 × 1",
+            "dp_replicate=3 × dp_shard=-1 × tp=1 does not make 4 processes (launch); "
+            "what fits, dp_replicate × dp_shard × tp: 1 × 4 × 1, 2 × 2 × 1, 4 × 1 × 1",
         ),
         (
             "parallelism=ddp launch.devices=6 parallelism.dp_replicate=4",
             "parallelism",
-            "what fits, dp_replicate × dp_s",
+            "what fits, dp_replicate × dp_shard × tp: 6 × 1 × 1",
         ),
+        (
+            "parallelism=tp parallelism.tp=3 launch.devices=3",
+            "parallelism.tp",
+            "3 slices do not divide model.heads=4, model.kv_heads=4 of the model; what fits: 1, 2, 4",
+        ),
+        (
+            "parallelism=ddp parallelism.tp=4 launch.devices=6",
+            "parallelism",
+            "dp_replicate=-1 × dp_shard=1 × tp=4 does not make 6 processes (launch); what fits, "
+            "dp_replicate × dp_shard × tp: 1 × 1 × 6, 2 × 1 × 3, 3 × 1 × 2, 6 × 1 × 1",
+        ),
+        ("parallelism=tp launch.devices=2 adapter=lora adapter.dora=true", "adapter.dora", "leave it out"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_would(words: str, key: str, said: str) -> None:

@@ -55,7 +55,7 @@ SLOW = {
 }
 
 
-def compare(size: int, words: str, root: Path, *spread: str) -> None:
+def compare(size: int, words: str, root: Path, *spread: str, gradients: float = GRADIENTS) -> None:
     """In `root`, the working folder, where a teacher is put if one is asked for; `spread` says how, else by copies."""
     name = words.split()[0].removeprefix("algorithm=")
     sampled = SAMPLED if name in ("grpo", "dapo", "ppo", "reinforce_pp", "opd") else ""
@@ -66,7 +66,7 @@ def compare(size: int, words: str, root: Path, *spread: str) -> None:
     wanted, found = in_one(typed, root / "one"), on_ranks(size, [*typed, *spread], root / "several")
     for rank in found:
         assert all(torch.equal(rank["weights"][name], one) for name, one in found[0]["weights"].items())
-        assert difference(rank["gradients"], wanted["gradients"]) < GRADIENTS
+        assert difference(rank["gradients"], wanted["gradients"]) < gradients
         assert difference(rank["weights"], wanted["weights"]) < WEIGHTS
         for mine, other in zip(rank["steps"], wanted["steps"], strict=True):
             assert mine.keys() == other.keys()

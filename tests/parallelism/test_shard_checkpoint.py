@@ -72,6 +72,7 @@ def close(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         assert float((got[name] - tensor).abs().max()) <= 2e-3 * max(1.0, float(tensor.abs().max())), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
 def test_any_layout_goes_on_from_any_other(tmp_path: Path, adapter: bool) -> None:
     saved(0, tmp_path / "alone", adapter, None, True, 4)
@@ -100,6 +101,7 @@ def test_what_two_ranks_write_is_what_one_would(tmp_path: Path) -> None:
         assert one.read_bytes() == other.read_bytes()
 
 
+@pytest.mark.slow
 def test_the_same_layout_goes_on_bit_for_bit(tmp_path: Path) -> None:
     ranks(2, saved, tmp_path / "through", False, (1, 2), True, 4)
     ranks(2, saved, tmp_path / "cut", False, (1, 2), True, 2)
@@ -178,6 +180,13 @@ def test_a_folder_that_the_other_machine_does_not_see(tmp_path: Path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
+def test_two_ranks_go_on_alone(tmp_path: Path) -> None:
+    saved(0, tmp_path / "alone", True, None, True, 2)
+    ranks(2, saved, tmp_path / "many", True, (1, 2), True, 1)
+    saved(0, tmp_path / "many", True, None, False, 1)
+    close(files(tmp_path / "many", 2), files(tmp_path / "alone", 2))
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     ranks(2, saved, tmp_path, True, (1, 2), True, 1)
 
@@ -192,7 +201,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("merges", [False, True], ids=["apart", "merged"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_an_export_of_pieces_is_that_of_the_whole(tmp_path: Path, kind: str, adapter: bool, merges: bool) -> None:
     if merges and not adapter:
         return

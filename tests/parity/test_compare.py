@@ -53,6 +53,16 @@ def test_samples_are_compared_by_their_likelihood_where_a_step_has_some() -> Non
     assert (found.series, len(found.steps), found.loss_error) == ("nll", 1, 0.0)
 
 
+@pytest.mark.parametrize("missing", ["recorded", "here"])
+def test_a_gradient_that_one_side_lacks_is_a_disagreement(missing: str) -> None:
+    whole, name = recorded(), "layers.0.norm"
+    prints = {key: one for key, one in whole.prints.items() if key != f"gradient/policy/{name}"}
+    sides = {"recorded": whole, "here": whole, missing: replace(whole, prints=prints)}
+    found = compare(sides["recorded"], sides["here"], sampled=False)
+    assert found.first_gradient is not None and found.first_gradient.name == f"policy/{name}"
+    assert not found.agrees(0.005)
+
+
 def test_the_relative_error_of_nothing_and_of_what_is_not_finite() -> None:
     assert relative(0.0, 0.0) == 0 and relative(0.0, 1e-9) == math.inf
     assert relative(1.0, math.nan) == relative(math.inf, 1.0) == math.inf and relative(-2.0, -1.0) == 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from torch import nn
 
 from runner.cli.main import main
 from runner.device.cpu import Cpu
+from runner.device.npu_fused import KINDS
 from runner.parity.recording import read
+from tests.device import operators
 
 SMALL = (
     "model=tiny",
@@ -175,6 +178,37 @@ def test_another_data_type_is_within_the_bounds_of_that_type(workdir: Path, caps
     parity(capsys, "--record", FILE, "device=cpu", *SMALL, "algorithm=sft")
     said = parity(capsys, "--compare", FILE, "model.autocast=bfloat16", "model.gradient_checkpointing=true")
     assert "0 beyond the bound 0.05" in said and "equal to the bit" not in said
+
+
+class InPairs:
+    """The rotary positions of neighbours, where the model was made for those of halves."""
+
+    @staticmethod
+    def npu_rotary_mul(x: Any, cos: Any, sin: Any, mode: str) -> Any:
+        return operators.npu_rotary_mul(x, cos, sin, "interleave")
+
+
+def test_wrong_rotary_positions_are_named_in_bfloat16_where_only_gradients_show_them(
+    workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parity(capsys, "--record", FILE, "--steps", "1", "device=cpu", *SMALL, "algorithm=sft")
+    rounded = ("--compare", FILE, "model.autocast=bfloat16")
+    assert "0 beyond the bound 0.06" in parity(capsys, *rounded)
+
+    def wrong(module: Any) -> None:
+        part = module.model.layers[1].self_attn
+        part.forward = KINDS["rotary"].forward(part, InPairs).__get__(part)
+
+    with_device(monkeypatch, wrong)
+    said = parity(capsys, *rounded, code=5)
+    assert "first in the forward pass" not in said, "so near are they in a model of random weights"
+    assert re.search(r"the gradient of policy/model\.layers\.1\.self_attn\.[qk]_proj\.weight differs by", said)
+
+
+def test_a_job_of_several_processes_is_refused(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--record", FILE, "device=cpu", *SMALL, "algorithm=sft", "launch.devices=2", "parallelism=ddp")
+    said = parity(capsys, *words, code=2)
+    assert "launch.devices: run parity is one process, and this job is 2; type launch.devices=1" in said
 
 
 def test_another_job_other_weights_and_other_data_are_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -79,6 +80,24 @@ def test_series_leave_out_what_is_no_number_and_a_torn_line(tmp_path: Path) -> N
     assert found["train/loss"].points == ((1, 2.0), (2, 1.0), (3, 2.0 / 3)) and "eval/loss" not in found
     assert found["train/loss"].best("min") == (3, 2.0 / 3) and found["train/loss"].best("max") == (1, 2.0)
     assert read(tmp_path / "nowhere") == {}
+
+
+def test_what_is_not_finite_at_the_end_is_said(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "a")
+    with folder.metrics.open("w") as file:
+        file.write('{"step": 1, "eval/loss": 2.0}\n{"step": 2, "eval/loss": null}\n')
+    step, value = read(folder.metrics)["eval/loss"].last
+    assert step == 2 and math.isnan(value)
+    run_page.write_page(folder, tmp_path / "r.html")
+    assert "eval/loss  2 → nan" in (tmp_path / "r.html").read_text()
+
+
+def test_a_damaged_sample_is_left_out(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "a")
+    with folder.samples.open("a") as file:
+        file.write("\0\0\n3\n")
+    run_page.write_page(folder, tmp_path / "r.html")
+    assert "Newest samples" in (tmp_path / "r.html").read_text()
 
 
 def test_a_runs_report_is_whole_and_harmless(tmp_path: Path) -> None:

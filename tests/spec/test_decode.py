@@ -67,6 +67,11 @@ def test_defaults_decode_to_the_classes_of_their_names() -> None:
         ({"optimizer": {"clip_norm": "x"}}, "optimizer.clip_norm", "expected a number above 0 or null, got 'x'"),
         ({"optimizer": {"betas": [0.9]}}, "optimizer.betas", "expected a list of 2 numbers, got [0.9]"),
         (
+            {"device": {"name": "npu", "fused": ["norm"]}},
+            "device.fused",
+            'expected a list of some of rms_norm, rotary, swiglu, grouped_matmul, got ["norm"]',
+        ),
+        (
             {"optimizer": {"momentum": 0.9}},
             "optimizer.momentum",
             "not an option of optimizer=adamw; an option of optimizer=sgd",
@@ -109,7 +114,7 @@ def test_defaults_decode_to_the_classes_of_their_names() -> None:
         (
             {"launch": {"devices": 2}},
             "launch.devices",
-            "parallelism=single runs one process, not 2; set launch.devices=1",
+            "parallelism=single runs one process, not 2; set launch.devices=1, or parallelism=ddp",
         ),
         (
             {"model": {"dtype": "bfloat16"}},
@@ -255,6 +260,8 @@ def test_a_dumped_spec_decodes_to_itself(group: str, cls: Any) -> None:
     others = dict(SAMPLING) if samples and name != "none" else {}
     if group == "algorithm" and not cls.rewarded:
         others.pop("reward", None)
+    if group == "parallelism" and name != "single":
+        others["launch"] = {"devices": 4}
     spec = decode(job(**{**others, group: section}), {})
     assert decode(spec.model_dump(), {}) == spec
     assert decode(spec.model_dump(mode="json"), {}) == spec

@@ -50,7 +50,14 @@ def test_names(group: str, wrong: str, right: str | None) -> None:
         ("optimizer", "adamw", "momentum", "an option of optimizer=sgd"),
         ("model", "tiny", "every", "did you mean 'checkpoint.every' or 'evaluation.every'?"),
         ("", "", "num_epochs", "did you mean 'steps' (steps = epochs × items / algorithm.batch_size)?"),
-        ("", "", "deepspeed", "a run is one process on one device in this version"),
+        ("", "", "deepspeed", "several devices: launch.devices=N with parallelism=ddp, fsdp or hsdp"),
+        (
+            "model",
+            "hf",
+            "attn_implementation",
+            "the device brings its attention: device.attention=fused or sdpa, on cuda and npu",
+        ),
+        ("data", "file", "id", ""),
         ("model", "tiny", "qqqqq", ""),
     ],
 )
@@ -79,3 +86,9 @@ def test_nothing_that_is_there_counts_as_absent() -> None:
     members = {name for group in ("adapter", "sampler", "device", "model") for name in registry.classes(group)}
     options = {name for names in OPTIONS.values() for own in names.values() for name in own}
     assert not (members | options) & suggest.ABSENT.keys()
+
+
+@pytest.mark.parametrize("word", ["device=npu:2", "device=cuda:2", "device.visible=2", "+device.id=2", "device_ids=2"])
+def test_who_asks_for_a_card_is_told_how_one_is_chosen(word: str, workdir: Path) -> None:
+    with pytest.raises(SpecError, match=r"ASCEND_RT_VISIBLE_DEVICES=2.* run .*CUDA_"):
+        compose_job([word])

@@ -256,6 +256,19 @@ def test_what_a_resume_cannot_set(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [("sweep.sampler=cmaes", "cmaes varies two or more numbers"), ("sweep.trials=1", "has 2 jobs already")],
+)
+def test_what_a_search_cannot_go_on_with(
+    word: str, message: str, workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("optuna")
+    _, code = toy.search(workdir / "outputs" / "sweeps", ["good"], trials=2)
+    assert code == 0 and main(["sweep", "resume", "latest", word]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_resume_sets_an_option_anew(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begun = plan.Plan("x", (), {}, [], {"retries": 2, "fail_fast": True})
     options = sweep._changed(begun, ["sweep.retry_wait_s=3", "sweep.fail_fast=false"])
@@ -284,7 +297,7 @@ def test_a_sweep_of_real_runs_ends_in_an_answer(tmp_path: Path) -> None:
     rows = list(csv.DictReader(folder.table.read_text().splitlines()))
     assert [row["state"] for row in rows] == ["done"] * 4 and len({row["folder"] for row in rows}) == 4
     results = json.loads(folder.results.read_text())
-    values = [job["value"] for job in results["jobs"]]
+    values = [job["scores"]["eval/loss"]["value"] for job in results["jobs"]]
     assert results["best"] == values.index(min(values)) and min(values) < 5
     assert f"best     job {results['best']}" in out and "mean ± 95 % interval" in out
     sinks = [json.loads((folder.run(i).root / "wandb" / "sink.json").read_text()) for i in range(4)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from runner.sweep import drive
 from runner.sweep.config import SweepConfig
 from runner.sweep.local import Local
 from runner.sweep.plan import SweepFolder, find
+from runner.sweep.record import Record
 from runner.sweep.status import status
 from runner.tracker import processes
 from tests.sweep import toy
@@ -106,7 +108,7 @@ def test_failures_can_stop_the_rest(tmp_path: Path, options: dict[str, object], 
 
 
 def test_fail_fast_lets_running_jobs_save(tmp_path: Path) -> None:
-    folder, code = toy.start(tmp_path, ["saves", "raises"], parallel=2, fail_fast=True)
+    folder, code = toy.start(tmp_path, ["saves", "raises last"], parallel=2, fail_fast=True)
     assert (code, toy.states(folder)) == (9, ["interrupted", "failed"])
     assert '"step": 9' in folder.run(0).metrics.read_text()
     assert toy.resume(folder, ["saves", "good"]) == 9  # the failed one is left
@@ -190,6 +192,30 @@ def test_a_resume_waits_for_a_job_that_is_still_saving_then_kills_it(tmp_path: P
     assert alive(pid)
     assert toy.resume(folder, ["good", "good"], grace_s=0.2) == 0
     assert not alive(pid) and toy.starts(folder, 0) == 2
+
+
+def test_what_was_handed_over_elsewhere_is_not_started_here(tmp_path: Path) -> None:
+    folder, _ = toy.start(tmp_path, ["good", "raises"])
+    given = {"on": "ray", "token": "t", "note": str(folder.note(1))}
+    Record.read(folder).change(1, state="running", identity=given)
+    before = folder.state.read_bytes()
+    with pytest.raises(EnvironmentProblem, match=r"job 1 may still run where sweep\.on=ray had put them; go on with"):
+        drive.resume(*find(str(folder.root)), drive.Wanted(), SweepConfig(), Local(None))
+    assert folder.state.read_bytes() == before and toy.starts(folder, 1) == 1
+
+
+def test_a_report_of_a_sweep_that_was_killed_knows_that_its_jobs_have_ended(
+    tmp_path: Path, sweep_process: Start
+) -> None:
+    process = sweep_process("start", ["good", "saves"], '{"parallel": 1}')
+    until(lambda: list(tmp_path.glob("*/001/metrics.jsonl")))
+    process.kill()
+    process.wait()
+    folder = only_sweep(tmp_path)
+    pid = int((folder.run(1).root / "starts").read_text())
+    until(lambda: not alive(pid))
+    assert toy.states(folder) == ["done", "running"] and drive.report(str(folder.root)) == 0
+    assert [job["state"] for job in json.loads(folder.results.read_text())["jobs"]] == ["done", "interrupted"]
 
 
 def test_only_names_the_jobs_and_finished_ones_are_left_alone(tmp_path: Path) -> None:

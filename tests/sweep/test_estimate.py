@@ -58,6 +58,14 @@ def test_a_run_that_differs_in_what_varies_tells_the_time(tmp_path: Path, monkey
     assert said == "about 14 min, as outputs/2026-11-21/2-a took 2 min for 10 steps"
 
 
+def test_a_few_steps_are_no_evidence_for_many(tmp_path: Path) -> None:
+    a_run(tmp_path / "2026-11-21" / "1-a", 40.0, steps=3)
+    assert earlier(a_plan("optimizer.lr", ["1"], steps=12), tmp_path) is not None
+    assert earlier(a_plan("optimizer.lr", ["1"], steps=2000), tmp_path) is None
+    a_run(tmp_path / "2026-11-21" / "2-a", 4000.0, steps=2000)
+    assert earlier(a_plan("optimizer.lr", ["1"], steps=100), tmp_path) is None
+
+
 @pytest.mark.parametrize("more", [{"host": "elsewhere"}, {"state": "failed"}, {"attempt": 2}, {"batch": 3}], ids=str)
 def test_what_is_no_evidence(more: dict[str, object], tmp_path: Path) -> None:
     a_run(tmp_path / "2026-11-21" / "1-a", 120.0, **more)  # type: ignore[arg-type]

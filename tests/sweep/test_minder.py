@@ -77,6 +77,30 @@ def test_a_job_that_does_not_end_is_killed(
     assert note is not None and note.exit_code == code
 
 
+COUNTS = """
+import signal, sys, time
+came = []
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, _: came.append(number))
+print("on", flush=True)
+while not came:
+    time.sleep(0.01)
+time.sleep(0.5)
+sys.exit(len(came))
+"""
+
+
+def test_a_job_is_told_once(tmp_path: Path, minded: list[subprocess.Popen[bytes]]) -> None:
+    process = mind(order(tmp_path, COUNTS), minded)
+    until(lambda: (tmp_path / "log").exists() and "on" in (tmp_path / "log").read_text())
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)  # a second one would end a run unsaved
+    assert process.wait(DEADLINE_S) == 0
+    note = notes.read(tmp_path / "note.json", "t1")
+    assert note is not None and note.exit_code == 1
+
+
 def test_the_end_of_its_parent_is_a_sigterm(tmp_path: Path) -> None:
     file = tmp_path / "order.json"
     file.write_text(json.dumps(asdict(order(tmp_path, "import time; print('on', flush=True); time.sleep(600)"))))

@@ -124,6 +124,7 @@ def test_an_address_that_is_not_used_or_cannot_be_is_refused(options: dict[str, 
     assert [k for k, _ in SweepConfig.model_validate(options).problems(None)] == [key]
 
 
+@pytest.mark.slow
 def test_four_jobs_get_four_cards_and_one_that_wants_eight_is_refused(tmp_path: Path, address: str) -> None:
     folder, code = toy.start(tmp_path, ["cards"] * 4, NPU, on="ray", address=address)
     assert (code, cards(folder, 4)) == (0, ["0", "1", "2", "3"])

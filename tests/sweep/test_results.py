@@ -67,6 +67,33 @@ def test_without_a_metric_the_first_usual_one_that_all_have(tmp_path: Path) -> N
     assert [(ranking.metric, ranking.mode) for ranking in results.rankings] == [("eval/accuracy", "max")]
 
 
+def test_a_job_whose_last_value_is_not_finite_is_not_ranked_by_an_earlier_one(tmp_path: Path) -> None:
+    curves = {("1", "1"): [0.9, math.nan], ("1", "2"): [0.3, 0.4], ("2", "1"): [math.inf, 0.2]}
+    results = sweep(tmp_path, curves)
+    for path in (results.folder.run(i).metrics for i in range(3)):  # as a run writes it
+        path.write_text(path.read_text().replace("NaN", "null").replace("Infinity", "null"))
+    results = gather(results.folder, results.plan, Record.read(results.folder))
+    assert [row.values for row in results.results] == [None, (0.4,), (0.2,)]
+    assert results.best is not None and results.best.job.index == 1
+    assert [(dict(f.varied), f.seeds, f.jobs) for f in folds(results)] == [
+        ({"optimizer.lr": "1"}, 1, 2),
+        ({"optimizer.lr": "2"}, 1, 1),
+    ]
+    write_files(results)
+    rows = list(csv.DictReader(results.folder.table.read_text().splitlines()))
+    assert [(row["eval/accuracy"], row["eval/accuracy step"]) for row in rows] == [
+        ("nan", "2"),
+        ("0.4", "2"),
+        ("0.2", "2"),
+    ]
+    first = json.loads(results.folder.results.read_text())["jobs"][0]
+    assert first["scores"] == {"eval/accuracy": {"value": None, "step": 2}} and first["last"] == {"eval/accuracy": None}
+    said = words.ending(results)
+    assert said[2].split()[3:6] == ["done", "2/3", "nan"] and any("1 of 2" in line for line in said)
+    best = sweep(tmp_path / "best", curves, replace(MAX, take="best"))
+    assert best.best is not None and best.best.values == (0.9,), "its checkpoint is kept"
+
+
 def test_only_a_job_that_is_done_can_win(tmp_path: Path) -> None:
     results = sweep(tmp_path, {("1", "1"): []})
     assert results.best is None
@@ -188,6 +215,16 @@ def test_the_report_is_whole_and_harmless(tmp_path: Path) -> None:
     assert len([1 for tag, attrs in parser.seen if tag == "tr" and "data-key" in attrs]) == 5
     for word in ("Best: job 2", "What did not end well", "no job has begun", "lr=2 seed=1"):
         assert word in page
+
+
+def test_a_damaged_file_of_one_job_costs_no_other_its_results(tmp_path: Path) -> None:
+    results = sweep(tmp_path, CURVES)
+    for index in (0, 1):
+        results.folder.run(index).spec.write_text("name: toy\n")
+    results.folder.run(1).manifest.write_text("{")
+    write_page(results)
+    page = results.folder.report.read_text()
+    assert "Best: job 2" in page and "001/manifest.json cannot be read" in page and "(job 1)" in page
 
 
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -222,7 +222,11 @@ class Simulated:
         return [dict(job.varied) for job in self.plan.jobs]
 
 
-@pytest.mark.parametrize("name", list(samplers.CLASSES))
+SLOW = ("gp",)  # imports torch and scipy
+NAMES = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in samplers.CLASSES]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_every_sampler_works_and_goes_on_with_new_values(name: str, tmp_path: Path) -> None:
     pytest.importorskip("scipy")
     pytest.importorskip("cmaes")
@@ -286,7 +290,7 @@ def test_a_job_without_the_metric_is_said(tmp_path: Path) -> None:
     search = Simulated(tmp_path, (X,), (Ranking("eval/other", "max", "last", ""),))
     search.run(2)
     assert study(search.folder) == ["FAIL"] * 2
-    assert search.said[0] == "job 0  is done and did not measure eval/other: the search takes it as failed"
+    assert search.said[0] == "job 0  is done without a finite eval/other: the search takes it as failed"
 
 
 @pytest.mark.parametrize(

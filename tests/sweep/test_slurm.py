@@ -149,6 +149,7 @@ def test_a_sweep_that_is_killed_loses_nothing_and_its_jobs_go_on(
 STILL = "Slurm still has job 0, 1 of the sweep before"
 
 
+@pytest.mark.slow
 def test_a_resume_takes_up_what_still_runs_and_what_waits(tmp_path: Path, sweep_process: Start) -> None:
     names = ["saves", "good"]
     process = sweep_process(names, parallel=1)
@@ -222,6 +223,7 @@ def hurry(folder: SweepFolder, name: str) -> None:
     subprocess.run(["scontrol", "update", f"jobid={name}", "starttime=now"], check=False, capture_output=True)
 
 
+@pytest.mark.slow
 def test_at_slurms_own_time_limit_a_job_saves_and_queues_again(tmp_path: Path, sweep_process: Start) -> None:
     process = sweep_process(["saves"])
     until(lambda: runs(tmp_path, 0))

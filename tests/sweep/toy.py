@@ -40,6 +40,11 @@ if not (folder / "status.json").exists():
 PROGRAMS = {
     "good": "note(1, **{'eval/loss': 1.0 + float(sys.argv[2])}); print('fine')",
     "raises": "raise ValueError('no such number')",
+    "raises last": """
+while not (folder.parent / "000" / "metrics.jsonl").exists():
+    time.sleep(0.01)
+raise ValueError("no such number")
+""",
     "exits": "print('giving up'); sys.exit(3)",
     "dies": "os.kill(os.getpid(), signal.SIGKILL)",
     "hangs": "signal.signal(signal.SIGTERM, signal.SIG_IGN); note(1); time.sleep(600)",

@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runner.algorithm.policy.moments import Moments, variance
+from runner.algorithm.policy.moments import mean_and_variance
 from runner.algorithm.policy.segments import min_within, sum_within
 
 
@@ -50,12 +50,10 @@ def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
     return centred * count / (count - 1).clamp(min=1)
 
 
-def batch_std(rewards: Tensor, group: Tensor, batch: Moments, *, eps: float) -> Tensor:
-    """(R − mean of the group) / (std of the batch + eps), [N]; eps > 0, 1e-4 in TRL.
-
-    batch: moments of the scored rewards of the whole step; its std has ddof 1.
-    """
-    return group_mean(rewards, group) / (variance(batch, 1).sqrt() + eps)
+def batch_std(rewards: Tensor, group: Tensor, *, eps: float) -> Tensor:
+    """(R − mean of the group) / (std of all scored rewards + eps), [N]; the std has ddof 1; eps > 0, 1e-4 in TRL."""
+    _, variance = mean_and_variance(rewards, ~rewards.isnan(), ddof=1)
+    return group_mean(rewards, group) / (variance.sqrt() + eps)
 
 
 def opo(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:

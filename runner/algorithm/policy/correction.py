@@ -22,7 +22,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from runner.algorithm.policy.moments import Moments
 from runner.algorithm.policy.ratios import clamped
 from runner.algorithm.policy.segments import sum_within
 
@@ -87,10 +86,11 @@ def affected_share(correction: Correction, mask: Tensor) -> tuple[Tensor, Tensor
     return (correction.affected & mask).sum(), mask.sum()
 
 
-def effective_sample_size(weights: Moments) -> Tensor:
+def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
     """(Σw)² / (n·Σw²), 0-d: the share of the samples that the weighted ones are worth (Kish); 1 for equal weights.
 
-    weights: moments of rho over the learnt tokens. 0 if there are none.
+    weights: rho, float [T], of which the mask picks the learnt tokens. 0 if there are none.
     """
-    worth = weights.size * weights.sumsq
-    return torch.where(worth > 0, weights.sum.square() / torch.where(worth > 0, worth, 1), 0)
+    kept = torch.where(mask, weights, 0)
+    worth = mask.sum() * kept.square().sum()
+    return torch.where(worth > 0, kept.sum().square() / torch.where(worth > 0, worth, 1), 0)

@@ -31,7 +31,6 @@ from runner.algorithm.parts import Parts
 from runner.algorithm.policy import correction
 from runner.algorithm.policy.base import PolicyConfig
 from runner.algorithm.policy.kl_control import KlControl
-from runner.algorithm.policy.moments import moments
 from runner.algorithm.policy.surrogate import losses_of
 from runner.algorithm.policy.valuation import valued, weighted
 from runner.batch import Batch, row_of_tokens, select_units, with_tokens
@@ -169,9 +168,7 @@ class PolicyOptimisation:
         }[self.config.correction]()
         affected, count = correction.affected_share(found, mask)
         self._health = {
-            "sampler/effective_sample_size": float(
-                correction.effective_sample_size(moments(log_rho.exp().double(), mask))
-            ),
+            "sampler/effective_sample_size": float(correction.effective_sample_size(log_rho.exp().double(), mask)),
             "sampler/bounded": float(affected) / max(int(count), 1),
         }
         return with_tokens(batch, importance=found.weights)

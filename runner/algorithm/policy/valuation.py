@@ -14,7 +14,7 @@ from torch import Tensor
 
 from runner.algorithm.policy import advantages, aggregation, kl, returns
 from runner.algorithm.policy.base import PolicyConfig
-from runner.algorithm.policy.moments import moments, whiten
+from runner.algorithm.policy.moments import whiten
 from runner.algorithm.policy.worth import FromCritic, FromRewards, FromTeacher
 from runner.batch import Batch, row_of_tokens, with_tokens, with_totals
 
@@ -35,11 +35,11 @@ def valued(config: PolicyConfig, batch: Batch, beta: float) -> Batch:
             values = batch.tokens["values"].double()
             row = row_of_tokens(batch)
             found, back = returns.gae(placed, values, mask, row, gamma=wanted.gamma, lam=wanted.lam)
-            return with_tokens(batch, returns=back, advantages=_white(found, mask) if wanted.whiten else found)
+            return with_tokens(batch, returns=back, advantages=whiten(found, mask) if wanted.whiten else found)
         case FromRewards("reinforce_pp", gamma):
             placed = _placed(batch, _penalty(config, batch), beta)
             found = returns.discounted_returns(placed, mask, row_of_tokens(batch), gamma)
-            return with_tokens(batch, advantages=_white(found, mask))
+            return with_tokens(batch, advantages=whiten(found, mask))
         case FromRewards() as wanted:
             penalty, row = _penalty(config, batch), row_of_tokens(batch)
             rewards = returns.penalised_rewards(batch.rows["reward"].double(), penalty, mask, row, beta)
@@ -68,14 +68,13 @@ def _of_groups(wanted: FromRewards, batch: Batch, rewards: Tensor, mask: Tensor)
     """Advantages [T] from rewards [N] by what the group makes of them."""
     group, row = batch.rows["tree"], row_of_tokens(batch)
     if wanted.advantage == "batch_std":
-        over = moments(rewards, ~rewards.isnan())
-        return advantages.batch_std(rewards, group, over, eps=1e-6)[row]
+        return advantages.batch_std(rewards, group, eps=1e-6)[row]
     if wanted.advantage == "opo":
         lengths = mask.new_zeros(batch.num_rows, dtype=torch.int64).index_add(0, row, mask.long())
         return advantages.opo(rewards, group, lengths)[row]
     if wanted.advantage == "reinforce_pp_baseline":
         found = advantages.group_mean(rewards, group)[row]
-        return _white(found, mask)
+        return whiten(found, mask)
     plain = {
         "group_mean_std": lambda: advantages.group_mean_std(rewards, group, eps=1e-6),
         "group_mean": lambda: advantages.group_mean(rewards, group),
@@ -103,7 +102,3 @@ def weighted(config: PolicyConfig, part: Batch, longest: float) -> Batch:
         "prompt_mean": lambda: aggregation.prompt_mean(mask, tree, totals["prompts"]),
     }[name]()
     return with_totals(with_tokens(part, weight=weight), totals)
-
-
-def _white(values: Tensor, mask: Tensor) -> Tensor:
-    return whiten(values, mask, moments(values, mask))

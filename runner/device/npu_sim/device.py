@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from runner.device.accelerator import allocator
+from runner.device.accelerator import allocator, refuse_hidden
 from runner.device.activity import Reading, own_process
 from runner.device.config import NpuSimConfig
 from runner.device.npu import Npu
@@ -28,6 +28,7 @@ class NpuSim(Npu):
         parts = process.entered()
         assert parts is not None
         _import_torch_npu()
+        refuse_hidden(config.kind, torch.npu.device_count())  # type: ignore[attr-defined]
         replaced = register.install(parts.built)
         super().__init__(config, decide=decide)
         card = torch.npu.get_device_name()  # type: ignore[attr-defined]

@@ -15,10 +15,12 @@ from runner.device.config import NpuSimConfig
 CONFIG = NpuSimConfig(cards=2, memory_gib=1.0, soc="Ascend910B2")
 CONFIG.enter()
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 from runner.decisions import Decisions  # noqa: E402
+from runner.device.accelerator import allocator  # noqa: E402
 from runner.device.npu_sim.device import NpuSim  # noqa: E402
 from runner.device.npu_sim.operators import OPERATORS  # noqa: E402
 from runner.doctor import trial  # noqa: E402
@@ -190,6 +192,18 @@ def strictness() -> Any:
     }
 
 
+def without_torch_accelerator(*_: object) -> Any:
+    raise RuntimeError("Allocator for npu is not a DeviceAllocator.")  # as with torch and torch_npu 2.10
+
+
+def counted() -> dict[str, float]:
+    """What a job says of the memory, where torch.accelerator knows nothing of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("memory_stats", "memory_allocated", "memory_reserved", "max_memory_allocated"):
+            patch.setattr(torch.accelerator, name, without_torch_accelerator)
+        return {**allocator(DEVICE.torch_device), "peak_bytes": float(DEVICE.peak_memory_bytes())}
+
+
 def memory() -> Any:
     torch.npu.empty_cache()
     torch.npu.reset_peak_memory_stats()
@@ -199,6 +213,7 @@ def memory() -> Any:
     y = x + 1
     del y
     peak = torch.accelerator.max_memory_allocated() - before
+    said = counted()
     free, total = torch.npu.mem_get_info()
     error = refused(lambda: torch.empty(600 << 20, dtype=torch.uint8, device="npu").repeat(2))
     del x
@@ -206,6 +221,7 @@ def memory() -> Any:
         "held": held,
         "peak": peak,
         "after": torch.accelerator.memory_allocated() - before,
+        "said": {name: value - before for name, value in said.items()},
         "free_is_less": free < total == 1 << 30,
         "statistics": len(torch.npu.memory_stats()),
         "summary": "NPU memory summary" in torch.npu.memory_summary() or "summary" in torch.npu.memory_summary(),

@@ -68,6 +68,9 @@ def test_memory_is_counted_limited_and_given_back_by_the_real_allocator(found: d
     seen = found["memory"]
     assert 4 << 20 <= seen["held"] < (4 << 20) + 1024, "a million float32, and what the allocator rounds up"
     assert 8 << 20 <= seen["peak"] < (8 << 20) + 4096
+    said = seen["said"]
+    assert said["allocated_bytes"] == seen["held"] and said["peak_bytes"] == seen["peak"]
+    assert said["reserved_bytes"] >= seen["peak"]
     assert seen["after"] == 0 and seen["free_is_less"] and seen["statistics"] > 50 and seen["summary"]
     assert seen["error"].startswith("OutOfMemoryError: NPU out of memory")
     assert seen["goes_on"] == 4.0

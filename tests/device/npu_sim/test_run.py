@@ -88,6 +88,29 @@ def test_grpo_npu_can_be_rehearsed(child: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
+def test_a_job_on_two_cards_gives_the_processors_curve(child: Any, tmp_path: Path, parallelism: str) -> None:
+    words = ("+recipe=sft_npu", *SMALL, "steps=2")
+    cards = ("device=npu_sim", "device.cards=2", "launch.devices=2", f"parallelism={parallelism}")
+    cpu, sim = jobs(child, tmp_path, (*words, *cards, "name=sim"), (*words, "device=cpu", "name=cpu"))
+    assert_close(sim, cpu)
+    said = json.loads((sim / "manifest.json").read_text())
+    [environment] = [fact for fact in said["facts"] if fact["feature"] == "environment"]
+    assert "HCCL_IF_BASE_PORT=" in environment["reason"] and "too late" not in environment["reason"]
+    assert [rank["local_rank"] for rank in said["ranks"]] == [0, 1]
+
+
+@pytest.mark.slow
+def test_torchrun_may_start_the_ranks_whose_environment_is_set_before_torch(child: Any, tmp_path: Path) -> None:
+    start = "import sys; from torch.distributed.run import main; main(sys.argv[1:])"
+    words = ("+recipe=sft_npu", *SMALL, "steps=1", "device=npu_sim", "device.cards=2", "parallelism=ddp")
+    child(start, "--standalone", "--nproc_per_node=2", "-m", "runner", *words, folder=tmp_path)
+    said = json.loads((tmp_path / "outputs" / "latest" / "manifest.json").read_text())
+    [environment] = [fact for fact in said["facts"] if fact["feature"] == "environment"]
+    assert "too late" not in environment["reason"] and len(said["ranks"]) == 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["dpo_npu", "ppo_npu", "rm_npu", "cpt_npu", "sft_npu", "sft_full_npu"])
 def test_the_other_recipes_for_ascend_give_the_processors_curve(child: Any, tmp_path: Path, recipe: str) -> None:
     words = (f"+recipe={recipe}", *SMALL, "steps=2", *(SAMPLED if recipe == "ppo_npu" else ()))

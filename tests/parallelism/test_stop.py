@@ -1,0 +1,48 @@
+"""A signal to one rank ends all after the same step, and none before its callbacks have saved."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+
+from runner.callback.base import NoOp
+from runner.errors import Interrupted
+from runner.loop import run
+from runner.parallelism.world import World
+from runner.protocols import StepEnd
+from runner.signals import StopSignal
+from tests.parallelism.worlds import on_ranks
+from tests.test_loop import job
+
+
+class Told(NoOp):
+    """Sends this process a signal in one step, on one rank; remembers where it was told to stop."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.saved = step, list[int]()
+
+    def on_step(self, end: StepEnd) -> None:
+        if end.step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if end.stopping:
+            self.saved.append(end.step)
+
+
+def stopped(world: World, steps: tuple[int, int]) -> tuple[str, list[int]]:
+    stop, told = StopSignal(), Told(steps[world.peers.rank])
+    stop.install()
+    try:
+        run(replace(job([told], stop=stop), peers=world.peers), 0)
+    except Interrupted as error:
+        return f"{error.exit_code}: {error}", told.saved
+    return "finished", told.saved
+
+
+@pytest.mark.parametrize(("steps", "last"), [((0, 2), 3), ((2, 2), 3), ((3, 2), 3), ((0, 5), 6)])
+def test_all_ranks_stop_after_the_step_in_which_they_agreed(steps: tuple[int, int], last: int) -> None:
+    """A signal while callbacks run waits for the next step; a later one of another rank is no second signal."""
+    said = f"143: SIGTERM after step {last} of 6; a checkpoint was written" if last < 6 else "finished"
+    assert on_ranks(2, stopped, steps) == [(said, [last])] * 2
