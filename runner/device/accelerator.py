@@ -7,6 +7,8 @@ torch.accelerator counts the memory of those devices only whose allocator is a `
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -41,6 +43,18 @@ def refuse_hidden(kind: Kind, count: int) -> None:
         )
 
 
+@contextmanager
+def starting(device: str) -> Iterator[None]:
+    """Around the first use of a card: what torch then refuses, of this shell's variables mostly, is an
+    EnvironmentProblem."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        said = str(error).splitlines()[0]
+        asked = device.removesuffix("_sim")
+        raise EnvironmentProblem(f"device={device}: {said}\n  what is wrong: run doctor device={asked}") from error
+
+
 def own_card(kind: Kind, count: int) -> torch.device:
     """Take this process's card: the one with its number among the processes of this machine.
 
@@ -51,5 +65,6 @@ def own_card(kind: Kind, count: int) -> torch.device:
     if place.local_size > count:
         many = f"{place.local_size} processes on this machine want a card each"
         raise EnvironmentProblem(f"device={kind.name}: {many}, and the driver shows {count}")
-    torch.accelerator.set_device_index(place.local_rank)
+    with starting(kind.name):
+        torch.accelerator.set_device_index(place.local_rank)
     return torch.device(kind.name, place.local_rank)

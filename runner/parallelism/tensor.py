@@ -5,8 +5,8 @@
 
 Everything else (norms, routers, experts, heads of one number) is whole on every rank and computes the same there.
 Low-rank adapters are cut with their layers: where outputs are sliced, B is; where inputs are, A is, and what they add
-is summed with the layer's own. The other one of the two is whole, and each rank finds a part of its gradient, like that of
-the norms between q and the heads.
+is summed with the layer's own. The other one of the two is whole, and each rank finds a part of its gradient, like that
+of the norms between q and the heads.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ KEYS = {
     "wandb_mode": "tracker.mode",
 }
 _CARDS = (
-    "a job takes the first cards that it sees; which those are: ASCEND_RT_VISIBLE_DEVICES=2,3 run … (CUDA_… of a GPU)"
+    "a job takes the first cards that it sees; to show it others: ASCEND_RT_VISIBLE_DEVICES=2 run …, "
+    "CUDA_VISIBLE_DEVICES for GPUs"
 )
 ELSEWHERE = {
     **dict.fromkeys(
@@ -116,10 +117,8 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 def absent(group: str, wrong: str) -> str | None:
     """Why there is no such member of `group`, and what to type instead, if that is known."""
-    if group == "device" and (card := re.fullmatch(r"[a-z_]+:(\d+)", wrong.lower())):
-        return (
-            f"cards are chosen by ASCEND_RT_VISIBLE_DEVICES={card[1]} run device=npu … (CUDA_VISIBLE_DEVICES of a GPU)"
-        )
+    if group == "device" and re.fullmatch(r"[a-z_]+:\d+", wrong.lower()):
+        return _CARDS
     return ABSENT.get(wrong.lower())
 
 

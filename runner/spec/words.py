@@ -41,6 +41,8 @@ def span(schema: Mapping[str, Any]) -> str:
     """The values a field takes within its type: `above 0`, `one of a, b`; empty if all."""
     if "anyOf" in schema:
         return "; ".join(filter(None, map(span, schema["anyOf"])))
+    if "enum" in schema.get("items", {}):
+        return expectation(schema).removeprefix("a list of ")
     return expectation(schema) if "enum" in schema or "const" in schema else limits(schema).removeprefix("that is ")
 
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.models.qwen3 import Qwen3Config
 
 from runner.cli.compose import compose_job
 from runner.errors import SpecError
+from runner.model import hf
+from runner.model.config import HfConfig
 from runner.parallelism.config import DdpConfig, FsdpConfig, HsdpConfig, Mesh, SingleConfig, TpConfig
+from runner.parallelism.world import World
+from runner.place import Place
+from runner.sharing import ALONE
+from tests.parallelism.worlds import device, silent
 
 
 @pytest.mark.parametrize(
@@ -80,3 +89,20 @@ def test_what_does_not_fit_is_refused_with_what_would(words: str, key: str, said
         compose_job(["model=tiny", "data=demo", *words.split()])
     [problem] = error.value.problems
     assert problem.key == key and said in problem.message
+
+
+def test_a_folder_whose_heads_do_not_divide_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    Qwen3Config(num_attention_heads=12, num_key_value_heads=4, intermediate_size=96).save_pretrained(tmp_path)
+    world = World(TpConfig(), device(), Place(0, 3, 0, 3), Mesh(1, 1, 3), ALONE, ALONE, ALONE)
+    given: Any = {"tokenizer": None, "device": torch.device("cpu"), "seed": 0, "decide": silent, "admit": world.admit}
+    with pytest.raises(SpecError) as error:
+        hf.build(HfConfig(path=str(tmp_path)), **given)
+    [problem] = error.value.problems
+    assert problem.key == "parallelism.tp"
+    assert "3 slices do not divide num_key_value_heads=4 of the model; what fits: 1, 2, 4" in problem.message
+
+
+@pytest.mark.parametrize(("tp", "data"), [(1, 6), (2, 3), (3, 2)])
+def test_the_ranks_of_slices_are_one_data_rank(tp: int, data: int) -> None:
+    mesh = TpConfig(dp_replicate=-1, tp=tp).mesh(6)
+    assert mesh.data == data and mesh.data * mesh.tp == 6

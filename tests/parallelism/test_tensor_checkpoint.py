@@ -15,7 +15,7 @@ from runner.learner import LocalLearner
 from tests.parallelism.forked import ranks
 from tests.parallelism.test_shard import made
 from tests.parallelism.test_shard_checkpoint import close, files, learner, step, store
-from tests.parallelism.test_tensor import BOTH, sliced
+from tests.parallelism.test_tensor import LORA, SLOW, sliced
 
 Grid = tuple[int, int, int]
 
@@ -39,7 +39,7 @@ def saved(rank: int, root: Path, adapter: bool, grid: Grid | None, start: bool, 
     assert kept.save(first + steps, {"policy": one.state_dict()}, {"train/loss": 1.0}).is_dir()
 
 
-@BOTH
+@LORA
 def test_any_layout_goes_on_from_any_other(tmp_path: Path, adapter: bool) -> None:
     saved(0, tmp_path / "alone", adapter, None, True, 5)
     root = tmp_path / "many"
@@ -51,7 +51,7 @@ def test_any_layout_goes_on_from_any_other(tmp_path: Path, adapter: bool) -> Non
     close(files(root, 5), files(tmp_path / "alone", 5))
 
 
-@pytest.mark.parametrize("grid", [(1, 1, 2), (1, 2, 2), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("grid", [(1, 2, 2), pytest.param((1, 1, 2), marks=SLOW), pytest.param((2, 1, 2), marks=SLOW)])
 def test_what_many_ranks_write_is_what_one_would(tmp_path: Path, grid: Grid) -> None:
     def work(rank: int) -> None:
         one = built(False, grid)
@@ -79,8 +79,11 @@ def test_the_same_layout_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "adapter", "merges"),
-    [("llama", False, False), ("llama", True, True), ("qwen3_moe", True, False)],
-    ids=["full", "merged", "apart"],
+    [
+        pytest.param("llama", False, False, id="full"),
+        pytest.param("llama", True, True, id="merged", marks=SLOW),
+        pytest.param("qwen3_moe", True, False, id="apart", marks=SLOW),
+    ],
 )
 def test_an_export_of_slices_is_that_of_the_whole(tmp_path: Path, kind: str, adapter: bool, merges: bool) -> None:
     options: dict[str, Any] = {"tie_word_embeddings": True} if kind == "llama" else {}

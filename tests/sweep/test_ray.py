@@ -177,6 +177,8 @@ def test_jobs_go_on_without_the_sweep_and_a_resume_takes_them_up(
     assert status(str(folder.root)) == 0 and folder.state.read_bytes() == before
     said = capfd.readouterr().out
     assert "2 waiting, 1 running, 2 done; not running" in said and "runs     job 2  on" in said
+    toy.Record.read(folder).change(2, state="waiting")  # as if the sweep had died before it saw it begin
+    assert run(folder.root, "resume", names, grace_s=0.1).wait(PATIENCE_S) == 2, "another cluster started it again"
     resumed = run(folder.root, "resume", names, address=address)
     until(lambda: "goes on, on" in folder.log.read_text())
     (folder.run(2).root / "go").touch()

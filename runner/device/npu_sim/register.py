@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from runner.device.accelerator import starting
 from runner.device.npu_sim import attention
 from runner.device.npu_sim.draw import STEP
 from runner.device.npu_sim.operators import OPERATORS
@@ -39,7 +40,7 @@ def _install(built: Path) -> int:
     torch.ops.load_library(path)
     library = ctypes.CDLL(path)
     replaced: int = library.npu_sim_install()
-    with _without(PADDING):
+    with _without(PADDING), starting("npu_sim"):
         torch.empty(1, device="npu")
     own = torch.library.Library("npu", "IMPL")
     _LIBRARIES.append(own)
