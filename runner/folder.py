@@ -207,6 +207,23 @@ def lock(folder: RunFolder) -> int:
     return handle
 
 
+def is_locked(folder: RunFolder) -> bool:
+    """Whether a living process holds the run's folder; writes nothing. Raises EnvironmentProblem if it cannot tell."""
+    try:
+        handle = os.open(folder.root / ".lock", os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise EnvironmentProblem(f"{folder.root / '.lock'} cannot be read: {error.strerror}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: who else only asks does not look like an owner
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
 @contextmanager
 def locked(folder: RunFolder) -> Iterator[None]:
     """`lock` for the length of a block. Raises EnvironmentProblem if another process holds it."""

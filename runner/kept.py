@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,12 @@ class KeptLogprobs:
             folder.mkdir(parents=True, exist_ok=True)
             durable.sweep(folder)
             for path in sorted(folder.glob("*.safetensors")):
-                if _sha256(path.read_bytes()) == path.stem:
-                    self._open(path)
-                else:
-                    report(f"{path} does not have the checksum that it is named by")
-                    path.unlink()
+                with suppress(FileNotFoundError):  # another process found the damage first
+                    if _sha256(path.read_bytes()) == path.stem:
+                        self._open(path)
+                    else:
+                        report(f"{path} does not have the checksum that it is named by")
+                        path.unlink()
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._places or key in self._new

@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from runner.batch import Batch, Places, places
 from runner.dealing import deal, joined, own_part, spread
-from runner.errors import CheckpointError, RunnerError, TrainingDiverged
+from runner.errors import TrainingDiverged
+from runner.learner_state import restore, state_of
 from runner.metrics import Metrics
 from runner.protocols import LinearLossFn, LogitsLossFn, Loss, LossFn, Outputs, Peers, State, Terms
 from runner.randomness import derive
-from runner.shards import fill, piece, total_norm, whole
+from runner.shards import total_norm, whole
 from runner.sharing import ALONE, sum_gradients
 
 log = logging.getLogger("runner")
@@ -226,74 +227,12 @@ class LocalLearner:
         yield from ((name, whole(parameter)) for name, parameter in self._parameters.items())
 
     def state_dict(self) -> State:
-        """Trained parameters and the optimizer's state: tensors under `param/` and `optim/<key>/`, the rest plain.
-
-        Raises RunnerError for an optimizer that keeps state of no parameter, or under a name with a slash.
-        """
-        tensors = {f"param/{name}": p.detach() for name, p in self._parameters.items()}
-        values: dict[str, dict[str, Any]] = {}
-        own, names = self.optimizer.state_dict(), self._names()
-        for index, entry in own["state"].items():
-            if index not in names or any("/" in key for key in entry):
-                raise RunnerError(f"{type(self.optimizer).__name__} keeps state under {index!r} that cannot be saved")
-            for key, value in entry.items():
-                if isinstance(value, Tensor):
-                    tensors[f"optim/{key}/{names[index]}"] = value
-                else:
-                    values.setdefault(names[index], {})[key] = value
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in own["param_groups"]]
-        return {"tensors": tensors, "optimizer": {"groups": groups, "values": values}}
+        """Trained parameters and the optimizer's state; see `learner_state.state_of`."""
+        return state_of(self._parameters, self.optimizer)
 
     def load_state_dict(self, state: State) -> None:
         """Restore `state_dict`. Raises CheckpointError unless names and shapes are exactly this model's."""
-        tensors: Mapping[str, Tensor] = state["tensors"]
-        load_parameters(self._parameters, tensors)
-        entries: dict[str, dict[str, Any]] = {name: dict(v) for name, v in state["optimizer"]["values"].items()}
-        for full, tensor in tensors.items():
-            kind, _, rest = full.partition("/")
-            if kind == "optim":
-                key, _, name = rest.partition("/")
-                entries.setdefault(name, {})[key] = self._own(name, tensor)
-        own, saved = self.optimizer.state_dict(), state["optimizer"]["groups"]
-        names = self._names()
-        if len(saved) != len(own["param_groups"]) or entries.keys() - set(names.values()):
-            raise CheckpointError("the checkpoint's optimizer groups its parameters in another way than this one")
-        own["param_groups"] = [_restored(*pair) for pair in zip(own["param_groups"], saved, strict=True)]
-        own["state"] = {index: entries[name] for index, name in names.items() if name in entries}
-        self.optimizer.load_state_dict(own)
-
-    def _own(self, name: str, saved: Tensor) -> Tensor:
-        """A copy of what the optimizer keeps of a parameter, as far as this rank holds it."""
-        parameter = self._parameters.get(name)
-        alike = parameter is not None and parameter.shape == saved.shape
-        return piece(parameter, saved) if parameter is not None and alike else saved.clone()
-
-    def _names(self) -> dict[int, str]:
-        """The names of the parameters by the numbers they have in the optimizer's state."""
-        names = {id(p): name for name, p in self._parameters.items()}
-        ordered = (p for group in self.optimizer.param_groups for p in group["params"])
-        return {index: names[id(p)] for index, p in enumerate(ordered)}
-
-
-def _restored(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group with the saved values; JSON has made lists of its tuples."""
-    return {**group, **{k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in saved.items()}}
-
-
-def load_parameters(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
-    """Copy the `param/` tensors into `parameters`. Raises CheckpointError unless names and shapes agree exactly."""
-    saved = {name.removeprefix("param/"): t for name, t in tensors.items() if name.startswith("param/")}
-    differing = sorted(saved.keys() ^ parameters.keys())
-    if differing:
-        raise CheckpointError(f"the checkpoint and this model differ in {len(differing)} parameters: {differing[:5]}")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            if parameter.shape != saved[name].shape or parameter.dtype != saved[name].dtype:
-                raise CheckpointError(
-                    f"{name}: {saved[name].dtype}{list(saved[name].shape)} in the checkpoint, "
-                    f"{parameter.dtype}{list(parameter.shape)} in this model"
-                )
-            fill(parameter, saved[name])
+        restore(self._parameters, self.optimizer, state)
 
 
 def score(

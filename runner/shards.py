@@ -58,11 +58,17 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     alike: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for gradient in gradients:
         alike.setdefault(_cut(gradient), []).append(local(gradient))
-    norms = {key: torch.nn.utils.get_total_norm(pieces) for key, pieces in alike.items()}
+    norms = {key: _norm(pieces) for key, pieces in alike.items()}
     if norms.keys() <= {None}:
         return norms.get(None, torch.zeros(()))
     squares = [_added(norm.float().square(), key) for key, norm in norms.items()]
     return torch.stack(squares).sum().sqrt()
+
+
+def _norm(pieces: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of what this rank holds, in float32 at least: bfloat16 has three digits."""
+    wide = [p if p.dtype.itemsize > 2 else torch.linalg.vector_norm(p, dtype=torch.float32) for p in pieces]
+    return torch.nn.utils.get_total_norm(wide)
 
 
 def _cut(tensor: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:

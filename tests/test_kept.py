@@ -97,6 +97,14 @@ def test_a_damaged_file_is_said_and_its_units_are_unknown(damage: str, tmp_path:
     assert not any(key in kept for key in unit_keys(batch)) and unit_keys(other)[2] in kept
 
 
+def test_a_damaged_file_that_another_process_removes_first(tmp_path: Path) -> None:
+    filled(tmp_path, rows(3, 4))
+    [path] = tmp_path.iterdir()
+    path.write_bytes(b"")
+    kept = KeptLogprobs(tmp_path, lambda _: path.unlink())
+    assert not path.exists() and unit_keys(rows(3, 4))[0] not in kept
+
+
 def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot keep log-probabilities"):

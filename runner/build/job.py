@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.algorithm.parts import Parts
+from runner.build.alike import refuse_different_data
 from runner.build.beforehand import compute_beforehand
 from runner.build.evaluation import build_evaluation
 from runner.build.parts import build_data, build_device, build_frozen, build_learner, build_model, build_tokenizer
@@ -96,6 +97,7 @@ def build(
     world: World = registry.factory(spec.parallelism)(spec.parallelism, device=device, place=place)
     tokenizer = build_tokenizer(spec)
     data = build_data(spec, tokenizer, decide)
+    refuse_different_data(data, world.everyone)
     refuse_missing_columns(spec, data)
     made = {
         role: build_model(spec, tokenizer, device, decide, head, world)
@@ -115,9 +117,7 @@ def build(
     compute_beforehand(spec, frozen.values(), algorithm, data, decide, outlets.say)
     publisher = None if sampler is None else Publisher(learners[main].weights, sampler, algorithm.lag)
     models: dict[str, Model] = {**learners, **frozen}
-    spoken = (
-        None if environments is None else replace(environments, peers=world.everyone)
-    )  # with the thread that trains
+    spoken = environments and replace(environments, peers=world.everyone)  # with the thread that trains
     evaluate = build_evaluation(spec, data, learners[main], model, algorithm, models, world, spoken, decide)
     if evaluate is None:
         _say_unmeasured(spec, decide)

@@ -107,6 +107,8 @@ def build_model(
     if pieces is None:
         _attend(model, device, decide)
     adapted = registry.factory(spec.adapter)(spec.adapter, model, decide=decide)
+    if world is not None:
+        world.refuse_different(adapted)
     if pieces is not None:
         _in_pieces(adapted, pieces, device, decide)
     return adapted
@@ -190,6 +192,7 @@ def build_frozen(
     model, during = policy, nullcontext
     if wanted.path is not None:
         model = build_teacher(spec, role, wanted, tokenizer, device, world, decide)
+        _refuse_unlike_passes(model, policy, world, role)
     elif way == "adapter":
         during = policy.module.disable_adapter
     else:
@@ -197,6 +200,14 @@ def build_frozen(
         model.module.requires_grad_(False)
     budget = spec.algorithm.micro_batch_tokens
     return FrozenModel(model, budget=budget, device=device.torch_device, during=during, peers=world.peers)
+
+
+def _refuse_unlike_passes(model: Any, policy: Any, world: World, role: str) -> None:
+    """Raise SpecError where ranks might wait for one another for ever: each runs as many passes as the others, in
+    micro-batches of the policy, which another layout may have to cut again."""
+    if world.mesh.dp_shard > 1 and model.padded != policy.padded:
+        text = f"algorithm.{role} takes {model.layout} rows and the model {policy.layout} ones, which in pieces"
+        raise SpecError([Problem("model.layout", f"{text} (parallelism.dp_shard) has to be the same; type padded")])
 
 
 def build_teacher(
@@ -217,6 +228,7 @@ def build_teacher(
         fit=None if world.sharded else fitting(device, decide),
         admit=world.admit,
     )
+    world.refuse_different(teacher)
     if world.sharded:
         _in_pieces(teacher, world, device, decide)
     else:

@@ -8,6 +8,7 @@ state.json            policy.safetensors
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from runner.checkpoint.manifest import PLAIN_NAME, Damaged
-from runner.checkpoint.tensors import ALIASES, RESERVED, TYPES, untied
+from runner.checkpoint.tensors import ALIASES, RESERVED, TYPES, layout, untied
 from runner.errors import RunnerError, TrainingDiverged
 from runner.protocols import State
 from runner.shards import local
@@ -40,6 +41,10 @@ class Contents:
         """Size on disk, but for the headers; tied tensors count once."""
         own = (t for tensors in self.tensors.values() for t in untied(tensors)[0].values())
         return len(self.values) + sum(t.numel() * t.element_size() for t in own)
+
+    def layouts(self) -> dict[str, str]:
+        """What the file of each section begins with, as a digest: equal on all ranks, or they do not fit together."""
+        return {name: hashlib.sha256(layout(held)[0]).hexdigest() for name, held in self.tensors.items()}
 
 
 def split(state: Mapping[str, State]) -> Contents:

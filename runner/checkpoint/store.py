@@ -23,7 +23,7 @@ from runner.checkpoint import manifest, reader, retention, sections, tensors
 from runner.checkpoint.config import CheckpointConfig
 from runner.checkpoint.manifest import Damaged, Manifest
 from runner.checkpoint.reader import Loaded, folder_name
-from runner.errors import CheckpointError, StorageError
+from runner.errors import CheckpointError, RunnerError, StorageError
 from runner.failpoint import failpoint
 from runner.protocols import Peers, State
 from runner.sharing import Alone, on_first, together
@@ -68,12 +68,11 @@ class CheckpointStore:
     def save(self, step: int, state: Mapping[str, State], metrics: Mapping[str, float]) -> Path:
         """Commit the state after `step` and let older checkpoints go; returns the new folder.
 
-        Raises TrainingDiverged when a tensor is not finite, CheckpointError when this step or a later one is there
-        already, StorageError when the disk is full, read-only or failing: what was there before is then untouched.
+        Raises TrainingDiverged when a tensor is not finite, RunnerError when ranks have unlike tensors, CheckpointError
+        when this step or a later one is there already, StorageError when the disk is full, read-only or failing: what
+        was there before is then untouched.
         """
-        found: list[sections.Contents] = []
-        self._each(lambda: found.append(sections.split(state)))  # each looks at its own pieces
-        [contents] = found
+        contents = self._split(state)
         staging = on_first(self.peers, lambda: self._begin(step, contents))
         try:
             self._each(lambda: self._write_pieces(step, staging, contents))
@@ -81,6 +80,19 @@ class CheckpointStore:
         finally:
             if self.peers.rank == 0 and staging.exists():
                 shutil.rmtree(staging)
+
+    def _split(self, state: Mapping[str, State]) -> sections.Contents:
+        """What this rank has of the state; laid out on all ranks alike, or pieces would miss, or meet."""
+        found: list[sections.Contents] = []
+        self._each(lambda: found.append(sections.split(state)))
+        ranks = self.peers.gather(found[0].layouts())
+        for rank, layouts in enumerate(ranks):
+            if unlike := [name for name in {**ranks[0], **layouts} if ranks[0].get(name) != layouts.get(name)]:
+                raise RunnerError(
+                    f"ranks 0 and {rank} have different tensors in their state of {', '.join(unlike)}: no checkpoint "
+                    "was written; the ones before are untouched"
+                )
+        return found[0]
 
     def _each(self, work: Callable[[], None]) -> None:
         """Do what every rank has its part in; what fails on one fails on all."""

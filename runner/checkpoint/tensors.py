@@ -48,35 +48,48 @@ TYPES = {
 
 def create(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Make the file for these tensors, tied ones once, with their values still missing. Raises OSError."""
-    own, aliases = untied(tensors)
-    header: dict[str, Any] = {RESERVED: {ALIASES: json.dumps(aliases)}}
-    end = 0
-    for name in sorted(own, key=lambda name: (-own[name].element_size(), name)):  # so that all stay aligned
-        begin, end = end, end + own[name].numel() * own[name].element_size()
-        kind, shape = TYPES[own[name].dtype], list(own[name].shape)
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    head, places = layout(tensors)
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+        file.write(head)
+        file.truncate(len(head) + max((end for _, end in places.values()), default=0))
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], *, first: bool) -> None:
-    """Write what this rank holds of them into the file that `create` made, and flush it to the disk. Raises OSError."""
-    with path.open("r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        for name, tensor in tensors.items():
-            if name in header and _writes(tensor, first):
+    """Write what this rank holds of them into the file that `create` made, and flush it to the disk. Raises OSError.
+
+    All ranks have the same `layout`. Nothing of the file is read: NFS writes all of a page that was read, and with it
+    what the page held before another machine wrote into it.
+    """
+    head, places = layout(tensors)
+    with os.fdopen(os.open(path, os.O_WRONLY), "wb") as file:
+        for name, (begin, _) in places.items():
+            tensor = tensors[name]
+            if _writes(tensor, first):
                 held = local(tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-                start = 8 + size + header[name]["data_offsets"][0]
+                start = len(head) + begin
                 for at, count in _runs(tensor):
                     file.seek(start + at * tensor.element_size())
                     run, held = np.split(held, [count * tensor.element_size()])
                     file.write(run.data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """How a file of these tensors begins, and where behind that each of them lies, tied ones once: the first byte, and
+    the one after the last."""
+    own, aliases = untied(tensors)
+    header: dict[str, Any] = {RESERVED: {ALIASES: json.dumps(aliases)}}
+    places: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name in sorted(own, key=lambda name: (-own[name].element_size(), name)):  # so that all stay aligned
+        begin, end = end, end + own[name].numel() * own[name].element_size()
+        kind, shape = TYPES[own[name].dtype], list(own[name].shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+        places[name] = begin, end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, places
 
 
 def _writes(tensor: Tensor, first: bool) -> bool:

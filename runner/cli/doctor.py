@@ -39,11 +39,9 @@ def _prepare(args: Namespace) -> int:
 
 def _wanted(words: Sequence[str]) -> Wanted:
     """The device of `device=NAME`; auto where none is named. Raises UsageError."""
-    wanted: Wanted = "auto"
-    for word in words:
-        key, _, value = word.partition("=")
-        known = next((device for device in get_args(Wanted) if device == value), None)
-        if key != "device" or known is None:
-            raise UsageError(f"run doctor: device={'|'.join(get_args(Wanted))} is expected, not {word}")
-        wanted = known
-    return wanted
+    known: dict[str, Wanted] = {f"device={name}": name for name in get_args(Wanted)}
+    if len(words) == 1 and words[0] in known:
+        return known[words[0]]
+    if words:
+        raise UsageError(f"run doctor: one device={'|'.join(get_args(Wanted))} is expected, not {' '.join(words)}")
+    return "auto"

@@ -37,18 +37,21 @@ def refuse_hidden(kind: Kind, count: int) -> None:
     drops a wrong number without a word, and the job would run on other cards than was meant."""
     asked = listed(kind)
     if asked is not None and len(asked) != count:
+        named = "1 device" if len(asked) == 1 else f"{len(asked)} devices"
         raise EnvironmentProblem(
-            f"device={kind.name}: {kind.visible}={os.environ[str(kind.visible)]} names {len(asked)} devices, and the "
-            f"driver shows {count}\n  correct the list, or: unset {kind.visible}"
+            f"device={kind.name}: {kind.visible}={os.environ[str(kind.visible)]} names {named}, "
+            f"and the driver shows {count}\n  correct the list, or: unset {kind.visible}"
         )
 
 
 @contextmanager
 def starting(device: str) -> Iterator[None]:
-    """Around the first use of a card: what torch then refuses, of this shell's variables mostly, is an
-    EnvironmentProblem."""
+    """Around the first use of a card: what torch then refuses, of this shell's variables mostly, is raised as
+    EnvironmentProblem; memory that is out stays what it is."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, ValueError) as error:
         said = str(error).splitlines()[0]
         asked = device.removesuffix("_sim")
@@ -64,7 +67,8 @@ def own_card(kind: Kind, count: int) -> torch.device:
     place = Place.of(os.environ)
     if place.local_size > count:
         many = f"{place.local_size} processes on this machine want a card each"
-        raise EnvironmentProblem(f"device={kind.name}: {many}, and the driver shows {count}")
+        advice = f"type launch.devices={count}, or let {kind.visible} list more"
+        raise EnvironmentProblem(f"device={kind.name}: {many}, and the driver shows {count}\n  {advice}")
     with starting(kind.name):
         torch.accelerator.set_device_index(place.local_rank)
     return torch.device(kind.name, place.local_rank)

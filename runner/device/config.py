@@ -114,7 +114,7 @@ class NpuConfig(DeviceConfig):
             raise EnvironmentProblem(
                 f"device=npu: this machine is not ready for an Ascend NPU; in this order:\n{steps}\n"
                 "  with evidence: run doctor device=npu\n"
-                "  without a card: +recipe=[NAME,rehearse] tries a recipe on the CPU, device=npu_sim the NPU's own code"
+                "  without one: device=cuda or device=cpu; to rehearse: +recipe=[NAME,rehearse], device=npu_sim"
             )
 
 

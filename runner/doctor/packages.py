@@ -17,6 +17,7 @@ from runner.doctor.host import PROJECT
 from runner.doctor.machine import Machine
 from runner.doctor.versions import (
     AS_OF,
+    CANN,
     OLDEST_TORCH,
     cann_for,
     release,
@@ -50,10 +51,13 @@ def torch_pair(machine: Machine) -> Finding:
 
 
 def _pair(machine: Machine, torch: str) -> str:
-    """The torch and torch_npu to install: those of the CANN that is there, or torch_npu for the torch that is."""
+    """The torch and torch_npu to install: those of the CANN that is there, or, where neither it nor a torch_npu is, of
+    the one that `cann.toolkit` names; else torch_npu for the torch that is."""
     found = find(machine)
-    usable = _usable(found.version) if found and found.version else []
-    return _both(machine, usable[0]) if usable else f"torch_npu=={release(torch)}"
+    proposed = None if machine.version("torch-npu") else next(iter(CANN))
+    usable = _usable((found.version if found else proposed) or "")
+    best = next((one for one in usable if release(one) == release(torch)), next(iter(usable), None))
+    return _both(machine, best) if best else f"torch_npu=={release(torch)}"
 
 
 def _both(machine: Machine, npu: str) -> str:

@@ -103,6 +103,7 @@ class Session:
         records.open(first, console)
         outlets = self._outlets(build.Outlets, records, console)
         built = build.build(self.spec, self.folder, store, records.decide, self.stop, outlets, self.place)
+        build.refuse_different_steps(first, built.world.everyone)
         if loaded is not None:
             built.restore(loaded.state)
             self.values = loaded.metrics

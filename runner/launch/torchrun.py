@@ -54,6 +54,7 @@ def take_part(words: Sequence[str], begin: Callable[[Sequence[str]], int]) -> in
         code = error.exit_code
         raise
     finally:
+        os.environ[AUTOLOAD] = "0"  # it may come to this before torch is imported, and nothing is computed any more
         _tell({"ended": code})
     leave(code)
 

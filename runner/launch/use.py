@@ -16,7 +16,7 @@ from runner.folder import RunFolder, locked, shown
 from runner.identity import PromptStyle, refuse_changed_model, refuse_changed_spec
 from runner.launch.export import write_export
 from runner.launch.local import status
-from runner.learner import load_parameters
+from runner.learner_state import load_parameters
 from runner.spec.job import JobSpec
 
 SETTABLE = ("device", "model.path", "model.trust_remote_code")  # what a use may set of a run's spec

@@ -6,6 +6,7 @@ killed by a signal ▸ an error of its own ▸ lagging behind the others ▸ int
 from __future__ import annotations
 
 import math
+import re
 import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import NamedTuple
 from runner.errors import DeadlineExceeded, Interrupted, RunnerError
 from runner.launch.link import Report
 
+NAMED = re.compile(r"rank \d+\b")  # how a message begins that says whose it is: a rank may pass on another's
 LOST = 75  # exit code of a job of which a rank, or a machine, is gone
 KILLED, OWN, LAGGED, INTERRUPTED, WAITED = range(5)  # the order in which they explain the end of a job
 HINTS = {
@@ -84,7 +86,7 @@ def _one(rank: Ended, passed_on: Sequence[int], said: Mapping[str, int]) -> Verd
     """Why one rank ended; `said` counts the ranks that say the same: then it is no matter of this rank alone."""
     if (report := rank.report) is not None:
         strength = {"error": OWN, "interrupted": INTERRUPTED, "waited": WAITED}[report.kind]
-        named = strength == INTERRUPTED or said[report.message] > 1 or report.message.startswith(rank.name)
+        named = strength == INTERRUPTED or said[report.message] > 1 or NAMED.match(report.message) is not None
         return Verdict(strength, report.message if named else f"{rank.name}: {report.message}", report.exit_code)
     if passed_on and (rank.ours or rank.code in {code for n in passed_on for code in (-n, 128 + n)}):
         return Verdict(INTERRUPTED, f"{signal.Signals(passed_on[0]).name}: ended at once", 128 + passed_on[0])

@@ -40,11 +40,12 @@ class GroupPeers:
         return [{name: one[name].to(tensor.device) for name, tensor in tensors.items()} for one in found]
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """See `Peers`. Holds two buckets beside the tensors."""
+        """See `Peers`. Holds two buckets beside the tensors. What is half as precise as float32 is added in float32."""
         pending: list[tuple[Any, Tensor, Sequence[Tensor]]] = []
         with self._worded("summing"):
             for bucket in buckets(tensors):
                 flat = torch.cat([one.reshape(-1) for one in bucket])
+                flat = flat.float() if flat.dtype.itemsize < 4 and flat.is_floating_point() else flat
                 pending.append((distributed.all_reduce(flat, group=self._group, async_op=True), flat, bucket))
                 if len(pending) == 2:
                     _finish(*pending.pop(0))
@@ -55,6 +56,8 @@ class GroupPeers:
     def _worded(self, doing: str) -> Iterator[None]:
         try:
             yield
+        except torch.OutOfMemoryError:  # of this rank itself
+            raise
         except RuntimeError as error:
             kind = RankLost if tells_of_loss(str(error)) else DeadlineExceeded
             raise kind(

@@ -52,11 +52,14 @@ class World:
             if found := self.config.uneven(self.mesh, {name: size for name, size in sizes.items() if size}):
                 raise SpecError(found)
 
-    def shard(self, model: Any, decide: Decide) -> None:
-        """Spread a model's weights over tp and dp_shard ranks, in place, before it has an optimizer. Copies begin
-        alike."""
-        if self.place.size > 1 and (self.mesh.tp > 1 or not self.sharded):
+    def refuse_different(self, model: Any) -> None:
+        """Raise EnvironmentProblem, on all ranks, for a model that was not built alike on all of them: copies would
+        drift apart, and pieces would be of several models."""
+        if self.place.size > 1:
             refuse_different(model.module, self.everyone)
+
+    def shard(self, model: Any, decide: Decide) -> None:
+        """Spread a model's weights over tp and dp_shard ranks, in place, before it has an optimizer."""
         here, fit = self.device.torch_device, self.device.fuse
         if self.mesh.tp > 1:
             from runner.parallelism.tensor import cut

@@ -88,11 +88,17 @@ class Estimate:
 
     def band(self, card: Card) -> Band:
         """The peak with what the runtime, the communicators and fragmentation add."""
-        communicators = sum(size > 1 for size in self.mesh)  # one for each dimension that has ranks
-        buffers = communicators * HCCL_BUFFERS if card.device == "npu" else 0
+        buffers = _communicators(self.mesh) * HCCL_BUFFERS if card.device == "npu" else 0
         tensors = self.peak.bytes
         low, high = (tensors + card.context[0], round(tensors * FRAGMENTATION) + card.context[1])
         return Band(low + buffers, high + buffers)
+
+
+def _communicators(mesh: Mesh) -> int:
+    """Of a rank: one for each dimension that has ranks; where several have, one of all ranks; where work is dealt out
+    between slices, one of the ranks that have the same slice."""
+    dimensions = sum(size > 1 for size in mesh)
+    return dimensions + (dimensions > 1) + (mesh.tp > 1 and mesh.data > 1)
 
 
 def estimate(spec: JobSpec) -> Estimate:

@@ -29,5 +29,5 @@ class Peers(Protocol):
     # the same of named tensors, which come back on the device they are on here
     def gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]: ...
 
-    # in place, in the tensors' own data types, on their device; all ranks give the same shapes
+    # in place, on their device; all ranks give the same shapes and data types; half precision is added in float32
     def sum_(self, tensors: Sequence[Tensor]) -> None: ...

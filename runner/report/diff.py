@@ -16,6 +16,7 @@ from runner.spec.origin import leaves
 from runner.tracker.text import number, sparkline, visible
 
 ABSENT = "–"
+SHORT = 12  # digits of a fingerprint
 SPARKS = 24  # columns of a curve on the screen
 OWN = ("perf/", "time/", "device/")  # what no two runs share; not compared on the screen
 
@@ -39,7 +40,7 @@ def differences(a: Run, b: Run) -> list[Difference]:
     found += _between("version", *({"python": r.manifest.get("python", {}).get("version")} for r in (a, b)))
     found += _between("device", a.manifest.get("device", {}), b.manifest.get("device", {}))
     found += _between("environment", a.manifest.get("environment", {}), b.manifest.get("environment", {}))
-    return found + _between("data", {"fingerprint": a.data or None}, {"fingerprint": b.data or None})
+    return found + _between("data", *({"fingerprint": run.data[:SHORT] or None} for run in (a, b)))
 
 
 def lines(first: RunFolder, second: RunFolder) -> list[str]:

@@ -86,7 +86,7 @@ def resume(
         record.grow(len(plan.jobs))  # a search was killed between the two files
         screen = SweepScreen(folder, plan, record, options.trials)
         source = None if propose is None or wanted.only else Trials(folder, plan, options, propose, screen.say)
-        site.admit(needs(plan, options))
+        site.admit(needs(plan, options, record))
         engine = Engine(folder, plan, record, options, site, screen, source)
         engine.take_up()
         todo = [index for index in chosen(record, wanted) if index not in engine.followed]
@@ -166,10 +166,11 @@ def _said(key: str, values: Mapping[str, Any]) -> str:
     return repr(values[key]) if key in values else "not there"
 
 
-def needs(plan: Plan, options: SweepConfig) -> list[Need]:
-    """What the jobs occupy, those that a search is still to propose included."""
+def needs(plan: Plan, options: SweepConfig, record: Record | None = None) -> list[Need]:
+    """What the jobs occupy, those that a search is still to propose included; with a record, without finished ones."""
     later = [] if plan.search is None else [plan.search.need] * max((options.trials or 0) - len(plan.jobs), 0)
-    return [job.need for job in plan.jobs] + later
+    left = [job for job in plan.jobs if record is None or record[job.index].state not in FINISHED]
+    return [job.need for job in left] + later
 
 
 def _run(

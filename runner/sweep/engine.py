@@ -18,6 +18,7 @@ from runner.device.visible import VARIABLES
 from runner.signals import Interrupts
 from runner.sweep.config import SweepConfig
 from runner.sweep.failures import Failures
+from runner.sweep.need import placed
 from runner.sweep.order import Order
 from runner.sweep.outcome import Ended, Told, judge
 from runner.sweep.plan import JobPlan, Plan, SweepFolder, append, write_spec
@@ -183,8 +184,7 @@ class Engine:
             return
         running.since = time.monotonic()
         self._record.change(index, state="running", devices=running.devices)
-        where = f"{job.need.kind} {','.join(running.devices)}".rstrip()
-        self._screen.say(f"job {index}  {job.label}: {begun} {where}")
+        self._screen.say(f"job {index}  {job.label}: {begun} {placed(job.need, running.devices)}")
 
     def _reap(self) -> None:
         for index, running in list(self.followed.items()):
@@ -203,7 +203,7 @@ class Engine:
         job, total = self._plan.jobs[index], self._record[index].seconds + seconds
         known = {"exit_code": code, "error": ended.error, "identity": None, "seconds": round(total, 3)}
         again_s = None
-        if ended.state in FAILED and told is None and not self.stopped:
+        if ended.state in FAILED and ended.state != "timeout" and told is None and not self.stopped:
             again_s = self._failures.wait_s(index, code)
         if again_s is not None:
             self._waiting.append(index)

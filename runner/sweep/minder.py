@@ -26,7 +26,7 @@ from types import FrameType
 
 from runner.errors import RunnerError
 from runner.launch.child import PR_SET_PDEATHSIG
-from runner.sweep.note import TOUCH_S, Note, touch
+from runner.sweep.note import TOUCH_S, Note, now, touch
 from runner.sweep.order import Order
 from runner.sweep.outcome import Told
 from runner.sweep.process import JobProcess
@@ -120,14 +120,14 @@ class Minder:
                 self._process.signal(number)
 
     def _keep_time(self) -> None:
-        now, limit = time.monotonic(), self._timeout_s
-        if limit is not None and now - self._began > limit and self._deadline == float("inf"):
+        moment, limit = time.monotonic(), self._timeout_s
+        if limit is not None and moment - self._began > limit and self._deadline == float("inf"):
             self.told = Told(f"not done after {limit:g} s (sweep.timeout_s)", "timeout")
             self._pass_on(signal.SIGTERM)
-        if now > self._deadline:
+        if moment > self._deadline:
             self._process.signal(signal.SIGKILL)
-        if now - self._touched > TOUCH_S:
-            self._touched = now
+        if moment - self._touched > TOUCH_S:
+            self._touched = moment
             touch(Path(self._order.note))
 
 
@@ -146,12 +146,12 @@ def mind(order: Order, signals: Signals) -> None:
     note, path = begun(order, tuple(filter(None, cards.split(",")))), Path(order.note)
     note.write(path)
     code = minder.run()
-    note.with_end(time.time(), code).write(path)
+    note.with_end(now(), code).write(path)
 
 
 def begun(order: Order, devices: tuple[str, ...]) -> Note:
     """The note of a job that starts now, beside this process."""
-    return Note(order.token, socket.gethostname(), os.getpid(), time.time(), devices)
+    return Note(order.token, socket.gethostname(), os.getpid(), now(), devices)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,12 @@ class Need:
         return f"{self.count} {WORDS[self.kind]}{'s' if self.count > 1 else ''}"
 
 
+def placed(need: Need, devices: Sequence[str]) -> str:
+    """On what a job runs: `core 0,1`, `npu 3`; `node7`, where only its machine is known and it wants no card."""
+    names = ",".join(devices)
+    return names if need.kind == "core" and not all(map(str.isdigit, devices)) else f"{need.kind} {names}".rstrip()
+
+
 def need_of(spec: Any, cards: Cards) -> Need:
     """What a job occupies where there are these kinds of card.
 

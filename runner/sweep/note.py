@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 
 from runner.folder import write_json
@@ -45,7 +45,7 @@ class Note:
     @property
     def seconds(self) -> float:
         """For how long the job has run, or ran."""
-        return max((time.time() if self.ended is None else self.ended) - self.began, 0.0)
+        return max((now() if self.ended is None else self.ended) - self.began, 0.0)
 
     @property
     def where(self) -> tuple[str, ...]:
@@ -55,6 +55,11 @@ class Note:
     def write(self, path: Path) -> None:
         """Put it in its place. Raises StorageError."""
         write_json(path, asdict(self))
+
+
+def now() -> float:
+    """Seconds since the epoch, of this machine's clock."""
+    return datetime.now().timestamp()
 
 
 def read(path: Path, token: str) -> Note | None:
@@ -72,7 +77,7 @@ def read(path: Path, token: str) -> Note | None:
 def silent_s(path: Path) -> float:
     """Seconds since the last sign of life of a job that runs; infinite where there never was one."""
     try:
-        return max(time.time() - path.stat().st_mtime, 0.0)
+        return max(now() - path.stat().st_mtime, 0.0)
     except OSError:
         return float("inf")
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 from runner.errors import EnvironmentProblem
-from runner.folder import RunFolder, locked, write_json
+from runner.folder import RunFolder, is_locked, locked, write_atomic
 from runner.sweep.plan import SweepFolder
 
 State = Literal["waiting", "running", "done", "pruned", "failed", "killed", "timeout", "interrupted"]
@@ -40,6 +40,7 @@ class Record:
     def __init__(self, folder: SweepFolder, jobs: Sequence[JobState]) -> None:
         self._folder = folder
         self._jobs = list(jobs)
+        self._lines = [_line(job) for job in jobs]
 
     @classmethod
     def begin(cls, folder: SweepFolder, count: int) -> Record:
@@ -74,6 +75,7 @@ class Record:
     def assume(self, index: int, **changes: Any) -> None:
         """Change what is known of a job in memory only."""
         self._jobs[index] = replace(self._jobs[index], **changes)
+        self._lines[index] = _line(self._jobs[index])
 
     def wait(self, indices: Iterable[int]) -> None:
         """Have these jobs wait for their turn, and write it once. Raises StorageError."""
@@ -83,7 +85,9 @@ class Record:
 
     def grow(self, count: int) -> None:
         """Make it one of `count` jobs, the new ones waiting. Raises StorageError."""
-        self._jobs += [JobState()] * (count - len(self._jobs))
+        more = [JobState()] * (count - len(self._jobs))
+        self._jobs += more
+        self._lines += [_line(job) for job in more]
         self._write()
 
     def count(self) -> Mapping[State, int]:
@@ -92,7 +96,12 @@ class Record:
         return {state: number for state, number in counts.items() if number}
 
     def _write(self) -> None:
-        write_json(self._folder.state, {"jobs": [asdict(job) for job in self._jobs]})
+        write_atomic(self._folder.state, '{"jobs": [\n' + ",\n".join(self._lines) + "\n]}\n")
+
+
+def _line(job: JobState) -> str:
+    """A job as it stands in the file: made when it changes, as the file is written once for each change of any."""
+    return json.dumps(asdict(job), allow_nan=False)
 
 
 def _job(data: dict[str, Any]) -> JobState:
@@ -108,8 +117,4 @@ def held(folder: SweepFolder) -> Iterator[None]:
 
 def is_held(folder: SweepFolder) -> bool:
     """Whether a living process runs the sweep."""
-    try:
-        with held(folder):
-            return False
-    except EnvironmentProblem:
-        return True
+    return is_locked(RunFolder(folder.root))

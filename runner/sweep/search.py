@@ -90,7 +90,7 @@ class Trials:
         """Whether a running job is to be stopped early; takes in the newest value of its metric."""
         trial, metric = self._trials.get(index), self._plan.rankings[0].metric
         step = watch.steps.get(metric)
-        if not self._prune or trial is None or step is None or self._reported.get(index) == step:
+        if not self._prune or trial is None or step is None or step <= self._reported.get(index, -1):
             return False
         self._reported[index] = step
         trial.report(watch.values[metric], step)
@@ -129,6 +129,7 @@ class Trials:
             index = frozen.user_attrs.get(JOB)
             if index is not None and index < len(self._plan.jobs):
                 self._trials[index] = self._optuna.trial.Trial(self._study, frozen._trial_id)
+                self._reported[index] = max(frozen.intermediate_values, default=-1)
                 if not frozen.state.is_finished() and index < len(states):
                     self.ended(index, states[index])
             elif not frozen.state.is_finished():

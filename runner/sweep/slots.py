@@ -40,7 +40,7 @@ class Slots:
             _refuse(need, self._all[need.kind])
         fit = sum(len(self._all[k]) // max(min(n.count for n in needs if n.kind == k), 1) for k in kinds)
         self.shared = parallel is not None and parallel > fit
-        if parallel is not None and self.shared and kinds.keys() != {"core"}:
+        if parallel is not None and self.shared and kinds.keys() - {"core"}:
             said = ", ".join(f"{len(ids)} {WORDS[kind]}(s)" for kind, ids in self._all.items())
             raise SpecError([Problem("sweep.parallel", f"{parallel} jobs do not fit at once: there are {said}")])
         self.parallel = min(parallel or fit, len(needs))

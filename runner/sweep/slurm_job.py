@@ -15,13 +15,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from runner.device.kinds import KINDS, NPU
 from runner.folder import RunFolder
 from runner.sweep.minder import Minder, Signals, begun
+from runner.sweep.note import now
 from runner.sweep.order import Order
 from runner.sweep.outcome import ENDED_BY_US, Told
 from runner.sweep.slurm_batch import Batch
@@ -44,7 +44,7 @@ def main(path: str) -> int:
     code, told = minder.run(), minder.told
     if minder.first == LIMIT and code in ENDED_BY_US and (told := requeue(order, note.began)) is None:
         return 0  # Slurm starts it again; the note says that it runs until it then says more
-    note.with_end(time.time(), code, told).write(Path(order.note))
+    note.with_end(now(), code, told).write(Path(order.note))
     return code if code >= 0 else 128 - code
 
 

@@ -87,10 +87,10 @@ class Slurm:
     def take_up(self, left: Mapping[int, Identity], grace_s: float, say: Say) -> Mapping[int, Handle]:
         self._say, found = say, {}
         submitted = {index: known for index, known in left.items() if "batch" in known}
-        for index, known in submitted.items():
+        for known in list(submitted.values())[:1]:
             self._folder = Path(known["note"]).parents[1]
-            if not self._queue:
-                self._queue = slurm_queue.queue(self._folder.name)
+            self._queue = slurm_queue.queue(self._folder.name)
+        for index, known in submitted.items():
             if (array := self._number(known["batch"])) is not None:
                 self._arrays[known["batch"]] = array
                 job = self._follow(known["batch"], index, known["token"], known["note"])

@@ -47,8 +47,8 @@ def catch_up(folder: SweepFolder, record: Record) -> Iterator[str]:
             record.assume(index, state="waiting")
             yield f"waiting  job {index}  in Slurm: {queued[index]}"
             continue
-        if "pid" in job.identity:
-            if not is_alive((job.identity["pid"], job.identity["started"])):
+        if job.identity.get("on") == "local":  # without a number, the sweep died before it could write that down
+            if "pid" not in job.identity or not is_alive((job.identity["pid"], job.identity["started"])):
                 _settle(folder, record, index, -signal.SIGTERM, Told("the sweep ended"))
             continue
         path = Path(job.identity["note"])

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from runner.folder import shown
 from runner.sweep.config import SweepConfig
 from runner.sweep.estimate import expected
+from runner.sweep.need import placed
 from runner.sweep.plan import SWEEPS, JobPlan, Plan, Ranking, SweepFolder, short_names
 from runner.sweep.results import Result, Results, Score
 from runner.sweep.seeds import INTERVAL, SEED, Fold, folds
@@ -134,7 +135,7 @@ def _row(results: Results, row: Result, axes: Sequence[str]) -> list[str]:
         f"{row.steps}/{total}",
         *scored(row),
         duration(row.state.seconds),
-        f"{row.job.need.kind} {','.join(row.state.devices)}" if row.state.devices else "",
+        placed(row.job.need, row.state.devices) if row.state.devices else "",
         shown(folder) if folder.exists() else "",
     ]
 

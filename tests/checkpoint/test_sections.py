@@ -167,3 +167,17 @@ def test_a_section_name_must_be_a_file_name(name: str) -> None:
 
 def test_tuples_become_lists(tmp_path: Path) -> None:
     assert round_trip(tmp_path, {"o": {"betas": (0.9, 0.95)}}) == {"o": {"betas": [0.9, 0.95]}}
+
+
+def test_pieces_are_written_without_reading_what_others_write(tmp_path: Path) -> None:
+    held = {"weight": torch.arange(6.0).reshape(2, 3), "step": torch.tensor(3)}
+    path = tmp_path / "policy.safetensors"
+    tensors_file.create(path, held)
+    head, places = tensors_file.layout(held)
+    whole = path.stat().st_size
+    path.write_bytes(b"?" * whole)  # as a page that another machine has not sent yet
+    tensors_file.write(path, held, first=True)
+    begin, end = (len(head) + at for at in places["weight"])
+    content = path.read_bytes()
+    assert content[: len(head)] == b"?" * len(head) and len(content) == whole
+    assert content[begin:end] == held["weight"].numpy().tobytes()

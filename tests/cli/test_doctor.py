@@ -17,10 +17,12 @@ from runner.cli.main import main
 HEAVY = {"torch", "transformers", "datasets", "peft", "wandb", "numpy", "hydra", "omegaconf"}
 
 
-@pytest.mark.parametrize("words", [["device=tpu"], ["npu"], ["steps=1"], ["device=cpu", "x"]])
+@pytest.mark.parametrize(
+    "words", [["device=tpu"], ["npu"], ["steps=1"], ["device=cpu", "x"], ["device=npu", "device=cpu"]]
+)
 def test_only_a_device_can_be_said(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *words]) == 2
-    assert "device=auto|cpu|cuda|npu is expected" in capsys.readouterr().err
+    assert f"one device=auto|cpu|cuda|npu|npu_sim is expected, not {' '.join(words)}" in capsys.readouterr().err
 
 
 def test_words_and_flags() -> None:

@@ -9,10 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from runner.callback.activity import Activity
 from runner.cli.main import main
-from runner.device.accelerator import refuse_hidden
+from runner.device.accelerator import refuse_hidden, starting
 from runner.device.activity import gpu, npu, own_process
 from runner.device.kinds import NPU
 from runner.errors import EnvironmentProblem
@@ -162,3 +163,13 @@ def test_a_run_records_it_and_can_leave_it(workdir: Path) -> None:
         for path in sorted(Path("outputs").glob("*/*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
     )
     assert (first, second) == ({"device/busy_percent", "device/resident_bytes"}, set())
+
+
+def test_what_a_card_refuses_at_its_first_use_is_no_bug_but_memory_that_is_out_is_told_apart() -> None:
+    with (
+        pytest.raises(EnvironmentProblem, match=r"device=npu: no such option\n.*run doctor device=npu"),
+        starting("npu"),
+    ):
+        raise RuntimeError("no such option\nERR00009")
+    with pytest.raises(torch.OutOfMemoryError), starting("npu"):
+        raise torch.OutOfMemoryError("NPU out of memory")

@@ -81,7 +81,7 @@ def ascend(name: str, folder: Path, **changes: Any) -> Machine:
             "ASCEND_OPP_PATH": f"{home}/opp",
             "LD_LIBRARY_PATH": f"/usr/local/Ascend/driver/lib64:{home}/lib64",
             "PYTHONPATH": f"{home}/python/site-packages",
-            "HOME": "/home/somebody",
+            "HOME": "/people/somebody",
         },
         packages=packages(**{key.replace("-", "_"): version for key, version in GOOD.items()}),
         arch="aarch64",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from runner.doctor.finding import Finding, Verdict
 from runner.doctor.hccl import accepts
 from runner.doctor.machine import Answer, Machine, Package
 from runner.doctor.report import exit_code
-from tests.doctor.changes import without, written
+from runner.doctor.versions import torch_npu_for
+from tests.doctor.changes import installed, without, written
 from tests.doctor.machines import GB, ascend, commands, entries, findings, packages, with_environment
 from tests.doctor.mistakes import HOME, MISTAKES
 
@@ -95,7 +97,7 @@ def test_cann_of_old_and_new_layouts(name: str, cann: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("layout", ["cann", "ascend-toolkit/latest", "cann-9.1.0", "ascend-toolkit/9.1.0"])
 def test_cann_of_a_user_s_own_is_found(layout: str, tmp_path: Path) -> None:
     own = without("ASCEND_HOME_PATH", "LD_LIBRARY_PATH", "ASCEND_OPP_PATH")(machine(tmp_path))
-    home = f"/home/somebody/Ascend/{layout}"
+    home = f"/people/somebody/Ascend/{layout}"
     own.path(home).parent.mkdir(parents=True)
     own.path(HOME).rename(own.path(home))
     found = findings(own)
@@ -180,3 +182,13 @@ def test_metadata_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     odd = {**packages(torch="2.10.0"), "vllm": Package("vllm", "0.23.0", ("torch ==",))}
     found = findings(dataclasses.replace(machine(tmp_path), packages=odd))["any device", "demands"]
     assert found.verdict is WARNING and "vllm's metadata cannot be read" in found.evidence
+
+
+@pytest.mark.parametrize("torch", ["2.13.0+cpu", "2.12.0", "2.10.0"])
+def test_a_bare_machine_is_told_a_cann_and_a_torch_npu_that_go_together(torch: str, tmp_path: Path) -> None:
+    change, _ = MISTAKES["no CANN"]
+    found = findings(installed(torch=torch, torch_npu=None)(change(machine(tmp_path))))
+    toolkit, pair = seen(found, "CANN").remedy or "", seen(found, "torch, torch_npu").remedy or ""
+    said = re.search(r"toolkit_(\S+)_linux", toolkit), re.search(r"torch_npu==(\S+)", pair)
+    assert said[0] and said[1], (toolkit, pair)
+    assert said[1][1] in torch_npu_for(said[0][1]), f"CANN {said[0][1]} and torch_npu {said[1][1]}"

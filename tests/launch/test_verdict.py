@@ -36,6 +36,7 @@ STOPPED = rank(0, 130, Interrupted(signal.SIGINT, "SIGINT after step 3 of 9; a c
         ([STOPPED, DATA], 3, "rank 2 of 4: line 7"),
         ([WAITED, OURS, GOOD], 75, "rank 3 of 4 lost another rank"),
         ([rank(1, -signal.SIGSEGV), GOOD], 75, "rank 1 of 4 was killed (SIGSEGV)\n  a crash in a library"),
+        ([rank(0, 3, DataError("rank 2: line 7 is no JSON")), OURS], 3, "rank 2: line 7 is no JSON"),
         ([rank(1, -35), GOOD], 75, "rank 1 of 4 was killed (signal 35)"),
         ([rank(1, 1), GOOD], 1, "rank 1 of 4 ended with exit code 1 and without a word; see ranks/1.log"),
     ],

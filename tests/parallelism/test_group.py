@@ -44,6 +44,33 @@ def test_sums_are_those_of_all_ranks_whatever_the_buckets(bucket_bytes: int) -> 
         assert gathered[0] == [{"rank": 0}, {"rank": 1}] and [t.tolist() for t in gathered[1]] == [[1.0], [1.0, 1.0]]
 
 
+def halves(world: World) -> Tensor:
+    mine = [torch.full((3,), 1.0 if world.peers.rank == 0 else 2.0**-8, dtype=torch.bfloat16)]
+    world.peers.sum_(mine)
+    return mine[0]
+
+
+def test_half_precision_is_added_in_float32_and_rounded_once() -> None:
+    wanted = (1 + 3 * torch.tensor(2.0**-8)).bfloat16()  # one after the other, each 2^-8 would be rounded away
+    for found in on_ranks(4, halves):
+        assert found.dtype == torch.bfloat16 and found.tolist() == [float(wanted)] * 3
+        assert float(wanted) > 1
+
+
+def exhausted(world: World) -> str:
+    def full(*_: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    torch.cat = full  # type: ignore[assignment]
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        world.peers.sum_([torch.ones(2)])
+    return str(caught.value)
+
+
+def test_an_exhausted_device_is_not_taken_for_a_rank_that_does_not_come() -> None:
+    assert on_ranks(1, exhausted) == ["CUDA out of memory"]
+
+
 def test_buckets_hold_all_in_order_one_type_each_and_not_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "BUCKET_BYTES", 100)
     given = [torch.zeros(n, dtype=d) for n, d in [(10, torch.float32), (10, torch.float32), (10, torch.float32)]]
@@ -105,13 +132,14 @@ def test_ranks_meet_at_the_address_of_the_environment_and_part() -> None:
     assert ranks(2, met, port, join=False) == [3, 3]
 
 
-def unlike(world: World, different: bool) -> str:
-    module = nn.Linear(2, 2)
+def unlike(world: World, kind: torch.dtype, change: float) -> str:
+    module = nn.Linear(1000, 200).to(kind)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.fill_(1.0)
-        if different and world.peers.rank == 1:
-            module.bias[0] = 1.5
+        module.weight[0, 0] = float("nan")
+        if world.peers.rank == 1:
+            module.bias[0] += change
     try:
         refuse_different(module, world.peers)
     except EnvironmentProblem as error:
@@ -119,7 +147,8 @@ def unlike(world: World, different: bool) -> str:
     return ""
 
 
-def test_copies_that_begin_differently_are_refused() -> None:
+@pytest.mark.parametrize(("kind", "last_bit"), [(torch.float32, 2.0**-23), (torch.bfloat16, 2.0**-7)])
+def test_copies_that_differ_in_a_bit_are_refused(kind: torch.dtype, last_bit: float) -> None:
     wanted = "ranks 0 and 1 begin with different weights: 1 of 2 tensors, e.g. bias"
-    assert on_ranks(2, unlike, True) == [wanted] * 2
-    assert on_ranks(2, unlike, False) == ["", ""]
+    assert on_ranks(2, unlike, kind, last_bit) == [wanted] * 2
+    assert on_ranks(2, unlike, kind, 0.0) == ["", ""]

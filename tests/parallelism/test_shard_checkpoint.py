@@ -168,6 +168,19 @@ def test_a_weight_that_is_not_finite_on_one_rank_stops_all(tmp_path: Path) -> No
     assert not tmp_path.exists() or not list(tmp_path.iterdir())
 
 
+def test_ranks_with_unlike_tensors_write_nothing(tmp_path: Path) -> None:
+    def work(rank: int) -> str:
+        state = built(True, (1, 2)).state_dict()
+        if rank == 1:
+            state["tensors"].popitem()
+        with pytest.raises(RunnerError) as caught:
+            store(tmp_path).save(1, {"policy": state}, {})
+        return str(caught.value)
+
+    assert all("ranks 0 and 1 have different tensors in their state of policy" in said for said in ranks(2, work))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_that_the_other_machine_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: int) -> None:
         one = built(False, (1, 2))

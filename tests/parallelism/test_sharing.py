@@ -10,8 +10,18 @@ from runner.batch import Batch, Places, cuts, pack, unit_spans
 from runner.dealing import Share, deal
 from runner.errors import DataError, RunnerError
 from runner.parallelism.world import World
+from runner.shards import total_norm
 from runner.sharing import Alone, balanced, on_first, together
 from tests.parallelism.worlds import on_ranks
+
+
+def test_the_norm_of_half_precision_is_not_of_half_precision() -> None:
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(size, generator=generator).bfloat16() for size in (1000, 3, 0, 50)]
+    norm = total_norm([*gradients, torch.ones(7)])
+    wanted = torch.cat([*(one.double() for one in gradients), torch.ones(7, dtype=torch.float64)]).norm()
+    assert norm.dtype == torch.float32 and abs(float(norm) / float(wanted) - 1) < 1e-6
+
 
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=20)
 

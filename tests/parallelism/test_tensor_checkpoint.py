@@ -21,7 +21,7 @@ Grid = tuple[int, int, int]
 
 
 def built(adapter: bool, grid: Grid | None) -> LocalLearner:
-    model = made("qwen3", adapter)
+    model = made("qwen3", adapter, vocab_size=302)  # of two slices neither divides into two pieces
     return learner(model if grid is None else sliced(model, grid))
 
 

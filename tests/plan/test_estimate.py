@@ -63,9 +63,10 @@ def test_a_reference_is_a_copy_where_there_is_no_adapter(compose: Any) -> None:
 def test_the_band_counts_what_communicators_keep(compose: Any) -> None:
     card = CARDS["910B"]
     alone = estimate(compose("+recipe=sft_demo", *SMALL))
-    plan = estimate(compose("+recipe=sft_demo", *SMALL, "parallelism=hsdp", "launch.devices=4"))
     assert alone.band(card).low == alone.peak.bytes + card.context[0]
-    assert plan.band(card).low == plan.peak.bytes + card.context[0] + 2 * HCCL_BUFFERS
+    for name, count in {"ddp": 1, "fsdp": 1, "hsdp": 3}.items():  # copies, pieces, all
+        plan = estimate(compose("+recipe=sft_demo", *SMALL, f"parallelism={name}", "launch.devices=4"))
+        assert plan.band(card).low == plan.peak.bytes + card.context[0] + count * HCCL_BUFFERS
 
 
 def test_the_cheapest_change_that_is_enough_is_advised(compose: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from runner.sweep import drive
 from runner.sweep.config import SweepConfig
 from runner.sweep.local import Local
 from runner.sweep.plan import SweepFolder, find
-from runner.sweep.record import Record
+from runner.sweep.record import Record, is_held
 from runner.sweep.status import status
 from runner.tracker import processes
 from tests.sweep import toy
@@ -230,6 +232,17 @@ def test_only_names_the_jobs_and_finished_ones_are_left_alone(tmp_path: Path) ->
     assert [toy.starts(folder, index) for index in range(3)] == [1, 1, 2]
 
 
+def test_a_resume_needs_room_for_what_is_left_only(tmp_path: Path) -> None:
+    """A smaller machine may finish what a larger one has begun."""
+    folder, _ = toy.start(tmp_path, ["good", "raises"])
+    content = json.loads(folder.plan.read_text())
+    content["jobs"][0]["need"]["count"] = 10_000
+    folder.plan.write_text(json.dumps(content))
+    assert toy.resume(folder, ["good", "good"], drive.Wanted(retry_failed=True)) == 0
+    assert [toy.starts(folder, index) for index in (0, 1)] == [1, 2]
+    assert toy.resume(folder, ["good", "good"], parallel=3) == 0, "nothing is left"
+
+
 def test_a_changed_spec_is_refused_with_what_differs(tmp_path: Path) -> None:
     folder, _ = toy.start(tmp_path, ["good", "raises"])
     folder.spec(1).write_text("n: 7\nsteps: 2\nmore: 1\n")
@@ -246,9 +259,21 @@ def test_one_sweep_is_run_by_one_process(tmp_path: Path, sweep_process: Start) -
     folder = only_sweep(tmp_path)
     with pytest.raises(EnvironmentProblem, match="is running this job"):
         drive.resume(*find(str(folder.root)), drive.Wanted(), SweepConfig(), Local(None))
-    assert status(str(folder.root)) == 0
+    lock = (folder.root / ".lock").read_bytes()
+    assert status(str(folder.root)) == 0 and is_held(folder)
     (folder.run(0).root / "go").touch()
     assert process.wait(DEADLINE_S) == 0
+    with locked_by_who_asks(folder):
+        assert not is_held(folder), "one who asks looked like an owner"
+    assert (folder.root / ".lock").read_bytes() == lock, "who asks has written something"
+
+
+@contextmanager
+def locked_by_who_asks(folder: SweepFolder) -> Iterator[None]:
+    """Another status, in the middle of its question."""
+    with (folder.root / ".lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield
 
 
 def test_sweeps_of_the_same_second_do_not_meet(tmp_path: Path, sweep_process: Start) -> None:

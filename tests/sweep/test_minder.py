@@ -137,7 +137,7 @@ def test_only_what_is_listed_leaves_this_machine() -> None:
 
 
 def test_a_status_tells_what_the_notes_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, _ = toy.start(tmp_path, ["good"] * 4)
+    folder, _ = toy.start(tmp_path, ["good"] * 5)
     record = toy.Record.read(folder)
     for index in range(4):
         path = folder.note(index)
@@ -146,11 +146,14 @@ def test_a_status_tells_what_the_notes_tell(tmp_path: Path, capsys: pytest.Captu
         if index < 3:
             (began.with_end(time.time(), -9) if index == 0 else began).write(path)
     os.utime(folder.note(2), (0.0, time.time() - 600))
+    folder.run(4).status.unlink()
+    here = {"on": "local", "token": "t4", "note": str(folder.note(4))}
+    record.change(4, state="waiting", identity=here)  # its sweep died as it started it
     capsys.readouterr()
     before = folder.state.read_bytes()
     assert status(str(folder.root)) == 0 and folder.state.read_bytes() == before
     said = capsys.readouterr().out
-    assert "1 waiting, 2 running, 1 killed; not running" in said
+    assert "1 waiting, 2 running, 1 killed, 1 interrupted; not running" in said
     assert "runs     job 1  on node7, without its sweep" in said
     assert "runs     job 2  on node7, silent for 10:00" in said
     assert "waiting  job 3  was handed over, and has not begun" in said

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +25,7 @@ from runner.sweep.record import Record
 from runner.sweep.results import gather
 from runner.sweep.search import Propose, Trials
 from runner.sweep.space import Dimension, Search, of_json
+from runner.sweep.watch import Watch
 from tests.sweep import toy
 
 pytest.importorskip("optuna")
@@ -265,6 +267,20 @@ def test_a_crash_between_the_end_of_a_job_and_the_study(tmp_path: Path) -> None:
     assert study(search.folder) == ["RUNNING"] * 3
     search.run(5)
     assert study(search.folder) == ["COMPLETE"] * 5
+
+
+def test_what_was_reported_before_a_crash_is_not_reported_again(tmp_path: Path) -> None:
+    search = Simulated(tmp_path, (X,))
+    search.run(1, tell=False)
+    search.record.change(0, state="running")
+    watch = Watch(search.folder.run(0).metrics)
+    watch.look()
+    config = SweepConfig.model_validate({"search": "optuna", "trials": 1, "prune": True})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The reported value is ignored")
+        for _ in range(2):  # the second is a resume
+            source = Trials(search.folder, search.plan, config, toy.propose, search.said.append)
+            assert not source.is_hopeless(0, watch)
 
 
 def test_a_proposal_that_is_no_job_is_said_and_another_is_drawn(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from runner.cli.compose import compose_job
 from runner.errors import EnvironmentProblem, SpecError
-from runner.sweep.need import Need, need_of
+from runner.sweep.need import Need, need_of, placed
 from runner.sweep.slots import Slots, cards_here, environment
 
 
@@ -47,6 +47,12 @@ def test_no_device_is_ever_held_twice(counts: list[int], data: st.DataObject) ->
             held.append((Need("cuda", count), got))
             flat = [d for _, devices in held for d in devices]
             assert len(flat) == len(set(flat)) <= 4
+
+
+def test_where_a_job_runs_is_said() -> None:
+    assert placed(Need("core", 2), ("0", "1")) == "core 0,1"
+    assert placed(Need("core", 2), ("node7",)) == "node7"
+    assert placed(Need("npu", 1), ("node7:3",)) == "npu node7:3"
 
 
 def test_what_a_job_needs(monkeypatch: pytest.MonkeyPatch) -> None:

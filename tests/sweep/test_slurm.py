@@ -180,6 +180,7 @@ def test_no_more_at_once_where_some_jobs_are_taken_up_and_others_started(tmp_pat
     assert at_once(folder, 2) == 1 and toy.starts(folder, 1) == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_lets_jobs_save_and_withdraws_those_that_wait(tmp_path: Path, sweep_process: Start) -> None:
     names = ["saves", "good"]
     process = sweep_process(names, parallel=1)
@@ -247,6 +248,7 @@ def test_a_job_that_makes_no_step_within_slurms_limit_is_not_started_for_ever(
     assert job.state == "timeout" and "no step" in str(job.error)
 
 
+@pytest.mark.slow
 def test_time_limits_hold_while_the_sweep_is_away(tmp_path: Path, sweep_process: Start) -> None:
     process = sweep_process(["hangs"], timeout_s=1.0, grace_s=0.3)
     until(lambda: runs(tmp_path, 0))
@@ -254,7 +256,7 @@ def test_time_limits_hold_while_the_sweep_is_away(tmp_path: Path, sweep_process:
     process.wait()
     folder = only_sweep(tmp_path)
     until(lambda: not goes_on(folder), "nobody stopped it")
-    assert resume(folder, ["hangs"]) == 9
+    assert resume(folder, ["hangs"], retries=1, retry_wait_s=0.05) == 9
     assert toy.states(folder) == ["timeout"] and toy.starts(folder, 0) == 1
 
 

@@ -21,10 +21,10 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from runner.device.npu_sim.stub import SONAMES, build_stub
@@ -97,9 +97,9 @@ def _mark_used(built: Path) -> None:
 
 def _prune(found: Parts) -> None:
     """Remove what is left of builds that were killed, and what is no longer used; the caller holds the lock."""
-    home = found.wheel.parent
+    home, now = found.wheel.parent, datetime.now().timestamp()
     left = [*home.glob(".built-*"), *home.glob(".wheel-*")]
-    old = [path for path in home.glob("built-*") if time.time() - path.stat().st_mtime > KEPT_S]
+    old = [path for path in home.glob("built-*") if now - path.stat().st_mtime > KEPT_S]
     for path in (*left, *old):
         shutil.rmtree(path)
 

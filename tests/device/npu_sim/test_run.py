@@ -88,7 +88,7 @@ def test_grpo_npu_can_be_rehearsed(child: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp", "tp"])
 def test_a_job_on_two_cards_gives_the_processors_curve(child: Any, tmp_path: Path, parallelism: str) -> None:
     words = ("+recipe=sft_npu", *SMALL, "steps=2")
     cards = ("device=npu_sim", "device.cards=2", "launch.devices=2", f"parallelism={parallelism}")
@@ -192,3 +192,22 @@ def test_a_list_of_visible_cards_hides_some_and_one_with_a_wrong_number_ends_the
     words = ("+recipe=sft_demo", *SMALL, "device=npu_sim", "device.cards=4", "steps=1")
     said = child(program, *words, folder=tmp_path, code=2, ASCEND_RT_VISIBLE_DEVICES="1,4")
     assert "ASCEND_RT_VISIBLE_DEVICES=1,4 names 2 devices, and the driver shows 1" in said
+    said = child(program, *words, folder=tmp_path, code=2, ASCEND_RT_VISIBLE_DEVICES="7")
+    assert "ASCEND_RT_VISIBLE_DEVICES=7 names 1 device, and the driver shows 0" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variable", "value", "why"),
+    [
+        ("ASCEND_RT_VISIBLE_DEVICES", "", "No NPUs are available"),
+        ("PYTORCH_NPU_ALLOC_CONF", "foo:1", "Unrecognized key 'foo'"),
+    ],
+)
+def test_what_torch_npu_refuses_of_a_shell_is_the_shells_fault(
+    variable: str, value: str, why: str, child: Any, tmp_path: Path
+) -> None:
+    program = "import sys; from runner.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    words = ("+recipe=sft_demo", *SMALL, "device=npu_sim", "steps=1")
+    said = child(program, *words, folder=tmp_path, code=2, **{variable: value})
+    assert f"device=npu_sim: {why}" in said and "what is wrong: run doctor device=npu" in said

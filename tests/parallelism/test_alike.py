@@ -1,0 +1,84 @@
+"""Ranks that would not begin with the same are refused, on all of them, whatever the layout."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from runner import build
+from runner.decisions import Decisions
+from runner.errors import CheckpointError, RunnerError
+from runner.folder import RunFolder
+from runner.parallelism.world import World
+from runner.place import Place
+from runner.signals import StopSignal
+from tests.algorithm.preferences import model
+from tests.model import zoo
+from tests.parallelism.forked import ranks
+from tests.parallelism.jobs import spec_of
+from tests.parallelism.worlds import on_ranks
+
+JOB = "algorithm=sft data=demo steps=1 tracker=none evaluation.every=0 model=hf"
+
+
+def begun(rank: int, words: Sequence[str], root: Path, port: int) -> tuple[str, str]:
+    """What each of two ranks, with words of its own, ends with when it builds its job: the kind of error, and words."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    spec, folder = spec_of(words[rank].split(), 2), RunFolder(root, rank)
+    outlets = build.Outlets(step=(), samples=print, rollouts=print, say=print)
+    store = build.build_store(spec, folder)
+    try:
+        build.build(spec, folder, store, Decisions(), StopSignal(), outlets, Place(rank, 2, rank, 2))
+    except RunnerError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def together(words: Sequence[str], root: Path) -> list[tuple[str, str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return ranks(2, begun, words, root, port, join=False)
+
+
+@pytest.mark.parametrize("preset", ["ddp", "fsdp", "tp"])
+def test_other_weights_on_one_rank(preset: str, workdir: Path) -> None:
+    for seed in (1, 2):
+        model(seed).save(workdir / str(seed))
+    words = [f"{JOB} model.path={workdir / str(seed)} parallelism={preset}" for seed in (1, 2)]
+    for kind, said in together(words, workdir):
+        assert kind == "EnvironmentProblem" and "ranks 0 and 1 begin with different weights" in said
+
+
+def test_other_data_on_one_rank(workdir: Path) -> None:
+    model(1).save(workdir / "model")
+    words = [f"{JOB} model.path={workdir / 'model'} data.items={items}" for items in (64, 65)]
+    for kind, said in together(words, workdir):
+        assert kind == "DataError" and said.startswith("rank 1 has not the data of rank 0")
+
+
+def test_a_teacher_of_another_layout_in_pieces(workdir: Path) -> None:
+    model(1).save(workdir / "model")
+    zoo.causal("bloom").save(workdir / "teacher")  # which falls back to padded rows
+    job = JOB.replace("=sft", "=distill") + f" algorithm.teacher={workdir}/teacher model.path={workdir}/model"
+    for kind, said in together([f"{job} parallelism=fsdp"] * 2, workdir):
+        assert kind == "SpecError" and "algorithm.teacher takes padded rows and the model packed ones" in said
+    assert together([f"{job} parallelism=fsdp model.layout=padded"] * 2, workdir) == [("", "")] * 2
+
+
+def going_on(world: World, steps: Sequence[int]) -> str:
+    try:
+        build.refuse_different_steps(steps[world.place.rank], world.everyone)
+    except CheckpointError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def test_another_checkpoint_on_one_rank() -> None:
+    wanted = "the newest whole checkpoint is not the same for all ranks: of steps 20, 20, 10"
+    assert on_ranks(3, going_on, (20, 20, 10)) == [wanted] * 3
+    assert on_ranks(2, going_on, (20, 20)) == ["", ""]
