@@ -12,8 +12,8 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/cpu.txt $(PIP_ARGS)
-# One file stays in one process: its tests share what they train.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+# One file stays in one process, since its tests share what they train; in their order, so that no long one is left for the end.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help run test test-all soak check format generate bench clean
 .DEFAULT_GOAL := help

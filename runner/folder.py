@@ -26,7 +26,7 @@ OUTPUTS = Path("outputs")
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The paths of one run, as the process that leads it, rank 0, sees them; the other ranks have a log of their own."""
+    """The paths of one run, as rank 0, which leads it, sees them; the other ranks have a log of their own."""
 
     root: Path
     rank: int = 0

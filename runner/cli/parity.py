@@ -37,7 +37,8 @@ def _record(args: Namespace) -> int:
     for note in composed.notes:
         print(note, file=sys.stderr)
     recording = go.record(composed.spec, min(args.steps or STEPS, composed.spec.steps), path)
-    print(f"recorded {len(recording.steps)} steps of {composed.spec.name} on {recording.made['device']['name']}")
+    steps = "1 step" if len(recording.steps) == 1 else f"{len(recording.steps)} steps"
+    print(f"recorded {steps} of {composed.spec.name} on {recording.made['device']['name']}")
     if recording.idle:
         print(f"note: {recording.idle}", file=sys.stderr)
     print(f"compare  run parity --compare {shown(path)} device=npu")

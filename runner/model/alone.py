@@ -1,6 +1,6 @@
 """A sharded model put together on the CPU of one rank, so that it can be written like any other.
 
-    pieces on every rank ──tensor by tensor──▶ whole on one rank's CPU, nowhere else ──▶ a module without pieces
+pieces on every rank ──tensor by tensor──▶ whole on one rank's CPU, nowhere else ──▶ a module without pieces
 """
 
 from __future__ import annotations

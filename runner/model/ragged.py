@@ -10,19 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from runner.batch import Batch, pack
-from runner.errors import Problem, RunnerError, SpecError
-from runner.model import layout
+from runner.errors import Problem, SpecError
+from runner.model import export, layout
 from runner.model.alone import gathered_on_cpu, rebuilt
 from runner.model.config import ModelConfig
 from runner.model.dropout import largest, switch_off
@@ -31,7 +28,6 @@ from runner.model.probe import PROBE_ROWS, close, kernel_objection, packed_objec
 from runner.model.source import Source
 from runner.model.whole import Whole
 from runner.protocols import Decide, VarlenAttention
-from runner.quiet import no_progress_bar
 
 T = TypeVar("T")
 
@@ -195,19 +191,11 @@ class RaggedModel:
         Of a sharded model all ranks are needed: one gives the folder, in whose host memory the model is put together,
         the others None.
         """
-        module: Any = self._alone(folder is not None)
-        if folder is None:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        if self.merges:  # in float32, or little of the adapter would stay
-            module = deepcopy(module) if module is self.module else module
-            module = module.float().merge_and_unload()
-        # or peft would ask the hub whether the embedding was resized
-        options = {"save_embedding_layers": False} if hasattr(module, "get_base_model") else {}
-        with no_progress_bar():
-            module.save_pretrained(folder, **options)
-            self.tokenizer.save_pretrained(folder)
-        _check_saved(folder, sum(p.numel() for p in self.module.parameters() if p.requires_grad))
+        module = self._alone(folder is not None)
+        if folder is not None:
+            learnt = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+            used = module is self.module
+            export.write(module, self.tokenizer, folder, merged=self.merges, used=used, learnt=learnt)
 
     def _alone(self, keep: bool) -> Any:
         """The module, put together from its pieces on the ranks that `keep` it if it is sharded."""
@@ -281,18 +269,6 @@ class RaggedModel:
                 f"its loss needs the model output {wanted}, which does not exist; {type(self).__name__} makes {known}"
             )
             raise SpecError([Problem("algorithm", text)])
-
-
-def _check_saved(folder: Path, wanted: int) -> None:
-    found = 0
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            found += sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-    if found < wanted:
-        raise RunnerError(
-            f"{folder} holds {found} numbers, and {wanted} have learnt: the export is not whole. "
-            "The checkpoints are untouched; report this with the model's name"
-        )
 
 
 def scatter(values: Tensor, places: Tensor, size: int) -> Tensor:

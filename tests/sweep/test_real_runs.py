@@ -6,6 +6,7 @@ import csv
 import json
 import resource
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -149,7 +150,7 @@ def test_twelve_real_jobs_of_which_four_misbehave(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_a_job_of_a_sweep_costs_what_it_costs_alone(tmp_path: Path) -> None:
-    """In CPU time: the wall clock of a shared machine proves nothing."""
+    """In CPU time: the wall clock of a shared machine proves nothing. Medians: the least of few is luck, too."""
 
     def cpu_s(*commands: tuple[str, ...]) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -166,4 +167,5 @@ def test_a_job_of_a_sweep_costs_what_it_costs_alone(tmp_path: Path) -> None:
         )
         for _ in range(3)
     ]
-    assert min(together for _, together in rounds) < 1.05 * min(alone for alone, _ in rounds), rounds
+    alone, together = (statistics.median(column) for column in zip(*rounds, strict=True))
+    assert together < 1.05 * alone, rounds

@@ -1,0 +1,42 @@
+"""What a trained model leaves for other programs: a Hugging Face folder, or a PEFT adapter beside a base they have."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from runner.errors import RunnerError
+from runner.quiet import no_progress_bar
+
+
+def write(module: Any, tokenizer: Any, folder: Path, *, merged: bool, used: bool, learnt: int) -> None:
+    """Write a transformers or peft module, which lies whole in this process, with its tokenizer and chat template.
+
+    merged: the adapter in its base; used: the module itself is to stay as it is; learnt: how many numbers have learnt.
+    Raises RunnerError if what was written cannot hold so many.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if merged:  # in float32, or little of the adapter would stay
+        module = (deepcopy(module) if used else module).float().merge_and_unload()
+    # or peft would ask the hub whether the embedding was resized
+    options = {"save_embedding_layers": False} if hasattr(module, "get_base_model") else {}
+    with no_progress_bar():
+        module.save_pretrained(folder, **options)
+        tokenizer.save_pretrained(folder)
+    _check(folder, learnt)
+
+
+def _check(folder: Path, learnt: int) -> None:
+    found = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            found += sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    if found < learnt:
+        raise RunnerError(
+            f"{folder} holds {found} numbers, and {learnt} have learnt: the export is not whole. "
+            "The checkpoints are untouched; report this with the model's name"
+        )
