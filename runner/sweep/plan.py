@@ -30,6 +30,11 @@ SWEEPS = OUTPUTS / "sweeps"
 Mode = Literal["max", "min"]
 
 
+def run_name(index: int) -> str:
+    """The name of a job's run folder, in the sweep's own."""
+    return f"{index:03}"
+
+
 @dataclass(frozen=True, slots=True)
 class SweepFolder:
     """The paths of one sweep."""
@@ -68,19 +73,19 @@ class SweepFolder:
 
     def spec(self, index: int) -> Path:
         """What a job is asked to do."""
-        return self.root / "jobs" / f"{index:03}.yaml"
+        return self.root / "jobs" / f"{run_name(index)}.yaml"
 
     def output(self, index: int) -> Path:
         """What a job's process printed, over all its attempts."""
-        return self.root / "jobs" / f"{index:03}.log"
+        return self.root / "jobs" / f"{run_name(index)}.log"
 
     def note(self, index: int) -> Path:
         """What who runs a job away from here says of it (runner.sweep.note)."""
-        return self.root / "jobs" / f"{index:03}.note.json"
+        return self.root / "jobs" / f"{run_name(index)}.note.json"
 
     def run(self, index: int) -> RunFolder:
         """What a job leaves."""
-        return RunFolder(self.root / f"{index:03}")
+        return RunFolder(self.root / run_name(index))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from runner.errors import StorageError
 from runner.sweep.estimate import first_done, remaining_s, spoken
-from runner.sweep.plan import Plan, SweepFolder, short_names
+from runner.sweep.plan import Plan, SweepFolder, run_name, short_names
 from runner.sweep.record import Record, State
 from runner.tracker.text import duration, number, visible
 
@@ -136,7 +136,7 @@ def table(
     axes = plan.axes
     metrics = [ranking.metric for ranking in plan.rankings] or ["train/loss"]
     grid = Table(box=SIMPLE_HEAD, padding=(0, 1), expand=False)
-    for name in ("job", *short_names(axes).values(), "state", "step", *metrics, "time", "device"):
+    for name in ("job", *short_names(axes).values(), "state", "step", *metrics, "time", "device", "folder"):
         grid.add_column(name, no_wrap=True)
     order = sorted(range(len(plan.jobs)), key=lambda i: (ORDER.index(record[i].state), i))
     room = max(height - BORDERS, SMALLEST)
@@ -159,7 +159,7 @@ def table(
 def _progress(
     plan: Plan, record: Record, index: int, running: Running | None, watch: Watch | None, metrics: Sequence[str]
 ) -> list[str]:
-    """Step, metrics, time and device of a job."""
+    """Step, metrics, time, device and folder (in the sweep's own) of a job."""
     state = record[index]
     seconds = state.seconds + (running.seconds if running else 0.0)
     values = [watch.values.get(metric) if watch else None for metric in metrics]
@@ -168,4 +168,5 @@ def _progress(
         *("" if value is None else number(value) for value in values),
         duration(seconds) if seconds else "",
         ",".join(running.devices if running else state.devices),
+        run_name(index) if state.attempts else "",
     ]

@@ -71,11 +71,12 @@ def running(tmp_path: Path, steps: list[int]) -> Running:
 def test_the_table_fits_and_shows_what_runs_first(tmp_path: Path, height: int) -> None:
     made, record, _ = sweep(tmp_path, 40)
     record.change(7, state="failed", error="x")
-    record.change(20, state="running")
+    record.change(20, state="running", attempts=1)
     lines = drawn(made, record, {20: running(tmp_path, [1, 4])}, height)
     assert len(lines) <= height
     rows = [line.split() for line in lines if "0.1" in line]
     assert rows[0][0] == "20" and "4/10" in rows[0] and "0.25" in rows[0] and rows[1][0] == "7"
+    assert rows[0][-1] == "020"  # the run folder
     assert "38 waiting · 1 running · 1 failed" in "\n".join(lines) and "\x1b" not in "".join(lines)
     assert (f"and {40 - len(rows)} more" in "\n".join(lines)) == (len(rows) < 40)
 
