@@ -117,6 +117,7 @@ def test_a_resume_may_not_change_the_job(finished: Path) -> None:
     assert "optimizer" in out and "seed" in out and "fixed when the run began" in out
 
 
+@pytest.mark.slow
 def test_an_export_of_an_earlier_checkpoint_leaves_the_last_one_alone(finished: Path) -> None:
     run = (finished / "outputs/latest").resolve()
     before = (run / "export/model.safetensors").read_bytes()
@@ -163,6 +164,7 @@ def test_killed_after_the_last_checkpoint_with_files_damaged_it_is_still_finishe
     assert json.loads((run / "status.json").read_text())["attempt"] == 2
 
 
+@pytest.mark.slow
 def test_plain_text_is_gone_on_with_as_plain_text(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": "abcabcabc"}) + "\n" for _ in range(8)))
     model = [word for word in SMALL if word.startswith("model.")]
@@ -218,7 +220,10 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return (cwd / "outputs/latest").resolve()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGINT, 130), (signal.SIGKILL, -9)],
+)
 def test_interrupted_and_resumed_is_the_same_run_bit_for_bit(
     tmp_path: Path, straight: Path, number: int, code: int
 ) -> None:
@@ -263,6 +268,7 @@ def same_answers(one: Any, other: Any) -> bool:
         return torch.allclose(one(ids).logits, other(ids).logits, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_a_lora_run_starts_from_the_latest_runs_export_on_the_users_own_file(finished: Path) -> None:
     base = (finished / "outputs/latest").resolve() / "export"

@@ -91,6 +91,7 @@ def run(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_recipe_teaches_on_its_own_model_and_no_other_teacher_goes_on(tmp_path: Path) -> None:
     (tmp_path / "mine/recipe").mkdir(parents=True)
     (tmp_path / "recipes").mkdir()
