@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -118,12 +118,8 @@ def estimate(spec: JobSpec) -> Estimate:
     phases = [Phase("update", [*held, *_passing(passes[heaviest], models[heaviest], mesh, before)])]
     phases.append(Phase("optimizer", [*held, *_stepping(spec, models, mesh)]))
     if spec.algorithm.samples:
-        phases.append(
-            Phase(
-                "sampling",
-                [*held, *_sampling(spec, shape, mesh, next(iter(whole.values())), next(iter(models.values())))],
-            )
-        )
+        first = next(iter(models))
+        phases.append(Phase("sampling", [*held, *_sampling(spec, shape, mesh, whole[first], models[first])]))
     return Estimate(mesh, whole, [_shown(phase) for phase in phases], work, found, left_out)
 
 
@@ -185,9 +181,9 @@ def _stepping(spec: JobSpec, models: Mapping[str, Weights], mesh: Mesh) -> list[
 
 
 def _sampling(spec: JobSpec, shape: Any, mesh: Mesh, whole: Weights, own: Weights) -> list[Term]:
-    """What drawing rollouts takes by the model itself, whose parts are gathered for it."""
-    inner, ranks = shape.get_text_config(), mesh.data
-    answers = ceil(spec.algorithm.batch_size * getattr(spec.algorithm, "group_size", 1) / ranks)
+    """What drawing rollouts takes by the model itself, whose parts are gathered for it; every rank draws a share."""
+    inner = shape.get_text_config()
+    answers = ceil(spec.algorithm.batch_size * getattr(spec.algorithm, "group_size", 1) / prod(mesh))
     rows = min(answers, getattr(spec.sampler, "batch_size", answers))
     size = _size(_computing(spec))
     cache = rows * longest(spec) * 2 * inner.num_hidden_layers * inner.num_key_value_heads * _head_size(inner) * size

@@ -52,6 +52,13 @@ def test_sampling_holds_keys_and_values_of_its_rows(compose: Any) -> None:
     assert terms(estimate(spec), "sampling")["keys and values"] == 16 * longest * 2 * 2 * spec.model.hidden_size * 4
 
 
+def test_slices_write_a_share_of_the_answers_each(compose: Any) -> None:
+    few = ("init_from=null", "sampler.batch_size=512", "algorithm.batch_size=8", "algorithm.group_size=8")
+    alone = estimate(compose("+recipe=grpo_demo", *few))
+    plan = estimate(compose("+recipe=grpo_demo", *few, "parallelism=tp", "launch.devices=2"))
+    assert terms(plan, "sampling")["keys and values"] * 2 == terms(alone, "sampling")["keys and values"]
+
+
 def test_a_reference_is_a_copy_where_there_is_no_adapter(compose: Any) -> None:
     spec = compose("+recipe=dpo_demo", "init_from=null")
     plan = estimate(spec)
