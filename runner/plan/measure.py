@@ -114,6 +114,7 @@ def sliced(architecture: Any, slices: int) -> Any:
     inner.head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // inner.num_attention_heads
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         setattr(inner, name, -(-getattr(inner, name) // slices))
+    inner.pad_token_id = None  # it may lie in another slice of the vocabulary
     return shape
 
 
