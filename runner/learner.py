@@ -71,6 +71,7 @@ class LocalLearner:
     seed:    every dropout stream is derived from (seed, step, micro-batch, rank)
     prefix:  of the names of its metrics
     peers:   who the work is shared with; all ranks call every verb, with the same arguments
+    copies:  whose gradients add up: the peers, and those who do a part of the same work; None = the peers
     """
 
     def __init__(
@@ -86,12 +87,13 @@ class LocalLearner:
         device: torch.device,
         prefix: str = "train",
         peers: Peers = ALONE,
+        copies: Peers | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self._lr, self._clip, self._factor = lr, clip_norm, factor
         self._budget, self._seed, self._device, self._prefix = budget, seed, device, prefix
-        self._peers = peers
+        self._peers, self._copies = peers, copies or peers
         self._parameters = model.trainable()
         self._step = self._micro = 0
         self._said_oversized = False
@@ -206,7 +208,7 @@ class LocalLearner:
         """Sum over ranks, clip, step, clear. Raises TrainingDiverged, with the weights untouched, if a gradient is not
         finite."""
         parameters = list(self._parameters.values())
-        sum_gradients(parameters, self._peers)
+        sum_gradients(parameters, self._copies)
         norm = total_norm([p.grad for p in parameters if p.grad is not None])
         if not torch.isfinite(norm):
             raise TrainingDiverged(

@@ -13,8 +13,8 @@ from runner.build.rollouts import refuse_missing_columns
 from runner.cli.compose import compose_job
 from runner.decisions import Decisions
 from runner.errors import SpecError
-from runner.sharing import Alone
 from tests.model.zoo import LOGPROBS, batch, causal
+from tests.parallelism.worlds import alone
 
 
 @pytest.mark.parametrize(("algorithm", "learnt"), [("sft", 7), ("cpt", 26)])
@@ -86,7 +86,7 @@ def test_what_is_compared_is_learnt_without_the_models_own_dropout_unless_it_is_
 ) -> None:
     spec, decide = compose_job(["model=tiny", "data=demo", *f"algorithm={words}".split()]).spec, Decisions(strict=True)
     model = causal("gpt2", attn_pdrop=0.1)
-    subject = build_learner(spec, "policy", model, build_device(spec, decide), Alone(), decide)
+    subject = build_learner(spec, "policy", model, build_device(spec, decide), alone(), decide)
     with torch.enable_grad():
         one, two = (subject.model.outputs(batch(), LOGPROBS)["logprobs"] for _ in range(2))
     assert torch.equal(one, two) != noisy
@@ -99,7 +99,7 @@ def test_dropout_that_nothing_has_cannot_be_kept(workdir: Path) -> None:
     words = ["model=tiny", "data=demo", "algorithm=dpo", "algorithm.dropout=true"]
     spec, decide = compose_job(words).spec, Decisions(strict=True)
     with pytest.raises(SpecError, match=r"algorithm\.dropout: GPT2LMHeadModel has no dropout to keep"):
-        build_learner(spec, "policy", causal("gpt2"), build_device(spec, decide), Alone(), decide)
+        build_learner(spec, "policy", causal("gpt2"), build_device(spec, decide), alone(), decide)
 
 
 def test_a_critic_that_the_model_cannot_share_is_refused_with_the_way_out(workdir: Path) -> None:

@@ -70,8 +70,15 @@ class Built:
 
     def save(self, step: int, values: Mapping[str, float]) -> Path:
         """Write a checkpoint of every section's state; all ranks do, each what it holds."""
+        return self.store.save(step, self._state(), values)
+
+    def start_saving(self, step: int, values: Mapping[str, float]) -> None:
+        """The same while training goes on; what goes wrong is raised by `store.check`."""
+        self.store.start(step, self._state(), values)
+
+    def _state(self) -> dict[str, State]:
         state: dict[str, State] = {name: part.state_dict() for name, part in self.sections.items()}
-        return self.store.save(step, {**state, "identity": dict(self.identity)}, values)
+        return {**state, "identity": dict(self.identity)}
 
     def restore(self, state: Mapping[str, State]) -> None:
         """Load every section. Raises DataError if the data changed, CheckpointError if the model did."""
@@ -103,7 +110,7 @@ def build(
         role: build_model(spec, tokenizer, device, decide, head, world)
         for role, head in spec.algorithm.learners().items()
     }
-    learners = {role: build_learner(spec, role, model, device, world.peers, decide) for role, model in made.items()}
+    learners = {role: build_learner(spec, role, model, device, world, decide) for role, model in made.items()}
     main, model = next(iter(made.items()))
     frozen = {
         role: build_frozen(spec, role, one, model, tokenizer, device, world, decide)
@@ -134,12 +141,13 @@ def build(
         models=models,
         callbacks=callbacks,
         stop=stop,
-        closing=(activity.close, *(() if reward is None else (reward.close,))),
+        closing=(activity.close, store.close, *(() if reward is None else (reward.close,))),
     )
     sections = {**learners, "algorithm": algorithm, "feed": job.feed}
     store.peers = world.everyone
     built = Built(job, model, store, sections, _identity(spec, data, model, frozen, world), data, world)
-    callbacks.append(Saving(built.save, every=spec.checkpoint.every))
+    start = built.start_saving if spec.checkpoint.asynchronous else built.save
+    callbacks.append(Saving(built.save, start, store.check, every=spec.checkpoint.every))
     return built
 
 
@@ -163,7 +171,7 @@ def _identity(spec: JobSpec, data: Data, model: Any, frozen: Mapping[str, Frozen
     """What a checkpoint says of the job that wrote it."""
     own = identity(spec, data.fingerprint, data.style, model.origin, world.device.describe())
     own["frozen"] = {role: dict(one.origin) for role, one in frozen.items()}
-    own["mesh"] = " × ".join(f"{name} {size}" for name, size in world.mesh._asdict().items())
+    own["mesh"] = str(world.mesh)
     return own
 
 

@@ -140,14 +140,14 @@ def _attend(model: Any, device: Device, decide: Decisions) -> None:
 
 
 def build_learner(
-    spec: JobSpec, role: str, model: Any, device: Device, peers: Peers, decide: Decisions
+    spec: JobSpec, role: str, model: Any, device: Device, world: World, decide: Decisions
 ) -> LocalLearner:
     """The learner over the model's trainable parameters."""
     registry = default_registry()
     if spec.schedule.warmup_steps >= spec.steps:
         reason = f"schedule.warmup_steps={spec.schedule.warmup_steps} and steps={spec.steps}"
         decide("schedule", spec.schedule.name, "warm-up only", reason)
-    _settle_dropout(spec, model, peers, decide)
+    _settle_dropout(spec, model, world.peers, decide)
     return LocalLearner(
         model,
         registry.factory(spec.optimizer)(spec.optimizer, parameters=model.trainable(), decide=decide),
@@ -158,7 +158,8 @@ def build_learner(
         seed=spec.seed,
         device=device.torch_device,
         prefix="train" if role == next(iter(spec.algorithm.learners())) else role,
-        peers=peers,
+        peers=world.peers,
+        copies=world.copies,
     )
 
 

@@ -34,8 +34,9 @@ class ModelConfig(ComponentConfig):
         """The same config with the paths of local folders made absolute."""
         return self
 
-    def divided(self) -> dict[str, int]:
-        """What slices of its layers have to divide, by option; empty where only the model's own folder says it."""
+    def sizes(self) -> dict[str, tuple[str, int]]:
+        """What parallelism divides (heads, kv_heads, features, layers, experts): the option that says it, and how many.
+        Empty where only the model's own folder says it."""
         return {}
 
 
@@ -55,9 +56,9 @@ class TinyConfig(ModelConfig):
     vocab_size: int = Field(default=512, ge=259, description="Rows of the embedding; at least the tokenizer's 259.")
     max_positions: int = Field(default=2048, ge=16, description="Longest sequence in tokens.")
 
-    def divided(self) -> dict[str, int]:
-        names = ("heads", "kv_heads", "intermediate_size")
-        return {f"model.{name}": getattr(self, name) for name in names}
+    def sizes(self) -> dict[str, tuple[str, int]]:
+        names = {"heads": "heads", "kv_heads": "kv_heads", "features": "intermediate_size", "layers": "layers"}
+        return {kind: (f"model.{name}", getattr(self, name)) for kind, name in names.items()}
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = []

@@ -1,29 +1,13 @@
 """How one job is spread over devices: one schema, whose names are presets."""
 
-from collections.abc import Mapping
-from math import gcd, prod
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from runner.errors import Problem, SpecError
+from runner.parallelism.fitting import Sizes, fitted, misfits
+from runner.parallelism.mesh import Mesh
 from runner.spec.base import ComponentConfig
-
-
-class Mesh(NamedTuple):
-    """The ranks of a job as a grid: copies of the model, each in so many parts, whose layers are cut in so many slices.
-
-    The ranks of a model's slices are neighbours.
-    """
-
-    dp_replicate: int
-    dp_shard: int
-    tp: int = 1
-
-    @property
-    def data(self) -> int:
-        """Between how many ranks the work is dealt out; the ranks of slices do the same work."""
-        return self.dp_replicate * self.dp_shard
 
 
 class ParallelismConfig(ComponentConfig):
@@ -51,19 +35,31 @@ class SingleConfig(ParallelismConfig):
 
     def mesh(self, world: int) -> Mesh:
         if world == 1:
-            return Mesh(1, 1)
+            return Mesh()
         text = f"parallelism=single runs one process, not {world}; set launch.devices=1, or parallelism=ddp"
         raise SpecError([Problem("launch.devices", text)])
 
 
 class MeshConfig(ParallelismConfig):
-    """Several processes, one per device, on a grid of dp_replicate × dp_shard × tp."""
+    """Several processes, one per device, on a grid of pp × dp_replicate × dp_shard × cp × tp."""
 
+    pp: int = Field(
+        default=1,
+        ge=-1,
+        description="Stages, runs of layers, through which micro-batches pass one after the other (pipeline "
+        "parallelism); -1 = what the rest leaves.",
+    )
     dp_replicate: int = Field(default=1, ge=-1, description="Whole copies of the model; -1 = what the rest leaves.")
     dp_shard: int = Field(
         default=1,
         ge=-1,
         description="Parts in which a copy's weights lie on as many devices; -1 = what the rest leaves.",
+    )
+    cp: int = Field(
+        default=1,
+        ge=-1,
+        description="Devices that each have some of the tokens of every micro-batch (context parallelism), for long "
+        "rows; -1 = what the rest leaves.",
     )
     tp: int = Field(
         default=1,
@@ -71,37 +67,39 @@ class MeshConfig(ParallelismConfig):
         description="Slices in which each layer lies on as many devices, which compute it together (tensor "
         "parallelism); divides the heads; -1 = what the rest leaves.",
     )
+    ep: int = Field(
+        default=1,
+        ge=-1,
+        description="Over how many of the data-parallel and cp ranks the experts of a layer lie, to which tokens "
+        "travel (expert parallelism); -1 = all of them.",
+    )
+    cp_style: Literal["ulysses", "ring"] | None = Field(
+        default=None,
+        description="How cp ranks attend: each to some heads of all tokens (ulysses), or each for its own tokens as "
+        "keys and values go round (ring); null = ulysses where cp divides the heads of a slice.",
+    )
+    pp_chunks: int = Field(
+        default=1,
+        ge=1,
+        description="Runs of layers on each pp rank; more than one are interleaved: less waiting, more messages.",
+    )
     timeout_s: float = Field(
         default=1800.0, gt=0, description="Seconds that a rank waits for the others before the job ends with an error."
     )
 
     def mesh(self, world: int) -> Mesh:
         """See `ParallelismConfig`."""
-        own, sizes = f"parallelism={self.name}", (self.dp_replicate, self.dp_shard, self.tp)
+        own = f"parallelism={self.name}"
         if self.dp_shard != 1 and not isinstance(self, ShardedConfig):
             text = f"{own} keeps whole copies; type parallelism=fsdp, or hsdp, for parts of them"
             raise SpecError([Problem("parallelism.dp_shard", text)])
         if world == 1:
             text = f"{own} shares the work out, and there is one process; type launch.devices=N, one for each device"
             raise SpecError([Problem("launch.devices", f"{text} (on the CPU as you like), or parallelism=single")])
-        if 0 in sizes or sizes.count(-1) > 1:
-            said = ", ".join(f"{name}={n}" for name, n in zip(Mesh._fields, sizes, strict=True))
-            text = f"{own} with {said}; give sizes from 1, and at most one -1"
-            raise SpecError([Problem("parallelism.dp_replicate", text)])
-        known = prod(n for n in sizes if n != -1)
-        if world % known or (-1 not in sizes and world != known):
-            product = " × ".join(f"{name}={n}" for name, n in zip(Mesh._fields, sizes, strict=True))
-            text = f"{product} does not make {world} processes (launch); {self._instead(world)}"
-            raise SpecError([Problem("parallelism", text)])
-        return Mesh(*(world // known if n == -1 else n for n in sizes))
+        return fitted(self._sizes(), world, own)
 
-    def _instead(self, world: int) -> str:
-        """What would fit: what is 1 stays so if it can."""
-        sizes = [n for n in range(1, world + 1) if world % n == 0]
-        grids = [Mesh(a, b, world // (a * b)) for a in sizes for b in sizes if world % (a * b) == 0]
-        for at, said in enumerate((self.dp_replicate, self.dp_shard, self.tp)):
-            grids = [grid for grid in grids if said != 1 or grid[at] == 1] or grids
-        return f"what fits, {' × '.join(Mesh._fields)}: " + ", ".join(" × ".join(map(str, grid)) for grid in grids)
+    def _sizes(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in Mesh._fields}
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         if found := super().problems(job):
@@ -110,17 +108,21 @@ class MeshConfig(ParallelismConfig):
         if mesh.tp > 1 and getattr(job.adapter, "dora", False):
             text = "its norms are over whole layers, which tensor parallelism cuts; leave it out"
             found.append(("adapter.dora", text))
-        return found + [(p.key, p.message) for p in self.uneven(mesh, job.model.divided())]
+        found += self._unused(mesh)
+        return found + [(p.key, p.message) for p in self.uneven(mesh, job.model.sizes())]
 
-    def uneven(self, mesh: Mesh, divided: Mapping[str, int]) -> list[Problem]:
-        """What of a model, by name, does not divide into the mesh's slices, with what would fit."""
-        found = [f"{name}={size}" for name, size in divided.items() if size % mesh.tp]
-        if not found:
-            return []
-        most = gcd(*divided.values())
-        fitting = [n for n in range(1, most + 1) if most % n == 0]
-        text = f"{mesh.tp} slices do not divide {', '.join(found)} of the model"
-        return [Problem("parallelism.tp", f"{text}; what fits: {', '.join(map(str, fitting))}")]
+    def _unused(self, mesh: Mesh) -> list[tuple[str, str]]:
+        """Options that mean nothing on this mesh."""
+        found = []
+        if self.cp_style is not None and mesh.cp == 1:
+            found.append(("parallelism.cp_style", "there is one cp rank; type parallelism.cp=N, or leave it out"))
+        if self.pp_chunks > 1 and mesh.pp == 1:
+            found.append(("parallelism.pp_chunks", "there is one stage; type parallelism.pp=N, or leave it out"))
+        return found
+
+    def uneven(self, mesh: Mesh, sizes: Sizes) -> list[Problem]:
+        """What of a model does not divide as the mesh needs it, with what would fit."""
+        return misfits(mesh, sizes, chunks=self.pp_chunks, ulysses=self.cp_style == "ulysses")
 
 
 class DdpConfig(MeshConfig):
@@ -172,4 +174,26 @@ class TpConfig(MeshConfig):
     tp: int = Field(default=-1, ge=-1, description=MeshConfig.model_fields["tp"].description)
 
 
-COMPONENTS = (SingleConfig, DdpConfig, FsdpConfig, HsdpConfig, TpConfig)
+class CpConfig(MeshConfig):
+    """Each device has some of the tokens of every micro-batch, and the whole model."""
+
+    name: Literal["cp"] = "cp"
+    cp: int = Field(default=-1, ge=-1, description=MeshConfig.model_fields["cp"].description)
+
+
+class PpConfig(MeshConfig):
+    """Each device has a run of the layers; micro-batches pass from one to the next."""
+
+    name: Literal["pp"] = "pp"
+    pp: int = Field(default=-1, ge=-1, description=MeshConfig.model_fields["pp"].description)
+
+
+class EpConfig(MeshConfig):
+    """Every device has some of each layer's experts and all of everything else, and does its share of each step."""
+
+    name: Literal["ep"] = "ep"
+    dp_replicate: int = Field(default=-1, ge=-1, description=MeshConfig.model_fields["dp_replicate"].description)
+    ep: int = Field(default=-1, ge=-1, description=MeshConfig.model_fields["ep"].description)
+
+
+COMPONENTS = (SingleConfig, DdpConfig, FsdpConfig, HsdpConfig, TpConfig, CpConfig, PpConfig, EpConfig)

@@ -8,34 +8,47 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from runner.errors import EnvironmentProblem, SpecError
-from runner.parallelism.config import Mesh, MeshConfig, ParallelismConfig, ShardedConfig
+from runner.parallelism import groups
+from runner.parallelism.config import MeshConfig, ParallelismConfig, ShardedConfig
 from runner.parallelism.group import GroupPeers
+from runner.parallelism.groups import Groups
+from runner.parallelism.mesh import Mesh
 from runner.parallelism.replicas import refuse_different
 from runner.place import Place
 from runner.protocols import Decide, Device, Peers
 from runner.sharing import ALONE
 
 ADDRESS = ("MASTER_ADDR", "MASTER_PORT")  # torchrun's names
+NAMES = {  # transformers' own, of what is divided
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "features": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "experts": "num_experts",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """peers: the data ranks, which share out a step's batch; everyone: all ranks; both for the thread that trains;
-    feed_peers: all ranks, for the thread that collects."""
+    """peers: the data ranks, which share out a step's batch; copies: those whose gradients add up; everyone: all ranks;
+    these for the thread that trains; feed_peers: all ranks, for the thread that collects.
+
+    groups: None where there is one process
+    """
 
     config: ParallelismConfig
     device: Device
     place: Place
     mesh: Mesh
+    groups: Groups | None
     peers: Peers
+    copies: Peers
     everyone: Peers
     feed_peers: Peers
 
@@ -45,11 +58,12 @@ class World:
         return isinstance(self.config, ShardedConfig) or self.mesh.tp > 1
 
     def admit(self, architecture: Any) -> None:
-        """Raise SpecError for a transformers config whose layers do not divide into the mesh's slices."""
-        if isinstance(self.config, MeshConfig) and self.mesh.tp > 1:
-            text, names = architecture.get_text_config(), ("num_attention_heads", "num_key_value_heads")
-            sizes = {name: getattr(text, name, None) for name in (*names, "intermediate_size")}
-            if found := self.config.uneven(self.mesh, {name: size for name, size in sizes.items() if size}):
+        """Raise SpecError for a transformers config that does not divide as the mesh needs it."""
+        if isinstance(self.config, MeshConfig):
+            text = architecture.get_text_config()
+            named = {kind: (name, getattr(text, name, None)) for kind, name in NAMES.items()}
+            sizes = {kind: (name, size) for kind, (name, size) in named.items() if size}
+            if found := self.config.uneven(self.mesh, sizes):
                 raise SpecError(found)
 
     def refuse_different(self, model: Any) -> None:
@@ -61,10 +75,12 @@ class World:
     def shard(self, model: Any, decide: Decide) -> None:
         """Spread a model's weights over tp and dp_shard ranks, in place, before it has an optimizer."""
         here, fit = self.device.torch_device, self.device.fuse
+        if self.groups is None:
+            return
         if self.mesh.tp > 1:
             from runner.parallelism.tensor import cut
 
-            cut(model, _grid(here.type, self.mesh)["tp"], device=here, fit=fit, decide=decide)
+            cut(model, self.groups.weights["tp"], device=here, fit=fit, decide=decide)
             fit = _fitted
         if not isinstance(self.config, ShardedConfig):
             return
@@ -72,7 +88,7 @@ class World:
 
         shard(
             model,
-            _grid(here.type, self.mesh),
+            self.groups.weights["dp_replicate", "dp_shard"],
             device=here,
             fit=fit,
             reshard=self.config.reshard_after_forward,
@@ -94,13 +110,6 @@ def _fitted(module: nn.Module) -> None:
     """Nothing: the device's own parts are in it."""
 
 
-@cache
-def _grid(kind: str, mesh: Mesh) -> DeviceMesh:
-    """The process groups of the mesh's dimensions, made once; without that of slices where there is one."""
-    dims = len(mesh) if mesh.tp > 1 else 2
-    return init_device_mesh(kind, mesh[:dims], mesh_dim_names=Mesh._fields[:dims])
-
-
 def build(config: ParallelismConfig, *, device: Device, place: Place) -> World:
     """Join the other processes of the job, at the address that torchrun's variables say.
 
@@ -108,12 +117,12 @@ def build(config: ParallelismConfig, *, device: Device, place: Place) -> World:
     """
     mesh = config.mesh(place.size)
     if not isinstance(config, MeshConfig):
-        return World(config, device, place, mesh, ALONE, ALONE, ALONE)
+        return World(config, device, place, mesh, None, ALONE, ALONE, ALONE, ALONE)
     return World(config, device, place, mesh, *_join(device, place, mesh, config.timeout_s))
 
 
-def _join(device: Device, place: Place, mesh: Mesh, timeout_s: float) -> tuple[Peers, Peers, Peers]:
-    """The data ranks, all ranks, and all ranks for another thread."""
+def _join(device: Device, place: Place, mesh: Mesh, timeout_s: float) -> tuple[Groups, Peers, Peers, Peers, Peers]:
+    """All groups; the data ranks, the copies, all ranks, and all ranks for another thread."""
     timeout = timedelta(seconds=timeout_s)
     here = device.torch_device
     try:
@@ -126,26 +135,18 @@ def _join(device: Device, place: Place, mesh: Mesh, timeout_s: float) -> tuple[P
             device_id=here if here.type == "cuda" else None,
         )
         collecting = distributed.new_group(backend="gloo", timeout=timeout)
-        everyone, feed = (GroupPeers(group, timeout_s) for group in (distributed.group.WORLD, collecting))
-        data = everyone if mesh.tp == 1 else GroupPeers(_data_group(device, place, mesh, timeout), timeout_s)
+        found = groups.made(mesh, here.type, device.backend, timeout)
     except (RuntimeError, ValueError) as error:
         raise EnvironmentProblem(
             f"{place} does not meet the others: {(str(error).splitlines() or [''])[0]}\n"
             f"  they meet at {' and '.join(ADDRESS)}, which `run` and torchrun set; parallelism.timeout_s={timeout_s:g}"
         ) from error
-    _warm_up(everyone, here)
-    _warm_up(data, here)
+    members = (found.of["data"], found.of["copies"], distributed.group.WORLD, collecting)
+    data, copies, everyone, feed = (GroupPeers(group, timeout_s) for group in members)
+    for peers in (everyone, data, copies):
+        _warm_up(peers, here)
     feed.gather(place.rank)
-    return data, everyone, feed
-
-
-def _data_group(device: Device, place: Place, mesh: Mesh, timeout: timedelta) -> Any:
-    """The ranks that have the same slices as this one; everyone makes every such group."""
-    groups = [
-        distributed.new_group(range(first, place.size, mesh.tp), timeout=timeout, backend=device.backend)
-        for first in range(mesh.tp)
-    ]
-    return groups[place.rank % mesh.tp]
+    return found, data, copies, everyone, feed
 
 
 def _warm_up(peers: Peers, device: torch.device) -> None:

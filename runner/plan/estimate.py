@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil
 from typing import Any
 
 import torch
 
 from runner.model.build import DTYPES
-from runner.parallelism.config import Mesh
+from runner.parallelism.mesh import Mesh
 from runner.plan.architecture import architecture, published
 from runner.plan.cards import HCCL_BUFFERS, Card
 from runner.plan.measure import Pass, Weights, measured, sliced, weights
@@ -97,7 +97,7 @@ class Estimate:
 def _communicators(mesh: Mesh) -> int:
     """Of a rank: one for each dimension that has ranks; where several have, one of all ranks; where work is dealt out
     between slices, one of the ranks that have the same slice."""
-    dimensions = sum(size > 1 for size in mesh)
+    dimensions = sum(size > 1 for size in mesh.dims.values())
     return dimensions + (dimensions > 1) + (mesh.tp > 1 and mesh.data > 1)
 
 
@@ -183,7 +183,7 @@ def _stepping(spec: JobSpec, models: Mapping[str, Weights], mesh: Mesh) -> list[
 def _sampling(spec: JobSpec, shape: Any, mesh: Mesh, whole: Weights, own: Weights) -> list[Term]:
     """What drawing rollouts takes by the model itself, whose parts are gathered for it; every rank draws a share."""
     inner = shape.get_text_config()
-    answers = ceil(spec.algorithm.batch_size * getattr(spec.algorithm, "group_size", 1) / prod(mesh))
+    answers = ceil(spec.algorithm.batch_size * getattr(spec.algorithm, "group_size", 1) / mesh.world)
     rows = min(answers, getattr(spec.sampler, "batch_size", answers))
     size = _size(_computing(spec))
     cache = rows * longest(spec) * 2 * inner.num_hidden_layers * inner.num_key_value_heads * _head_size(inner) * size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from runner.parallelism.config import Mesh
+from runner.parallelism.mesh import Mesh
 from runner.plan.advice import Advice
 from runner.plan.cards import GIB, Card
 from runner.plan.estimate import FRAGMENTATION, Band, Estimate, Phase
@@ -46,7 +46,7 @@ def _models(spec: JobSpec, plan: Estimate) -> str:
 def drawn(mesh: Mesh, per_node: int) -> Iterator[str]:
     """The grid of ranks: a row for each copy of the model, in it the parts, in brackets the slices of a part; machines
     are marked."""
-    yield "mesh     " + " × ".join(f"{name} {size}" for name, size in mesh._asdict().items())
+    yield f"mesh     {mesh}"
     of_copy = mesh.dp_shard * mesh.tp
     if mesh.dp_replicate * of_copy == 1:
         return

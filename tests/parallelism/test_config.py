@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +16,17 @@ from runner.cli.compose import compose_job
 from runner.errors import SpecError
 from runner.model import hf
 from runner.model.config import HfConfig
-from runner.parallelism.config import DdpConfig, FsdpConfig, HsdpConfig, Mesh, SingleConfig, TpConfig
+from runner.parallelism.config import (
+    CpConfig,
+    DdpConfig,
+    EpConfig,
+    FsdpConfig,
+    HsdpConfig,
+    PpConfig,
+    SingleConfig,
+    TpConfig,
+)
+from runner.parallelism.mesh import Mesh
 from runner.parallelism.world import World
 from runner.place import Place
 from runner.sharing import ALONE
@@ -25,20 +36,27 @@ from tests.parallelism.worlds import device, silent
 @pytest.mark.parametrize(
     ("config", "world", "mesh"),
     [
-        (SingleConfig(), 1, (1, 1)),
-        (DdpConfig(), 4, (4, 1)),
-        (FsdpConfig(), 4, (1, 4)),
-        (HsdpConfig(), 8, (2, 4)),
-        (HsdpConfig(dp_replicate=-1, dp_shard=3), 6, (2, 3)),
-        (TpConfig(), 4, (1, 1, 4)),
-        (TpConfig(dp_replicate=-1, tp=2), 6, (3, 1, 2)),
-        (DdpConfig(tp=2), 4, (2, 1, 2)),
-        (FsdpConfig(tp=2), 4, (1, 2, 2)),
-        (HsdpConfig(tp=2), 8, (2, 2, 2)),
+        (SingleConfig(), 1, Mesh()),
+        (DdpConfig(), 4, Mesh(dp_replicate=4)),
+        (FsdpConfig(), 4, Mesh(dp_shard=4)),
+        (HsdpConfig(), 8, Mesh(dp_replicate=2, dp_shard=4)),
+        (HsdpConfig(dp_replicate=-1, dp_shard=3), 6, Mesh(dp_replicate=2, dp_shard=3)),
+        (TpConfig(), 4, Mesh(tp=4)),
+        (TpConfig(dp_replicate=-1, tp=2), 6, Mesh(dp_replicate=3, tp=2)),
+        (DdpConfig(tp=2), 4, Mesh(dp_replicate=2, tp=2)),
+        (FsdpConfig(tp=2), 4, Mesh(dp_shard=2, tp=2)),
+        (HsdpConfig(tp=2), 8, Mesh(dp_replicate=2, dp_shard=2, tp=2)),
+        (CpConfig(), 4, Mesh(cp=4)),
+        (FsdpConfig(cp=2), 8, Mesh(dp_shard=4, cp=2)),
+        (PpConfig(), 2, Mesh(pp=2)),
+        (DdpConfig(pp=2), 8, Mesh(pp=2, dp_replicate=4)),
+        (EpConfig(), 4, Mesh(dp_replicate=4, ep=4)),
+        (EpConfig(cp=2, ep=2), 4, Mesh(dp_replicate=2, cp=2, ep=2)),
+        (HsdpConfig(ep=-1), 8, Mesh(dp_replicate=2, dp_shard=4, ep=4)),
     ],
 )
-def test_a_preset_is_a_grid(config: Any, world: int, mesh: tuple[int, int]) -> None:
-    assert config.mesh(world) == Mesh(*mesh)
+def test_a_preset_is_a_grid(config: Any, world: int, mesh: Mesh) -> None:
+    assert config.mesh(world) == mesh
 
 
 @given(st.integers(2, 64), st.integers(-1, 64), st.integers(-1, 64))
@@ -62,13 +80,13 @@ def test_a_mesh_has_every_process_once_or_is_refused(world: int, replicate: int,
         (
             "parallelism=hsdp parallelism.dp_replicate=3 launch.devices=4",
             "parallelism",
-            "dp_replicate=3 × dp_shard=-1 × tp=1 does not make 4 processes (launch); "
-            "what fits, dp_replicate × dp_shard × tp: 1 × 4 × 1, 2 × 2 × 1, 4 × 1 × 1",
+            "dp_replicate=3 × dp_shard=-1 does not make 4 processes (launch); "
+            "what fits: dp_shard=4; dp_replicate=2 × dp_shard=2; dp_replicate=4",
         ),
         (
             "parallelism=ddp launch.devices=6 parallelism.dp_replicate=4",
             "parallelism",
-            "what fits, dp_replicate × dp_shard × tp: 6 × 1 × 1",
+            "dp_replicate=4 does not make 6 processes (launch); what fits: dp_replicate=6",
         ),
         (
             "parallelism=tp parallelism.tp=3 launch.devices=3",
@@ -78,8 +96,22 @@ def test_a_mesh_has_every_process_once_or_is_refused(world: int, replicate: int,
         (
             "parallelism=ddp parallelism.tp=4 launch.devices=6",
             "parallelism",
-            "dp_replicate=-1 × dp_shard=1 × tp=4 does not make 6 processes (launch); what fits, "
-            "dp_replicate × dp_shard × tp: 1 × 1 × 6, 2 × 1 × 3, 3 × 1 × 2, 6 × 1 × 1",
+            "dp_replicate=-1 × tp=4 does not make 6 processes (launch); "
+            "what fits: tp=6; dp_replicate=2 × tp=3; dp_replicate=3 × tp=2; dp_replicate=6",
+        ),
+        (
+            "parallelism=cp parallelism.cp_style=ulysses launch.devices=3",
+            "parallelism.cp",
+            "cp=3 does not divide the 4 heads of a slice (model.heads=4); what fits: 1, 2, 4, or parallelism.cp_style",
+        ),
+        ("parallelism=pp launch.devices=8", "parallelism.pp", "pp=8 takes 8 layers, and model.layers=4; what fits: at"),
+        ("parallelism=ddp launch.devices=2 parallelism.pp_chunks=2", "parallelism.pp_chunks", "there is one stage"),
+        ("parallelism=ddp launch.devices=2 parallelism.cp_style=ring", "parallelism.cp_style", "there is one cp rank"),
+        ("parallelism=ep launch.devices=2", "parallelism.ep", "the model has no experts"),
+        (
+            "parallelism=ep parallelism.ep=3 launch.devices=4",
+            "parallelism.ep",
+            "ep=3 does not divide the 4 ranks of dp_replicate × cp; what fits: 1, 2, 4",
         ),
         ("parallelism=tp launch.devices=2 adapter=lora adapter.dora=true", "adapter.dora", "leave it out"),
     ],
@@ -93,7 +125,7 @@ def test_what_does_not_fit_is_refused_with_what_would(words: str, key: str, said
 
 def test_a_folder_whose_heads_do_not_divide_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     Qwen3Config(num_attention_heads=12, num_key_value_heads=4, intermediate_size=96).save_pretrained(tmp_path)
-    world = World(TpConfig(), device(), Place(0, 3, 0, 3), Mesh(1, 1, 3), ALONE, ALONE, ALONE)
+    world = World(TpConfig(), device(), Place(0, 3, 0, 3), Mesh(tp=3), None, ALONE, ALONE, ALONE, ALONE)
     given: Any = {"tokenizer": None, "device": torch.device("cpu"), "seed": 0, "decide": silent, "admit": world.admit}
     with pytest.raises(SpecError) as error:
         hf.build(HfConfig(path=str(tmp_path)), **given)
@@ -106,3 +138,25 @@ def test_a_folder_whose_heads_do_not_divide_is_refused_before_its_weights_are_re
 def test_the_ranks_of_slices_are_one_data_rank(tp: int, data: int) -> None:
     mesh = TpConfig(dp_replicate=-1, tp=tp).mesh(6)
     assert mesh.data == data and mesh.data * mesh.tp == 6
+
+
+@given(st.builds(Mesh, *[st.integers(1, 3)] * 5), st.data())
+def test_families_are_the_ranks_that_differ_in_some_dimensions_only(mesh: Mesh, data: st.DataObject) -> None:
+    names = data.draw(st.sets(st.sampled_from(list(mesh.dims))))
+    families = mesh.families(*names)
+    assert sorted(rank for one in families for rank in one) == list(range(mesh.world))
+    places = np.stack(np.unravel_index(np.arange(mesh.world), tuple(mesh.dims.values())))
+    for one in families:
+        assert list(one) == sorted(one) and len(one) == np.prod([mesh.dims[name] for name in names])
+        differing = {name for name, row in zip(mesh.dims, places[:, one], strict=True) if len(set(row)) > 1}
+        assert differing <= names
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_experts_lie_over_neighbours_and_every_rank_is_once_in_each(ep: int) -> None:
+    mesh = Mesh(pp=2, dp_replicate=2, cp=2, tp=2, ep=ep)
+    shares, copies = mesh.experts(), mesh.expert_copies()
+    for families in (shares, copies):
+        assert sorted(rank for one in families for rank in one) == list(range(16))
+    assert {len(one) for one in shares} == {ep} and {len(one) for one in copies} == {4 // ep}
+    assert all(len(set(share) & set(copy)) <= 1 for share in shares for copy in copies)

@@ -9,8 +9,9 @@ from torch import distributed
 
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
-from runner.parallelism.config import DdpConfig, Mesh, SingleConfig
+from runner.parallelism.config import DdpConfig, SingleConfig
 from runner.parallelism.group import GroupPeers
+from runner.parallelism.mesh import Mesh
 from runner.parallelism.world import World, build
 from runner.place import Place
 from tests.parallelism.forked import TIMEOUT_S, ranks
@@ -39,5 +40,6 @@ def _with_world(rank: int, work: Callable[..., Any], arguments: tuple[Any, ...])
     size = distributed.get_world_size()
     groups = distributed.group.WORLD, distributed.new_group(backend="gloo")
     trainer, feed = (GroupPeers(group, TIMEOUT_S) for group in groups)
-    world = World(DdpConfig(), device(), Place(rank, size, rank, size), Mesh(size, 1), trainer, trainer, feed)
+    place, mesh = Place(rank, size, rank, size), Mesh(dp_replicate=size)
+    world = World(DdpConfig(), device(), place, mesh, None, trainer, trainer, trainer, feed)
     return work(world, *arguments)

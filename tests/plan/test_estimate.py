@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runner.parallelism.config import Mesh
+from runner.parallelism.mesh import Mesh
 from runner.plan.advice import advise
 from runner.plan.cards import CARDS, GIB, HCCL_BUFFERS, Card
 from runner.plan.estimate import Estimate, estimate
@@ -91,12 +91,12 @@ def test_what_no_change_can_make_fit_is_said(compose: Any) -> None:
 
 
 def test_the_mesh_is_drawn_with_its_machines() -> None:
-    assert list(drawn(Mesh(2, 2), per_node=2)) == [
-        "mesh     dp_replicate 2 × dp_shard 2 × tp 1",
+    assert list(drawn(Mesh(dp_replicate=2, dp_shard=2), per_node=2)) == [
+        "mesh     dp_replicate=2 × dp_shard=2",
         "  copy 0:  rank 0  1   (machine 0)",
         "  copy 1:  rank 2  3   (machine 1)",
     ]
-    assert list(drawn(Mesh(1, 2, 2), per_node=2))[1] == "  copy 0:  rank [0 1]  [2 3]   (machines 0 to 1)"
+    assert list(drawn(Mesh(dp_shard=2, tp=2), per_node=2))[1] == "  copy 0:  rank [0 1]  [2 3]   (machines 0 to 1)"
 
 
 def test_slices_hold_their_part_of_layers_and_logits(compose: Any) -> None:
