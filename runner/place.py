@@ -11,6 +11,7 @@ ELASTIC = "TORCHELASTIC_"  # how the names begin that torchrun sets beside them
 MEETING = ("MASTER_ADDR", "MASTER_PORT")  # where the processes of a job find one another
 # What gloo, NCCL, HCCL and torch's store say where another process of the job is gone.
 GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "remote error", "Connection refused")
+LATE = ("Timed out waiting", "timed out", "timeout")  # where it does not answer
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun's names, in the order of Place's fields
 
 
@@ -69,6 +70,11 @@ class Place:
 def tells_of_loss(message: str) -> bool:
     """Whether a library's error says that another process is gone, and not that it is late."""
     return any(words in message for words in GONE)
+
+
+def tells_of_delay(message: str) -> bool:
+    """Whether it says that another process did not answer in time."""
+    return any(words in message for words in LATE)
 
 
 def alone(environment: Mapping[str, str]) -> dict[str, str]:

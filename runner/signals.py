@@ -40,9 +40,13 @@ class StopSignal:
 
     def install(self) -> None:
         """Take over SIGINT and SIGTERM. SIGINT stays ignored where the parent ignores it (nohup)."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._receive)
+        _taken(self._receive)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """The same for the time of the block."""
+        with _restored(_taken(self._receive)):
+            yield
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None:
@@ -82,6 +86,21 @@ def _name(number: int) -> str:
     return signal.Signals(number).name
 
 
+def _taken(receive: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+    """Let SIGINT and SIGTERM go to `receive`, unless the parent ignores them; who had them before."""
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    return {number: signal.signal(number, receive) for number in numbers}
+
+
+@contextmanager
+def _restored(before: dict[int, Any]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Interrupts:
     """SIGINT and SIGTERM, noted in their order by a process that passes them on to those which it has started."""
 
@@ -91,15 +110,8 @@ class Interrupts:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Note signals inside the block. SIGINT stays ignored where the parent ignores it (nohup)."""
-        before: dict[int, Any] = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, self._receive)
-        try:
+        with _restored(_taken(self._receive)):
             yield
-        finally:
-            for noted, handler in before.items():
-                signal.signal(noted, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)

@@ -10,12 +10,14 @@ its checksum and made again.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -59,16 +61,16 @@ def in_memory(schema: pa.Schema, fill: Fill) -> tuple[Table, Summary]:
 def on_disk(folder: Path, schema: pa.Schema, fill: Fill, damaged: Callable[[str], None]) -> tuple[Table, Summary]:
     """The table in `folder`, made by `fill` if it is not there or damaged; the latter is told to `damaged`.
 
+    One process of a machine at a time looks and makes it: the ranks of a job want the same one at once.
     Raises StorageError where it cannot be written.
     """
-    if folder.exists():
-        fault = _fault(folder)
-        if fault:
-            damaged(f"{folder}: {fault}")
-            shutil.rmtree(folder)
     try:
-        if not folder.exists():
-            _build(folder, schema, fill)
+        with _alone(folder):
+            if folder.exists() and (fault := _fault(folder)):
+                damaged(f"{folder}: {fault}")
+                shutil.rmtree(folder)
+            if not folder.exists():
+                _build(folder, schema, fill)
         summary: Summary = json.loads((folder / "summary.json").read_text())["summary"]
     except OSError as error:
         raise StorageError(
@@ -77,8 +79,15 @@ def on_disk(folder: Path, schema: pa.Schema, fill: Fill, damaged: Callable[[str]
     return Table(datasets.Dataset.from_file(str(folder / "tokens.arrow"))), summary
 
 
-def _build(folder: Path, schema: pa.Schema, fill: Fill) -> None:
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
     folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _build(folder: Path, schema: pa.Schema, fill: Fill) -> None:
     aside = Path(tempfile.mkdtemp(prefix=".staging-", dir=folder.parent))
     try:
         with (aside / "tokens.arrow").open("wb") as file:

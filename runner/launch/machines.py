@@ -92,8 +92,7 @@ def gathered(spec: JobSpec, folder: RunFolder, attempt: int, typed: Mapping[str,
     """
     host, port = spec.launch.meeting
     stop = StopSignal()
-    stop.install()
-    with ExitStack() as closing, stop.at_once():
+    with stop.installed(), ExitStack() as closing, stop.at_once():
         door = closing.enter_context(_listening(host, port, spec.launch.address))
         listener = closing.enter_context(_listening(host, 0, spec.launch.address))
         print(f"waiting for {spec.launch.nodes - 1} more of {spec.launch.nodes} machines at {spec.launch.address}")
@@ -115,8 +114,7 @@ def joined(spec: JobSpec, typed: Mapping[str, Any]) -> Iterator[tuple[Machines, 
     to be seen here, RankLost if it ends before it starts, Interrupted.
     """
     stop = StopSignal()
-    stop.install()
-    with ExitStack() as closing, stop.at_once():
+    with stop.installed(), ExitStack() as closing, stop.at_once():
         print(f"machine {spec.launch.node} of {spec.launch.nodes}: looking for machine 0 at {spec.launch.address}")
         line = Line(closing.enter_context(_connected(spec)), "machine 0")
         line.send({"hello": [spec.launch.node, socket.gethostname(), typed]})

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from runner.decisions import Decisions
-from runner.errors import OutOfMemory, RankLost
+from runner.errors import DeadlineExceeded, OutOfMemory, RankLost
 from runner.folder import RunFolder, is_latest, shown
 from runner.identity import refuse_changed_spec
 from runner.launch.export import write_export
@@ -26,7 +26,7 @@ from runner.launch.screen import on_screen
 from runner.launch.stage import is_stage
 from runner.launch.surroundings import load_torch, set_environment
 from runner.launch.words import NO_EXAMPLE, Turn, amount, example, plain_sample, title
-from runner.place import Place, tells_of_loss
+from runner.place import Place, tells_of_delay, tells_of_loss
 from runner.signals import StopSignal
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
@@ -177,14 +177,18 @@ def called(folder: RunFolder) -> str:
 
 @contextmanager
 def lost_ranks(place: Place) -> Iterator[None]:
-    """Word what the libraries between ranks raise where another rank is gone. Raises RankLost."""
+    """Word what the libraries between ranks raise where another rank is gone, or does not answer. Raises RankLost,
+    DeadlineExceeded."""
     try:
         yield
     except RuntimeError as error:
         first = (str(error).splitlines() or [""])[0]
-        if place.size == 1 or not tells_of_loss(str(error)):
-            raise
-        raise RankLost(f"{place} lost another rank: {first}") from error
+        if place.size > 1 and tells_of_loss(str(error)):
+            raise RankLost(f"{place} lost another rank: {first}") from error
+        if place.size > 1 and tells_of_delay(str(error)):
+            text = f"{place} waited for another rank longer than parallelism.timeout_s: {first}"
+            raise DeadlineExceeded(text) from error
+        raise
 
 
 def _processes(built: Built) -> dict[str, Any]:

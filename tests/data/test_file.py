@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,12 +86,38 @@ def test_nothing_is_written_without_cache(tokenizer: Any, tmp_path: Path, jsonl:
     assert not (tmp_path / "cache").exists()
 
 
+def caches(root: Path) -> list[Path]:
+    return [path for path in (root / "cache").iterdir() if not path.name.startswith(".")]
+
+
+def _read(tmp_path: Path, path: Path, told: Any) -> None:
+    decide = Decisions()
+    told.put((data(byte_tokenizer(), tmp_path, decide, path=path).take(0, 20), said(decide, "data.cache")))
+
+
+def test_the_ranks_of_a_job_make_a_damaged_cache_again_once(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    path = jsonl(TALKS)
+    items = data(tokenizer, tmp_path, path=path).take(0, 20)
+    [folder] = caches(tmp_path)
+    (folder / "tokens.arrow").write_bytes(b"damaged")
+    context = multiprocessing.get_context("fork")
+    told = context.Queue()
+    ranks = [context.Process(target=_read, args=(tmp_path, path, told)) for _ in range(4)]
+    for rank in ranks:
+        rank.start()
+    found = [told.get(timeout=60) for _ in ranks]
+    for rank in ranks:
+        rank.join()
+    assert [rows for rows, _ in found] == [items] * 4
+    assert sorted(len(words) for _, words in found) == [0, 0, 0, 1]  # who came first has found it, and said so
+
+
 def test_the_cache_is_used_and_a_damaged_one_made_again(
     tokenizer: Any, tmp_path: Path, jsonl: Jsonl, decide: Decisions
 ) -> None:
     path = jsonl(TALKS)
     items = data(tokenizer, tmp_path, path=path).take(0, 20)
-    [folder] = (tmp_path / "cache").iterdir()
+    [folder] = caches(tmp_path)
     before = (folder / "tokens.arrow").stat().st_ino
     data(tokenizer, tmp_path, decide, path=path)
     assert (folder / "tokens.arrow").stat().st_ino == before
@@ -104,13 +131,13 @@ def test_the_cache_is_used_and_a_damaged_one_made_again(
     assert data(tokenizer, tmp_path, path=path).take(0, 20) == items
     (folder / "tokens.arrow").unlink()
     assert data(tokenizer, tmp_path, path=path).take(0, 20) == items
-    assert [p.name for p in (tmp_path / "cache").iterdir()] == [folder.name]  # nothing staged is left
+    assert caches(tmp_path) == [folder] and not list((tmp_path / "cache").glob(".staging-*"))
 
 
 def test_a_faulty_file_leaves_no_cache(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
     with pytest.raises(DataError):
         data(tokenizer, tmp_path, path=jsonl([{"text": "a"}, {"text": ""}]))
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert caches(tmp_path) == [] and not list((tmp_path / "cache").glob(".staging-*"))
 
 
 def test_a_cache_that_cannot_be_written_says_what_to_do(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorter waits; and no signal handlers, which only a main thread may install."""
     monkeypatch.setattr(module, "RETRY_S", 0.02)
     monkeypatch.setattr(module, "VERDICT_S", 0.5)
-    monkeypatch.setattr(StopSignal, "install", lambda self: None)
+    monkeypatch.setattr(StopSignal, "installed", lambda self: nullcontext())
 
 
 @pytest.fixture

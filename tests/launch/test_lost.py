@@ -1,0 +1,41 @@
+"""What torch's own collectives raise, where layers are cut over ranks, becomes an error that names what happened."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import distributed
+
+from runner.errors import RankLost, RunnerError
+from runner.launch.session import lost_ranks
+from runner.place import Place
+from tests.parallelism.forked import ranks
+
+
+def _summing(rank: int) -> str:
+    group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=1))
+    distributed.all_reduce(torch.ones(1), group=group)
+    if rank == 1:
+        time.sleep(3)
+        return ""
+    try:
+        with lost_ranks(Place(0, 2, 0, 2)):
+            distributed.all_reduce(torch.ones(1), group=group)
+    except RunnerError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_rank_that_does_not_come_is_a_deadline() -> None:
+    said, _ = ranks(2, _summing)
+    assert said.startswith("DeadlineExceeded: rank 0 of 2 waited for another rank longer than parallelism.timeout_s")
+
+
+def test_other_errors_pass_through() -> None:
+    with pytest.raises(RuntimeError, match="timed out"), lost_ranks(Place()):
+        raise RuntimeError("a library of one process timed out")
+    with pytest.raises(RankLost), lost_ranks(Place(0, 2, 0, 2)):
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
