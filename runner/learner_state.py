@@ -3,7 +3,8 @@
     parameters, optimizer ──state_of──▶ {"tensors": param/…, optim/<key>/…; "optimizer": the rest} ──restore──▶ the same
 
 Tensors in pieces stay so on the way out, as whoever writes them takes each rank's own; on the way in they are whole,
-and each rank copies what it holds.
+and each rank copies what it holds. A parameter that lies on other ranks only has no numbers here (it is on `meta`):
+this rank tells and takes nothing of it, and its name, shape and type are checked all the same.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ Parameters = Mapping[str, nn.Parameter]  # those that learn, by name
 
 
 def state_of(parameters: Parameters, optimizer: torch.optim.Optimizer) -> State:
-    """Tensors under `param/` and `optim/<key>/`, the rest plain.
+    """Tensors under `param/` and `optim/<key>/`, the rest plain; of the parameters that this rank has.
 
     Raises RunnerError for an optimizer that keeps state of no parameter, or under a name with a slash.
     """
-    tensors = {f"param/{name}": p.detach() for name, p in parameters.items()}
+    tensors = {f"param/{name}": p.detach() for name, p in parameters.items() if not p.is_meta}
     values: dict[str, dict[str, Any]] = {}
     own, names = optimizer.state_dict(), _numbered(parameters, optimizer)
     for index, entry in own["state"].items():
@@ -38,19 +39,13 @@ def state_of(parameters: Parameters, optimizer: torch.optim.Optimizer) -> State:
             else:
                 values.setdefault(names[index], {})[key] = value
     groups = [{key: value for key, value in group.items() if key != "params"} for group in own["param_groups"]]
-    return {"tensors": tensors, "optimizer": {"groups": groups, "values": values}}
+    return {"tensors": tensors, "optimizer": {"groups": groups, "values": dict(sorted(values.items()))}}
 
 
 def restore(parameters: Parameters, optimizer: torch.optim.Optimizer, state: State) -> None:
     """Take back what `state_of` gave. Raises CheckpointError unless names and shapes are exactly these parameters'."""
-    tensors: Mapping[str, Tensor] = state["tensors"]
-    load_parameters(parameters, tensors)
-    entries: dict[str, dict[str, Any]] = {name: dict(v) for name, v in state["optimizer"]["values"].items()}
-    for full, tensor in tensors.items():
-        kind, _, rest = full.partition("/")
-        if kind == "optim":
-            key, _, name = rest.partition("/")
-            entries.setdefault(name, {})[key] = _held(parameters.get(name), tensor)
+    load_parameters(parameters, state["tensors"])
+    entries = _entries(parameters, state)
     own, saved = optimizer.state_dict(), state["optimizer"]["groups"]
     names = _numbered(parameters, optimizer)
     if len(saved) != len(own["param_groups"]) or entries.keys() - set(names.values()):
@@ -73,7 +68,20 @@ def load_parameters(parameters: Parameters, tensors: Mapping[str, Tensor]) -> No
                     f"{name}: {saved[name].dtype}{list(saved[name].shape)} in the checkpoint, "
                     f"{parameter.dtype}{list(parameter.shape)} in this model"
                 )
-            fill(parameter, saved[name])
+            if not parameter.is_meta:
+                fill(parameter, saved[name])
+
+
+def _entries(parameters: Parameters, state: State) -> dict[str, dict[str, Any]]:
+    """What the optimizer keeps of each parameter that this rank has, and of any that the model does not know."""
+    elsewhere = {name for name, parameter in parameters.items() if parameter.is_meta}
+    entries = {name: dict(kept) for name, kept in state["optimizer"]["values"].items() if name not in elsewhere}
+    for full, tensor in state["tensors"].items():
+        kind, _, rest = full.partition("/")
+        key, _, name = rest.partition("/")
+        if kind == "optim" and name not in elsewhere:
+            entries.setdefault(name, {})[key] = _held(parameters.get(name), tensor)
+    return entries
 
 
 def _held(parameter: nn.Parameter | None, saved: Tensor) -> Tensor:

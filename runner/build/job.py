@@ -39,6 +39,7 @@ from runner.place import Place
 from runner.protocols import Algorithm, Callback, Data, Model, State
 from runner.publisher import Publisher
 from runner.registry import default_registry
+from runner.sharing import on_first
 from runner.signals import StopSignal
 from runner.spec.job import JobSpec
 
@@ -144,7 +145,7 @@ def build(
         closing=(activity.close, store.close, *(() if reward is None else (reward.close,))),
     )
     sections = {**learners, "algorithm": algorithm, "feed": job.feed}
-    store.peers = world.everyone
+    store.peers, store.background = world.everyone, world.saving_peers
     built = Built(job, model, store, sections, _identity(spec, data, model, frozen, world), data, world)
     start = built.start_saving if spec.checkpoint.asynchronous else built.save
     callbacks.append(Saving(built.save, start, store.check, every=spec.checkpoint.every))
@@ -169,8 +170,10 @@ def _publish_nothing(version: int) -> None:
 
 def _identity(spec: JobSpec, data: Data, model: Any, frozen: Mapping[str, FrozenModel], world: World) -> dict[str, Any]:
     """What a checkpoint says of the job that wrote it."""
-    own = identity(spec, data.fingerprint, data.style, model.origin, world.device.describe())
-    own["frozen"] = {role: dict(one.origin) for role, one in frozen.items()}
+    models = [model, *frozen.values()]
+    origin, *others = on_first(world.everyone, lambda: [dict(one.origin) for one in models])  # who has read the weights
+    own = identity(spec, data.fingerprint, data.style, origin, world.device.describe())
+    own["frozen"] = dict(zip(frozen, others, strict=True))
     own["mesh"] = str(world.mesh)
     return own
 

@@ -7,13 +7,21 @@ from collections.abc import Callable, Mapping
 from runner.callback.base import NoOp
 from runner.protocols import StepEnd
 
+Save = Callable[[int, Mapping[str, float]], object]
+
 
 class Saving(NoOp):
-    """Calls `save(step, values)`; it hangs last, so that every other callback's state is that of the finished step."""
+    """Hangs last, so that every other callback's state is that of the finished step.
 
-    def __init__(self, save: Callable[[int, Mapping[str, float]], object], *, every: int) -> None:
-        self._save, self._every = save, every
+    save: commits the state after a step; start: begins to, and training may go on; check: raises what went wrong since
+    """
+
+    def __init__(self, save: Save, start: Save, check: Callable[[], None], *, every: int) -> None:
+        self._save, self._start, self._check, self._every = save, start, check, every
 
     def on_step(self, end: StepEnd) -> None:
-        if end.last or end.stopping or (self._every and end.step % self._every == 0):
+        self._check()
+        if end.last or end.stopping:
             self._save(end.step, end.values)
+        elif self._every and end.step % self._every == 0:
+            self._start(end.step, end.values)

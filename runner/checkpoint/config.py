@@ -14,6 +14,10 @@ class CheckpointConfig(ComponentConfig):
     every: int = Field(
         default=50, ge=0, description="Steps between checkpoints; one is also written at the end. 0 = only then."
     )
+    asynchronous: bool = Field(
+        default=False,
+        description="Write while training goes on, from a copy of what a rank saves, in the host's memory.",
+    )
     keep: int = Field(default=2, ge=1, description="Newest checkpoints that are kept.")
     best: str | None = Field(
         default=None, description="Metric whose best checkpoint is kept beside the newest, e.g. eval/exact_match."
@@ -26,6 +30,12 @@ class CheckpointConfig(ComponentConfig):
     )
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
+        if self.asynchronous and not self.every:
+            text = "is for checkpoints between steps, and checkpoint.every=0 writes only the last one; leave it out"
+            return [("checkpoint.asynchronous", text), *self._problems_of_best()]
+        return self._problems_of_best()
+
+    def _problems_of_best(self) -> list[tuple[str, str]]:
         if self.best is None:
             return [("checkpoint.best_mode", "is for checkpoint.best; leave it out")] if self.best_mode else []
         if self.best_mode is None and direction(self.best) is None:

@@ -8,7 +8,6 @@ state.json            policy.safetensors
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -20,10 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from runner.checkpoint.manifest import PLAIN_NAME, Damaged
-from runner.checkpoint.tensors import ALIASES, RESERVED, TYPES, layout, untied
+from runner.checkpoint.tensors import ALIASES, RESERVED, TYPES, Piece
 from runner.errors import RunnerError, TrainingDiverged
 from runner.protocols import State
-from runner.shards import local
 
 VALUES = "state.json"
 SUFFIX = ".safetensors"
@@ -31,27 +29,15 @@ SUFFIX = ".safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint holds: the text of state.json, and the tensors of each section that has any."""
+    """What one rank has of the state: the plain values of each section, and the tensors of those that have any."""
 
-    values: bytes
+    values: Mapping[str, Any]
     tensors: Mapping[str, Mapping[str, Tensor]]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size on disk, but for the headers; tied tensors count once."""
-        own = (t for tensors in self.tensors.values() for t in untied(tensors)[0].values())
-        return len(self.values) + sum(t.numel() * t.element_size() for t in own)
-
-    def layouts(self) -> dict[str, str]:
-        """What the file of each section begins with, as a digest: equal on all ranks, or they do not fit together."""
-        return {name: hashlib.sha256(layout(held)[0]).hexdigest() for name, held in self.tensors.items()}
 
 
 def split(state: Mapping[str, State]) -> Contents:
-    """Check `state` and take it apart; nothing is copied yet. Of a sharded tensor this rank's piece is looked at.
-
-    Raises TrainingDiverged when a tensor is not finite, RunnerError when a value has no JSON form.
-    """
+    """Check `state` and take it apart; nothing is copied, and no tensor is read. Raises RunnerError when a value has no
+    JSON form, or a tensor none in safetensors."""
     values: dict[str, Any] = {}
     tensors: dict[str, Mapping[str, Tensor]] = {}
     for name, section in state.items():
@@ -61,7 +47,22 @@ def split(state: Mapping[str, State]) -> Contents:
         if "tensors" in section:
             tensors[name] = section["tensors"]
             _check_tensors(name, section["tensors"])
-    return Contents(json.dumps(values, indent=1, allow_nan=False).encode() + b"\n", tensors)
+    return Contents(values, tensors)
+
+
+def encode(values: Mapping[str, Any]) -> bytes:
+    """The text of state.json."""
+    return json.dumps(values, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def refuse_infinite(section: str, pieces: Mapping[str, Piece]) -> None:
+    """Raise TrainingDiverged when a number is not finite."""
+    for name, piece in pieces.items():
+        if not _is_finite(piece.values):
+            raise TrainingDiverged(
+                f"{section}: the tensor {name} has NaN or infinity; no checkpoint was written with it, the ones before "
+                "are untouched: go on from them with a smaller optimizer.lr or optimizer.clip_norm"
+            )
 
 
 def read(folder: Path, files: Mapping[str, Any], *, mapped: bool = False) -> dict[str, State]:
@@ -93,13 +94,8 @@ def _read_tensors(path: Path, mapped: bool) -> dict[str, Tensor]:
 
 def _check_tensors(section: str, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or name == RESERVED or tensor.dtype not in TYPES:
+        if not isinstance(tensor, Tensor) or name == RESERVED or tensor.dtype not in TYPES or tensor.is_meta:
             raise RunnerError(f"{section}: {name!r} ({type(tensor).__name__}) cannot be stored in safetensors")
-        if not _is_finite(local(tensor)):
-            raise TrainingDiverged(
-                f"{section}: the tensor {name} has NaN or infinity; no checkpoint was written with it, the ones before "
-                "are untouched: go on from them with a smaller optimizer.lr or optimizer.clip_norm"
-            )
 
 
 def _is_finite(tensor: Tensor) -> bool:

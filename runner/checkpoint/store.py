@@ -1,36 +1,30 @@
-"""A run's checkpoints: written aside, renamed into place, verified, and kept to a number.
+"""A run's checkpoints: saved at once or in the background, read back, the best one named.
 
-    .staging-… ─ files, fsync ─ MANIFEST, fsync ─▶ rename ─ fsync ─▶ step-00000100 ─ verify ─▶ retention
-                                                                     old ones ─ rename ─▶ .trash-… ─▶ gone
-
-A process that dies at any instant leaves the checkpoints before it as they were, and at most a folder whose name
-begins with a dot, which the next save removes. Of several ranks each writes the tensors' pieces that it holds; all else
-is done by the first, which holds the run's lock, and the folder is renamed when every rank's pieces are on the disk.
+state of every rank ──agreed──▶ what each writes ─┬─ save ──────────────────────────▶ writer
+                                                  └─ start: copied ─ in a thread ───▶ writer
 """
 
 from __future__ import annotations
 
-import os
-import re
-import secrets
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from runner import durable
-from runner.checkpoint import manifest, reader, retention, sections, tensors
+from runner.checkpoint import agreement, manifest, reader, sections, writer
+from runner.checkpoint.agreement import Agreed
+from runner.checkpoint.background import Flight, HostCopy
 from runner.checkpoint.config import CheckpointConfig
-from runner.checkpoint.manifest import Damaged, Manifest
+from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.reader import Loaded, folder_name
-from runner.errors import CheckpointError, RunnerError, StorageError
-from runner.failpoint import failpoint
+from runner.checkpoint.writer import Writer
+from runner.errors import CheckpointError
 from runner.protocols import Peers, State
-from runner.sharing import Alone, on_first, together
+from runner.sharing import Alone, each
 
 __all__ = ["CheckpointStore", "Loaded"]
 
-LEFTOVER = re.compile(r"\.(staging|trash)-[0-9]{8,}-[0-9a-f]{8}")
+NOTICED_S = 1.0  # a wait from which on it is worth a line
 
 
 class CheckpointStore:
@@ -42,10 +36,12 @@ class CheckpointStore:
     def __init__(
         self, config: CheckpointConfig, *, root: Path, report: Callable[[str], None], beside: Sequence[Path] = ()
     ) -> None:
-        self._config, self._root, self._report, self._beside = config, root, report, beside
+        self._config, self._root, self._report = config, root, report
+        self._writer = Writer(config, root, report, beside)
+        self._host = HostCopy()
+        self._flight: Flight | None = None
         self.peers: Peers = Alone()  # who save together
-        self._verified: dict[int, Manifest | None] = {}  # None = not whole; each is read in full once per process
-        self._swept = False
+        self.background: Peers = Alone()  # the same, for the thread that writes
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
@@ -63,177 +59,56 @@ class CheckpointStore:
                 described[step] = manifest.read(self._root / folder_name(step))
             except CheckpointError as error:
                 self._report(f"checkpoint {folder_name(step)}: {error}; not considered as the best")
-        return self._best(described)
+        return writer.best(self._config, described)
 
     def save(self, step: int, state: Mapping[str, State], metrics: Mapping[str, float]) -> Path:
         """Commit the state after `step` and let older checkpoints go; returns the new folder.
 
-        Raises TrainingDiverged when a tensor is not finite, RunnerError when ranks have unlike tensors, CheckpointError
-        when this step or a later one is there already, StorageError when the disk is full, read-only or failing: what
-        was there before is then untouched.
+        Each rank gives what it has: tensors in pieces, or some names only; see `agreement.agree`. Raises
+        TrainingDiverged when a tensor is not finite, RunnerError when ranks contradict each other, CheckpointError when
+        this step or a later one is there already, StorageError when the disk is full, read-only or failing: what was
+        there before is then untouched.
         """
-        contents = self._split(state)
-        staging = on_first(self.peers, lambda: self._begin(step, contents))
-        try:
-            self._each(lambda: self._write_pieces(step, staging, contents))
-            return on_first(self.peers, lambda: self._commit(step, staging, contents, metrics))
-        finally:
-            if self.peers.rank == 0 and staging.exists():
-                shutil.rmtree(staging)
+        self._wait_for(step)
+        return self._writer.write(step, self._agreed(state), metrics, self.peers)
 
-    def _split(self, state: Mapping[str, State]) -> sections.Contents:
-        """What this rank has of the state; laid out on all ranks alike, or pieces would miss, or meet."""
-        found: list[sections.Contents] = []
-        self._each(lambda: found.append(sections.split(state)))
-        ranks = self.peers.gather(found[0].layouts())
-        for rank, layouts in enumerate(ranks):
-            if unlike := [name for name in {**ranks[0], **layouts} if ranks[0].get(name) != layouts.get(name)]:
-                raise RunnerError(
-                    f"ranks 0 and {rank} have different tensors in their state of {', '.join(unlike)}: no checkpoint "
-                    "was written; the ones before are untouched"
-                )
-        return found[0]
+    def start(self, step: int, state: Mapping[str, State], metrics: Mapping[str, float]) -> None:
+        """The same in the background: returns as soon as all ranks have copied what they will write, when the state may
+        change. What writing raises, the next call of any verb here raises, or `check`. Waits for the write before."""
+        self._wait_for(step)
+        agreed, values = self._agreed(state), dict(metrics)
+        copied: list[Agreed] = []
+        each(self.peers, lambda: copied.append(replace(agreed, pieces=self._host.taken(agreed.pieces))))
+        self._flight = Flight(step, lambda: self._writer.write(step, copied[0], values, self.background))
 
-    def _each(self, work: Callable[[], None]) -> None:
-        """Do what every rank has its part in; what fails on one fails on all."""
+    def check(self) -> None:
+        """Raise, on all ranks at once, what a write in the background met; all call it after each step."""
+        if self._flight is not None and all(self.peers.gather(self._flight.landed)):
+            self._settle()
 
-        def mine(pieces: list[int]) -> list[None]:
-            work()
-            return [None]
-
-        together(self.peers, range(self.peers.size), mine)
-
-    def _begin(self, step: int, contents: sections.Contents) -> Path:
-        """Make way, and a folder beside the checkpoints with files of the right sizes."""
-        with self._worded(step, contents.num_bytes):
-            self._root.mkdir(parents=True, exist_ok=True)
-            self._sweep()
-            self._make_way(step)
-            self._require_space(step, contents.num_bytes)
-            staging = self._root / f".staging-{step:08d}-{secrets.token_hex(4)}"
-            staging.mkdir()
+    def close(self) -> None:
+        """Wait for what is being written, whatever ended the run: what goes wrong with it is said and not raised."""
+        if (flight := self._flight) is not None:
             try:
-                failpoint("checkpoint.write")
-                durable.write_new(staging / sections.VALUES, contents.values)
-                for name, held in contents.tensors.items():
-                    tensors.create(staging / f"{name}{sections.SUFFIX}", held)
-            except BaseException:
-                shutil.rmtree(staging)
-                raise
-            return staging
+                self._settle()
+            except Exception as error:
+                self._report(f"the checkpoint of step {flight.step} was not written: {error}")
 
-    def _write_pieces(self, step: int, staging: Path, contents: sections.Contents) -> None:
-        """What this rank holds, on the disk."""
-        if not staging.is_dir():
-            text = f"rank {self.peers.rank} does not see {staging}, which rank 0 has made"
-            raise StorageError(f"{text}; the run's folder has to lie on storage that all machines share")
-        with self._worded(step, contents.num_bytes):
-            for name, held in contents.tensors.items():
-                tensors.write(staging / f"{name}{sections.SUFFIX}", held, first=self.peers.rank == 0)
-                failpoint("checkpoint.mid_write")
+    def _settle(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.wait()
 
-    def _commit(self, step: int, staging: Path, contents: sections.Contents, metrics: Mapping[str, float]) -> Path:
-        """The manifest, the new name, and older checkpoints gone."""
-        target = self._root / folder_name(step)
-        with self._worded(step, contents.num_bytes):
-            failpoint("checkpoint.before_manifest")
-            durable.write_new(staging / manifest.FILE, manifest.encode(manifest.describe(staging, step, metrics)))
-            failpoint("checkpoint.after_manifest")
-            durable.sync(staging)
-            for path in filter(Path.exists, self._beside):
-                durable.sync(path)
-            failpoint("checkpoint.before_rename")
-            os.rename(staging, target)
-            failpoint("checkpoint.after_rename")
-            durable.sync(self._root)
-            self._confirm(step)
-            self._retain()
-        return target
-
-    @contextmanager
-    def _worded(self, step: int, need: int) -> Iterator[None]:
-        """Turn what the disk answers into a StorageError that says what to do."""
-        try:
-            yield
-        except OSError as error:
-            raise StorageError(
-                f"checkpoint of step {step} in {self._root}: {durable.reason(error)}; "
-                f"{self._space(need)}. {self._next()}"
-            ) from error
-
-    def _require_space(self, step: int, need: int) -> None:
-        """Twice the size: the file system's own needs and other writers are not known."""
-        if durable.free_bytes(self._root) < 2 * need:
-            raise StorageError(
-                f"checkpoint of step {step} in {self._root}: not enough space; {self._space(2 * need)}. {self._next()}"
+    def _wait_for(self, step: int) -> None:
+        """Let the write before the one of `step` end; there is one copy, and one writer."""
+        if (flight := self._flight) is None:
+            return
+        begin = time.monotonic()
+        self._settle()
+        if (waited := time.monotonic() - begin) > NOTICED_S:
+            self._report(
+                f"checkpoint of step {step}: waited {waited:.1f} s until that of step {flight.step} was written"
             )
 
-    def _space(self, need: int) -> str:
-        free = durable.free_bytes(self._root)
-        files = "" if durable.inodes_left(self._root) else ", and the disk has no inodes for more files"
-        return f"needed {need} bytes ({durable.human(need)}), free {free} bytes ({durable.human(free)}){files}"
-
-    def _next(self) -> str:
-        return f"Make space or mend the disk, then: run resume {self._root.parent}"
-
-    def _sweep(self) -> None:
-        """Remove what a process left that died while saving; only the run's one writer may, so not when reading."""
-        if self._swept:
-            return
-        for path in sorted(self._root.iterdir()):
-            if LEFTOVER.fullmatch(path.name):
-                shutil.rmtree(path)
-                self._report(f"checkpoints: removed {path.name}, left by a process that died")
-        self._swept = True
-
-    def _make_way(self, step: int) -> None:
-        """Refuse to go behind a whole checkpoint; set a damaged one of the same step aside."""
-        for present in (n for n in self.steps() if n >= step):
-            if self._whole(present) is not None:
-                says = "exists already" if present == step else f"would be older than that of step {present}"
-                raise CheckpointError(
-                    f"{self._root}: the checkpoint of step {step} {says}; nothing is overwritten: "
-                    f"resume from step {present}, or move {folder_name(present)} away"
-                )
-        target = self._root / folder_name(step)
-        if target.exists():
-            aside = self._root / f"damaged-{target.name}-{secrets.token_hex(4)}"
-            os.rename(target, aside)
-            self._verified.pop(step, None)
-            self._report(f"checkpoints: the damaged {target.name} is now {aside.name}; delete it when you like")
-
-    def _confirm(self, step: int) -> None:
-        """Read the new checkpoint back; nothing older is deleted before."""
-        try:
-            self._verified[step] = reader.verify(self._root, step)
-        except Damaged as error:
-            raise StorageError(
-                f"the checkpoint just written reads back wrong: {folder_name(step)}: {error}. "
-                f"The disk or the memory is failing; older checkpoints are untouched. {self._next()}"
-            ) from error
-
-    def _retain(self) -> None:
-        """Delete whole checkpoints that are neither among the newest nor the best; damaged ones count for nothing."""
-        whole = {s: m for s in self.steps() if (m := self._whole(s)) is not None}
-        for step in sorted(whole.keys() - retention.kept(whole, self._config.keep, self._best(whole))):
-            trash = self._root / f".trash-{step:08d}-{secrets.token_hex(4)}"
-            failpoint("checkpoint.before_trash")
-            os.rename(self._root / folder_name(step), trash)
-            durable.sync(self._root)
-            failpoint("checkpoint.in_trash")
-            shutil.rmtree(trash)
-
-    def _best(self, described: Mapping[int, Manifest]) -> int | None:
-        if self._config.best is None:
-            return None
-        values = {s: m.metrics for s, m in described.items()}
-        return retention.best_step(values, self._config.best, self._config.best_mode)
-
-    def _whole(self, step: int) -> Manifest | None:
-        if step not in self._verified:
-            try:
-                self._verified[step] = reader.verify(self._root, step)
-            except CheckpointError as error:
-                self._report(f"checkpoint {folder_name(step)}: {error}; left alone")
-                self._verified[step] = None
-        return self._verified[step]
+    def _agreed(self, state: Mapping[str, State]) -> Agreed:
+        return agreement.agree(lambda: sections.split(state), self.peers)

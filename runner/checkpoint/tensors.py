@@ -1,7 +1,7 @@
 """Tensors as one safetensors file, written by all who hold pieces of them, none of whom holds the whole.
 
     first rank   ──▶ header (names, shapes, places), and room for the tensors
-    every rank   ──▶ its pieces, each where it belongs; what is whole on every rank is written by the first
+    every rank   ──▶ its pieces, each where it belongs
 
 Pieces are ranges of rows, whose bytes lie side by side in the file, or of columns, whose bytes do row by row: the file
 is the same whatever the layout was.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -44,88 +45,126 @@ TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }  # as safetensors writes them
+SIZES = {kind: dtype.itemsize for dtype, kind in TYPES.items()}
 
 
-def create(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Make the file for these tensors, tied ones once, with their values still missing. Raises OSError."""
-    head, places = layout(tensors)
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor as the file knows it: its type, its shape, and the name of the tensor that it is tied to, if any."""
+
+    kind: str
+    shape: tuple[int, ...]
+    tied: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return prod(self.shape) * SIZES[self.kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a file begins, and where behind that each tensor lies, tied ones once: the first byte, and the one after the
+    last."""
+
+    head: bytes
+    places: Mapping[str, tuple[int, int]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors."""
+        return max((end for _, end in self.places.values()), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one rank writes of a tensor of `shape`: values, on any device, and where in the tensor they lie."""
+
+    values: Tensor
+    where: tuple[slice, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Piece:
+        """What this rank holds of it, in the tensor's own memory."""
+        return cls(local(tensor), span(tensor), tuple(tensor.shape))
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Where in the whole tensor the values lie, in their order: first number, and how many."""
+        where, shape = self.where, self.shape
+        cut = [dim for dim, part in enumerate(where) if part != slice(0, shape[dim])]
+        last = cut[-1] if cut else 0  # whatever comes after this dimension lies side by side
+        strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        count = prod(part.stop - part.start for part in where[last:])
+        for index in product(*(range(part.start, part.stop) for part in where[:last])):
+            first = sum(at * stride for at, stride in zip(index, strides, strict=False))
+            yield first + (where[last].start * strides[last] if where else 0), count
+
+
+def listing(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+    """What the file has to know of these tensors, of which this rank may hold pieces."""
+    tied = _tied(tensors)
+    return {name: Entry(TYPES[t.dtype], tuple(t.shape), tied.get(name)) for name, t in tensors.items()}
+
+
+def layout(entries: Mapping[str, Entry]) -> Layout:
+    """The file of these tensors, the same for any order of them."""
+    own = {name: entry for name, entry in entries.items() if entry.tied is None}
+    aliases = {name: entries[name].tied for name in sorted(entries.keys() - own.keys())}
+    header: dict[str, Any] = {RESERVED: {ALIASES: json.dumps(aliases)}}
+    places: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name in sorted(own, key=lambda name: (-SIZES[own[name].kind], name)):  # so that all stay aligned
+        begin, end = end, end + own[name].num_bytes
+        header[name] = {"dtype": own[name].kind, "shape": list(own[name].shape), "data_offsets": [begin, end]}
+        places[name] = begin, end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return Layout(len(text).to_bytes(8, "little") + text, places)
+
+
+def create(path: Path, layout: Layout) -> None:
+    """Make the file, with the tensors' values still missing. Raises OSError."""
     with path.open("xb") as file:
-        file.write(head)
-        file.truncate(len(head) + max((end for _, end in places.values()), default=0))
+        file.write(layout.head)
+        file.truncate(len(layout.head) + layout.num_bytes)
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], *, first: bool) -> None:
-    """Write what this rank holds of them into the file that `create` made, and flush it to the disk. Raises OSError.
+def write(path: Path, layout: Layout, pieces: Mapping[str, Piece]) -> None:
+    """Write what this rank has to write into the file that `create` made, and flush it to the disk. Raises OSError.
 
-    All ranks have the same `layout`. Nothing of the file is read: NFS writes all of a page that was read, and with it
-    what the page held before another machine wrote into it.
+    Nothing of the file is read: NFS writes all of a page that was read, and with it what the page held before another
+    machine wrote into it.
     """
-    head, places = layout(tensors)
     with os.fdopen(os.open(path, os.O_WRONLY), "wb") as file:
-        for name, (begin, _) in places.items():
-            tensor = tensors[name]
-            if _writes(tensor, first):
-                held = local(tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-                start = len(head) + begin
-                for at, count in _runs(tensor):
-                    file.seek(start + at * tensor.element_size())
-                    run, held = np.split(held, [count * tensor.element_size()])
-                    file.write(run.data)
+        for name, piece in pieces.items():
+            held = piece.values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            size, start = piece.values.element_size(), len(layout.head) + layout.places[name][0]
+            for at, count in piece.runs():
+                file.seek(start + at * size)
+                run, held = np.split(held, [count * size])
+                file.write(run.data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """How a file of these tensors begins, and where behind that each of them lies, tied ones once: the first byte, and
-    the one after the last."""
-    own, aliases = untied(tensors)
-    header: dict[str, Any] = {RESERVED: {ALIASES: json.dumps(aliases)}}
-    places: dict[str, tuple[int, int]] = {}
-    end = 0
-    for name in sorted(own, key=lambda name: (-own[name].element_size(), name)):  # so that all stay aligned
-        begin, end = end, end + own[name].numel() * own[name].element_size()
-        kind, shape = TYPES[own[name].dtype], list(own[name].shape)
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
-        places[name] = begin, end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, places
-
-
-def _writes(tensor: Tensor, first: bool) -> bool:
-    """Whether this rank is the one that writes what it holds."""
+def writes(tensor: Tensor) -> bool:
+    """Whether this rank writes what it holds: of copies on a mesh the first is enough, and nothing is no piece."""
     if not isinstance(tensor, DTensor):
-        return first
+        return True
     placed = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
     copies = [at for placement, at in placed if placement.is_replicate()]
     return not any(copies) and local(tensor).numel() > 0
 
 
-def _runs(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    """Where in the whole tensor the numbers lie that this rank holds, in their order: first and how many."""
-    where, shape = span(tensor), tensor.shape
-    cut = [dim for dim, part in enumerate(where) if part != slice(0, shape[dim])]
-    last = cut[-1] if cut else 0  # whatever comes after this dimension lies side by side
-    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    count = prod(part.stop - part.start for part in where[last:])
-    for index in product(*(range(part.start, part.stop) for part in where[:last])):
-        first = sum(at * stride for at, stride in zip(index, strides, strict=False))
-        yield first + (where[last].start * strides[last] if where else 0), count
-
-
-def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors without those that are the very same memory as an earlier one, and which is whose alias."""
-    own: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
+def _tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Those that are the very same memory as an earlier one, and as which."""
+    tied: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):  # of which a rank may hold nothing
-            own[name] = tensor
+        if isinstance(tensor, DTensor) or not tensor.numel():  # of which a rank may hold nothing
             continue
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and key in seen:
-            aliases[name] = seen[key]
-        else:
-            own[name] = tensor
-            seen[key] = name
-    return own, aliases
+        if (first := seen.setdefault(key, name)) != name:
+            tied[name] = first
+    return tied

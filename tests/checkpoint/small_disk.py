@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from runner import durable
 from runner.checkpoint.config import SafetensorsConfig
 from runner.checkpoint.store import CheckpointStore
 from runner.errors import RunnerError
@@ -22,9 +23,15 @@ from runner.errors import RunnerError
 MIB = 2**20
 
 
-def save(root: Path, step: int, num_bytes: int) -> None:
+def save(root: Path, step: int, num_bytes: int, *, background: bool = False) -> None:
     store = CheckpointStore(SafetensorsConfig(keep=1), root=root, report=lambda words: None)
-    store.save(step, {"policy": {"tensors": {"w": torch.full((num_bytes // 4,), float(step))}}}, {})
+    state = {"policy": {"tensors": {"w": torch.full((num_bytes // 4,), float(step))}}}
+    if not background:
+        store.save(step, state, {})
+        return
+    store.start(step, state, {})
+    while True:  # steps, after each of which it is asked; ended by the error
+        store.check()
 
 
 def mount(disk: Path) -> None:
@@ -34,6 +41,18 @@ def mount(disk: Path) -> None:
 
 def bytes_short(disk: Path, root: Path) -> None:
     save(root, 2, 2 * MIB)
+
+
+def bytes_short_in_the_background(disk: Path, root: Path) -> None:
+    save(root, 2, 2 * MIB, background=True)
+
+
+def filled_meanwhile(disk: Path, root: Path) -> None:
+    durable.free_bytes, counted = lambda folder: 2**40, durable.free_bytes  # what another writer takes is not foreseen
+    try:
+        save(root, 2, 6 * MIB, background=True)
+    finally:
+        durable.free_bytes = counted
 
 
 def inodes_short(disk: Path, root: Path) -> None:
@@ -80,5 +99,12 @@ def run(case: Callable[[Path, Path], None], disk: Path) -> None:
 
 
 if __name__ == "__main__":
-    for each in (bytes_short, inodes_short, file_size_limit, read_only):
+    for each in (
+        bytes_short,
+        bytes_short_in_the_background,
+        filled_meanwhile,
+        inodes_short,
+        file_size_limit,
+        read_only,
+    ):
         run(each, Path(sys.argv[1]))

@@ -35,6 +35,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, obj
     ("case", "says"),
     [
         ("bytes_short", "not enough space; needed 4194"),  # twice 2 MiB, and state.json
+        ("bytes_short_in_the_background", "not enough space; needed 4194"),
+        ("filled_meanwhile", "the disk is full"),
         ("inodes_short", "the disk has no inodes for more files"),
         ("file_size_limit", "File too large"),
         ("read_only", "Read-only file system"),

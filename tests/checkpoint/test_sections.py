@@ -14,7 +14,9 @@ from torch import Tensor
 
 from runner.checkpoint import sections
 from runner.checkpoint import tensors as tensors_file
+from runner.checkpoint.agreement import Agreed, agree
 from runner.errors import RunnerError, TrainingDiverged
+from runner.sharing import ALONE
 
 DTYPES = (
     torch.float64,
@@ -63,13 +65,23 @@ SECTIONS = st.builds(
 )
 
 
+def agreed(state: dict[str, Any]) -> Agreed:
+    """What a single process writes."""
+    return agree(lambda: sections.split(state), ALONE)
+
+
 def round_trip(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    contents = sections.split(state)
-    (folder / sections.VALUES).write_bytes(contents.values)
-    for name, held in contents.tensors.items():
-        tensors_file.create(folder / f"{name}.safetensors", held)
-        tensors_file.write(folder / f"{name}.safetensors", held, first=True)
-    return sections.read(folder, {f"{name}.safetensors": None for name in contents.tensors})
+    held = agreed(state)
+    (folder / sections.VALUES).write_bytes(held.values)
+    for name, layout in held.layouts.items():
+        tensors_file.create(folder / f"{name}.safetensors", layout)
+        tensors_file.write(folder / f"{name}.safetensors", layout, held.pieces[name])
+    return sections.read(folder, {f"{name}.safetensors": None for name in held.layouts})
+
+
+def refuse_infinite(state: dict[str, Any]) -> None:
+    for name, pieces in agreed(state).pieces.items():
+        sections.refuse_infinite(name, pieces)
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -93,7 +105,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 @given(st.dictionaries(NAMES, SECTIONS, max_size=3))
 def test_any_state_comes_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any]) -> None:
     try:
-        sections.split(state)
+        refuse_infinite(state)
     except TrainingDiverged:  # float8_e4m3fn has no infinity but a NaN, float16 overflows; refusal has its own test
         return
     assert_same(state, round_trip(tmp_path_factory.mktemp("state"), state))
@@ -119,7 +131,7 @@ def test_tied_tensors_are_stored_once_and_come_back_tied(tmp_path: Path) -> None
     assert_same(state, back)
     assert (tmp_path / "policy.safetensors").stat().st_size < 1.1 * weight.nbytes
     assert back["policy"]["tensors"]["head"] is back["policy"]["tensors"]["embed"]
-    assert sections.split(state).num_bytes < 1.1 * weight.nbytes
+    assert agreed(state).num_bytes < 1.1 * weight.nbytes
 
 
 def test_overlapping_views_and_transposes(tmp_path: Path) -> None:
@@ -134,7 +146,7 @@ def test_overlapping_views_and_transposes(tmp_path: Path) -> None:
 def test_a_tensor_that_is_not_finite_is_refused(bad: float, dtype: torch.dtype) -> None:
     tensor = torch.tensor([1.0, bad]).to(dtype)
     with pytest.raises(TrainingDiverged, match=r"policy: the tensor w has NaN or infinity"):
-        sections.split({"policy": {"tensors": {"ok": torch.zeros(2), "w": tensor}}})
+        refuse_infinite({"policy": {"tensors": {"ok": torch.zeros(2), "w": tensor}}})
 
 
 @pytest.mark.parametrize(
@@ -154,7 +166,13 @@ def test_a_value_that_json_would_change_is_refused_by_name(section: dict[str, An
 
 
 def test_what_safetensors_cannot_hold_is_refused_before_anything_is_written() -> None:
-    for name, value in {"__metadata__": torch.zeros(1), "c": torch.zeros(1, dtype=torch.complex128), "n": 1.0}.items():
+    unfit = {
+        "__metadata__": torch.zeros(1),
+        "c": torch.zeros(1, dtype=torch.complex128),
+        "m": torch.zeros(1, device="meta"),
+        "n": 1.0,
+    }
+    for name, value in unfit.items():
         with pytest.raises(RunnerError, match="cannot be stored"):
             sections.split({"policy": {"tensors": {name: value}}})
 
@@ -172,12 +190,13 @@ def test_tuples_become_lists(tmp_path: Path) -> None:
 def test_pieces_are_written_without_reading_what_others_write(tmp_path: Path) -> None:
     held = {"weight": torch.arange(6.0).reshape(2, 3), "step": torch.tensor(3)}
     path = tmp_path / "policy.safetensors"
-    tensors_file.create(path, held)
-    head, places = tensors_file.layout(held)
+    one = agreed({"policy": {"tensors": held}})
+    layout = one.layouts["policy"]
+    tensors_file.create(path, layout)
     whole = path.stat().st_size
     path.write_bytes(b"?" * whole)  # as a page that another machine has not sent yet
-    tensors_file.write(path, held, first=True)
-    begin, end = (len(head) + at for at in places["weight"])
+    tensors_file.write(path, layout, one.pieces["policy"])
+    begin, end = (len(layout.head) + at for at in layout.places["weight"])
     content = path.read_bytes()
-    assert content[: len(head)] == b"?" * len(head) and len(content) == whole
+    assert content[: len(layout.head)] == b"?" * len(layout.head) and len(content) == whole
     assert content[begin:end] == held["weight"].numpy().tobytes()

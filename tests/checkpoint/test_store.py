@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from runner.checkpoint import reader, store
+from runner.checkpoint import reader
+from runner.checkpoint import writer as writing
 from runner.checkpoint.config import SafetensorsConfig
 from runner.checkpoint.store import CheckpointStore
 from runner.errors import CheckpointError, SpecError, StorageError, TrainingDiverged
@@ -190,7 +191,7 @@ def test_what_is_not_finite_is_not_committed(open_store: Open, state_of: StateOf
     assert digests(root) == before
 
 
-FAILPOINTS = re.findall(r'failpoint\("([\w.]+)"\)', Path(store.__file__).read_text())
+FAILPOINTS = re.findall(r'failpoint\("([\w.]+)"\)', Path(writing.__file__).read_text())
 
 
 @pytest.mark.parametrize("code", ["ENOSPC", "EIO"])

@@ -1,7 +1,7 @@
 """A process that saves checkpoints until it is told to stop, or killed; it forks, so that torch is imported once.
 
-Reads one JSON order per line, {"root", "first", "last", "keep", "failpoint"}, and answers with the saver's pid; when
-the saver has ended it answers with its wait status.
+Reads one JSON order per line, {"root", "first", "last", "keep", "failpoint", "background"}, and answers with the
+saver's pid; when the saver has ended it answers with its wait status.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ def save_all(order: dict[str, Any]) -> None:
     store = CheckpointStore(config, root=Path(order["root"]), report=lambda words: None)
     for step in range(order["first"], order["last"] + 1):
         tensors = {f"layer{i}": torch.full((64, 64), float(step)) for i in range(4)}
-        store.save(step, {"policy": {"tensors": tensors, "step": step}, "algorithm": {"step": step}}, {"m": step})
+        state = {"policy": {"tensors": tensors, "step": step}, "algorithm": {"step": step}}
+        (store.start if order["background"] else store.save)(step, state, {"m": step})
+        for tensor in tensors.values():
+            tensor.fill_(-1.0)  # as training goes on
+        store.check()
+    store.close()
 
 
 def main() -> None:

@@ -1,0 +1,197 @@
+"""The checkpoints/ folder as the run's one writer sees it: written aside, renamed into place, kept to a number.
+
+    .staging-… ─ files, fsync ─ MANIFEST, fsync ─▶ rename ─ fsync ─▶ step-00000100 ─ verify ─▶ retention
+                                                                     old ones ─ rename ─▶ .trash-… ─▶ gone
+
+A process that dies at any instant leaves the checkpoints before it as they were, and at most a folder whose name
+begins with a dot, which the next save removes. Of several ranks each writes the tensors' pieces that it holds; all else
+is done by the first, which holds the run's lock, and the folder is renamed when every rank's pieces are on the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from runner import durable
+from runner.checkpoint import manifest, reader, retention, sections, tensors
+from runner.checkpoint.agreement import Agreed
+from runner.checkpoint.config import CheckpointConfig
+from runner.checkpoint.manifest import Damaged, Manifest
+from runner.checkpoint.reader import folder_name
+from runner.errors import CheckpointError, StorageError
+from runner.failpoint import failpoint
+from runner.protocols import Peers
+from runner.sharing import each, on_first
+
+LEFTOVER = re.compile(r"\.(staging|trash)-[0-9]{8,}-[0-9a-f]{8}")
+
+
+class Writer:
+    """Writes checkpoints under `root`, one after another, from whatever thread; see `CheckpointStore`."""
+
+    def __init__(
+        self, config: CheckpointConfig, root: Path, report: Callable[[str], None], beside: Sequence[Path]
+    ) -> None:
+        self._config, self._root, self._report, self._beside = config, root, report, beside
+        self._verified: dict[int, Manifest | None] = {}  # None = not whole; each is read in full once per process
+        self._swept = False
+
+    def write(self, step: int, agreed: Agreed, metrics: Mapping[str, float], peers: Peers) -> Path:
+        """Commit what the ranks agreed on and let older checkpoints go; all of them call it. See `CheckpointStore.save`
+        for what it raises."""
+        each(peers, lambda: _refuse_infinite(agreed))
+        staging = on_first(peers, lambda: self._begin(step, agreed))
+        try:
+            each(peers, lambda: self._write_pieces(step, staging, agreed, peers.rank))
+            return on_first(peers, lambda: self._commit(step, staging, agreed, metrics))
+        finally:
+            if peers.rank == 0 and staging.exists():
+                shutil.rmtree(staging)
+
+    def _begin(self, step: int, agreed: Agreed) -> Path:
+        """Make way, and a folder beside the checkpoints with files of the right sizes."""
+        with self._worded(step, agreed.num_bytes):
+            self._root.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+            self._make_way(step)
+            self._require_space(step, agreed.num_bytes)
+            staging = self._root / f".staging-{step:08d}-{secrets.token_hex(4)}"
+            staging.mkdir()
+            try:
+                failpoint("checkpoint.write")
+                durable.write_new(staging / sections.VALUES, agreed.values)
+                for name, layout in agreed.layouts.items():
+                    tensors.create(staging / f"{name}{sections.SUFFIX}", layout)
+            except BaseException:
+                shutil.rmtree(staging)
+                raise
+            return staging
+
+    def _write_pieces(self, step: int, staging: Path, agreed: Agreed, rank: int) -> None:
+        """What this rank has to write, on the disk."""
+        if not staging.is_dir():
+            text = f"rank {rank} does not see {staging}, which rank 0 has made"
+            raise StorageError(f"{text}; the run's folder has to lie on storage that all machines share")
+        with self._worded(step, agreed.num_bytes):
+            for name, held in agreed.pieces.items():
+                tensors.write(staging / f"{name}{sections.SUFFIX}", agreed.layouts[name], held)
+                failpoint("checkpoint.mid_write")
+
+    def _commit(self, step: int, staging: Path, agreed: Agreed, metrics: Mapping[str, float]) -> Path:
+        """The manifest, the new name, and older checkpoints gone."""
+        target = self._root / folder_name(step)
+        with self._worded(step, agreed.num_bytes):
+            failpoint("checkpoint.before_manifest")
+            durable.write_new(staging / manifest.FILE, manifest.encode(manifest.describe(staging, step, metrics)))
+            failpoint("checkpoint.after_manifest")
+            durable.sync(staging)
+            for path in filter(Path.exists, self._beside):
+                durable.sync(path)
+            failpoint("checkpoint.before_rename")
+            os.rename(staging, target)
+            failpoint("checkpoint.after_rename")
+            durable.sync(self._root)
+            self._confirm(step)
+            self._retain()
+        return target
+
+    @contextmanager
+    def _worded(self, step: int, need: int) -> Iterator[None]:
+        """Turn what the disk answers into a StorageError that says what to do."""
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(
+                f"checkpoint of step {step} in {self._root}: {durable.reason(error)}; "
+                f"{self._space(need)}. {self._next()}"
+            ) from error
+
+    def _require_space(self, step: int, need: int) -> None:
+        """Twice the size: the file system's own needs and other writers are not known."""
+        if durable.free_bytes(self._root) < 2 * need:
+            raise StorageError(
+                f"checkpoint of step {step} in {self._root}: not enough space; {self._space(2 * need)}. {self._next()}"
+            )
+
+    def _space(self, need: int) -> str:
+        free = durable.free_bytes(self._root)
+        files = "" if durable.inodes_left(self._root) else ", and the disk has no inodes for more files"
+        return f"needed {need} bytes ({durable.human(need)}), free {free} bytes ({durable.human(free)}){files}"
+
+    def _next(self) -> str:
+        return f"Make space or mend the disk, then: run resume {self._root.parent}"
+
+    def _sweep(self) -> None:
+        """Remove what a process left that died while saving; only the run's one writer may, so not when reading."""
+        if self._swept:
+            return
+        for path in sorted(self._root.iterdir()):
+            if LEFTOVER.fullmatch(path.name):
+                shutil.rmtree(path)
+                self._report(f"checkpoints: removed {path.name}, left by a process that died")
+        self._swept = True
+
+    def _make_way(self, step: int) -> None:
+        """Refuse to go behind a whole checkpoint; set a damaged one of the same step aside."""
+        for present in (n for n in reader.steps(self._root) if n >= step):
+            if self._whole(present) is not None:
+                says = "exists already" if present == step else f"would be older than that of step {present}"
+                raise CheckpointError(
+                    f"{self._root}: the checkpoint of step {step} {says}; nothing is overwritten: "
+                    f"resume from step {present}, or move {folder_name(present)} away"
+                )
+        target = self._root / folder_name(step)
+        if target.exists():
+            aside = self._root / f"damaged-{target.name}-{secrets.token_hex(4)}"
+            os.rename(target, aside)
+            self._verified.pop(step, None)
+            self._report(f"checkpoints: the damaged {target.name} is now {aside.name}; delete it when you like")
+
+    def _confirm(self, step: int) -> None:
+        """Read the new checkpoint back; nothing older is deleted before."""
+        try:
+            self._verified[step] = reader.verify(self._root, step)
+        except Damaged as error:
+            raise StorageError(
+                f"the checkpoint just written reads back wrong: {folder_name(step)}: {error}. "
+                f"The disk or the memory is failing; older checkpoints are untouched. {self._next()}"
+            ) from error
+
+    def _retain(self) -> None:
+        """Delete whole checkpoints that are neither among the newest nor the best; damaged ones count for nothing."""
+        whole = {s: m for s in reader.steps(self._root) if (m := self._whole(s)) is not None}
+        for step in sorted(whole.keys() - retention.kept(whole, self._config.keep, best(self._config, whole))):
+            trash = self._root / f".trash-{step:08d}-{secrets.token_hex(4)}"
+            failpoint("checkpoint.before_trash")
+            os.rename(self._root / folder_name(step), trash)
+            durable.sync(self._root)
+            failpoint("checkpoint.in_trash")
+            shutil.rmtree(trash)
+
+    def _whole(self, step: int) -> Manifest | None:
+        if step not in self._verified:
+            try:
+                self._verified[step] = reader.verify(self._root, step)
+            except CheckpointError as error:
+                self._report(f"checkpoint {folder_name(step)}: {error}; left alone")
+                self._verified[step] = None
+        return self._verified[step]
+
+
+def best(config: CheckpointConfig, described: Mapping[int, Manifest]) -> int | None:
+    """The step that is best by `checkpoint.best`; None where none was measured."""
+    if config.best is None:
+        return None
+    values = {s: m.metrics for s, m in described.items()}
+    return retention.best_step(values, config.best, config.best_mode)
+
+
+def _refuse_infinite(agreed: Agreed) -> None:
+    for name, pieces in agreed.pieces.items():
+        sections.refuse_infinite(name, pieces)
