@@ -24,6 +24,7 @@ from runner.decisions import Decisions
 from runner.held_out_loss import shares
 from runner.kept import KeptLogprobs
 from runner.protocols import Data, Device, Experience, Model, Peers
+from runner.sharing import on_first
 from runner.spec.job import JobSpec
 from runner.tracker.text import counted
 
@@ -50,9 +51,13 @@ def build_cached(
     spec: JobSpec, policy: Any, device: Device, peers: Peers, everyone: Peers, decide: Decisions, cache: Path
 ) -> CachedModel:
     """The reference over the kept log-probabilities of this model, in a folder below `cache`."""
-    origin = policy.source.identity(weights=True)
+    def named() -> tuple[dict[str, str], str]:
+        origin = policy.source.identity(weights=True)
+        return origin, _key(spec, policy, origin, device)
+
+    origin, key = on_first(everyone, named)  # who has read the weights
     kept = KeptLogprobs(
-        cache / "reference" / _key(spec, policy, origin, device),
+        cache / "reference" / key,
         lambda damage: decide.state("algorithm.reference", "computed again", damage),
     )
     return CachedModel(
@@ -64,6 +69,7 @@ def build_cached(
         device=device.torch_device,
         during=nullcontext if spec.adapter.name == "none" else policy.module.disable_adapter,
         peers=peers,
+        stage=policy.stage,
     )
 
 

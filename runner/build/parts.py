@@ -20,8 +20,9 @@ from runner.folder import RunFolder
 from runner.frozen import FrozenModel
 from runner.learner import LocalLearner
 from runner.model import dense
-from runner.model.build import DTYPES
+from runner.model.build import DTYPES, Fit
 from runner.model.ragged import RaggedModel
+from runner.parallelism.config import ZeroConfig
 from runner.parallelism.world import World
 from runner.paths import cache_folder
 from runner.protocols import Data, Device, Peers
@@ -38,6 +39,9 @@ def build_device(spec: JobSpec, decide: Decisions) -> Device:
     device: Device = default_registry().factory(spec.device)(spec.device, decide=decide)
     device.prepare()
     _refuse_types(spec, device)
+    if spec.model.activation_offloading and device.torch_device.type == "cpu":  # which device=auto has become
+        text = f"device={spec.device.name} is the CPU here, whose activations are in the host's memory already"
+        raise SpecError([Problem("model.activation_offloading", f"{text}; leave it out")])
     return device
 
 
@@ -85,41 +89,48 @@ def build_data(spec: JobSpec, tokenizer: Any, decide: Decisions) -> Data:
 def build_model(
     spec: JobSpec, tokenizer: Any, device: Device, decide: Decisions, head: Head = "lm", world: World | None = None
 ) -> Any:
-    """The model with its adapter, on the device; in pieces on the devices of `world`, where it says so."""
+    """The model with its adapter, on the device; what each rank of `world` has of it, where there are several."""
     registry = default_registry()
-    seed = derive(spec.seed, "weights")
-    pieces = world if world is not None and world.sharded else None
-    try:
-        model = registry.factory(spec.model)(
-            spec.model,
-            tokenizer=tokenizer,
-            device=device.torch_device if pieces is None else torch.device("cpu"),
-            seed=seed,
-            decide=decide,
-            head=head,
-            init_from=spec.init_from,
-            longest=_longest(spec),
-            fit=fitting(device, decide) if pieces is None else None,
-            admit=None if world is None else world.admit,
-        )
-    except UnfitModel as error:
-        raise SpecError([Problem(*spec.algorithm.instead(head, str(error)))]) from error
-    if pieces is None:
-        _attend(model, device, decide)
-    adapted = registry.factory(spec.adapter)(spec.adapter, model, decide=decide)
-    if world is not None:
-        world.refuse_different(adapted)
-    if pieces is not None:
-        _in_pieces(adapted, pieces, device, decide)
-    return adapted
+
+    def make(where: torch.device, fit: Fit | None) -> Any:
+        try:
+            model = registry.factory(spec.model)(
+                spec.model,
+                tokenizer=tokenizer,
+                device=where,
+                seed=derive(spec.seed, "weights"),
+                decide=decide,
+                head=head,
+                init_from=spec.init_from,
+                longest=_longest(spec),
+                fit=fit,
+                admit=None if world is None else world.admit,
+            )
+        except UnfitModel as error:
+            raise SpecError([Problem(*spec.algorithm.instead(head, str(error)))]) from error
+        return registry.factory(spec.adapter)(spec.adapter, model, decide=decide)
+
+    model = _at_home(make, world, device, decide)
+    if spec.model.compile:
+        model.compile(decide)
+    return model
 
 
-def _in_pieces(model: Any, world: World, device: Device, decide: Decisions) -> None:
-    """Bring a model that was built on the CPU to the devices of `world`, with what they have of their own."""
-    world.shard(model, decide)
-    if (kernel := device.dense_attention()) is not None:
-        model.attend_anew(partial(dense.attend, kernel=kernel, decide=decide))
-    _attend(model, device, decide)
+def _at_home(
+    make: Callable[[torch.device, Fit | None], Any], world: World | None, device: Device, decide: Decisions
+) -> Any:
+    """The model that `make` builds on a device, there given the device's own operators and attention; spread over the
+    ranks' devices where there are several."""
+    if world is None or world.place.size == 1:
+        model = make(device.torch_device, fitting(device, decide))
+    else:
+        model = world.load(lambda where: make(where, None))
+        world.shard(model, decide)
+        if (side_by_side := device.dense_attention()) is not None:
+            model.attend_anew(partial(dense.attend, kernel=side_by_side, decide=decide))
+    if isinstance(model, RaggedModel) and not model.padded and (kernel := device.attention(model.compute_type)):
+        model.attend_with(kernel, decide=decide)
+    return model
 
 
 def fitting(device: Device, decide: Decisions) -> Callable[[nn.Module], None]:
@@ -133,12 +144,6 @@ def fitting(device: Device, decide: Decisions) -> Callable[[nn.Module], None]:
     return fit
 
 
-def _attend(model: Any, device: Device, decide: Decisions) -> None:
-    """Let packed rows attend by the device's kernel for rows end to end; an adapter around the model keeps it."""
-    if isinstance(model, RaggedModel) and not model.padded and (kernel := device.attention(model.compute_type)):
-        model.attend_with(kernel, decide=decide)
-
-
 def build_learner(
     spec: JobSpec, role: str, model: Any, device: Device, world: World, decide: Decisions
 ) -> LocalLearner:
@@ -147,10 +152,17 @@ def build_learner(
     if spec.schedule.warmup_steps >= spec.steps:
         reason = f"schedule.warmup_steps={spec.schedule.warmup_steps} and steps={spec.steps}"
         decide("schedule", spec.schedule.name, "warm-up only", reason)
-    _settle_dropout(spec, model, world.peers, decide)
-    return LocalLearner(
+    _settle_dropout(spec, model, world.copies, decide)
+    optimizer = registry.factory(spec.optimizer)(spec.optimizer, parameters=model.trainable(), decide=decide)
+    make: Callable[..., LocalLearner] = LocalLearner
+    if isinstance(spec.parallelism, ZeroConfig):
+        from runner.parallelism.zero import Zero
+        from runner.zero_learner import ZeroLearner
+
+        make = partial(ZeroLearner, zero=Zero(model, optimizer, world, spec.optimizer.clip_norm, decide))
+    return make(
         model,
-        registry.factory(spec.optimizer)(spec.optimizer, parameters=model.trainable(), decide=decide),
+        optimizer,
         lr=spec.algorithm.learning_rate(role, spec.optimizer.lr),
         clip_norm=spec.optimizer.clip_norm,
         factor=registry.factory(spec.schedule)(spec.schedule, steps=spec.steps),
@@ -159,7 +171,9 @@ def build_learner(
         device=device.torch_device,
         prefix="train" if role == next(iter(spec.algorithm.learners())) else role,
         peers=world.peers,
-        copies=world.copies,
+        gradients=world.gradients(model),
+        stage=model.stage,
+        drawing=world.copies,
     )
 
 
@@ -200,7 +214,8 @@ def build_frozen(
         model = build_model(spec, tokenizer, device, decide, world=world)
         model.module.requires_grad_(False)
     budget = spec.algorithm.micro_batch_tokens
-    return FrozenModel(model, budget=budget, device=device.torch_device, during=during, peers=world.peers)
+    options: dict[str, Any] = {"peers": world.peers, "stage": model.stage}
+    return FrozenModel(model, budget=budget, device=device.torch_device, during=during, **options)
 
 
 def _refuse_unlike_passes(model: Any, policy: Any, world: World, role: str) -> None:
@@ -215,26 +230,15 @@ def build_teacher(
     spec: JobSpec, role: str, wanted: Frozen, tokenizer: Any, device: Device, world: World, decide: Decisions
 ) -> Any:
     """Another model than the job's, with the same tokenizer; the option of its role's name says which."""
-    teacher = resolve("runner.model.teacher:build")(
-        wanted.path,
-        wanted.revision,
-        spec.model,
-        tokenizer=tokenizer,
-        device=torch.device("cpu") if world.sharded else device.torch_device,
-        seed=derive(spec.seed, role),
-        decide=decide,
-        longest=_longest(spec),
-        key=f"algorithm.{role}",
-        dtype=wanted.dtype,
-        fit=None if world.sharded else fitting(device, decide),
-        admit=world.admit,
-    )
-    world.refuse_different(teacher)
-    if world.sharded:
-        _in_pieces(teacher, world, device, decide)
-    else:
-        _attend(teacher, device, decide)
-    return teacher
+    build = resolve("runner.model.teacher:build")
+    key, seed = f"algorithm.{role}", derive(spec.seed, role)
+    options = {"tokenizer": tokenizer, "seed": seed, "decide": decide, "longest": _longest(spec), "key": key}
+    options |= {"dtype": wanted.dtype, "admit": world.admit}
+
+    def make(where: torch.device, fit: Fit | None) -> Any:
+        return build(wanted.path, wanted.revision, spec.model, device=where, fit=fit, **options)
+
+    return _at_home(make, world, device, decide)
 
 
 def _longest(spec: JobSpec) -> int:

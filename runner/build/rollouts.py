@@ -46,7 +46,8 @@ def build_sampler(
     if not spec.algorithm.samples:
         return None
     head = next(iter(spec.algorithm.learners().values()))  # the copy has the heads of the policy, whose weights it gets
-    model = policy if spec.algorithm.steps_ahead() == 0 else build_model(spec, tokenizer, device, decide, head)
+    ahead = spec.algorithm.steps_ahead() > 0
+    model = build_model(spec, tokenizer, device, decide, head, world.in_copies()) if ahead else policy
     sampler: Sampler = default_registry().factory(spec.sampler)(spec.sampler, model=model, decide=decide)
     _say_room(spec, sampler, decide)
     return SharedSampler(sampler, world.feed_peers, partial(world.whole, model))

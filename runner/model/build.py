@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from runner.errors import EnvironmentProblem
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HEADS = frozenset({"lm_head.weight", "score.weight"})  # what a model with the other head has instead
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 Fit = Callable[[nn.Module], None]
 Admit = Callable[[Any], None]  # raises for a transformers config that will not do, before there are weights
 M = TypeVar("M", bound=nn.Module)
@@ -44,30 +46,46 @@ def placed(module: M, dtype: torch.dtype, device: torch.device, fit: Fit | None 
 
 def load_folder(module: nn.Module, folder: str) -> None:
     """Fill `module` with a folder's safetensors; a head of another kind is passed over on both sides. An adapter
-    that is saved later names the folder as its base.
+    that is saved later names the folder as its base. On the meta device nothing is read.
 
     Raises EnvironmentProblem unless all other names and shapes agree, and so does, where the folder says it, the number
     of heads, which no shape shows.
     """
+    module.config._name_or_path = folder  # type: ignore[union-attr]
+    if next(module.parameters()).device.type == "meta":
+        return
     _refuse_other_heads(module.config, Path(folder))
     files = sorted(Path(folder).glob("*.safetensors"))
     wanted = dict(module.state_dict(keep_vars=True))
-    found: set[str] = set()
+    filled = dict.fromkeys(wanted, 0)  # how many numbers of each were there
     with torch.no_grad():
         for file in files:
             with safe_open(file, "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  # safe_open is no mapping
                     tensor = tensors.get_tensor(name)
-                    if name in wanted and wanted[name].shape == tensor.shape:
-                        wanted[name].copy_(tensor)
-                        found.add(name)
+                    whole, part = _place(name, wanted)
+                    if part is not None and part.shape == tensor.shape:
+                        part.copy_(tensor)
+                        filled[whole] += tensor.numel()
                     elif name not in HEADS:
                         why = f"{name} has no place in this model ({file.name}){_depths(module.config, Path(folder))}"
                         raise EnvironmentProblem(f"init_from={folder}: {why}")
-    module.config._name_or_path = folder  # type: ignore[union-attr]
-    if missing := sorted(wanted.keys() - found - HEADS):
+    if missing := sorted({name for name in wanted if filled[name] < wanted[name].numel()} - HEADS):
         more = f"e.g. {missing[0]}{_depths(module.config, Path(folder))}"
         raise EnvironmentProblem(f"init_from={folder} lacks {len(missing)} of the model's weights, {more}")
+
+
+def _place(name: str, wanted: Mapping[str, Tensor]) -> tuple[str, Tensor | None]:
+    """The model's tensor that a tensor of a folder belongs to, and where in it: each expert of a layer is there by
+    itself, and its gate and up apart."""
+    if (found := EXPERT.fullmatch(name)) is None:
+        return name, wanted.get(name)
+    layer, number, kind = found.groups()
+    whole = f"{layer}.{'down_proj' if kind == 'down' else 'gate_up_proj'}"
+    if whole not in wanted or int(number) >= len(wanted[whole]):
+        return whole, None
+    own = wanted[whole][int(number)]
+    return whole, own if kind == "down" else own.chunk(2)[kind == "up"]
 
 
 def _depths(config: Any, folder: Path) -> str:
@@ -82,7 +100,7 @@ def _refuse_other_heads(config: Any, folder: Path) -> None:
     """Weights of as many numbers for other heads would load, and be another function."""
     described = folder / "config.json"
     theirs = json.loads(described.read_text()) if described.is_file() else {}
-    for name in ("num_attention_heads", "num_key_value_heads"):
+    for name in ("num_attention_heads", "num_key_value_heads", "num_experts_per_tok"):
         if (there := theirs.get(name)) not in (None, here := getattr(config, name, None)):
             raise EnvironmentProblem(
                 f"init_from={folder} has {name}={there}, and this model {here}\n"

@@ -61,7 +61,7 @@ def build(
 
     head="scalar" makes a sequence classifier with one label; a head that the weights lack is drawn from `seed`.
     head="lm+value" is a causal LM with a value head beside it. `key` is the option that says the path; `fit` sees the
-    module first (see `placed`), `admit` its config before that.
+    module first (see `placed`), `admit` its config before that. On the meta device no weights are read, nor checked.
     Raises SpecError if rows of `longest` tokens are too long for it, EnvironmentProblem if it cannot be had or does not
     fit the tokenizer, SecurityRefusal if its weights are pickles or it is code.
     """
@@ -77,12 +77,13 @@ def build(
         check_rows(longest, longest_row(architecture))
         if admit is not None:
             admit(architecture)
-        if scratch:
-            module = drawn(lambda: _from_scratch(auto, config, architecture), seed)
+        if scratch or device.type == "meta":
+            dtype = torch.float32 if scratch else DTYPES[config.dtype]
+            module = drawn(lambda: _from_scratch(auto, config, architecture, dtype), seed)
         else:
             module = drawn(lambda: _pretrained(auto, path, key, config, architecture, decide), seed)
     _check_vocabulary(module, tokenizer)
-    if head != "scalar":
+    if head != "scalar" and device.type != "meta":  # where the config is not the published one
         _mend_generation_config(path, module.generation_config, decide)
     made = _MADE[head]
     module = placed(module, DTYPES[config.dtype], device, fit)
@@ -126,8 +127,8 @@ def _architecture(path: str, key: str, config: HfConfig, head: Head) -> Any:
     return found
 
 
-def _from_scratch(auto: Any, config: HfConfig, architecture: Any) -> Any:
-    return auto.from_config(architecture, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
+def _from_scratch(auto: Any, config: HfConfig, architecture: Any, dtype: torch.dtype) -> Any:
+    return auto.from_config(architecture, dtype=dtype, trust_remote_code=config.trust_remote_code)
 
 
 def _pretrained(auto: Any, path: str, key: str, config: HfConfig, architecture: Any, decide: Decide) -> Any:

@@ -38,7 +38,8 @@ def build(
     EnvironmentProblem for another vocabulary.
     """
     how = {name: getattr(like, name) for name in ModelConfig.model_fields if name != "name"}
-    how |= {"gradient_checkpointing": False, "dtype": dtype or _least(like)}
+    how |= {"gradient_checkpointing": False, "activation_offloading": False, "compile": False}
+    how |= {"dtype": dtype or _least(like)}
     config = HfConfig(path=path, revision=revision, **how)
     refuse_other_vocabulary(path, key, hf.tokenizer(config, key), tokenizer)
     given = {"tokenizer": tokenizer, "device": device, "seed": seed, "decide": decide, "longest": longest}

@@ -1,4 +1,4 @@
-"""A small Qwen2-type model from random weights, for demos and tests: no download, no account."""
+"""Small models from random weights, for demos and tests: no download, no account."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification
 
 from runner.model.build import DTYPES, Admit, Fit, drawn, load_folder, placed
 from runner.model.causal import CausalLM
-from runner.model.config import ModelConfig, TinyConfig
+from runner.model.config import ModelConfig, SmallConfig, TinyMoeConfig
 from runner.model.positions import check_rows, longest_row
 from runner.model.ragged import RaggedModel
 from runner.model.scalar import ScalarModel
@@ -22,30 +23,39 @@ from runner.protocols import Decide
 from runner.spec.base import Head
 
 
-def tokenizer(config: TinyConfig) -> PreTrainedTokenizerFast:
+def tokenizer(config: SmallConfig) -> PreTrainedTokenizerFast:
     """One id per byte and three special tokens, whatever the size of the model."""
     return byte_tokenizer(config.max_positions)
 
 
-def architecture(config: TinyConfig, tokenizer: Any) -> Qwen2Config:
-    """The shape of the model."""
-    return Qwen2Config(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        max_position_embeddings=config.max_positions,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+def architecture(config: SmallConfig, tokenizer: Any) -> Any:
+    """The shape of the model, as transformers has it."""
+    common = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "max_position_embeddings": config.max_positions,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if not isinstance(config, TinyMoeConfig):
+        return Qwen2Config(**common)
+    return Qwen3MoeConfig(
+        **common,
+        moe_intermediate_size=config.intermediate_size,
+        num_experts=config.experts,
+        num_experts_per_tok=config.experts_per_token,
+        norm_topk_prob=True,
     )
 
 
 def build(
-    config: TinyConfig,
+    config: SmallConfig,
     *,
     tokenizer: Any,
     device: torch.device,
@@ -69,7 +79,7 @@ def build(
     check_rows(longest, longest_row(shape))
     if admit is not None:
         admit(shape)
-    kind, made = _KINDS[head]
+    kind, made = _KINDS[type(shape)][head]
     module: Any = drawn(lambda: kind(shape), seed)
     source = Source(drawn=f"from seed {seed} for {_shape(config)}")
     if init_from is not None:
@@ -79,14 +89,21 @@ def build(
     return made(module, tokenizer, config, seed=seed, decide=decide, source=source)
 
 
-def _shape(config: TinyConfig) -> str:
+def _shape(config: SmallConfig) -> str:
     """What random weights depend on beside their seed."""
     own = config.model_dump(exclude=set(ModelConfig.model_fields))
     return " ".join(f"{name}={value}" for name, value in own.items())
 
 
-_KINDS: dict[Head, tuple[Any, type[RaggedModel]]] = {
-    "lm": (Qwen2ForCausalLM, CausalLM),
-    "scalar": (Qwen2ForSequenceClassification, ScalarModel),
-    "lm+value": (Qwen2ForCausalLM, ValuedLM),
+_KINDS: dict[type, dict[Head, tuple[Any, type[RaggedModel]]]] = {
+    Qwen2Config: {
+        "lm": (Qwen2ForCausalLM, CausalLM),
+        "scalar": (Qwen2ForSequenceClassification, ScalarModel),
+        "lm+value": (Qwen2ForCausalLM, ValuedLM),
+    },
+    Qwen3MoeConfig: {
+        "lm": (Qwen3MoeForCausalLM, CausalLM),
+        "scalar": (Qwen3MoeForSequenceClassification, ScalarModel),
+        "lm+value": (Qwen3MoeForCausalLM, ValuedLM),
+    },
 }

@@ -14,9 +14,11 @@ from torch import Tensor, distributed
 
 from runner.errors import DeadlineExceeded, RankLost
 from runner.place import tells_of_loss
+from runner.protocols import Peers
 
 T = TypeVar("T")
 BUCKET_BYTES = 25 * 2**20  # as torch's DistributedDataParallel
+RUN_BYTES = 256 * 2**20  # well below the 2^31 of an index
 
 
 class GroupPeers:
@@ -52,6 +54,12 @@ class GroupPeers:
             for one in pending:
                 _finish(*one)
 
+    def from_first_(self, tensor: Tensor) -> None:
+        """See `Peers`. It travels in runs of signed bytes, which every backend knows."""
+        with self._worded("handing over"):
+            for run in tensor.reshape(-1).view(torch.int8).split(RUN_BYTES):
+                distributed.broadcast(run, group=self._group, group_src=0)
+
     @contextmanager
     def _worded(self, doing: str) -> Iterator[None]:
         try:
@@ -65,6 +73,26 @@ class GroupPeers:
                 f"parallelism.timeout_s={self._timeout_s:g} ({(str(error).splitlines() or [''])[0]})\n"
                 "  what the other rank said is the cause; ranks/*.log in the run's folder have it"
             ) from error
+
+
+class StagePeers(GroupPeers):
+    """The data ranks of a job whose models lie in stages: what the last stage says is what counts.
+
+    everyone: the data ranks of all stages, those of the last stage last; all of them call every verb
+    """
+
+    def __init__(self, group: Any, everyone: Peers, timeout_s: float, device: torch.device) -> None:
+        super().__init__(group, timeout_s)
+        self._everyone, self._device = everyone, device
+
+    def gather(self, value: T) -> list[T]:
+        """See `Peers`."""
+        return self._everyone.gather(value)[-self.size :]
+
+    def gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
+        """See `Peers`; the others need not have any."""
+        found = self.gather({name: tensor.cpu() for name, tensor in tensors.items()})
+        return [{name: tensor.to(self._device) for name, tensor in one.items()} for one in found]
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:

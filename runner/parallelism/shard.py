@@ -11,7 +11,6 @@ as it is, in one message per layer (Zhao et al., 2304.11277, demands one data ty
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -21,9 +20,12 @@ from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.tensor import Shard
 
 from runner.errors import EnvironmentProblem
+from runner.parallelism.experts import layers as spread_layers
 from runner.protocols import Decide
+from runner.shards import local
 
 
 class Shardable(Protocol):
@@ -31,7 +33,7 @@ class Shardable(Protocol):
 
     whole: Any
     inner: Any
-    device: torch.device
+    stage: Any
 
     def blocks(self) -> list[nn.Module]: ...
 
@@ -41,20 +43,19 @@ class Shardable(Protocol):
 def shard(
     model: Shardable,
     mesh: DeviceMesh,
+    experts: DeviceMesh | None = None,
     *,
     device: torch.device,
-    fit: Callable[[nn.Module], None],
     reshard: bool,
     offload: bool,
     decide: Decide,
 ) -> None:
-    """Leave on this rank its pieces of `model`, which lies on the CPU of every rank, or in slices on the device.
-    Collective.
+    """Make of every parameter of `model`, on the meta device (see `weights`), the piece of it that this rank holds.
 
-    mesh: dp_replicate, dp_shard, and what the model is cut over by now; device: where it computes; fit: may exchange
-    parts for the device's own; reshard: whether a layer is gathered again for the backward pass; offload: whether
-    pieces stay on the CPU. The model's parameters are other objects afterwards. Raises EnvironmentProblem for a torch
-    whose fully_shard lacks what is used.
+    mesh: dp_replicate, dp_shard, and what the model is cut over by now; experts: the same for experts that are spread,
+    see `Mesh.expert_grid`; device: where it computes; reshard: whether a layer is gathered again for the backward pass;
+    offload: whether pieces will lie on the CPU. The model's parameters are other objects afterwards. Raises
+    EnvironmentProblem for a torch whose fully_shard lacks what is used.
     """
     if not hasattr(FSDPModule, "reset_iter_state"):
         text = f"torch {torch.__version__} cannot shard as it is done here"
@@ -63,27 +64,50 @@ def shard(
     if not blocks:
         name = type(model.inner).__name__
         decide("parallelism", "sharded layer by layer", "sharded as one", f"{name} does not say what its layers are")
-    for block in blocks[:1]:  # what is exchanged is tried out first, and there only
-        block.to(device)
-    fit(model.inner)
     policy: dict[str, Any] = {
-        "mesh": mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"],
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy(),
     }
+    policy["ignored_params"] = {one for one in model.stage.elsewhere if isinstance(one, nn.Parameter)}
+    if experts is not None:
+        policy["ignored_params"] |= _shard_experts(model, experts, reshard, policy, decide)
     for block in blocks:
-        fully_shard(block, reshard_after_forward=reshard, **policy)
-    fully_shard(model.whole, reshard_after_forward=False, **policy)
+        fully_shard(block, mesh=_data(mesh), reshard_after_forward=reshard, **policy)
+    fully_shard(model.whole, mesh=_data(mesh), reshard_after_forward=False, **policy)
     model.whole.frees = reshard
-    model.device = device
     for part in model.whole.modules():
         if isinstance(part, FSDPModule):
             _as_sums(part)
     where = "on the host" if offload else "on the device"
-    reason = "each rank has read the whole model into the host's memory, and hands its layers on one by one"
+    reason = "rank 0 has the whole model in its host's memory, and hands it out tensor by tensor"
     decide.state("parallelism", f"{mesh['dp_shard'].size()} pieces of {len(blocks)} layers, {where}", reason)
-    with torch.no_grad():
-        model.whole.run(lambda: None)  # while all that learns is known to: a reference may come first, with it off
+
+
+def _shard_experts(
+    model: Shardable, mesh: DeviceMesh, reshard: bool, policy: dict[str, Any], decide: Decide
+) -> set[nn.Parameter]:
+    """Take each layer's experts to pieces over the ranks that have the same ones; those that stay as they are."""
+    layers = [part for part in spread_layers(model.inner) if policy["ignored_params"].isdisjoint(part.parameters())]
+    every = {p for part in layers for p in part.parameters()}
+    pieces = mesh["dp_shard"].size()
+    if pieces == 1:
+        return every
+    fits = (dim for dim in (0, 1) if all(local(p).shape[dim] % pieces == 0 for p in every))
+    if (dim := next(fits, None)) is None:
+        text = f"neither the experts of a rank nor their features divide into {pieces}"
+        decide("parallelism.ep", "experts in pieces", "whole on the ranks that have them", text)
+        return every
+    for part in layers:
+        fully_shard(
+            part, mesh=_data(mesh), reshard_after_forward=reshard, shard_placement_fn=lambda _: Shard(dim), **policy
+        )
+    return set()
+
+
+def _data(mesh: DeviceMesh) -> DeviceMesh:
+    """The dimensions over which gradients are added: those of copies, if there are any, and those of pieces."""
+    copies = "dp_replicate" in (mesh.mesh_dim_names or ()) and mesh["dp_replicate"].size() > 1
+    return mesh["dp_replicate", "dp_shard"] if copies else mesh["dp_shard"]
 
 
 def _as_sums(part: FSDPModule) -> None:

@@ -11,17 +11,15 @@ of the norms between q and the heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from runner.errors import Problem, SpecError
-from runner.parallelism.slices import Slices, Use, UseRows
+from runner.parallelism.slices import Plan, Slices, Use, UseRows, distribute
 from runner.place import tells_of_loss
 from runner.protocols import Decide
 
@@ -30,7 +28,6 @@ LAYERS = (
     {"q_proj": OUTPUTS, "k_proj": OUTPUTS, "v_proj": OUTPUTS, "o_proj": INPUTS},
     {"gate_proj": OUTPUTS, "up_proj": OUTPUTS, "down_proj": INPUTS},
 )
-Plan = dict[int, int]  # parameter, by identity → the dimension that it is cut in
 
 
 class Sliceable(Protocol):
@@ -38,38 +35,27 @@ class Sliceable(Protocol):
 
     whole: Any
     inner: Any
-    device: torch.device
-
-    def blocks(self) -> list[nn.Module]: ...
 
     # embedding and LM head, if the rows of some ids are all that is needed for these
     def ends(self) -> list[Any]: ...
 
-    # hidden states of a handful of tokens, and whether they are still the same
-    def probed(self) -> Tensor: ...
-
+    # whether the hidden states of a handful of tokens still are these
     def computes(self, wanted: Tensor) -> bool: ...
 
 
-def cut(
-    model: Sliceable, mesh: DeviceMesh, *, device: torch.device, fit: Callable[[nn.Module], None], decide: Decide
-) -> None:
-    """Leave on `device` this rank's slices of `model`, which lies whole on the CPU of every rank, all alike.
+def cut(model: Sliceable, mesh: DeviceMesh, *, decide: Decide) -> None:
+    """Make of every parameter of `model`, on the meta device (see `weights`), the slice of it that this rank holds, or
+    a replica.
 
-    mesh: of one dimension; fit: may exchange parts for the device's own. The model's parameters are other objects
-    afterwards. Collective; raises SpecError, on all ranks, for a model that has no such layers, or is another one when
-    it is cut.
+    mesh: of one dimension. `refuse_another` follows, when the slices have their numbers. The model's parameters are
+    other objects afterwards. Raises SpecError, on all ranks, for a model that has no such layers.
     """
-    wanted = model.probed()
-    for block in model.blocks()[:1]:  # what is exchanged is tried out first, and there only
-        block.to(device)
-    fit(model.inner)
     slices, plan = Slices(mesh), Plan()
     for layer, dims in _layers(model.inner):
         _cut_layer(layer, dims, slices, plan)
     ends = _ends(model, slices, decide)
     plan |= {id(end.weight): OUTPUTS for end in ends}
-    _distribute(model.whole, slices, plan, device)
+    distribute(model.whole.modules(), slices, plan)
     for part in model.whole.modules():
         if isinstance(part, nn.ParameterDict | nn.ParameterList) and part._parameters:
             raise _refused(f"{type(part).__name__} of parameters that no module computes with alone")
@@ -78,7 +64,10 @@ def cut(
         elif part not in ends and part._parameters:
             Use(part, slices)
     model.whole.joined = partial(slices.whole, model.whole)
-    model.device = device
+
+
+def refuse_another(model: Sliceable, wanted: Tensor) -> None:
+    """Raise SpecError, on all ranks, for a model that is another one when it is cut; wanted: what it once computed."""
     if not _computes(model, wanted):
         raise _refused(f"{type(model.inner).__name__} computes something else when its layers are cut")
 
@@ -151,25 +140,3 @@ def _ends(model: Sliceable, slices: Slices, decide: Decide) -> set[Any]:
         decide("parallelism.tp", "embedding and LM head in slices", "whole on every rank", text)
         return set()
     return set(ends)
-
-
-def _distribute(module: nn.Module, slices: Slices, plan: Plan, device: torch.device) -> None:
-    """Every parameter becomes a DTensor of its slice, or of all of it, and moves to the device; so do buffers."""
-    made: dict[int, nn.Parameter] = {}
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = _sliced(parameter, plan.get(id(parameter)), slices, device)
-                part._parameters[name] = made[id(parameter)]
-        for name, buffer in part._buffers.items():
-            part._buffers[name] = None if buffer is None else buffer.to(device)
-
-
-def _sliced(full: nn.Parameter, dim: int | None, slices: Slices, device: torch.device) -> nn.Parameter:
-    held, placement = full.detach(), Replicate() if dim is None else Shard(dim)
-    if dim is not None:
-        held = held.chunk(slices.size, dim)[slices.rank].clone(memory_format=torch.contiguous_format)
-    options: dict[str, Any] = {"run_check": False, "shape": full.shape, "stride": full.stride()}
-    made = DTensor.from_local(held.to(device), slices.mesh, [placement], **options)
-    return nn.Parameter(made, requires_grad=full.requires_grad)
