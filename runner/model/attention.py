@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,14 @@ HARMLESS = frozenset(
 
 class UnsupportedAttention(Exception):
     """The model asks of attention what this function cannot do; its text is the reason."""
+
+
+class Attends(Protocol):
+    """What knows the tokens of one pass, and attends for all of them; see `Rows.attend`."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, window: int | None, dropout: float, scale: float | None
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +68,16 @@ class Rows:
     kernel: VarlenAttention | None = None
     key_lengths: tuple[int, ...] = ()
     key_index: Tensor | None = None
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, window: int | None, dropout: float, scale: float | None
+    ) -> Tensor:
+        """Causal attention inside each row, or along each path.
+
+        query [1, heads, T, d]; key, value [1, kv heads, T, d]; window in tokens or None. Returns [1, T, heads, d].
+        """
+        way = _by_kernel if self.kernel else _by_bucket if self.buckets else _by_row
+        return way(query, key, value, self, window, dropout, scale)
 
 
 def rows_of(batch: Batch, kernel: VarlenAttention | None = None) -> Rows:
@@ -182,17 +200,6 @@ def of_one_type(*tensors: Tensor) -> list[Tensor]:
     return [tensor.to(wide) for tensor in tensors]
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, rows: Rows, window: int | None, dropout: float, scale: float | None
-) -> Tensor:
-    """Causal attention inside each row, or along each path.
-
-    query [1, heads, T, d]; key, value [1, kv heads, T, d]; window in tokens or None. Returns [1, T, heads, d].
-    """
-    way = _by_kernel if rows.kernel else _by_bucket if rows.buckets else _by_row
-    return way(query, key, value, rows, window, dropout, scale)
-
-
 def _check(module: nn.Module, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
     """Raise UnsupportedAttention for anything that would otherwise be ignored."""
     unknown = sorted(key for key, value in options.items() if value is not None and key not in HARMLESS)
@@ -209,13 +216,13 @@ def ragged_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    ragged: Rows | None = None,
+    ragged: Attends | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls in every attention layer; see `attend` for shapes."""
+    """The function that transformers calls in every attention layer; see `Rows.attend` for shapes."""
     if "sliding_window" not in options and getattr(getattr(module, "config", None), "sliding_window", None):
         raise UnsupportedAttention("it does not hand its sliding window to the attention function")
     window = options.pop("sliding_window", None)
@@ -224,7 +231,7 @@ def ragged_attention(
         raise UnsupportedAttention("it does not hand keywords on to its attention layers")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedAttention("its attention is not causal")
-    return attend(query, key, value, ragged, window, dropout, scaling), None
+    return ragged.attend(query, key, value, window, dropout, scaling), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, ragged_attention)

@@ -1,13 +1,14 @@
 """A causal language model behind the verbs of training: score a ragged batch, write text, be saved.
 
-    batch ──layout──▶ backbone ──▶ hidden [T, H] ──rows of parents──▶ chunked LM head ──▶ logprobs, entropy [T]
+    batch ──layout──▶ backbone ──▶ hidden [W, H] ──rows of parents──▶ chunked LM head ──▶ logprobs, entropy [T]
 
-Legend: N rows, T tokens, S predicted tokens, H hidden size (see `runner.batch`).
+Legend: N rows, T tokens, W of them on this rank (all, or see `context`), S predicted there, H hidden size (see
+`runner.batch`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -20,9 +21,10 @@ from runner.batch import Batch
 from runner.errors import UnfitModel
 from runner.model import decoding, generation, head
 from runner.model.config import ModelConfig
+from runner.model.context import Tokens
 from runner.model.folded import folded
 from runner.model.probe import head_objection
-from runner.model.ragged import RaggedModel, predicted, scatter
+from runner.model.ragged import RaggedModel
 from runner.model.terms import summed
 from runner.protocols import Decide, Finish, Terms, Written
 from runner.shards import whole
@@ -46,6 +48,15 @@ class CausalLM(RaggedModel):
         if objection:
             decide("lm_head", "chunked", "full logits", objection)
 
+    def found(self) -> dict[str, Any]:
+        """See `RaggedModel`."""
+        return {**super().found(), "chunked": self.chunked}
+
+    def adopt(self, found: Mapping[str, Any]) -> None:
+        """See `RaggedModel`."""
+        super().adopt(found)
+        self.chunked = found["chunked"]
+
     def _matrix(self) -> Any:
         """See `RaggedModel`."""
         lm_head = self.causal.get_output_embeddings()
@@ -62,15 +73,18 @@ class CausalLM(RaggedModel):
         self._refuse_unknown(needs)
         if not needs:
             return {}
-        places = predicted(batch)
+        if not self.stage.ends:
+            return dict.fromkeys(needs, self._handed_on(batch))
+        tokens = self.tokens_of(batch)
+        places = tokens.predicted()
 
         def work() -> dict[str, Tensor]:
             values = dict[str, Tensor]()
             if "hidden" in needs:
-                values["hidden"] = self._backbone(batch).index_select(0, batch.tokens["parent"][places])
+                values["hidden"] = tokens.read(self._backbone(tokens), batch.tokens["parent"][places])
             if needs & {"logprobs", "entropy"}:
-                values |= zip(("logprobs", "entropy"), self._score(batch, places), strict=True)
-            return {name: scatter(values[name], places, batch.num_tokens) for name in needs}
+                values |= zip(("logprobs", "entropy"), self._score(tokens, places), strict=True)
+            return {name: tokens.filled(values[name], places, batch.num_tokens) for name in sorted(needs)}
 
         return self._pass(work)
 
@@ -106,33 +120,42 @@ class CausalLM(RaggedModel):
         no device. The total can be differentiated once. Outputs: logprobs, or the terms, float32 [T], 0 where the
         coefficient is.
         """
-        device = batch.tokens["ids"].device
-        places = coefficients.nonzero()[:, 0]
-        chosen, places = (t.to(device, non_blocking=True) for t in (coefficients[places], places))
-        if terms is not None:
-            return self._pass(lambda: self._of_terms(batch, places, chosen, terms))
-        return self._pass(lambda: self._of_logprobs(batch, places, chosen))
+        if not self.stage.ends:
+            return self._handed_on(batch).sum(), {}
+        tokens = self.tokens_of(batch)
+        places = tokens.own(coefficients.nonzero()[:, 0])
+        chosen, places = tokens.moved(coefficients[places]), tokens.moved(places)
 
-    def _of_logprobs(self, batch: Batch, places: Tensor, chosen: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """`linear` of logprobs, with coefficients `chosen` [S] at `places` [S]."""
+        def work() -> tuple[Tensor, dict[str, Tensor]]:
+            if terms is None:
+                total, values = self._of_logprobs(tokens, places, chosen)
+            else:
+                total, values = self._of_terms(tokens, places, chosen, terms)
+            outputs = {name: tokens.filled(value, places, batch.num_tokens) for name, value in values.items()}
+            return tokens.total(total), outputs
+
+        return self._pass(work)
+
+    def _of_logprobs(self, tokens: Tokens, places: Tensor, chosen: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Σ chosen · logprobs at `places` [S], with coefficients `chosen` [S], and the detached logprobs [S]."""
         if self.chunked:
-            parts = self._head_inputs(batch, places)
+            parts = self._head_inputs(tokens, places)
             total, values = head.linear(*parts, chosen, self.config.head_chunk_tokens, self._compute)
         else:
-            values, _ = self._score(batch, places)
+            values, _ = self._score(tokens, places)
             total = (values * chosen).sum()
-        return total, {"logprobs": scatter(values.detach(), places, batch.num_tokens)}
+        return total, {"logprobs": values.detach()}
 
-    def _of_terms(self, batch: Batch, places: Tensor, chosen: Tensor, terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
-        """`linear` of terms, with coefficients `chosen` [S] at `places` [S]."""
-        tokens = {name: channel.index_select(0, places) for name, channel in batch.tokens.items()}
+    def _of_terms(
+        self, tokens: Tokens, places: Tensor, chosen: Tensor, terms: Terms
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Σ chosen · terms["loss"] at `places` [S], with coefficients `chosen` [S], and the detached terms [S]."""
+        channels = {name: channel.index_select(0, places) for name, channel in tokens.batch.tokens.items()}
         if self.chunked:
-            lm_head, states, _ = self._head_inputs(batch, places)
+            lm_head, states, _ = self._head_inputs(tokens, places)
         else:
-            lm_head, states = nn.Identity(), self._logits(batch).index_select(0, batch.tokens["parent"][places])
-        chunk = self.config.head_chunk_tokens
-        total, values = summed(lm_head, states, chosen, terms, tokens, chunk, self._compute)
-        return total, {name: scatter(value, places, batch.num_tokens) for name, value in values.items()}
+            lm_head, states = nn.Identity(), tokens.read(self._logits(tokens), tokens.batch.tokens["parent"][places])
+        return summed(lm_head, states, chosen, terms, channels, self.config.head_chunk_tokens, self._compute)
 
     def generate(
         self,
@@ -198,7 +221,7 @@ class CausalLM(RaggedModel):
     def _writing(self) -> Iterator[None]:
         """Evaluation mode, no gradient, the model's own attention, and no trace of it afterwards."""
         self._set_mode(False)
-        with self.gathered(), self._own_attention(), torch.no_grad(), self._precision():
+        with self.gathered(), self._plain(), self._own_attention(), torch.no_grad(), self._precision():
             yield
 
     @contextmanager
@@ -216,23 +239,23 @@ class CausalLM(RaggedModel):
         with self._writing():
             return self.causal(input_ids=ids, past_key_values=cache, use_cache=True)
 
-    def _logits(self, batch: Batch) -> Tensor:
+    def _logits(self, tokens: Tokens) -> Tensor:
         def forward(**keywords: Any) -> Tensor:
             logits: Tensor = self.causal(use_cache=False, **keywords).logits
             return logits
 
-        return self._run(forward, batch)
+        return self._run(forward, tokens)
 
     def _head_inputs(
-        self, batch: Batch, places: Tensor, hidden: Tensor | None = None
+        self, tokens: Tokens, places: Tensor, hidden: Tensor | None = None
     ) -> tuple[nn.Module, Tensor, Tensor]:
         """The head, the hidden states [S, H] that predict the tokens at `places` [S], and those tokens' ids [S].
 
         Both are such that the head's logits are tempered: [S, H + 1] where it has a bias, which dividing the hidden
         states would leave as it is.
         """
-        hidden = self._backbone(batch) if hidden is None else hidden
-        states = hidden.index_select(0, batch.tokens["parent"][places])
+        batch, hidden = tokens.batch, self._backbone(tokens) if hidden is None else hidden
+        states = tokens.read(hidden, batch.tokens["parent"][places])
         lm_head = self.causal.get_output_embeddings()
         if "temperature" in batch.tokens:
             temperature = batch.tokens["temperature"][places, None]
@@ -242,14 +265,15 @@ class CausalLM(RaggedModel):
                 lm_head, states = head.Tempered(lm_head), torch.cat([states, 1 / temperature], dim=1)
         return lm_head, states, batch.tokens["ids"][places]
 
-    def _score(self, batch: Batch, places: Tensor, made: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _score(self, tokens: Tokens, places: Tensor, made: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logprobs and entropies [S] of the tokens at `places` [S], none of them a root.
 
-        made: the batch's hidden states [T, H], or its logits [T, V] where the head is not `chunked`; None = to be made.
+        made: the hidden states [W, H], or the logits [W, V] where the head is not `chunked`; None = to be made.
         """
         if self.chunked:
-            return head.score(*self._head_inputs(batch, places, made), self.config.head_chunk_tokens, self._compute)
-        logits = (self._logits(batch) if made is None else made).index_select(0, batch.tokens["parent"][places])
+            return head.score(*self._head_inputs(tokens, places, made), self.config.head_chunk_tokens, self._compute)
+        batch = tokens.batch
+        logits = tokens.read(self._logits(tokens) if made is None else made, batch.tokens["parent"][places])
         if "temperature" in batch.tokens:
             logits = logits / batch.tokens["temperature"][places, None]
         return head.gather(logits, batch.tokens["ids"][places])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from runner.batch import Batch
-from runner.model.attention import grouped, rows_of
+from runner.model.attention import Attends, grouped, rows_of
 from runner.protocols import VarlenAttention
 from runner.tree import paths, rows_alone
 
@@ -23,16 +23,14 @@ Layout = Literal["packed", "padded"]
 Forward = Callable[..., Tensor]  # model keywords → [B, L, H]
 
 
-def run(layout: Layout, forward: Forward, batch: Batch, kernel: VarlenAttention | None = None) -> Tensor:
-    """What `forward` gives for every token of the batch, [T, H]; a kernel is for the packed layout."""
-    return packed(forward, batch, kernel) if layout == "packed" else padded(forward, batch)
-
-
 def packed(forward: Forward, batch: Batch, kernel: VarlenAttention | None = None) -> Tensor:
     """All rows as one, without padding."""
-    rows = rows_of(batch, kernel)
-    ids, positions = batch.tokens["ids"], batch.tokens["positions"]
-    return forward(input_ids=ids[None], position_ids=positions[None], attention_mask=None, ragged=rows)[0]
+    return called(forward, batch.tokens["ids"], batch.tokens["positions"], rows_of(batch, kernel))
+
+
+def called(forward: Forward, ids: Tensor, positions: Tensor, attention: Attends) -> Tensor:
+    """The same of some tokens, ids and positions [W], that attend as `attention` says."""
+    return forward(input_ids=ids[None], position_ids=positions[None], attention_mask=None, ragged=attention)[0]
 
 
 def padded(forward: Forward, batch: Batch) -> Tensor:

@@ -1,33 +1,37 @@
 """What every trained transformers model has in common: how a ragged batch runs through its backbone, and its modes.
 
-    batch ──layout──▶ backbone ──▶ hidden [T, H]
+    batch ──layout──▶ backbone ──▶ hidden [W, H]
 
-Legend: T tokens, H hidden size. Passes with gradient run in training mode (dropout, gradient checkpointing), all
-others in evaluation mode.
+Legend: T tokens, W of them on this rank (all, or see `context`), H hidden size. Passes with gradient run in training
+mode (dropout, gradient checkpointing), all others in evaluation mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from runner.batch import Batch, pack
 from runner.errors import Problem, SpecError
 from runner.model import export, layout
 from runner.model.alone import gathered_on_cpu, rebuilt
+from runner.model.compiled import Compiled, refuse_without_compiler
 from runner.model.config import ModelConfig
+from runner.model.context import Ranks, Sharing, Style, Tokens
 from runner.model.dropout import largest, switch_off
 from runner.model.positions import check_rows, longest_row
 from runner.model.probe import PROBE_ROWS, close, kernel_objection, packed_objection
+from runner.model.recompute import recompute
 from runner.model.source import Source
 from runner.model.whole import Whole
-from runner.protocols import Decide, VarlenAttention
+from runner.protocols import Decide, Stage, VarlenAttention
+from runner.turns import UNDIVIDED
 
 T = TypeVar("T")
 
@@ -65,8 +69,11 @@ class RaggedModel:
         self.source = source or Source()
         self.longest = longest_row(self.inner.config)  # row in tokens, and why; None = no limit
         self.device: torch.device = self.inner.device
+        self.stage: Stage = UNDIVIDED
         self._training = True
         self._kernel: VarlenAttention | None = None
+        self._compiled: Compiled | None = None
+        self.tokens_of: Sharing = Tokens
         self.module.eval()
         self._choose_layout(decide)
         self._choose_checkpointing(decide)
@@ -81,20 +88,27 @@ class RaggedModel:
             decide("model.layout", "packed", "padded", objection)
 
     def _choose_checkpointing(self, decide: Decide) -> None:
-        if not self.config.gradient_checkpointing:
-            return
-        if self.inner.supports_gradient_checkpointing:
-            # the older name, until transformers 5.5 is no longer supported
-            enable = getattr(self.inner, "activation_checkpointing_enable", None)
-            (enable or self.inner.gradient_checkpointing_enable)({"use_reentrant": False})
-        else:
-            decide("model.gradient_checkpointing", "on", "off", f"{type(self.inner).__name__} does not support it")
+        if how := self.config.gradient_checkpointing:
+            recompute(self.inner, how, offload=self.config.activation_offloading, decide=decide)
 
     def _choose_export(self, decide: Decide) -> None:
         self.merges = False
         if self.module is not self.inner and self.source.drawn is not None:
             decide("export", "an adapter", "a merged model", "its base is random numbers, which nobody else has")
             self.merge()
+
+    def found(self) -> dict[str, Any]:
+        """What was found out about it by computing, and what came with its weights: what a model without any, on the
+        meta device, is told (`adopt`)."""
+        own = {"layout": self.layout, "attention": self.own_attention}
+        return own | {"generation_config": getattr(self.inner, "generation_config", None)}
+
+    def adopt(self, found: Mapping[str, Any]) -> None:
+        """Be as the same model with its weights was found to be."""
+        self.own_attention, self.inner.generation_config = found["attention"], found["generation_config"]
+        if found["layout"] != self.layout:
+            self.layout = found["layout"]
+            self.inner.set_attn_implementation(self.own_attention)
 
     def attend_with(self, kernel: VarlenAttention, *, decide: Decide) -> None:
         """Let packed rows attend through a device's kernel, unless it errs on a handful of tokens in its shape."""
@@ -111,10 +125,20 @@ class RaggedModel:
         before = self.inner.config._attn_implementation
         self.inner.set_attn_implementation(self.own_attention)
         self._set_mode(False)
-        self.whole.run(lambda: exchange(self.inner))
+        with nullcontext() if self.stage.stages == 1 else self.gathered():
+            self.whole.run(lambda: exchange(self.inner))
         self.own_attention = self.inner.config._attn_implementation
         if not self.padded:
             self.inner.set_attn_implementation(before)
+
+    def compile(self, decide: Decide) -> None:
+        """Let the layers compute by what torch compiles of them, from now on; of a model that has its adapter, and lies
+        where it stays. Raises EnvironmentProblem where torch cannot compile."""
+        if not (layers := self.blocks()):
+            decide("model.compile", "true", "false", f"{type(self.inner).__name__} does not say what its layers are")
+            return
+        refuse_without_compiler(self.device)
+        self._compiled = Compiled(layers)
 
     def merge(self) -> None:
         """Let `save` write the adapter merged into its base. Raises SpecError if there is none, or none that can be."""
@@ -151,11 +175,17 @@ class RaggedModel:
         """Whether every row of a batch takes as many places as the longest."""
         return self.layout == "padded"
 
+    def share_tokens(self, group: Any, style: Style) -> None:
+        """Compute, from now on, a share of every batch's tokens; the ranks of `group`, which all have the same model,
+        the others. Each gives what all have found. For rows that are packed."""
+        self.tokens_of = Ranks(group, distributed.get_rank(group), distributed.get_world_size(group), style).tokens
+
     def blocks(self) -> list[nn.Module]:
-        """The layers that are gathered one after the other where the model is sharded, first to last; none of them
-        holds another. Empty if the model does not name them."""
-        named = set(self.inner._no_split_modules or ())
-        return [part for part in self.inner.modules() if type(part).__name__ in named]
+        """The layers of this rank that are gathered one after the other where the model is sharded, first to last; none
+        of them holds another. Empty if the model does not name them."""
+        named, elsewhere = set(self.inner._no_split_modules or ()), self.stage.elsewhere
+        kinds = [kind for kind in {type(part) for part in self.inner.modules()} if _called(kind) & named]
+        return [part for part in self.inner.modules() if type(part) in kinds and part not in elsewhere]
 
     def gathered(self) -> AbstractContextManager[None]:
         """See `Whole.gathered`."""
@@ -191,11 +221,12 @@ class RaggedModel:
         Of a sharded model all ranks are needed: one gives the folder, in whose host memory the model is put together,
         the others None.
         """
-        module = self._alone(folder is not None)
-        if folder is not None:
-            learnt = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
-            used = module is self.module
-            export.write(module, self.tokenizer, folder, merged=self.merges, used=used, learnt=learnt)
+        with nullcontext() if self.whole.sharded else self.gathered():  # where another than torch keeps the pieces
+            module = self._alone(folder is not None)
+            if folder is not None:
+                learnt = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+                used = module is self.module
+                export.write(module, self.tokenizer, folder, merged=self.merges, used=used, learnt=learnt)
 
     def _alone(self, keep: bool) -> Any:
         """The module, put together from its pieces on the ranks that `keep` it if it is sharded."""
@@ -208,6 +239,10 @@ class RaggedModel:
     def _compute(self) -> torch.dtype | None:
         """Data type of matrix products where it is not that of the weights."""
         return torch.bfloat16 if self.config.autocast == "bfloat16" else None
+
+    def _plain(self) -> AbstractContextManager[None]:
+        """While nothing compiled runs: with keys and values of earlier tokens every pass would be compiled anew."""
+        return nullcontext() if self._compiled is None else self._compiled.plain()
 
     def _set_mode(self, training: bool) -> None:
         if self.module.training != training:
@@ -224,24 +259,28 @@ class RaggedModel:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self._compute)
 
-    def _backbone(self, batch: Batch) -> Tensor:
-        """The hidden states [T, H] of a batch."""
+    def _backbone(self, tokens: Tokens) -> Tensor:
+        """The hidden states [W, H] of this rank's tokens of a batch."""
 
         def forward(**keywords: Any) -> Tensor:
             hidden: Tensor = self.inner.base_model(use_cache=False, **keywords).last_hidden_state
             return hidden
 
-        return self._run(forward, batch)
+        return self._run(forward, tokens)
 
     @torch.no_grad()
     def probed(self) -> Tensor:
         """The hidden states [T, H] of a handful of tokens: what shows whether it still is the same model."""
         batch = pack(PROBE_ROWS, [[1.0] * len(row) for row in PROBE_ROWS]).to(self.device)
-        return self._pass(lambda: self._backbone(batch))
+        if not self.stage.ends:
+            return self._handed_on(batch)
+        tokens = self.tokens_of(batch)
+        return self._pass(lambda: tokens.joined(self._backbone(tokens)))
 
     def computes(self, wanted: Tensor) -> bool:
-        """Whether it still gives what it gave once, up to rounding; wanted: what `probed` was then."""
-        return close(self.probed(), wanted.to(self.device))
+        """Whether it still gives what it gave once, up to the rounding of its products; wanted: what `probed` was
+        then."""
+        return close(self.probed().to(self.compute_type), wanted.to(self.device, self.compute_type))
 
     def ends(self) -> list[Any]:
         """The embedding, and an LM head, if a run of their rows is all that is needed for as many ids. Where they
@@ -257,10 +296,19 @@ class RaggedModel:
         """The LM head, if it is nothing but a matrix, and used as one."""
         return None
 
-    def _run(self, forward: layout.Forward, batch: Batch) -> Tensor:
-        """What `forward` gives for every token, [T, H]. Raises SpecError for a row that is too long for the model."""
-        check_rows(int(batch.structure.tokens["positions"].max()) + 1, self.longest)
-        return layout.run(self.layout, forward, batch, self._kernel)
+    def _run(self, forward: layout.Forward, tokens: Tokens) -> Tensor:
+        """What `forward` gives for each of this rank's tokens, [W, H]. Raises SpecError for a row that is too long for
+        the model."""
+        check_rows(int(tokens.batch.structure.tokens["positions"].max()) + 1, self.longest)
+
+        def run(forward: layout.Forward) -> Tensor:
+            return layout.padded(forward, tokens.batch) if self.padded else tokens.run(forward, self._kernel)
+
+        return self.stage.passed(run, forward)
+
+    def _handed_on(self, batch: Batch) -> Tensor:
+        """Nothing, [0]: a batch has passed through a stage that is not the last. Its backward pass begins here."""
+        return self._pass(lambda: self._backbone(self.tokens_of(batch)))
 
     def _refuse_unknown(self, needs: frozenset[str]) -> None:
         if needs - self.made:
@@ -271,12 +319,6 @@ class RaggedModel:
             raise SpecError([Problem("algorithm", text)])
 
 
-def scatter(values: Tensor, places: Tensor, size: int) -> Tensor:
-    """`values` [S, …] at `places`, 0 elsewhere, [size, …]; differentiable."""
-    return values.new_zeros(size, *values.shape[1:]).index_copy(0, places, values)
-
-
-def predicted(batch: Batch) -> Tensor:
-    """The places of all tokens that are no roots, int64 on the batch's device; found on the CPU."""
-    places = (batch.structure.tokens["parent"] >= 0).nonzero()[:, 0]
-    return places.to(batch.tokens["ids"].device, non_blocking=True)
+def _called(kind: type) -> set[str]:
+    """The names of a class and of what it is derived from; fully_shard gives a layer a class of its own."""
+    return {one.__name__ for one in kind.__mro__}

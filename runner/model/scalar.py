@@ -1,9 +1,9 @@
 """A language model's backbone with a head of one number: a reward model's scores, or a critic's values.
 
-    batch ──layout──▶ backbone ──▶ hidden [T, H] ──▶ scores [N]  read at each row's last token
+    batch ──layout──▶ backbone ──▶ hidden [W, H] ──▶ scores [N]  read at each row's last token
                                                 └──▶ values [T]  read at each token's parent
 
-Legend: N rows, T tokens, H hidden size (see `runner.batch`).
+Legend: N rows, T tokens, W of them on this rank (all, or see `context`), H hidden size (see `runner.batch`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from runner.batch import Batch
 from runner.errors import EnvironmentProblem
-from runner.model.ragged import RaggedModel, predicted, scatter
+from runner.model.context import Tokens
+from runner.model.ragged import RaggedModel
 
 
 class ScalarModel(RaggedModel):
@@ -44,22 +45,26 @@ class ScalarModel(RaggedModel):
         self._refuse_unknown(needs)
         if not needs:
             return {}
+        if not self.stage.ends:
+            return dict.fromkeys(needs, self._handed_on(batch))
+
+        tokens = self.tokens_of(batch)
 
         def work() -> dict[str, Tensor]:
-            hidden = self._backbone(batch)
+            hidden = self._backbone(tokens)
             out: dict[str, Tensor] = {}
             if "scores" in needs:
-                out["scores"] = self._read(hidden, torch.cumsum(batch.rows["lengths"], 0) - 1)
+                rows, ends = tokens.ended()
+                out["scores"] = tokens.filled(self._read(tokens, hidden, ends), rows, batch.num_rows)
             if "values" in needs:
-                places = predicted(batch)
-                values = self._read(hidden, batch.tokens["parent"][places])
-                out["values"] = scatter(values, places, batch.num_tokens)
+                places = tokens.predicted()
+                values = self._read(tokens, hidden, batch.tokens["parent"][places])
+                out["values"] = tokens.filled(values, places, batch.num_tokens)
             return out
 
         return self._pass(work)
 
-    def _read(self, hidden: Tensor, places: Tensor) -> Tensor:
+    def _read(self, tokens: Tokens, hidden: Tensor, places: Tensor) -> Tensor:
         head: Any = self.head  # beside an adapter it learns in float32 whatever the backbone's type
-        values: Tensor = head(hidden.index_select(0, places).to(head.weight.dtype))
-        values = values[:, 0].clone()  # no view leaves a pass: its backward pass begins at what it returns
+        values: Tensor = head(tokens.read(hidden, places).to(head.weight.dtype))[:, 0]
         return values.to(torch.promote_types(values.dtype, torch.float32))

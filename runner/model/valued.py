@@ -1,12 +1,12 @@
 """A causal language model with a second head that reads values from the same hidden states: policy and critic in one.
 
-    batch ──layout──▶ backbone ──▶ hidden [T, H] ──rows of parents──┬─▶ chunked LM head ──▶ logprobs, entropy [T]
+    batch ──layout──▶ backbone ──▶ hidden [W, H] ──rows of parents──┬─▶ chunked LM head ──▶ logprobs, entropy [T]
                                                                     └─▶ value head ───────▶ values [T]
 
 The value head learns beside the module and in float32, with full parameters as with an adapter. It is no part of the
 module, though of what is sharded: checkpoints hold it, an export is the language model alone.
 
-Legend: N rows, T tokens, S predicted tokens, H hidden size (see `runner.batch`).
+Legend: N rows, T tokens, W of them on this rank, S predicted there, H hidden size (see `causal`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from runner.batch import Batch
 from runner.errors import UnfitModel
 from runner.model.causal import CausalLM
-from runner.model.ragged import predicted, scatter
+from runner.model.context import Tokens
 from runner.protocols import Decide
 
 
@@ -58,22 +58,25 @@ class ValuedLM(CausalLM):
         if "values" not in needs:
             return super().outputs(batch, needs)
         self._refuse_unknown(needs)
-        places, scored = predicted(batch), bool(needs & {"logprobs", "entropy"})
+        if not self.stage.ends:
+            return dict.fromkeys(needs, self._handed_on(batch))
+        tokens, scored = self.tokens_of(batch), bool(needs & {"logprobs", "entropy"})
+        places = tokens.predicted()
 
         def work() -> dict[str, Tensor]:
-            hidden, made = self._hidden(batch, scored)
-            states = hidden.index_select(0, batch.tokens["parent"][places])
+            hidden, made = self._hidden(tokens, scored)
+            states = tokens.read(hidden, batch.tokens["parent"][places])
             found = {"hidden": states, "values": self._values(states)}
             if scored:
-                found |= zip(("logprobs", "entropy"), self._score(batch, places, made), strict=True)
-            return {name: scatter(found[name], places, batch.num_tokens) for name in needs}
+                found |= zip(("logprobs", "entropy"), self._score(tokens, places, made), strict=True)
+            return {name: tokens.filled(found[name], places, batch.num_tokens) for name in sorted(needs)}
 
         return self._pass(work)
 
-    def _hidden(self, batch: Batch, scored: bool) -> tuple[Tensor, Tensor]:
-        """Hidden states [T, H], and what `_score` starts from: they, or logits [T, V] where the LM head is not cut."""
+    def _hidden(self, tokens: Tokens, scored: bool) -> tuple[Tensor, Tensor]:
+        """Hidden states [W, H], and what `_score` starts from: they, or logits [W, V] where the LM head is not cut."""
         if self.chunked or not scored:
-            hidden = self._backbone(batch)
+            hidden = self._backbone(tokens)
             return hidden, hidden
         kept: list[Tensor] = []
 
@@ -87,7 +90,7 @@ class ValuedLM(CausalLM):
                 handle.remove()
             return torch.cat([kept.pop().to(logits.dtype), logits], -1)
 
-        both = self._run(forward, batch)
+        both = self._run(forward, tokens)
         size = len(self.value_head)
         return both[:, :size], both[:, size:]
 

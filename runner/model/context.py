@@ -1,0 +1,167 @@
+"""Which tokens of a batch a rank computes: all of them, or a share (context parallelism).
+
+    batch [T] ──2·C runs──▶ a rank's tokens [W] ──model, whose attention reaches the others'──▶ hidden [W, H]
+              hidden of the tokens before ──heads──▶ outputs of what they predict ──added over the ranks──▶ [T], on all
+
+Rank r of C has the runs r and 2·C − 1 − r: early tokens, which see little, and late ones, which see much (Llama 3,
+2407.21783, section 3.3.2). All ranks have equally many; where the batch does not divide, its last token stands in for
+what is missing, and nothing is read of that. Every rank knows the whole batch and finds out on the CPU what the others
+have; what the model computes never has to be asked for.
+
+Legend: N rows, T tokens, C ranks, W tokens of each, S predicted tokens, H hidden size (see `runner.batch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from runner.batch import Batch
+from runner.collectives import added
+from runner.model import layout
+from runner.model.attention import rows_of
+from runner.model.layout import Forward
+from runner.model.ring import Ring
+from runner.model.sight import Sight
+from runner.model.ulysses import Ulysses
+from runner.protocols import VarlenAttention
+
+Style = Literal["ulysses", "ring"]
+
+
+class Tokens:
+    """All tokens of a batch."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.device = batch.tokens["ids"].device
+
+    def run(self, forward: Forward, kernel: VarlenAttention | None) -> Tensor:
+        """What `forward` gives for this rank's tokens in the packed layout, [W, …]."""
+        return layout.packed(forward, self.batch, kernel)
+
+    def predicted(self) -> Tensor:
+        """The places of the tokens that are no roots and are predicted here, int64 [S] on the batch's device."""
+        return self.moved(self.own((self.batch.structure.tokens["parent"] >= 0).nonzero()[:, 0]))
+
+    def own(self, places: Tensor) -> Tensor:
+        """Of the places of tokens that are no roots those that are predicted here."""
+        return places
+
+    def ended(self) -> tuple[Tensor, Tensor]:
+        """The rows whose last token is here, and its place; int64 on the batch's device."""
+        ends = torch.cumsum(self.batch.structure.rows["lengths"], 0) - 1
+        rows = self.here(ends).nonzero()[:, 0]
+        return self.moved(rows), self.moved(ends[rows])
+
+    def here(self, places: Tensor) -> Tensor:
+        """Whether each of the tokens at these places is on this rank."""
+        return torch.ones_like(places, dtype=torch.bool)
+
+    def read(self, values: Tensor, places: Tensor) -> Tensor:
+        """What `values` [W, …] has of the tokens at these places, which are here."""
+        return values.index_select(0, places)
+
+    def filled(self, values: Tensor, at: Tensor, size: int) -> Tensor:
+        """All that the ranks have found, [size, …]: `values` [S, …] at `at`, 0 where nobody has any; differentiable."""
+        return values.new_zeros(size, *values.shape[1:]).index_copy(0, at, values)
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum of what the ranks have found; differentiable."""
+        return value
+
+    def joined(self, values: Tensor) -> Tensor:
+        """`values` [W, …] of all tokens, [T, …]."""
+        return values
+
+    def moved(self, index: Tensor) -> Tensor:
+        """On the batch's device."""
+        return index.to(self.device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Those who have a share of every batch's tokens, as one of them sees them."""
+
+    group: Any
+    rank: int
+    size: int
+    style: Style
+
+    def tokens(self, batch: Batch) -> Tokens:
+        """This rank's share of a batch."""
+        return Share(batch, self)
+
+
+class Share(Tokens):
+    """This rank's tokens of a batch; all ranks call the same verbs in the same order, and get the same outputs."""
+
+    def __init__(self, batch: Batch, ranks: Ranks) -> None:
+        super().__init__(batch)
+        self._ranks = ranks
+        self._held, self._real = held(batch.num_tokens, ranks.size)
+        slots = torch.empty(batch.num_tokens, dtype=torch.int64)  # of each token among those of all ranks, end to end
+        slots[self._held[self._real]] = self._real.flatten().nonzero()[:, 0]
+        self._slots = slots
+
+    def run(self, forward: Forward, kernel: VarlenAttention | None) -> Tensor:
+        """See `Tokens`."""
+        held = self.moved(self._held[self._ranks.rank])
+        ids, positions = (self.batch.tokens[name].index_select(0, held) for name in ("ids", "positions"))
+        return layout.called(forward, ids, positions, self._attention(kernel))
+
+    def _attention(self, kernel: VarlenAttention | None) -> Ulysses | Ring:
+        ranks = self._ranks
+        if ranks.style == "ring":
+            return Ring(Sight(self.batch.structure, self._held, self._real), ranks.group, ranks.rank, self.device)
+        rows = rows_of(self.batch, kernel)
+        return Ulysses(rows, ranks.group, ranks.size, self.moved(self._slots), self.moved(self._held.flatten()))
+
+    def own(self, places: Tensor) -> Tensor:
+        """See `Tokens`."""
+        parents = self.batch.structure.tokens["parent"].to(places.device)[places]
+        return places[self.here(parents)]
+
+    def here(self, places: Tensor) -> Tensor:
+        """See `Tokens`."""
+        return self._slots.to(places.device)[places] // self._held.shape[1] == self._ranks.rank
+
+    def read(self, values: Tensor, places: Tensor) -> Tensor:
+        """See `Tokens`."""
+        return values.index_select(0, self._index[places])
+
+    @cached_property
+    def _index(self) -> Tensor:
+        """Where each token is among those of its rank, int64 [T] on the batch's device."""
+        return self.moved(self._slots % self._held.shape[1])
+
+    def filled(self, values: Tensor, at: Tensor, size: int) -> Tensor:
+        """See `Tokens`. Each rank finds the gradient of its own."""
+        return added(super().filled(values, at, size), self._ranks.group)
+
+    def total(self, value: Tensor) -> Tensor:
+        """See `Tokens`. Each rank finds the gradient of its own."""
+        return added(value, self._ranks.group)
+
+    def joined(self, values: Tensor) -> Tensor:
+        """See `Tokens`."""
+        places = self.moved(self._held[self._ranks.rank][self._real[self._ranks.rank]])
+        return self.filled(self.read(values, places), places, self.batch.num_tokens)
+
+
+Sharing = Callable[[Batch], Tokens]  # which tokens of a batch this rank computes
+
+
+def held(tokens: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """The places of the tokens that each rank has, int64 [C, W], ascending, and which of them are its own to compute,
+    bool [C, W]; the others repeat the last token."""
+    length = -(-tokens // (2 * ranks))
+    early = torch.arange(ranks)
+    runs = torch.stack([early, 2 * ranks - 1 - early], 1)
+    places = (runs[..., None] * length + torch.arange(length)).flatten(1)
+    return places.clamp(max=tokens - 1), places < tokens

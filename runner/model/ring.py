@@ -1,0 +1,208 @@
+"""Attention by ranks that each have some tokens: keys and values come by, block after block (Liu et al., 2310.01889).
+
+    step 0      own queries, own keys
+    step s      own queries, the keys and values of the rank s before; those of step s + 1 are on their way
+    backward    the same again; what a rank finds of another one's gradient of keys and values goes back to it
+
+The softmax of a query is put together from its blocks (running maximum and sum, Milakov and Gimelshein, 1805.02867) in
+float32, product by product of at most QUERIES × KEYS scores, and made again in the backward pass. In the paper a block
+goes from hand to hand; here it comes straight from its owner, which is as many bytes, and only of the keys that some
+query there sees: short rows and windows send next to nothing. Nor has a gradient to travel with its block.
+
+Legend: T tokens, C ranks, W tokens of each, K keys of a block; h heads, k key-value heads, g = h/k, d head size, e that
+of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed
+from torch.autograd.function import once_differentiable
+
+from runner.errors import Problem, SpecError
+from runner.model.attention import of_one_type
+from runner.model.sight import Seen, Sight, Tile, Visit
+
+
+class Ring:
+    """The tokens of one batch as one rank of `group` sees them; its device is where they are."""
+
+    def __init__(self, sight: Sight, group: Any, rank: int, device: torch.device) -> None:
+        self._sight, self._group, self._rank, self._device = sight, group, rank, device
+        self._routes: dict[int | None, Route] = {}
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, window: int | None, dropout: float, scale: float | None
+    ) -> Tensor:
+        """As `Rows.attend`, of tensors with this rank's W tokens. Collective in both directions.
+
+        Raises SpecError for a dropout of attention's weights.
+        """
+        if dropout:
+            text = f"ring attention drops none of its weights, and the model asks for {dropout:g}"
+            text = f"{text}; type parallelism.cp_style=ulysses, or algorithm.dropout=false"
+            raise SpecError([Problem("parallelism.cp_style", text)])
+        query, key, value = of_one_type(query, key, value)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        with torch.autocast(query.device.type, enabled=False):
+            pair = torch.cat([key[0], value[0]], -1)
+            out: Tensor = _Attention.apply(query[0], pair, self._route(window), scale)
+        return out[None]
+
+    def _route(self, window: int | None) -> Route:
+        if window not in self._routes:
+            seen, visits = self._sight.seen(self._rank, window), self._sight.visits(self._rank, window)
+            self._routes[window] = Route(seen, visits, self._group, self._rank, self._device)
+        return self._routes[window]
+
+
+class Post(NamedTuple):
+    """What is on its way from one rank, and to another."""
+
+    coming: Tensor
+    going: Tensor  # has to be there until it is gone
+    works: Sequence[Any]
+
+    def arrived(self) -> Tensor:
+        """What has come."""
+        for work in self.works:
+            work.wait()
+        return self.coming
+
+
+class Route:
+    """The meetings of one rank, and what travels for them."""
+
+    def __init__(self, seen: Seen, visits: Sequence[Visit], group: Any, rank: int, device: torch.device) -> None:
+        self.visits, self.seen = visits, seen.to(device)
+        self.keys = [visit.keys.to(device, non_blocking=True) for visit in visits]
+        self.given = [visit.given.to(device, non_blocking=True) for visit in visits]
+        self._group, self._members, self._rank = group, distributed.get_process_group_ranks(group), rank
+
+    def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Each step, and what of `own` [k, W, ·] of another rank this one meets there, [k, K, ·]."""
+        met = own.index_select(1, self.given[0])
+        for step in range(len(self.visits)):
+            ahead = self._asked(own, step + 1) if step + 1 < len(self.visits) else None
+            yield step, met
+            if ahead is not None:
+                met = ahead.arrived()
+
+    def _asked(self, own: Tensor, step: int) -> Post:
+        coming = own.new_empty(len(own), len(self.keys[step]), own.shape[2])
+        return self._posted(own.index_select(1, self.given[step]), step, coming, -step)
+
+    def returned(self, found: Tensor, step: int) -> Post:
+        """Give `found` [k, K, ·] back to the rank met in this step, and get the same from who met this one."""
+        coming = found.new_empty(len(found), len(self.given[step]), found.shape[2])
+        return self._posted(found, -step, coming, step)
+
+    def _posted(self, going: Tensor, to: int, coming: Tensor, source: int) -> Post:
+        ways = ((distributed.isend, going, to), (distributed.irecv, coming, source))
+        there = [(way, tensor, self._members[(self._rank + at) % len(self._members)]) for way, tensor, at in ways]
+        wanted = [distributed.P2POp(*one, self._group) for one in there if one[1].numel()]
+        return Post(coming, going, distributed.batch_isend_irecv(wanted) if wanted else ())
+
+
+class _Attention(torch.autograd.Function):
+    """query [h, W, d], pair [k, W, d + e] of keys and values → [W, h, e]."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, pair: Tensor, route: Route, scale: float) -> Tensor:
+        grouped = query.unflatten(0, (len(pair), -1))
+        found = Softmax(grouped, pair.shape[2] - query.shape[2])
+        for step, met in route.blocks(pair):
+            keys, values = met.split([query.shape[2], found.out.shape[3]], 2)
+            for tile in route.visits[step].tiles:
+                scores = _scores(grouped, keys, route, step, tile, scale)
+                found.add(tile.queries, scores, values[:, tile.keys])
+        out, sums = found.result()
+        ctx.save_for_backward(query, pair, out.to(query.dtype), sums)
+        ctx.route, ctx.scale = route, scale
+        return out.to(query.dtype).flatten(0, 1).transpose(0, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, pair, out, sums = ctx.saved_tensors
+        grad = grad.transpose(0, 1).unflatten(0, (len(pair), -1))
+        with torch.autocast(query.device.type, enabled=False):
+            d_query, d_pair = _gradients(
+                query.unflatten(0, grad.shape[:2]), pair, out, sums, grad, ctx.route, ctx.scale
+            )
+        return d_query.flatten(0, 1).to(query.dtype), d_pair.to(pair.dtype), None, None
+
+
+class Softmax:
+    """Sums of values under softmax, of keys that come one after the other; `query` [k, g, W, d] says their shape."""
+
+    def __init__(self, query: Tensor, size: int) -> None:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        self.out = query.new_zeros(*query.shape[:3], size, dtype=wide)
+        self._total = query.new_zeros(query.shape[:3], dtype=wide)
+        self._top = torch.full_like(self._total, torch.finfo(wide).min)  # infinity less infinity is no number
+
+    def add(self, queries: slice, scores: Tensor, values: Tensor) -> None:
+        """Scores [k, g, n, K] of some queries with some keys, and their values [k, K, e]. Overwrites the scores."""
+        before = self._top[:, :, queries]
+        top = torch.maximum(before, scores.amax(3))
+        weights = scores.sub_(top[..., None]).exp_()
+        shrunk = (before - top).exp_()
+        self._total[:, :, queries] = self._total[:, :, queries] * shrunk + weights.sum(3)
+        more = _product(weights.flatten(1, 2).to(values.dtype), values).view(*weights.shape[:3], -1)
+        self.out[:, :, queries] = self.out[:, :, queries] * shrunk[..., None] + more
+        self._top[:, :, queries] = top
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """The sums [k, g, W, e], and the logarithm of the sums of exponentials [k, g, W]."""
+        return self.out / self._total[..., None], self._top + self._total.log()
+
+
+def _gradients(
+    query: Tensor, pair: Tensor, out: Tensor, sums: Tensor, grad: Tensor, route: Route, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Of queries [k, g, W, d] and pairs [k, W, d + e]; out, grad [k, g, W, e], sums [k, g, W]."""
+    size = query.shape[3]
+    d_query, d_pair = torch.zeros_like(query, dtype=sums.dtype), torch.zeros_like(pair, dtype=sums.dtype)
+    inner = (grad.to(sums.dtype) * out).sum(3)
+    waiting: tuple[int, Post] | None = None
+    for step, met in route.blocks(pair):
+        found = torch.zeros_like(met, dtype=sums.dtype)
+        keys, values = met[..., :size], met[..., size:]
+        for tile in route.visits[step].tiles:
+            at, of = tile.queries, tile.keys
+            weights = _scores(query, keys, route, step, tile, scale).sub_(sums[:, :, at, None]).exp_()
+            flat, given = weights.flatten(1, 2), grad[:, :, at].flatten(1, 2)
+            found[:, of, size:] += _product(flat.mT.to(given.dtype), given)
+            d_scores = _product(given, values[:, of].mT).view_as(weights).sub_(inner[:, :, at, None])
+            flat = d_scores.mul_(weights).mul_(scale).flatten(1, 2).to(query.dtype)
+            d_query[:, :, at] += _product(flat, keys[:, of]).view_as(d_query[:, :, at])
+            found[:, of, :size] += _product(flat.mT, query[:, :, at].flatten(1, 2))
+        if waiting is not None:
+            d_pair.index_add_(1, route.given[waiting[0]], waiting[1].arrived())
+        if step:
+            waiting = step, route.returned(found, step)
+        else:
+            d_pair.index_add_(1, route.given[0], found)
+    if waiting is not None:
+        d_pair.index_add_(1, route.given[waiting[0]], waiting[1].arrived())
+    return d_query, d_pair
+
+
+def _scores(query: Tensor, keys: Tensor, route: Route, step: int, tile: Tile, scale: float) -> Tensor:
+    """Of a tile, [k, g, n, K], −∞ where a key is not seen; query [k, g, W, d], keys [k, K, d] of all the step."""
+    some = query[:, :, tile.queries]
+    scores = _product(some.flatten(1, 2), keys[:, tile.keys].mT).mul_(scale).view(*some.shape[:3], -1)
+    if tile.cut:
+        scores.masked_fill_(~route.seen.of(tile.queries).sees(route.keys[step][tile.keys]), -torch.inf)
+    return scores
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a [k, n, m] · b [k, m, l], summed and given in float32 at least."""
+    if a.dtype.itemsize > 2:
+        return a @ b
+    return torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()

@@ -1,0 +1,32 @@
+"""Whole jobs whose ranks share every batch's tokens against one process; jobs and bounds are those of `test_jobs`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.parallelism.test_jobs import FAST, GRADIENTS, SLOW, compare
+
+MORE = ("dpo_lora", "copied", "ahead", "lora", "ppo", "opd", "distill", "shared", "rm", "kto", "resampled", "cpt")
+
+
+@pytest.mark.parametrize(("name", "style"), [("sft", "ring"), ("tools", "ulysses")])
+def test_two_ranks_do_what_one_process_does(name: str, style: str, workdir: Path) -> None:
+    compare(2, FAST[name], workdir, "parallelism=cp", f"parallelism.cp_style={style}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["ulysses", "ring"])
+@pytest.mark.parametrize("name", MORE)
+def test_more_jobs_on_two_ranks(name: str, style: str, workdir: Path) -> None:
+    # scores of rows that hardly differ are subtracted: what is left has few digits, and every rank rounds anew
+    bound = 2e-4 if name == "rm" else GRADIENTS
+    compare(2, SLOW[name], workdir, "parallelism=cp", f"parallelism.cp_style={style}", gradients=bound)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "tools", "dpo_lora", "ppo"])
+@pytest.mark.parametrize("preset", ["ddp", "fsdp", "tp"])
+def test_two_ranks_beside_others(name: str, preset: str, workdir: Path) -> None:
+    compare(4, SLOW[name], workdir, f"parallelism={preset}", "parallelism.cp=2")
