@@ -6,7 +6,8 @@ measures it, is collective: all ranks call it in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, distributed
@@ -14,9 +15,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+HOME = "_runner_home"  # attribute of a tensor
+
+
+class Home(Protocol):
+    """Where a tensor lies that is on some of the ranks only; see `at_home`."""
+
+    # all of `tensor` on every rank, which `joined` gives where it lies
+    def shared(self, tensor: Tensor, joined: Callable[[], Tensor]) -> Tensor: ...
+
+
+def at_home(tensor: Tensor, home: Home) -> None:
+    """Let `whole` find a tensor, this very object, on the ranks that have it."""
+    setattr(tensor, HOME, home)
+
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, detached, on every rank; the memory is the tensor's own where it is not sharded."""
+    home: Home | None = getattr(tensor, HOME, None)
+    return joined(tensor) if home is None else home.shared(tensor, lambda: joined(tensor))
+
+
+def joined(tensor: Tensor) -> Tensor:
+    """The same, on the ranks that hold the tensor or pieces of it; for these alone."""
     with torch.no_grad():
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
@@ -84,6 +105,23 @@ def _added(value: Tensor, key: tuple[DeviceMesh, tuple[int, ...]] | None) -> Ten
     for mesh, dim in [(key[0], dim) for dim in key[1]] if key else []:
         distributed.all_reduce(value, group=mesh.get_group(dim))
     return value
+
+
+def scale_to(limit: float, gradients: Sequence[Tensor], norm: Tensor) -> None:
+    """Scale gradients whose norm together is `norm` to `limit`, in place, if they are above it; as torch's
+    clip_grads_with_norm_, which knows no tensors in pieces over several meshes."""
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        held = local(gradient)
+        held.mul_(factor.to(held.device))
+
+
+def apart(parameter: Tensor) -> bool:
+    """Whether other ranks hold other parts of it, for which they find the gradient with this rank's tokens, too:
+    experts, which tokens come to."""
+    if not isinstance(parameter, DTensor) or "ep" not in (names := parameter.device_mesh.mesh_dim_names or ()):
+        return False
+    return not parameter.placements[names.index("ep")].is_replicate()
 
 
 def added_up(parameter: Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from runner.errors import OutOfMemory, RunnerError
 from runner.protocols import Peers
-from runner.shards import added_up, local
+from runner.shards import added_up, local, total_norm
 
 T = TypeVar("T")
 
@@ -35,6 +35,9 @@ class Alone:
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Nothing to add."""
+
+    def from_first_(self, tensor: Tensor) -> None:
+        """It is the first's already."""
 
 
 ALONE = Alone()
@@ -100,16 +103,50 @@ def on_first(peers: Peers, work: Callable[[], T]) -> T:
     return together(peers, [0], lambda _: [work()])[0]
 
 
+def each(peers: Peers, work: Callable[[], object]) -> None:
+    """Do what every rank has its part in; what it raises on one rank is raised on all, as by `together`."""
+
+    def mine(_: list[int]) -> list[None]:
+        work()
+        return [None]
+
+    together(peers, range(peers.size), mine)
+
+
 def sum_gradients(parameters: Sequence[nn.Parameter], peers: Peers) -> None:
-    """Add the ranks' gradients, in place; those of parameters in pieces on them were added in the backward pass.
+    """Add the ranks' gradients, in place; those of parameters in pieces on them were added in the backward pass."""
+    add_gradients([p for p in parameters if not added_up(p)], peers)
+
+
+def add_gradients(parameters: Sequence[nn.Parameter], peers: Peers) -> None:
+    """Add the ranks' gradients of what each of them holds of the parameters, in place."""
+    peers.sum_([local(p.grad) for p in reached(parameters, peers) if p.grad is not None])
+
+
+def reached(parameters: Sequence[nn.Parameter], peers: Peers) -> list[nn.Parameter]:
+    """Those that some rank has a gradient of; where it has none it is zero from here on.
 
     A parameter that no rank has a gradient of stays without one, so that the optimizer leaves it alone as it does in
     one process.
     """
-    plain = [p for p in parameters if not added_up(p)]
-    reached = peers.gather([p.grad is not None for p in plain])
-    found = [p for p, *ranks in zip(plain, *reached, strict=True) if any(ranks)]
+    ranks = peers.gather([p.grad is not None for p in parameters])
+    found = [p for p, *had in zip(parameters, *ranks, strict=True) if any(had)]
     for parameter in found:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    peers.sum_([local(p.grad) for p in found if p.grad is not None])
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """The gradients of a model that each of these ranks has as a whole, or in pieces over all of them."""
+
+    peers: Peers
+
+    def add(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See `Gradients`."""
+        sum_gradients(parameters, self.peers)
+
+    def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """See `Gradients`."""
+        return total_norm([p.grad for p in parameters if p.grad is not None])

@@ -1,9 +1,11 @@
 """What a user can set of a model."""
 
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
+from runner.errors import SpecError
 from runner.spec.base import ComponentConfig, absolute_if_local
 
 
@@ -23,8 +25,18 @@ class ModelConfig(ComponentConfig):
         default="packed",
         description="How a ragged batch runs: packed = end to end without padding; padded = the model's own attention.",
     )
-    gradient_checkpointing: bool = Field(
-        default=False, description="Recompute activations in the backward pass: less memory, about a third more time."
+    gradient_checkpointing: bool | Literal["selective"] | Annotated[int, Field(ge=2)] = Field(
+        default=False,
+        description="Recompute activations in the backward pass, for memory: true = of every layer, a third more time; "
+        "a number n = of every n-th; selective = of every layer, but for attention and every second matrix product.",
+    )
+    activation_offloading: bool = Field(
+        default=False,
+        description="Keep what goes into recomputed layers on the host until then: less on the device, slower.",
+    )
+    compile: bool = Field(
+        default=False,
+        description="Compile the parts of decoder layers (torch.compile): a slow first step, then faster ones.",
     )
     head_chunk_tokens: int = Field(
         default=2048, ge=1, description="Tokens whose logits exist at once in the chunked LM head."
@@ -34,18 +46,41 @@ class ModelConfig(ComponentConfig):
         """The same config with the paths of local folders made absolute."""
         return self
 
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        found = [("model.compile", text) for text in self._uncompilable(job)] if self.compile else []
+        if self.activation_offloading and not self.gradient_checkpointing:
+            text = "moves what goes into layers that are recomputed; type model.gradient_checkpointing=true, or leave"
+            found.append(("model.activation_offloading", f"{text} it out"))
+        elif self.activation_offloading and job.device.name == "cpu":
+            text = "device=cpu keeps activations in the host's memory already; leave it out"
+            found.append(("model.activation_offloading", text))
+        return found
+
+    def _uncompilable(self, job: Any) -> Iterator[str]:
+        """Why not to compile the layers."""
+        if self.gradient_checkpointing == "selective":
+            text = "model.gradient_checkpointing=selective chooses from operators that compiling makes one of"
+            yield f"{text}; type model.gradient_checkpointing=true, or leave model.compile out"
+        try:
+            mesh = job.parallelism.mesh(job.launch.world)
+        except SpecError:  # which the mesh says itself
+            return
+        for name, size in mesh._asdict().items():
+            if size > 1 and name not in ("dp_replicate", "dp_shard"):
+                text = f"parallelism.{name}={size} changes what runs inside a layer, which is not tried compiled"
+                yield f"{text}; leave it out, or type parallelism=ddp or fsdp"
+
     def sizes(self) -> dict[str, tuple[str, int]]:
         """What parallelism divides (heads, kv_heads, features, layers, experts): the option that says it, and how many.
         Empty where only the model's own folder says it."""
         return {}
 
 
-class TinyConfig(ModelConfig):
-    """A small Qwen2-type model from random weights, with its own byte-level tokenizer and chat template."""
+class SmallConfig(ModelConfig):
+    """A small model from random weights, with its own byte-level tokenizer and chat template."""
 
     factory: ClassVar[str] = "runner.model.tiny:build"
     tokenizer_factory: ClassVar[str] = "runner.model.tiny:tokenizer"
-    name: Literal["tiny"] = "tiny"
     hidden_size: int = Field(default=128, ge=8, multiple_of=8, description="Width of the residual stream.")
     intermediate_size: int = Field(default=384, ge=8, description="Width of the feed-forward layers.")
     layers: int = Field(default=4, ge=1, description="Decoder layers.")
@@ -55,13 +90,13 @@ class TinyConfig(ModelConfig):
     )
     vocab_size: int = Field(default=512, ge=259, description="Rows of the embedding; at least the tokenizer's 259.")
     max_positions: int = Field(default=2048, ge=16, description="Longest sequence in tokens.")
+    divided: ClassVar[dict[str, str]]  # what parallelism divides, by the option that says how many there are
 
     def sizes(self) -> dict[str, tuple[str, int]]:
-        names = {"heads": "heads", "kv_heads": "kv_heads", "features": "intermediate_size", "layers": "layers"}
-        return {kind: (f"model.{name}", getattr(self, name)) for kind, name in names.items()}
+        return {kind: (f"model.{name}", getattr(self, name)) for kind, name in self.divided.items()}
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        found = []
+        found = super().problems(job)
         if job.data.max_length > self.max_positions:
             text = f"{job.data.max_length} is above model.max_positions={self.max_positions}"
             found.append(("data.max_length", f"{text}; lower the one or raise the other"))
@@ -73,6 +108,40 @@ class TinyConfig(ModelConfig):
             )
         if self.heads % self.kv_heads:
             found.append(("model.kv_heads", f"{self.kv_heads} does not divide model.heads={self.heads}"))
+        return found
+
+
+class TinyConfig(SmallConfig):
+    """A small Qwen2-type model from random weights, with its own byte-level tokenizer and chat template."""
+
+    name: Literal["tiny"] = "tiny"
+    divided: ClassVar[dict[str, str]] = {
+        "heads": "heads",
+        "kv_heads": "kv_heads",
+        "features": "intermediate_size",
+        "layers": "layers",
+    }
+
+
+class TinyMoeConfig(SmallConfig):
+    """A small Qwen3-MoE-type model from random weights: each token goes through some of a layer's experts."""
+
+    name: Literal["tiny_moe"] = "tiny_moe"
+    intermediate_size: int = Field(default=64, ge=8, description="Width of each expert's feed-forward layer.")
+    experts: int = Field(default=8, ge=1, description="Experts of each layer.")
+    experts_per_token: int = Field(default=2, ge=1, description="Experts that each token goes through.")
+    divided: ClassVar[dict[str, str]] = {
+        "heads": "heads",
+        "kv_heads": "kv_heads",
+        "layers": "layers",
+        "experts": "experts",
+    }
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        found = super().problems(job)
+        if self.experts_per_token > self.experts:
+            text = f"a token cannot go through {self.experts_per_token} of model.experts={self.experts}"
+            found.append(("model.experts_per_token", text))
         return found
 
 
@@ -100,4 +169,4 @@ class HfConfig(ModelConfig):
         return self.model_copy(update={"path": absolute_if_local(self.path), "tokenizer": tokenizer})
 
 
-COMPONENTS = (TinyConfig, HfConfig)
+COMPONENTS = (TinyConfig, TinyMoeConfig, HfConfig)

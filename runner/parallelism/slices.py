@@ -8,7 +8,7 @@ this rank holds, so that it computes as it always does, whatever operators the d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from runner import shards
+from runner.collectives import added
+
+Plan = dict[int, int]  # parameter, by identity → the dimension that it is cut in
 
 
 class _Enter(torch.autograd.Function):
@@ -33,20 +36,6 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.clone(memory_format=torch.contiguous_format)
         distributed.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class _Leave(torch.autograd.Function):
-    """The sum of what all ranks have; its gradient is everyone's."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        distributed.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -80,8 +69,7 @@ class Slices:
 
     def leave(self, tensor: Tensor) -> Tensor:
         """The sum of what the ranks have come to."""
-        made: Tensor = tensor if self.undone else _Leave.apply(tensor, self.mesh.get_group())
-        return made
+        return tensor if self.undone else added(tensor, self.mesh.get_group())
 
     def used(self, part: nn.Module, name: str, parameter: DTensor) -> Tensor:
         """What a module computes with; differentiable."""
@@ -98,9 +86,9 @@ class Slices:
         for part in module.modules():
             parameters: dict[str, Any] = part._parameters
             for name, parameter in parameters.items():
-                if isinstance(parameter, DTensor):
+                if isinstance(parameter, DTensor) and not parameter.is_meta:
                     if id(parameter) not in made:  # tied ones stay so
-                        full = shards.whole(parameter)
+                        full = shards.joined(parameter)
                         made[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
                     kept.append((parameters, name, parameter))
         self.undone = True
@@ -112,6 +100,26 @@ class Slices:
             self.undone = False
             for parameters, name, parameter in kept:
                 parameters[name] = parameter
+
+
+def distribute(parts: Iterable[nn.Module], slices: Slices, plan: Plan) -> None:
+    """Every parameter of these modules, on the meta device, becomes a DTensor of its slice, or of all of it."""
+    made: dict[int, nn.Parameter] = {}
+    for part in parts:
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = _sliced(parameter, plan.get(id(parameter)), slices)
+                part._parameters[name] = made[id(parameter)]
+
+
+def _sliced(full: nn.Parameter, dim: int | None, slices: Slices) -> nn.Parameter:
+    held, placement = shards.local(full), Replicate() if dim is None else Shard(dim)
+    if dim is not None:
+        held = held.chunk(slices.size, dim)[slices.rank].clone(memory_format=torch.contiguous_format)
+    options: dict[str, Any] = {"run_check": False, "shape": full.shape, "stride": full.stride()}
+    made = DTensor.from_local(held, slices.mesh, [placement], **options)
+    return nn.Parameter(made, requires_grad=full.requires_grad)
 
 
 class Use:

@@ -1,0 +1,170 @@
+"""A mixture of experts whose experts lie on several devices, to which tokens travel (expert parallelism; Lepikhin et
+al., 2006.16668, section 3; but for the bound on an expert's tokens: none is dropped, none is padded).
+
+    tokens, their experts ──by expert──▶ rows ──all-to-all──▶ rows of own experts ──the layer's own forward──▶ rows
+                                     tokens ◀──weighed, added── rows ◀──all-to-all──────────────────────────────┘
+
+Each rank has a run of every layer's experts and all of everything else, routers included. What computes the experts
+stays in use, be it transformers' or the device's: it sees a layer of fewer experts, and rows that go to one each. A
+rank without a row takes part all the same: all ranks make as many passes, forward and backward, as any other.
+
+Legend: n tokens, k experts of each, E experts, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from runner.errors import Problem, SpecError
+from runner.parallelism.slices import Slices, Use, distribute
+from runner.protocols import Decide
+
+
+class Spreadable(Protocol):
+    """What is needed of a model: the module around all it computes, and the transformers model in it."""
+
+    whole: Any
+    inner: Any
+
+
+def layers(module: nn.Module) -> list[Any]:
+    """The experts of each layer that has some: modules that transformers marks as such."""
+    return [part for part in module.modules() if hasattr(part, "_is_expert_parallel")]
+
+
+def spread(model: Spreadable, mesh: DeviceMesh, *, alone: bool, decide: Decide) -> None:
+    """Make of every layer's experts, on the meta device (see `weights`), those that this rank holds.
+
+    mesh: of one dimension; alone: whether nothing else lies in pieces or slices, so that every other parameter becomes
+    a replica on the same mesh: an optimizer takes tensors of one kind. The model's parameters are other objects
+    afterwards. Raises SpecError, on all ranks, for a model that has no experts, or others than these.
+    """
+    found = layers(model.inner)
+    if not found:
+        raise refused(f"{type(model.inner).__name__} has no experts that transformers can exchange")
+    _refuse_unlike(model.whole, found, mesh.size(), alone)
+    slices = Slices(mesh)
+    used = [part for part in model.whole.modules() if part._parameters] if alone else found
+    for part in used:
+        if not any(isinstance(parameter, DTensor) for parameter in part._parameters.values()):  # else it has them
+            Use(part, slices)
+    distribute(used, slices, {id(parameter): 0 for part in found for parameter in part.parameters()})
+    for part in found:
+        part.forward = Exchange(part, slices)
+    model.whole.joined = partial(_joined, model.whole.joined, slices, model.whole)
+    text = f"{found[0].num_experts // mesh.size()} of {found[0].num_experts} experts of {len(found)} layers"
+    decide.state("parallelism.ep", text, f"the other ones lie on {mesh.size() - 1} other ranks, to which tokens travel")
+
+
+def refused(why: str, instead: str = "parallelism.ep=1") -> SpecError:
+    """For what cannot be spread; instead: what to type."""
+    return SpecError([Problem("parallelism.ep", f"{why}; type {instead}")])
+
+
+def _refuse_unlike(module: nn.Module, found: Sequence[Any], size: int, alone: bool) -> None:
+    """Raise SpecError for experts that are not rows of their layer's own parameters, or not as many on each rank."""
+    for part in found:
+        name = type(part).__name__
+        if odd := [key for key, p in part.named_parameters() if "." in key or len(p) != part.num_experts]:
+            raise refused(f"{name}.{odd[0]} has not one row for each expert")
+        if part.num_experts % size:
+            raise refused(f"{size} ranks do not divide the {part.num_experts} experts of {name}")
+    for part in module.modules():
+        if isinstance(part, ParamWrapper):
+            text = "adapters on weights that no linear layer has (experts, routers) cannot be spread"
+            raise refused(text, "adapter.targets=[q_proj,k_proj,v_proj,o_proj]")
+        if alone and isinstance(part, nn.ParameterDict | nn.ParameterList) and part._parameters:
+            raise refused(f"{type(part).__name__} of parameters that no module computes with alone")
+
+
+@contextmanager
+def _joined(outer: Callable[[], AbstractContextManager[None]], slices: Slices, module: nn.Module) -> Iterator[None]:
+    """All experts on every rank, of a model that is whole for a while but for them."""
+    with outer(), slices.whole(module):
+        yield
+
+
+class Exchange:
+    """The forward of a layer's experts, of which this rank has a run: a drop-in for the module's own."""
+
+    def __init__(self, part: Any, slices: Slices) -> None:
+        self._part, self._slices = part, slices
+        self._own: Callable[..., Tensor] = part.forward
+        self._experts: int = part.num_experts
+
+    def __call__(self, *given: Tensor, **named: Tensor) -> Tensor:
+        """Σ over the chosen experts of weight · expert(hidden), [n, H].
+
+        hidden [n, H], chosen int64 [n, k], weights [n, k], in this order; n may differ between the ranks, and be 0.
+        """
+        hidden, chosen, weights = (*given, *named.values())
+        if self._slices.undone:
+            return self._own(hidden, chosen, weights)
+        of_expert, order = torch.sort(chosen.flatten(), stable=True)
+        there, here, experts = self._met(of_expert)
+        # repeated and then permuted, so that the gradient of the permutation adds nothing up in an order of its own
+        rows = hidden[:, None].expand(-1, chosen.shape[1], -1).flatten(0, 1).index_select(0, order)
+        rows = self._sent(rows, there, here)
+        made = self._sent(self._computed(rows, experts, weights), here, there)
+        made = made.index_select(0, torch.argsort(order)).unflatten(0, chosen.shape)
+        return (made * weights[..., None]).sum(1).to(hidden.dtype)
+
+    def _met(self, of_expert: Tensor) -> tuple[list[int], list[int], Tensor]:
+        """How many rows go to each rank and come from each, and the own expert of every row that comes; of_expert:
+        those of this rank's rows, in order."""
+        every = torch.arange(self._experts + 1, device=of_expert.device)
+        counts = torch.searchsorted(of_expert, every).diff()
+        met = torch.empty_like(counts)
+        distributed.all_to_all_single(met, counts, group=self._group)
+        size = self._slices.size
+        there, here = torch.stack([counts, met]).view(2, size, -1).sum(2).tolist()
+        own = every[: self._experts // size].repeat(size)
+        return there, here, own.repeat_interleave(met, output_size=sum(here))
+
+    def _computed(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """What this rank's experts make of rows [R, H], that of `experts` [R] of each."""
+        part = self._part
+        if not len(rows):  # as differentiable as on the other ranks, or these would wait for a gradient
+            return rows + sum(p[:0].sum() for p in part._parameters.values() if p is not None and p.requires_grad)
+        part.num_experts = self._experts // self._slices.size
+        try:
+            return self._own(rows, experts[:, None], weights.new_ones(len(rows), 1))
+        finally:
+            part.num_experts = self._experts
+
+    def _sent(self, rows: Tensor, there: list[int], here: list[int]) -> Tensor:
+        made: Tensor = _Travel.apply(rows, there, here, self._group)
+        return made
+
+    @property
+    def _group(self) -> Any:
+        return self._slices.mesh.get_group()
+
+
+class _Travel(torch.autograd.Function):
+    """Rows [sum(there), H], by the rank that they go to, become those that come [sum(here), H], by the rank that they
+    come from; gradients go back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, there: list[int], here: list[int], group: Any) -> Tensor:
+        ctx.there, ctx.here, ctx.group = there, here, group
+        return _exchanged(rows, there, here, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
+        return _exchanged(grads[0], ctx.here, ctx.there, ctx.group), None, None, None
+
+
+def _exchanged(rows: Tensor, there: list[int], here: list[int], group: Any) -> Tensor:
+    found = rows.new_empty(sum(here), *rows.shape[1:])
+    distributed.all_to_all_single(found, rows.contiguous(), here, there, group=group)
+    return found

@@ -1,0 +1,240 @@
+"""Experts on several real ranks against the single process: the same losses, gradients, norms and text.
+
+float32: losses of five updates and gradients of the first to 1e-5. Later gradients are not compared: where two experts
+score alike, the last bit decides which of them a token goes to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from runner import shards
+from runner.algorithm.sft import CrossEntropy
+from runner.decisions import Decisions
+from runner.errors import SpecError
+from runner.learner import LocalLearner
+from runner.parallelism import experts
+from runner.parallelism.config import CpConfig, DdpConfig, EpConfig, FsdpConfig, HsdpConfig, MeshConfig, TpConfig
+from runner.parallelism.mesh import Mesh
+from runner.parallelism.world import World
+from runner.protocols import LossFn
+from tests.model import zoo
+from tests.parallelism.forked import ranks
+from tests.parallelism.test_learning import STEPS, Curved, given
+from tests.parallelism.test_shard import close, made, part, scalar, valued
+from tests.parallelism.worlds import alone, meshed
+
+SLOW = pytest.mark.slow
+BOTH = pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+Build = Callable[[], Any]
+EP2 = EpConfig(), Mesh(dp_replicate=2, ep=2)
+LAYOUTS = {
+    "ep4": (EpConfig(), Mesh(dp_replicate=4, ep=4)),
+    "ddp": (DdpConfig(ep=2), Mesh(dp_replicate=4, ep=2)),
+    "fsdp, experts whole": (FsdpConfig(ep=2), Mesh(dp_shard=2, ep=2)),
+    "fsdp, experts in pieces": (FsdpConfig(ep=2), Mesh(dp_shard=4, ep=2)),
+    "hsdp": (HsdpConfig(ep=2), Mesh(dp_replicate=2, dp_shard=2, ep=2)),
+    "tp": (TpConfig(tp=2, ep=2), Mesh(dp_replicate=2, tp=2, ep=2)),
+    "tp, fsdp": (FsdpConfig(tp=2, ep=2), Mesh(dp_shard=2, tp=2, ep=2)),
+    "cp": (CpConfig(ep=2), Mesh(cp=2, ep=2)),
+    "cp, ddp": (CpConfig(ep=4), Mesh(dp_replicate=2, cp=2, ep=4)),
+    "cp, fsdp": (FsdpConfig(cp=2, ep=2), Mesh(dp_shard=2, cp=2, ep=2)),
+}
+
+
+def moe(adapter: bool, **options: Any) -> Any:
+    return made("qwen3_moe", adapter, **options)
+
+
+def trained(world: World, model: Any) -> dict[str, Any]:
+    """What a learner measures, the gradients of its first update, and what it scores."""
+    optimizer = torch.optim.AdamW(model.trainable().values(), lr=1e-2, eps=1e-6, fused=True)
+    subject = LocalLearner(
+        model,
+        optimizer,
+        lr=1e-2,
+        clip_norm=1.0,
+        factor=lambda step: 1.0,
+        budget=40,
+        seed=0,
+        device=zoo.CPU,
+        peers=world.peers,
+        gradients=world.gradients(model),
+        stage=model.stage,
+    )
+    first, numbers, scores = dict[str, Tensor](), list[dict[str, float]](), list[Tensor]()
+
+    def note(*_: Any) -> None:
+        if not numbers:
+            first.update({n: shards.whole(p.grad).clone() for n, p in model.trainable().items() if p.grad is not None})
+
+    optimizer.register_step_pre_hook(note)  # after the sum over ranks, and clipped
+    losses: list[LossFn] = [CrossEntropy(), Curved()]
+    for step in range(STEPS):
+        subject.begin_step(step)
+        metrics, _ = subject.forward_backward(given(step), losses[step % 2])
+        metrics.merge(subject.optim_step())
+        numbers.append(metrics.result())
+        scores.append(subject.forward(given(step), zoo.LOGPROBS)["logprobs"])
+    return {"numbers": numbers, "gradients": first, "scores": torch.cat(scores)}
+
+
+def on_rank(rank: int, config: MeshConfig, mesh: Mesh, build: Build) -> dict[str, Any]:
+    world, model = meshed(config, mesh), build()
+    world.shard(model, Decisions())
+    assert all(isinstance(p, DTensor) for p in model.whole.parameters())
+    return trained(world, model)
+
+
+def compare(config: MeshConfig, mesh: Mesh, build: Build) -> dict[str, Tensor]:
+    wanted = trained(alone(), build())
+    for found in ranks(mesh.world, on_rank, config, mesh, build):
+        for mine, other in zip(found["numbers"], wanted["numbers"], strict=True):
+            loose = {name: value for name, value in other.items() if not name.endswith("loss")}
+            assert {name: mine[name] for name in loose} == pytest.approx(loose, rel=1e-3)
+            assert mine["train/loss"] == pytest.approx(other["train/loss"], rel=1e-5)
+        close(found["gradients"], wanted["gradients"], 1e-5)
+        assert torch.allclose(found["scores"], wanted["scores"], atol=1e-3)
+    gradients: dict[str, Tensor] = wanted["gradients"]
+    return gradients
+
+
+@BOTH
+def test_two_ranks_learn_as_one_process(adapter: bool) -> None:
+    compare(*EP2, lambda: moe(adapter))
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[] if name == "ddp" else SLOW) for name in LAYOUTS])
+def test_every_layout_learns_as_one_process(layout: str) -> None:
+    compare(*LAYOUTS[layout], lambda: moe(False))
+
+
+@SLOW
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_learns_adapters_as_one_process(layout: str) -> None:
+    compare(*LAYOUTS[layout], lambda: moe(True))
+
+
+@SLOW
+def test_fewer_experts_than_pieces_are_cut_by_their_features() -> None:
+    compare(*LAYOUTS["fsdp, experts in pieces"], lambda: moe(False, num_experts=2, num_experts_per_tok=1))
+
+
+@pytest.mark.parametrize("adapter", [pytest.param(False, marks=SLOW), True], ids=["full", "lora"])
+def test_gradient_checkpointing(adapter: bool) -> None:
+    compare(*EP2, lambda: moe(adapter, gradient_checkpointing=True))
+
+
+@SLOW
+@pytest.mark.parametrize(
+    "options",
+    [{"gradient_checkpointing": "selective"}, {"layout": "padded"}, {"tie_word_embeddings": True}, {"vocab_size": 301}],
+    ids=str,
+)
+def test_other_ways_to_run(options: dict[str, Any]) -> None:
+    compare(*EP2, lambda: moe(False, **options))
+
+
+@SLOW
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_whatever_computes_the_experts(implementation: str) -> None:
+    def build() -> Any:
+        model = moe(False)
+        model.inner.set_experts_implementation(implementation)
+        return model
+
+    compare(*EP2, build)
+
+
+def one_sided() -> Any:
+    """A model whose tokens all go to the same two of eight experts, as its router has no preference."""
+    model = moe(False, num_experts=8)
+    for name, parameter in model.module.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            parameter.requires_grad_(False).zero_()
+    return model
+
+
+@pytest.mark.parametrize("layout", ["ep4", pytest.param("fsdp, experts in pieces", marks=SLOW)])
+def test_a_rank_that_no_token_comes_to(layout: str) -> None:
+    gradients = compare(*LAYOUTS[layout], one_sided)
+    [of_experts] = [g for name, g in gradients.items() if name.endswith("experts.down_proj")]
+    assert sorted(of_experts.flatten(1).any(1).tolist()) == [False] * 6 + [True] * 2
+
+
+@SLOW
+@pytest.mark.parametrize("build", [valued, lambda: scalar(False)], ids=["valued", "scalar"])
+def test_models_without_experts_are_refused(build: Build) -> None:
+    def work(rank: int) -> str:
+        with pytest.raises(SpecError, match="has no experts that transformers can exchange") as error:
+            meshed(*EP2).shard(build(), Decisions())
+        return error.value.problems[0].key
+
+    assert ranks(2, work) == ["parallelism.ep"] * 2
+
+
+def test_experts_that_do_not_divide_are_refused_before_there_are_weights() -> None:
+    def work(rank: int) -> str:
+        with pytest.raises(SpecError, match="2 ranks do not divide num_experts=3 of the model; what fits: 1, 3"):
+            meshed(*EP2).admit(moe(False, num_experts=3).inner.config)
+        with pytest.raises(SpecError, match="2 ranks do not divide the 3 experts of Qwen3MoeExperts") as error:
+            meshed(*EP2).shard(moe(False, num_experts=3), Decisions())
+        return error.value.problems[0].key
+
+    assert ranks(2, work) == ["parallelism.ep"] * 2
+
+
+@BOTH
+def test_text_is_written_with_all_experts_by_ranks_of_different_work(adapter: bool) -> None:
+    prompts = zoo.rows((5, 3, 9))
+
+    def work(rank: int, config: MeshConfig, mesh: Mesh) -> tuple[list[list[int]], bool]:
+        world, model = meshed(config, mesh), moe(adapter)
+        world.shard(model, Decisions())
+        before = model.outputs(part(0, 1), zoo.LOGPROBS)["logprobs"]
+        found = zoo.greedy(model, prompts[:rank], 4 + rank)  # rank 0 has nothing to do
+        after = model.outputs(part(0, 1), zoo.LOGPROBS)["logprobs"]
+        return found, torch.equal(before, after)
+
+    wanted = [(zoo.greedy(moe(adapter), prompts[:rank], 4 + rank), True) for rank in range(2)]
+    assert ranks(2, work, *EP2) == wanted
+
+
+@SLOW
+@pytest.mark.parametrize("layout", ["fsdp, experts in pieces", "tp", "tp, fsdp"])
+def test_text_of_other_layouts(layout: str) -> None:
+    def work(rank: int, config: MeshConfig, mesh: Mesh) -> list[list[int]]:
+        world, model = meshed(config, mesh), moe(False)
+        world.shard(model, Decisions())
+        return zoo.greedy(model, zoo.rows((5, 3)), 4 + rank)
+
+    assert ranks(4, work, *LAYOUTS[layout]) == [zoo.greedy(moe(False), zoo.rows((5, 3)), 4 + rank) for rank in range(4)]
+
+
+@pytest.mark.parametrize("layout", ["ep4", pytest.param("fsdp, experts in pieces", marks=SLOW)])
+def test_every_rank_has_its_share_only(layout: str) -> None:
+    config, mesh = LAYOUTS[layout]
+
+    def work(rank: int) -> tuple[int, int]:
+        world, model = meshed(config, mesh), moe(False)
+        spread = {name for name, _ in model.module.named_parameters() if ".experts." in name}
+        world.shard(model, Decisions())
+        whole = {name: 4 * p.numel() for name, p in model.module.named_parameters()}
+        held = sum(p.to_local().untyped_storage().nbytes() for p in model.whole.parameters())
+        share = sum(size // (4 if name in spread or mesh.dp_shard > 1 else 1) for name, size in whole.items())
+        return held, share
+
+    for held, share in ranks(4, work):
+        assert held == pytest.approx(share, rel=0.01)  # what does not divide is padded
+
+
+def test_what_marks_experts_is_still_there() -> None:
+    """`layers` finds them by an attribute that transformers gives them."""
+    assert [type(one).__name__ for one in experts.layers(zoo.module("qwen3_moe"))] == ["Qwen3MoeExperts"]
+    assert not experts.layers(zoo.module("qwen3"))
