@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,22 @@ from runner.dealing import deal, joined, own_part, spread
 from runner.errors import TrainingDiverged
 from runner.learner_state import restore, state_of
 from runner.metrics import Metrics
-from runner.protocols import LinearLossFn, LogitsLossFn, Loss, LossFn, Outputs, Peers, State, Terms
+from runner.protocols import (
+    Gradients,
+    LinearLossFn,
+    LogitsLossFn,
+    Loss,
+    LossFn,
+    Outputs,
+    Peers,
+    Stage,
+    State,
+    Terms,
+)
 from runner.randomness import derive
-from runner.shards import total_norm, whole
-from runner.sharing import ALONE, sum_gradients
+from runner.shards import scale_to, whole
+from runner.sharing import ALONE, Summed
+from runner.turns import UNDIVIDED
 
 log = logging.getLogger("runner")
 
@@ -68,10 +80,12 @@ class LocalLearner:
 
     factor:  the schedule, step (0-based) → factor on the learning rate
     budget:  tokens of one micro-batch on the device
-    seed:    every dropout stream is derived from (seed, step, micro-batch, rank)
+    seed:    every dropout stream is derived from (seed, step, micro-batch, rank, layers before those of this rank)
     prefix:  of the names of its metrics
     peers:   who the work is shared with; all ranks call every verb, with the same arguments
-    copies:  whose gradients add up: the peers, and those who do a part of the same work; None = the peers
+    gradients: how those of all ranks become one; None = each of the peers has all parameters, or a piece of each
+    stage:   which of the model's layers are here, and so the order of passes
+    drawing: who draws dropout each for itself: the peers, and those who do a part of the same work; None = the peers
     """
 
     def __init__(
@@ -87,16 +101,19 @@ class LocalLearner:
         device: torch.device,
         prefix: str = "train",
         peers: Peers = ALONE,
-        copies: Peers | None = None,
+        gradients: Gradients | None = None,
+        stage: Stage = UNDIVIDED,
+        drawing: Peers | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self._lr, self._clip, self._factor = lr, clip_norm, factor
         self._budget, self._seed, self._device, self._prefix = budget, seed, device, prefix
-        self._peers, self._copies = peers, copies or peers
+        self._peers, self._gradients, self._stage = peers, gradients or Summed(peers), stage
+        self._drawing = drawing or peers
         self._parameters = model.trainable()
         self._step = self._micro = 0
-        self._said_oversized = False
+        self._said_oversized = self._said_few = False
 
     def begin_step(self, step: int) -> None:
         """Set what is a pure function of the step: the learning rate and the dropout streams."""
@@ -108,7 +125,8 @@ class LocalLearner:
     def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
         """Score a batch of any size without gradient and without dropout; [T] outputs on the learner's device."""
         self.model.eval()
-        return score(self.model, batch, needs, budget=self._budget, device=self._device, peers=self._peers)
+        options: dict[str, Any] = {"peers": self._peers, "stage": self._stage}
+        return score(self.model, batch, needs, budget=self._budget, device=self._device, **options)
 
     def forward_backward(
         self, batch: Batch, loss: LossFn, keep: frozenset[str] = frozenset()
@@ -120,21 +138,36 @@ class LocalLearner:
         """
         self.model.train()
         share = deal(batch, self._budget, self._peers, padded=self.model.padded)
-        metrics, kept, total = Metrics(), list[Outputs](), torch.zeros((), device=self._device)
-        for micro, own in share:
-            self._seed_dropout()
-            value, outputs = self._backward(micro, loss, own)
-            total += value.total.detach()
-            metrics.merge(value.metrics)
-            kept.append(own_part({name: outputs[name].detach() for name in keep}, own))
+        micros, waiting = list(share), dict[tuple[int, int], Tensor]()
+        metrics, total = Metrics(), torch.zeros((), device=self._device)
+        kept: list[Outputs] = []
+        self._say_few(len(micros))
+        for turn in self._stage.turns(len(micros)):
+            if turn.backward:
+                self._differentiate(waiting.pop(turn[:2]))
+                continue
+            self._stage.enter(turn)
+            self._seed_dropout(turn.micro)
+            micro, own = micros[turn.micro]
+            waiting[turn[:2]], value, outputs = self._forward(micro, loss, own)
+            if self._stage.ends:
+                total += value.total.detach()
+                metrics.merge(value.metrics)
+                kept.append(own_part({name: outputs[name].detach() for name in keep}, own))
+        self._micro += len(micros)
         done = Done(float(total), metrics.plain(), [size for micro in share.micros for size in self._oversized(micro)])
-        return self._agreed(self._peers.gather(done)), share.gathered(self._peers, joined(kept)) if keep else {}
+        found = joined(kept) if kept else {}
+        return self._agreed(self._peers.gather(done)), share.gathered(self._peers, found) if keep else {}
 
-    def _seed_dropout(self) -> None:
-        """Begin the dropout stream of the next micro-batch."""
-        stream = self._micro * self._peers.size + self._peers.rank
-        torch.manual_seed(derive(self._seed, "dropout", self._step, stream))
-        self._micro += 1
+    def _seed_dropout(self, micro: int) -> None:
+        """Begin the dropout stream of a micro-batch, in the layers that it passes next."""
+        stream = (self._micro + micro) * self._drawing.size + self._drawing.rank
+        deeper = [self._stage.depth] if self._stage.depth else []
+        torch.manual_seed(derive(self._seed, "dropout", self._step, stream, *deeper))
+
+    def _differentiate(self, total: Tensor) -> None:
+        """Add the gradient of a micro-batch, whose backward pass begins at `total`."""
+        total.backward()  # type: ignore[no-untyped-call]
 
     def _agreed(self, ranks: Sequence[Done]) -> Metrics:
         """The metrics of all ranks. Raises TrainingDiverged if their losses add up to no finite number."""
@@ -150,18 +183,17 @@ class LocalLearner:
             metrics.merge(done.metrics)
         return metrics
 
-    def _backward(self, micro: Batch, loss: LossFn, own: bool) -> tuple[Loss, Outputs]:
-        """Loss and outputs of a micro-batch, which is on the CPU; of a filler, whose gradient is zero, no loss."""
-        batch = micro.to(self._device)
+    def _forward(self, micro: Batch, loss: LossFn, own: bool) -> tuple[Tensor, Loss, Outputs]:
+        """What the backward pass of a micro-batch, which is on the CPU, begins at, its loss and its outputs; of a
+        filler, whose gradient is zero, and where the model does not end, no loss."""
+        batch, learns = micro.to(self._device), own and self._stage.ends
         if isinstance(loss, LinearLossFn):
             total, outputs = self._linear(micro, batch, loss, float(own))
-            total.backward()  # type: ignore[no-untyped-call]
-            return loss(batch, outputs) if own else Loss(total, Metrics()), outputs
+            return total, loss(batch, outputs) if learns else Loss(total, Metrics()), outputs
         outputs = self.model.outputs(batch, loss.needs)
         nothing = sum((0 * values.sum() for values in outputs.values()), torch.zeros((), device=self._device))
-        value = loss(batch, outputs) if own else Loss(nothing, Metrics())
-        value.total.backward()  # type: ignore[no-untyped-call]
-        return value, outputs
+        value = loss(batch, outputs) if learns else Loss(nothing, Metrics())
+        return value.total, value, outputs
 
     def _linear(
         self, micro: Batch, batch: Batch, loss: LinearLossFn, factor: float = 1.0
@@ -183,7 +215,7 @@ class LocalLearner:
         def run(micro: Batch) -> Outputs:
             return self._linear(micro, micro.to(self._device), loss)[1]
 
-        return spread(batch, run, self._budget, self._peers, padded=self.model.padded)
+        return spread(batch, run, self._budget, self._peers, padded=self.model.padded, stage=self._stage)
 
     def _oversized(self, micro: Batch) -> list[int]:
         """The tokens that a micro-batch takes, if they are above the budget."""
@@ -204,25 +236,47 @@ class LocalLearner:
             ", padding included" if self.model.padded else "",
         )
 
+    def _say_few(self, micros: int) -> None:
+        if micros >= self._stage.stages or self._said_few:
+            return
+        self._said_few = True
+        log.info(
+            "step %d: %d micro-batches pass through %d stages (parallelism.pp), which mostly wait for one another: "
+            "lower algorithm.micro_batch_tokens=%d, or raise algorithm.batch_size, to have more; this is said once",
+            self._step + 1,
+            micros,
+            self._stage.stages,
+            self._budget,
+        )
+
     def optim_step(self) -> Metrics:
         """Sum over ranks, clip, step, clear. Raises TrainingDiverged, with the weights untouched, if a gradient is not
         finite."""
+        norm = self._update()
+        metrics = Metrics()
+        metrics.add(f"{self._prefix}/grad_norm", norm)
+        metrics.add(f"{self._prefix}/lr", self.optimizer.param_groups[0]["lr"])
+        return metrics
+
+    def _update(self) -> Tensor:
+        """What `optim_step` does; the norm of the gradient before it was clipped, [], equal on all ranks."""
         parameters = list(self._parameters.values())
-        sum_gradients(parameters, self._copies)
-        norm = total_norm([p.grad for p in parameters if p.grad is not None])
+        self._gradients.add(parameters)
+        norm = self._gradients.norm(parameters)
+        self._refuse_infinite(norm)
+        if self._clip is not None:
+            scale_to(self._clip, [p.grad for p in parameters if p.grad is not None], norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _refuse_infinite(self, norm: Tensor) -> None:
+        """Raise TrainingDiverged for the norm of a gradient that is not finite."""
         if not torch.isfinite(norm):
             raise TrainingDiverged(
                 f"step {self._step + 1}: the gradient norm is {float(norm)}; nothing was updated with it. "
                 "Lower optimizer.lr, or look at the data of this step"
             )
-        if self._clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._clip, norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        metrics = Metrics()
-        metrics.add(f"{self._prefix}/grad_norm", norm)
-        metrics.add(f"{self._prefix}/lr", self.optimizer.param_groups[0]["lr"])
-        return metrics
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """What learns, under the names it has in the model's module."""
@@ -238,11 +292,18 @@ class LocalLearner:
 
 
 def score(
-    model: ScoringModel, batch: Batch, needs: frozenset[str], *, budget: int, device: torch.device, peers: Peers
+    model: ScoringModel,
+    batch: Batch,
+    needs: frozenset[str],
+    *,
+    budget: int,
+    device: torch.device,
+    peers: Peers,
+    stage: Stage = UNDIVIDED,
 ) -> dict[str, Tensor]:
     """The outputs named in `needs` on a batch of any size, [T] or [N] on `device`, in micro-batches of `budget`."""
 
     def run(micro: Batch) -> dict[str, Tensor]:
         return model.outputs(micro.to(device), needs)
 
-    return spread(batch, run, budget, peers, padded=model.padded)
+    return spread(batch, run, budget, peers, padded=model.padded, stage=stage)

@@ -1,13 +1,16 @@
 """How one job is spread over devices: one schema, whose names are presets."""
 
+import importlib.util
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from runner.errors import Problem, SpecError
+from runner.errors import EnvironmentProblem, Problem, SpecError
 from runner.parallelism.fitting import Sizes, fitted, misfits
 from runner.parallelism.mesh import Mesh
 from runner.spec.base import ComponentConfig
+
+DEEPSPEED_DEVICES = ("cpu", "cuda", "npu")
 
 
 class ParallelismConfig(ComponentConfig):
@@ -19,6 +22,9 @@ class ParallelismConfig(ComponentConfig):
     def mesh(self, world: int) -> Mesh:
         """The grid of `world` ranks. Raises SpecError, with what would fit, where there is none."""
         raise NotImplementedError
+
+    def preflight(self) -> None:
+        """Raise EnvironmentProblem where a package is missing that it needs."""
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         try:
@@ -40,7 +46,21 @@ class SingleConfig(ParallelismConfig):
         raise SpecError([Problem("launch.devices", text)])
 
 
-class MeshConfig(ParallelismConfig):
+class SeveralConfig(ParallelismConfig):
+    """Several processes, one per device."""
+
+    timeout_s: float = Field(
+        default=1800.0, gt=0, description="Seconds that a rank waits for the others before the job ends with an error."
+    )
+
+    def _refuse_one(self, world: int) -> None:
+        if world == 1:
+            own = f"parallelism={self.name}"
+            text = f"{own} shares the work out, and there is one process; type launch.devices=N, one for each device"
+            raise SpecError([Problem("launch.devices", f"{text} (on the CPU as you like), or parallelism=single")])
+
+
+class MeshConfig(SeveralConfig):
     """Several processes, one per device, on a grid of pp × dp_replicate × dp_shard × cp × tp."""
 
     pp: int = Field(
@@ -83,9 +103,6 @@ class MeshConfig(ParallelismConfig):
         ge=1,
         description="Runs of layers on each pp rank; more than one are interleaved: less waiting, more messages.",
     )
-    timeout_s: float = Field(
-        default=1800.0, gt=0, description="Seconds that a rank waits for the others before the job ends with an error."
-    )
 
     def mesh(self, world: int) -> Mesh:
         """See `ParallelismConfig`."""
@@ -93,9 +110,7 @@ class MeshConfig(ParallelismConfig):
         if self.dp_shard != 1 and not isinstance(self, ShardedConfig):
             text = f"{own} keeps whole copies; type parallelism=fsdp, or hsdp, for parts of them"
             raise SpecError([Problem("parallelism.dp_shard", text)])
-        if world == 1:
-            text = f"{own} shares the work out, and there is one process; type launch.devices=N, one for each device"
-            raise SpecError([Problem("launch.devices", f"{text} (on the CPU as you like), or parallelism=single")])
+        self._refuse_one(world)
         return fitted(self._sizes(), world, own)
 
     def _sizes(self) -> dict[str, int]:
@@ -108,6 +123,9 @@ class MeshConfig(ParallelismConfig):
         if mesh.tp > 1 and getattr(job.adapter, "dora", False):
             text = "its norms are over whole layers, which tensor parallelism cuts; leave it out"
             found.append(("adapter.dora", text))
+        if mesh.cp > 1 and job.model.layout == "padded":
+            text = f"the rows that parallelism.cp={mesh.cp} shares out lie end to end; leave it out"
+            found.append(("model.layout", text))
         found += self._unused(mesh)
         return found + [(p.key, p.message) for p in self.uneven(mesh, job.model.sizes())]
 
@@ -196,4 +214,58 @@ class EpConfig(MeshConfig):
     ep: int = Field(default=-1, ge=-1, description=MeshConfig.model_fields["ep"].description)
 
 
-COMPONENTS = (SingleConfig, DdpConfig, FsdpConfig, HsdpConfig, TpConfig, CpConfig, PpConfig, EpConfig)
+class ZeroConfig(SeveralConfig):
+    """DeepSpeed's ZeRO, from an extra."""
+
+    stage: ClassVar[int]
+
+    def mesh(self, world: int) -> Mesh:
+        """See `ParallelismConfig`: how DeepSpeed spreads what it keeps is its own."""
+        self._refuse_one(world)
+        return Mesh(dp_replicate=world)
+
+    def preflight(self) -> None:
+        """See `ParallelismConfig`."""
+        if importlib.util.find_spec("deepspeed") is None:
+            text = f"parallelism={self.name} needs DeepSpeed; without it parallelism=fsdp does the same"
+            raise EnvironmentProblem(f'{text}\n  pip install "posttrain-run[deepspeed]"')
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        found = super().problems(job)
+        own = f"parallelism={self.name}"
+        if job.device.name not in ("auto", *DEEPSPEED_DEVICES):
+            known = ", ".join(DEEPSPEED_DEVICES)
+            found.append(
+                ("device.name", f"{own} knows no device={job.device.name}, only {known}; type parallelism=fsdp")
+            )
+        if job.model.compile:
+            found.append(("model.compile", f"not tried under {own}; leave it out, or type parallelism=fsdp"))
+        return found
+
+
+class Zero2Config(ZeroConfig):
+    """DeepSpeed's ZeRO-2: gradients and optimizer state in parts on all devices, the whole model on each."""
+
+    name: Literal["deepspeed_zero2"] = "deepspeed_zero2"
+    stage = 2
+
+
+class Zero3Config(ZeroConfig):
+    """DeepSpeed's ZeRO-3: weights, gradients and optimizer state in parts on all devices."""
+
+    name: Literal["deepspeed_zero3"] = "deepspeed_zero3"
+    stage = 3
+
+
+COMPONENTS = (
+    SingleConfig,
+    DdpConfig,
+    FsdpConfig,
+    HsdpConfig,
+    TpConfig,
+    CpConfig,
+    PpConfig,
+    EpConfig,
+    Zero2Config,
+    Zero3Config,
+)

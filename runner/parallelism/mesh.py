@@ -70,6 +70,18 @@ class Mesh(NamedTuple):
         """All sets of ranks that hold the same experts."""
         return [copies[at :: self.ep] for copies in self.families(*COPIES) for at in range(self.ep)]
 
+    @property
+    def expert_grid(self) -> dict[str, int]:
+        """How the ranks of `copies` stand to a layer's experts, outermost first: copies of them, if a copy of the model
+        is in pieces, pieces of each expert (`dp_shard`), and the ranks over which they lie."""
+        copies = {"dp_replicate": self.dp_replicate} if self.dp_shard > 1 < self.dp_replicate else {}
+        return {**copies, "dp_shard": self.copies // prod(copies.values()) // self.ep, "ep": self.ep}
+
+    def expert_pieces(self) -> list[Family]:
+        """All sets of ranks that hold pieces of the same experts."""
+        size = self.expert_grid["dp_shard"]
+        return [held[at : at + size] for held in self.expert_copies() for at in range(0, len(held), size)]
+
     def _rank(self, place: Sequence[int]) -> int:
         rank = 0
         for at, size in zip(place, self.dims.values(), strict=True):

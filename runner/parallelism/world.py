@@ -5,39 +5,39 @@ place, device ──build──▶ process groups, warmed up ──▶ World ─
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed
 
 from runner.errors import EnvironmentProblem, SpecError
 from runner.parallelism import groups
-from runner.parallelism.config import MeshConfig, ParallelismConfig, ShardedConfig
-from runner.parallelism.group import GroupPeers
+from runner.parallelism.config import DdpConfig, MeshConfig, ParallelismConfig, SeveralConfig, ShardedConfig, ZeroConfig
+from runner.parallelism.fitting import sizes_of
+from runner.parallelism.gradients import MeshGradients
+from runner.parallelism.group import GroupPeers, StagePeers
 from runner.parallelism.groups import Groups
+from runner.parallelism.loading import Loadable, loaded
 from runner.parallelism.mesh import Mesh
-from runner.parallelism.replicas import refuse_different
+from runner.parallelism.weights import Weights, slots
 from runner.place import Place
-from runner.protocols import Decide, Device, Peers
-from runner.sharing import ALONE
+from runner.protocols import Decide, Device, Gradients, Peers
+from runner.sharing import ALONE, on_first
+
+M = TypeVar("M", bound=Loadable)
 
 ADDRESS = ("MASTER_ADDR", "MASTER_PORT")  # torchrun's names
-NAMES = {  # transformers' own, of what is divided
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "features": "intermediate_size",
-    "layers": "num_hidden_layers",
-    "experts": "num_experts",
-}
 
 
 @dataclass(frozen=True, slots=True)
 class World:
     """peers: the data ranks, which share out a step's batch; copies: those whose gradients add up; everyone: all ranks;
-    these for the thread that trains; feed_peers: all ranks, for the thread that collects.
+    these for the thread that trains; feed_peers: all ranks, for the thread that collects; saving_peers: for the one
+    that writes checkpoints.
 
     groups: None where there is one process
     """
@@ -51,63 +51,119 @@ class World:
     copies: Peers
     everyone: Peers
     feed_peers: Peers
+    saving_peers: Peers
 
     @property
     def sharded(self) -> bool:
-        """Whether models lie in pieces; such a model is built on the CPU, and `shard` brings it to the device."""
-        return isinstance(self.config, ShardedConfig) or self.mesh.tp > 1
+        """Whether models lie in pieces."""
+        return isinstance(self.config, ShardedConfig) or self.mesh.tp * self.mesh.pp * self.mesh.ep > 1
 
     def admit(self, architecture: Any) -> None:
         """Raise SpecError for a transformers config that does not divide as the mesh needs it."""
-        if isinstance(self.config, MeshConfig):
-            text = architecture.get_text_config()
-            named = {kind: (name, getattr(text, name, None)) for kind, name in NAMES.items()}
-            sizes = {kind: (name, size) for kind, (name, size) in named.items() if size}
-            if found := self.config.uneven(self.mesh, sizes):
-                raise SpecError(found)
+        if isinstance(self.config, MeshConfig) and (found := self.config.uneven(self.mesh, sizes_of(architecture))):
+            raise SpecError(found)
 
-    def refuse_different(self, model: Any) -> None:
-        """Raise EnvironmentProblem, on all ranks, for a model that was not built alike on all of them: copies would
-        drift apart, and pieces would be of several models."""
-        if self.place.size > 1:
-            refuse_different(model.module, self.everyone)
+    def in_copies(self) -> World:
+        """The same ranks for a model that is whole on each of them."""
+        return replace(self, config=DdpConfig(), mesh=Mesh(dp_replicate=self.place.size), groups=None)
+
+    def load(self, make: Callable[[torch.device], M]) -> M:
+        """The model that `make` builds on a device: with its weights on the CPU of the first rank, elsewhere without.
+        See `loading.loaded`."""
+        return loaded(make, self.everyone)
 
     def shard(self, model: Any, decide: Decide) -> None:
-        """Spread a model's weights over tp and dp_shard ranks, in place, before it has an optimizer."""
-        here, fit = self.device.torch_device, self.device.fuse
+        """Spread a loaded model's weights over all ranks' devices, in place, before it has an optimizer. Collective."""
+        device = self.device.torch_device
+        offload = isinstance(self.config, ShardedConfig) and self.config.cpu_offload
+        changed = self.mesh.tp * self.mesh.pp * self.mesh.ep > 1
+        wanted = on_first(self.everyone, model.probed) if changed else None
+        weights = Weights(model.whole, self.everyone, device)
+        kinds = {frozenset(map(type, block.modules())): block for block in reversed(model.blocks())}
+        with weights.lent(model.whole, list(kinds.values())):  # what the device exchanges is tried out there
+            self.device.fuse(model.inner)
+        self._in_pieces(model, decide)
+        absent = [name for name, slot in slots(model.whole) if slot.tensor in model.stage.elsewhere]
+        weights.hand_out(model.whole, torch.device("cpu") if offload else device, absent)
+        model.device = device
+        with torch.no_grad():
+            model.whole.run(lambda: None)  # fully_shard looks at its pieces while all that learns is known to
+        if wanted is not None:
+            self._refuse_another(model, wanted)
+        if self.groups is not None and self.mesh.cp > 1:
+            from runner.parallelism.context import spread
+
+            style = self.config.cp_style if isinstance(self.config, MeshConfig) else None
+            spread(model, self.groups.of["cp"], style=style, slices=self.mesh.tp, decide=decide)
+
+    def _refuse_another(self, model: Any, wanted: Tensor) -> None:
+        """Raise SpecError, on all ranks, for a model that is another one now; wanted: what it once computed."""
+        if self.mesh.pp > 1:
+            from runner.parallelism import stages
+
+            model.stage.settle()
+            stages.refuse_another(model, wanted, self.everyone)
+        else:
+            from runner.parallelism import tensor
+
+            tensor.refuse_another(model, wanted)
+
+    def _in_pieces(self, model: Any, decide: Decide) -> None:
+        """Make of each parameter what this rank holds of it, while there are no numbers."""
         if self.groups is None:
             return
         if self.mesh.tp > 1:
             from runner.parallelism.tensor import cut
 
-            cut(model, self.groups.weights["tp"], device=here, fit=fit, decide=decide)
-            fit = _fitted
-        if not isinstance(self.config, ShardedConfig):
-            return
-        from runner.parallelism.shard import shard
+            cut(model, self.groups.weights["tp"], decide=decide)
+        if self.mesh.ep > 1:
+            from runner.parallelism import experts
 
-        shard(
-            model,
-            self.groups.weights["dp_replicate", "dp_shard"],
-            device=here,
-            fit=fit,
-            reshard=self.config.reshard_after_forward,
-            offload=self.config.cpu_offload,
-            decide=decide,
-        )
+            alone = self.mesh.tp == 1 and not isinstance(self.config, ShardedConfig)
+            experts.spread(model, self.groups.experts["ep"], alone=alone, decide=decide)
+        if isinstance(self.config, MeshConfig) and self.groups.borders is not None:
+            from runner.parallelism.stages import divide
+
+            chunks, device = self.config.pp_chunks, self.device.torch_device
+            divide(model, self.groups.borders, self.groups.of["pp"], chunks=chunks, device=device)
+        if isinstance(self.config, ShardedConfig):
+            from runner.parallelism.shard import shard
+
+            shard(
+                model,
+                self.groups.weights["dp_replicate", "dp_shard"],
+                self.groups.experts if self.mesh.ep > 1 else None,
+                device=self.device.torch_device,
+                reshard=self.config.reshard_after_forward,
+                offload=self.config.cpu_offload,
+                decide=decide,
+            )
+
+    def gradients(self, model: Any) -> Gradients:
+        """What makes one of the gradients that all ranks find of a model that was spread."""
+        experts: Peers = self.copies
+        stages: Peers = ALONE
+        ends: Peers = ALONE
+        if self.groups is not None and self.mesh.ep > 1:
+            experts = self._peers(self.groups.of["expert_copies"])
+        if self.groups is not None and self.mesh.pp > 1:
+            stages, ends = (self._peers(self.groups.of[name]) for name in ("pp", "ends"))
+        return MeshGradients(self.copies, experts, stages, ends, model.stage, self.device.torch_device)
+
+    def _peers(self, group: Any) -> Peers:
+        """Those of a group; none for who is not in it."""
+        assert isinstance(self.config, MeshConfig)
+        member = distributed.get_rank(group) >= 0 if group is not None else False
+        return GroupPeers(group, self.config.timeout_s) if member else ALONE
 
     def whole(self, model: Any) -> AbstractContextManager[Any]:
         """While `model` has whole weights, so that ranks may call it as often as each one needs."""
-        return model.gathered() if self.sharded else nullcontext()
+        return model.gathered() if self.sharded or isinstance(self.config, ZeroConfig) else nullcontext()
 
     def close(self) -> None:
         """End the process groups; every rank is here."""
         if self.place.size > 1:
             distributed.destroy_process_group()
-
-
-def _fitted(module: nn.Module) -> None:
-    """Nothing: the device's own parts are in it."""
 
 
 def build(config: ParallelismConfig, *, device: Device, place: Place) -> World:
@@ -116,13 +172,17 @@ def build(config: ParallelismConfig, *, device: Device, place: Place) -> World:
     Raises SpecError for a mesh that is not of so many processes, EnvironmentProblem where they do not meet.
     """
     mesh = config.mesh(place.size)
-    if not isinstance(config, MeshConfig):
-        return World(config, device, place, mesh, None, ALONE, ALONE, ALONE, ALONE)
-    return World(config, device, place, mesh, *_join(device, place, mesh, config.timeout_s))
+    config.preflight()
+    if not isinstance(config, SeveralConfig):
+        return World(config, device, place, mesh, None, ALONE, ALONE, ALONE, ALONE, ALONE)
+    chunks = config.pp_chunks if isinstance(config, MeshConfig) else 1
+    return World(config, device, place, mesh, *_join(device, place, mesh, chunks, config.timeout_s))
 
 
-def _join(device: Device, place: Place, mesh: Mesh, timeout_s: float) -> tuple[Groups, Peers, Peers, Peers, Peers]:
-    """All groups; the data ranks, the copies, all ranks, and all ranks for another thread."""
+def _join(
+    device: Device, place: Place, mesh: Mesh, chunks: int, timeout_s: float
+) -> tuple[Groups, Peers, Peers, Peers, Peers, Peers]:
+    """All groups, and the peers of a `World` in their order."""
     timeout = timedelta(seconds=timeout_s)
     here = device.torch_device
     try:
@@ -134,19 +194,30 @@ def _join(device: Device, place: Place, mesh: Mesh, timeout_s: float) -> tuple[G
             # lets groups share a communicator; but torch binds the next group to it, too, and gloo knows no NPU
             device_id=here if here.type == "cuda" else None,
         )
-        collecting = distributed.new_group(backend="gloo", timeout=timeout)
-        found = groups.made(mesh, here.type, device.backend, timeout)
+        threads = [distributed.new_group(backend="gloo", timeout=timeout) for _ in ("collecting", "saving")]
+        found = groups.made(mesh, here.type, device.backend, timeout, chunks)
     except (RuntimeError, ValueError) as error:
         raise EnvironmentProblem(
             f"{place} does not meet the others: {(str(error).splitlines() or [''])[0]}\n"
             f"  they meet at {' and '.join(ADDRESS)}, which `run` and torchrun set; parallelism.timeout_s={timeout_s:g}"
         ) from error
-    members = (found.of["data"], found.of["copies"], distributed.group.WORLD, collecting)
-    data, copies, everyone, feed = (GroupPeers(group, timeout_s) for group in members)
+    members = (found.of["copies"], distributed.group.WORLD, *threads)
+    copies, everyone, feed, saving = (GroupPeers(group, timeout_s) for group in members)
+    data = data_peers(found, here, timeout_s)
+    if found.borders is not None:
+        found.borders.warm_up(here)
     for peers in (everyone, data, copies):
         _warm_up(peers, here)
-    feed.gather(place.rank)
-    return found, data, copies, everyone, feed
+    for peers in (feed, saving):
+        peers.gather(place.rank)
+    return found, data, copies, everyone, feed, saving
+
+
+def data_peers(found: Groups, device: torch.device, timeout_s: float) -> Peers:
+    """Those who share out the work."""
+    if found.borders is None:
+        return GroupPeers(found.of["data"], timeout_s)
+    return StagePeers(found.of["data"], GroupPeers(found.of["stages"], timeout_s), timeout_s, device)
 
 
 def _warm_up(peers: Peers, device: torch.device) -> None:

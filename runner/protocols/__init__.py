@@ -24,7 +24,9 @@ from runner.protocols.learning import Role as Role
 from runner.protocols.learning import Sample as Sample
 from runner.protocols.learning import State as State
 from runner.protocols.learning import Terms as Terms
+from runner.protocols.parallel import Gradients as Gradients
 from runner.protocols.parallel import Peers as Peers
+from runner.protocols.parallel import Stage as Stage
 from runner.protocols.running import Callback as Callback
 from runner.protocols.running import StepEnd as StepEnd
 from runner.protocols.running import Tracker as Tracker

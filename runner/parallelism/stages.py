@@ -1,0 +1,331 @@
+"""A model whose layers lie in runs on several ranks, through which micro-batches pass (pipeline parallelism).
+
+    stage 0   ids ──embedding──▶ layers 0 … k ──hidden──▶
+    stage 1                                    ──hidden──▶ layers k+1 … n ──norm, heads──▶ loss
+                                               ◀─gradient─
+
+A stage has the whole structure of the model under all of its names. Parameters of other stages stay on `meta`; where
+their layers were, hidden states come in or go out, and autograd carries what passes as it carries everything: the
+backward pass of what was handed on waits for its gradient. What is handed on has an empty tensor as its result, at
+which this rank's backward pass begins. So a schedule is an order of passes (`runner.turns`), and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, distributed, nn
+
+from runner import shards, turns
+from runner.errors import Problem, RunnerError, SpecError
+from runner.parallelism.borders import Border, Borders
+from runner.parallelism.weights import Slot, slots
+from runner.place import tells_of_loss
+from runner.protocols import Peers
+from runner.turns import Turn
+
+T = TypeVar("T")
+Forward = Callable[..., Any]
+
+
+class Divisible(Protocol):
+    """What is needed of a model: the module around all, the transformers model in it, and its layers."""
+
+    whole: Any
+    inner: Any
+    stage: Any
+
+    def blocks(self) -> list[nn.Module]: ...
+
+    # hidden states of a handful of tokens, and whether they are still these
+    def probed(self) -> Tensor: ...
+
+    def computes(self, wanted: Tensor) -> bool: ...
+
+
+class _Received(torch.autograd.Function):
+    """Hidden states from the stage before, which their gradient goes back to."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, border: Border, blank: Tensor) -> Tensor:
+        ctx.border = border
+        return border.hidden.receive(blank.shape, blank.dtype, blank.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.border.gradients.send(grad)
+        return None, None, None
+
+
+class _Sent(torch.autograd.Function):
+    """Nothing, [0]; hidden states have gone to the stage after this one, from which their gradient comes."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, border: Border, hidden: Tensor) -> Tensor:
+        ctx.border, ctx.like = border, (hidden.shape, hidden.dtype, hidden.device)
+        border.hidden.send(hidden)
+        return hidden.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, ctx.border.gradients.receive(*ctx.like)
+
+
+class HandedOn(Exception):
+    """Leaves a forward pass whose other layers are on other ranks; token: what its backward pass begins at."""
+
+    def __init__(self, token: Tensor) -> None:
+        super().__init__()
+        self.token = token
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """The stage that has a tensor, of those in `group`; device: where others keep what they get of it."""
+
+    group: Any
+    stage: int
+    device: torch.device
+
+    def shared(self, tensor: Tensor, joined: Callable[[], Tensor]) -> Tensor:
+        """See `runner.shards.Home`. Collective."""
+        if distributed.get_rank(self.group) == self.stage:
+            full = joined().contiguous()
+        else:
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        distributed.broadcast(full, group=self.group, group_src=self.stage)
+        return full
+
+
+class Elsewhere:
+    """What stands for a layer of another stage, or of a run of layers that has no turn now."""
+
+    def __init__(self, layer: nn.Module, work: Callable[[Tensor], Tensor]) -> None:
+        self._layer, self._work = layer, work
+
+    def __call__(self, *inputs: Any, **keywords: Any) -> Tensor:
+        """What becomes of the hidden states, which come first or by name."""
+        return self._work(inputs[0] if inputs else keywords["hidden_states"])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+class Layers(nn.ModuleList):
+    """The layers of a model, of which a pass is shown those of its stage, and `Elsewhere` for the others."""
+
+    def __init__(self, layers: Sequence[nn.Module], stage: Staged) -> None:
+        super().__init__(layers)
+        self._stage = stage
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._shown())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._shown()[index] if isinstance(index, slice) else super().__getitem__(index)
+
+    def _shown(self) -> list[Any]:
+        layers = [layer for layer in self._modules.values() if layer is not None]
+        return self._stage.shown(layers) if self._stage.passing else layers
+
+
+class Staged:
+    """The stage of a model that lies on several: see `runner.protocols.Stage`.
+
+    undone: while the whole model is on every rank; passing: while a forward pass is in this stage
+    """
+
+    def __init__(self, model: Divisible, borders: Borders, group: Any, chunks: int, device: torch.device) -> None:
+        """group: the stages; model: on `meta`, whose parameters elsewhere will stay there."""
+        self.stages, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
+        self.undone = self.passing = False
+        self._group, self._chunks, self._borders, self._device = group, chunks, borders, device
+        self._chunk = 0
+        parent, name, layers = _layers(model)
+        self._runs = runs(len(layers), self.stages * chunks)
+        homes = {id(layer): self._home(place) for place, layer in enumerate(layers)}
+        parent._modules[name] = Layers(layers, self)
+        self._width: int = model.inner.config.get_text_config().hidden_size
+        self._dtype = next(model.inner.get_input_embeddings().parameters()).dtype
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._tensors = self._homes(model, homes)
+        absent = {slot.tensor for holders, places in self._tensors if self.rank not in holders for slot in places}
+        away = {layer for layer in layers if homes[id(layer)] != self.rank}
+        self.elsewhere: frozenset[Any] = frozenset(absent | away)
+
+    def _home(self, place: int) -> int:
+        """The stage that has a layer."""
+        return next(at for at, run in enumerate(self._runs) if place in run) % self.stages
+
+    def _homes(self, model: Divisible, homes: dict[int, int]) -> list[tuple[tuple[int, ...], list[Slot]]]:
+        """Of each parameter the stages that have it, in order, and where in the module it is."""
+        of = {id(p): homes[id(layer)] for layer in model.blocks() for p in layer.parameters()}
+        embedding = {id(p) for p in model.inner.get_input_embeddings().parameters()}
+        head = model.inner.get_output_embeddings()
+        shared = embedding & {id(p) for p in ([] if head is None else head.parameters())}
+        found: dict[int, list[Slot]] = {}
+        for _, slot in slots(model.whole):
+            if isinstance(slot.tensor, nn.Parameter):
+                found.setdefault(id(slot.tensor), []).append(slot)
+        last = self.stages - 1
+        return [
+            ((0, last) if key in shared else (of.get(key, 0 if key in embedding else last),), places)
+            for key, places in found.items()
+        ]
+
+    @property
+    def depth(self) -> int:
+        """See `Stage`."""
+        return self._chunk * self.stages + self.rank
+
+    @property
+    def ends(self) -> bool:
+        """See `Stage`."""
+        return self.undone or self.depth == len(self._runs) - 1
+
+    def turns(self, count: int) -> Sequence[Turn]:
+        """See `Stage`."""
+        return turns.pipelined(self.rank, self.stages, self._chunks, count)
+
+    def flow(self, count: int) -> Sequence[Turn]:
+        """See `Stage`."""
+        return turns.forwards(self.stages, self._chunks, count)
+
+    def enter(self, turn: Turn) -> None:
+        """See `Stage`."""
+        self._chunk = turn.chunk
+
+    def passed(self, run: Callable[[Forward], T], forward: Forward) -> T | Tensor:
+        """See `Stage`: an empty tensor where hidden states were handed on."""
+        if self.undone:
+            return run(forward)
+        self.passing = True
+        try:
+            return run(partial(self._from_hidden, forward) if self.depth else forward)
+        except HandedOn as end:
+            return end.token
+        finally:
+            self.passing = False
+
+    def _from_hidden(self, forward: Forward, input_ids: Tensor, **keywords: Any) -> Any:
+        """A forward pass that gets its hidden states on the way: before, there is only their shape."""
+        nothing = torch.zeros((), dtype=self._dtype, device=self._device)
+        return forward(inputs_embeds=nothing.expand(*input_ids.shape, self._width), **keywords)
+
+    def shown(self, layers: Sequence[nn.Module]) -> list[Any]:
+        """The layers as the pass in this run of layers meets them."""
+        own, found = self._runs[self.depth], list[Any]()
+        for place, layer in enumerate(layers):
+            work = {own.start - 1: self._receive, own.stop: self._send}.get(place, _as_it_is)
+            found.append(layer if place in own else Elsewhere(layer, work))
+        return found
+
+    def _receive(self, blank: Tensor) -> Tensor:
+        made: Tensor = _Received.apply(self._anchor, self._borders.before, blank)
+        return made
+
+    def _send(self, hidden: Tensor) -> Tensor:
+        if hidden.dtype != self._dtype or hidden.shape[-1] != self._width:
+            text = f"{hidden.dtype} [… {hidden.shape[-1]}] between layers, {self._dtype} [… {self._width}] before them"
+            raise RunnerError(f"hidden states are {text}: such a model cannot be divided; type parallelism.pp=1")
+        raise HandedOn(_Sent.apply(self._anchor, self._borders.after, hidden))
+
+    def tied(self) -> list[Tensor]:
+        """What the first and the last stage both have, if this is one of them."""
+        return [places[0].tensor for holders, places in self._tensors if len(holders) > 1 and self.rank in holders]
+
+    def settle(self) -> None:
+        """Let `shards.whole` find all parameters from now on: they have their numbers, and will stay these objects."""
+        for holders, places in self._tensors:
+            shards.at_home(places[0].tensor, Home(self._group, holders[0], self._device))
+
+    @contextmanager
+    def whole(self, inside: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """The whole model on every rank for as long as the block lasts; inside: joins what this stage has, if that is
+        cut. Collective on entering."""
+        kept: list[tuple[Slot, Tensor]] = []
+        with inside():
+            self.undone = True
+            try:
+                for (first, *_), places in self._tensors:
+                    kept += self._shared(first, places)
+                yield
+            finally:
+                self.undone = False
+                for slot, tensor in kept:
+                    slot.put(tensor)
+
+    def _shared(self, home: int, places: list[Slot]) -> list[tuple[Slot, Tensor]]:
+        """Put what another stage has where it belongs; returns what was there."""
+        own = places[0].tensor
+        full = Home(self._group, home, self._device).shared(own, own.detach)
+        if home == self.rank:
+            return []
+        kept = [(slot, slot.tensor) for slot in places]
+        made = nn.Parameter(full, requires_grad=own.requires_grad)
+        for slot in places:
+            slot.put(made)
+        return kept
+
+
+def _as_it_is(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def runs(layers: int, count: int) -> list[range]:
+    """`count` runs of layers whose lengths differ by at most one, longer ones first."""
+    sizes = [layers // count + (at < layers % count) for at in range(count)]
+    return [range(first, end) for first, end in pairwise(accumulate(sizes, initial=0))]
+
+
+def _layers(model: Divisible) -> tuple[nn.Module, str, list[nn.Module]]:
+    """The list of a model's layers, and where it is. Raises SpecError for a model without exactly one, and for one that
+    has more before it than an embedding."""
+    blocks, kind = model.blocks(), type(model.inner).__name__
+    embedding = set(model.inner.get_input_embeddings().modules())
+    for part in model.inner.modules():
+        before: list[str] = []
+        for name, child in part.named_children():
+            if isinstance(child, nn.ModuleList) and blocks and list(child) == blocks:
+                if before:
+                    raise _refused(f"{kind} has {before[0]} before its layers, beside the embedding")
+                return part, name, blocks
+            if child not in embedding and any(True for _ in child.parameters()):
+                before.append(name)
+    raise _refused(f"{kind} does not have its layers in one list")
+
+
+def _refused(why: str) -> SpecError:
+    return SpecError([Problem("parallelism.pp", f"{why}; type parallelism.pp=1, with parallelism=fsdp or tp")])
+
+
+def divide(model: Divisible, borders: Borders, group: Any, *, chunks: int, device: torch.device) -> None:
+    """Make of `model`, on the meta device (see `weights`), the stage that this rank of `group` has.
+
+    `refuse_another` follows, when the stages have their numbers. Raises SpecError, on all ranks, for a model that does
+    not name its layers.
+    """
+    model.stage = stage = Staged(model, borders, group, chunks, device)
+    model.whole.joined = partial(stage.whole, model.whole.joined)
+
+
+def refuse_another(model: Divisible, wanted: Tensor, everyone: Peers) -> None:
+    """Raise SpecError, on all ranks, for a model that is another one in stages; wanted: what it once computed."""
+    name, stage = type(model.inner).__name__, model.stage
+    for turn in stage.flow(1):
+        stage.enter(turn)
+        try:
+            alike = model.computes(wanted) if stage.ends else model.probed() is not None
+        except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            if tells_of_loss(str(error)):
+                raise
+            said = (str(error).splitlines() or [""])[0]
+            raise _refused(f"{name} cannot compute in stages ({said})") from error
+    if not all(everyone.gather(alike)):
+        raise _refused(f"{name} computes something else in stages")
