@@ -1,0 +1,126 @@
+"""What a decoder layer keeps for its backward pass, and what it computes a second time (activation checkpointing).
+
+    full        what goes into the layer                             (Chen et al., 1604.06174)
+    every n-th  the same in layers 0, n, 2n, …; the others keep everything
+    selective   that, what attention gives and every second matrix product  (Korthikanti et al., 2205.05198, section 5,
+                keep all but attention; attention's kernels keep no scores, so that it is attention that is dear here)
+
+Legend: k inner size of a matrix product, n columns of what it gives. transformers runs its layers through the function
+that is set here, in training mode. Dropout draws the same numbers in both passes, so that no gradient is another.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from runner.protocols import Decide
+
+OPTION = "model.gradient_checkpointing"
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+NARROW = 16  # times: adapters and routers are this much narrower on one side, and quickly made again
+DRAWS = {"dropout_p": 0.0, "p_dropout": 0.0, "keep_prob": 1.0}  # an operator's arguments, and where it draws nothing
+Way = bool | int | str  # of model.gradient_checkpointing
+
+
+def recompute(inner: Any, way: Way, *, offload: bool, decide: Decide) -> None:
+    """Let the layers of the transformers model `inner` keep less from now on.
+
+    way: true = all layers in full, n = every n-th, "selective"; offload: what is kept of a layer's input waits on the
+    host, which with `selective` is not all there is. `decide` hears of a model that cannot do so.
+    """
+    if not inner.supports_gradient_checkpointing:
+        decide(OPTION, _called(way), "false", f"{type(inner).__name__} does not support it")
+        return
+    # the older name, until transformers 5.5 is no longer supported
+    enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    layers = [part for part in inner.modules() if isinstance(part, GradientCheckpointingLayer)]
+    if not layers and (offload or way is not True):
+        decide(OPTION, _called(way), "true", f"{type(inner).__name__} does not show its layers")
+    run: Any = partial(checkpoint, use_reentrant=False)
+    if way == "selective":
+        run = partial(run, context_fn=_selected)
+    if offload:
+        run = partial(_offloaded, run)
+    every = way if isinstance(way, int) else 1  # true is 1
+    for place, layer in enumerate(layers):
+        layer._gradient_checkpointing_func = run
+        layer.gradient_checkpointing = place % every == 0
+
+
+def _called(way: Way) -> str:
+    return str(way).lower()
+
+
+def _offloaded(run: Callable[..., Any], layer: Callable[..., Any], *inputs: Any) -> Any:
+    """`run(layer, *inputs)`, which saves the inputs, with these on the host until the backward pass."""
+    kind = next(one for one in inputs if isinstance(one, Tensor)).device.type
+    with _on_host(kind):
+        return run(layer, *inputs)
+
+
+def _on_host(kind: str) -> AbstractContextManager[Any]:
+    if kind == "meta":  # where nothing can be copied from: it only is no longer there
+        return saved_tensors_hooks(lambda tensor: (tensor.shape, tensor.dtype), lambda kept: _empty(*kept))
+    return save_on_cpu(pin_memory=kind != "cpu", device_type=kind)
+
+
+def _empty(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _selected() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Around the first and around the second pass of a layer."""
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(Selection())
+    return contexts
+
+
+class Selection:
+    """Which results of one layer's operators are kept.
+
+    Of the matrix products the second, fourth, …: the first of a layer are cheap to make again from its input, and the
+    last one, the seventh of a Llama, is read by no backward pass. torchtitan keeps the others of them.
+    """
+
+    def __init__(self) -> None:
+        self._products = Counter[bool]()  # counted by pass; torch 2.13 asks in the first one only
+
+    def __call__(
+        self, context: SelectiveCheckpointContext, operator: Any, *arguments: Any, **named: Any
+    ) -> CheckpointPolicy:
+        """See `create_selective_checkpoint_contexts`."""
+        keep = _attends(operator, arguments, named)
+        if operator in PRODUCTS and _wide(arguments[-1]):
+            self._products[context.is_recompute] += 1
+            keep = self._products[context.is_recompute] % 2 == 0
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _wide(weight: Tensor) -> bool:
+    k, n = weight.shape
+    return max(k, n) < NARROW * min(k, n)
+
+
+def _attends(operator: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Whether it is a kernel of attention that may be left out of the second pass: one that draws random numbers has to
+    run again, or what draws after it would get others."""
+    if "attention" not in (name := str(operator)) and "attn" not in name:
+        return False
+    names = [one.name for one in operator._schema.arguments]
+    given = dict(zip(names, arguments, strict=False)) | named
+    return all(given.get(name, nothing) == nothing for name, nothing in DRAWS.items())
