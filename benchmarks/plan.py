@@ -1,6 +1,6 @@
 """What `run plan` says against what an allocator counts: the simulated NPU's, in real steps of the same job.
 
-    python benchmarks/plan.py            every case, one after the other; exit code 1 if one is outside the limits
+    python benchmarks/plan.py [CASE …]   these cases, or every one, one after the other; exit code 1 if one is outside
 
 Two limits: the counted peak is within 15 % of the planned tensors, and below the upper end of the band. The simulated
 kernels need memory of their own inside an operator, as real ones do; the allocator counts it, the plan does not.
@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -32,36 +33,50 @@ SMALL = (
     "tracker=none",
 )
 QUIET = ("checkpoint.every=0", "checkpoint.export=false", "evaluation.every=0", "checkpoint.best=null")
+TWO = ("launch.devices=2", "device.cards=2")
+EXPERTS = ("model=tiny_moe", "model.intermediate_size=192")
 CASES = {
     "full": (),
     "full, recomputing": ("model.gradient_checkpointing=true",),
+    "full, every other layer": ("model.gradient_checkpointing=2",),
+    "full, selective": ("model.gradient_checkpointing=selective",),
+    "full, offloading": ("model.gradient_checkpointing=true", "model.activation_offloading=true"),
     "full, no fused operators": ("device.fused=[]",),
     "LoRA": ("adapter=lora",),
     "LoRA, recomputing": ("adapter=lora", "model.gradient_checkpointing=true"),
-    "full, sharded over 2": ("parallelism=fsdp", "launch.devices=2", "device.cards=2"),
-    "LoRA, sharded over 2": ("adapter=lora", "parallelism=fsdp", "launch.devices=2", "device.cards=2"),
+    "full, sharded over 2": ("parallelism=fsdp", *TWO),
+    "LoRA, sharded over 2": ("adapter=lora", "parallelism=fsdp", *TWO),
+    "full, in slices over 2": ("parallelism=tp", *TWO),
+    "full, rows over 2": ("parallelism=cp", *TWO),
+    "full, rows over 2, ring": ("parallelism=cp", "parallelism.cp_style=ring", *TWO),
+    "full, stages over 2": ("parallelism=pp", *TWO),
+    "full, 2 runs in each of 2 stages": ("parallelism=pp", "parallelism.pp_chunks=2", *TWO),
+    "full, recomputing, stages over 2": ("parallelism=pp", "model.gradient_checkpointing=true", *TWO),
+    "experts": EXPERTS,
+    "experts over 2": (*EXPERTS, "parallelism=ep", *TWO),
 }
 
 
-def main() -> int:
-    """Compare; returns the exit code."""
+def main(names: Sequence[str] = ()) -> int:
+    """Compare the cases of these names, or all; returns the exit code."""
+    cases = {name: words for name, words in CASES.items() if not names or name in names}
     with TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.jsonl"  # plain text: every token is learnt, as a plan takes it
         rows.write_text("".join(json.dumps({"text": f"{n:5d} " * 20}) + "\n" for n in range(1024)))
-        return compare(f"data.path={rows}")
+        return compare(f"data.path={rows}", cases)
 
 
-def compare(data: str) -> int:
+def compare(data: str, cases: Mapping[str, Sequence[str]]) -> int:
     """Print a line for each case on these rows; returns the exit code."""
-    print(f"{'case':28s}{'counted':>12s}{'planned':>12s}{'ratio':>8s}   MiB a rank")
+    print(f"{'case':36s}{'counted':>12s}{'planned':>12s}{'ratio':>8s}   MiB a rank")
     outside = 0
-    for name, words in CASES.items():
+    for name, words in cases.items():
         counted, plan = peak((data, *words)), planned((data, *words))
         ratio = plan["peak_bytes"] / counted
         inside = abs(ratio - 1) <= LIMIT and counted <= plan["band_bytes"][1]
         outside += not inside
         figures = f"{counted / 2**20:12.1f}{plan['peak_bytes'] / 2**20:12.1f}{ratio:8.2f}"
-        print(f"{name:28s}{figures}{'' if inside else '   outside'}", flush=True)
+        print(f"{name:36s}{figures}{'' if inside else '   outside'}", flush=True)
     return int(bool(outside))
 
 
@@ -92,4 +107,4 @@ def run(*words: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from runner.batch import Batch, Places, cuts, join, places, unit_spans
-from runner.protocols import Outputs, Peers
+from runner.protocols import Outputs, Peers, Stage
 from runner.sharing import balanced
+from runner.turns import UNDIVIDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +46,13 @@ class Share:
     def gathered(self, peers: Peers, outputs: Outputs) -> dict[str, Tensor]:
         """What all ranks computed, [T] or [N], of what each did on its own units end to end."""
         found = peers.gather_tensors(outputs)
-        joined = {name: torch.cat([one[name] for one in found]) for name in outputs}
+        joined = {name: torch.cat([one[name] for one in found]) for name in found[0]}
         return {name: values[self._places(len(values)).to(values.device)] for name, values in joined.items()}
 
     def _places(self, size: int) -> Tensor:
         """Where in the ranks' outputs, laid end to end, each token's or row's value stands."""
+        if not size:  # of a stage that hands all on to another
+            return torch.arange(0)
         per_token = size == sum(last - first for *_, first, last in self.order)
         spans = [span[2:] if per_token else span[:2] for span in self.order]
         return torch.argsort(torch.cat([torch.arange(*span) for span in spans]))
@@ -72,11 +75,25 @@ def deal(batch: Batch, budget: int, peers: Peers, *, padded: bool) -> Share:
 
 
 def spread(
-    batch: Batch, run: Callable[[Batch], Mapping[str, Tensor]], budget: int, peers: Peers, *, padded: bool
+    batch: Batch,
+    run: Callable[[Batch], Mapping[str, Tensor]],
+    budget: int,
+    peers: Peers,
+    *,
+    padded: bool,
+    stage: Stage = UNDIVIDED,
 ) -> dict[str, Tensor]:
-    """What `run` makes of micro-batches, [T] or [N], of the whole batch on every rank."""
+    """What `run` makes of micro-batches, [T] or [N], of the whole batch on every rank.
+
+    stage: which of the model's layers are here; only where they end does `run` make anything
+    """
     share = deal(batch, budget, peers, padded=padded)
-    return share.gathered(peers, joined([own_part(run(micro), own) for micro, own in share]))
+    micros, found = list(share), dict[int, Mapping[str, Tensor]]()
+    for turn in stage.flow(len(micros)):
+        stage.enter(turn)
+        micro, own = micros[turn.micro]
+        found[turn.micro] = own_part(run(micro), own)  # the last run of layers has the last word
+    return share.gathered(peers, joined([found[at] for at in range(len(micros))]))
 
 
 def own_part(outputs: Mapping[str, Tensor], own: bool) -> Mapping[str, Tensor]:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from runner.batch import Batch
 from runner.learner import score
-from runner.protocols import Outputs, Peers
+from runner.protocols import Outputs, Peers, Stage
 from runner.sharing import ALONE
+from runner.turns import UNDIVIDED
 
 
 class FrozenModel:
@@ -26,9 +27,11 @@ class FrozenModel:
         device: torch.device,
         during: Callable[[], AbstractContextManager[Any]] = nullcontext,
         peers: Peers = ALONE,
+        stage: Stage = UNDIVIDED,
     ) -> None:
+        """stage: which of the model's layers are here."""
         self._model, self._budget, self._device, self._during = model, budget, device, during
-        self._peers = peers
+        self._peers, self._stage = peers, stage
 
     @property
     def origin(self) -> Mapping[str, str]:
@@ -53,4 +56,5 @@ class FrozenModel:
 
     def _scored(self, batch: Batch, needs: frozenset[str], peers: Peers) -> Outputs:
         with self._during():
-            return score(self._model, batch, needs, budget=self._budget, device=self._device, peers=peers)
+            options: dict[str, Any] = {"peers": peers, "stage": self._stage}
+            return score(self._model, batch, needs, budget=self._budget, device=self._device, **options)

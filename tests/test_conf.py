@@ -47,6 +47,9 @@ def beside(group: str, name: str) -> list[str]:
         chosen |= {"algorithm": "grpo", "sampler": "torch", "reward": reward}
     if group == "parallelism" and name != "single":
         chosen["launch.devices"] = "4"
+        chosen["model"] = "tiny_moe" if name == "ep" else "tiny"
+    if group == "launch" and name != "local":
+        chosen["parallelism"] = "ddp"
     return [f"{g}={n}" for g, n in chosen.items() if g != group]
 
 

@@ -88,23 +88,34 @@ class Kill(NoOp):
             os.kill(os.getpid(), self.number)
 
 
+def saving(saved: list[int], started: list[int], every: int) -> Saving:
+    """A callback that saves nothing but the numbers of the steps at which it would."""
+    return Saving(
+        lambda step, values: saved.append(step),
+        lambda step, values: started.append(step),
+        lambda: None,
+        every=every,
+    )
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_run_after_a_step_that_was_saved(number: int, code: int) -> None:
     previous = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    stop, saved = StopSignal(), []
+    stop, saved, started = StopSignal(), list[int](), list[int]()
     stop.install()
     try:
         with pytest.raises(Interrupted) as caught:
-            run(job([Kill(number), Saving(lambda step, values: saved.append(step), every=0)], stop=stop), 0)
+            run(job([Kill(number), saving(saved, started, every=1)], stop=stop), 0)
     finally:
         for known, handler in previous.items():
             signal.signal(known, handler)
     assert caught.value.exit_code == code
     assert saved, "a checkpoint must have been written before the run ended"
+    assert len(saved) == 1 and started == list(range(1, saved[0])), "the last one is waited for"
     assert saved[-1] >= 2 and f"after step {saved[-1]} of 6" in str(caught.value)
 
 
 def test_saving_every_few_steps_and_at_the_end() -> None:
-    saved: list[int] = []
-    run(job([Saving(lambda step, values: saved.append(step), every=4)], steps=6), 0)
-    assert saved == [4, 6]
+    saved, started = list[int](), list[int]()
+    run(job([saving(saved, started, every=2)], steps=6), 0)
+    assert (started, saved) == ([2, 4], [6])

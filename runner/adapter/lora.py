@@ -49,6 +49,8 @@ def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():  # peft draws on the CPU
             # peft asks transformers under an older name; nothing a user could do about
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            # ranks that peft itself sets for experts, whose gate and up are one tensor, and takes
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
             torch.manual_seed(derive(model.seed, "adapter"))
             module: Any = peft.get_peft_model(model.inner, settings)
     except ValueError as error:

@@ -67,7 +67,8 @@ def own_card(kind: Kind, count: int) -> torch.device:
     place = Place.of(os.environ)
     if place.local_size > count:
         many = f"{place.local_size} processes on this machine want a card each"
-        advice = f"type launch.devices={count}, or let {kind.visible} list more"
+        fewer = "launch.devices=1 parallelism=single" if count == 1 else f"launch.devices={count}"
+        advice = f"type {fewer}, or let {kind.visible} list more"
         raise EnvironmentProblem(f"device={kind.name}: {many}, and the driver shows {count}\n  {advice}")
     with starting(kind.name):
         torch.accelerator.set_device_index(place.local_rank)

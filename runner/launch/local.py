@@ -60,6 +60,7 @@ def ready(spec: JobSpec) -> JobSpec:
     check_model(spec)
     spec.data.preflight(spec.algorithm.items)
     spec.reward.preflight()
+    spec.parallelism.preflight()
     return with_other_models(with_first_weights(spec))
 
 

@@ -3,7 +3,8 @@
 outputs/stages/<recipe>/<key>/      a run's folder; <key>.lock beside it is held by the job that runs it
 
 The key is that of the resolved spec, of the stages that it needs itself, of the files that it names, and of the code:
-equal keys are the same run, so that it is done once for all jobs of a sweep, and for every later start.
+equal keys are the same run, so that it is done once for all jobs of a sweep, and for every later start. On how many
+devices it is made, and how it is spread over them, is no part of it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ STAGE = "RUNNER_STAGE"  # set in the environment of a recipe that is run first
 STAGES = OUTPUTS / "stages"
 RECIPE = "recipe:"
 HOW_IT_IS_WATCHED = ("name", "tracker", "watch", "strict")  # what changes nothing of the result
+LAYOUT = ("launch", "parallelism")  # nor does this, up to the order of summation
 KEY_CHARACTERS = 16
 
 
@@ -64,6 +66,26 @@ def words_of(recipe: str, spec: Mapping[str, Any], *, own_model: bool) -> list[s
     return words
 
 
+def layout_of(words: Sequence[str], spec: Mapping[str, Any]) -> tuple[list[str], str]:
+    """What is typed for the layout of the stage that these words describe, and, where it cannot have the job's
+    (`spec`, plain data), why it runs as one process.
+
+    Of a job on several machines the stage has the one that the job was typed first on.
+    """
+    wanted = _layout(spec["launch"], spec["parallelism"])
+    try:
+        _resolved([*words, *wanted])
+    except StageFailed as error:
+        return _layout({**spec["launch"], "devices": 1}, {"name": "single"}), str(error)
+    return wanted, ""
+
+
+def _layout(launch: Mapping[str, Any], parallelism: Mapping[str, Any]) -> list[str]:
+    here = {**launch, "nodes": 1, "node": None, "address": None}
+    said = (("launch", here), ("parallelism", parallelism))
+    return [word for group, values in said for word in (f"{group}={values['name']}", *_options(group, values))]
+
+
 def _options(group: str, values: Mapping[str, Any]) -> list[str]:
     """A component's options as overrides."""
     flow = {k: yaml.safe_dump(v, default_flow_style=True, width=10**6) for k, v in values.items() if k != "name"}
@@ -83,7 +105,7 @@ def key_of(words: Sequence[str]) -> str:
         for key, value in leaves(spec)
         if isinstance(value, str) and value.startswith(RECIPE)
     }
-    counted = {key: value for key, value in spec.items() if key not in HOW_IT_IS_WATCHED}
+    counted = {key: value for key, value in spec.items() if key not in (*HOW_IT_IS_WATCHED, *LAYOUT)}
     files = {key: found for key, value in leaves(counted) if (found := list(_files(key, value)))}
     versions = {name: version(name) for name in LIBRARIES}
     whole = {"spec": counted, "stages": inner, "files": files, "code": _code(), "versions": versions}

@@ -20,7 +20,7 @@ from runner.errors import EnvironmentProblem, Interrupted, Problem, SpecError, S
 from runner.folder import RunFolder, shown
 from runner.launch.child import bound
 from runner.launch.preflight import is_hub_id
-from runner.launch.stage import RECIPE, StageFailed, environment, folder_of, go_on, words_of
+from runner.launch.stage import RECIPE, StageFailed, environment, folder_of, go_on, layout_of, words_of
 from runner.spec.job import JobSpec
 
 TRUSTED = "model.trust_remote_code=true"  # what no spec.yaml may say for the user
@@ -101,17 +101,33 @@ def _run_first(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> Path
                 file=sys.stderr,
             )
             return folder.root
-        _run(folder, recipe, key, words, lock, own_model=own_model)
+        layout = _layout_of(recipe, key, words, spec)
+        _run(folder, recipe, key, words, layout, lock, own_model=own_model)
     return folder.root
 
 
-def _run(folder: RunFolder, recipe: str, key: str, words: Sequence[str], lock: int, *, own_model: bool) -> None:
+def _layout_of(recipe: str, key: str, words: Sequence[str], spec: JobSpec) -> list[str]:
+    """The words of the stage's layout: the job's, or, said so, one process."""
+    layout, why_not = layout_of(words, spec.model_dump(mode="json"))
+    said = f"{key}: +recipe={recipe} runs"
+    if why_not:
+        print(f"{said} as one process, as this job's layout is not for it:\n{why_not}", file=sys.stderr)
+    elif spec.launch.nodes > 1:
+        wait = "the others wait for it, parallelism.timeout_s at most"
+        print(f"{said} on this machine's devices; {wait}", file=sys.stderr)
+    return layout
+
+
+def _run(
+    folder: RunFolder, recipe: str, key: str, words: Sequence[str], layout: Sequence[str], lock: int, *, own_model: bool
+) -> None:
     what = "its own model" if own_model else "this job's model"
     begun = folder.spec.is_file()
     verb = "going on with" if begun else "running"
     print(f"{key}: {verb} +recipe={recipe} first, on {what} ({shown(folder.root)})", file=sys.stderr, flush=True)
     trust = [word for word in words if word == TRUSTED]
     typed = ["resume", str(folder.root), *trust] if begun else [*words, "--folder", str(folder.root)]
+    typed += layout
     command = bound([sys.executable, "-P", "-m", "runner", *typed])
     process = subprocess.Popen(command, env=environment(), pass_fds=(lock,))  # held until the stage has saved, too
     try:

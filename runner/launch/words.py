@@ -22,8 +22,8 @@ FIRST_WORDS = 4  # of a plain text, as a prompt to go on from
 
 def title(spec: JobSpec, model: Any) -> dict[str, str]:
     """The facts of a run's first line: what learns, how many numbers of it, and where."""
-    everything = sum(p.numel() for p in model.module.parameters())
-    learnt = sum(p.numel() for p in model.trainable().values())
+    everything = sum(_numbers(p) for p in model.module.parameters())
+    learnt = sum(_numbers(p) for p in model.trainable().values())
     share = "all" if learnt >= everything else rate(learnt)
     return {
         "name": spec.name,
@@ -33,6 +33,11 @@ def title(spec: JobSpec, model: Any) -> dict[str, str]:
         "device": spec.device.name,
         "seed": str(spec.seed),
     }
+
+
+def _numbers(parameter: Any) -> int:
+    """How many numbers a parameter has; DeepSpeed says so of one that lies in pieces."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _first_weights(spec: JobSpec) -> str:

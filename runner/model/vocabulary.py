@@ -110,4 +110,6 @@ def of(head: nn.Module) -> tuple[Tensor, Vocabulary]:
     if not isinstance(weight, DTensor):
         return weight, ALL
     rows, mesh = span(weight)[0], weight.device_mesh
+    if rows == slice(0, len(weight)):
+        return weight.to_local(), ALL
     return weight.to_local(), Run(mesh.get_group(), mesh.size(), rows.start, rows.stop)

@@ -35,8 +35,8 @@ class Whole(nn.Module):
 
     @property
     def sharded(self) -> bool:
-        """Whether each rank holds a piece of it only."""
-        return any(isinstance(parameter, DTensor) for parameter in self.parameters())
+        """Whether each rank holds a part of it only."""
+        return any(isinstance(parameter, DTensor) or parameter.is_meta for parameter in self.parameters())
 
     def forward(self, work: Callable[[], T]) -> T:
         """What `work` gives."""

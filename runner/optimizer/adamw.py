@@ -20,7 +20,7 @@ FUSED_DEVICES = frozenset({"cpu", "cuda", "npu"})
 
 def build(config: AdamWConfig, *, parameters: Mapping[str, nn.Parameter], decide: Decide) -> torch.optim.Optimizer:
     """The optimizer over `parameters` (name → parameter)."""
-    kinds = {p.device.type for p in parameters.values()}
+    kinds = {p.device.type for p in parameters.values() if not p.is_meta}
     fused = config.fused and kinds <= FUSED_DEVICES
     if config.fused and not fused:
         decide("optimizer", "fused AdamW", "foreach AdamW", f"torch has no fused kernel for {', '.join(sorted(kinds))}")

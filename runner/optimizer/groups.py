@@ -9,8 +9,11 @@ from torch import nn
 
 
 def decay_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices (and higher) are decayed, vectors (biases, norms) are not; the order of names is kept."""
+    """Matrices (and higher) are decayed, vectors (biases, norms) are not; the order of names is kept.
+
+    Parameters on `meta`, which other ranks have, are left out; the groups are as many as if they were there.
+    """
     matrices = [p for p in parameters.values() if p.ndim >= 2]
     vectors = [p for p in parameters.values() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    groups = [(group, decay) for group, decay in ((matrices, weight_decay), (vectors, 0.0)) if group]
+    return [{"params": [p for p in group if not p.is_meta], "weight_decay": decay} for group, decay in groups]

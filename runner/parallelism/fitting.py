@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import gcd, prod
+from typing import Any
 
 from runner.errors import Problem, SpecError
 from runner.parallelism.mesh import Mesh
@@ -14,6 +15,20 @@ from runner.parallelism.mesh import Mesh
 Sizes = Mapping[str, tuple[str, int]]  # heads, kv_heads, features, layers, experts → what says it, and how many
 SLICED = ("heads", "kv_heads", "features")  # what slices of a layer divide
 PROPOSALS = 6  # at most, so that a line can be read
+NAMES = {  # transformers' own, of what is divided
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "features": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "experts": "num_experts",
+}
+
+
+def sizes_of(architecture: Any) -> Sizes:
+    """What a transformers config says of these, as far as it does."""
+    text = architecture.get_text_config()
+    named = {kind: (name, getattr(text, name, None)) for kind, name in NAMES.items()}
+    return {kind: (name, size) for kind, (name, size) in named.items() if size}
 
 
 def fitted(said: Mapping[str, int], world: int, own: str) -> Mesh:

@@ -24,6 +24,7 @@ OWN = (
     "model.dtype",
     "model.autocast",
     "model.gradient_checkpointing",
+    "model.activation_offloading",
     "model.head_chunk_tokens",
     "model.path",
     "model.tokenizer",

@@ -25,7 +25,7 @@ from runner.spec.job import JobSpec
 def record(spec: JobSpec, steps: int, path: Path) -> Recording:
     """Run the first `steps` steps and write them to `path`. Raises StorageError if it cannot be written, SpecError for
     a job of several processes."""
-    _refuse_several(spec)
+    _refuse_unwatched(spec)
     recording = _played(ready(spec), steps, None, lambda start: None)
     write(path, recording)
     return recording
@@ -34,7 +34,7 @@ def record(spec: JobSpec, steps: int, path: Path) -> Recording:
 def compare_with(recorded: Recording, spec: JobSpec, tolerance: float, show: Callable[[Sequence[str]], None]) -> None:
     """Run the recorded steps as `spec` says, and show both. Raises SpecError, DataError or CheckpointError where they
     cannot be compared, Disagreement where they differ."""
-    _refuse_several(spec)
+    _refuse_unwatched(spec)
     spec = ready(spec)
     refuse_other_job(recorded.spec, spec)
     here = _played(spec, len(recorded.steps), recorded, lambda start: refuse_other_start(recorded, start))
@@ -44,10 +44,13 @@ def compare_with(recorded: Recording, spec: JobSpec, tolerance: float, show: Cal
         raise Disagreement(report.verdict(found, tolerance))
 
 
-def _refuse_several(spec: JobSpec) -> None:
+def _refuse_unwatched(spec: JobSpec) -> None:
     if spec.launch.world > 1:
         text = f"run parity is one process, and this job is {spec.launch.world}"
         raise SpecError([Problem("launch.devices", f"{text}; type launch.devices=1 launch.nodes=1 parallelism=single")])
+    if spec.model.compile:
+        text = "run parity watches every module, and compiled layers have none inside; leave it out"
+        raise SpecError([Problem("model.compile", text)])
 
 
 def _played(spec: JobSpec, steps: int, given: Recording | None, accept: Callable[[Recording], None]) -> Recording:

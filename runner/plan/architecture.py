@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from runner.errors import EnvironmentProblem, Problem, SpecError
 from runner.model import tiny
-from runner.model.config import HfConfig, ModelConfig, TinyConfig
+from runner.model.config import HfConfig, ModelConfig, SmallConfig
 from runner.plan.published import PUBLISHED
 
 
@@ -18,10 +18,10 @@ def architecture(config: ModelConfig, key: str = "model") -> tuple[Any, str]:
 
     Raises EnvironmentProblem if it is nowhere, SpecError for a model that no plan can be made of.
     """
-    if isinstance(config, TinyConfig):
-        return tiny.architecture(config, tiny.tokenizer(config)), "model=tiny"
+    if isinstance(config, SmallConfig):
+        return tiny.architecture(config, tiny.tokenizer(config)), f"model={config.name}"
     if not isinstance(config, HfConfig):
-        raise SpecError([Problem(key, f"a plan can be made for model=hf and model=tiny, not for {config.name}")])
+        raise SpecError([Problem(key, f"a plan can be made for model=hf, tiny and tiny_moe, not for {config.name}")])
     if config.trust_remote_code:
         text = "a plan runs no code of a model's own; it can be made for the architectures that transformers has"
         raise SpecError([Problem(f"{key}.trust_remote_code", text)])

@@ -1,137 +1,131 @@
-"""The job's own model on the meta device: its parameters are counted, and one of its micro-batches is run.
+"""How much memory the passes of one micro-batch take, found by running the job's own model on the meta device.
 
-    architecture ──meta──▶ model with its adapter ──▶ Weights             how many numbers learn, and how many do not
-                                   └── forward, backward ──▶ Pass         the most memory beside the weights
+    shape ──cut to a depth──▶ model ──forward──▶ kept until the backward pass ──backward──▶ the most there ever was
 
-Legend: T tokens of a micro-batch, H hidden size, d head size.
+Of a deeper model or stage it is the straight line through two depths, for each of the moments in which a pass may be at
+its fullest: forward and loss, the backward pass of the first layers that have their turn and of the last ones, and what
+is behind it. Of the layers between, each adds or frees as much as the next, so that none of them is the fullest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from torch.utils.hooks import RemovableHandle
 
 from runner.batch import Batch, pack
 from runner.decisions import Decisions
-from runner.device.npu_fused import fuse
-from runner.errors import Problem, SpecError
-from runner.model.build import DTYPES
-from runner.model.causal import CausalLM
-from runner.model.ragged import RaggedModel
-from runner.model.scalar import ScalarModel
-from runner.model.valued import ValuedLM
-from runner.plan.operators import MetaOperators, fused_attention
+from runner.plan.model import cut, layers, made, mix, period, samples, unmixed
+from runner.plan.operators import fused_attention
+from runner.plan.spread import Spread
 from runner.plan.tracking import META, Kind, Tracker, keep_gradients
-from runner.registry import default_registry
+from runner.plan.weights import is_expert
 from runner.spec.base import Head
 from runner.spec.job import JobSpec
 
-MADE: dict[Head, tuple[Any, type[RaggedModel]]] = {
-    "lm": (AutoModelForCausalLM, CausalLM),
-    "scalar": (AutoModelForSequenceClassification, ScalarModel),
-    "lm+value": (AutoModelForCausalLM, ValuedLM),
-}
-SAMPLES_OF_DEPTH = (3, 6)  # layers: a deeper model's pass is the straight line through these two
+LEAST_DEPTH = (
+    3  # layers from which memory grows by the same with each; a deeper model is drawn through this and twice it
+)
+
+
+BETWEEN = "layers between"
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """Numbers and bytes of a model's parameters. `layer`, `root`: bytes of its largest decoder layer, and of all that
-    is in none; of both, `layer_trained` and `root_trained`: bytes that learn."""
+class Pass:
+    """Bytes of a forward and backward pass: by moment and kind; and kept between the two."""
 
-    trained: int
-    frozen: int
-    trained_bytes: int
-    frozen_bytes: int
-    layer: int
-    root: int
-    layer_trained: int
-    root_trained: int
+    peaks: Mapping[str, Mapping[Kind, int]]
+    kept: int
 
-    @property
-    def total(self) -> int:
-        """All its numbers."""
-        return self.trained + self.frozen
+    def fullest(self, gradients: int = 0) -> Mapping[Kind, int]:
+        """Its fullest moment, if so many bytes of gradients are there from passes before."""
+        moments = [{**peak, "gradients": max(gradients, peak["gradients"])} for peak in self.peaks.values()]
+        return max(moments, key=lambda peak: sum(peak.values()))
 
 
-Pass = Mapping[Kind, int]  # bytes by kind at the moment of a forward and backward pass that takes most
+class Passes:
+    """The passes of one learner's micro-batch on one rank, by how many layers it runs."""
+
+    def __init__(self, spec: JobSpec, head: Head, shape: Any, spread: Spread) -> None:
+        """shape: the transformers config of what the rank has of each layer."""
+        self._spec, self._head, self._shape, self._spread = spec, head, shape, spread
+        self._period = period(shape, spec.model.gradient_checkpointing)
+        self._known: dict[tuple[int, bool], Pass] = {}
+
+    def of(self, depth: int, *, headed: bool = True) -> Pass:
+        """A pass through so many layers; without `headed`, of a stage whose hidden states go to the next one."""
+        low, high = samples(depth, self._period)
+        if depth <= high:
+            return self._run(depth, headed)
+        first, second = self._run(low, headed), self._run(high, headed)
+        more = (depth - high) / (high - low)
+
+        def drawn(one: int, two: int) -> int:
+            return two + round((two - one) * more)
+
+        peaks = {
+            moment: {kind: drawn(first.peaks[moment][kind], taken) for kind, taken in peak.items()}
+            for moment, peak in second.peaks.items()
+            if moment != BETWEEN
+        }
+        return Pass(peaks, drawn(first.kept, second.kept))
+
+    def _run(self, depth: int, headed: bool) -> Pass:
+        if (depth, headed) not in self._known:
+            shape = cut(self._shape, depth)
+            self._known[depth, headed] = _run(self._spec, self._head, shape, self._spread, headed)
+        return self._known[depth, headed]
 
 
-def weights(spec: JobSpec, head: Head, architecture: Any, trains: bool = True) -> Weights:
-    """The parameters of a model of the job; without `trains`, of a frozen copy."""
-    model = _made(spec, head, architecture, DTYPES[spec.model.dtype], adapted=trains)
-    kept = [(p, trains and p.requires_grad) for p in model.module.parameters()]
-    layers = [list(layer.parameters()) for layer in _layers(model.inner)]
-    own = {id(p) for layer in layers for p in layer}
-    outside = [(p, learns) for p, learns in kept if id(p) not in own]
-    return Weights(
-        trained=sum(p.numel() for p, learns in kept if learns),
-        frozen=sum(p.numel() for p, learns in kept if not learns),
-        trained_bytes=sum(p.nbytes for p, learns in kept if learns),
-        frozen_bytes=sum(p.nbytes for p, learns in kept if not learns),
-        layer=max(sum(p.nbytes for p in layer) for layer in layers),
-        root=sum(p.nbytes for p, _ in outside),
-        layer_trained=max(sum(p.nbytes for p in layer if trains and p.requires_grad) for layer in layers),
-        root_trained=sum(p.nbytes for p, learns in outside if learns),
-    )
-
-
-def measured(spec: JobSpec, head: Head, architecture: Any, parts: int) -> Pass:
-    """The pass of one micro-batch, where a rank keeps one part in `parts` of each gradient."""
-    depth = architecture.get_text_config().num_hidden_layers
-    if depth <= SAMPLES_OF_DEPTH[-1]:
-        return _run(spec, head, architecture, parts)
-    low, high = (_run(spec, head, _cut(architecture, layers), parts) for layers in SAMPLES_OF_DEPTH)
-    more = (depth - SAMPLES_OF_DEPTH[-1]) / (SAMPLES_OF_DEPTH[-1] - SAMPLES_OF_DEPTH[0])
-    return {kind: high[kind] + round((high[kind] - low[kind]) * more) for kind in high}
-
-
-def _cut(architecture: Any, layers: int) -> Any:
-    """The same shape with fewer layers."""
-    shape = deepcopy(architecture)
-    inner = shape.get_text_config()
-    inner.num_hidden_layers = layers
-    if getattr(inner, "layer_types", None):
-        inner.layer_types = list(inner.layer_types)[:layers]
-    return shape
-
-
-def sliced(architecture: Any, slices: int) -> Any:
-    """The shape of what one rank has of a model whose layers are cut in `slices`: fewer heads, narrower feed-forward
-    layers, part of the vocabulary; experts are not cut."""
-    shape = deepcopy(architecture)
-    inner = shape.get_text_config()
-    inner.head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // inner.num_attention_heads
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
-        setattr(inner, name, -(-getattr(inner, name) // slices))
-    inner.pad_token_id = None  # it may lie in another slice of the vocabulary
-    return shape
-
-
-def _run(spec: JobSpec, head: Head, architecture: Any, parts: int) -> Pass:
-    model = _made(spec, head, architecture, DTYPES[spec.model.dtype])
-    if spec.model.autocast != "none":
-        mix(model.module, model.compute_type)
+def _run(spec: JobSpec, head: Head, shape: Any, spread: Spread, headed: bool) -> Pass:
+    model = made(spec, head, shape)
+    forget = mix(model.module, model.compute_type) if spec.model.autocast != "none" else None
     model.attend_with(partial(fused_attention, dtype=model.compute_type), decide=Decisions())
-    batch = micro_batch(spec)
-    learning = list(model.trainable().values())
-    tracker = Tracker([*model.module.parameters(), *model.module.buffers()], architecture.get_text_config().vocab_size)
+    batch = micro_batch(spec, spread.mesh.cp)
+    learning = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+    tracker = Tracker([*model.module.parameters(), *model.module.buffers()], shape.get_text_config().vocab_size)
     with ExitStack() as during:
-        for handle in keep_gradients(learning, tracker, parts):
+        for name, parameter in learning.items():
+            parts = spread.experts if is_expert(name) else spread.pieces
+            during.callback(keep_gradients([parameter], tracker, parts)[0].remove)
+        for handle in _moments(layers(model), tracker, period(shape, spec.model.gradient_checkpointing)):
             during.callback(handle.remove)
+        during.enter_context(unmixed())
         during.enter_context(tracker)
-        _total(spec, head, model, batch).backward()
-    return tracker.peak
+        total = _total(spec, head, model, batch) if headed else _through_layers(model, batch)
+        if forget is not None:
+            forget()
+        kept = tracker.now
+        total.backward()
+    return Pass(tracker.peaks, kept)
+
+
+def _moments(blocks: Sequence[nn.Module], tracker: Tracker, repeats: int) -> list[RemovableHandle]:
+    """Tell the tracker when a layer's backward pass begins, and when there is none any more."""
+
+    def named(at: int) -> str:
+        return "first layers" if at >= len(blocks) - repeats else "last layers" if at < repeats else BETWEEN
+
+    def told(at: int, layer: nn.Module, given: Any, named_inputs: Any, out: Any) -> None:
+        for value, moment in ((out, named(at)), (next(iter(given), None), "end" if at == 0 else None)):
+            tensor = value[0] if isinstance(value, tuple) else value
+            if moment and isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda grad, moment=moment: tracker.enter(moment))
+
+    return [layer.register_forward_hook(partial(told, at), with_kwargs=True) for at, layer in enumerate(blocks)]
+
+
+def _through_layers(model: Any, batch: Batch) -> Tensor:
+    """What a stage that is not the last makes of a batch: hidden states, and nothing of them."""
+    total: Tensor = model._pass(lambda: model._backbone(model.tokens_of(batch.to(META)))).sum()
+    return total
 
 
 def _total(spec: JobSpec, head: Head, model: Any, batch: Batch) -> Tensor:
@@ -151,67 +145,16 @@ def needs(spec: JobSpec, head: Head) -> frozenset[str]:
     return frozenset(own | ({"values"} if head == "lm+value" else set()))
 
 
-def micro_batch(spec: JobSpec) -> Batch:
-    """A full micro-batch of the longest rows."""
-    budget = spec.algorithm.micro_batch_tokens
-    longest = min(spec.data.max_length + spec.sampler.answer_tokens(), budget)
-    lengths = [longest] * (budget // longest)
+def longest(spec: JobSpec) -> int:
+    """Tokens of the longest row, its answer included."""
+    return spec.data.max_length + spec.sampler.answer_tokens()
+
+
+def micro_batch(spec: JobSpec, ranks: int = 1) -> Batch:
+    """A full micro-batch of the longest rows, or as many tokens as one of `ranks` has that share its tokens out."""
+    budget = -(-spec.algorithm.micro_batch_tokens // ranks)
+    row = min(longest(spec), budget)
+    lengths = [row] * (budget // row)
     if rest := budget - sum(lengths):
         lengths.append(rest)
     return pack([[0] * n for n in lengths], [[1.0] * n for n in lengths])
-
-
-def _made(spec: JobSpec, head: Head, architecture: Any, dtype: torch.dtype, adapted: bool = True) -> Any:
-    """The model on the meta device, with the job's adapter."""
-    auto, kind = MADE[head]
-    shape = deepcopy(architecture)
-    if head == "scalar":
-        shape.num_labels = 1
-    with torch.device(META):
-        module = auto.from_config(shape, dtype=dtype)
-    quiet = Decisions()
-    if fused := getattr(spec.device, "fused", ()):
-        fuse(module, fused, MetaOperators(), quiet)
-    model = kind(module, None, spec.model, seed=0, decide=quiet)
-    if adapted:
-        model = default_registry().factory(spec.adapter)(spec.adapter, model, decide=quiet)
-        _refuse_wrapped_parameters(model.module)
-    else:
-        model.module.requires_grad_(False)
-    return model
-
-
-def _refuse_wrapped_parameters(module: nn.Module) -> None:
-    """Raise SpecError for peft's adapters on bare parameters, which need a device that computes."""
-    wrapped = sorted(
-        {name.rpartition(".")[2] for name, part in module.named_modules() if isinstance(part, ParamWrapper)}
-    )
-    if wrapped:
-        text = f"a plan cannot be made with an adapter on the experts ({', '.join(wrapped)})"
-        raise SpecError(
-            [Problem("adapter.targets", f"{text}; name layers, e.g. adapter.targets=[q_proj,k_proj,v_proj,o_proj]")]
-        )
-
-
-def _layers(inner: nn.Module) -> nn.ModuleList:
-    """The decoder layers: the longest list of modules that there is."""
-    lists = [module for module in inner.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=lambda found: sum(p.numel() for p in found.parameters()))
-
-
-def mix(module: nn.Module, dtype: torch.dtype) -> None:
-    """Let the linear layers compute in `dtype`, as automatic mixed precision does, which torch has none of for the meta
-    device: a layer's weight is cast once for the pass."""
-    cast: dict[int, Tensor] = {}
-
-    def low(parameter: Tensor) -> Tensor:
-        if id(parameter) not in cast:
-            cast[id(parameter)] = parameter.to(dtype)
-        return cast[id(parameter)]
-
-    def product(layer: nn.Linear, given: Tensor) -> Tensor:
-        return F.linear(given.to(dtype), low(layer.weight), None if layer.bias is None else low(layer.bias))
-
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear):
-            layer.forward = partial(product, layer)  # type: ignore[method-assign]

@@ -54,6 +54,17 @@ class MetaOperators:
         return [left.new_empty(len(options["group_list"]), left.shape[0], right.shape[-1])]
 
 
+def grouped_product(left: Tensor, right: Tensor, offs: Tensor, *_: Any) -> Tensor:
+    """[S, K] times [E, K, N] → [S, N], or, grouped along the sum, [K, S] times [S, N] with E ends → [E, K, N]; torch's
+    own knows bfloat16 only on the meta device."""
+    if right.ndim == 3:
+        return left.new_empty(left.shape[0], right.shape[2])
+    return left.new_empty(len(offs), left.shape[0], right.shape[1])
+
+
+MEANINGS: dict[Any, Callable[..., Tensor]] = {torch.ops.aten._grouped_mm.default: grouped_product}
+
+
 class _Attention(torch.autograd.Function):
     """Keeps what fused attention keeps: its inputs, its output, and a float32 per query and head."""
 

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from runner.plan.operators import MEANINGS
+
 BLOCK = 512  # bytes: the step in which the allocators of CUDA and NPU hand out memory
 META = torch.device("meta")
 Kind = Literal["activations", "logits", "gradients"]
@@ -29,7 +31,8 @@ def rounded(num_bytes: int) -> int:
 class Tracker(TorchDispatchMode):
     """Counts the bytes alive on the meta device while it is entered, without what was there `before`.
 
-    peak: the most there ever was, by kind: "logits" for what is as wide as the vocabulary, "gradients", "activations"
+    peaks: the most there ever was in each moment of a pass, by kind: "logits" for what is as wide as the vocabulary,
+    "gradients", "activations"
     """
 
     def __init__(self, before: Iterable[Tensor], vocabulary: int) -> None:
@@ -39,16 +42,33 @@ class Tracker(TorchDispatchMode):
             self._known[tensor.untyped_storage()] = None
         self._vocabulary = vocabulary
         self._live: dict[Kind, int] = {"activations": 0, "logits": 0, "gradients": 0}
-        self.peak = dict(self._live)
+        self.peaks: dict[str, dict[Kind, int]] = {}
+        self.enter("start")
+
+    def enter(self, moment: str) -> None:
+        """A moment begins, or goes on; each has a peak of its own."""
+        self._moment = moment
+        self.peaks.setdefault(moment, dict(self._live))
+        self.add(0, "activations")
+
+    @property
+    def peak(self) -> dict[Kind, int]:
+        """The most of all moments."""
+        return max(self.peaks.values(), key=lambda peak: sum(peak.values()))
+
+    @property
+    def now(self) -> int:
+        """Bytes alive."""
+        return sum(self._live.values())
 
     def add(self, num_bytes: int, kind: Kind) -> None:
         """Count something that lives on, or, below 0, that has gone."""
         self._live[kind] += num_bytes
-        if sum(self._live.values()) > sum(self.peak.values()):
-            self.peak = dict(self._live)
+        if sum(self._live.values()) > sum(self.peaks[self._moment].values()):
+            self.peaks[self._moment] = dict(self._live)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
+        out = MEANINGS.get(function, function)(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.device == META:
                 self._note(leaf)

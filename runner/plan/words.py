@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from runner.parallelism.mesh import Mesh
 from runner.plan.advice import Advice
 from runner.plan.cards import GIB, Card
-from runner.plan.estimate import FRAGMENTATION, Band, Estimate, Phase
+from runner.plan.drawing import drawn
+from runner.plan.estimate import FRAGMENTATION, Band, Estimate
+from runner.plan.terms import Phase
 from runner.spec.job import JobSpec
 
 FORMAT = 1  # of the JSON; grows when a field changes its meaning or goes
-WIDEST_MESH = 16  # ranks in a row that are drawn one by one
 
 
 def lines(spec: JobSpec, plan: Estimate, card: Card | None, band: Band | None, advice: Advice | None) -> Iterator[str]:
@@ -27,9 +29,15 @@ def lines(spec: JobSpec, plan: Estimate, card: Card | None, band: Band | None, a
     most = max(peak.terms, key=lambda term: term.bytes)
     share = 100 * most.bytes / peak.bytes
     yield f"peak     {peak.name}: {_gib(peak.bytes)} GiB of tensors, of which {most.name} {share:.0f} %"
+    if plan.mesh.pp > 1:
+        yield f"         of {_stage(plan)}, which holds most"
     if card and band:
         yield from _verdict(card, band, advice)
     yield from _work(plan, card)
+    for term in plan.host:
+        yield f"host     {_gib(term.bytes)} GiB of the host's memory for each rank: {term.name}"
+    if plan.mesh.ep > 1:
+        yield "note     experts are taken to be chosen evenly; where they are not, some ranks compute and hold more"
     for part in plan.left_out:
         yield f"note     not counted: {part}"
 
@@ -38,28 +46,9 @@ def _models(spec: JobSpec, plan: Estimate) -> str:
     name = getattr(spec.model, "path", spec.model.name)
     adapter = "all weights learn" if spec.adapter.name == "none" else f"adapter={spec.adapter.name}"
     first = next(iter(plan.models.values()))
-    numbers = f"{first.total / 1e9:.2f} billion weights, {first.trained / 1e6:.1f} million of them learn"
+    numbers = f"{first.total / 1e9:.2f} billion weights, {first.all.trained / 1e6:.1f} million of them learn"
     roles = "" if len(plan.models) == 1 else f", once each for {' and '.join(plan.models)}"
     return f"{name}, {adapter} ({numbers}{roles})"
-
-
-def drawn(mesh: Mesh, per_node: int) -> Iterator[str]:
-    """The grid of ranks: a row for each copy of the model, in it the parts, in brackets the slices of a part; machines
-    are marked."""
-    yield f"mesh     {mesh}"
-    of_copy = mesh.dp_shard * mesh.tp
-    if mesh.dp_replicate * of_copy == 1:
-        return
-    width = len(str(mesh.dp_replicate * of_copy - 1))
-    for copy in range(mesh.dp_replicate):
-        ranks = list(range(copy * of_copy, (copy + 1) * of_copy))
-        nodes = sorted({rank // per_node for rank in ranks})
-        shown = [str(rank).rjust(width) for rank in ranks[:WIDEST_MESH]]
-        parts = [shown[at : at + mesh.tp] for at in range(0, len(shown), mesh.tp)]
-        text = "  ".join(part[0] if mesh.tp == 1 else f"[{' '.join(part)}]" for part in parts)
-        more = f"  … {ranks[-1]}" if len(ranks) > WIDEST_MESH else ""
-        machines = f"machine {nodes[0]}" if len(nodes) == 1 else f"machines {nodes[0]} to {nodes[-1]}"
-        yield f"  copy {copy}:  rank {text}{more}   ({machines})"
 
 
 def table(phases: Sequence[Phase]) -> Iterator[str]:
@@ -97,18 +86,32 @@ def verdict(card: Card, band: Band) -> str:
     return "fits" if band.high <= card.memory else "may fit" if band.low <= card.memory else "does not fit"
 
 
+def _stage(plan: Estimate) -> str:
+    runs = [f"layers {start} to {end - 1}" if end - start > 1 else f"layer {start}" for start, end in plan.stage.runs]
+    ends = [*(["the embedding"] if plan.stage.first else []), *(["the head"] if plan.stage.last else [])]
+    return f"stage {plan.stage.number} ({', '.join([*runs, *ends])})"
+
+
 def _work(plan: Estimate, card: Card | None) -> Iterator[str]:
     work = plan.work
-    cuts = f"{work.tokens} tokens a rank if every row is of the greatest length, in {work.micro_batches} micro-batches"
+    of = "a rank" if plan.mesh.world == plan.mesh.data else "for the ranks that work together"
+    cuts = f"{work.tokens} tokens {of} if every row is of the greatest length, in {work.micro_batches} micro-batches"
     if card is None or card.flops is None:
-        yield f"step     {cuts}: {work.flops / 1e12:.3g} TFLOP; how long that takes is not known of this device"
+        yield f"step     {cuts}: {work.flops / 1e12:.3g} TFLOP a rank; how long that takes is not known of this device"
     else:
-        least = work.flops / card.flops
+        least = work.flops / card.flops / (1 - work.bubble)
         at = f"at least {least:.2g} s at the {card.flops / 1e12:.0f} TFLOP/s of a {card.name}"
-        yield f"step     {cuts}: {work.flops / 1e12:.3g} TFLOP, {at}"
+        yield f"step     {cuts}: {work.flops / 1e12:.3g} TFLOP a rank, {at}"
         yield "         a bound for the update alone: no card reaches it; sampling and waiting are not in it"
+    if work.bubble:
+        yield f"bubble   a stage waits for {100 * work.bubble:.0f} % of it; more micro-batches, or chunks, make it less"
     if work.sent:
-        yield f"traffic  {_gib(work.sent)} GiB sent by each rank in a step"
+        yield f"traffic  {_gib(work.sent)} GiB sent by each rank in a step{_split(work.sending)}"
+
+
+def _split(sending: Mapping[str, int]) -> str:
+    """What the bytes are for, where there is more than one thing."""
+    return f": {', '.join(f'{_gib(sent)} {name}' for name, sent in sending.items())}" if len(sending) > 1 else ""
 
 
 def as_json(
@@ -120,9 +123,12 @@ def as_json(
         "name": spec.name,
         "world": spec.launch.world,
         "mesh": plan.mesh._asdict(),
-        "models": {role: {"trained": one.trained, "frozen": one.frozen} for role, one in plan.models.items()},
+        "ranks": _places(plan.mesh),
+        "stage": {"number": plan.stage.number, "layers": plan.stage.layers},
+        "models": {role: {"trained": one.all.trained, "frozen": one.all.frozen} for role, one in plan.models.items()},
         "phases": {phase.name: {term.name: term.bytes for term in phase.terms} for phase in plan.phases},
         "peak_bytes": plan.peak.bytes,
+        "host": {term.name: term.bytes for term in plan.host},
         "card": None if card is None else card.name,
         "band_bytes": None if band is None else [band.low, band.high],
         "verdict": None if card is None or band is None else verdict(card, band),
@@ -132,9 +138,15 @@ def as_json(
     }
 
 
-def _step(plan: Estimate) -> Mapping[str, float]:
+def _places(mesh: Mesh) -> list[dict[str, int]]:
+    """The coordinates of each rank."""
+    return [dict(zip(mesh.dims, place, strict=True)) for place in product(*map(range, mesh.dims.values()))]
+
+
+def _step(plan: Estimate) -> Mapping[str, Any]:
     work = plan.work
-    return {"tokens": work.tokens, "flops": work.flops, "micro_batches": work.micro_batches, "sent_bytes": work.sent}
+    found = {"tokens": work.tokens, "flops": work.flops, "micro_batches": work.micro_batches, "sent_bytes": work.sent}
+    return found | {"sending": dict(work.sending), "bubble": work.bubble}
 
 
 def _gib(num_bytes: int) -> str:

@@ -49,7 +49,15 @@ KEYS = {
     **dict.fromkeys(("model_name_or_path", "model_name", "model_path", "pretrained"), "model.path"),
     **dict.fromkeys(("bf16", "fp16", "torch_dtype", "precision"), "model.dtype"),
     "packing": "model.layout",
-    "activation_checkpointing": "model.gradient_checkpointing",
+    **dict.fromkeys(
+        ("activation_checkpointing", "activation_checkpoint", "recompute", "recompute_granularity", "every_n_layers"),
+        "model.gradient_checkpointing",
+    ),
+    "torch_compile": "model.compile",
+    **dict.fromkeys(
+        ("activation_offload", "offload_activations", "enable_activation_offloading", "activation_cpu_offload"),
+        "model.activation_offloading",
+    ),
     **dict.fromkeys(("save_steps", "save_freq", "save_every", "save_interval"), "checkpoint.every"),
     **dict.fromkeys(("save_total_limit", "max_to_keep"), "checkpoint.keep"),
     **dict.fromkeys(("metric_for_best_model", "best_metric"), "checkpoint.best"),

@@ -78,7 +78,8 @@ def complaint(schema: Mapping[str, Any], key: str, value: Any) -> str:
         said += f"; did you mean '{meant}'?"
     elif isinstance(value, str) and few and (why := ABSENT.get(value.lower())) is not None:
         said += f"; {why}"
-    wants_text = any(s.get("type") == "string" and "enum" not in s for s in schema.get("anyOf", [schema]))
+    kinds = schema.get("anyOf", [schema])
+    wants_text = any(s.get("type") == "string" and not {"enum", "const"} & s.keys() for s in kinds)
     if wants_text and isinstance(value, int | float):
         said += f"; to give it as a text: '{key}=\"{shown(value)}\"'"
     return said

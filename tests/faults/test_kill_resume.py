@@ -39,6 +39,7 @@ SAMPLED = ("init_from=null", "sampler.max_new_tokens=8", "reward=length", "rewar
 TEACHER = "algorithm.teacher=../teacher/outputs/latest"
 JOBS = {
     "full": SFT,
+    "full, saved in the background": (*SFT, "checkpoint.asynchronous=true"),
     "lora with dropout": (*SFT, "adapter=lora", "adapter.dropout=0.1"),
     "dpo": ("+recipe=dpo_demo", "init_from=null"),
     "dpo, cached reference": ("+recipe=dpo_demo", "init_from=null", "algorithm.reference=cached"),
@@ -49,7 +50,7 @@ JOBS = {
     "distill": (*SFT, "algorithm=distill", TEACHER),
     "ppo, shared critic": ("+recipe=ppo_demo", *SAMPLED, "algorithm.critic=shared"),
 }
-SLOW = ("grpo, lag 1", "opd, lag 1")
+SLOW = ("full, saved in the background", "grpo, lag 1", "opd, lag 1")
 RESUME = ("resume", "latest")
 VOLATILE = ("time/", "perf/", "device/")
 DEADLINE_S = 60.0

@@ -14,18 +14,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300.0
 VOLATILE = ("perf/", "time/", "device/")
-SMALL = (
-    "+recipe=sft_demo",
-    "algorithm.batch_size=8",
-    "data.items=64",
-    "data.held_out=8",
-    "model.hidden_size=32",
-    "model.intermediate_size=32",
-    "model.layers=2",
-    "tracker=none",
-    "evaluation.every=0",
-    "schedule=constant",
-)
 DDP = ("parallelism=ddp",)
 
 

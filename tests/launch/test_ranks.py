@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.launch.several import DDP, DEADLINE_S, SMALL, Job, gone, wait_until
+from tests.launch.several import DDP, DEADLINE_S, Job, gone, wait_until
+from tests.small import UNJUDGED
 
 pytestmark = pytest.mark.timeout(400)  # several processes share few cores
 
-TWO = (*SMALL, *DDP, "launch.devices=2")
+TWO = (*UNJUDGED, *DDP, "launch.devices=2")
 LONG = ("steps=100000", "checkpoint.every=20")
 
 
@@ -44,7 +45,7 @@ def test_a_process_per_device_which_leave_one_run_that_goes_on_in_one(job: Job) 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_killed_rank_ends_the_job_which_goes_on_exactly(job: Job, tmp_path: Path, seed: int) -> None:
     moments = random.Random(seed)
-    four = (*SMALL, *DDP, "launch.devices=4")
+    four = (*UNJUDGED, *DDP, "launch.devices=4")
     process = job.start(*four, *LONG)
     wait_until(lambda: job.steps() > 25, process)
     pids, victim = job.pids(), moments.randrange(4)
@@ -150,7 +151,7 @@ def test_two_machines_run_one_job_and_one_ends_with_the_other(job: Job, tmp_path
 @pytest.mark.slow
 def test_inside_torchrun_it_is_a_rank(job: Job) -> None:
     program = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "runner")
-    process = job.start(*SMALL, *DDP, "steps=4", "checkpoint.every=2", program=program)
+    process = job.start(*UNJUDGED, *DDP, "steps=4", "checkpoint.every=2", program=program)
     assert process.wait(DEADLINE_S) == 0, job.said()
     assert job.said().count("done     4 steps") == 1 and len(job.pids()) == 2
     assert yaml.safe_load((job.latest / "spec.yaml").read_text())["launch"]["devices"] == 2
@@ -165,7 +166,7 @@ def test_inside_torchrun_it_is_a_rank(job: Job) -> None:
 @pytest.mark.slow
 def test_a_mistake_inside_torchrun_ends_all_ranks_and_is_said_once(job: Job) -> None:
     program = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "runner")
-    process = job.start(*SMALL, *DDP, "optimizer.lr=-1", program=program)
+    process = job.start(*UNJUDGED, *DDP, "optimizer.lr=-1", program=program)
     assert process.wait(DEADLINE_S) != 0 and job.said().count("error: the job spec has 1 problem") == 1, job.said()
-    process = job.start(*SMALL, *DDP, "launch.devices=3", program=program)
+    process = job.start(*UNJUDGED, *DDP, "launch.devices=3", program=program)
     assert process.wait(DEADLINE_S) != 0 and "torchrun has started 2 × 1 processes" in job.said()

@@ -18,21 +18,8 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-SMALL = (
-    "+recipe=sft_demo",
-    "steps=6",
-    "algorithm.batch_size=8",
-    "data.items=64",
-    "data.held_out=8",
-    "model.hidden_size=32",
-    "model.intermediate_size=32",
-    "model.layers=2",
-    "tracker=none",
-    "evaluation.every=3",
-    "evaluation.max_new_tokens=6",
-    "checkpoint.every=2",
-    "schedule.warmup_steps=1",
-)
+from tests.small import JUDGED
+
 VOLATILE = ("perf/", "time/", "device/")
 
 
@@ -66,7 +53,7 @@ def weights(run: Path, step: int) -> bytes:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which one small run was made."""
     cwd = tmp_path_factory.mktemp("work")
-    out = runner(cwd, *SMALL)
+    out = runner(cwd, *JUDGED)
     assert "eval/exact_match" in out and "run infer latest" in out
     return cwd
 
@@ -143,7 +130,7 @@ def test_a_spec_edited_by_hand_is_refused_by_resume_and_infer(finished: Path) ->
 def test_killed_after_the_last_checkpoint_with_files_damaged_it_is_still_finished_and_says_what_it_found(
     tmp_path: Path,
 ) -> None:
-    small = [word for word in SMALL if not word.startswith("checkpoint.every")]
+    small = [word for word in JUDGED if not word.startswith("checkpoint.every")]
     failpoint = {"RUNNER_FAILPOINT": "checkpoint.after_rename:kill"}
     runner(tmp_path, *small, "checkpoint.every=0", code=-signal.SIGKILL, **failpoint)
     run = (tmp_path / "outputs/latest").resolve()
@@ -167,7 +154,7 @@ def test_killed_after_the_last_checkpoint_with_files_damaged_it_is_still_finishe
 @pytest.mark.slow
 def test_plain_text_is_gone_on_with_as_plain_text(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": "abcabcabc"}) + "\n" for _ in range(8)))
-    model = [word for word in SMALL if word.startswith("model.")]
+    model = [word for word in JUDGED if word.startswith("model.")]
     words = ("algorithm=cpt", "data=file", "data.path=text.jsonl", "model=tiny", *model, "optimizer.lr=0.02")
     runner(tmp_path, *words, "steps=40", "algorithm.batch_size=4", "tracker=none", "evaluation.every=0")
     out = runner(tmp_path, "infer", "latest", "abcab", "--max-new-tokens", "4")
@@ -176,7 +163,7 @@ def test_plain_text_is_gone_on_with_as_plain_text(tmp_path: Path) -> None:
 
 def test_a_signal_during_the_build_is_obeyed_at_once(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "runner", *SMALL], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [sys.executable, "-m", "runner", *JUDGED], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     log, deadline = tmp_path / "outputs/latest/run.log", time.monotonic() + 60
     while not log.exists() and time.monotonic() < deadline:  # its first line comes after the handler, before torch
@@ -207,7 +194,7 @@ def interrupted(cwd: Path, number: int, after: int, *arguments: str) -> tuple[in
 
 LONGER = {"steps": 60, "checkpoint.every": 7, "evaluation.every": 60, "checkpoint.export": "false"}
 LONG = (
-    *(a for a in SMALL if a.partition("=")[0] not in LONGER),
+    *(a for a in JUDGED if a.partition("=")[0] not in LONGER),
     *(f"{key}={value}" for key, value in LONGER.items()),
 )
 
@@ -237,7 +224,7 @@ def test_interrupted_and_resumed_is_the_same_run_bit_for_bit(
 def test_a_second_process_may_not_enter_a_running_job(tmp_path: Path) -> None:
     from runner.folder import RunFolder, lock
 
-    runner(tmp_path, *SMALL)
+    runner(tmp_path, *JUDGED)
     handle = lock(RunFolder((tmp_path / "outputs/latest").resolve()))
     try:
         assert "is running this job" in runner(tmp_path, "resume", "latest", "steps=8", code=2)
@@ -254,7 +241,7 @@ def test_npu_without_a_card_exits_2_and_leaves_no_folder(tmp_path: Path) -> None
 
 
 def test_a_nan_ends_the_run_with_5_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
-    out = runner(tmp_path, *SMALL, "optimizer.lr=1e30", "optimizer.clip_norm=null", code=5)
+    out = runner(tmp_path, *JUDGED, "optimizer.lr=1e30", "optimizer.clip_norm=null", code=5)
     assert "nothing was updated with it" in out
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from runner.cli.compose import compose_job
 from runner.errors import SpecError
-from runner.launch.stage import go_on, key_of, words_of
+from runner.launch.stage import go_on, key_of, layout_of, words_of
 from runner.launch.stages import StageFailed, with_first_weights
 
 SMALL = ("model.hidden_size=32", "model.intermediate_size=48", "model.layers=2", "tracker=none", "steps=2")
@@ -186,6 +186,7 @@ def key(*more: str, recipe: str = "quick") -> str:
 def test_a_key_is_of_all_that_makes_the_weights_and_of_nothing_else(stages: Path) -> None:
     first = key()
     assert key("optimizer.lr=1", "name=other", "algorithm.batch_size=8") == first
+    assert key("launch.devices=2", "parallelism=fsdp") == first, "on how many devices is no part of it"
     assert len({first, key("seed=2"), key("device.threads=2"), key(recipe="second")}) == 4
     nested = key(recipe="second")
     path = stages / "recipes" / "quick.yaml"
@@ -197,6 +198,9 @@ def test_a_key_is_of_all_that_makes_the_weights_and_of_nothing_else(stages: Path
         + "data:\n  path: d.jsonl\n"
     )
     with_file = key()
+    spread = path.read_text().replace("/data: file", "/data: file\n  - override /parallelism: ddp")
+    path.write_text(f"{spread}launch:\n  devices: 2\n")
+    assert key() == with_file, "nor is what the recipe says of it"
     (stages / "d.jsonl").write_text('{"text": "another"}\n')
     assert key() != with_file, "files count with what is in them"
 
@@ -239,3 +243,58 @@ def test_jobs_that_want_the_same_stage_share_it(stages: Path) -> None:
     assert third.returncode == 0
     assert f"taking its weights (to run it anew: rm -r {stage.parent.relative_to(stages)})" in third.stderr
     killed.communicate()
+
+
+SPREAD = ("launch.devices=2", "parallelism=fsdp", "evaluation.every=0", "data.items=64", "data.held_out=8")
+
+
+def ranks_of(stage: Path) -> int:
+    """On how many ranks the newest attempt at a stage ran."""
+    return len(json.loads((stage / "manifest.json").read_text())["ranks"])
+
+
+@pytest.mark.slow
+def test_a_stage_has_the_layout_of_its_job_and_is_the_same_under_any(stages: Path) -> None:
+    """A rank of the stage is killed; the job typed again, now on one device, goes on with it there."""
+    path = stages / "recipes" / "quick.yaml"
+    path.write_text(path.read_text().replace("steps: 2", "steps: 300\ncheckpoint:\n  every: 5"))
+    words = ("+recipe=sft_demo", *SMALL, "init_from=recipe:quick")
+    command = [sys.executable, "-m", "runner", *words, *SPREAD]
+    job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_for(stages, "outputs/stages/quick/*/checkpoints/step-*/MANIFEST.json")
+    [stage] = [found.parent for found in stages.glob("outputs/stages/quick/*/manifest.json")]
+    assert ranks_of(stage) == 2
+    os.kill(json.loads((stage / "manifest.json").read_text())["ranks"][1]["pid"], signal.SIGKILL)
+    said = job.communicate(timeout=60)[1]
+    assert job.returncode == 75 and "rank 1 of 2 was killed (SIGKILL)" in said, said
+    assert "+recipe=quick, which init_from asks for, ended with exit code 75" in said
+    kept = max(int(found.parent.name.removeprefix("step-")) for found in stage.glob("checkpoints/step-*/MANIFEST.json"))
+    spec = stage / "spec.yaml"
+    spec.write_text(spec.read_text().replace("steps: 300", f"steps: {kept + 2}"))
+    again = run(stages, *words, "launch.devices=1", *SPREAD[2:])
+    assert again.returncode == 0 and "init_from: going on with +recipe=quick" in again.stderr, again.stderr
+    assert ranks_of(stage) == 1
+    rows = [json.loads(line)["step"] for line in (stage / "metrics.jsonl").read_text().splitlines()]
+    assert rows == list(range(1, kept + 3)), "every step once"
+
+
+@pytest.mark.slow
+def test_a_stage_of_several_ranks_is_taken_by_a_job_of_one(stages: Path) -> None:
+    words = ("+recipe=sft_demo", *SMALL, "init_from=recipe:quick")
+    first, second = run(stages, *words, *SPREAD), run(stages, *words, *SPREAD[2:])
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert "was run before, with this spec and code" in second.stderr
+    [stage] = [found.parent for found in stages.glob("outputs/stages/quick/*/manifest.json")]
+    assert ranks_of(stage) == 2 and ranks_of(stages / "outputs" / "latest") == 1
+
+
+def test_a_stage_that_cannot_have_its_jobs_layout_says_so_and_runs_as_one_process(stages: Path) -> None:
+    path = stages / "recipes" / "quick.yaml"
+    text = path.read_text().replace("/algorithm: sft", "/algorithm: sft\n  - override /adapter: lora")
+    path.write_text(f"{text}adapter:\n  dora: true\n")
+    spec = compose_job(["+recipe=sft_demo", *SMALL, "launch.devices=2", "parallelism=tp"]).data
+    layout, why_not = layout_of(words_of("quick", spec, own_model=False), spec)
+    assert {"launch.devices=1", "parallelism=single"} <= {*layout} and "adapter.dora" in why_not
+    path.write_text(path.read_text().replace("dora: true", "dora: false"))
+    layout, why_not = layout_of(words_of("quick", spec, own_model=False), spec)
+    assert {"launch.devices=2", "parallelism=tp"} <= {*layout} and not why_not

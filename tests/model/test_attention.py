@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from runner.model.attention import Rows, UnsupportedAttention, attend, bucketed, ragged_attention
+from runner.model.attention import Rows, UnsupportedAttention, bucketed, ragged_attention
 from runner.tree import Paths
 from tests.model.zoo import CPU
 
@@ -46,7 +46,7 @@ def test_equals_the_mask_in_value_and_gradient(
     q = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(1, kv_heads, *shape[2:], dtype=torch.float64, requires_grad=True) for _ in range(2))
     plan = bucketed(rows_alone(lengths), CPU) if buckets else Rows(tuple(lengths))
-    got, wanted = attend(q, k, v, plan, window, 0.0, None), masked(q, k, v, lengths, window)
+    got, wanted = plan.attend(q, k, v, window, 0.0, None), masked(q, k, v, lengths, window)
     torch.testing.assert_close(got, wanted)
     c = torch.randn_like(got)
     torch.testing.assert_close(

@@ -58,7 +58,7 @@ def test_a_temperature_divides_the_logits(kind: str) -> None:
     places = (batch.tokens["weight"] > 0).nonzero()[:, 0]
     with torch.no_grad():
         got = model.outputs(_one_for_all(batch, 0.7), NEEDS)
-        logits = model._logits(batch)[batch.tokens["parent"][places]] / 0.7
+        logits = model._logits(model.tokens_of(batch))[batch.tokens["parent"][places]] / 0.7
     wanted = torch.distributions.Categorical(logits=logits)
     torch.testing.assert_close(got["entropy"][places], wanted.entropy(), atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(

@@ -6,19 +6,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
+from runner.adapter import lora
+from runner.adapter.config import LoraConfig
 from runner.batch import pack
 from runner.decisions import Decisions
 from runner.errors import EnvironmentProblem, SpecError
 from runner.model import tiny
 from runner.model.causal import CausalLM
-from runner.model.config import TinyConfig
+from runner.model.config import SmallConfig, TinyConfig, TinyMoeConfig
 from runner.model.source import Source
 from tests.model.zoo import CPU, LOGPROBS, batch, greedy
 
 
-def build(seed: int = 0, **options: object) -> CausalLM:
-    config = TinyConfig(**options)  # type: ignore[arg-type]
+def build(seed: int = 0, kind: type[SmallConfig] = TinyConfig, **options: object) -> CausalLM:
+    config = kind(**options)
     return tiny.build(config, tokenizer=tiny.tokenizer(config), device=CPU, seed=seed, decide=Decisions(strict=True))
 
 
@@ -74,8 +78,9 @@ def test_the_origin_names_seed_and_shape_or_the_folder_that_it_started_from(tmp_
     assert started.inner.config._name_or_path == str(tmp_path), "an adapter names its base"
 
 
-def test_a_few_steps_learn_a_row_by_heart() -> None:
-    model = build(hidden_size=64, layers=2, intermediate_size=128)
+@pytest.mark.parametrize("kind", [TinyConfig, TinyMoeConfig])
+def test_a_few_steps_learn_a_row_by_heart(kind: type[SmallConfig]) -> None:
+    model = build(kind=kind, hidden_size=64, layers=2, intermediate_size=128)
     ids = model.tokenizer.encode("the quick brown fox<|im_end|>")
     data = pack([ids], [[1.0] * len(ids)])
     optimizer = torch.optim.AdamW(model.trainable().values(), lr=3e-3)
@@ -113,3 +118,58 @@ def test_weights_of_another_depth_are_refused_with_both(there: int, here: int, t
     config, given = TinyConfig(**small, layers=here), {"device": CPU, "seed": 0, "decide": Decisions()}
     with pytest.raises(EnvironmentProblem, match=f"; it has {there} layers, this model {here}$"):
         tiny.build(config, tokenizer=made.tokenizer, init_from=str(tmp_path), **given)  # type: ignore[arg-type]
+
+
+def test_experts_are_drawn_from_the_seed_and_each_token_goes_through_some_of_them() -> None:
+    one, same = (build(1, kind=TinyMoeConfig, layers=1, experts=4, experts_per_token=1) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one.trainable().values(), same.trainable().values(), strict=True))
+    assert one.origin["drawn"].endswith("experts=4 experts_per_token=1")
+    one.outputs(pack([[5, 6]], [[1.0] * 2]), LOGPROBS)["logprobs"].sum().backward()
+    reached = one.causal.model.layers[0].mlp.experts.down_proj.grad.flatten(1).any(1)
+    assert 1 <= int(reached.sum()) <= 2, "two tokens, one expert each"
+
+
+def test_a_model_of_experts_starts_from_what_another_one_left(tmp_path: Path) -> None:
+    """The folder has each expert by itself, its gate and up apart, as published models have."""
+    small = {"hidden_size": 32, "layers": 2, "experts": 4}
+    made = build(kind=TinyMoeConfig, **small)
+    made.save(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as tensors:
+        assert "model.layers.1.mlp.experts.3.up_proj.weight" in tensors.keys()  # noqa: SIM118
+    given = {"tokenizer": made.tokenizer, "device": CPU, "seed": 9, "decide": Decisions(), "init_from": str(tmp_path)}
+    started = tiny.build(TinyMoeConfig(**small), **given)  # type: ignore[arg-type]
+    for name, parameter in made.trainable().items():
+        assert torch.equal(started.trainable()[name], parameter), name
+    for more, said in (
+        ({"experts": 8}, r"mlp\.gate\.weight has no place in this model"),
+        ({"experts_per_token": 1}, "has num_experts_per_tok=2, and this model 1"),
+    ):
+        with pytest.raises(EnvironmentProblem, match=said):
+            tiny.build(TinyMoeConfig(**{**small, **more}), **given)  # type: ignore[arg-type]
+
+
+def test_an_expert_that_a_folder_lacks_is_missed(tmp_path: Path) -> None:
+    made = build(kind=TinyMoeConfig, hidden_size=32, layers=1, experts=4)
+    made.save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.0.mlp.experts.2.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = TinyMoeConfig(hidden_size=32, layers=1, experts=4)
+    with pytest.raises(EnvironmentProblem, match=r"lacks 1 of the model's weights, e\.g\. .*experts\.gate_up_proj"):
+        tiny.build(config, tokenizer=made.tokenizer, device=CPU, seed=9, decide=Decisions(), init_from=str(tmp_path))
+
+
+def test_adapters_on_experts_are_merged_into_them(tmp_path: Path) -> None:
+    model = build(kind=TinyMoeConfig, hidden_size=32, layers=1, experts=4)
+    adapted = lora.attach(LoraConfig(rank=2), model, decide=Decisions())
+    for name, parameter in adapted.trainable().items():
+        if "lora_B" in name:
+            parameter.data.normal_(generator=torch.Generator().manual_seed(len(name)), std=0.1)
+    wanted = adapted.outputs(batch(), LOGPROBS)["logprobs"]
+    assert any("experts" in name for name in adapted.trainable())
+    adapted.save(tmp_path)
+    config = TinyMoeConfig(hidden_size=32, layers=1, experts=4)
+    merged = tiny.build(
+        config, tokenizer=model.tokenizer, device=CPU, seed=9, decide=Decisions(), init_from=str(tmp_path)
+    )
+    torch.testing.assert_close(merged.outputs(batch(), LOGPROBS)["logprobs"], wanted, atol=1e-4, rtol=1e-4)

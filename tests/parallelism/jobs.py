@@ -17,10 +17,10 @@ from runner.folder import RunFolder
 from runner.loop import run
 from runner.place import Place
 from runner.protocols import StepEnd
-from runner.shards import whole
 from runner.signals import StopSignal
 from runner.spec.job import JobSpec
 from tests.parallelism.forked import ranks
+from tests.parallelism.zero_gradients import noting
 
 TIMES = ("perf/", "time/", "device/")  # what no two runs have in common
 
@@ -69,23 +69,12 @@ def played(spec: JobSpec, folder: RunFolder, place: Place) -> dict[str, Any]:
     built = build.build(spec, folder, store, Decisions(), StopSignal(), outlets, place)
     first: dict[str, Any] = {}
     for role, learner in built.job.learners.items():
-        _noting(role, learner, first)
+        noting(f"{role}/", learner, first)
     numbers = Numbers()
     run(replace(built.job, callbacks=[*built.job.callbacks, numbers]), 0)
     weights = {f"{role}/{n}": t.clone() for role, one in built.job.learners.items() for n, t in one.weights()}
     built.world.close()
     return {"steps": numbers.steps, "gradients": first, "weights": weights}
-
-
-def _noting(role: str, learner: Any, first: dict[str, Any]) -> None:
-    """Keep the gradients of a learner's first update."""
-
-    def note(*_: Any) -> None:
-        for name, parameter in learner.model.trainable().items():
-            if parameter.grad is not None:
-                first.setdefault(f"{role}/{name}", whole(parameter.grad).clone())
-
-    learner.optimizer.register_step_pre_hook(note)
 
 
 def _drop(*_: Any) -> None:

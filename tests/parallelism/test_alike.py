@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,13 +47,25 @@ def together(words: Sequence[str], root: Path) -> list[tuple[str, str]]:
     return ranks(2, begun, words, root, port, join=False)
 
 
-@pytest.mark.parametrize("preset", ["ddp", "fsdp", "tp"])
-def test_other_weights_on_one_rank(preset: str, workdir: Path) -> None:
-    for seed in (1, 2):
-        model(seed).save(workdir / str(seed))
-    words = [f"{JOB} model.path={workdir / str(seed)} parallelism={preset}" for seed in (1, 2)]
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, "config.json: rope_parameters is"),
+        (
+            {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
+            "module module.model.layers.1 is Qwen2DecoderLayer on rank 0 and not there on rank",
+        ),
+    ],
+    ids=["options", "structure"],
+)
+def test_another_model_on_one_rank(change: dict[str, Any], what: str, workdir: Path) -> None:
+    for name in ("here", "there"):
+        model(1).save(workdir / name)
+    described = workdir / "there" / "config.json"
+    described.write_text(json.dumps(json.loads(described.read_text()) | change))
+    words = [f"{JOB} model.path={workdir / name} parallelism=fsdp" for name in ("here", "there")]
     for kind, said in together(words, workdir):
-        assert kind == "EnvironmentProblem" and "ranks 0 and 1 begin with different weights" in said
+        assert kind == "EnvironmentProblem" and "ranks 0 and 1 build different models" in said and what in said
 
 
 def test_other_data_on_one_rank(workdir: Path) -> None:

@@ -114,6 +114,11 @@ def test_a_mesh_has_every_process_once_or_is_refused(world: int, replicate: int,
             "ep=3 does not divide the 4 ranks of dp_replicate × cp; what fits: 1, 2, 4",
         ),
         ("parallelism=tp launch.devices=2 adapter=lora adapter.dora=true", "adapter.dora", "leave it out"),
+        (
+            "parallelism=cp launch.devices=2 model.layout=padded",
+            "model.layout",
+            "the rows that parallelism.cp=2 shares out lie end to end; leave it out",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_would(words: str, key: str, said: str) -> None:
@@ -125,7 +130,7 @@ def test_what_does_not_fit_is_refused_with_what_would(words: str, key: str, said
 
 def test_a_folder_whose_heads_do_not_divide_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     Qwen3Config(num_attention_heads=12, num_key_value_heads=4, intermediate_size=96).save_pretrained(tmp_path)
-    world = World(TpConfig(), device(), Place(0, 3, 0, 3), Mesh(tp=3), None, ALONE, ALONE, ALONE, ALONE)
+    world = World(TpConfig(), device(), Place(0, 3, 0, 3), Mesh(tp=3), None, ALONE, ALONE, ALONE, ALONE, ALONE)
     given: Any = {"tokenizer": None, "device": torch.device("cpu"), "seed": 0, "decide": silent, "admit": world.admit}
     with pytest.raises(SpecError) as error:
         hf.build(HfConfig(path=str(tmp_path)), **given)

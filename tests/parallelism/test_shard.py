@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen2 import Qwen2Config, Qwen2ForSequenceClassification
 
@@ -21,9 +20,13 @@ from runner.model.config import TinyConfig
 from runner.model.scalar import ScalarModel
 from runner.model.tokenizer import byte_tokenizer
 from runner.model.valued import ValuedLM
-from runner.parallelism.shard import shard
+from runner.parallelism.config import FsdpConfig, HsdpConfig
+from runner.parallelism.mesh import Mesh
+from runner.protocols import Peers
+from runner.sharing import ALONE, sum_gradients
 from tests.model import zoo
 from tests.parallelism.forked import ranks
+from tests.parallelism.worlds import meshed
 
 CPU = torch.device("cpu")
 STEPS = 5
@@ -42,8 +45,9 @@ def made(kind: str, adapter: bool, **options: Any) -> Any:
 
 
 def sharded(model: Any, shape: tuple[int, int], reshard: bool = True) -> Any:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-    shard(model, mesh, device=CPU, fit=lambda _: None, reshard=reshard, offload=False, decide=Decisions())
+    kind = HsdpConfig if shape[0] > 1 else FsdpConfig
+    world = meshed(kind(reshard_after_forward=reshard), Mesh(dp_replicate=shape[0], dp_shard=shape[1]))
+    world.shard(model, Decisions())
     return model
 
 
@@ -53,8 +57,8 @@ def part(rank: int, size: int) -> Batch:
     return pack(ids, [[float(i >= len(row) // 3) for i in range(len(row))] for row in ids])
 
 
-def trained(model: Any, batch: Batch) -> dict[str, Any]:
-    """Sums of losses, norms of gradients, and whole weights after some steps."""
+def trained(model: Any, batch: Batch, copies: Peers = ALONE) -> dict[str, Any]:
+    """Sums of losses, norms of gradients, and whole weights after some steps; copies: whose gradients add up."""
     parameters = model.trainable()
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, eps=1e-6, fused=True)
     losses, norms = [], []
@@ -66,6 +70,7 @@ def trained(model: Any, batch: Batch) -> dict[str, Any]:
             outputs = model.outputs(batch, frozenset({"logprobs", "entropy"}))
             total = -(outputs["logprobs"] * batch.tokens["weight"] + 0.1 * outputs["entropy"]).sum() / 50
         total.backward()
+        sum_gradients(list(parameters.values()), copies)
         losses.append(float(total.detach()))
         norm = shards.total_norm([p.grad for p in parameters.values() if p.grad is not None])
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), 1.0, norm)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from runner import shards
@@ -20,25 +19,23 @@ from runner.errors import SpecError
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.tokenizer import byte_tokenizer
-from runner.parallelism.shard import shard
-from runner.parallelism.tensor import cut
+from runner.parallelism.config import FsdpConfig, TpConfig
+from runner.parallelism.mesh import Mesh
 from tests.model import zoo
 from tests.parallelism.forked import ranks
-from tests.parallelism.test_shard import BOTH, CPU, FAMILIES, close, made, part, scalar, trained, valued
+from tests.parallelism.test_shard import BOTH, FAMILIES, close, made, part, scalar, trained, valued
+from tests.parallelism.worlds import meshed
 
 SLOW = pytest.mark.slow
 FULL = pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=SLOW)], ids=["full", "lora"])
 LORA = pytest.mark.parametrize("adapter", [pytest.param(False, marks=SLOW), True], ids=["full", "lora"])
-GRID = ("dp_replicate", "dp_shard", "tp")
 
 
 def sliced(model: Any, shape: tuple[int, int, int]) -> Any:
     """The model cut over the last dimension, and in pieces over the second."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=GRID)
-    options: Any = {"device": CPU, "fit": lambda _: None, "decide": Decisions()}
-    cut(model, mesh["tp"], **options)
-    if shape[1] > 1:
-        shard(model, mesh, reshard=True, offload=False, **options)
+    mesh = Mesh(dp_replicate=shape[0], dp_shard=shape[1], tp=shape[2])
+    world = meshed(FsdpConfig() if shape[1] > 1 else TpConfig(), mesh)
+    world.shard(model, Decisions())
     return model
 
 

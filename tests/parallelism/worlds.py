@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from torch import distributed
 
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
-from runner.parallelism.config import DdpConfig, SingleConfig
+from runner.parallelism import groups
+from runner.parallelism.config import DdpConfig, MeshConfig, SingleConfig
 from runner.parallelism.group import GroupPeers
 from runner.parallelism.mesh import Mesh
-from runner.parallelism.world import World, build
+from runner.parallelism.world import World, build, data_peers
 from runner.place import Place
+from runner.protocols import Device
 from tests.parallelism.forked import TIMEOUT_S, ranks
 
 
@@ -31,6 +34,15 @@ def alone() -> World:
     return build(SingleConfig(), device=device(), place=Place())
 
 
+def meshed(config: MeshConfig, mesh: Mesh, on: Device | None = None) -> World:
+    """The world of one of the ranks on this mesh, whose device is the processor or `on`. Collective."""
+    on, rank, timeout = on or device(), distributed.get_rank(), timedelta(seconds=TIMEOUT_S)
+    found = groups.made(mesh, on.torch_device.type, on.backend, timeout, config.pp_chunks)
+    members = (found.of["copies"], *[distributed.group.WORLD] * 3)
+    peers = data_peers(found, on.torch_device, TIMEOUT_S), *(GroupPeers(group, TIMEOUT_S) for group in members)
+    return World(config, on, Place(rank, mesh.world, rank, mesh.world), mesh, found, *peers)
+
+
 def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `work(world, *arguments)` returns on each of `size` ranks."""
     return ranks(size, _with_world, work, arguments)
@@ -38,8 +50,8 @@ def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
 
 def _with_world(rank: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     size = distributed.get_world_size()
-    groups = distributed.group.WORLD, distributed.new_group(backend="gloo")
-    trainer, feed = (GroupPeers(group, TIMEOUT_S) for group in groups)
+    members = distributed.group.WORLD, *(distributed.new_group(backend="gloo") for _ in range(2))
+    trainer, feed, saving = (GroupPeers(group, TIMEOUT_S) for group in members)
     place, mesh = Place(rank, size, rank, size), Mesh(dp_replicate=size)
-    world = World(DdpConfig(), device(), place, mesh, None, trainer, trainer, trainer, feed)
+    world = World(DdpConfig(), device(), place, mesh, None, trainer, trainer, trainer, feed, saving)
     return work(world, *arguments)

@@ -13,6 +13,7 @@ from runner.plan.cards import CARDS, GIB, HCCL_BUFFERS, Card
 from runner.plan.estimate import Estimate, estimate
 from runner.plan.words import drawn, verdict
 
+ONE = ("launch=local", "parallelism=single")
 SMALL = ("model.hidden_size=64", "model.intermediate_size=128", "model.layers=2", "data.max_length=64")
 
 
@@ -35,7 +36,7 @@ def test_copies_of_a_model_hold_what_one_holds(compose: Any) -> None:
     plan = estimate(compose("+recipe=sft_demo", *SMALL, "parallelism=ddp", "launch.devices=4"))
     assert terms(plan, "update") == terms(alone, "update")
     assert plan.work.tokens * 4 == alone.work.tokens
-    assert alone.work.sent == 0 and plan.work.sent == 2 * 3 * plan.models["policy"].trained_bytes // 4
+    assert alone.work.sent == 0 and plan.work.sent == 2 * 3 * plan.models["policy"].all.trained_bytes // 4
 
 
 def test_the_arithmetic_of_an_update(compose: Any) -> None:
@@ -62,7 +63,7 @@ def test_slices_write_a_share_of_the_answers_each(compose: Any) -> None:
 def test_a_reference_is_a_copy_where_there_is_no_adapter(compose: Any) -> None:
     spec = compose("+recipe=dpo_demo", "init_from=null")
     plan = estimate(spec)
-    assert terms(plan, "update")["reference"] == plan.models["policy"].trained_bytes
+    assert terms(plan, "update")["reference"] == plan.models["policy"].all.trained_bytes
     adapted = estimate(compose("+recipe=dpo_demo", "init_from=null", "adapter=lora"))
     assert "reference" not in terms(adapted, "update")
 
@@ -112,7 +113,7 @@ def test_slices_hold_their_part_of_layers_and_logits(compose: Any) -> None:
 
 
 def test_the_verb_plans_a_model_that_is_not_here(command: Any) -> None:
-    code, said, _ = command("plan", "+recipe=sft_npu", "model.path=Qwen/Qwen2.5-14B-Instruct", "--json")
+    code, said, _ = command("plan", "+recipe=sft_npu", *ONE, "model.path=Qwen/Qwen2.5-14B-Instruct", "--json")
     plan = json.loads(said)
     assert code == 0 and plan["card"] == "910B" and plan["verdict"] == "fits"
     assert plan["models"]["policy"]["frozen"] == 14_770_033_664

@@ -9,24 +9,49 @@ import pytest
 
 from runner.cli.compose import compose_job
 from runner.cli.main import main
+from runner.errors import SpecError
 from runner.paths import recipes_dir
 
 RECIPES = sorted(path.stem for path in recipes_dir().glob("*_npu.yaml"))
 REWARDED = ("grpo_npu", "ppo_npu")
+NUMBERS = {1: "One", 4: "Four", 8: "Eight"}
+ONE = "launch=local parallelism=single"
 SMALL = ["model.layers=1", "model.hidden_size=32", "tracker=none", "evaluation.max_new_tokens=4", "data.items=64"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_it_says_what_it_needs_expects_and_that_nobody_has_run_it(recipe: str, workdir: Path) -> None:
+    spec, other = (compose_job([f"+recipe={recipe}", *words]).spec for words in ([], ["device=cuda"]))
     lines = (recipes_dir() / f"{recipe}.yaml").read_text().splitlines()
-    text = " ".join(line[2:] for line in lines[2:4])
-    for words in ("One Ascend 910B (64 GB)", "device=cuda", "Expected: ", "Never run on hardware yet"):
+    text = " ".join(line[2:] for line in lines if line.startswith("#"))
+    cards = f"{NUMBERS[spec.launch.devices]} Ascend 910B (64 GB)"
+    for words in (cards, "device=cuda", "Expected: ", "Never run on hardware yet"):
         assert words in text
     assert f"run +recipe=[{recipe},rehearse]" + (" reward=rehearsal" if recipe in REWARDED else "") in text
-    spec, other = (compose_job([f"+recipe={recipe}", *words]).spec for words in ([], ["device=cuda"]))
+    assert (ONE in text) == (spec.launch.devices > 1)
     assert spec.device.name == "npu" and other.device.name == "cuda"
     first, second = (one.model_dump(exclude={"device"}) for one in (spec, other))
     assert first == second, "nothing but the device is another"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_words_bring_it_to_one_card(recipe: str, workdir: Path) -> None:
+    layout = compose_job([f"+recipe={recipe}"]).spec
+    assert compose_job([f"+recipe={recipe}", *ONE.split()]).spec.launch.world == 1
+    if layout.launch.world > 1:
+        with pytest.raises(SpecError, match=r"set launch\.devices=1"):
+            compose_job([f"+recipe={recipe}", "parallelism=single"])
+        with pytest.raises(SpecError, match="or parallelism=single"):
+            compose_job([f"+recipe={recipe}", "launch=local"])
+
+
+def test_sft_npu_is_two_copies_of_two_pieces_and_sampling_has_whole_copies(workdir: Path) -> None:
+    meshes = {name: compose_job([f"+recipe={name}"]).spec for name in RECIPES}
+    said = {name: str(spec.parallelism.mesh(spec.launch.world)) for name, spec in meshes.items()}
+    assert said.pop("sft_npu") == "dp_replicate=2 × dp_shard=2"
+    assert said == dict.fromkeys(("cpt_npu", "sft_full_npu"), "one process") | dict.fromkeys(
+        ("dpo_npu", "rm_npu"), "dp_replicate=4"
+    ) | dict.fromkeys(("grpo_npu", "ppo_npu"), "dp_replicate=8")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

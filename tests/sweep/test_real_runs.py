@@ -16,22 +16,7 @@ import pytest
 
 from runner.folder import RunFolder
 from runner.sweep.plan import find
-
-SMALL = (
-    "+recipe=sft_demo",
-    "steps=6",
-    "algorithm.batch_size=8",
-    "data.items=64",
-    "data.held_out=8",
-    "model.hidden_size=32",
-    "model.intermediate_size=32",
-    "model.layers=2",
-    "tracker=none",
-    "evaluation.every=3",
-    "evaluation.max_new_tokens=6",
-    "checkpoint.every=2",
-    "schedule.warmup_steps=1",
-)
+from tests.small import JUDGED
 
 
 def run(cwd: Path, *words: str, code: int = 0) -> str:
@@ -50,7 +35,7 @@ def same_bytes(a: RunFolder, b: RunFolder) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_sweep_of_real_runs_ends_in_an_answer(tmp_path: Path) -> None:
-    words = [word for word in SMALL if not word.startswith("tracker")]
+    words = [word for word in JUDGED if not word.startswith("tracker")]
     out = run(tmp_path, "-m", *words, "optimizer.lr=1e-3,1e-2", "seed=1,2", "sweep.metric=eval/loss")
     folder, plan = find(str(tmp_path / "outputs/sweeps/latest"))
     rows = list(csv.DictReader(folder.table.read_text().splitlines()))
@@ -75,7 +60,7 @@ def test_a_sweep_of_real_runs_ends_in_an_answer(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_killed_sweep_of_real_runs_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    words = ("-m", *SMALL, "steps=60", "seed=1,2,3", "sweep.parallel=1")
+    words = ("-m", *JUDGED, "steps=60", "seed=1,2,3", "sweep.parallel=1")
     words = tuple(w for w in words if w != "steps=6")
     command = [sys.executable, "-m", "runner", *words]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -131,7 +116,7 @@ def score(prompts, completions, **columns):
 @pytest.mark.timeout(900)
 def test_twelve_real_jobs_of_which_four_misbehave(tmp_path: Path) -> None:
     (tmp_path / "rate.py").write_text(REWARD)
-    small = [w for w in SMALL if not w.startswith(("+recipe", "schedule", "algorithm"))]
+    small = [w for w in JUDGED if not w.startswith(("+recipe", "schedule", "algorithm"))]
     sampled = ["+recipe=grpo_demo", "init_from=null", "sampler.max_new_tokens=8", "algorithm.batch_size=4"]
     own = ["algorithm.group_size=4", "reward=function", "reward.path=rate.py:score", "reward.timeout_s=900"]
     sweep_own = ["sweep.parallel=2", "sweep.timeout_s=90", "sweep.grace_s=5", "sweep.metric=reward/mean"]
@@ -159,7 +144,7 @@ def test_a_job_of_a_sweep_costs_what_it_costs_alone(tmp_path: Path) -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    words = (*(w for w in SMALL if not w.startswith("steps=")), "steps=30")
+    words = (*(w for w in JUDGED if not w.startswith("steps=")), "steps=30")
     rounds = [
         (
             cpu_s(*((*words, f"seed={seed}") for seed in range(1, 5))),

@@ -18,7 +18,6 @@ CONFIG.enter()
 
 import torch  # noqa: E402
 from torch import distributed  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 from runner import shards  # noqa: E402
 from runner.adapter import lora  # noqa: E402
@@ -26,8 +25,10 @@ from runner.adapter.config import LoraConfig  # noqa: E402
 from runner.batch import Batch, pack  # noqa: E402
 from runner.decisions import Decisions  # noqa: E402
 from runner.device.npu_sim.device import NpuSim  # noqa: E402
-from runner.parallelism.shard import shard  # noqa: E402
+from runner.parallelism.config import FsdpConfig  # noqa: E402
+from runner.parallelism.mesh import Mesh  # noqa: E402
 from tests.model import zoo  # noqa: E402
+from tests.parallelism.worlds import meshed  # noqa: E402
 
 
 def made(kind: str) -> Any:
@@ -60,9 +61,7 @@ def learnt(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
 
 def apart(rank: int, device: NpuSim, kind: str, offload: bool) -> float:
     wanted, model = learnt(made(kind), part(0, 1)), made(kind)
-    mesh = init_device_mesh("npu", (1, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    here = device.torch_device
-    shard(model, mesh, device=here, fit=device.fuse, reshard=True, offload=offload, decide=Decisions())
+    meshed(FsdpConfig(cpu_offload=offload), Mesh(dp_shard=2), device).shard(model, Decisions())
     got = learnt(model, part(rank, 2))
     scale = max(float(w.abs().max()) for w in wanted.values())
     return max(float((got[name] - w).abs().max()) for name, w in wanted.items()) / scale

@@ -15,6 +15,7 @@ SMALL = (
     "model=tiny model.hidden_size=32 model.intermediate_size=32 model.layers=2 data=demo data.items=64 data.held_out=8 "
     "algorithm.batch_size=4 evaluation.every=0 checkpoint.best=null tracker=none schedule.warmup_steps=1"
 )
+ONE = "launch=local parallelism=single"
 SAMPLED = "sampler=torch sampler.max_new_tokens=8"
 RECIPES = {
     **dict.fromkeys(("sft_npu", "sft_full_npu", "cpt_npu", "dpo_npu", "rm_npu"), ""),
@@ -59,7 +60,7 @@ def test_the_simulated_npu_agrees_and_each_wrong_operator_is_named(child: Any, t
 
 @pytest.mark.slow
 def test_every_recipe_for_ascend_agrees(child: Any, tmp_path: Path) -> None:
-    jobs = [("right", f"+recipe={name} {SMALL} {more}".strip()) for name, more in RECIPES.items()]
+    jobs = [("right", f"+recipe={name} {SMALL} {ONE} {more}".strip()) for name, more in RECIPES.items()]
     for (_, words), said in zip(jobs, compared(child, tmp_path, *jobs), strict=True):
         assert_agrees(said)
         assert "no recorded step had a gradient" not in said, words

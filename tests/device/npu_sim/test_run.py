@@ -29,8 +29,10 @@ SMALL = (
     "schedule.warmup_steps=1",
 )
 EXPORTED = tuple(word for word in SMALL if word != "checkpoint.export=false")
+WEIGHTS = "policy.safetensors"
 SAMPLED = ("sampler=torch", "sampler.max_new_tokens=12")
-REHEARSED = ("sampler=torch", "launch=local", "parallelism=single")
+ONE = ("launch=local", "parallelism=single")
+REHEARSED = ("sampler=torch", *ONE)
 
 
 def jobs(child: Any, folder: Path, *commands: tuple[str, ...]) -> list[Path]:
@@ -65,13 +67,17 @@ def test_sft_gives_the_processors_curve_and_resumes_to_the_bit(child: Any, tmp_p
     cpu, cut, whole = jobs(
         child,
         tmp_path,
-        (*sft, *card, "name=whole", "steps=4"),
+        (*sft, *card, "name=whole", "steps=4", "checkpoint.asynchronous=true"),
         (*sft, *card, "name=cut", "steps=2"),
         ("resume", "latest", "steps=4"),
         (*sft, "device=cpu", "name=cpu", "steps=4"),
     )
     assert_close(whole, cpu)
     assert curves(whole) == curves(cut), "bit for bit"
+    for step in ("step-00000002", "step-00000004"):  # the first one of `whole` was written while it trained on
+        assert (whole / "checkpoints" / step / WEIGHTS).read_bytes() == (
+            cut / "checkpoints" / step / WEIGHTS
+        ).read_bytes()
     said = json.loads((whole / "manifest.json").read_text())
     assert said["device"]["name"] == "npu_sim" and said["environment"]["HCCL_DETERMINISTIC"] == "strict"
     facts = {fact["feature"] for fact in said["facts"]}
@@ -81,7 +87,7 @@ def test_sft_gives_the_processors_curve_and_resumes_to_the_bit(child: Any, tmp_p
 
 
 def test_grpo_npu_can_be_rehearsed(child: Any, tmp_path: Path) -> None:
-    grpo = ("+recipe=grpo_npu", *SMALL, *SAMPLED, "launch=local", "parallelism=single", "steps=2", "optimizer.lr=0.01")
+    grpo = ("+recipe=grpo_npu", *SMALL, *SAMPLED, *ONE, "steps=2", "optimizer.lr=0.01")
     cpu, sim = jobs(child, tmp_path, (*grpo, "device=npu_sim", "name=sim"), (*grpo, "device=cpu", "name=cpu"))
     assert json.loads((sim / "manifest.json").read_text())["device"]["name"] == "npu_sim"
     assert_close(sim, cpu)
@@ -92,12 +98,25 @@ def test_grpo_npu_can_be_rehearsed(child: Any, tmp_path: Path) -> None:
 def test_a_job_on_two_cards_gives_the_processors_curve(child: Any, tmp_path: Path, parallelism: str) -> None:
     words = ("+recipe=sft_npu", *SMALL, "steps=2")
     cards = ("device=npu_sim", "device.cards=2", "launch.devices=2", f"parallelism={parallelism}")
-    cpu, sim = jobs(child, tmp_path, (*words, *cards, "name=sim"), (*words, "device=cpu", "name=cpu"))
+    cpu, sim = jobs(child, tmp_path, (*words, *cards, "name=sim"), (*words, *ONE, "device=cpu", "name=cpu"))
     assert_close(sim, cpu)
     said = json.loads((sim / "manifest.json").read_text())
     [environment] = [fact for fact in said["facts"] if fact["feature"] == "environment"]
     assert "HCCL_IF_BASE_PORT=" in environment["reason"] and "too late" not in environment["reason"]
     assert [rank["local_rank"] for rank in said["ranks"]] == [0, 1]
+
+
+@pytest.mark.slow
+def test_sft_npu_on_its_four_cards_gives_the_processors_curve(child: Any, tmp_path: Path) -> None:
+    """As the recipe says it: two copies in two pieces each."""
+    words = ("+recipe=sft_npu", *SMALL, "steps=2")
+    cards = ("device=npu_sim", "device.cards=4")
+    cpu, sim = jobs(child, tmp_path, (*words, *cards, "name=sim"), (*words, *ONE, "device=cpu", "name=cpu"))
+    assert_close(sim, cpu)
+    said = json.loads((sim / "manifest.json").read_text())
+    assert [rank["local_rank"] for rank in said["ranks"]] == [0, 1, 2, 3]
+    spec = yaml.safe_load((sim / "spec.yaml").read_text())
+    assert (spec["parallelism"]["name"], spec["parallelism"]["dp_replicate"]) == ("hsdp", 2)
 
 
 @pytest.mark.slow
@@ -113,7 +132,7 @@ def test_torchrun_may_start_the_ranks_whose_environment_is_set_before_torch(chil
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["dpo_npu", "ppo_npu", "rm_npu", "cpt_npu", "sft_npu", "sft_full_npu"])
 def test_the_other_recipes_for_ascend_give_the_processors_curve(child: Any, tmp_path: Path, recipe: str) -> None:
-    words = (f"+recipe={recipe}", *SMALL, "steps=2", *(SAMPLED if recipe == "ppo_npu" else ()))
+    words = (f"+recipe={recipe}", *SMALL, *ONE, "steps=2", *(SAMPLED if recipe == "ppo_npu" else ()))
     cpu, sim = jobs(child, tmp_path, (*words, "device=npu_sim", "name=sim"), (*words, "device=cpu", "name=cpu"))
     assert_close(sim, cpu)
 

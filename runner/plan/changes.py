@@ -1,0 +1,151 @@
+"""Changes of a job that make it take less memory, each in one or more steps, the smallest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runner.errors import SpecError
+from runner.plan.architecture import architecture
+from runner.plan.measure import longest
+from runner.registry import default_registry
+from runner.spec.job import JobSpec
+
+LEAST_CHUNK = 256  # tokens of the LM head's chunks; with fewer, starting the products costs more than they do
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Options to be typed, the job with them, and what they cost."""
+
+    word: str
+    spec: JobSpec
+    cost: str
+
+
+Step = Callable[[JobSpec], Iterator[Change]]
+
+
+def smaller_chunks(spec: JobSpec) -> Iterator[Change]:
+    """Fewer logits at once."""
+    yield from _halved(spec, "model.head_chunk_tokens", LEAST_CHUNK, "the same update, as fast but for a few percent")
+
+
+def fewer_answers(spec: JobSpec) -> Iterator[Change]:
+    """Fewer rows that are written at once."""
+    if spec.algorithm.samples:
+        yield from _halved(spec, "sampler.batch_size", 8, "the same answers, in more turns")
+
+
+def smaller_micro_batches(spec: JobSpec) -> Iterator[Change]:
+    """Fewer tokens at once, down to one row."""
+    cost = "the same update; the device is less busy with little at once"
+    yield from _halved(spec, "algorithm.micro_batch_tokens", longest(spec), cost)
+
+
+def sharding(spec: JobSpec) -> Iterator[Change]:
+    """Weights in pieces; over several machines only within each, with a run of the layers on each."""
+    kinds = default_registry().classes("parallelism")
+    mesh = spec.parallelism.mesh(spec.launch.world)
+    if "fsdp" not in kinds or spec.launch.world == 1 or mesh.dp_shard > 1:
+        return
+    if (nodes := spec.launch.nodes) > 1 and spec.launch.devices > 1 and mesh.world == mesh.data:
+        cost = "the same update; layers travel within a machine, hidden states between them"
+        yield from _laid_out(spec, {"pp": nodes}, cost, "fsdp")
+    kept = {name: size for name, size in mesh.dims.items() if name in ("pp", "cp", "tp") and size > 1}
+    cost = "the same update; layers travel between the devices in every pass"
+    yield from _laid_out(spec, kept, cost, "fsdp")
+
+
+def spreading_experts(spec: JobSpec) -> Iterator[Change]:
+    """Experts on several ranks."""
+    mesh = spec.parallelism.mesh(spec.launch.world)
+    experts = getattr(architecture(spec.model)[0].get_text_config(), "num_experts", 0) or 0
+    if experts and mesh.ep == 1:
+        for ranks in _divisors(mesh.copies):
+            cost = "the same update; tokens travel to their experts"
+            yield from _laid_out(spec, {"ep": ranks} if experts % ranks == 0 else {}, cost)
+
+
+def sharing_rows(spec: JobSpec) -> Iterator[Change]:
+    """Tokens of a row on several ranks, where a micro-batch is no more than one."""
+    mesh = spec.parallelism.mesh(spec.launch.world)
+    if spec.algorithm.micro_batch_tokens < 2 * longest(spec) and mesh.cp == 1:
+        for ranks in _divisors(mesh.data):
+            cost = "the same update; ranks share the tokens of each row, and exchange what attends"
+            yield from _laid_out(spec, {"cp": ranks}, cost)
+
+
+def recomputing(spec: JobSpec) -> Iterator[Change]:
+    """Fewer activations, which are computed again."""
+    key, now = "model.gradient_checkpointing", spec.model.gradient_checkpointing
+    if not now:
+        yield Change(f"{key}=selective", _with(spec, key, "selective"), "the same update, with a sixth more arithmetic")
+    if now is not True:
+        yield Change(f"{key}=true", _with(spec, key, True), "the same update, with a third more arithmetic")
+
+
+def offloading(spec: JobSpec) -> Iterator[Change]:
+    """What goes into layers on the host."""
+    key = "model.activation_offloading"
+    if spec.model.gradient_checkpointing and not spec.model.activation_offloading:
+        changed = _with(spec, key, True)
+        if not changed.model.problems(changed):
+            yield Change(f"{key}=true", changed, "the same update; layers' inputs travel to the host and back")
+
+
+def adapting(spec: JobSpec) -> Iterator[Change]:
+    """Few weights that learn."""
+    if spec.adapter.name == "none":
+        changed = spec.model_copy(update={"adapter": default_registry().classes("adapter")["lora"].model_validate({})})
+        yield Change("adapter=lora", changed, "another update: a low-rank one, which wants a larger optimizer.lr")
+
+
+# from cheap to dear
+STEPS: tuple[Step, ...] = (
+    smaller_chunks,
+    fewer_answers,
+    smaller_micro_batches,
+    sharding,
+    spreading_experts,
+    sharing_rows,
+    recomputing,
+    offloading,
+    adapting,
+)
+
+
+def _with(spec: JobSpec, key: str, value: int | bool | str) -> JobSpec:
+    group, _, name = key.partition(".")
+    return spec.model_copy(update={group: getattr(spec, group).model_copy(update={name: value})})
+
+
+def _halved(spec: JobSpec, key: str, least: int, cost: str) -> Iterator[Change]:
+    group, _, name = key.partition(".")
+    value = getattr(getattr(spec, group), name, 0)
+    while value // 2 >= least:
+        value //= 2
+        yield Change(f"{key}={value}", _with(spec, key, value), cost)
+
+
+def _laid_out(spec: JobSpec, sizes: Mapping[str, int], cost: str, preset: str | None = None) -> Iterator[Change]:
+    """The job with these sizes of its mesh, of a preset or of its own, if that is one that can be."""
+    if not sizes and preset is None:
+        return
+    section: Any = spec.parallelism.model_copy(update=dict(sizes))
+    if preset is not None:
+        section = default_registry().classes("parallelism")[preset].model_validate(dict(sizes))
+    words = [f"parallelism={preset}"] if preset else []
+    words += [f"parallelism.{name}={size}" for name, size in sizes.items()]
+    changed = spec.model_copy(update={"parallelism": section})
+    try:
+        wrong = section.problems(changed) + spec.model.problems(changed)
+    except SpecError:
+        return
+    if not wrong:
+        yield Change(" ".join(words), changed, cost)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(2, number + 1) if number % n == 0]

@@ -1,0 +1,148 @@
+"""What of a model one rank holds and runs, by the mesh: pieces of layers, runs of layers, some of the experts.
+
+    weights of a model ──stage──▶ its layers, and what lies at its end of the model ──pieces──▶ bytes of one rank
+
+Stages share out the layers as the pipeline does: in as many runs as there are stages and chunks, the first ones one
+layer longer; run i lies on stage i mod pp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runner.errors import Problem, SpecError
+from runner.parallelism.config import MeshConfig, ParallelismConfig, ShardedConfig, ZeroConfig
+from runner.parallelism.fitting import sizes_of
+from runner.parallelism.mesh import Mesh
+from runner.plan.weights import Part, Weights
+
+GATHERED_AT_ONCE = 2  # layers that sharding has gathered: the one that computes, and the next
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Runs of layers that one rank of the pipeline has. runs: of each, its first layer and the one behind its last."""
+
+    number: int
+    runs: Sequence[tuple[int, int]]
+    first: bool  # whether it has the embedding
+    last: bool  # whether it has the last norm and the head
+
+    @property
+    def layers(self) -> list[int]:
+        """Numbers of its layers."""
+        return [layer for run in self.runs for layer in range(*run)]
+
+    def in_flight(self, stages: int, micro_batches: int) -> int:
+        """For how many micro-batches it keeps a run's activations at once: 1F1B's, or those of the interleaved
+        schedule (Narayanan et al., 2104.04473, section 2.2)."""
+        if len(self.runs) == 1:
+            return min(micro_batches, stages - self.number)
+        ahead = 2 * (stages - self.number - 1) + (len(self.runs) - 1) * stages + 1
+        return min(micro_batches * len(self.runs), ahead)
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """What a stage has of a model: what is in no layer, each layer without its experts, and these."""
+
+    ends: Part
+    layers: Sequence[Part]
+    of_experts: Sequence[Part]
+
+    @property
+    def plain(self) -> Part:
+        """All but experts."""
+        return sum(self.layers, self.ends)
+
+    @property
+    def experts(self) -> Part:
+        """Those of all layers."""
+        return sum(self.of_experts, Part())
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How a job lies on its ranks. pieces: in how many a stage's weights, gradients and optimizer state lie; experts:
+    the same of experts; offloaded: whether pieces wait on the host; resharded: whether layers are freed after use."""
+
+    mesh: Mesh
+    pieces: int
+    experts: int
+    chunks: int
+    ring: bool
+    offloaded: bool
+    resharded: bool
+
+    @property
+    def sharded(self) -> bool:
+        """Whether layers are gathered before they run."""
+        return self.pieces > 1
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold the same of a model."""
+        return self.mesh.copies // self.pieces
+
+    def stages(self, layers: int) -> list[Stage]:
+        """What each stage has of so many layers."""
+        count = self.mesh.pp * self.chunks
+        sizes = [layers // count + (at < layers % count) for at in range(count)]
+        starts = [sum(sizes[:at]) for at in range(count)]
+        runs = [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        pp = self.mesh.pp
+        return [Stage(at, runs[at::pp], at == 0, at == pp - 1) for at in range(pp)]
+
+    def bubble(self, micro_batches: int) -> float:
+        """The share of a step's time for which a stage waits for others (2104.04473, section 2.2)."""
+        waiting = self.mesh.pp - 1
+        return waiting / (micro_batches * self.chunks + waiting)
+
+    def part(self, weights: Weights, stage: Stage) -> Divided:
+        """What a stage has of a model, on all its ranks together."""
+        ends = (weights.first if stage.first else Part()) + (weights.last if stage.last else Part())
+        if stage.last and not stage.first:
+            ends += weights.tied
+        layers = [weights.layers[at] for at in stage.layers]
+        return Divided(ends, layers, [weights.experts[at] for at in stage.layers])
+
+    def held(self, weights: Weights, stage: Stage) -> Part:
+        """What a rank of the stage holds of a model."""
+        part = self.part(weights, stage)
+        return part.plain / self.pieces + part.experts / self.experts
+
+    def gathered(self, weights: Weights, stage: Stage) -> Part:
+        """What is whole for a while of a stage in pieces: what is in no layer, and some layers, or all of them."""
+        if not self.sharded:
+            return Part()
+        part = self.part(weights, stage)
+        layers = [plain + experts / self.mesh.ep for plain, experts in zip(part.layers, part.of_experts, strict=True)]
+        if not self.resharded:
+            return sum(layers, part.ends)
+        return part.ends + max(layers, key=lambda one: one.bytes, default=Part()) * GATHERED_AT_ONCE
+
+
+def spread_of(config: ParallelismConfig, world: int, architecture: Any) -> Spread:
+    """How a job with this section lies on so many ranks. Raises SpecError for sizes that do not fit a transformers
+    config, and for DeepSpeed's ways."""
+    if isinstance(config, ZeroConfig):
+        text = f"a plan can be made of torch's own ways, not of {config.name}; type parallelism=fsdp, or ddp"
+        raise SpecError([Problem("parallelism", text)])
+    mesh = config.mesh(world)
+    if isinstance(config, MeshConfig) and (found := config.uneven(mesh, sizes_of(architecture))):
+        raise SpecError(found)
+    heads = architecture.get_text_config().num_attention_heads // mesh.tp
+    style = config.cp_style if isinstance(config, MeshConfig) else None
+    sharded = config if isinstance(config, ShardedConfig) else None
+    pieces = mesh.pieces if sharded else 1
+    return Spread(
+        mesh=mesh,
+        pieces=pieces,
+        experts=max(pieces, mesh.ep),
+        chunks=config.pp_chunks if isinstance(config, MeshConfig) else 1,
+        ring=style == "ring" or (style is None and heads % mesh.cp > 0),
+        offloaded=sharded is not None and sharded.cpu_offload,
+        resharded=sharded is not None and sharded.reshard_after_forward,
+    )

@@ -1,0 +1,119 @@
+"""Every layout that fits four ranks, on four families of models, for four algorithms, all weights and LoRA, as whole
+jobs against one process. A cover of it is in `make test-all`, all of it in `make soak`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.model import zoo
+from tests.parallelism.jobs import in_one, on_ranks
+from tests.parallelism.test_jobs import REWARDED, UNSTEADY
+from tests.parallelism.test_learning import difference
+
+LAYOUTS = {
+    "dp4": "parallelism=ddp",
+    "fsdp4": "parallelism=fsdp",
+    "hsdp2x2": "parallelism=hsdp",
+    "tp4": "parallelism=tp",
+    "tp2xfsdp2": "parallelism=fsdp parallelism.tp=2",
+    "tp2xdp2": "parallelism=ddp parallelism.tp=2",
+    "ulysses4": "parallelism=cp parallelism.cp_style=ulysses",
+    "ring4": "parallelism=cp parallelism.cp_style=ring",
+    "cp2xdp2": "parallelism=ddp parallelism.cp=2",
+    "cp2xfsdp2": "parallelism=fsdp parallelism.cp=2",
+    "cp2xtp2": "parallelism=cp parallelism.tp=2",
+    "pp4": "parallelism=pp",
+    "pp2x2xdp2": "parallelism=ddp parallelism.pp=2 parallelism.pp_chunks=2",
+    "pp2xfsdp2": "parallelism=fsdp parallelism.pp=2",
+    "pp2xtp2": "parallelism=pp parallelism.tp=2",
+    "pp2xcp2": "parallelism=pp parallelism.cp=2",
+    "ep4": "parallelism=ep",
+    "ep2xdp2": "parallelism=ep parallelism.ep=2",
+    "ep2xfsdp4": "parallelism=fsdp parallelism.ep=2",
+    "ep2xpp2": "parallelism=ep parallelism.pp=2",
+}
+ENDS = str(list(range(0, zoo.VOCAB, 3))).replace(" ", "")  # or a fresh model's answers were equally long
+SAMPLED = f"sampler=torch sampler.max_new_tokens=6 sampler.stop_tokens={ENDS} algorithm.batch_size=3"
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
+ALGORITHMS = {
+    "sft": "algorithm=sft algorithm.batch_size=6 algorithm.mini_batches=2 algorithm.micro_batch_tokens=40",
+    "dpo": "algorithm=dpo algorithm.batch_size=4",
+    "grpo": f"algorithm=grpo algorithm.group_size=3 {SAMPLED} {REWARDED}",
+    "ppo": f"algorithm=ppo algorithm.mini_batches=3 {SAMPLED} {REWARDED}",
+}
+ADAPTERS = {"full": "adapter=none", "lora": "adapter=lora adapter.targets=[q_proj,v_proj]"}
+COMMON = (
+    "data=demo data.items=64 data.held_out=6 steps=3 optimizer=sgd optimizer.lr=0.01 tracker=none checkpoint.every=0 "
+    "evaluation.every=0"
+)
+# Relative L2 differences in float32: of the first update's gradients, and of the weights at the end.
+GRADIENTS, WEIGHTS = 1e-4, 1e-5
+Case = tuple[str, str, str, str]
+CASES: list[Case] = [
+    case
+    for case in product(LAYOUTS, FAMILIES, ALGORITHMS, ADAPTERS)
+    if not case[0].startswith("ep") or case[1] == "qwen3_moe"
+]
+
+
+def cover() -> Iterator[Case]:
+    """Each layout twice; families, algorithms and adapters in turn."""
+    for number, layout in enumerate(LAYOUTS):
+        for turn, adapter in enumerate(ADAPTERS):
+            family = "qwen3_moe" if layout.startswith("ep") else FAMILIES[(number + turn) % len(FAMILIES)]
+            yield layout, family, list(ALGORITHMS)[(number // 2 + 2 * turn) % len(ALGORITHMS)], adapter
+
+
+class Alone:
+    """What one process comes to, found once for each job."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.known: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def words(self, family: str, algorithm: str, adapter: str) -> list[str]:
+        folder = self.root / family
+        if not folder.exists():
+            zoo.causal(family, num_hidden_layers=4, num_key_value_heads=4).save(folder)
+        return f"model=hf model.path={folder} {COMMON} {ALGORITHMS[algorithm]} {ADAPTERS[adapter]}".split()
+
+    def found(self, *job: str) -> dict[str, Any]:
+        if job not in self.known:
+            self.known[job] = in_one(self.words(*job), self.root / "-".join(job))
+        return self.known[job]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
+    root = tmp_path_factory.mktemp("matrix")
+    yield Alone(root)
+    shutil.rmtree(root)
+
+
+def compare(alone: Alone, layout: str, *job: str) -> None:
+    wanted = alone.found(*job)
+    for rank in on_ranks(4, [*alone.words(*job), *LAYOUTS[layout].split()], alone.root / "-".join((layout, *job))):
+        assert difference(rank["gradients"], wanted["gradients"]) < GRADIENTS
+        assert difference(rank["weights"], wanted["weights"]) < WEIGHTS
+        for mine, other in zip(rank["steps"], wanted["steps"], strict=True):
+            steady = {name: value for name, value in other.items() if not name.endswith(UNSTEADY)}
+            assert {name: mine[name] for name in steady} == pytest.approx(steady, rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(cover()), ids="-".join)
+def test_a_layout_does_what_one_process_does(case: Case, alone: Alone, workdir: Path) -> None:
+    compare(alone, *case)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", [case for case in CASES if case not in list(cover())], ids="-".join)
+def test_every_layout_does_what_one_process_does(case: Case, alone: Alone, workdir: Path) -> None:
+    compare(alone, *case)
