@@ -6,10 +6,13 @@ exchanged   run r of what a rank has goes to rank r, whose runs come in the orde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
+
+Rows = Sequence[int] | None
 
 
 def added(tensor: Tensor, group: Any) -> Tensor:
@@ -19,10 +22,13 @@ def added(tensor: Tensor, group: Any) -> Tensor:
     return made
 
 
-def exchanged(tensor: Tensor, group: Any) -> Tensor:
-    """What the ranks of `group` have for this one, [C · n, F] as `tensor`: of C ranks the first n rows are for the
-    first one, and come from it. Collective in both directions; the gradient goes the same way back."""
-    made: Tensor = _Exchanged.apply(tensor, group)  # type: ignore[no-untyped-call]
+def exchanged(tensor: Tensor, group: Any, there: Rows = None, here: Rows = None) -> Tensor:
+    """What the ranks of `group` have for this one, as `tensor` [Σ there, F] is for them: the first rows for the first
+    one, and from it. Collective in both directions; the gradient goes the same way back.
+
+    there, here: how many rows go to each rank, and come from it; None = as many as to any other
+    """
+    made: Tensor = _Exchanged.apply(tensor, group, there, here)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -40,19 +46,21 @@ class _Added(torch.autograd.Function):
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _all_to_all(tensor, group)
+    def forward(ctx: Any, tensor: Tensor, group: Any, there: Rows, here: Rows) -> Tensor:
+        ctx.group, ctx.there, ctx.here = group, there, here
+        return all_to_all(tensor, group, there, here)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all(grad, ctx.group, ctx.here, ctx.there), None, None, None
 
 
-def _all_to_all(tensor: Tensor, group: Any) -> Tensor:
-    """Two numbers of 16 bits travel as one of 32: HCCL documents all-to-all for float32 alone."""
+def all_to_all(tensor: Tensor, group: Any, there: Rows = None, here: Rows = None) -> Tensor:
+    """`exchanged` without a gradient, of any type. Numbers of 16 and of 64 bits travel as of 32: HCCL documents
+    all-to-all for float32 alone."""
     tensor = tensor.contiguous()
-    moved = tensor.view(torch.float32) if tensor.dtype.itemsize == 2 and tensor.shape[-1] % 2 == 0 else tensor
-    found = torch.empty_like(moved)
-    distributed.all_to_all_single(found, moved, group=group)
+    moved = tensor.view(torch.float32) if tensor.shape[-1] * tensor.itemsize % 4 == 0 else tensor
+    found = torch.empty_like(moved) if here is None else moved.new_empty(sum(here), *moved.shape[1:])
+    sizes = (None if here is None else list(here), None if there is None else list(there))
+    distributed.all_to_all_single(found, moved, *sizes, group=group)
     return found.view(tensor.dtype)

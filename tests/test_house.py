@@ -259,7 +259,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     declared = {requirement_name(d) for d in [*project["dependencies"], *project["optional-dependencies"]["npu"]]}
     declared |= {
         requirement_name(d)
-        for extra in ("tensorboard", "math", "optuna", "ray", "slurm")
+        for extra in ("tensorboard", "math", "deepspeed", "optuna", "ray", "slurm")
         for d in project["optional-dependencies"][extra]
     }
     imported = {name for path in MODULES for name in top_level_imports(parse(path))}

@@ -51,6 +51,7 @@ def build_cached(
     spec: JobSpec, policy: Any, device: Device, peers: Peers, everyone: Peers, decide: Decisions, cache: Path
 ) -> CachedModel:
     """The reference over the kept log-probabilities of this model, in a folder below `cache`."""
+
     def named() -> tuple[dict[str, str], str]:
         origin = policy.source.identity(weights=True)
         return origin, _key(spec, policy, origin, device)

@@ -174,7 +174,7 @@ def _identity(spec: JobSpec, data: Data, model: Any, frozen: Mapping[str, Frozen
     origin, *others = on_first(world.everyone, lambda: [dict(one.origin) for one in models])  # who has read the weights
     own = identity(spec, data.fingerprint, data.style, origin, world.device.describe())
     own["frozen"] = dict(zip(frozen, others, strict=True))
-    own["mesh"] = str(world.mesh)
+    own["mesh"] = world.layout
     return own
 
 

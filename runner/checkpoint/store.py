@@ -92,7 +92,8 @@ class CheckpointStore:
             try:
                 self._settle()
             except Exception as error:
-                self._report(f"the checkpoint of step {flight.step} was not written: {error}")
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                self._report(f"the checkpoint of step {flight.step} was not written: {reason}")
 
     def _settle(self) -> None:
         flight, self._flight = self._flight, None

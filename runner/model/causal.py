@@ -239,6 +239,10 @@ class CausalLM(RaggedModel):
         with self._writing():
             return self.causal(input_ids=ids, past_key_values=cache, use_cache=True)
 
+    def _shown(self, tokens: Tokens) -> Tensor:
+        """See `RaggedModel`; logits of a model that shows no backbone."""
+        return self._logits(tokens) if self.causal.base_model is self.causal else self._backbone(tokens)
+
     def _logits(self, tokens: Tokens) -> Tensor:
         def forward(**keywords: Any) -> Tensor:
             logits: Tensor = self.causal(use_cache=False, **keywords).logits

@@ -270,17 +270,26 @@ class RaggedModel:
 
     @torch.no_grad()
     def probed(self) -> Tensor:
-        """The hidden states [T, H] of a handful of tokens: what shows whether it still is the same model."""
+        """The hidden states [T, H] of a handful of tokens: what shows whether it still is the same model. On a stage that
+        is not the last, nothing, [0]."""
         batch = pack(PROBE_ROWS, [[1.0] * len(row) for row in PROBE_ROWS]).to(self.device)
-        if not self.stage.ends:
-            return self._handed_on(batch)
-        tokens = self.tokens_of(batch)
-        return self._pass(lambda: tokens.joined(self._backbone(tokens)))
+        for turn in self.stage.flow(1):
+            self.stage.enter(turn)
+            if self.stage.ends:
+                tokens = self.tokens_of(batch)
+                return self._pass(lambda: tokens.joined(self._shown(tokens)))
+            found = self._handed_on(batch)
+        return found
+
+    def _shown(self, tokens: Tokens) -> Tensor:
+        """The last of what it computes that can be seen, [W, …]."""
+        return self._backbone(tokens)
 
     def computes(self, wanted: Tensor) -> bool:
-        """Whether it still gives what it gave once, up to the rounding of its products; wanted: what `probed` was
-        then."""
-        return close(self.probed().to(self.compute_type), wanted.to(self.device, self.compute_type))
+        """Whether it still gives what it gave once, up to the rounding of its products, as far as this stage can tell;
+        wanted: what `probed` was then."""
+        found, wanted = (one.to(self.device, self.compute_type) for one in (self.probed(), wanted))
+        return not self.stage.ends or close(found, wanted)
 
     def ends(self) -> list[Any]:
         """The embedding, and an LM head, if a run of their rows is all that is needed for as many ids. Where they

@@ -126,7 +126,7 @@ class MeshConfig(SeveralConfig):
         if mesh.cp > 1 and job.model.layout == "padded":
             text = f"the rows that parallelism.cp={mesh.cp} shares out lie end to end; leave it out"
             found.append(("model.layout", text))
-        found += self._unused(mesh)
+        found += self._unused(mesh) + self._crossing(job)
         return found + [(p.key, p.message) for p in self.uneven(mesh, job.model.sizes())]
 
     def _unused(self, mesh: Mesh) -> list[tuple[str, str]]:
@@ -137,6 +137,12 @@ class MeshConfig(SeveralConfig):
         if self.pp_chunks > 1 and mesh.pp == 1:
             found.append(("parallelism.pp_chunks", "there is one stage; type parallelism.pp=N, or leave it out"))
         return found
+
+    def _crossing(self, job: Any) -> list[tuple[str, str]]:
+        """A teacher's passes within the learner's own, whose order through several runs of layers is another one."""
+        if self.pp_chunks > 1 and job.algorithm.name == "distill":
+            return [("parallelism.pp_chunks", "distill asks its teacher between its own passes; leave it out")]
+        return []
 
     def uneven(self, mesh: Mesh, sizes: Sizes) -> list[Problem]:
         """What of a model does not divide as the mesh needs it, with what would fit."""
@@ -167,7 +173,15 @@ class ShardedConfig(MeshConfig):
         found = super().problems(job)
         if self.cpu_offload and job.device.name == "cpu":
             found.append(("parallelism.cpu_offload", "device=cpu computes in the host's memory already; leave it out"))
+        elif self.cpu_offload and not found and _whole_experts(self.mesh(job.launch.world)):
+            text = "experts that are in no pieces stay on their device; leave it out, or type a smaller parallelism.ep"
+            found.append(("parallelism.cpu_offload", text))
         return found
+
+
+def _whole_experts(mesh: Mesh) -> bool:
+    """Whether there is nothing left over which a rank's experts could lie in pieces."""
+    return mesh.ep > 1 and mesh.expert_grid["dp_shard"] == 1
 
 
 class FsdpConfig(ShardedConfig):
@@ -238,6 +252,9 @@ class ZeroConfig(SeveralConfig):
             found.append(
                 ("device.name", f"{own} knows no device={job.device.name}, only {known}; type parallelism=fsdp")
             )
+        if self.stage == 3 and job.model.dtype == "bfloat16":
+            text = f"{own} would round what learns to it, too; type parallelism=fsdp, or deepspeed_zero2"
+            found.append(("model.dtype", text))
         if job.model.compile:
             found.append(("model.compile", f"not tried under {own}; leave it out, or type parallelism=fsdp"))
         return found

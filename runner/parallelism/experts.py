@@ -20,10 +20,11 @@ from typing import Any, Protocol
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from runner.collectives import all_to_all, exchanged
 from runner.errors import Problem, SpecError
 from runner.parallelism.slices import Slices, Use, distribute
 from runner.protocols import Decide
@@ -61,8 +62,8 @@ def spread(model: Spreadable, mesh: DeviceMesh, *, alone: bool, decide: Decide) 
     for part in found:
         part.forward = Exchange(part, slices)
     model.whole.joined = partial(_joined, model.whole.joined, slices, model.whole)
-    text = f"{found[0].num_experts // mesh.size()} of {found[0].num_experts} experts of {len(found)} layers"
-    decide.state("parallelism.ep", text, f"the other ones lie on {mesh.size() - 1} other ranks, to which tokens travel")
+    text = f"{found[0].num_experts // mesh.size()} of {found[0].num_experts} experts of {len(found)} layers on each"
+    decide.state("parallelism.ep", text, f"tokens travel between {mesh.size()} ranks")
 
 
 def refused(why: str, instead: str = "parallelism.ep=1") -> SpecError:
@@ -78,12 +79,17 @@ def _refuse_unlike(module: nn.Module, found: Sequence[Any], size: int, alone: bo
             raise refused(f"{name}.{odd[0]} has not one row for each expert")
         if part.num_experts % size:
             raise refused(f"{size} ranks do not divide the {part.num_experts} experts of {name}")
+    refuse_adapters(module)
     for part in module.modules():
-        if isinstance(part, ParamWrapper):
-            text = "adapters on weights that no linear layer has (experts, routers) cannot be spread"
-            raise refused(text, "adapter.targets=[q_proj,k_proj,v_proj,o_proj]")
         if alone and isinstance(part, nn.ParameterDict | nn.ParameterList) and part._parameters:
             raise refused(f"{type(part).__name__} of parameters that no module computes with alone")
+
+
+def refuse_adapters(module: nn.Module) -> None:
+    """Raise SpecError for a model with adapters on its experts."""
+    if any(isinstance(part, ParamWrapper) for part in module.modules()):
+        text = "adapters on weights that no linear layer has (experts, routers) cannot be spread"
+        raise refused(text, "adapter.targets=[q_proj,k_proj,v_proj,o_proj]")
 
 
 @contextmanager
@@ -113,8 +119,8 @@ class Exchange:
         there, here, experts = self._met(of_expert)
         # repeated and then permuted, so that the gradient of the permutation adds nothing up in an order of its own
         rows = hidden[:, None].expand(-1, chosen.shape[1], -1).flatten(0, 1).index_select(0, order)
-        rows = self._sent(rows, there, here)
-        made = self._sent(self._computed(rows, experts, weights), here, there)
+        rows = exchanged(rows, self._group, there, here)
+        made = exchanged(self._computed(rows, experts, weights), self._group, here, there)
         made = made.index_select(0, torch.argsort(order)).unflatten(0, chosen.shape)
         return (made * weights[..., None]).sum(1).to(hidden.dtype)
 
@@ -123,8 +129,7 @@ class Exchange:
         those of this rank's rows, in order."""
         every = torch.arange(self._experts + 1, device=of_expert.device)
         counts = torch.searchsorted(of_expert, every).diff()
-        met = torch.empty_like(counts)
-        distributed.all_to_all_single(met, counts, group=self._group)
+        met = all_to_all(counts, self._group)
         size = self._slices.size
         there, here = torch.stack([counts, met]).view(2, size, -1).sum(2).tolist()
         own = every[: self._experts // size].repeat(size)
@@ -141,30 +146,6 @@ class Exchange:
         finally:
             part.num_experts = self._experts
 
-    def _sent(self, rows: Tensor, there: list[int], here: list[int]) -> Tensor:
-        made: Tensor = _Travel.apply(rows, there, here, self._group)
-        return made
-
     @property
     def _group(self) -> Any:
         return self._slices.mesh.get_group()
-
-
-class _Travel(torch.autograd.Function):
-    """Rows [sum(there), H], by the rank that they go to, become those that come [sum(here), H], by the rank that they
-    come from; gradients go back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, there: list[int], here: list[int], group: Any) -> Tensor:
-        ctx.there, ctx.here, ctx.group = there, here, group
-        return _exchanged(rows, there, here, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
-        return _exchanged(grads[0], ctx.here, ctx.there, ctx.group), None, None, None
-
-
-def _exchanged(rows: Tensor, there: list[int], here: list[int], group: Any) -> Tensor:
-    found = rows.new_empty(sum(here), *rows.shape[1:])
-    distributed.all_to_all_single(found, rows.contiguous(), here, there, group=group)
-    return found

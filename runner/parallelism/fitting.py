@@ -20,14 +20,15 @@ NAMES = {  # transformers' own, of what is divided
     "kv_heads": "num_key_value_heads",
     "features": "intermediate_size",
     "layers": "num_hidden_layers",
-    "experts": "num_experts",
 }
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # which of them it is differs
 
 
 def sizes_of(architecture: Any) -> Sizes:
     """What a transformers config says of these, as far as it does."""
     text = architecture.get_text_config()
-    named = {kind: (name, getattr(text, name, None)) for kind, name in NAMES.items()}
+    names = NAMES | {"experts": next((name for name in EXPERTS if getattr(text, name, None)), EXPERTS[0])}
+    named = {kind: (name, getattr(text, name, None)) for kind, name in names.items()}
     return {kind: (name, size) for kind, (name, size) in named.items() if size}
 
 

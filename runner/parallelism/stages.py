@@ -43,9 +43,7 @@ class Divisible(Protocol):
 
     def blocks(self) -> list[nn.Module]: ...
 
-    # hidden states of a handful of tokens, and whether they are still these
-    def probed(self) -> Tensor: ...
-
+    # whether the hidden states of a handful of tokens still are these, as far as this stage can tell
     def computes(self, wanted: Tensor) -> bool: ...
 
 
@@ -317,15 +315,13 @@ def divide(model: Divisible, borders: Borders, group: Any, *, chunks: int, devic
 
 def refuse_another(model: Divisible, wanted: Tensor, everyone: Peers) -> None:
     """Raise SpecError, on all ranks, for a model that is another one in stages; wanted: what it once computed."""
-    name, stage = type(model.inner).__name__, model.stage
-    for turn in stage.flow(1):
-        stage.enter(turn)
-        try:
-            alike = model.computes(wanted) if stage.ends else model.probed() is not None
-        except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            if tells_of_loss(str(error)):
-                raise
-            said = (str(error).splitlines() or [""])[0]
-            raise _refused(f"{name} cannot compute in stages ({said})") from error
+    name = type(model.inner).__name__
+    try:
+        alike = model.computes(wanted)
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        if tells_of_loss(str(error)):
+            raise
+        said = (str(error).splitlines() or [""])[0]
+        raise _refused(f"{name} cannot compute in stages ({said})") from error
     if not all(everyone.gather(alike)):
         raise _refused(f"{name} computes something else in stages")

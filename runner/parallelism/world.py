@@ -58,6 +58,11 @@ class World:
         """Whether models lie in pieces."""
         return isinstance(self.config, ShardedConfig) or self.mesh.tp * self.mesh.pp * self.mesh.ep > 1
 
+    @property
+    def layout(self) -> str:
+        """What makes the order of summation, in words."""
+        return f"{self.mesh}, {self.config.name}" if isinstance(self.config, ZeroConfig) else str(self.mesh)
+
     def admit(self, architecture: Any) -> None:
         """Raise SpecError for a transformers config that does not divide as the mesh needs it."""
         if isinstance(self.config, MeshConfig) and (found := self.config.uneven(self.mesh, sizes_of(architecture))):

@@ -18,7 +18,7 @@ from runner.plan.architecture import published
 from runner.plan.measure import Passes, longest
 from runner.plan.spread import Spread, Stage
 from runner.plan.tracking import Kind
-from runner.plan.traffic import computing, head_size, size_of
+from runner.plan.traffic import attending, computing, head_size, size_of
 from runner.plan.weights import Part, Weights, weights
 from runner.spec.job import JobSpec
 
@@ -143,7 +143,7 @@ class Terms:
         they are chosen evenly."""
         mesh, inner = self.spread.mesh, self.shape.get_text_config()
         numbers = self._tokens() * size_of(computing(self.spec))
-        heads, kv = inner.num_attention_heads // mesh.tp, inner.num_key_value_heads // mesh.tp
+        heads, kv = attending(inner, self.spread)
         travelling = 2 * kv if self.spread.ring else heads + 2 * kv
         taken = getattr(inner, "num_experts_per_tok", 0) or 0
         kept = 0 if self.spec.model.gradient_checkpointing else len(self.stage.layers)  # what came back, for routers

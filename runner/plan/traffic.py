@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil
+from math import ceil, lcm
 from typing import Any
 
 import torch
@@ -129,15 +129,15 @@ class Traffic:
 
     def _for_rows(self) -> int:
         """Ulysses: queries, keys, values and what attention gives, all to all, each way (2309.14509, section 3); ring:
-        keys and values to every other rank, again in the backward pass with their gradients (2310.01889)."""
+        keys and values to every other rank, in the backward pass again, and their gradients in float32 (2310.01889)."""
         mesh = self.spread.mesh
         if mesh.cp == 1:
             return 0
-        heads, kv = self._inner.num_attention_heads, self._inner.num_key_value_heads
-        of_token = self.tokens // mesh.cp * head_size(self._inner) * self._size // mesh.tp
+        heads, kv = attending(self._inner, self.spread)
+        numbers = self.tokens // mesh.cp * head_size(self._inner)
         if self.spread.ring:
-            return self._layers * (self._passes + 1) * 2 * kv * of_token * (mesh.cp - 1)
-        return self._layers * self._passes * 2 * (heads + kv) * of_token * (mesh.cp - 1) // mesh.cp
+            return self._layers * 2 * kv * numbers * (self._passes * self._size + 4) * (mesh.cp - 1)
+        return self._layers * self._passes * 2 * (heads + kv) * numbers * self._size * (mesh.cp - 1) // mesh.cp
 
     def _for_stages(self) -> int:
         """Hidden states to the next stage, and their gradients to the one before, once for each run of layers."""
@@ -151,6 +151,12 @@ class Traffic:
         ep = self.spread.mesh.ep
         taken = getattr(self._inner, "num_experts_per_tok", 0) or 0
         return self._layers * 2 * self._passes * taken * self._hidden * (ep - 1) // ep
+
+
+def attending(inner: Any, spread: Spread) -> tuple[int, int]:
+    """The heads and key-value heads of a slice; the latter repeated until Ulysses' ranks divide them."""
+    heads, kv = inner.num_attention_heads // spread.mesh.tp, inner.num_key_value_heads // spread.mesh.tp
+    return heads, kv if spread.ring else lcm(kv, spread.mesh.cp)
 
 
 def flops_per_token(spec: JobSpec, shape: Any, models: Mapping[str, Weights]) -> float:

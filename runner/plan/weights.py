@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from runner.parallelism.experts import refuse_adapters
 from runner.plan.model import cut, layers, made, period, samples
 from runner.spec.base import Head
 from runner.spec.job import JobSpec
@@ -76,6 +77,8 @@ def weights(spec: JobSpec, head: Head, architecture: Any, trains: bool = True) -
     depth = architecture.get_text_config().num_hidden_layers
     low, high = samples(depth, period(architecture, False))
     model = made(spec, head, cut(architecture, min(depth, high)), adapted=trains)
+    if trains and spec.parallelism.mesh(spec.launch.world).ep > 1:
+        refuse_adapters(model.module)
     plain, experts = ([_part(layer, trains, one) for layer in layers(model)] for one in (False, True))
     embedding, output = model.inner.get_input_embeddings(), model.inner.get_output_embeddings()
     first = _sum(embedding.parameters(), trains)

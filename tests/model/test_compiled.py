@@ -49,7 +49,8 @@ def made(kind: str, fast: bool, adapter: float | None = None, **options: Any) ->
 
 
 def compare(kind: str, limit: float, **options: Any) -> None:
-    """Gradients, scores and greedy answers over batches of several shapes; all graphs are made in the first one."""
+    """Gradients, scores and greedy answers over batches of several shapes; all graphs are made in the first one, but of
+    padded rows, of which torch takes a single one for another case than several."""
     plain, fast = (made(kind, on, **options) for on in (False, True))
     graphs = []
     for seed, lengths in enumerate(SHAPES):
@@ -62,15 +63,19 @@ def compare(kind: str, limit: float, **options: Any) -> None:
             wanted, got = (model.outputs(data, LOGPROBS)["logprobs"] for model in (plain, fast))
         torch.testing.assert_close(got, wanted, atol=50 * limit, rtol=50 * limit)
         graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] > 0 and set(graphs) == {graphs[0]}
+    assert graphs[0] > 0 and graphs[2] == graphs[0] and (graphs[-1] == graphs[0] or fast.padded)
     assert greedy(fast, rows((5, 1, 11)), 4) == greedy(plain, rows((5, 1, 11)), 4)
-    assert counters["stats"]["unique_graphs"] == graphs[0]  # text is written by what is not compiled
+    assert counters["stats"]["unique_graphs"] == graphs[-1]  # text is written by what is not compiled
 
 
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("qwen3", {"adapter": 0.3, "gradient_checkpointing": True}), ("qwen3_moe", {}), ("qwen2", {"layout": "padded"})],
+    [
+        ("qwen3", {"adapter": 0.3, "gradient_checkpointing": True}),
+        pytest.param("qwen3_moe", {}, marks=pytest.mark.slow),
+        pytest.param("qwen2", {"layout": "padded"}, marks=pytest.mark.slow),
+    ],
     ids=["adapter, recomputed", "experts", "padded"],
 )
 def test_the_same_numbers_and_no_graph_for_another_shape(kind: str, options: dict[str, Any]) -> None:
@@ -102,6 +107,7 @@ def test_a_model_that_does_not_name_its_layers_says_so(monkeypatch: pytest.Monke
     assert [(d.feature, d.got) for d in decisions.made] == [("model.compile", "false")]
 
 
+@pytest.mark.slow
 def test_without_a_compiler_it_is_an_error_that_says_what_to_install() -> None:
     program = (
         "import torch; from runner.errors import EnvironmentProblem; from runner.model import compiled\n"

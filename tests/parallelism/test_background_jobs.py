@@ -40,6 +40,7 @@ def checkpoints(size: int, words: str, root: Path) -> dict[str, bytes]:
         (1, "sft", ""),
         (2, "sft", "parallelism=fsdp"),
         pytest.param(2, "sft", "parallelism=tp", marks=pytest.mark.slow),
+        pytest.param(2, "sft", "parallelism=pp", marks=pytest.mark.slow),
         pytest.param(2, "ahead", "parallelism=ddp", marks=pytest.mark.slow),
         pytest.param(4, "ahead", "parallelism=hsdp", marks=pytest.mark.slow),
     ],

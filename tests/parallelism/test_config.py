@@ -107,6 +107,11 @@ def test_a_mesh_has_every_process_once_or_is_refused(world: int, replicate: int,
         ("parallelism=pp launch.devices=8", "parallelism.pp", "pp=8 takes 8 layers, and model.layers=4; what fits: at"),
         ("parallelism=ddp launch.devices=2 parallelism.pp_chunks=2", "parallelism.pp_chunks", "there is one stage"),
         ("parallelism=ddp launch.devices=2 parallelism.cp_style=ring", "parallelism.cp_style", "there is one cp rank"),
+        (
+            "algorithm=distill algorithm.teacher=teacher parallelism=pp parallelism.pp_chunks=2 launch.devices=2",
+            "parallelism.pp_chunks",
+            "distill asks its teacher between its own passes; leave it out",
+        ),
         ("parallelism=ep launch.devices=2", "parallelism.ep", "the model has no experts"),
         (
             "parallelism=ep parallelism.ep=3 launch.devices=4",

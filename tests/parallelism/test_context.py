@@ -13,6 +13,9 @@ from torch import Tensor
 from runner.batch import Batch, pack
 from runner.decisions import Decisions
 from runner.errors import SpecError
+from runner.model.causal import CausalLM
+from runner.model.config import TinyConfig
+from runner.model.tokenizer import byte_tokenizer
 from runner.parallelism.config import CpConfig, FsdpConfig, HsdpConfig
 from runner.parallelism.mesh import Mesh
 from runner.tree import Branch, Tree, pack_trees
@@ -36,6 +39,13 @@ def spread(model: Any, ranks: int, style: str | None = None, decisions: Decision
     """The model as each of some ranks has it."""
     meshed(CpConfig(cp_style=style), Mesh(cp=ranks)).shard(model, decisions or Decisions())
     return model
+
+
+def headed(heads: int) -> CausalLM:
+    """A model of so many heads, and two for keys and values."""
+    options = {"num_attention_heads": heads, "hidden_size": 8 * heads}
+    module = zoo.module("llama", **options).requires_grad_(True)
+    return CausalLM(module, byte_tokenizer(512), TinyConfig(), seed=0, decide=Decisions())
 
 
 def on_rank(rank: int, mesh: Mesh, style: str | None, build: Callable[[], Any]) -> Any:
@@ -112,8 +122,7 @@ def test_meshes_of_each_family(mesh: str, kind: str, adapter: bool, style: str) 
 @STYLES
 @pytest.mark.parametrize("size", [3, 5])
 def test_sizes_that_divide_neither_tokens_nor_key_value_heads(size: int, style: str) -> None:
-    heads = {"num_attention_heads": 2 * size, "num_key_value_heads": 2, "hidden_size": 16 * size}
-    compare(Mesh(cp=size), style, lambda: made("llama", False, **heads))
+    compare(Mesh(cp=size), style, lambda: headed(2 * size))
 
 
 @BOTH_STYLES
@@ -249,7 +258,7 @@ def test_bfloat16_products_of_float32_weights(style: str) -> None:
 )
 def test_the_style_follows_from_the_heads(size: int, heads: int, style: str) -> None:
     def work(rank: int) -> list[tuple[str, str]]:
-        spread(made("llama", False, num_attention_heads=heads), size, None, decisions := Decisions())
+        spread(headed(heads), size, None, decisions := Decisions())
         return [(one.feature, one.got) for one in decisions.made]
 
     assert all(("parallelism.cp_style", style) in found for found in ranks(size, work))

@@ -7,6 +7,7 @@ score alike, the last bit decides which of them a token goes to.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from runner import shards
+from runner.adapter import lora
+from runner.adapter.config import LoraConfig
 from runner.algorithm.sft import CrossEntropy
+from runner.cli.compose import compose_job
 from runner.decisions import Decisions
 from runner.errors import SpecError
 from runner.learner import LocalLearner
@@ -232,6 +236,43 @@ def test_every_rank_has_its_share_only(layout: str) -> None:
 
     for held, share in ranks(4, work):
         assert held == pytest.approx(share, rel=0.01)  # what does not divide is padded
+
+
+@pytest.mark.parametrize("mesh", [mesh for _, mesh in LAYOUTS.values()] + [Mesh(2, 2, 4, 2, 3, ep=4)], ids=str)
+def test_every_rank_is_among_those_that_hold_pieces_of_its_experts(mesh: Mesh) -> None:
+    """Two ranks hold pieces of the same experts if they have the same place in their `ep` runs, in the same copy."""
+    place = {rank: (ep, at) for ep in mesh.experts() for at, rank in enumerate(ep)}
+    assert sorted(rank for one in mesh.expert_pieces() for rank in one) == list(range(mesh.world))
+    copies = mesh.families("dp_shard", "cp", "tp") if mesh.dp_shard > 1 else mesh.families(*mesh.dims)
+    for pieces in mesh.expert_pieces():
+        assert len(pieces) == mesh.expert_grid["dp_shard"] and len({place[rank][1] for rank in pieces}) == 1
+        assert any(set(pieces) <= set(copy) for copy in copies)
+    assert prod(mesh.expert_grid.values()) == mesh.copies
+
+
+def test_experts_that_lie_whole_are_not_kept_on_the_host() -> None:
+    words = "+recipe=sft_demo model=tiny_moe device=cuda parallelism=fsdp launch.devices=4 parallelism.cpu_offload=true"
+    compose_job([*words.split(), "parallelism.ep=2"])
+    with pytest.raises(SpecError, match="experts that are in no pieces stay on their device") as error:
+        compose_job([*words.split(), "parallelism.ep=4"])
+    assert [problem.key for problem in error.value.problems] == ["parallelism.cpu_offload"]
+
+
+def test_a_model_without_experts_is_refused_at_once_with_one_that_has_some() -> None:
+    with pytest.raises(SpecError, match=r"the model has no experts; type parallelism\.ep=1, or model=tiny_moe"):
+        compose_job(["+recipe=sft_demo", "parallelism=ep", "launch.devices=2"])
+    with pytest.raises(SpecError, match=r"3 ranks do not divide model\.experts=8 of the model; what fits: 1, 2, 4, 8"):
+        compose_job(["+recipe=sft_demo", "model=tiny_moe", "parallelism=ep", "launch.devices=3"])
+
+
+def test_adapters_on_experts_are_refused_with_what_to_type() -> None:
+    def work(rank: int) -> str:
+        model = lora.attach(LoraConfig(rank=4), moe(False, mlp_only_layers=[]), decide=Decisions())
+        with pytest.raises(SpecError, match="adapters on weights that no linear layer has") as error:
+            meshed(*EP2).shard(model, Decisions())
+        return error.value.problems[0].message
+
+    assert all("type adapter.targets=[q_proj,k_proj,v_proj,o_proj]" in said for said in ranks(2, work))
 
 
 def test_what_marks_experts_is_still_there() -> None:

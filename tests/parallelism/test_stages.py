@@ -294,8 +294,24 @@ def test_what_cannot_be_divided_is_refused_on_every_rank(kind: str, said: str) -
     assert ranks(2, work) == ["parallelism.pp"] * 2
 
 
+def test_a_step_with_fewer_micro_batches_than_stages_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    def work(rank: int) -> list[str]:
+        world, model = meshed(PpConfig(), Mesh(pp=2)), zoo.causal("qwen2")
+        world.shard(model, Decisions())
+        subject = learner(model, world, budget=1000)
+        with caplog.at_level("INFO", "runner"):
+            for step in range(2):
+                subject.begin_step(step)
+                subject.forward_backward(given(step), CrossEntropy())
+        return [record.getMessage() for record in caplog.records if "parallelism.pp" in record.getMessage()]
+
+    for [said] in ranks(2, work):
+        assert "step 1: fewer micro-batches (1) than stages (parallelism.pp=2)" in said
+        assert "lower algorithm.micro_batch_tokens=1000" in said
+
+
 @SLOW
-@pytest.mark.parametrize("kind", ["mistral", "gemma2", "granite", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "granite", "gpt_oss", "llama4"])
 def test_other_architectures(kind: str) -> None:
     compare(Mesh(pp=2), lambda: made(kind, False), 1e-5)
 

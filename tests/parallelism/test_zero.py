@@ -101,14 +101,23 @@ def test_two_ranks_learn_what_one_does(stage: int, kind: str, adapter: bool) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "qwen3_moe"])
-@pytest.mark.parametrize(("adapter", "layout"), [(False, "packed"), (True, "padded")])
+@pytest.mark.parametrize(
+    ("kind", "adapter", "layout"),
+    [("qwen3", True, "padded"), ("llama", False, "packed"), ("qwen3_moe", False, "packed")],
+)
 def test_three_ranks_learn_what_one_does(stage: int, kind: str, adapter: bool, layout: str) -> None:
     against_one(3, stage, kind, adapter, layout)
 
 
 def recomputing(model: Any) -> None:
-    model.inner.gradient_checkpointing_enable({"use_reentrant": False})
+    enable = getattr(model.inner, "activation_checkpointing_enable", None) or model.inner.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_may_be_recomputed(stage: int) -> None:
+    against_one(2, stage, "qwen2", True, "packed", recomputing)
 
 
 def with_a_small_base(model: Any) -> None:
@@ -118,10 +127,12 @@ def with_a_small_base(model: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("change", [recomputing, with_a_small_base])
-def test_what_a_model_may_be_beside(stage: int, change: Any) -> None:
-    against_one(2, stage, "qwen2", True, "packed", change)
+def test_a_base_may_be_bfloat16_at_stage_2() -> None:
+    """Against copies of it, whose micro-batches are the same: bfloat16 rounds by what is in one."""
+    case = ("qwen2", True, "packed", with_a_small_base)
+    for found, wanted in zip(on_ranks(2, trained, 2, *case), on_ranks(2, trained, 0, *case), strict=True):
+        assert plain.difference(found["gradients"], wanted["gradients"]) < plain.GRADIENTS
+        assert plain.difference(found["weights"], wanted["weights"]) < 1e-3  # measured: 1.1e-4
 
 
 @pytest.mark.parametrize(("size", "stage"), [(3, 3), pytest.param(2, 2, marks=pytest.mark.slow)])
@@ -134,9 +145,13 @@ def test_a_state_goes_on_in_one_process_and_back(size: int, stage: int) -> None:
         agree(found, wanted)
     first, *others = on_ranks(size, trained, stage, *case)
     assert not any(other["state"]["tensors"] for other in others), "the first rank alone puts it together"
-    assert first["state"]["tensors"].keys() == half["state"]["tensors"].keys()
-    assert first["state"]["optimizer"] == half["state"]["optimizer"]
-    agree(trained(alone(), 0, *case, plain.STEPS, first["state"]), wanted)
+    saved, wanted = first["state"], half["state"]
+    assert saved["optimizer"] == wanted["optimizer"]
+    assert plain.difference(saved["tensors"], wanted["tensors"]) < plain.WEIGHTS
+    subject = learner(alone(), 0, plain.made(*case[:3]))
+    subject.load_state_dict(saved)
+    for name, tensor in subject.state_dict()["tensors"].items():
+        assert torch.equal(tensor, saved["tensors"][name])
 
 
 def diverging(world: World, stage: int) -> tuple[str, bool]:
@@ -166,6 +181,6 @@ def test_a_gradient_that_is_not_finite_updates_nothing(stage: int) -> None:
 @pytest.mark.parametrize(
     "name", ["sft", "dpo", "kto", "tools", "ppo", "copied", "ahead", "lora", "opd", "distill", "rm"]
 )
-def test_whole_jobs_do_what_one_process_does(stage: int, name: str, workdir: Path) -> None:
+def test_whole_jobs_of_deepspeed_do_what_one_process_does(stage: int, name: str, workdir: Path) -> None:
     bound = {"gradients": 5e-5} if name == "rm" else {}  # measured: 2.3e-5
     compare(2, SLOW[name], workdir, f"parallelism=deepspeed_zero{stage}", **bound)

@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 
+from runner.errors import SpecError
 from runner.parallelism.mesh import Mesh
 from runner.plan.advice import advise
 from runner.plan.cards import CARDS, GIB, HCCL_BUFFERS, Card
+from runner.plan.changes import sharding, sharing_rows, spreading_experts
+from runner.plan.drawing import drawn
 from runner.plan.estimate import Estimate, estimate
-from runner.plan.words import drawn, verdict
+from runner.plan.weights import Part, Weights
+from runner.plan.words import lines, verdict
+from tests.plan.test_measure import on
 
 ONE = ("launch=local", "parallelism=single")
 SMALL = ("model.hidden_size=64", "model.intermediate_size=128", "model.layers=2", "data.max_length=64")
@@ -27,8 +32,11 @@ def test_what_a_rank_holds_of_a_sharded_model_is_its_part(compose: Any) -> None:
     for name in ("weights that learn", "optimizer state"):
         assert terms(plan, "update")[name] == terms(alone, "update")[name] // 4
     model = plan.models["policy"]
-    assert terms(plan, "update")["layers gathered from other ranks"] == model.root + 2 * model.layer
-    assert terms(plan, "optimizer")["gradients"] == model.trained_bytes // 4
+    assert (
+        terms(plan, "update")["layers gathered from other ranks"]
+        == (model.first + model.last + model.layers[0] * 2).bytes
+    )
+    assert terms(plan, "optimizer")["gradients"] == model.all.trained_bytes // 4
 
 
 def test_copies_of_a_model_hold_what_one_holds(compose: Any) -> None:
@@ -86,6 +94,29 @@ def test_the_cheapest_change_that_is_enough_is_advised(compose: Any) -> None:
     assert verdict(card, plan.band(card)) == "may fit" and verdict(card, found.band) == "fits"
 
 
+def fitting(spec: Any, part: float) -> Card:
+    """A card that has this part of what the job needs at most."""
+    return Card("toy", "npu", round(part * estimate(spec).band(Card("", "cuda", 0, None, (0, 0))).high), None, (0, 0))
+
+
+def test_long_rows_are_shared_and_experts_spread_where_that_is_enough(compose: Any) -> None:
+    four = ("launch.devices=4", "parallelism=ddp", "algorithm.micro_batch_tokens=64", "model.vocab_size=512")
+    rows = compose("+recipe=sft_demo", *SMALL[:3], *four, "data.max_length=64", "model.head_chunk_tokens=64")
+    [change] = next(iter([list(sharing_rows(rows))[:1]]))
+    assert change.word == "parallelism.cp=2" and str(change.spec.parallelism.mesh(4)) == "dp_replicate=2 × cp=2"
+    many = ("model=tiny_moe", "model.experts=64", *SMALL, "launch.devices=4", "parallelism=ddp")
+    spread = [change.word for change in spreading_experts(compose("+recipe=sft_demo", *many))]
+    assert spread == ["parallelism.ep=2", "parallelism.ep=4"]
+    found = advise(one := compose("+recipe=sft_demo", *many, "algorithm.micro_batch_tokens=64"), fitting(one, 0.75))
+    assert found.fits and found.changes[0].word.startswith("parallelism")
+
+
+def test_several_machines_share_out_layers_before_layers_travel_between_them(compose: Any) -> None:
+    words = ("parallelism=ddp", "launch.devices=2", "launch.nodes=2", "launch.node=0", "launch.address=a:29400")
+    offered = [change.word for change in sharding(compose("+recipe=sft_demo", *SMALL, *words))]
+    assert offered == ["parallelism=fsdp parallelism.pp=2", "parallelism=fsdp"]
+
+
 def test_what_no_change_can_make_fit_is_said(compose: Any) -> None:
     found = advise(compose("+recipe=sft_demo", *SMALL), Card("toy", "npu", 1000, None, (0, 0)))
     assert not found.fits and found.changes[-1].word == "adapter=lora"
@@ -97,7 +128,15 @@ def test_the_mesh_is_drawn_with_its_machines() -> None:
         "  copy 0:  rank 0  1   (machine 0)",
         "  copy 1:  rank 2  3   (machine 1)",
     ]
-    assert list(drawn(Mesh(dp_shard=2, tp=2), per_node=2))[1] == "  copy 0:  rank [0 1]  [2 3]   (machines 0 to 1)"
+    both = drawn(Mesh(pp=2, dp_shard=2, cp=2, tp=2), per_node=8)
+    assert list(both)[1:] == [
+        "  stage 0:  rank [( 0  1) ( 2  3)]  [( 4  5) ( 6  7)]   (machine 0)",
+        "  stage 1:  rank [( 8  9) (10 11)]  [(12 13) (14 15)]   (machine 1)",
+        "  [ ] share the tokens of each row (cp)",
+        "  ( ) share every layer (tp)",
+    ]
+    assert list(drawn(Mesh(dp_replicate=4, ep=2), per_node=4))[-1] == "  experts of a layer lie over ranks 0 1 | 2 3"
+    assert list(drawn(Mesh(dp_shard=2, tp=2), per_node=2))[1] == "  copy 0:  rank (0 1)  (2 3)   (machines 0 to 1)"
 
 
 def test_slices_hold_their_part_of_layers_and_logits(compose: Any) -> None:
@@ -110,6 +149,85 @@ def test_slices_hold_their_part_of_layers_and_logits(compose: Any) -> None:
     assert own["logits"] * 2 == whole["logits"] and own["activations"] < whole["activations"]
     assert plan.models == alone.models and plan.work.flops * 2 == alone.work.flops
     assert plan.work.sent == 2 * 2 * 2 * 2 * plan.work.tokens * 64 * 4 // 2  # layers, reductions, passes, all-reduce
+
+
+PP = ("parallelism=pp", "launch.devices=2", "model.layers=6", "algorithm.micro_batch_tokens=64")
+
+
+def test_stages_share_out_layers_and_the_first_keeps_most_micro_batches(compose: Any) -> None:
+    words = (*(word for word in SMALL if "layers" not in word), *PP, "algorithm.batch_size=8")
+    plan = estimate(compose("+recipe=sft_demo", *words))
+    model = plan.models["policy"]
+    assert plan.stage.layers == [0, 1, 2] and plan.stage.first and not plan.stage.last
+    assert terms(plan, "update")["weights that learn"] == (model.first + model.layers[0] * 3).bytes
+    assert "activations of micro-batches in flight" in terms(plan, "update")
+    assert plan.work.bubble == 1 / (8 + 1) and plan.work.micro_batches == 8
+    hidden = 8 * 64 * 64 * 4
+    assert plan.work.sending["stages"] == hidden, "forward alone: nothing comes before the first stage"
+
+
+def test_what_a_stage_has_of_tied_weights_and_of_several_runs() -> None:
+    layer, end, tied = (
+        Part(trained=1, trained_bytes=4),
+        Part(trained=3, trained_bytes=12),
+        Part(trained=2, trained_bytes=8),
+    )
+    model = Weights((layer,) * 7, (Part(),) * 7, first=tied, last=end, tied=tied)
+    first, last = (spread := on(Mesh(pp=2), chunks=2)).stages(7)
+    assert (first.runs, last.runs) == ([(0, 2), (4, 6)], [(2, 4), (6, 7)])
+    assert spread.held(model, first) == tied + layer * 4 and spread.held(model, last) == end + tied + layer * 3
+    assert [one.in_flight(2, 100) for one in (first, last)] == [5, 3] and first.in_flight(2, 1) == 2
+    assert [one.in_flight(4, 100) for one in on(Mesh(pp=4)).stages(7)] == [4, 3, 2, 1]
+
+
+def test_ranks_that_share_rows_hold_whole_copies_or_pieces_of_all_of_them(compose: Any) -> None:
+    alone = estimate(compose("+recipe=sft_demo", *SMALL))
+    shared = estimate(compose("+recipe=sft_demo", *SMALL, "parallelism=cp", "launch.devices=2"))
+    whole, own = terms(alone, "update"), terms(shared, "update")
+    assert own["weights that learn"] == whole["weights that learn"]
+    assert own["activations"] < 0.6 * whole["activations"] and own["rows exchanged"] > 0
+    assert shared.work.flops * 2 == alone.work.flops and shared.work.tokens == alone.work.tokens
+    layers, passes, heads = 2, 2, 2 * (4 + 4) * 16 * 4  # queries, keys, values and what attention gives; bytes a token
+    assert shared.work.sending["rows"] == layers * passes * heads * (shared.work.tokens // 2) // 2
+    pieces = estimate(compose("+recipe=sft_demo", *SMALL, "parallelism=fsdp", "parallelism.cp=2", "launch.devices=4"))
+    assert terms(pieces, "update")["weights that learn"] == whole["weights that learn"] // 4
+
+
+@pytest.mark.parametrize("words", ["parallelism=ep", "parallelism=fsdp parallelism.ep=2"])
+def test_experts_lie_over_ranks(compose: Any, words: str) -> None:
+    plan = estimate(compose("+recipe=sft_demo", "model=tiny_moe", *SMALL, *words.split(), "launch.devices=4"))
+    model, held = plan.models["policy"], terms(plan, "update")
+    experts = sum(part.bytes for part in model.experts)
+    plain = model.all.bytes - experts
+    assert held["weights that learn"] == experts // 4 + (plain if words == "parallelism=ep" else plain // 4)
+    assert held["tokens sent to experts"] > 0
+    ep = plan.mesh.ep
+    assert plan.work.sending["experts"] == 2 * 2 * 2 * 2 * plan.work.tokens * 64 * 4 * (ep - 1) // ep
+    assert any("chosen evenly" in line for line in lines(compose("+recipe=sft_demo"), plan, None, None, None))
+
+
+def test_adapters_on_experts_are_planned_for_but_not_where_experts_lie_apart(compose: Any) -> None:
+    words = ("+recipe=sft_demo", "model=tiny_moe", *SMALL, "adapter=lora")
+    model = estimate(compose(*words)).models["policy"]
+    assert all(part.trained > 0 for part in model.experts)
+    with pytest.raises(SpecError, match=r"adapter\.targets=\[q_proj,k_proj,v_proj,o_proj\]"):
+        estimate(compose(*words, "parallelism=ep", "launch.devices=2"))
+
+
+def test_what_waits_on_the_host_is_said(compose: Any) -> None:
+    words = ("device=npu", "parallelism=fsdp", "parallelism.cpu_offload=true", "launch.devices=2")
+    more = ("model.gradient_checkpointing=true", "model.activation_offloading=true", "checkpoint.asynchronous=true")
+    plan = estimate(compose("+recipe=sft_demo", *SMALL, *words, *more))
+    assert "weights that learn" not in terms(plan, "update") and terms(plan, "optimizer") == {}
+    learnt = plan.models["policy"].all.trained_bytes // 2
+    inputs = 2 * 4096 * 64 * 4  # layers, tokens, width
+    assert [term.bytes for term in plan.host] == [pytest.approx(4 * learnt, rel=0.01), inputs, 3 * learnt]
+
+
+def test_sizes_that_do_not_divide_are_refused_as_by_the_job(command: Any) -> None:
+    code, _, complaint = command("plan", "+recipe=sft_npu", "parallelism=tp", "launch.devices=3")
+    assert code == 2 and "3 slices do not divide num_attention_heads=28" in complaint
+    assert command("plan", "+recipe=sft_npu", "parallelism=pp", "launch.devices=29")[0] == 2
 
 
 def test_the_verb_plans_a_model_that_is_not_here(command: Any) -> None:

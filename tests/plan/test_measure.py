@@ -7,12 +7,25 @@ from typing import Any
 import pytest
 import torch
 
+from runner.parallelism.mesh import Mesh
 from runner.plan import measure
 from runner.plan.architecture import architecture, published
-from runner.plan.measure import measured, micro_batch, weights
+from runner.plan.measure import Passes, micro_batch
+from runner.plan.spread import Spread
 from runner.plan.tracking import META, Tracker, keep_gradients
+from runner.plan.weights import weights
 
 SMALL = ("model.hidden_size=64", "model.intermediate_size=128", "model.vocab_size=512", "data.max_length=128")
+
+
+def on(mesh: Mesh, **more: Any) -> Spread:
+    """Whole copies on this mesh."""
+    given = {"pieces": 1, "experts": mesh.ep, "chunks": 1, "ring": False, "offloaded": False, "resharded": False}
+    return Spread(mesh=mesh, **given | more)
+
+
+def passes(spec: Any) -> Passes:
+    return Passes(spec, "lm", architecture(spec.model)[0], on(Mesh()))
 
 
 @pytest.mark.parametrize(
@@ -37,31 +50,71 @@ def test_weights_are_counted_by_what_learns_and_by_layer(compose: Any) -> None:
     shape, found = architecture(spec.model)
     got = weights(spec, "lm", shape)
     layer = 64 * 64 * 4 + 3 * 64 + 3 * 64 * 128 + 2 * 64  # projections with the biases of q, k, v; feed-forward; norms
-    assert found == "model=tiny" and got.frozen == 2 * layer + 2 * 512 * 64 + 64
-    assert got.trained_bytes == 4 * got.trained and got.frozen_bytes == 2 * got.frozen  # the adapter is in float32
-    assert got.layer_trained * 2 == got.trained_bytes and got.root_trained == 0
-    assert got.layer == 2 * layer + got.layer_trained and got.root == 2 * (2 * 512 * 64 + 64)
+    assert found == "model=tiny" and got.all.frozen == 2 * layer + 2 * 512 * 64 + 64
+    assert got.all.trained_bytes == 4 * got.all.trained, "the adapter is in float32"
+    assert [(one.frozen, one.trained_bytes * 2) for one in got.layers] == [(layer, got.all.trained_bytes)] * 2
+    assert (got.first.frozen_bytes, got.last.frozen_bytes) == (2 * 512 * 64, 2 * (512 * 64 + 64))
+    assert sum(part.bytes for part in (*got.experts, got.tied)) == 0
 
 
-@pytest.mark.parametrize("more", [(), ("model.gradient_checkpointing=true",), ("adapter=lora",)])
-def test_a_deep_model_lies_on_the_line_through_two_shallow_ones(
-    compose: Any, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+@pytest.mark.parametrize("words", [(), ("adapter=lora",), ("model=tiny_moe",)])
+def test_layers_that_repeat_are_counted_once(
+    compose: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
-    spec = compose("+recipe=sft_demo", *SMALL, *more, "model.layers=9", "algorithm.micro_batch_tokens=512")
-    shape, _ = architecture(spec.model)
-    drawn = measured(spec, "lm", shape, 1)
-    monkeypatch.setattr(measure, "SAMPLES_OF_DEPTH", (1, 100))
-    assert drawn == measured(spec, "lm", shape, 1)
+    spec = compose("+recipe=sft_demo", *words, *SMALL, "model.layers=11")
+    repeated = weights(spec, "lm", architecture(spec.model)[0])
+    monkeypatch.setattr("runner.plan.weights.samples", lambda *_: (1, 100))
+    assert repeated == weights(spec, "lm", architecture(spec.model)[0]) and len(repeated.layers) == 11
+
+
+def test_experts_are_counted_beside_their_layer(compose: Any) -> None:
+    spec = compose("+recipe=sft_demo", "model=tiny_moe", *SMALL, "model.experts=8", "model.layers=2")
+    got = weights(spec, "lm", architecture(spec.model)[0])
+    assert [one.trained for one in got.experts] == [8 * 3 * 64 * 128] * 2
+    assert got.layers[0].trained < got.experts[0].trained
+
+
+DEEP = ((), ("model.vocab_size=8192", "model.gradient_checkpointing=2"), ("adapter=lora",))
+OTHERS = (
+    ("model=tiny_moe",),
+    ("model.autocast=bfloat16",),
+    ("model.vocab_size=8192",),
+    *((f"model.gradient_checkpointing={way}",) for way in ("true", "3", "selective")),
+)
+
+
+@pytest.mark.parametrize(
+    "more", [*DEEP, *(pytest.param(words, marks=pytest.mark.slow) for words in OTHERS)], ids=" ".join
+)
+@pytest.mark.parametrize("headed", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_deep_model_lies_on_the_line_through_two_shallow_ones(
+    compose: Any, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], headed: bool
+) -> None:
+    """Also one whose fullest moment is another than that of the shallow ones."""
+    chosen = dict(word.split("=", 1) for word in (*SMALL, "model.layers=11", "algorithm.micro_batch_tokens=256", *more))
+    spec = compose("+recipe=sft_demo", *(f"{key}={value}" for key, value in chosen.items()))
+    drawn = passes(spec).of(11, headed=headed)
+    monkeypatch.setattr(measure, "samples", lambda *_: (1, 100))
+    whole = passes(spec).of(11, headed=headed)
+    assert (drawn.fullest(), drawn.kept) == (whole.fullest(), whole.kept)
+    assert drawn.fullest(10**6) == whole.fullest(10**6)
 
 
 def test_recomputing_takes_less_and_longer_micro_batches_more(compose: Any) -> None:
     def taken(*more: str) -> int:
-        spec = compose("+recipe=sft_demo", *SMALL, *more)
-        return sum(measured(spec, "lm", architecture(spec.model)[0], 1).values())
+        return sum(passes(compose("+recipe=sft_demo", *SMALL, *more)).of(4).fullest().values())
 
     plain, double = taken("algorithm.micro_batch_tokens=512"), taken("algorithm.micro_batch_tokens=1024")
-    assert taken("algorithm.micro_batch_tokens=512", "model.gradient_checkpointing=true") < 0.8 * plain
+    ways = [taken("algorithm.micro_batch_tokens=512", f"model.gradient_checkpointing={way}") for way in (2, "true")]
+    assert ways[1] < 0.8 * plain and ways[1] < ways[0] < plain
     assert 1.7 * plain < double < 2.1 * plain
+
+
+def test_ranks_that_share_the_tokens_of_rows_take_their_share(compose: Any) -> None:
+    spec = compose("+recipe=sft_demo", *SMALL, "algorithm.micro_batch_tokens=1024")
+    alone, shared = (Passes(spec, "lm", architecture(spec.model)[0], on(Mesh(cp=cp))).of(4) for cp in (1, 4))
+    assert 3.5 < sum(alone.fullest().values()) / sum(shared.fullest().values()) < 4.2
+    assert micro_batch(spec, 4).num_tokens == 256
 
 
 def test_a_micro_batch_is_full_of_the_longest_rows(compose: Any) -> None:

@@ -94,16 +94,30 @@ def test_grpo_npu_can_be_rehearsed(child: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallelism", ["ddp", "fsdp", "tp"])
+@pytest.mark.parametrize(
+    "parallelism", ["ddp", "fsdp", "tp", "pp", "cp", "cp parallelism.cp_style=ring", "fsdp parallelism.cp=2"]
+)
 def test_a_job_on_two_cards_gives_the_processors_curve(child: Any, tmp_path: Path, parallelism: str) -> None:
     words = ("+recipe=sft_npu", *SMALL, "steps=2")
-    cards = ("device=npu_sim", "device.cards=2", "launch.devices=2", f"parallelism={parallelism}")
+    cards = ("device=npu_sim", "device.cards=2", "launch.devices=2", *f"parallelism={parallelism}".split())
     cpu, sim = jobs(child, tmp_path, (*words, *cards, "name=sim"), (*words, *ONE, "device=cpu", "name=cpu"))
     assert_close(sim, cpu)
     said = json.loads((sim / "manifest.json").read_text())
     [environment] = [fact for fact in said["facts"] if fact["feature"] == "environment"]
     assert "HCCL_IF_BASE_PORT=" in environment["reason"] and "too late" not in environment["reason"]
     assert [rank["local_rank"] for rank in said["ranks"]] == [0, 1]
+
+
+@pytest.mark.slow
+def test_experts_on_two_cards_give_the_processors_curve(child: Any, tmp_path: Path) -> None:
+    """What travels is float32, the one type that HCCL documents all-to-all for; the card's own operator computes."""
+    small = [word for word in SMALL if word != "model=tiny"]
+    words = ("+recipe=sft_npu", "model=tiny_moe", *small, "steps=2", "adapter=none")
+    cards = ("device=npu_sim", "device.cards=2", "launch.devices=2", "parallelism=ep")
+    cpu, sim = jobs(child, tmp_path, (*words, *cards, "name=sim"), (*words, *ONE, "device=cpu", "name=cpu"))
+    assert_close(sim, cpu)
+    facts = {fact["feature"] for fact in json.loads((sim / "manifest.json").read_text())["facts"]}
+    assert {"device.fused.grouped_matmul", "parallelism.ep"} <= facts
 
 
 @pytest.mark.slow

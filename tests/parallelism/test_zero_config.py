@@ -1,0 +1,42 @@
+"""What is said of DeepSpeed's ways before a job begins, whether it is installed or not."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from runner.cli.compose import compose_job
+from runner.errors import EnvironmentProblem, SpecError
+from runner.parallelism.config import Zero2Config, Zero3Config
+from runner.parallelism.mesh import Mesh
+
+WORDS = ["+recipe=sft_demo", "launch.devices=2"]
+
+
+def test_every_rank_has_a_share_of_the_work() -> None:
+    assert compose_job([*WORDS, "parallelism=deepspeed_zero3"]).spec.parallelism == Zero3Config()
+    assert Zero2Config().mesh(3) == Mesh(dp_replicate=3)
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "said"),
+    [
+        ("parallelism=deepspeed_zero2 launch.devices=1", "launch.devices", "there is one process"),
+        ("parallelism=deepspeed_zero2 parallelism.tp=2", "parallelism.tp", "tp"),
+        ("parallelism=deepspeed_zero2 model.compile=true", "model.compile", "parallelism=fsdp"),
+        ("parallelism=deepspeed_zero3 device=npu_sim", "device.name", "only cpu, cuda, npu"),
+        ("parallelism=deepspeed_zero3 model.dtype=bfloat16 adapter=lora", "model.dtype", "or deepspeed_zero2"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(words: str, key: str, said: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        compose_job([*WORDS, *words.split()])
+    [problem] = caught.value.problems
+    assert problem.key == key and said in problem.message
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
+def test_where_it_is_missing_the_extra_is_named() -> None:
+    with pytest.raises(EnvironmentProblem, match=r"posttrain-run\[deepspeed\]"):
+        Zero3Config().preflight()
