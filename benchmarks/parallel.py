@@ -1,14 +1,14 @@
-"""What it costs to be one of several ranks: time beside the learning, and bytes sent.
+"""What it costs to be one of several ranks: time beside the learning, bytes sent, bytes held.
 
-    python benchmarks/parallel.py [--ranks 2 4] [--steps 12] [--out FILE]
+    python benchmarks/parallel.py [--only CASE …] [--steps 6] [--out FILE]
 
-overhead  one process, against the same as the only rank of a process group (gloo): processor seconds of a step
-bytes     what each rank writes to its sockets in a step, against 2·(N − 1)/N of the gradients' bytes, which is what a
-          ring of N ranks has to send for a sum that all have in the end (Patarasuk & Yuan 2009); of a sharded model
-          against (N − 1)/N of gradients, summed, and of weights, gathered for the forward and for the backward pass
-held      what a rank of a sharded model keeps of weights and optimizer state, against 1/N of them
+overhead  one process, against the same as the only rank of a process group (gloo), with a whole model and with one that
+          FSDP2 has in a single piece: processor seconds of a step, the arms in turn, so that all meet the same machine
+sent      what each rank writes to its sockets in a step, the mean over ranks, against the textbook's (`run plan`)
+held      what the fullest rank keeps of weights and optimizer state, against its ideal share
 
-A model of Qwen2 type learns packed rows of unequal lengths, AdamW, float32, one thread a rank. Needs Linux (/proc).
+A model of Qwen2 type (of Qwen3-MoE type where there are experts) learns packed rows of unequal lengths, AdamW, float32,
+one thread a rank. All ways of spreading it over as many ranks must end with the same loss. Needs Linux (/proc).
 """
 
 from __future__ import annotations
@@ -19,32 +19,66 @@ import multiprocessing
 import os
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
 from runner.algorithm.sft import CrossEntropy
 from runner.batch import Batch, pack, with_totals
+from runner.build.parts import build_device, build_learner, build_model, build_tokenizer
+from runner.cli.compose import compose_job
 from runner.decisions import Decisions
-from runner.device.config import CpuConfig
-from runner.device.cpu import Cpu
 from runner.learner import LocalLearner
-from runner.model import tiny
-from runner.model.config import TinyConfig
-from runner.parallelism.config import DdpConfig, FsdpConfig, MeshConfig
+from runner.parallelism import groups
+from runner.parallelism.config import DdpConfig, FsdpConfig, MeshConfig, SingleConfig
 from runner.parallelism.group import GroupPeers
+from runner.parallelism.mesh import Mesh
 from runner.parallelism.world import World, build
 from runner.place import Place
-from runner.protocols import Peers
+from runner.plan.architecture import architecture
+from runner.plan.spread import spread_of
+from runner.plan.traffic import Traffic
+from runner.plan.weights import weights
 from runner.shards import local
-from runner.sharing import ALONE
+from runner.spec.job import JobSpec
 
-CONFIG = TinyConfig(hidden_size=256, intermediate_size=768, layers=4)
+JOB = (
+    "algorithm=sft model=tiny model.hidden_size=256 model.intermediate_size=768 model.layers=4 data=demo device=cpu "
+    "algorithm.batch_size=16 algorithm.micro_batch_tokens=512 schedule=constant schedule.warmup_steps=0 tracker=none"
+)
+MIXTURE = "model=tiny_moe model.intermediate_size=128"
+CASES = {
+    "ddp, 2 ranks": "parallelism=ddp launch.devices=2",
+    "ddp": "parallelism=ddp",
+    "fsdp, 2 ranks": "parallelism=fsdp launch.devices=2",
+    "fsdp": "parallelism=fsdp",
+    "hsdp": "parallelism=hsdp",
+    "tp": "parallelism=tp",
+    "tp × fsdp": "parallelism=fsdp parallelism.tp=2",
+    "cp, ulysses": "parallelism=cp",
+    "cp, ring": "parallelism=cp parallelism.cp_style=ring",
+    "cp × fsdp": "parallelism=fsdp parallelism.cp=2",
+    "pp": "parallelism=pp",
+    "pp, 2 chunks × ddp": "parallelism=ddp parallelism.pp=2 parallelism.pp_chunks=2",
+    "pp × fsdp": "parallelism=fsdp parallelism.pp=2",
+    "ep": f"{MIXTURE} parallelism=ep",
+    "ep × fsdp": f"{MIXTURE} parallelism=fsdp parallelism.ep=2",
+}
 WARM_UP = 2  # steps that are not counted
-ROWS, LONGEST, BUDGET = 16, 128, 1024
+ROWS, LONGEST = 16, 128
+GROUP_S = 60.0  # that one rank waits for another
+
+
+def composed(words: str) -> JobSpec:
+    """The job of a case; four ranks where it does not say how many."""
+    chosen = dict(word.split("=", 1) for word in f"{JOB} launch.devices=4 {words}".split())
+    return compose_job([f"{key}={value}" for key, value in chosen.items()]).spec
 
 
 def batch(step: int) -> Batch:
@@ -56,17 +90,13 @@ def batch(step: int) -> Batch:
     return with_totals(packed, packed.count())
 
 
-def learner(peers: Peers, world: World | None = None) -> LocalLearner:
-    """The model of the table, from the same weights on every rank, spread as `world` says."""
+def learner(spec: JobSpec, world: World) -> LocalLearner:
+    """The job's model with its optimizer, spread as `world` says."""
     decide = Decisions()
-    model: Any = tiny.build(CONFIG, tokenizer=tiny.tokenizer(CONFIG), device=torch.device("cpu"), seed=0, decide=decide)
-    if world is not None:
+    model = build_model(spec, build_tokenizer(spec), world.device, decide, world=world)
+    if world.place.size == 1 and world.groups is not None:  # an only rank, whose model is built as that of one process
         world.shard(model, decide)
-    optimizer = torch.optim.AdamW(model.trainable().values(), lr=1e-3, fused=True)
-    return LocalLearner(
-        model, optimizer, lr=1e-3, clip_norm=1.0, factor=lambda _: 1.0, budget=BUDGET, seed=0,
-        device=torch.device("cpu"), peers=peers,
-    )  # fmt: skip
+    return build_learner(spec, "policy", model, world.device, world, decide)
 
 
 def one_step(subject: LocalLearner, step: int) -> float:
@@ -77,64 +107,90 @@ def one_step(subject: LocalLearner, step: int) -> float:
     return metrics.result()["train/loss"]
 
 
+def only_rank(config: MeshConfig, device: Any) -> World:
+    """The world of the only rank of a process group, which a job never is: it would be `single`."""
+    mesh, place, timeout = Mesh(), Place(), timedelta(seconds=GROUP_S)
+    found = groups.made(mesh, "cpu", "gloo", timeout, 1)
+    peers = GroupPeers(distributed.group.WORLD, GROUP_S)
+    return World(config, device, place, mesh, found, *[peers] * 5)
+
+
 def overhead(count: int) -> dict[str, Any]:
-    """Both arms in one process, step by step in turn, so that both meet the same machine."""
+    """All arms in one process, step by step in turn; of each its median ratio to a single process."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1)
-    arms = {"single": learner(ALONE), "ddp": learner(GroupPeers(torch.distributed.group.WORLD, 60.0))}
+    distributed.init_process_group("gloo", rank=0, world_size=1)
+    spec = composed("launch.devices=1 parallelism=single")
+    device = build_device(spec, Decisions())
+    worlds = {"single": build(SingleConfig(), device=device, place=Place())}
+    worlds |= {config.name: only_rank(config, device) for config in (DdpConfig(), FsdpConfig())}
+    arms: dict[str, LocalLearner] = {}
+    for name, world in worlds.items():
+        arms[name] = learner(spec, world)
     found: dict[str, list[float]] = {name: [] for name in arms}
     for step in range(count):
         for name, subject in arms.items():
             before = time.process_time()
             one_step(subject, step)
             found[name].append(time.process_time() - before)
-    torch.distributed.destroy_process_group()
-    single, ddp = (found[name][WARM_UP:] for name in arms)
-    ratios = [b / a for a, b in zip(single, ddp, strict=True)]
-    return {"seconds": statistics.median(single), "ratio": statistics.median(ratios)}
+    distributed.destroy_process_group()
+    single = found["single"][WARM_UP:]
+    ratios = {n: [b / a for a, b in zip(single, times[WARM_UP:], strict=True)] for n, times in found.items()}
+    return {"seconds": statistics.median(single), **{name: statistics.median(all_) for name, all_ in ratios.items()}}
 
 
-def rank(place: Place, port: int, count: int, config: MeshConfig, out: Any) -> None:
+def rank(place: Place, port: int, count: int, spec: JobSpec, out: Any) -> None:
     """One of several: the bytes that it writes in each step, and those that it holds."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    device = Cpu(CpuConfig(), decide=lambda *_: None)
-    device.prepare()
-    world = build(config, device=device, place=place)
-    subject, sent, loss = learner(world.peers, world), [], 0.0
+    world = build(spec.parallelism, device=build_device(spec, Decisions()), place=place)
+    subject, sent, loss = learner(spec, world), [], 0.0
     for step in range(count):
         before = written()
         loss = one_step(subject, step)
         sent.append(written() - before)
-    weights = list(subject.model.trainable().values())
+    weights = [p for p in subject.model.trainable().values() if not p.is_meta]
     states = [t for entry in subject.optimizer.state.values() for t in entry.values() if t.ndim]
     held = sum(local(t).untyped_storage().nbytes() for t in (*weights, *states))
-    out.put((place.rank, loss, sent[WARM_UP:], sum(p.numel() * p.element_size() for p in weights), held))
+    out.put((place.rank, loss, statistics.mean(sent[WARM_UP:]), held))
     world.close()
 
 
-def moved(size: int, count: int, config: MeshConfig) -> dict[str, Any]:
-    """Bytes sent by a rank in a step, the mean over ranks and steps, and the ring's; bytes held by the fullest rank."""
+def measured(name: str, count: int) -> dict[str, Any]:
+    """A case on its ranks: losses, bytes sent and held, and what they should be."""
+    spec = composed(CASES[name])
+    size = spec.launch.world
     context = multiprocessing.get_context("spawn")
     out, port = context.Queue(), free_port()
     places = [Place(at, size, at, size) for at in range(size)]
-    ranks = [context.Process(target=rank, args=(place, port, count, config, out)) for place in places]
+    ranks = [context.Process(target=rank, args=(place, port, count, spec, out)) for place in places]
     for one in ranks:
         one.start()
     found = [out.get(timeout=600) for _ in ranks]
     for one in ranks:
         one.join()
-    _, _, sent, gradients, held = zip(*found, strict=True)
-    ring = (2 if config.name == "ddp" else 3) * (size - 1) / size * gradients[0]
+    _, losses, sent, held = zip(*found, strict=True)
     return {
-        "parallelism": config.name,
+        "case": name,
         "ranks": size,
+        "losses": sorted(losses),
+        "sent_bytes": statistics.mean(sent),
         "held_bytes": max(held),
-        "whole_bytes": 3 * gradients[0],  # AdamW keeps two numbers for each
-        "losses": sorted(loss for _, loss, *_ in found),
-        "gradient_bytes": gradients[0],
-        "ring_bytes": ring,
-        "sent_bytes": statistics.mean(b for per_rank in sent for b in per_rank),
+        **ideal(spec, count),
     }
+
+
+def ideal(spec: JobSpec, count: int) -> dict[str, float]:
+    """Bytes that a rank should send in a step of these batches, in the mean over the stages; those of the whole, and of
+    the fullest rank's share of it, with the two numbers that AdamW keeps for each."""
+    shape, _ = architecture(spec.model)
+    model = weights(spec, "lm", shape)
+    spread = spread_of(spec.parallelism, spec.launch.world, shape)
+    steps = [batch(step).num_tokens / spread.mesh.data for step in range(WARM_UP, count)]
+    tokens = round(statistics.mean(steps))
+    cuts = -(-tokens // spec.algorithm.micro_batch_tokens)
+    stages = spread.stages(len(model.layers))
+    sent = [sum(Traffic(spec, shape, spread, at, tokens, cuts, 1).sending({"policy": model}).values()) for at in stages]
+    share = max(spread.held(model, stage).bytes for stage in stages) / spread.mesh.tp
+    return {"textbook_bytes": statistics.mean(sent), "share_bytes": 3 * share, "whole_bytes": 3 * model.all.bytes}
 
 
 def written() -> int:
@@ -150,30 +206,36 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+def said(one: dict[str, Any]) -> str:
+    """A line of the table."""
+    sent, textbook = one["sent_bytes"] / 2**20, one["textbook_bytes"] / 2**20
+    held, share = (one[key] / one["whole_bytes"] for key in ("held_bytes", "share_bytes"))
+    ratio = f"{sent / textbook:6.2f}"
+    return f"{one['case']:20s}{sent:12.2f}{textbook:12.2f}{ratio}{held:12.2%}{share:12.2%}"
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Measure and print; 1 if ranks did not learn the same."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--only", nargs="+", choices=["overhead", *CASES], default=["overhead", *CASES])
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args(words)
     torch.set_num_threads(1)
-    cost = overhead(asked.steps)
-    print(f"one rank of a group: {cost['ratio'] - 1:+.1%} of a step of {cost['seconds'] * 1000:.0f} ms (processor)")
-    counts = [moved(size, asked.steps, config) for config in (DdpConfig(), FsdpConfig()) for size in asked.ranks]
-    for one in counts:
-        sent, ring = one["sent_bytes"] / 2**20, one["ring_bytes"] / 2**20
-        more = sent / ring - 1
-        held, share = one["held_bytes"] / 2**20, one["held_bytes"] / one["whole_bytes"]
-        print(
-            f"{one['parallelism']}, {one['ranks']} ranks: {sent:.2f} MiB sent per rank and step; a ring {ring:.2f} MiB "
-            f"({more:+.1%}); {held:.2f} MiB held of weights and optimizer state, {share:.2%} of the whole"
-        )
+    cost = overhead(2 * asked.steps) if "overhead" in asked.only else {}
+    if cost:
+        print(f"the only rank of a group, beside a step of {cost['seconds'] * 1000:.0f} ms of one process (processor):")
+        print(f"  a copy {cost['ddp'] - 1:+.1%}, one piece (FSDP2) {cost['fsdp'] - 1:+.1%}")
+    print(f"{'a rank, and a step':20s}{'MiB sent':>12s}{'textbook':>12s}{'':6s}{'held':>12s}{'ideal':>12s}", flush=True)
+    cases = []
+    for name in (case for case in CASES if case in asked.only):
+        cases.append(measured(name, asked.steps))
+        print(said(cases[-1]), flush=True)
     if asked.out:
-        asked.out.write_text(json.dumps({"overhead": cost, "moved": counts}, indent=2))
-    losses = [loss for one in counts for loss in one["losses"]]
-    return int(max(losses) - min(losses) > 1e-4)
+        asked.out.write_text(json.dumps({"overhead": cost, "cases": cases}, indent=2))
+    mixed = [[loss for one in cases if one["case"].startswith("ep") == of for loss in one["losses"]] for of in (0, 1)]
+    return int(any(max(losses) - min(losses) > 1e-4 for losses in mixed if losses))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -34,7 +34,7 @@ SMALL = (
 )
 QUIET = ("checkpoint.every=0", "checkpoint.export=false", "evaluation.every=0", "checkpoint.best=null")
 TWO = ("launch.devices=2", "device.cards=2")
-EXPERTS = ("model=tiny_moe", "model.intermediate_size=192")
+EXPERTS = ("model=tiny_moe", "model.experts=4")
 CASES = {
     "full": (),
     "full, recomputing": ("model.gradient_checkpointing=true",),

@@ -7,7 +7,7 @@ exchanged   run r of what a rank has goes to rank r, whose runs come in the orde
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -55,12 +55,30 @@ class _Exchanged(torch.autograd.Function):
         return all_to_all(grad, ctx.group, ctx.here, ctx.there), None, None, None
 
 
+class Post(NamedTuple):
+    """Rows that are on their way."""
+
+    coming: Tensor
+    going: Tensor  # has to be there until it is gone
+    dtype: torch.dtype
+    work: Any
+
+    def arrived(self) -> Tensor:
+        """What has come, [Σ here, F]."""
+        self.work.wait()
+        return self.coming.view(self.dtype)
+
+
 def all_to_all(tensor: Tensor, group: Any, there: Rows = None, here: Rows = None) -> Tensor:
-    """`exchanged` without a gradient, of any type. Numbers of 16 and of 64 bits travel as of 32: HCCL documents
-    all-to-all for float32 alone."""
+    """`exchanged` without a gradient, of any type."""
+    return posted(tensor, group, there, here).arrived()
+
+
+def posted(tensor: Tensor, group: Any, there: Rows = None, here: Rows = None) -> Post:
+    """The same, begun. Numbers of 16 and of 64 bits travel as of 32: HCCL documents all-to-all for float32 alone."""
     tensor = tensor.contiguous()
     moved = tensor.view(torch.float32) if tensor.shape[-1] * tensor.itemsize % 4 == 0 else tensor
     found = torch.empty_like(moved) if here is None else moved.new_empty(sum(here), *moved.shape[1:])
     sizes = (None if here is None else list(here), None if there is None else list(there))
-    distributed.all_to_all_single(found, moved, *sizes, group=group)
-    return found.view(tensor.dtype)
+    work = distributed.all_to_all_single(found, moved, *sizes, group=group, async_op=True)
+    return Post(found, moved, tensor.dtype, work)

@@ -241,8 +241,8 @@ class LocalLearner:
             return
         self._said_few = True
         log.info(
-            "step %d: fewer micro-batches (%d) than stages (parallelism.pp=%d), which mostly wait for one another: lower "
-            "algorithm.micro_batch_tokens=%d, or raise algorithm.batch_size, to have more; this is said once",
+            "step %d: fewer micro-batches (%d) than stages (parallelism.pp=%d), which mostly wait for one another: "
+            "lower algorithm.micro_batch_tokens=%d, or raise algorithm.batch_size, to have more; this is said once",
             self._step + 1,
             micros,
             self._stage.stages,

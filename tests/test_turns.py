@@ -1,4 +1,4 @@
-"""The order of passes: each once, none before what it needs, no rank waiting for ever, no more kept than the paper says."""
+"""The order of passes: each once, none before what it needs, no rank waiting for ever, no more kept than need be."""
 
 from __future__ import annotations
 

@@ -270,16 +270,16 @@ class RaggedModel:
 
     @torch.no_grad()
     def probed(self) -> Tensor:
-        """The hidden states [T, H] of a handful of tokens: what shows whether it still is the same model. On a stage that
-        is not the last, nothing, [0]."""
+        """The hidden states [T, H] of a handful of tokens: what shows whether it still is the same model. Nothing, [0],
+        on a stage that is not the last."""
         batch = pack(PROBE_ROWS, [[1.0] * len(row) for row in PROBE_ROWS]).to(self.device)
+        tokens = self.tokens_of(batch)
         for turn in self.stage.flow(1):
             self.stage.enter(turn)
             if self.stage.ends:
-                tokens = self.tokens_of(batch)
-                return self._pass(lambda: tokens.joined(self._shown(tokens)))
+                break
             found = self._handed_on(batch)
-        return found
+        return self._pass(lambda: tokens.joined(self._shown(tokens))) if self.stage.ends else found
 
     def _shown(self, tokens: Tokens) -> Tensor:
         """The last of what it computes that can be seen, [W, …]."""

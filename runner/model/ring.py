@@ -16,12 +16,13 @@ of values.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from runner.collectives import Post, posted
 from runner.errors import Problem, SpecError
 from runner.model.attention import of_one_type
 from runner.model.sight import Seen, Sight, Tile, Visit
@@ -59,20 +60,6 @@ class Ring:
         return self._routes[window]
 
 
-class Post(NamedTuple):
-    """What is on its way from one rank, and to another."""
-
-    coming: Tensor
-    going: Tensor  # has to be there until it is gone
-    works: Sequence[Any]
-
-    def arrived(self) -> Tensor:
-        """What has come."""
-        for work in self.works:
-            work.wait()
-        return self.coming
-
-
 class Route:
     """The meetings of one rank, and what travels for them."""
 
@@ -80,7 +67,7 @@ class Route:
         self.visits, self.seen = visits, seen.to(device)
         self.keys = [visit.keys.to(device, non_blocking=True) for visit in visits]
         self.given = [visit.given.to(device, non_blocking=True) for visit in visits]
-        self._group, self._members, self._rank = group, distributed.get_process_group_ranks(group), rank
+        self._group, self._rank = group, rank
 
     def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Each step, and what of `own` [k, W, ·] of another rank this one meets there, [k, K, ·]."""
@@ -89,22 +76,27 @@ class Route:
             ahead = self._asked(own, step + 1) if step + 1 < len(self.visits) else None
             yield step, met
             if ahead is not None:
-                met = ahead.arrived()
+                met = _apart(ahead.arrived(), len(own))
 
     def _asked(self, own: Tensor, step: int) -> Post:
-        coming = own.new_empty(len(own), len(self.keys[step]), own.shape[2])
-        return self._posted(own.index_select(1, self.given[step]), step, coming, -step)
+        return self._posted(own.index_select(1, self.given[step]), step, len(self.keys[step]))
 
     def returned(self, found: Tensor, step: int) -> Post:
         """Give `found` [k, K, ·] back to the rank met in this step, and get the same from who met this one."""
-        coming = found.new_empty(len(found), len(self.given[step]), found.shape[2])
-        return self._posted(found, -step, coming, step)
+        return self._posted(found, -step, len(self.given[step]))
 
-    def _posted(self, going: Tensor, to: int, coming: Tensor, source: int) -> Post:
-        ways = ((distributed.isend, going, to), (distributed.irecv, coming, source))
-        there = [(way, tensor, self._members[(self._rank + at) % len(self._members)]) for way, tensor, at in ways]
-        wanted = [distributed.P2POp(*one, self._group) for one in there if one[1].numel()]
-        return Post(coming, going, distributed.batch_isend_irecv(wanted) if wanted else ())
+    def _posted(self, going: Tensor, steps: int, count: int) -> Post:
+        """Send `going` [k, n, ·] so many steps on; as much, but of `count` tokens, comes from as many steps before.
+        Of all backends' ways this is the one that each of them has."""
+        size = len(self.visits)
+        there, here = [0] * size, [0] * size
+        there[(self._rank + steps) % size], here[(self._rank - steps) % size] = going.shape[1], count
+        return posted(going.transpose(0, 1).flatten(1), self._group, there, here)
+
+
+def _apart(rows: Tensor, heads: int) -> Tensor:
+    """[K, k · f] → [k, K, f]"""
+    return rows.unflatten(1, (heads, -1)).transpose(0, 1)
 
 
 class _Attention(torch.autograd.Function):
@@ -182,13 +174,13 @@ def _gradients(
             d_query[:, :, at] += _product(flat, keys[:, of]).view_as(d_query[:, :, at])
             found[:, of, :size] += _product(flat.mT, query[:, :, at].flatten(1, 2))
         if waiting is not None:
-            d_pair.index_add_(1, route.given[waiting[0]], waiting[1].arrived())
+            d_pair.index_add_(1, route.given[waiting[0]], _apart(waiting[1].arrived(), len(pair)))
         if step:
             waiting = step, route.returned(found, step)
         else:
             d_pair.index_add_(1, route.given[0], found)
     if waiting is not None:
-        d_pair.index_add_(1, route.given[waiting[0]], waiting[1].arrived())
+        d_pair.index_add_(1, route.given[waiting[0]], _apart(waiting[1].arrived(), len(pair)))
     return d_query, d_pair
 
 

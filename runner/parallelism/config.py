@@ -114,7 +114,8 @@ class MeshConfig(SeveralConfig):
         return fitted(self._sizes(), world, own)
 
     def _sizes(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in Mesh._fields}
+        grid = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
+        return grid | {"cp": self.cp, "tp": self.tp, "ep": self.ep}
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         if found := super().problems(job):
@@ -253,7 +254,7 @@ class ZeroConfig(SeveralConfig):
                 ("device.name", f"{own} knows no device={job.device.name}, only {known}; type parallelism=fsdp")
             )
         if self.stage == 3 and job.model.dtype == "bfloat16":
-            text = f"{own} would round what learns to it, too; type parallelism=fsdp, or deepspeed_zero2"
+            text = f"{own} finds other gradients beside such a base; type parallelism=fsdp, or deepspeed_zero2"
             found.append(("model.dtype", text))
         if job.model.compile:
             found.append(("model.compile", f"not tried under {own}; leave it out, or type parallelism=fsdp"))

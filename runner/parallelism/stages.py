@@ -24,7 +24,8 @@ from torch import Tensor, distributed, nn
 
 from runner import shards, turns
 from runner.errors import Problem, RunnerError, SpecError
-from runner.parallelism.borders import Border, Borders
+from runner.parallelism.borders import Borders
+from runner.parallelism.passing import Elsewhere, HandedOn, Layers, Received, Sent
 from runner.parallelism.weights import Slot, slots
 from runner.place import tells_of_loss
 from runner.protocols import Peers
@@ -47,42 +48,6 @@ class Divisible(Protocol):
     def computes(self, wanted: Tensor) -> bool: ...
 
 
-class _Received(torch.autograd.Function):
-    """Hidden states from the stage before, which their gradient goes back to."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, border: Border, blank: Tensor) -> Tensor:
-        ctx.border = border
-        return border.hidden.receive(blank.shape, blank.dtype, blank.device)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.border.gradients.send(grad)
-        return None, None, None
-
-
-class _Sent(torch.autograd.Function):
-    """Nothing, [0]; hidden states have gone to the stage after this one, from which their gradient comes."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, border: Border, hidden: Tensor) -> Tensor:
-        ctx.border, ctx.like = border, (hidden.shape, hidden.dtype, hidden.device)
-        border.hidden.send(hidden)
-        return hidden.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, ctx.border.gradients.receive(*ctx.like)
-
-
-class HandedOn(Exception):
-    """Leaves a forward pass whose other layers are on other ranks; token: what its backward pass begins at."""
-
-    def __init__(self, token: Tensor) -> None:
-        super().__init__()
-        self.token = token
-
-
 @dataclass(frozen=True, slots=True)
 class Home:
     """The stage that has a tensor, of those in `group`; device: where others keep what they get of it."""
@@ -99,38 +64,6 @@ class Home:
             full = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         distributed.broadcast(full, group=self.group, group_src=self.stage)
         return full
-
-
-class Elsewhere:
-    """What stands for a layer of another stage, or of a run of layers that has no turn now."""
-
-    def __init__(self, layer: nn.Module, work: Callable[[Tensor], Tensor]) -> None:
-        self._layer, self._work = layer, work
-
-    def __call__(self, *inputs: Any, **keywords: Any) -> Tensor:
-        """What becomes of the hidden states, which come first or by name."""
-        return self._work(inputs[0] if inputs else keywords["hidden_states"])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-
-class Layers(nn.ModuleList):
-    """The layers of a model, of which a pass is shown those of its stage, and `Elsewhere` for the others."""
-
-    def __init__(self, layers: Sequence[nn.Module], stage: Staged) -> None:
-        super().__init__(layers)
-        self._stage = stage
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._shown())
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._shown()[index] if isinstance(index, slice) else super().__getitem__(index)
-
-    def _shown(self) -> list[Any]:
-        layers = [layer for layer in self._modules.values() if layer is not None]
-        return self._stage.shown(layers) if self._stage.passing else layers
 
 
 class Staged:
@@ -225,14 +158,14 @@ class Staged:
         return found
 
     def _receive(self, blank: Tensor) -> Tensor:
-        made: Tensor = _Received.apply(self._anchor, self._borders.before, blank)
+        made: Tensor = Received.apply(self._anchor, self._borders.before, blank)
         return made
 
     def _send(self, hidden: Tensor) -> Tensor:
         if hidden.dtype != self._dtype or hidden.shape[-1] != self._width:
             text = f"{hidden.dtype} [… {hidden.shape[-1]}] between layers, {self._dtype} [… {self._width}] before them"
             raise RunnerError(f"hidden states are {text}: such a model cannot be divided; type parallelism.pp=1")
-        raise HandedOn(_Sent.apply(self._anchor, self._borders.after, hidden))
+        raise HandedOn(Sent.apply(self._anchor, self._borders.after, hidden))
 
     def tied(self) -> list[Tensor]:
         """What the first and the last stage both have, if this is one of them."""

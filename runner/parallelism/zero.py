@@ -128,7 +128,8 @@ class Zero:
             self._put(parameter, value, None)
         for members, flat in self._groups():
             entries = [kept.get(parameter, {}) for parameter in members]
-            self._optimizer.state[flat] = {key: _of_all(key, flat, entries) for key in entries[0]}
+            keys = {key: None for entry in entries for key in entry}  # in their order
+            self._optimizer.state[flat] = {key: _of_all(key, flat, entries) for key in keys}
         if self._stage == 2:
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
@@ -174,7 +175,7 @@ class Zero:
 
 def _of_all(key: str, flat: Tensor, entries: list[Mapping[str, Any]]) -> Any:
     """Room for what is kept of many parameters under a key, or what is the same for all of them."""
-    first = entries[0][key]
+    first = next(entry[key] for entry in entries if key in entry)
     if isinstance(first, Tensor) and first.ndim:
         return torch.zeros_like(flat)
     if any(entry.get(key) != first for entry in entries):

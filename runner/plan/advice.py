@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from runner.errors import SpecError
 from runner.plan.cards import Card
 from runner.plan.changes import STEPS, Change, Step
 from runner.plan.estimate import Band, estimate
@@ -40,9 +41,13 @@ def advise(spec: JobSpec, card: Card) -> Advice:
 
 def _until_it_fits(spec: JobSpec, step: Step, card: Card) -> Advice:
     """One kind of change, as far as it has to go: only its last, largest form is what is to be typed."""
-    last, band = None, Band(0, 0)
-    for last in step(spec):
-        band = estimate(last.spec).band(card)
-        if band.high <= card.memory:
-            return Advice([last], band, True)
-    return Advice([] if last is None else [last], band, False)
+    found = Advice([], Band(0, 0), False)
+    for change in step(spec):
+        try:
+            band = estimate(change.spec).band(card)
+        except SpecError:  # not of this model
+            continue
+        found = Advice([change], band, band.high <= card.memory)
+        if found.fits:
+            break
+    return found

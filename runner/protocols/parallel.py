@@ -34,7 +34,7 @@ class Peers(Protocol):
     # in place, on their device; all ranks give the same shapes and data types; half precision is added in float32
     def sum_(self, tensors: Sequence[Tensor]) -> None: ...
 
-    # in place, on its device: becomes the first rank's, byte for byte; all give the same shape and data type, contiguous
+    # in place, on its device: becomes the first rank's, byte for byte; all give the same shape and type, contiguous
     def from_first_(self, tensor: Tensor) -> None: ...
 
 

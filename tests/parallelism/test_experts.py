@@ -173,7 +173,28 @@ def test_a_rank_that_no_token_comes_to(layout: str) -> None:
 
 
 @SLOW
-@pytest.mark.parametrize("build", [valued, lambda: scalar(False)], ids=["valued", "scalar"])
+def test_nothing_learns_but_experts_some_of_which_no_token_comes_to() -> None:
+    """What goes into the layer has no gradient: the rank without a row takes part in the backward pass all the same."""
+
+    def build() -> Any:
+        model = one_sided()
+        for name, parameter in model.module.named_parameters():
+            parameter.requires_grad_(".experts." in name)
+        return model
+
+    compare(*LAYOUTS["ep4"], build)
+
+
+@SLOW
+def test_experts_of_another_make() -> None:
+    """With biases, laid out the other way round, and their outputs clamped."""
+    compare(*EP2, lambda: made("gpt_oss", False))
+
+
+@SLOW
+@pytest.mark.parametrize(
+    "build", [lambda: made("llama4", False), valued, lambda: scalar(False)], ids=["llama4", "valued", "scalar"]
+)
 def test_models_without_experts_are_refused(build: Build) -> None:
     def work(rank: int) -> str:
         with pytest.raises(SpecError, match="has no experts that transformers can exchange") as error:

@@ -55,7 +55,15 @@ SLOW = {
 }
 
 
-def compare(size: int, words: str, root: Path, *spread: str, gradients: float = GRADIENTS, kind: str = "tiny") -> None:
+def compare(
+    size: int,
+    words: str,
+    root: Path,
+    *spread: str,
+    gradients: float = GRADIENTS,
+    kind: str = "tiny",
+    unsteady: tuple[str, ...] = UNSTEADY,
+) -> None:
     """In `root`, the working folder, where a teacher is put if one is asked for; `spread` says how, else by copies."""
     name = words.split()[0].removeprefix("algorithm=")
     sampled = SAMPLED if name in ("grpo", "dapo", "ppo", "reinforce_pp", "opd") else ""
@@ -71,7 +79,7 @@ def compare(size: int, words: str, root: Path, *spread: str, gradients: float = 
         assert difference(rank["weights"], wanted["weights"]) < WEIGHTS
         for mine, other in zip(rank["steps"], wanted["steps"], strict=True):
             assert mine.keys() == other.keys()
-            steady = {name: value for name, value in other.items() if not name.endswith(UNSTEADY)}
+            steady = {name: value for name, value in other.items() if not name.endswith(unsteady)}
             assert {name: mine[name] for name in steady} == pytest.approx(steady, rel=1e-4, abs=1e-6, nan_ok=True)
 
 

@@ -81,6 +81,26 @@ def test_the_same_layout_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one) and one.keys() == other.keys()
 
 
+@pytest.mark.parametrize(
+    "layout", [TWO, pytest.param((FsdpConfig(), Mesh(pp=2, dp_shard=2)), marks=SLOW)], ids=["stages", "in pieces"]
+)
+def test_what_stages_write_is_what_one_process_would(tmp_path: Path, layout: Layout) -> None:
+    def work(rank: int) -> None:
+        world, one = built(False, layout)
+        loaded = store(tmp_path / "one").load(mapped=True)
+        assert loaded is not None
+        one.load_state_dict(loaded.state["policy"])
+        kept = store(tmp_path / "many")
+        kept.peers = world.everyone
+        kept.save(1, {"policy": one.state_dict()}, {})
+
+    saved(0, tmp_path / "one", False, None, True, 1)
+    ranks(layout[1].pp * layout[1].dp_shard, work)
+    for name in ("policy.safetensors", "state.json"):
+        one, many = (tmp_path / kind / "step-00000001" / name for kind in ("one", "many"))
+        assert one.read_bytes() == many.read_bytes(), name
+
+
 @BOTH
 def test_the_export_is_that_of_the_whole_model(tmp_path: Path, adapter: bool) -> None:
     def model() -> Any:

@@ -16,6 +16,7 @@ from runner.algorithm.sft import CrossEntropy
 from runner.decisions import Decisions
 from runner.errors import SpecError
 from runner.learner import LocalLearner
+from runner.parallelism.borders import Way
 from runner.parallelism.config import FsdpConfig, MeshConfig, PpConfig
 from runner.parallelism.mesh import Mesh
 from runner.parallelism.world import World
@@ -266,7 +267,7 @@ def test_each_rank_holds_its_layers_and_one_end() -> None:
     first, last = ranks(2, work)
     assert [name for name in names if name in first] == names[: len(first)]
     assert [name for name in names if name in last] == names[len(first) :]
-    assert all("layers.2." not in name and "norm.weight" != name for name in first) and any("layers.2." in n for n in last)
+    assert not any("layers.2." in name for name in first) and any("layers.2." in name for name in last)
 
 
 def test_the_head_of_a_teacher_is_had_on_every_rank() -> None:
@@ -282,6 +283,26 @@ def test_the_head_of_a_teacher_is_had_on_every_rank() -> None:
         wanted = model.lm_head()(model.outputs(given(0), frozenset({"hidden"}))["hidden"])
     for found in ranks(2, work):
         assert torch.allclose(found, wanted, atol=1e-4)
+
+
+def test_messages_are_hidden_states_and_their_gradients_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+
+    def counting(way: Way, tensor: Tensor) -> None:
+        sent.append(tensor.nbytes)
+        send(way, tensor)
+
+    def work(rank: int) -> int:
+        world, model = meshed(PpConfig(pp_chunks=2), Mesh(pp=2)), made("qwen2", True, num_hidden_layers=4)
+        world.shard(model, Decisions())
+        sent.clear()
+        learner(model, world).forward_backward(given(0), CrossEntropy())
+        return sum(sent)
+
+    send = Way.send
+    monkeypatch.setattr(Way, "send", counting)
+    width, borders = 32, 3
+    assert sum(ranks(2, work)) == 2 * borders * given(0).num_tokens * width * 4
 
 
 @pytest.mark.parametrize(("kind", "said"), [("gpt2", "has wpe before its layers"), ("bloom", "has word_embeddings_la")])

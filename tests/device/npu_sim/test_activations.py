@@ -1,4 +1,4 @@
-"""What recomputing and offloading save on the simulated card, by its own allocator, and that they change no gradient."""
+"""What recomputing and offloading save on the simulated card, by its own allocator; they change no gradient."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def test_each_way_takes_less_and_computes_the_same(child: Any) -> None:
     taken = {name: one["bytes"] / found["none"]["bytes"] for name, one in found.items()}
     order = ["none", "every second", "selective", "full", "full, offloaded"]
     assert sorted(order, key=lambda name: -taken[name]) == order, taken
-    assert taken["every second"] < 0.65 and taken["selective"] < 0.4 and taken["full"] < 0.25, taken
-    inputs = 8 * 512 * 64 * 4  # bytes of what goes into eight layers: tokens × hidden size in float32
+    assert taken["every second"] < 0.65 and taken["selective"] < 0.55 and taken["full"] < 0.25, taken
+    inputs = 512 * 64 * 4  # bytes of what goes into a layer: tokens × hidden size in float32; the last one is back soon
     saved = found["full"]["bytes"] - found["full, offloaded"]["bytes"]
-    assert 0.6 * inputs < saved < 1.1 * inputs + found["full"]["bytes"] * 0.3
+    assert saved == pytest.approx(7 * inputs, rel=0.02)
     assert taken["every second, offloaded"] < taken["every second"]
