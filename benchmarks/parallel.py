@@ -138,9 +138,10 @@ def overhead(count: int) -> dict[str, Any]:
     return {"seconds": statistics.median(single), **{name: statistics.median(all_) for name, all_ in ratios.items()}}
 
 
-def rank(place: Place, port: int, count: int, spec: JobSpec, out: Any) -> None:
+def rank(place: Place, port: int, count: int, name: str, out: Any) -> None:
     """One of several: the bytes that it writes in each step, and those that it holds."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    spec = composed(CASES[name])
     world = build(spec.parallelism, device=build_device(spec, Decisions()), place=place)
     subject, sent, loss = learner(spec, world), [], 0.0
     for step in range(count):
@@ -161,7 +162,7 @@ def measured(name: str, count: int) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     out, port = context.Queue(), free_port()
     places = [Place(at, size, at, size) for at in range(size)]
-    ranks = [context.Process(target=rank, args=(place, port, count, spec, out)) for place in places]
+    ranks = [context.Process(target=rank, args=(place, port, count, name, out)) for place in places]
     for one in ranks:
         one.start()
     found = [out.get(timeout=600) for _ in ranks]

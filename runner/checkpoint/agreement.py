@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from runner.checkpoint.sections import Contents, encode
-from runner.checkpoint.tensors import Entry, Layout, Piece, layout, listing, writes
+from runner.checkpoint.tensors import Entry, Piece, layout, listing, writes
 from runner.errors import RunnerError
 from runner.protocols import Peers
 from runner.sharing import together
+from runner.tensor_file import Layout
 
 APART = "optimizer"  # what a section's plain values call those of which a rank has its own tensors' only
 NONE_WRITTEN = "no checkpoint was written; the ones before are untouched"

@@ -19,9 +19,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from runner.checkpoint.manifest import PLAIN_NAME, Damaged
-from runner.checkpoint.tensors import ALIASES, RESERVED, TYPES, Piece
+from runner.checkpoint.tensors import ALIASES, Piece
 from runner.errors import RunnerError, TrainingDiverged
 from runner.protocols import State
+from runner.tensor_file import RESERVED, TYPES
 
 VALUES = "state.json"
 SUFFIX = ".safetensors"

@@ -24,28 +24,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from runner.shards import local, span
+from runner.tensor_file import TYPES, Layout, arranged
 
 ALIASES = "aliases"  # header entry: JSON object, name → the tensor it is tied to
-RESERVED = "__metadata__"  # safetensors' own key
-TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}  # as safetensors writes them
-SIZES = {kind: dtype.itemsize for dtype, kind in TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +36,6 @@ class Entry:
     kind: str
     shape: tuple[int, ...]
     tied: str | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Its size."""
-        return prod(self.shape) * SIZES[self.kind]
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a file begins, and where behind that each tensor lies, tied ones once: the first byte, and the one after the
-    last."""
-
-    head: bytes
-    places: Mapping[str, tuple[int, int]]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the tensors."""
-        return max((end for _, end in self.places.values()), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,26 +70,10 @@ def listing(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
 
 
 def layout(entries: Mapping[str, Entry]) -> Layout:
-    """The file of these tensors, the same for any order of them."""
-    own = {name: entry for name, entry in entries.items() if entry.tied is None}
+    """The file of these tensors, tied ones once, the same for any order of them."""
+    own = {name: (entry.kind, entry.shape) for name, entry in entries.items() if entry.tied is None}
     aliases = {name: entries[name].tied for name in sorted(entries.keys() - own.keys())}
-    header: dict[str, Any] = {RESERVED: {ALIASES: json.dumps(aliases)}}
-    places: dict[str, tuple[int, int]] = {}
-    end = 0
-    for name in sorted(own, key=lambda name: (-SIZES[own[name].kind], name)):  # so that all stay aligned
-        begin, end = end, end + own[name].num_bytes
-        header[name] = {"dtype": own[name].kind, "shape": list(own[name].shape), "data_offsets": [begin, end]}
-        places[name] = begin, end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return Layout(len(text).to_bytes(8, "little") + text, places)
-
-
-def create(path: Path, layout: Layout) -> None:
-    """Make the file, with the tensors' values still missing. Raises OSError."""
-    with path.open("xb") as file:
-        file.write(layout.head)
-        file.truncate(len(layout.head) + layout.num_bytes)
+    return arranged(own, {ALIASES: json.dumps(aliases)})
 
 
 def write(path: Path, layout: Layout, pieces: Mapping[str, Piece]) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from runner import durable
+from runner import durable, tensor_file
 from runner.checkpoint import manifest, reader, retention, sections, tensors
 from runner.checkpoint.agreement import Agreed
 from runner.checkpoint.config import CheckpointConfig
@@ -67,7 +67,7 @@ class Writer:
                 failpoint("checkpoint.write")
                 durable.write_new(staging / sections.VALUES, agreed.values)
                 for name, layout in agreed.layouts.items():
-                    tensors.create(staging / f"{name}{sections.SUFFIX}", layout)
+                    tensor_file.create(staging / f"{name}{sections.SUFFIX}", layout)
             except BaseException:
                 shutil.rmtree(staging)
                 raise

@@ -1,4 +1,5 @@
-"""A sharded model put together on the CPU of one rank, so that it can be written like any other.
+"""A sharded model put together on the CPU of one rank, so that it can be written like any other: an adapter, or a
+model that an adapter is merged into. What is a model by itself is written tensor by tensor (`streamed`).
 
 pieces on every rank ──tensor by tensor──▶ whole on one rank's CPU, nowhere else ──▶ a module without pieces
 """
@@ -6,6 +7,7 @@ pieces on every rank ──tensor by tensor──▶ whole on one rank's CPU, no
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,17 +16,42 @@ from torch import Tensor, nn
 from runner.shards import whole
 
 
-def gathered_on_cpu(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """All parameters and kept buffers by name, tied ones as one tensor; empty where not `keep`. Collective."""
-    found: dict[str, Tensor] = {}
+def gathered_on_cpu(module: Any, *, keep: bool, base: bool) -> dict[str, Tensor]:
+    """All parameters and kept buffers of a peft model by name, tied ones as one tensor; empty where not `keep`; what is
+    no part of the adapter without values, on `meta`, if not `base`. Collective."""
+    tensors = module.state_dict(keep_vars=True)
+    wanted = {id(tensor) for tensor in (tensors if base else _adapter(module, tensors)).values()}
+    found = blanks(tensors) if keep else {}
     known: dict[int, Tensor] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
+    for name, tensor in tensors.items():
+        if id(tensor) not in wanted:
+            continue
         if id(tensor) not in known:
             full = whole(tensor)
             known[id(tensor)] = full.cpu() if keep else full.new_empty(0)
         if keep:
             found[name] = known[id(tensor)]
     return found
+
+
+def _adapter(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those that peft writes."""
+    from peft import get_peft_model_state_dict
+
+    made: dict[str, Tensor] = get_peft_model_state_dict(
+        module, state_dict=tensors, adapter_name=module.active_adapter, save_embedding_layers=False
+    )
+    return made
+
+
+def blanks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the same types and shapes on `meta`, tied ones as one; parameters as such."""
+    made: dict[int, Tensor] = {}
+    for tensor in tensors.values():
+        if id(tensor) not in made:
+            blank = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            made[id(tensor)] = nn.Parameter(blank, False) if isinstance(tensor, nn.Parameter) else blank
+    return {name: made[id(tensor)] for name, tensor in tensors.items()}
 
 
 def rebuilt(module: Any, inner: Any, tensors: dict[str, Tensor]) -> Any:

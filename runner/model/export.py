@@ -13,11 +13,10 @@ from runner.errors import RunnerError
 from runner.quiet import no_progress_bar
 
 
-def write(module: Any, tokenizer: Any, folder: Path, *, merged: bool, used: bool, learnt: int) -> None:
-    """Write a transformers or peft module, which lies whole in this process, with its tokenizer and chat template.
+def write(module: Any, folder: Path, *, merged: bool, used: bool) -> None:
+    """Write a transformers or peft module, which lies whole in this process.
 
-    merged: the adapter in its base; used: the module itself is to stay as it is; learnt: how many numbers have learnt.
-    Raises RunnerError if what was written cannot hold so many.
+    merged: the adapter in its base; used: the module itself is to stay as it is.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if merged:  # in float32, or little of the adapter would stay
@@ -26,11 +25,13 @@ def write(module: Any, tokenizer: Any, folder: Path, *, merged: bool, used: bool
     options = {"save_embedding_layers": False} if hasattr(module, "get_base_model") else {}
     with no_progress_bar():
         module.save_pretrained(folder, **options)
+
+
+def finish(folder: Path, tokenizer: Any, learnt: int) -> None:
+    """Put tokenizer and chat template beside a model that was written. Raises RunnerError if what was written cannot
+    hold as many numbers as have learnt, `learnt`."""
+    with no_progress_bar():
         tokenizer.save_pretrained(folder)
-    _check(folder, learnt)
-
-
-def _check(folder: Path, learnt: int) -> None:
     found = 0
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:

@@ -19,7 +19,7 @@ from torch import Tensor, distributed, nn
 
 from runner.batch import Batch, pack
 from runner.errors import Problem, SpecError
-from runner.model import export, layout
+from runner.model import export, layout, streamed
 from runner.model.alone import gathered_on_cpu, rebuilt
 from runner.model.compiled import Compiled, refuse_without_compiler
 from runner.model.config import ModelConfig
@@ -218,21 +218,26 @@ class RaggedModel:
         chat template), or a PEFT adapter folder if `module` is one whose base exists elsewhere. Changes nothing of the
         model. Raises RunnerError if what was written cannot hold all that has learnt.
 
-        Of a sharded model all ranks are needed: one gives the folder, in whose host memory the model is put together,
-        the others None.
+        Of a sharded model all ranks are needed: one gives the folder, the others None. In its host's memory are one
+        tensor after the other, or those of the adapter; the whole model if the adapter is merged into it.
         """
         with nullcontext() if self.whole.sharded else self.gathered():  # where another than torch keeps the pieces
-            module = self._alone(folder is not None)
+            if self.whole.sharded and self.module is self.inner:
+                streamed.write(self.module, folder)
+            else:
+                module = self._alone(folder is not None)
+                if folder is not None:
+                    export.write(module, folder, merged=self.merges, used=module is self.module)
             if folder is not None:
                 learnt = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
-                used = module is self.module
-                export.write(module, self.tokenizer, folder, merged=self.merges, used=used, learnt=learnt)
+                export.finish(folder, self.tokenizer, learnt)
 
     def _alone(self, keep: bool) -> Any:
-        """The module, put together from its pieces on the ranks that `keep` it if it is sharded."""
+        """The module, put together from its pieces on the ranks that `keep` it if it is sharded; of an adapter that is
+        not merged into its base, the base without values."""
         if not self.whole.sharded:
             return self.module
-        tensors = gathered_on_cpu(self.module, keep=keep)
+        tensors = gathered_on_cpu(self.module, keep=keep, base=self.merges)
         return rebuilt(self.module, self.inner, tensors) if keep else None
 
     @property

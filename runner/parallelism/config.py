@@ -256,6 +256,9 @@ class ZeroConfig(SeveralConfig):
         if self.stage == 3 and job.model.dtype == "bfloat16":
             text = f"{own} finds other gradients beside such a base; type parallelism=fsdp, or deepspeed_zero2"
             found.append(("model.dtype", text))
+        if self.stage == 2 and len(job.algorithm.learners()) > 1:
+            text = f"two models that learn did not end under {own}; type parallelism=ddp, or deepspeed_zero3"
+            found.append(("algorithm.name", text))
         if job.model.compile:
             found.append(("model.compile", f"not tried under {own}; leave it out, or type parallelism=fsdp"))
         return found

@@ -16,7 +16,9 @@ from runner.errors import Problem, SpecError
 from runner.parallelism.config import MeshConfig, ParallelismConfig, ShardedConfig, ZeroConfig
 from runner.parallelism.fitting import sizes_of
 from runner.parallelism.mesh import Mesh
+from runner.parallelism.stages import runs
 from runner.plan.weights import Part, Weights
+from runner.turns import in_flight
 
 GATHERED_AT_ONCE = 2  # layers that sharding has gathered: the one that computes, and the next
 
@@ -38,10 +40,7 @@ class Stage:
     def in_flight(self, stages: int, micro_batches: int) -> int:
         """For how many micro-batches it keeps a run's activations at once: 1F1B's, or those of the interleaved
         schedule (Narayanan et al., 2104.04473, section 2.2)."""
-        if len(self.runs) == 1:
-            return min(micro_batches, stages - self.number)
-        ahead = 2 * (stages - self.number - 1) + (len(self.runs) - 1) * stages + 1
-        return min(micro_batches * len(self.runs), ahead)
+        return min(micro_batches * len(self.runs), in_flight(self.number, stages, len(self.runs)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +88,9 @@ class Spread:
     def stages(self, layers: int) -> list[Stage]:
         """What each stage has of so many layers."""
         count = self.mesh.pp * self.chunks
-        sizes = [layers // count + (at < layers % count) for at in range(count)]
-        starts = [sum(sizes[:at]) for at in range(count)]
-        runs = [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        parts = [(run.start, run.stop) for run in runs(layers, count)]
         pp = self.mesh.pp
-        return [Stage(at, runs[at::pp], at == 0, at == pp - 1) for at in range(pp)]
+        return [Stage(at, parts[at::pp], at == 0, at == pp - 1) for at in range(pp)]
 
     def bubble(self, micro_batches: int) -> float:
         """The share of a step's time for which a stage waits for others (2104.04473, section 2.2)."""

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from runner import tensor_file
 from runner.checkpoint import sections
 from runner.checkpoint import tensors as tensors_file
 from runner.checkpoint.agreement import Agreed, agree
@@ -74,7 +75,7 @@ def round_trip(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     held = agreed(state)
     (folder / sections.VALUES).write_bytes(held.values)
     for name, layout in held.layouts.items():
-        tensors_file.create(folder / f"{name}.safetensors", layout)
+        tensor_file.create(folder / f"{name}.safetensors", layout)
         tensors_file.write(folder / f"{name}.safetensors", layout, held.pieces[name])
     return sections.read(folder, {f"{name}.safetensors": None for name in held.layouts})
 
@@ -192,7 +193,7 @@ def test_pieces_are_written_without_reading_what_others_write(tmp_path: Path) ->
     path = tmp_path / "policy.safetensors"
     one = agreed({"policy": {"tensors": held}})
     layout = one.layouts["policy"]
-    tensors_file.create(path, layout)
+    tensor_file.create(path, layout)
     whole = path.stat().st_size
     path.write_bytes(b"?" * whole)  # as a page that another machine has not sent yet
     tensors_file.write(path, layout, one.pieces["policy"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from runner.batch import Batch, pack
 from runner.decisions import Decisions
 from runner.errors import SpecError
+from runner.learner import LocalLearner
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.tokenizer import byte_tokenizer
@@ -289,3 +291,16 @@ def test_a_model_that_mixes_tokens_beside_its_attention_is_refused() -> None:
             spread(model, 2)
 
     ranks(2, work)
+
+
+def test_each_rank_draws_its_own_dropout() -> None:
+    model = made("qwen2", True)
+    optimizer = torch.optim.SGD(model.trainable().values(), lr=0.1)
+    options: Any = {"lr": 0.1, "clip_norm": None, "factor": float, "budget": 64, "seed": 0, "device": zoo.CPU}
+    drawn = []
+    for rank in (0, 1):
+        mine: Any = SimpleNamespace(rank=rank, size=2)
+        learner = LocalLearner(model, optimizer, drawing=mine, **options)
+        learner._seed_dropout(0)
+        drawn.append(torch.rand(4))
+    assert not torch.equal(*drawn)

@@ -34,3 +34,10 @@ def test_more_jobs_on_two_ranks(name: str, style: str, workdir: Path) -> None:
 @pytest.mark.parametrize("preset", ["ddp", "fsdp", "tp", "pp"])
 def test_two_ranks_beside_others(name: str, preset: str, workdir: Path) -> None:
     compare(4, SLOW[name], workdir, f"parallelism={preset}", "parallelism.cp=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["ulysses", "ring"])
+def test_experts_of_two_ranks_that_share_tokens(style: str, workdir: Path) -> None:
+    spread = ("parallelism=cp", f"parallelism.cp_style={style}", "parallelism.ep=2")
+    compare(2, SLOW["cpt"], workdir, *spread, kind="tiny_moe")

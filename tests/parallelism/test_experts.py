@@ -24,7 +24,16 @@ from runner.decisions import Decisions
 from runner.errors import SpecError
 from runner.learner import LocalLearner
 from runner.parallelism import experts
-from runner.parallelism.config import CpConfig, DdpConfig, EpConfig, FsdpConfig, HsdpConfig, MeshConfig, TpConfig
+from runner.parallelism.config import (
+    CpConfig,
+    DdpConfig,
+    EpConfig,
+    FsdpConfig,
+    HsdpConfig,
+    MeshConfig,
+    PpConfig,
+    TpConfig,
+)
 from runner.parallelism.mesh import Mesh
 from runner.parallelism.world import World
 from runner.protocols import LossFn
@@ -92,18 +101,20 @@ def trained(world: World, model: Any) -> dict[str, Any]:
 def on_rank(rank: int, config: MeshConfig, mesh: Mesh, build: Build) -> dict[str, Any]:
     world, model = meshed(config, mesh), build()
     world.shard(model, Decisions())
-    assert all(isinstance(p, DTensor) for p in model.whole.parameters())
+    assert mesh.pp > 1 or all(isinstance(p, DTensor) for p in model.whole.parameters())
     return trained(world, model)
 
 
 def compare(config: MeshConfig, mesh: Mesh, build: Build) -> dict[str, Tensor]:
     wanted = trained(alone(), build())
-    for found in ranks(mesh.world, on_rank, config, mesh, build):
+    several = ranks(mesh.world, on_rank, config, mesh, build)
+    reached = {name: one for found in several for name, one in found["gradients"].items()}
+    for found in several:
         for mine, other in zip(found["numbers"], wanted["numbers"], strict=True):
             loose = {name: value for name, value in other.items() if not name.endswith("loss")}
             assert {name: mine[name] for name in loose} == pytest.approx(loose, rel=1e-3)
             assert mine["train/loss"] == pytest.approx(other["train/loss"], rel=1e-5)
-        close(found["gradients"], wanted["gradients"], 1e-5)
+        close(reached | found["gradients"], wanted["gradients"], 1e-5)  # a stage has its own layers'
         assert torch.allclose(found["scores"], wanted["scores"], atol=1e-3)
     gradients: dict[str, Tensor] = wanted["gradients"]
     return gradients
@@ -123,6 +134,18 @@ def test_every_layout_learns_as_one_process(layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_learns_adapters_as_one_process(layout: str) -> None:
     compare(*LAYOUTS[layout], lambda: moe(True))
+
+
+@SLOW
+@BOTH
+@pytest.mark.parametrize(
+    "preset", [PpConfig(pp=2, dp_replicate=2, ep=2), FsdpConfig(pp=2, ep=2)], ids=["copies", "pieces"]
+)
+@pytest.mark.parametrize("dense", [[], [1]], ids=["experts in both stages", "experts in one"])
+def test_stages_learn_as_one_process(preset: MeshConfig, dense: list[int], adapter: bool) -> None:
+    mesh = preset.mesh(4)
+    assert (mesh.pp, mesh.ep) == (2, 2)
+    compare(preset, mesh, lambda: moe(adapter, mlp_only_layers=dense))
 
 
 @SLOW

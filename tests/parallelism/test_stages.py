@@ -101,12 +101,12 @@ def compare(
     assert difference(gradients, wanted["gradients"]) < rounding
 
 
-@pytest.mark.parametrize(("kind", "adapter"), [("qwen2", False), ("qwen3", True)])
+@pytest.mark.parametrize(("kind", "adapter"), [("qwen2", False), pytest.param("qwen3", True, marks=SLOW)])
 def test_two_stages_learn_as_one_process(kind: str, adapter: bool) -> None:
     compare(Mesh(pp=2), lambda: made(kind, adapter))
 
 
-@pytest.mark.parametrize(("kind", "adapter"), [("llama", True), ("qwen3_moe", False)])
+@pytest.mark.parametrize(("kind", "adapter"), [pytest.param("llama", True, marks=SLOW), ("qwen3_moe", False)])
 def test_two_stages_learn_as_one_process_in_float32(kind: str, adapter: bool) -> None:
     compare(Mesh(pp=2), lambda: made(kind, adapter), 1e-5)
 
@@ -168,6 +168,7 @@ def test_stages_with_shared_tokens_and_experts(more: str, adapter: bool) -> None
     compare(mesh, lambda: made(kind, adapter, **options), 1e-5, config)
 
 
+@SLOW
 def test_stages_in_pieces() -> None:
     compare(Mesh(pp=2, dp_shard=2), lambda: made("qwen2", True), 1e-5, FsdpConfig())
 
@@ -178,7 +179,7 @@ def test_runs_of_layers_in_pieces() -> None:
     compare(Mesh(pp=2, dp_shard=2), lambda: made("qwen2", False, num_hidden_layers=4), 1e-5, config)
 
 
-@BOTH
+@pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=SLOW)], ids=["full", "lora"])
 def test_embedding_and_head_of_one_weight(adapter: bool) -> None:
     compare(Mesh(pp=2), lambda: made("llama", adapter, tie_word_embeddings=True))
 
@@ -226,7 +227,7 @@ def staged(model: Any, mesh: Mesh, config: MeshConfig | None = None) -> Any:
     return model
 
 
-@BOTH
+@pytest.mark.parametrize("adapter", [pytest.param(False, marks=SLOW), True], ids=["full", "lora"])
 def test_text_is_written_with_the_whole_model_by_ranks_of_different_work(adapter: bool) -> None:
     prompts = zoo.rows((5, 3, 9))
 

@@ -227,6 +227,15 @@ def test_temperatures() -> None:
         close(got, wanted, 1e-5)
 
 
+def test_bfloat16_products_of_float32_weights_round_and_are_not_refused() -> None:
+    def work(rank: int) -> bool:
+        model = sliced(made("qwen2", False, autocast="bfloat16"), (1, 1, 2))
+        model.linear(part(0, 1), part(0, 1).tokens["weight"])[0].backward()
+        return all(p.grad is not None for p in model.trainable().values())
+
+    assert ranks(2, work) == [True, True]
+
+
 def test_a_bfloat16_base_beside_a_float32_adapter_stays_as_small_as_it_is() -> None:
     def work(rank: int) -> tuple[set[Any], set[Any]]:
         model: Any = zoo.causal("qwen3")

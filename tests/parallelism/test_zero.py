@@ -135,7 +135,8 @@ def test_a_base_may_be_bfloat16_at_stage_2() -> None:
         assert plain.difference(found["weights"], wanted["weights"]) < 1e-3  # measured: 1.1e-4
 
 
-@pytest.mark.parametrize(("size", "stage"), [(3, 3), pytest.param(2, 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "stage"), [(3, 3), (2, 2)])
 def test_a_state_goes_on_in_one_process_and_back(size: int, stage: int) -> None:
     """Of odd sizes, so that the last rank's part is padded."""
     case = ("llama", False, "packed", None)
@@ -182,5 +183,7 @@ def test_a_gradient_that_is_not_finite_updates_nothing(stage: int) -> None:
     "name", ["sft", "dpo", "kto", "tools", "ppo", "copied", "ahead", "lora", "opd", "distill", "rm"]
 )
 def test_whole_jobs_of_deepspeed_do_what_one_process_does(stage: int, name: str, workdir: Path) -> None:
+    if (name, stage) == ("ppo", 2):
+        pytest.skip("two learners are refused at stage 2")
     bound = {"gradients": 5e-5} if name == "rm" else {}  # measured: 2.3e-5
     compare(2, SLOW[name], workdir, f"parallelism=deepspeed_zero{stage}", **bound)

@@ -1,0 +1,135 @@
+"""The export of a model that lies in pieces, one tensor after the other: no rank ever holds the whole.
+
+pieces on every rank ──made whole──▶ first rank: as it is called and cut on the disk ──▶ its place in its file
+
+What the files hold is known before any tensor is there, from a model of the same shapes on `meta`: transformers itself
+says what it would write of that one. So the files are those of `save_pretrained`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from runner.model.alone import blanks, rebuilt
+from runner.quiet import no_progress_bar
+from runner.shards import whole
+from runner.tensor_file import TYPES, Layout, arranged, create
+
+LARGEST: int | str = inspect.signature(PreTrainedModel.save_pretrained).parameters["max_shard_size"].default
+PATTERN = "model{suffix}.safetensors"  # as transformers calls them
+LAYER = re.compile(r"(.*?\.\d+)\.")
+
+
+def write(module: nn.Module, folder: Path | None, largest: int | str = LARGEST) -> None:
+    """Write a transformers model as `save_pretrained` does, its tokenizer aside. Collective: one rank gives the folder,
+    the others None.
+
+    largest: bytes of a file. On the host of the rank that writes is one tensor at a time; a layer's, where one on the
+    disk is made of several. What is raised there, of a full disk say, is raised when no rank waits for this one's
+    pieces any more.
+    """
+    tensors = module.state_dict(keep_vars=True)
+    tied: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        tied.setdefault(id(tensor), []).append(name)
+    files: Files | None = None
+    failed: Exception | None = None
+    try:
+        files = Files(module, tensors, folder, largest) if folder is not None else None
+    except Exception as error:
+        failed = error
+    for names in tied.values():
+        full = whole(tensors[names[0]])
+        try:
+            if files is not None and failed is None:
+                files.take(names, full)
+        except Exception as error:
+            failed = error
+        del full  # or it would be there while the next one is made
+    if failed is not None:
+        raise failed
+
+
+class Files:
+    """A model's folder, with everything but the tensors' values; they come in any order."""
+
+    def __init__(self, module: nn.Module, tensors: Mapping[str, Tensor], folder: Path, largest: int | str) -> None:
+        """Write configs, headers and index. Raises OSError."""
+        self._model = model = rebuilt(module, module, blanks(tensors))
+        with no_progress_bar():
+            model.save_pretrained(folder, state_dict={})
+        ignored = set(model._keys_to_ignore_on_save or ())
+        state = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
+        state = remove_tied_weights_from_state_dict(state, model)
+        planned: dict[str, Tensor] = revert_weight_conversion(model, dict(state))
+        split = split_torch_state_dict_into_shards(planned, filename_pattern=PATTERN, max_shard_size=largest)
+        self._layouts: dict[Path, Layout] = {}
+        for file, names in split.filename_to_tensors.items():
+            entries = {name: (TYPES[planned[name].dtype], tuple(planned[name].shape)) for name in names}
+            self._layouts[folder / file] = arranged(entries, {"format": "pt"})
+            create(folder / file, self._layouts[folder / file])
+        if split.is_sharded:
+            sizes = {"total_parameters": model.num_parameters(), **split.metadata}
+            index = {"metadata": sizes, "weight_map": split.tensor_to_filename}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
+        self._places = {name: folder / file for name, file in split.tensor_to_filename.items()}
+        self._groups = {name: group for group in groups(model, state, planned) for name in group}
+        self._waiting: dict[str, Tensor] = {}
+
+    def take(self, names: Sequence[str], tensor: Tensor) -> None:
+        """Write a tensor, which the model has under these names, or keep it until those are there that it is written
+        with. Raises OSError."""
+        for name in names:
+            if (group := self._groups.get(name)) is None:
+                continue  # tied to one that is written, or not written at all
+            self._waiting[name] = tensor.cpu()
+            if all(other in self._waiting for other in group):
+                found = {other: self._waiting.pop(other) for other in group}
+                for written, values in revert_weight_conversion(self._model, found).items():
+                    self._put(written, values)
+
+    def _put(self, name: str, values: Tensor) -> None:
+        path = self._places[name]
+        layout = self._layouts[path]
+        with path.open("r+b") as file:
+            file.seek(len(layout.head) + layout.places[name][0])
+            file.write(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def groups(model: Any, state: Mapping[str, Tensor], planned: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
+    """The smallest groups of tensors that are written without the others: each alone, those of a layer, or all.
+
+    state: on `meta`; planned: what is written of it. transformers says what comes of tensors, not which it needs for
+    that; tensors without the others that they need give other ones, or an error.
+    """
+    layers: defaultdict[str, list[str]] = defaultdict(list)
+    for name in state:
+        layers[found[1] if (found := LAYER.match(name)) else name].append(name)
+    for tried in ([(name,) for name in state], [tuple(names) for names in layers.values()]):
+        try:
+            parts = [revert_weight_conversion(model, {name: state[name] for name in group}) for group in tried]
+        except Exception:
+            continue
+        made = {name: tensor for part in parts for name, tensor in part.items()}
+        if sum(map(len, parts)) == len(made) and _sizes(made) == _sizes(planned):
+            return tried
+    return [tuple(state)]
+
+
+def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
