@@ -65,6 +65,9 @@ class ModelConfig(ComponentConfig):
             mesh = job.parallelism.mesh(job.launch.world)
         except SpecError:  # which the mesh says itself
             return
+        if self.gradient_checkpointing and mesh.dp_shard > 1:
+            text = "compiled layers in pieces (parallelism.dp_shard) are not tried with model.gradient_checkpointing"
+            yield f"{text}; leave one of them out, or type parallelism=ddp"
         for name, size in mesh._asdict().items():
             if size > 1 and name not in ("dp_replicate", "dp_shard"):
                 text = f"parallelism.{name}={size} changes what runs inside a layer, which is not tried compiled"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -76,7 +76,13 @@ class Files:
         state = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
         state = remove_tied_weights_from_state_dict(state, model)
         planned: dict[str, Tensor] = revert_weight_conversion(model, dict(state))
-        split = split_torch_state_dict_into_shards(planned, filename_pattern=PATTERN, max_shard_size=largest)
+        split = split_state_dict_into_shards_factory(
+            planned,
+            filename_pattern=PATTERN,
+            max_shard_size=largest,
+            get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),  # parts of one tensor stay together
+            get_storage_id=lambda tensor: tensor.untyped_storage()._cdata,
+        )
         self._layouts: dict[Path, Layout] = {}
         for file, names in split.filename_to_tensors.items():
             entries = {name: (TYPES[planned[name].dtype], tuple(planned[name].shape)) for name in names}
@@ -120,7 +126,8 @@ def groups(model: Any, state: Mapping[str, Tensor], planned: Mapping[str, Tensor
     layers: defaultdict[str, list[str]] = defaultdict(list)
     for name in state:
         layers[found[1] if (found := LAYER.match(name)) else name].append(name)
-    for tried in ([(name,) for name in state], [tuple(names) for names in layers.values()]):
+    alone: list[tuple[str, ...]] = [(name,) for name in state]
+    for tried in (alone, [tuple(names) for names in layers.values()]):
         try:
             parts = [revert_weight_conversion(model, {name: state[name] for name in group}) for group in tried]
         except Exception:

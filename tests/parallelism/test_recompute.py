@@ -43,7 +43,7 @@ def test_compiled_layers_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "OPTIONS", {"dynamic": True, "backend": "aot_eager"})
     monkeypatch.setattr(pieces, "sharded", _compiled(pieces.sharded))
     monkeypatch.setattr("tests.parallelism.forked.TIMEOUT_S", 300.0)
-    pieces.compare((1, 2), lambda: pieces.made("qwen3", True, gradient_checkpointing=True))
+    pieces.compare((1, 2), lambda: pieces.made("qwen3", True))
 
 
 def _compiled(sharded: Any) -> Any:
