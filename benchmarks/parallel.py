@@ -42,6 +42,7 @@ from runner.parallelism.mesh import Mesh
 from runner.parallelism.world import World, build
 from runner.place import Place
 from runner.plan.architecture import architecture
+from runner.plan.model import sliced
 from runner.plan.spread import spread_of
 from runner.plan.traffic import Traffic
 from runner.plan.weights import weights
@@ -183,15 +184,16 @@ def ideal(spec: JobSpec, count: int) -> dict[str, float]:
     """Bytes that a rank should send in a step of these batches, in the mean over the stages; those of the whole, and of
     the fullest rank's share of it, with the two numbers that AdamW keeps for each."""
     shape, _ = architecture(spec.model)
-    model = weights(spec, "lm", shape)
     spread = spread_of(spec.parallelism, spec.launch.world, shape)
+    whole = weights(spec, "lm", shape).all
+    model = weights(spec, "lm", sliced(shape, spread.mesh.tp))
     steps = [batch(step).num_tokens / spread.mesh.data for step in range(WARM_UP, count)]
     tokens = round(statistics.mean(steps))
     cuts = -(-tokens // spec.algorithm.micro_batch_tokens)
     stages = spread.stages(len(model.layers))
     sent = [sum(Traffic(spec, shape, spread, at, tokens, cuts, 1).sending({"policy": model}).values()) for at in stages]
-    share = max(spread.held(model, stage).bytes for stage in stages) / spread.mesh.tp
-    return {"textbook_bytes": statistics.mean(sent), "share_bytes": 3 * share, "whole_bytes": 3 * model.all.bytes}
+    share = max(spread.held(model, stage).bytes for stage in stages)
+    return {"textbook_bytes": statistics.mean(sent), "share_bytes": 3 * share, "whole_bytes": 3 * whole.bytes}
 
 
 def written() -> int:

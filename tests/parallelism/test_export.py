@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
+from transformers.core_model_loading import Chunk, WeightConverter
 
 from runner.decisions import Decisions
 from runner.errors import StorageError
@@ -89,6 +91,21 @@ def test_of_a_folder_that_was_read(tmp_path: Path, dtype: str) -> None:
     compare(tmp_path, "fsdp", lambda: read(folder, CPU, dtype=dtype))
 
 
+def fused() -> Any:
+    """A model of which gate and up are one tensor on the disk, as transformers describes such ones."""
+    model = made("llama", False, num_hidden_layers=6)
+    together = WeightConverter("mlp.gate_up_proj.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], [Chunk(0)])
+    model.module._weight_conversions = [together]
+    return model
+
+
+@pytest.mark.parametrize("layout", ["tp", pytest.param("pp", marks=SLOW)])
+def test_of_several_tensors_that_are_one_on_the_disk(tmp_path: Path, layout: str) -> None:
+    compare(tmp_path, layout, fused)
+    with safe_open(tmp_path / "two" / "model.safetensors", "pt") as file:
+        assert tuple(file.get_tensor("model.layers.0.mlp.gate_up_proj.weight").shape) == (96, 32)
+
+
 class Alive:
     """Counts the bytes of the tensors that some functions have given and that are still there."""
 
@@ -124,11 +141,12 @@ def watched_save(rank: int, layout: str, make: Make, folder: Path) -> tuple[int,
         pytest.param("qwen3", "tp", 1.0, marks=SLOW),
         pytest.param("qwen3", "pp", 1.0, marks=SLOW),
         pytest.param("qwen3_moe", "ep", 2.0, marks=SLOW),  # experts' weights, and the same one by one
+        pytest.param("fused", "fsdp", 2.0, marks=SLOW),  # a layer's
     ],
 )
 def test_a_host_holds_one_tensor_at_a_time(tmp_path: Path, kind: str, layout: str, most: float) -> None:
     def make() -> Any:
-        return made(kind, False, num_hidden_layers=6)
+        return fused() if kind == "fused" else made(kind, False, num_hidden_layers=6)
 
     sizes = [p.nbytes for p in make().module.parameters()]
     assert sum(sizes) > 4 * max(sizes)  # so that a copy of all would show

@@ -261,7 +261,7 @@ def test_a_dumped_spec_decodes_to_itself(group: str, cls: Any) -> None:
     if group == "algorithm" and not cls.rewarded:
         others.pop("reward", None)
     if group == "parallelism" and name != "single":
-        others["launch"] = {"devices": 4}
+        others |= {"launch": {"devices": 4}, "model": {"name": "tiny_moe" if name == "ep" else "tiny"}}
     spec = decode(job(**{**others, group: section}), {})
     assert decode(spec.model_dump(), {}) == spec
     assert decode(spec.model_dump(mode="json"), {}) == spec
