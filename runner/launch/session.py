@@ -25,7 +25,7 @@ from runner.launch.records import NoRecords, Records
 from runner.launch.screen import on_screen
 from runner.launch.stage import is_stage
 from runner.launch.surroundings import load_torch, set_environment
-from runner.launch.words import NO_EXAMPLE, Turn, amount, example, plain_sample, title
+from runner.launch.words import NO_EXAMPLE, Turn, amount, example, plain_sample, ranks, title
 from runner.place import Place, tells_of_delay, tells_of_loss
 from runner.signals import StopSignal
 from runner.spec.job import JobSpec
@@ -71,6 +71,8 @@ class Session:
 
     def _run(self, console: Console) -> None:
         console.message(f"folder   {shown(self.folder.root)}")
+        if self.place.size > 1:
+            console.message(ranks(self.spec, self.place, self.folder.root))
         decide = Decisions(self.spec.strict)
         with self.stop.at_once():
             set_environment(self.spec, decide)

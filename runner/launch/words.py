@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.folder import shown
+from runner.parallelism.config import ZeroConfig
+from runner.place import Place
 from runner.spec.job import JobSpec
 from runner.tracker.text import counted, number, rate
 
@@ -45,6 +47,16 @@ def _first_weights(spec: JobSpec) -> str:
     if spec.init_from is not None:
         return f" (weights of {shown(Path(spec.init_from))})"
     return " (random weights)" if getattr(spec.model, "from_scratch", True) else ""  # tiny has no other
+
+
+def ranks(spec: JobSpec, place: Place, folder: Path) -> str:
+    """How the ranks of a job stand to one another, and where those that have no screen write."""
+    own = spec.parallelism
+    said = f"ranks    {place.size}: parallelism={own.name}"
+    if not isinstance(own, ZeroConfig):
+        said += f", {own.mesh(place.size)}"
+    logs = f"{shown(folder / 'ranks')}/1.log" + (f" to {place.size - 1}.log" if place.size > 2 else "")
+    return f"{said}; this is rank 0, the others' words: {logs}"
 
 
 def amount(spec: JobSpec, items: int) -> str:

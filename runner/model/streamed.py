@@ -128,14 +128,19 @@ def groups(model: Any, state: Mapping[str, Tensor], planned: Mapping[str, Tensor
         layers[found[1] if (found := LAYER.match(name)) else name].append(name)
     alone: list[tuple[str, ...]] = [(name,) for name in state]
     for tried in (alone, [tuple(names) for names in layers.values()]):
-        try:
-            parts = [revert_weight_conversion(model, {name: state[name] for name in group}) for group in tried]
-        except Exception:
-            continue
+        parts = _converted(model, state, tried)
         made = {name: tensor for part in parts for name, tensor in part.items()}
         if sum(map(len, parts)) == len(made) and _sizes(made) == _sizes(planned):
             return tried
     return [tuple(state)]
+
+
+def _converted(model: Any, state: Mapping[str, Tensor], tried: Sequence[tuple[str, ...]]) -> list[Mapping[str, Tensor]]:
+    """What is written of each group by itself; nothing where one of them is not enough for a conversion."""
+    try:
+        return [revert_weight_conversion(model, {name: state[name] for name in group}) for group in tried]
+    except Exception:  # of whatever kind each conversion raises that lacks a tensor
+        return []
 
 
 def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

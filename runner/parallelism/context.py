@@ -8,8 +8,8 @@ from typing import Any, Literal, Protocol
 from torch import Tensor, distributed
 
 from runner.errors import Problem, SpecError
-from runner.place import tells_of_loss
-from runner.protocols import Decide
+from runner.parallelism.probed import refuse_another
+from runner.protocols import Decide, Peers
 
 Style = Literal["ulysses", "ring"]
 
@@ -30,26 +30,18 @@ class Spreadable(Protocol):
     def computes(self, wanted: Tensor) -> bool: ...
 
 
-def spread(model: Spreadable, group: Any, *, style: Style | None, slices: int, decide: Decide) -> None:
-    """Let each rank of `group` compute its tokens of every batch from now on. Collective.
+def spread(model: Spreadable, group: Any, everyone: Peers, *, style: Style | None, slices: int, decide: Decide) -> None:
+    """Let each rank of `group` compute its tokens of every batch from now on. Collective over everyone.
 
     model: with its weights, or its pieces of them; style: None = ulysses where it can be; slices: in how many its
     layers are cut. Raises SpecError, on all ranks, for a model that cannot, or is another one then.
     """
     name = type(model.inner).__name__
     if model.padded:
-        raise _refused(f"{name} runs padded rows (model.layout), of which no rank can have a part")
+        raise refused(f"{name} runs padded rows (model.layout), of which no rank can have a part")
     wanted, style = model.probed(), _settled(model, distributed.get_world_size(group), style, slices, decide)
     model.share_tokens(group, style)
-    try:
-        same = model.computes(wanted)
-    except (RuntimeError, TypeError, ValueError) as error:  # of whatever kind a model of some tokens refuses with
-        if tells_of_loss(str(error)):
-            raise
-        said = (str(error).splitlines() or [""])[0]
-        raise _refused(f"{name} cannot compute some tokens of a row ({said})") from error
-    if not same:
-        raise _refused(f"{name} computes something else from some tokens of a row, beside its attention")
+    refuse_another(model, wanted, everyone, refused, "from some tokens of a row, beside its attention")
 
 
 def _settled(model: Spreadable, ranks: int, style: Style | None, slices: int, decide: Decide) -> Style:
@@ -65,5 +57,5 @@ def _settled(model: Spreadable, ranks: int, style: Style | None, slices: int, de
     return style
 
 
-def _refused(why: str) -> SpecError:
+def refused(why: str) -> SpecError:
     return SpecError([Problem("parallelism.cp", f"{why}; type parallelism.cp=1, with parallelism=fsdp or tp")])

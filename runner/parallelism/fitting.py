@@ -48,7 +48,7 @@ def fitted(said: Mapping[str, int], world: int, own: str) -> Mesh:
 
 def _experts(said: int, mesh: Mesh) -> int:
     """Over how many ranks experts lie: where a copy is in pieces, among those that have the pieces of one copy."""
-    most = mesh.pieces if mesh.dp_shard > 1 else mesh.copies
+    most = _expert_ranks(mesh)
     if said == -1:
         return most
     if most % said:
@@ -56,6 +56,10 @@ def _experts(said: int, mesh: Mesh) -> int:
         text = f"ep={said} does not divide the {most} ranks of {where}; what fits: {_listed(_divisors(most))}"
         raise SpecError([Problem("parallelism.ep", text)])
     return said
+
+
+def _expert_ranks(mesh: Mesh) -> int:
+    return mesh.pieces if mesh.dp_shard > 1 else mesh.copies
 
 
 def _product(sizes: Mapping[str, int], between: str = " × ") -> str:
@@ -121,10 +125,13 @@ def _expert_shares(mesh: Mesh, sizes: Sizes) -> Iterator[Problem]:
         return
     name, experts = sizes.get("experts", ("", 0))
     if not experts:
-        yield Problem("parallelism.ep", "the model has no experts; type parallelism.ep=1, or model=tiny_moe")
+        text = "the model has no experts; type parallelism.ep=1, or take one that has, as model=tiny_moe"
+        yield Problem("parallelism.ep", text)
     elif experts % mesh.ep:
-        text = f"{mesh.ep} ranks do not divide {name}={experts} of the model; what fits: "
-        yield Problem("parallelism.ep", text + _listed(_divisors(experts)))
+        ranks = _expert_ranks(mesh)
+        here = f", of which these {ranks} ranks: {_listed(_divisors(gcd(experts, ranks)))}"
+        text = f"{mesh.ep} ranks do not divide {name}={experts} of the model; what fits: {_listed(_divisors(experts))}"
+        yield Problem("parallelism.ep", text + (here if ranks % experts else ""))
 
 
 def _divisors(number: int) -> list[int]:

@@ -27,8 +27,6 @@ from runner.errors import Problem, RunnerError, SpecError
 from runner.parallelism.borders import Borders
 from runner.parallelism.passing import Elsewhere, HandedOn, Layers, Received, Sent
 from runner.parallelism.weights import Slot, slots
-from runner.place import tells_of_loss
-from runner.protocols import Peers
 from runner.turns import Turn
 
 T = TypeVar("T")
@@ -44,9 +42,6 @@ class Divisible(Protocol):
 
     def blocks(self) -> list[nn.Module]: ...
 
-    # whether the hidden states of a handful of tokens still are these, as far as this stage can tell
-    def computes(self, wanted: Tensor) -> bool: ...
-
 
 @dataclass(frozen=True, slots=True)
 class Home:
@@ -59,7 +54,7 @@ class Home:
     def shared(self, tensor: Tensor, joined: Callable[[], Tensor]) -> Tensor:
         """See `runner.shards.Home`. Collective."""
         if distributed.get_rank(self.group) == self.stage:
-            full = joined().contiguous()
+            full = joined().to(self.device).contiguous()  # pieces may lie on the host
         else:
             full = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         distributed.broadcast(full, group=self.group, group_src=self.stage)
@@ -225,36 +220,22 @@ def _layers(model: Divisible) -> tuple[nn.Module, str, list[nn.Module]]:
         for name, child in part.named_children():
             if isinstance(child, nn.ModuleList) and blocks and list(child) == blocks:
                 if before:
-                    raise _refused(f"{kind} has {before[0]} before its layers, beside the embedding")
+                    raise refused(f"{kind} has {before[0]} before its layers, beside the embedding")
                 return part, name, blocks
             if child not in embedding and any(True for _ in child.parameters()):
                 before.append(name)
-    raise _refused(f"{kind} does not have its layers in one list")
+    raise refused(f"{kind} does not have its layers in one list")
 
 
-def _refused(why: str) -> SpecError:
+def refused(why: str) -> SpecError:
     return SpecError([Problem("parallelism.pp", f"{why}; type parallelism.pp=1, with parallelism=fsdp or tp")])
 
 
 def divide(model: Divisible, borders: Borders, group: Any, *, chunks: int, device: torch.device) -> None:
     """Make of `model`, on the meta device (see `weights`), the stage that this rank of `group` has.
 
-    `refuse_another` follows, when the stages have their numbers. Raises SpecError, on all ranks, for a model that does
-    not name its layers.
+    `probed.refuse_another` follows, when the stages have their numbers. Raises SpecError, on all ranks, for a model
+    that does not name its layers.
     """
     model.stage = stage = Staged(model, borders, group, chunks, device)
     model.whole.joined = partial(stage.whole, model.whole.joined)
-
-
-def refuse_another(model: Divisible, wanted: Tensor, everyone: Peers) -> None:
-    """Raise SpecError, on all ranks, for a model that is another one in stages; wanted: what it once computed."""
-    name = type(model.inner).__name__
-    try:
-        alike = model.computes(wanted)
-    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        if tells_of_loss(str(error)):
-            raise
-        said = (str(error).splitlines() or [""])[0]
-        raise _refused(f"{name} cannot compute in stages ({said})") from error
-    if not all(everyone.gather(alike)):
-        raise _refused(f"{name} computes something else in stages")

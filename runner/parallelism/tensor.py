@@ -15,12 +15,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from runner.errors import Problem, SpecError
 from runner.parallelism.slices import Plan, Slices, Use, UseRows, distribute
-from runner.place import tells_of_loss
 from runner.protocols import Decide
 
 OUTPUTS, INPUTS = 0, 1  # the dimensions of a linear layer's weight
@@ -39,16 +38,13 @@ class Sliceable(Protocol):
     # embedding and LM head, if the rows of some ids are all that is needed for these
     def ends(self) -> list[Any]: ...
 
-    # whether the hidden states of a handful of tokens still are these
-    def computes(self, wanted: Tensor) -> bool: ...
-
 
 def cut(model: Sliceable, mesh: DeviceMesh, *, decide: Decide) -> None:
     """Make of every parameter of `model`, on the meta device (see `weights`), the slice of it that this rank holds, or
     a replica.
 
-    mesh: of one dimension. `refuse_another` follows, when the slices have their numbers. The model's parameters are
-    other objects afterwards. Raises SpecError, on all ranks, for a model that has no such layers.
+    mesh: of one dimension. `probed.refuse_another` follows, when the slices have their numbers. The model's parameters
+    are other objects afterwards. Raises SpecError, on all ranks, for a model that has no such layers.
     """
     slices, plan = Slices(mesh), Plan()
     for layer, dims in _layers(model.inner):
@@ -58,7 +54,7 @@ def cut(model: Sliceable, mesh: DeviceMesh, *, decide: Decide) -> None:
     distribute(model.whole.modules(), slices, plan)
     for part in model.whole.modules():
         if isinstance(part, nn.ParameterDict | nn.ParameterList) and part._parameters:
-            raise _refused(f"{type(part).__name__} of parameters that no module computes with alone")
+            raise refused(f"{type(part).__name__} of parameters that no module computes with alone")
         if part in ends and isinstance(part, nn.Embedding):
             UseRows(part, slices)
         elif part not in ends and part._parameters:
@@ -66,23 +62,7 @@ def cut(model: Sliceable, mesh: DeviceMesh, *, decide: Decide) -> None:
     model.whole.joined = partial(slices.whole, model.whole)
 
 
-def refuse_another(model: Sliceable, wanted: Tensor) -> None:
-    """Raise SpecError, on all ranks, for a model that is another one when it is cut; wanted: what it once computed."""
-    if not _computes(model, wanted):
-        raise _refused(f"{type(model.inner).__name__} computes something else when its layers are cut")
-
-
-def _computes(model: Sliceable, wanted: Tensor) -> bool:
-    try:
-        return model.computes(wanted)
-    except (RuntimeError, TypeError, ValueError) as error:  # of whatever kind a model that was cut refuses with
-        if tells_of_loss(str(error)):
-            raise
-        said = (str(error).splitlines() or [""])[0]
-        raise _refused(f"{type(model.inner).__name__} cannot compute when its layers are cut ({said})") from error
-
-
-def _refused(why: str) -> SpecError:
+def refused(why: str) -> SpecError:
     return SpecError([Problem("parallelism.tp", f"{why}; type parallelism.tp=1, with parallelism=ddp or fsdp")])
 
 
@@ -90,7 +70,7 @@ def _layers(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, int]]]:
     """Attention and feed-forward layers, and how what is in them is cut."""
     found = [(part, dims) for part in module.modules() for dims in LAYERS if all(hasattr(part, name) for name in dims)]
     if not found:
-        raise _refused(f"{type(module).__name__} has no layers named {', '.join(LAYERS[0] | LAYERS[1])}")
+        raise refused(f"{type(module).__name__} has no layers named {', '.join(LAYERS[0] | LAYERS[1])}")
     yield from found
 
 
@@ -117,7 +97,7 @@ def _weights(linear: nn.Module, dim: int) -> Iterator[tuple[Any, int | None]]:
     """The matrices of a linear layer, its adapters among them, and the dimension in which each is cut."""
     base = getattr(linear, "base_layer", linear)
     if type(base) is not nn.Linear:
-        raise _refused(f"a layer of type {type(base).__name__} is not known to be cut")
+        raise refused(f"a layer of type {type(base).__name__} is not known to be cut")
     yield base, dim
     if base is not linear:
         adapters: Any = linear

@@ -23,6 +23,7 @@ from runner.parallelism.group import GroupPeers, StagePeers
 from runner.parallelism.groups import Groups
 from runner.parallelism.loading import Loadable, loaded
 from runner.parallelism.mesh import Mesh
+from runner.parallelism.probed import refuse_another
 from runner.parallelism.weights import Weights, slots
 from runner.place import Place
 from runner.protocols import Decide, Device, Gradients, Peers
@@ -99,19 +100,23 @@ class World:
             from runner.parallelism.context import spread
 
             style = self.config.cp_style if isinstance(self.config, MeshConfig) else None
-            spread(model, self.groups.of["cp"], style=style, slices=self.mesh.tp, decide=decide)
+            spread(model, self.groups.of["cp"], self.everyone, style=style, slices=self.mesh.tp, decide=decide)
 
     def _refuse_another(self, model: Any, wanted: Tensor) -> None:
         """Raise SpecError, on all ranks, for a model that is another one now; wanted: what it once computed."""
         if self.mesh.pp > 1:
-            from runner.parallelism import stages
+            from runner.parallelism.stages import refused
 
             model.stage.settle()
-            stages.refuse_another(model, wanted, self.everyone)
-        else:
-            from runner.parallelism import tensor
+            refuse_another(model, wanted, self.everyone, refused, "in stages")
+        elif self.mesh.tp > 1:
+            from runner.parallelism.tensor import refused
 
-            tensor.refuse_another(model, wanted)
+            refuse_another(model, wanted, self.everyone, refused, "when its layers are cut")
+        else:
+            from runner.parallelism.experts import refused as without_experts
+
+            refuse_another(model, wanted, self.everyone, without_experts, "when its experts lie apart")
 
     def _in_pieces(self, model: Any, decide: Decide) -> None:
         """Make of each parameter what this rank holds of it, while there are no numbers."""

@@ -63,6 +63,29 @@ KEYS = {
     **dict.fromkeys(("metric_for_best_model", "best_metric"), "checkpoint.best"),
     **dict.fromkeys(("eval_steps", "test_freq", "eval_interval", "eval_every"), "evaluation.every"),
     **dict.fromkeys(("num_gpus", "gpus", "nproc_per_node", "n_gpus_per_node", "world_size"), "launch.devices"),
+    **dict.fromkeys(("nnodes", "num_nodes", "num_machines"), "launch.nodes"),
+    **dict.fromkeys(("node_rank", "machine_rank"), "launch.node"),
+    **dict.fromkeys(("master_addr", "main_process_ip", "rdzv_endpoint"), "launch.address"),
+    **dict.fromkeys(
+        ("tp_size", "tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel_degree"),
+        "parallelism.tp",
+    ),
+    **dict.fromkeys(
+        ("pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size", "pipeline_parallel_degree"),
+        "parallelism.pp",
+    ),
+    **dict.fromkeys(("vpp", "vpp_size", "virtual_pipeline_model_parallel_size"), "parallelism.pp_chunks"),
+    **dict.fromkeys(
+        ("cp_size", "context_parallel_size", "context_parallel_degree", "sp", "sp_size", "sequence_parallel_size"),
+        "parallelism.cp",
+    ),
+    **dict.fromkeys(("ulysses", "ulysses_size", "ulysses_sequence_parallel_size"), "parallelism.cp"),
+    **dict.fromkeys(
+        ("ep_size", "expert_parallel_size", "expert_model_parallel_size", "expert_parallel_degree"), "parallelism.ep"
+    ),
+    **dict.fromkeys(("replicate", "data_parallel_replicate_degree"), "parallelism.dp_replicate"),
+    **dict.fromkeys(("fsdp_size", "data_parallel_shard_degree"), "parallelism.dp_shard"),
+    **dict.fromkeys(("async", "async_save", "async_mode"), "checkpoint.asynchronous"),
     **dict.fromkeys(("report_to", "logger", "wandb"), "tracker"),
     **dict.fromkeys(("project_name", "wandb_project"), "tracker.project"),
     "wandb_mode": "tracker.mode",
@@ -77,8 +100,15 @@ ELSEWHERE = {
         "runs go to ./outputs of the folder you start from; start elsewhere, or make outputs a link",
     ),
     **dict.fromkeys(
-        ("deepspeed", "fsdp", "accelerate"), "several devices: launch.devices=N with parallelism=ddp, fsdp or hsdp"
+        ("deepspeed", "fsdp", "accelerate", "megatron"),
+        "several devices: launch.devices=N with one of these: run list parallelism",
     ),
+    **dict.fromkeys(
+        ("dp", "dp_size", "data_parallel_size"),
+        "launch.devices=N counts all ranks, and data-parallel ones are what the other sizes leave: copies "
+        "(parallelism=ddp), pieces (parallelism=fsdp), or both (parallelism=hsdp parallelism.dp_replicate=N)",
+    ),
+    "sequence_parallel": "beside tp there is none; the tokens of rows on several devices: parallelism.cp=N",
     **dict.fromkeys(("visible", "visible_devices", "device_id", "device_ids", "gpu_ids"), _CARDS),
     **dict.fromkeys(("device.id", "device.ids", "device.index", "device.card", "device.rank"), _CARDS),
     **dict.fromkeys(
@@ -110,7 +140,16 @@ NAMES = {
     "model": {"huggingface": "hf", "transformers": "hf", "auto": "hf", "qwen3": "qwen3_0_6b"},
     "algorithm": {"pt": "cpt", "pretrain": "cpt", "finetune": "sft"},
     "launch": {"single": "local"},
+    "parallelism": {
+        **dict.fromkeys(("null", "none", "off"), "single"),
+        **dict.fromkeys(("dp", "zero0"), "ddp"),
+        **dict.fromkeys(("zero1", "zero2", "deepspeed_zero1"), "deepspeed_zero2"),
+        **dict.fromkeys(("zero3", "full_shard"), "fsdp"),
+        **dict.fromkeys(("sp", "ulysses", "ring"), "cp"),
+    },
 }
+
+MOST_OWNERS = 3  # that are named of those that have an option
 
 # (group, member) → its option names; a group "" holds the top level, and sections that are no group have one member "".
 Options = Mapping[str, Mapping[str, Iterable[str]]]
@@ -127,6 +166,8 @@ def absent(group: str, wrong: str) -> str | None:
     """Why there is no such member of `group`, and what to type instead, if that is known."""
     if group == "device" and re.fullmatch(r"[a-z_]+:\d+", wrong.lower()):
         return _CARDS
+    if group == "launch" and (number := re.fullmatch(r"local_?(\d+)", wrong.lower())):
+        return f"type launch.devices={number[1]}"
     return ABSENT.get(wrong.lower())
 
 
@@ -167,7 +208,9 @@ def _synonym(section: str, chosen: str, wrong: str, options: Options) -> str:
     if not members:
         return ""
     partial = len(members) < len(options[place])  # say which component has it
-    owners = " of " + " or ".join(f"{place}={m}" for m in members) if partial else ""
+    shown = [f"{place}={m}" for m in members]
+    shown = shown if len(shown) <= MOST_OWNERS else [*shown[:MOST_OWNERS], "…"]
+    owners = " of " + " or ".join(shown) if partial else ""
     aside = " (steps = epochs × items / algorithm.batch_size)" if "epoch" in wrong.lower() else ""
     own = place == section and chosen in members
     return f"did you mean '{leaf}'{aside}?" if own else f"did you mean '{target}'{owners}{aside}?"

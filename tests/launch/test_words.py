@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
 
 from runner.cli.compose import compose_job
-from runner.launch.words import Turn, amount, example, plain_sample, title
+from runner.launch.words import Turn, amount, example, plain_sample, ranks, title
+from runner.place import Place
 from runner.protocols import Item, Prompt
 from tests.data.conftest import byte_tokenizer
 
@@ -90,3 +92,22 @@ def test_steps_are_said_in_epochs() -> None:
     assert amount(once, 1) == "data     1 item · 1 per step · 1 step = 1 epochs"
     mixture = ["data=file", "data.path=[a,b]", "data.weights=[1,2]"]
     assert amount(compose_job(mixture).spec, 3).endswith(" steps")
+
+
+@pytest.mark.parametrize(
+    ("word", "size", "said"),
+    [
+        (
+            "parallelism=ddp",
+            2,
+            "ranks    2: parallelism=ddp, dp_replicate=2; this is rank 0, the others' words: a/ranks/1.log",
+        ),
+        ("parallelism=fsdp", 8, "ranks    8: parallelism=fsdp, dp_shard=4 × tp=2; "),
+        ("parallelism=deepspeed_zero2", 4, "ranks    4: parallelism=deepspeed_zero2; this is rank 0, "),
+    ],
+)
+def test_several_ranks_are_said(word: str, size: int, said: str) -> None:
+    slices = ["parallelism.tp=2"] if size == 8 else []
+    spec = compose_job(["+recipe=sft_demo", word, f"launch.devices={size}", *slices]).spec
+    line = ranks(spec, Place(size=size, local_size=size), Path("a"))
+    assert line.startswith(said) and line.endswith("1.log" if size == 2 else f"1.log to {size - 1}.log")

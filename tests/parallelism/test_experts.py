@@ -303,10 +303,12 @@ def test_experts_that_lie_whole_are_not_kept_on_the_host() -> None:
 
 
 def test_a_model_without_experts_is_refused_at_once_with_one_that_has_some() -> None:
-    with pytest.raises(SpecError, match=r"the model has no experts; type parallelism\.ep=1, or model=tiny_moe"):
+    with pytest.raises(SpecError, match=r"has no experts; type parallelism\.ep=1, or take one that has, as model=tiny_moe"):
         compose_job(["+recipe=sft_demo", "parallelism=ep", "launch.devices=2"])
     with pytest.raises(SpecError, match=r"3 ranks do not divide model\.experts=8 of the model; what fits: 1, 2, 4, 8"):
         compose_job(["+recipe=sft_demo", "model=tiny_moe", "parallelism=ep", "launch.devices=3"])
+    with pytest.raises(SpecError, match=r"what fits: 1, 2, 4, 8, of which these 6 ranks: 1, 2"):
+        compose_job(["+recipe=sft_demo", "model=tiny_moe", "parallelism=ep", "parallelism.ep=3", "launch.devices=6"])
 
 
 def test_adapters_on_experts_are_refused_with_what_to_type() -> None:

@@ -33,6 +33,8 @@ def test_no_synonym_is_an_option_itself() -> None:
         ("device", "ascend", "npu"),
         ("device", "CPU", "cpu"),
         ("optimizer", "adamw8", "adamw"),
+        ("parallelism", "zero3", "fsdp"),
+        ("parallelism", "fsdp2", "fsdp"),
         ("device", "zzz", None),
     ],
 )
@@ -50,7 +52,15 @@ def test_names(group: str, wrong: str, right: str | None) -> None:
         ("optimizer", "adamw", "momentum", "an option of optimizer=sgd"),
         ("model", "tiny", "every", "did you mean 'checkpoint.every' or 'evaluation.every'?"),
         ("", "", "num_epochs", "did you mean 'steps' (steps = epochs × items / algorithm.batch_size)?"),
-        ("", "", "deepspeed", "several devices: launch.devices=N with parallelism=ddp, fsdp or hsdp"),
+        ("", "", "deepspeed", "several devices: launch.devices=N with one of these: run list parallelism"),
+        ("parallelism", "ddp", "tp_size", "did you mean 'tp'?"),
+        (
+            "",
+            "",
+            "sequence_parallel_size",
+            "did you mean 'parallelism.cp' of parallelism=ddp or parallelism=fsdp or parallelism=hsdp or …?",
+        ),
+        ("checkpoint", "safetensors", "async", "did you mean 'asynchronous'?"),
         (
             "model",
             "hf",
