@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from runner.build import parts
 from runner.build.parts import build_data, build_device, build_learner, build_model, build_tokenizer
 from runner.build.rollouts import refuse_missing_columns
 from runner.cli.compose import compose_job
 from runner.decisions import Decisions
 from runner.errors import SpecError
+from runner.parallelism.mesh import Mesh
 from tests.model.zoo import LOGPROBS, batch, causal
 from tests.parallelism.worlds import alone
 
@@ -110,3 +113,14 @@ def test_a_critic_that_the_model_cannot_share_is_refused_with_the_way_out(workdi
     wanted = r"algorithm\.critic: .* shows its backbone: Llama4ForCausalLM does not; type algorithm\.critic=separate"
     with pytest.raises(SpecError, match=wanted):
         build_model(spec, made.tokenizer, build_device(spec, decide), decide, spec.algorithm.learners()["policy"])
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp_shard=2), Mesh(dp_replicate=2, ep=2)], ids=str)
+def test_a_teacher_in_pieces_has_rows_as_the_model_has_them(mesh: Mesh) -> None:
+    """Or its micro-batches are others, and ranks that exchange its weights or its tokens wait for one another."""
+    padded, packed = causal("gpt_oss"), causal("qwen3_moe")
+    world = replace(alone(), mesh=mesh)
+    parts._refuse_unlike_passes(packed, packed, world, "teacher")
+    parts._refuse_unlike_passes(padded, packed, alone(), "teacher")
+    with pytest.raises(SpecError, match=r"algorithm\.teacher takes padded rows and the model packed ones"):
+        parts._refuse_unlike_passes(padded, packed, world, "teacher")

@@ -221,9 +221,10 @@ def build_frozen(
 def _refuse_unlike_passes(model: Any, policy: Any, world: World, role: str) -> None:
     """Raise SpecError where ranks might wait for one another for ever: each runs as many passes as the others, in
     micro-batches of the policy, which another layout may have to cut again."""
-    if world.mesh.dp_shard > 1 and model.padded != policy.padded:
+    if world.mesh.dp_shard * world.mesh.ep > 1 and model.padded != policy.padded:
         text = f"algorithm.{role} takes {model.layout} rows and the model {policy.layout} ones, which in pieces"
-        raise SpecError([Problem("model.layout", f"{text} (parallelism.dp_shard) has to be the same; type padded")])
+        text = f"{text} (parallelism.dp_shard, parallelism.ep) has to be the same; type padded"
+        raise SpecError([Problem("model.layout", text)])
 
 
 def build_teacher(

@@ -1,6 +1,6 @@
 """The ranks of a job as a grid, and which of them belong together.
 
-    rank = (((pp · R + dp_replicate) · S + dp_shard) · C + cp) · T + tp      the last dimension's ranks are neighbours
+rank = (((pp · R + dp_replicate) · S + dp_shard) · C + cp) · T + tp      the last dimension's ranks are neighbours
 """
 
 from __future__ import annotations

@@ -216,8 +216,10 @@ def _join(
     data = data_peers(found, here, timeout_s)
     if found.borders is not None:
         found.borders.warm_up(here)
-    for peers in (everyone, data, copies):
-        _warm_up(peers, here)
+    _warm_up(everyone, here)
+    for group in dict.fromkeys(found.of.values()):  # in the same order on all ranks
+        if group is not None:  # it is in none of these
+            _warm_up(GroupPeers(group, timeout_s), here)
     for peers in (feed, saving):
         peers.gather(place.rank)
     return found, data, copies, everyone, feed, saving

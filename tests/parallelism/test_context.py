@@ -28,6 +28,7 @@ from tests.parallelism.test_tensor import doubled
 from tests.parallelism.worlds import meshed
 
 SLOW = pytest.mark.slow
+SOAK = pytest.mark.soak
 STYLE = ("ulysses", "ring")
 STYLES = pytest.mark.parametrize("style", STYLE)
 BOTH_STYLES = pytest.mark.parametrize("style", ["ulysses", pytest.param("ring", marks=SLOW)])
@@ -83,7 +84,7 @@ def test_two_ranks_learn_as_one_process_in_float32(kind: str, adapter: bool, sty
     compare(Mesh(cp=2), style, lambda: made(kind, adapter), 1e-5)
 
 
-@SLOW
+@SOAK
 @STYLES
 @BOTH
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -111,7 +112,7 @@ def test_two_ranks_beside_others(mesh: str, style: str) -> None:
     compare(MESHES[mesh], style, lambda: made("qwen2", True))
 
 
-@SLOW
+@SOAK
 @STYLES
 @BOTH
 @pytest.mark.parametrize("kind", FAMILIES)

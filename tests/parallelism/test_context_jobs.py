@@ -17,7 +17,7 @@ def test_two_ranks_do_what_one_process_does(name: str, style: str, workdir: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", ["ulysses", "ring"])
+@pytest.mark.parametrize("style", ["ulysses", pytest.param("ring", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", MORE)
 def test_more_jobs_on_two_ranks(name: str, style: str, workdir: Path) -> None:
     # scores of rows that hardly differ are subtracted: what is left has few digits, and every rank rounds anew
@@ -29,7 +29,7 @@ def test_more_jobs_on_two_ranks(name: str, style: str, workdir: Path) -> None:
     compare(2, SLOW[name], workdir, *spread, gradients=bound, unsteady=unsteady)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["sft", "tools", "dpo_lora", "ppo"])
 @pytest.mark.parametrize("preset", ["ddp", "fsdp", "tp", "pp"])
 def test_two_ranks_beside_others(name: str, preset: str, workdir: Path) -> None:

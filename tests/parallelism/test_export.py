@@ -73,7 +73,7 @@ def compare(root: Path, layout: str, make: Make) -> None:
         ("qwen3_moe", "ep", False),
         ("llama", "pp", True),
         *(
-            pytest.param(kind, layout, tied, marks=SLOW)
+            pytest.param(kind, layout, tied, marks=pytest.mark.soak)
             for kind in ("qwen2", "qwen3", "llama", "qwen3_moe")
             for layout in LAYOUTS
             for tied in (False, True)

@@ -124,12 +124,35 @@ def met(rank: int, port: int) -> int:
 
 
 def test_ranks_meet_at_the_address_of_the_environment_and_part() -> None:
-    import socket
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     assert ranks(2, met, port, join=False) == [3, 3]
+
+
+def warm(rank: int, port: int) -> tuple[int, int]:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    used, add = set[Any](), distributed.all_reduce
+
+    def noting(tensor: torch.Tensor, *, group: Any, **options: Any) -> Any:
+        used.add(group)
+        return add(tensor, group=group, **options)
+
+    distributed.all_reduce = noting
+    world = build(PpConfig(pp=2, dp_replicate=2, tp=1, timeout_s=20), device=device(), place=Place(rank, 4, rank, 4))
+    assert world.groups is not None
+    every = set(world.groups.of.values())
+    world.close()
+    return len(every), len(every - used)
+
+
+def test_every_group_has_met_before_the_job_begins() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for groups, cold in ranks(4, warm, port, join=False):
+        assert groups > 3
+        assert cold == 0
 
 
 def handed(world: World, kind: torch.dtype, shape: tuple[int, ...]) -> bool:

@@ -29,6 +29,7 @@ from tests.parallelism.worlds import meshed
 
 CPU = torch.device("cpu")
 SLOW = pytest.mark.slow
+SOAK = pytest.mark.soak
 LAYOUTS: dict[str, tuple[MeshConfig, Mesh]] = {
     "ddp": (DdpConfig(), Mesh(dp_replicate=2)),
     "fsdp": (FsdpConfig(), Mesh(dp_shard=2)),
@@ -89,7 +90,7 @@ def compare(layout: str, make: Make) -> None:
         ("qwen3", "fsdp × tp", True),
         ("qwen3_moe", "fsdp", False),
         *(
-            pytest.param(kind, layout, adapter, marks=SLOW)
+            pytest.param(kind, layout, adapter, marks=SOAK)
             for kind in ("qwen2", "qwen3", "llama", "qwen3_moe")
             for layout in LAYOUTS
             for adapter in (False, True)

@@ -23,7 +23,7 @@ def test_more_jobs_in_two_stages(name: str, workdir: Path) -> None:
     compare(2, SLOW[name], workdir, "parallelism=pp")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["sft", "tools", "dpo_lora", "ppo"])
 @pytest.mark.parametrize("preset", ["ddp", "fsdp", "tp"])
 def test_two_stages_on_four_ranks(name: str, preset: str, workdir: Path) -> None:

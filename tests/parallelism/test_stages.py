@@ -29,6 +29,7 @@ from tests.parallelism.test_shard import BOTH, FAMILIES, close, made, scalar, va
 from tests.parallelism.worlds import alone, meshed
 
 SLOW = pytest.mark.slow
+SOAK = pytest.mark.soak
 
 
 def learner(model: Any, world: World, budget: int = 40) -> LocalLearner:
@@ -122,7 +123,7 @@ def test_stages_alone_give_the_bits_of_one_process(chunks: int) -> None:
         assert all(torch.equal(found["weights"][name], one) for name, one in wanted["weights"].items())
 
 
-@SLOW
+@SOAK
 @BOTH
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_two_stages_of_each_family(kind: str, adapter: bool) -> None:
@@ -147,7 +148,7 @@ def test_more_runs_of_layers(pp: int, chunks: int) -> None:
     compare(Mesh(pp=pp), lambda: made("llama", True, num_hidden_layers=9), config=config, budget=20)
 
 
-@SLOW
+@SOAK
 @BOTH
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("more", ["dp", "fsdp", "tp"])

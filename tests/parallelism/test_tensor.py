@@ -27,6 +27,7 @@ from tests.parallelism.test_shard import BOTH, FAMILIES, close, made, part, scal
 from tests.parallelism.worlds import meshed
 
 SLOW = pytest.mark.slow
+SOAK = pytest.mark.soak
 FULL = pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=SLOW)], ids=["full", "lora"])
 LORA = pytest.mark.parametrize("adapter", [pytest.param(False, marks=SLOW), True], ids=["full", "lora"])
 
@@ -74,7 +75,7 @@ def test_two_slices_learn_as_one_process_in_float32(kind: str, adapter: bool) ->
     compare((1, 1, 2), lambda: made(kind, adapter), 1e-5)
 
 
-@SLOW
+@SOAK
 @BOTH
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_two_slices_of_each_family(kind: str, adapter: bool) -> None:
@@ -85,7 +86,7 @@ def test_two_slices_of_two_pieces() -> None:
     compare((1, 2, 2), lambda: made("qwen3", True))
 
 
-@SLOW
+@SOAK
 @BOTH
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_slices_of_pieces_of_each_family(kind: str, adapter: bool) -> None:
