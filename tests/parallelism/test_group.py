@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
 import time
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from runner.errors import DeadlineExceeded, RankLost
 from runner.parallelism import group
-from runner.parallelism.config import DdpConfig
+from runner.parallelism.config import DdpConfig, PpConfig
 from runner.parallelism.group import GroupPeers, buckets
 from runner.parallelism.world import World, build
 from runner.place import Place
@@ -114,8 +116,6 @@ def test_a_rank_that_does_not_come_is_an_error_that_says_how_long_was_waited() -
 
 
 def met(rank: int, port: int) -> int:
-    import os
-
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     world = build(DdpConfig(timeout_s=20), device=device(), place=Place(rank, 2, rank, 2))
     found = sum(world.peers.gather(rank + 1))
