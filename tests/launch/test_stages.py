@@ -66,6 +66,7 @@ def _with_recipe(folder: Path) -> Path:
     return conf
 
 
+@pytest.mark.slow
 def test_the_weights_of_an_export_are_the_first_ones(tmp_path: Path) -> None:
     first = run(tmp_path, "+recipe=sft_demo", *SMALL, "evaluation.every=0", "data.items=64", "data.held_out=8")
     assert first.returncode == 0, first.stderr
@@ -183,6 +184,7 @@ def key(*more: str, recipe: str = "quick") -> str:
     return key_of(words_of(recipe, spec, own_model=False))
 
 
+@pytest.mark.slow
 def test_a_key_is_of_all_that_makes_the_weights_and_of_nothing_else(stages: Path) -> None:
     first = key()
     assert key("optimizer.lr=1", "name=other", "algorithm.batch_size=8") == first

@@ -72,7 +72,7 @@ def compare(kind: str, limit: float, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("qwen3", {"adapter": 0.3, "gradient_checkpointing": True}),
+        pytest.param("qwen3", {"adapter": 0.3, "gradient_checkpointing": True}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", {}, marks=pytest.mark.slow),
         pytest.param("qwen2", {"layout": "padded"}, marks=pytest.mark.slow),
     ],

@@ -186,6 +186,7 @@ def test_fewer_tokens_than_runs(lengths: tuple[int, ...], style: str) -> None:
     alike(4, style, lambda: made("qwen3", False), pack(ids, [[1.0] * len(row) for row in ids]))
 
 
+@SLOW
 @STYLES
 @pytest.mark.parametrize("build", [valued, lambda: scalar(False), lambda: scalar(True)], ids=["valued", "full", "lora"])
 def test_heads_of_one_number(build: Callable[[], Any], style: str) -> None:
@@ -197,6 +198,7 @@ def spread_of(logits: Tensor, tokens: Any) -> dict[str, Tensor]:
     return {"loss": logits.float().var(1) + logits.float().sort(1).values[:, -3], "top": logits.argmax(1)}
 
 
+@SLOW
 @STYLES
 @pytest.mark.parametrize("kind", ["qwen2", pytest.param("granite", marks=SLOW)])
 def test_terms_of_logits(kind: str, style: str) -> None:
@@ -243,6 +245,7 @@ def test_text_is_written_by_each_rank_alone() -> None:
     assert ranks(2, work) == [([], True), (zoo.greedy(model, zoo.rows((5,)), 5), True)]
 
 
+@SLOW
 @STYLES
 def test_bfloat16_products_of_float32_weights(style: str) -> None:
     def gradients(model: Any) -> dict[str, Tensor]:
