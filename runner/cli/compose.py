@@ -147,7 +147,9 @@ def finish(drafted: Draft, registry: Registry) -> Composed:
 def _doubtful(problem: Problem, unsure: frozenset[str], registry: Registry) -> bool:
     """Whether a problem may only come from the component that was taken in place of an unknown one."""
     group, _, key = problem.key.partition(".")
-    return group in unsure and (not key or any(key in cls.model_fields for cls in registry.classes(group).values()))
+    if group in unsure:
+        return not key or any(key in cls.model_fields for cls in registry.classes(group).values())
+    return any(f"{name}=" in problem.message for name in unsure)
 
 
 def _checked(

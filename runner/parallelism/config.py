@@ -56,8 +56,8 @@ class SeveralConfig(ParallelismConfig):
     def _refuse_one(self, world: int) -> None:
         if world == 1:
             own = f"parallelism={self.name}"
-            text = f"{own} shares the work out, and there is one process; type launch.devices=N, one for each device"
-            raise SpecError([Problem("launch.devices", f"{text} (on the CPU as you like), or parallelism=single")])
+            text = f"{own} shares the work out, and there is one process; type parallelism=single for one device, or "
+            raise SpecError([Problem("launch.devices", f"{text}launch.devices=N for N (on the CPU as you like)")])
 
 
 class MeshConfig(SeveralConfig):

@@ -130,6 +130,12 @@ def test_a_preset_without_a_component_is_told_to_extend_one(workdir: Path) -> No
     assert "'defaults: [file, _self_]'" in problem.message
 
 
+def test_a_name_that_is_unknown_hides_what_only_its_stand_in_is_wrong_for() -> None:
+    with pytest.raises(SpecError) as caught:
+        compose_job(["parallelism=megatron", "launch.devices=2"])
+    assert [problem.key for problem in caught.value.problems] == ["parallelism"]
+
+
 def test_config_dir_adds_groups_and_recipes(workdir: Path, tmp_path: Path) -> None:
     more = tmp_path / "elsewhere"
     recipe(more / "optimizer", "hot", "defaults: [sgd, _self_]\nlr: 3.0\n")

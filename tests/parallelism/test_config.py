@@ -75,7 +75,7 @@ def test_a_mesh_has_every_process_once_or_is_refused(world: int, replicate: int,
 @pytest.mark.parametrize(
     ("words", "key", "said"),
     [
-        ("parallelism=ddp", "launch.devices", "type launch.devices=N, one for each device"),
+        ("parallelism=ddp", "launch.devices", "type parallelism=single for one device, or launch.devices=N"),
         ("launch.devices=2", "launch.devices", "parallelism=single runs one process, not 2; set launch.devices=1"),
         (
             "parallelism=hsdp parallelism.dp_replicate=3 launch.devices=4",
