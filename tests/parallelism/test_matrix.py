@@ -53,7 +53,7 @@ COMMON = (
     "data=demo data.items=64 data.held_out=6 steps=3 optimizer=sgd optimizer.lr=0.01 tracker=none checkpoint.every=0 "
     "evaluation.every=0"
 )
-# Relative L2 differences in float32: of the first update's gradients, and of the weights at the end.
+# Relative L2 differences in float32 (a loss of whitened advantages is a small difference of large sums): of the first update's gradients, and of the weights at the end.
 GRADIENTS, WEIGHTS = 1e-4, 1e-5
 Case = tuple[str, str, str, str]
 CASES: list[Case] = [
@@ -99,12 +99,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
 
 def compare(alone: Alone, layout: str, *job: str) -> None:
     wanted = alone.found(*job)
-    for rank in on_ranks(4, [*alone.words(*job), *LAYOUTS[layout].split()], alone.root / "-".join((layout, *job))):
-        assert difference(rank["gradients"], wanted["gradients"]) < GRADIENTS
+    found = on_ranks(4, [*alone.words(*job), *LAYOUTS[layout].split()], alone.root / "-".join((layout, *job)))
+    reached = {name: one for rank in found for name, one in rank["gradients"].items()}
+    for rank in found:
+        assert difference(reached | rank["gradients"], wanted["gradients"]) < GRADIENTS  # a stage has its own layers'
         assert difference(rank["weights"], wanted["weights"]) < WEIGHTS
         for mine, other in zip(rank["steps"], wanted["steps"], strict=True):
             steady = {name: value for name, value in other.items() if not name.endswith(UNSTEADY)}
-            assert {name: mine[name] for name in steady} == pytest.approx(steady, rel=1e-4, abs=1e-6, nan_ok=True)
+            assert {name: mine[name] for name in steady} == pytest.approx(steady, rel=1e-4, abs=1e-5, nan_ok=True)
 
 
 @pytest.mark.slow
