@@ -53,7 +53,8 @@ COMMON = (
     "data=demo data.items=64 data.held_out=6 steps=3 optimizer=sgd optimizer.lr=0.01 tracker=none checkpoint.every=0 "
     "evaluation.every=0"
 )
-# Relative L2 differences in float32 (a loss of whitened advantages is a small difference of large sums): of the first update's gradients, and of the weights at the end.
+# Relative L2 differences in float32, of the first update's gradients, and of the weights at the end. A loss of whitened
+# advantages is a small difference of large sums, so that single numbers have an absolute bound, too.
 GRADIENTS, WEIGHTS = 1e-4, 1e-5
 Case = tuple[str, str, str, str]
 CASES: list[Case] = [
