@@ -81,6 +81,9 @@ class Undivided:
         """No other rank has another end of the model."""
         return []
 
+    def settle(self) -> None:
+        """All parameters are here."""
+
     def passed(self, run: Callable[[Callable[..., Any]], T], forward: Callable[..., Any]) -> T:
         """All layers."""
         return run(forward)

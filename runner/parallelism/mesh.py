@@ -51,6 +51,11 @@ class Mesh(NamedTuple):
         return self.dp_shard * self.cp
 
     @property
+    def parts(self) -> int:
+        """In how many parts of its own kind a model's structure lies: more than one makes another module of it."""
+        return self.pp * self.tp * self.ep
+
+    @property
     def copies(self) -> int:
         """How many ranks find parts of the same weights' gradients."""
         return self.data * self.cp

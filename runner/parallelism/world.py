@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 
 from runner.errors import EnvironmentProblem, SpecError
 from runner.parallelism import groups
@@ -23,11 +23,10 @@ from runner.parallelism.group import GroupPeers, StagePeers
 from runner.parallelism.groups import Groups
 from runner.parallelism.loading import Loadable, loaded
 from runner.parallelism.mesh import Mesh
-from runner.parallelism.probed import refuse_another
-from runner.parallelism.weights import Weights, slots
+from runner.parallelism.spreading import Spreading
 from runner.place import Place
 from runner.protocols import Decide, Device, Gradients, Peers
-from runner.sharing import ALONE, on_first
+from runner.sharing import ALONE
 
 M = TypeVar("M", bound=Loadable)
 
@@ -57,7 +56,7 @@ class World:
     @property
     def sharded(self) -> bool:
         """Whether models lie in pieces."""
-        return isinstance(self.config, ShardedConfig) or self.mesh.tp * self.mesh.pp * self.mesh.ep > 1
+        return isinstance(self.config, ShardedConfig) or self.mesh.parts > 1
 
     @property
     def layout(self) -> str:
@@ -79,75 +78,8 @@ class World:
         return loaded(make, self.everyone)
 
     def shard(self, model: Any, decide: Decide) -> None:
-        """Spread a loaded model's weights over all ranks' devices, in place, before it has an optimizer. Collective."""
-        device = self.device.torch_device
-        offload = isinstance(self.config, ShardedConfig) and self.config.cpu_offload
-        changed = self.mesh.tp * self.mesh.pp * self.mesh.ep > 1
-        wanted = on_first(self.everyone, model.probed) if changed else None
-        weights = Weights(model.whole, self.everyone, device)
-        kinds = {frozenset(map(type, block.modules())): block for block in reversed(model.blocks())}
-        with weights.lent(model.whole, list(kinds.values())):  # what the device exchanges is tried out there
-            self.device.fuse(model.inner)
-        self._in_pieces(model, decide)
-        absent = [name for name, slot in slots(model.whole) if slot.tensor in model.stage.elsewhere]
-        weights.hand_out(model.whole, torch.device("cpu") if offload else device, absent)
-        model.device = device
-        with torch.no_grad():
-            model.whole.run(lambda: None)  # fully_shard looks at its pieces while all that learns is known to
-        if wanted is not None:
-            self._refuse_another(model, wanted)
-        if self.groups is not None and self.mesh.cp > 1:
-            from runner.parallelism.context import spread
-
-            style = self.config.cp_style if isinstance(self.config, MeshConfig) else None
-            spread(model, self.groups.of["cp"], self.everyone, style=style, slices=self.mesh.tp, decide=decide)
-
-    def _refuse_another(self, model: Any, wanted: Tensor) -> None:
-        """Raise SpecError, on all ranks, for a model that is another one now; wanted: what it once computed."""
-        if self.mesh.pp > 1:
-            from runner.parallelism.stages import refused
-
-            model.stage.settle()
-            refuse_another(model, wanted, self.everyone, refused, "in stages")
-        elif self.mesh.tp > 1:
-            from runner.parallelism.tensor import refused
-
-            refuse_another(model, wanted, self.everyone, refused, "when its layers are cut")
-        else:
-            from runner.parallelism.experts import refused as without_experts
-
-            refuse_another(model, wanted, self.everyone, without_experts, "when its experts lie apart")
-
-    def _in_pieces(self, model: Any, decide: Decide) -> None:
-        """Make of each parameter what this rank holds of it, while there are no numbers."""
-        if self.groups is None:
-            return
-        if self.mesh.tp > 1:
-            from runner.parallelism.tensor import cut
-
-            cut(model, self.groups.weights["tp"], decide=decide)
-        if self.mesh.ep > 1:
-            from runner.parallelism import experts
-
-            alone = self.mesh.tp == 1 and not isinstance(self.config, ShardedConfig)
-            experts.spread(model, self.groups.experts["ep"], alone=alone, decide=decide)
-        if isinstance(self.config, MeshConfig) and self.groups.borders is not None:
-            from runner.parallelism.stages import divide
-
-            chunks, device = self.config.pp_chunks, self.device.torch_device
-            divide(model, self.groups.borders, self.groups.of["pp"], chunks=chunks, device=device)
-        if isinstance(self.config, ShardedConfig):
-            from runner.parallelism.shard import shard
-
-            shard(
-                model,
-                self.groups.weights["dp_replicate", "dp_shard"],
-                self.groups.experts if self.mesh.ep > 1 else None,
-                device=self.device.torch_device,
-                reshard=self.config.reshard_after_forward,
-                offload=self.config.cpu_offload,
-                decide=decide,
-            )
+        """Spread a loaded model's weights over all ranks' devices. See `Spreading.spread`."""
+        Spreading(self.config, self.mesh, self.groups, self.everyone, self.device, decide).spread(model)
 
     def gradients(self, model: Any) -> Gradients:
         """What makes one of the gradients that all ranks find of a model that was spread."""

@@ -73,5 +73,8 @@ class Stage(Protocol):
 
     def enter(self, turn: Turn) -> None: ...  # the next pass is this one
 
+    # all parameters that are here have their numbers, and will stay these objects
+    def settle(self) -> None: ...
+
     # what `run` makes of a transformers model's forward, or of as much of it as lies here
     def passed(self, run: Callable[[Callable[..., Any]], T], forward: Callable[..., Any]) -> T: ...

@@ -24,6 +24,7 @@ from runner.metrics import Metrics
 from runner.parallelism.world import World
 from runner.protocols import Loss as Found
 from runner.protocols import LossFn, Outputs
+from runner.shards import whole
 from tests.model import zoo
 from tests.parallelism.worlds import alone, on_ranks
 from tests.toys import Bigram
@@ -87,14 +88,17 @@ def learner(model: Any, world: World, budget: int = 40) -> LocalLearner:
 
 
 def trained(world: World, kind: str, adapter: bool, layout: str) -> dict[str, Any]:
-    model = made(kind, adapter, layout)
-    subject = learner(model, world)
+    return learnt(learner(made(kind, adapter, layout), world))
+
+
+def learnt(subject: LocalLearner) -> dict[str, Any]:
+    """What each step measured, the gradients of the first update that are here, weights, and outputs."""
     numbers, gradients, outputs = list[dict[str, float]](), dict[str, Tensor](), list[Tensor]()
     losses: list[LossFn] = [CrossEntropy(), Curved()]
 
     def note(*_: Any) -> None:
-        reached = {name: p.grad for name, p in model.trainable().items() if p.grad is not None}
-        gradients.update({name: grad.clone() for name, grad in reached.items() if not numbers})
+        reached = {name: p.grad for name, p in subject.model.trainable().items() if p.grad is not None}
+        gradients.update({name: whole(grad).clone() for name, grad in reached.items() if not numbers})
 
     subject.optimizer.register_step_pre_hook(note)  # after the sum over ranks, and clipped
     for step in range(STEPS):

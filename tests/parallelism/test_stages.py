@@ -20,11 +20,9 @@ from runner.parallelism.borders import Way
 from runner.parallelism.config import FsdpConfig, MeshConfig, PpConfig
 from runner.parallelism.mesh import Mesh
 from runner.parallelism.world import World
-from runner.protocols import LossFn
-from runner.shards import whole
 from tests.model import zoo
 from tests.parallelism.forked import ranks
-from tests.parallelism.test_learning import CPU, STEPS, Curved, difference, given
+from tests.parallelism.test_learning import CPU, difference, given, learnt
 from tests.parallelism.test_shard import BOTH, FAMILIES, close, made, scalar, valued
 from tests.parallelism.worlds import alone, meshed
 
@@ -33,10 +31,10 @@ SOAK = pytest.mark.soak
 
 
 def learner(model: Any, world: World, budget: int = 40) -> LocalLearner:
-    learnt = [p for p in model.trainable().values() if not p.is_meta]
+    here = [p for p in model.trainable().values() if not p.is_meta]
     return LocalLearner(
         model,
-        torch.optim.AdamW(learnt, lr=1e-2, eps=1e-6),
+        torch.optim.AdamW(here, lr=1e-2, eps=1e-6),
         lr=1e-2,
         clip_norm=1.0,
         factor=lambda step: 1.0,
@@ -51,25 +49,7 @@ def learner(model: Any, world: World, budget: int = 40) -> LocalLearner:
 
 def trained(world: World, model: Any, budget: int = 40) -> dict[str, Any]:
     """As `test_learning.trained`, of a model that lies where it is to be."""
-    subject = learner(model, world, budget)
-    numbers, gradients, outputs = list[dict[str, float]](), dict[str, Tensor](), list[Tensor]()
-    losses: list[LossFn] = [CrossEntropy(), Curved()]
-
-    def note(*_: Any) -> None:
-        reached = {name: p.grad for name, p in model.trainable().items() if p.grad is not None}
-        gradients.update({name: whole(grad).clone() for name, grad in reached.items() if not numbers})
-
-    subject.optimizer.register_step_pre_hook(note)
-    for step in range(STEPS):
-        subject.begin_step(step)
-        batch, loss = given(step), losses[step % 2]
-        metrics, kept = subject.forward_backward(batch, loss, keep=frozenset({"logprobs"}))
-        metrics.merge(subject.optim_step())
-        numbers.append(metrics.result())
-        scored = subject.forward(batch, loss.needs)["logprobs"]
-        outputs += [kept["logprobs"], scored, *subject.measure(batch, loss).values()]
-    weights = {name: value.clone() for name, value in subject.weights()}
-    return {"numbers": numbers, "gradients": gradients, "weights": weights, "outputs": dict(enumerate(outputs))}
+    return learnt(learner(model, world, budget))
 
 
 def on_rank(rank: int, config: MeshConfig, mesh: Mesh, build: Callable[[], Any], budget: int) -> dict[str, Any]:

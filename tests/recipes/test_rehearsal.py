@@ -41,7 +41,7 @@ def test_two_words_bring_it_to_one_card(recipe: str, workdir: Path) -> None:
     if layout.launch.world > 1:
         with pytest.raises(SpecError, match=r"set launch\.devices=1"):
             compose_job([f"+recipe={recipe}", "parallelism=single"])
-        with pytest.raises(SpecError, match="or parallelism=single"):
+        with pytest.raises(SpecError, match="type parallelism=single"):
             compose_job([f"+recipe={recipe}", "launch=local"])
 
 
