@@ -14,6 +14,7 @@
     ├── SweepFailed                 9   some jobs of a sweep failed; the others have their results
     ├── OutOfMemory                75   worth a retry with smaller micro-batches
     ├── RankLost                   75   a process or a machine of the job is gone; worth a retry
+    ├── SamplerFault               75   what samples is gone, or does not answer as these weights would
     └── Interrupted           130/143   SIGINT or SIGTERM; a checkpoint was written, if a step was made
 
 A message says what is wrong, where it was set, and what to type next.
@@ -116,6 +117,12 @@ class OutOfMemory(RunnerError):
 
 class RankLost(RunnerError):
     """A process or a machine of the job is gone; a resume may work."""
+
+    exit_code = 75
+
+
+class SamplerFault(RunnerError):
+    """What samples is gone for good, or its answers are not those of the weights that it was given."""
 
     exit_code = 75
 

@@ -30,15 +30,30 @@ class RunFolder:
 
     root: Path
     rank: int = 0
+    sampler: int | None = None
 
     def of_rank(self, rank: int) -> RunFolder:
         """The same folder for another rank of the job."""
         return RunFolder(self.root, rank)
 
+    def of_sampler(self, index: int) -> RunFolder:
+        """The same folder for a process that only samples."""
+        return RunFolder(self.root, sampler=index)
+
     @property
     def ranks(self) -> Path:
         """ranks/N.log and ranks/N.stacks of the ranks from 1."""
         return self.root / "ranks"
+
+    @property
+    def samplers(self) -> Path:
+        """samplers/N.json: where sampler N is reached; samplers/N.log: all that it said."""
+        return self.root / "samplers"
+
+    @property
+    def journal(self) -> Path:
+        """vN.jsonl: answers drawn with the weights after N steps, by a sampler that would not draw them again."""
+        return self.root / "journal"
 
     @property
     def spec(self) -> Path:
@@ -91,13 +106,20 @@ class RunFolder:
 
     @property
     def log(self) -> Path:
-        """What was printed, with times; of a rank from 1, all that it said."""
+        """What was printed, with times; of a rank from 1, or a sampler, all that it said."""
+        if self.sampler is not None:
+            return self.samplers / f"{self.sampler}.log"
         return self.ranks / f"{self.rank}.log" if self.rank else self.root / "run.log"
 
     @property
     def attempts(self) -> Path:
         """attempts/N/: what was typed for the N-th attempt, and what it cut away or replaced."""
         return self.root / "attempts"
+
+    @property
+    def slurm(self) -> Path:
+        """job.sh, job.json and <job>.log of a run that was submitted to Slurm."""
+        return self.root / "slurm"
 
     @property
     def stacks(self) -> Path:

@@ -41,12 +41,12 @@ class Job:
 def run(job: Job, first: int) -> None:
     """Run steps first … steps-1 (0-based). Raises Interrupted, after the callbacks saved, when a signal arrived."""
     with ExitStack() as ends:
+        ends.enter_context(job.feed)  # left last: what it still waits for may end only with what is closed
         for close in job.closing:
             ends.callback(close)
         for callback in job.callbacks:
             callback.on_start(first)
         job.publish(first)
-        ends.enter_context(job.feed)
         job.feed.start(first)
         for step in range(first, job.steps):
             end = _one_step(job, step)

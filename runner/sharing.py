@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.errors import OutOfMemory, RunnerError
-from runner.protocols import Peers
+from runner.protocols import Peers, Request
 from runner.shards import added_up, local, total_norm
 
 T = TypeVar("T")
@@ -53,6 +53,17 @@ def balanced(costs: Sequence[int], ranks: int) -> list[int]:
         owners[piece] = min(range(ranks), key=loads.__getitem__)
         loads[owners[piece]] += costs[piece]
     return owners
+
+
+def grouped(requests: Sequence[Request]) -> tuple[list[list[int]], list[int]]:
+    """The places of requests that share a prompt, group by group, and what each group costs: its tokens at most."""
+    groups: dict[int, list[int]] = {}
+    for at, request in enumerate(requests):
+        groups.setdefault(request.group, []).append(at)
+    members = list(groups.values())
+    return members, [
+        len(requests[group[0]].prompt) + sum(requests[at].max_new_tokens for at in group) for group in members
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,10 @@ class AlgorithmConfig(ComponentConfig):
         """How far sampling runs ahead of training."""
         return 0
 
+    def weighs_samples(self) -> bool:
+        """Whether it needs the log-probabilities that the sampler reported, and not only to compare them."""
+        return False
+
     def instead(self, head: Head, objection: str) -> tuple[str, str]:
         """The option behind a head that the model cannot have, and what to type instead."""
         return "algorithm", f"{objection}; choose another model"

@@ -17,7 +17,9 @@ from runner.build.alike import refuse_different_data
 from runner.build.beforehand import compute_beforehand
 from runner.build.evaluation import build_evaluation
 from runner.build.parts import build_data, build_device, build_frozen, build_learner, build_model, build_tokenizer
-from runner.build.rollouts import build_environments, build_reward, build_sampler, refuse_missing_columns
+from runner.build.publishing import build_publisher
+from runner.build.rollouts import build_environments, build_reward, refuse_missing_columns
+from runner.build.samplers import build_sampler
 from runner.callback.activity import Activity
 from runner.callback.contrast import Contrast
 from runner.callback.evaluation import Evaluation
@@ -25,6 +27,7 @@ from runner.callback.record import Record
 from runner.callback.rollouts import Rollouts
 from runner.callback.saving import Saving
 from runner.callback.stall import StallWatch
+from runner.callback.sync import Sync
 from runner.checkpoint.store import CheckpointStore
 from runner.decisions import Decisions
 from runner.errors import CheckpointError
@@ -118,19 +121,19 @@ def build(
         for role, one in spec.algorithm.frozen().items()
     }
     reward = build_reward(spec, tokenizer, device, world, decide, folder)
-    sampler = build_sampler(spec, model, tokenizer, device, world, decide)
+    sampler = build_sampler(spec, model, tokenizer, device, world, decide, folder, store)
     environments = build_environments(spec, world.feed_peers, decide)
     parts = Parts(data, tokenizer, spec.seed, decide, sampler, reward, environments, frozen)
     algorithm = registry.factory(spec.algorithm)(spec.algorithm, parts)
     compute_beforehand(spec, frozen.values(), algorithm, data, decide, outlets.say)
-    publisher = None if sampler is None else Publisher(learners[main].weights, sampler, algorithm.lag)
+    publisher = None if sampler is None else build_publisher(spec, folder, sampler, learners[main], model, world)
     models: dict[str, Model] = {**learners, **frozen}
     spoken = environments and replace(environments, peers=world.everyone)  # with the thread that trains
     evaluate = build_evaluation(spec, data, learners[main], model, algorithm, models, world, spoken, decide)
     if evaluate is None:
         _say_unmeasured(spec, decide)
     activity = Activity(device.readings(), spec.watch.device_s)
-    callbacks = _callbacks(spec, folder, evaluate, activity, outlets)
+    callbacks = _callbacks(spec, folder, evaluate, activity, publisher, outlets)
     job = Job(
         steps=spec.steps,
         device=device,
@@ -142,7 +145,7 @@ def build(
         models=models,
         callbacks=callbacks,
         stop=stop,
-        closing=(activity.close, store.close, *(() if reward is None else (reward.close,))),
+        closing=(activity.close, store.close, *(one.close for one in (reward, publisher, sampler) if one is not None)),
     )
     sections = {**learners, "algorithm": algorithm, "feed": job.feed}
     store.peers, store.background = world.everyone, world.saving_peers
@@ -179,12 +182,18 @@ def _identity(spec: JobSpec, data: Data, model: Any, frozen: Mapping[str, Frozen
 
 
 def _callbacks(
-    spec: JobSpec, folder: RunFolder, evaluate: Callable[[], Report] | None, activity: Activity, outlets: Outlets
+    spec: JobSpec,
+    folder: RunFolder,
+    evaluate: Callable[[], Report] | None,
+    activity: Activity,
+    publisher: Publisher | None,
+    outlets: Outlets,
 ) -> list[Callback]:
     """Everything that hangs on the loop but for what saves."""
     return [
         *([] if evaluate is None else [_evaluation(spec, evaluate, outlets)]),
         *([activity] if spec.watch.device_s else []),
+        *([] if publisher is None else [Sync(publisher.numbers)]),
         StallWatch(folder.stacks, spec.watch.stall_s),
         Record(outlets.step),
         *([Contrast()] if spec.algorithm.rewarded else []),

@@ -23,6 +23,7 @@ from runner.model import dense
 from runner.model.build import DTYPES, Fit
 from runner.model.ragged import RaggedModel
 from runner.parallelism.config import ZeroConfig
+from runner.parallelism.weights import META
 from runner.parallelism.world import World
 from runner.paths import cache_folder
 from runner.protocols import Data, Device, Peers
@@ -90,6 +91,22 @@ def build_model(
     spec: JobSpec, tokenizer: Any, device: Device, decide: Decisions, head: Head = "lm", world: World | None = None
 ) -> Any:
     """The model with its adapter, on the device; what each rank of `world` has of it, where there are several."""
+    model = _at_home(_making(spec, tokenizer, decide, head, world), world, device, decide)
+    if spec.model.compile:
+        model.compile(decide)
+    return model
+
+
+def build_blank_model(spec: JobSpec, tokenizer: Any, decide: Decisions, head: Head = "lm") -> Any:
+    """The same without its numbers, on `meta`: for what only has to know what it is made of."""
+    with META:
+        return _making(spec, tokenizer, decide, head, None)(META, None)
+
+
+def _making(
+    spec: JobSpec, tokenizer: Any, decide: Decisions, head: Head, world: World | None
+) -> Callable[[torch.device, Fit | None], Any]:
+    """What makes the model with its adapter on a device. It raises SpecError for one that cannot have this head."""
     registry = default_registry()
 
     def make(where: torch.device, fit: Fit | None) -> Any:
@@ -102,7 +119,7 @@ def build_model(
                 decide=decide,
                 head=head,
                 init_from=spec.init_from,
-                longest=_longest(spec),
+                longest=longest_row(spec),
                 fit=fit,
                 admit=None if world is None else world.admit,
             )
@@ -110,10 +127,7 @@ def build_model(
             raise SpecError([Problem(*spec.algorithm.instead(head, str(error)))]) from error
         return registry.factory(spec.adapter)(spec.adapter, model, decide=decide)
 
-    model = _at_home(make, world, device, decide)
-    if spec.model.compile:
-        model.compile(decide)
-    return model
+    return make
 
 
 def _at_home(
@@ -233,7 +247,7 @@ def build_teacher(
     """Another model than the job's, with the same tokenizer; the option of its role's name says which."""
     build = resolve("runner.model.teacher:build")
     key, seed = f"algorithm.{role}", derive(spec.seed, role)
-    options = {"tokenizer": tokenizer, "seed": seed, "decide": decide, "longest": _longest(spec), "key": key}
+    options = {"tokenizer": tokenizer, "seed": seed, "decide": decide, "longest": longest_row(spec), "key": key}
     options |= {"dtype": wanted.dtype, "admit": world.admit}
 
     def make(where: torch.device, fit: Fit | None) -> Any:
@@ -242,7 +256,7 @@ def build_teacher(
     return _at_home(make, world, device, decide)
 
 
-def _longest(spec: JobSpec) -> int:
+def longest_row(spec: JobSpec) -> int:
     """Tokens of the longest row that a model may meet."""
     return spec.data.max_length + spec.sampler.answer_tokens()
 

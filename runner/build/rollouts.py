@@ -1,17 +1,16 @@
-"""The parts of a job that samples: sampler, reward, environments; each rank does its share."""
+"""What judges and answers a policy's rollouts: reward, environments; each rank does its share."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-from runner.build.parts import build_model, fitting
+from runner.build.parts import fitting
 from runner.decisions import Decisions
 from runner.errors import Problem, SpecError
 from runner.folder import RunFolder
-from runner.parallelism.shared import SharedEnvironments, SharedSampler, shared_reward
+from runner.parallelism.shared import SharedEnvironments, shared_reward
 from runner.parallelism.world import World
-from runner.protocols import Data, Device, Environments, Peers, Reward, Sampler
+from runner.protocols import Data, Device, Environments, Peers, Reward
 from runner.registry import default_registry
 from runner.spec.job import JobSpec
 from runner.spec.suggest import nearest
@@ -37,29 +36,6 @@ def _instead(spec: JobSpec, key: str, name: str, meant: str) -> str:
         return f"type {key}={meant}"
     renaming = f", or the column: 'data.columns={{{meant}: {name}}}'" if hasattr(spec.data, "columns") else ""
     return f"rename the argument{renaming}"
-
-
-def build_sampler(
-    spec: JobSpec, policy: Any, tokenizer: Any, device: Device, world: World, decide: Decisions
-) -> Sampler | None:
-    """The sampler: over the policy itself at lag 0, over a copy where sampling runs ahead of training."""
-    if not spec.algorithm.samples:
-        return None
-    head = next(iter(spec.algorithm.learners().values()))  # the copy has the heads of the policy, whose weights it gets
-    ahead = spec.algorithm.steps_ahead() > 0
-    model = build_model(spec, tokenizer, device, decide, head, world.in_copies()) if ahead else policy
-    sampler: Sampler = default_registry().factory(spec.sampler)(spec.sampler, model=model, decide=decide)
-    _say_room(spec, sampler, decide)
-    return SharedSampler(sampler, world.feed_peers, partial(world.whole, model))
-
-
-def _say_room(spec: JobSpec, sampler: Sampler, decide: Decisions) -> None:
-    """Where the policy's turns alone may outgrow the model: the words of the environment come on top."""
-    turns = spec.environment.most_turns()
-    whole = spec.data.max_length + turns * spec.sampler.answer_tokens()
-    if turns > 1 and sampler.longest is not None and whole > sampler.longest:
-        asked = f"a prompt and {turns} turns may come to {whole} tokens without what the environment says"
-        decide.state("environment", f"episodes end at {sampler.longest} tokens, cut off", asked)
 
 
 def build_reward(

@@ -58,18 +58,35 @@ class Draft:
     sweep_origins: Mapping[str, str] = field(default_factory=dict)
 
 
-def compose_job(words: Sequence[str], config_dir: Path | None = None) -> Composed:
-    """The job that a command line describes. Raises SpecError with every problem, SecurityRefusal."""
+More = Callable[[Draft], Sequence[str]]  # further words, which follow from what was drafted
+
+
+def no_more(drafted: Draft) -> Sequence[str]:
+    """What is typed is all."""
+    return ()
+
+
+def compose_job(words: Sequence[str], config_dir: Path | None = None, more: More = no_more) -> Composed:
+    """The job that a command line describes. Raises SpecError with every problem, SecurityRefusal, and what `more`
+    does."""
     drafted = draft(words, config_dir)
+    if others := more(drafted):
+        drafted = draft([*words, *others], config_dir)
     unused = dict.fromkeys(drafted.sweep_origins.values())
     said = tuple(f"{who}: its section {SWEEP} is for run -m; this is one run" for who in unused)
     drafted = replace(drafted, notes=drafted.notes + said)
     return finish(drafted, default_registry())
 
 
-def re_decode(spec_yaml: Path, overrides: Sequence[str], config_dir: Path | None = None) -> Composed:
-    """The job in a run's spec.yaml with overrides on top. Raises SpecError, SecurityRefusal, EnvironmentProblem."""
-    return finish(re_draft(spec_yaml, overrides, config_dir), default_registry())
+def re_decode(
+    spec_yaml: Path, overrides: Sequence[str], config_dir: Path | None = None, more: More = no_more
+) -> Composed:
+    """The job in a run's spec.yaml with overrides on top. Raises SpecError, SecurityRefusal, EnvironmentProblem, and
+    what `more` does."""
+    drafted = re_draft(spec_yaml, overrides, config_dir)
+    if others := more(drafted):
+        drafted = re_draft(spec_yaml, [*overrides, *others], config_dir)
+    return finish(drafted, default_registry())
 
 
 def re_draft(spec_yaml: Path, overrides: Sequence[str], config_dir: Path | None = None) -> Draft:
@@ -109,6 +126,8 @@ class Composer:
         choices, wrong, unsure = _checked([t for t in typed if t.choice], self._options, self._groups)
         problems += wrong
         files = self._files(choices, problems)
+        if idle := _idle(files, choices):
+            files = replace(self._files([*choices, idle], problems), notes=(*files.notes, _left_out(files)))
         wrong = misplaced(files, self._groups)
         unsure |= {p.key.removesuffix(".name") for p in wrong}
         result = _overlaid(files, typed, problems + wrong)
@@ -126,6 +145,24 @@ class Composer:
         if isinstance(found, Problem):
             raise SpecError([*problems, found])
         return replace(found, config=copy.deepcopy(found.config))
+
+
+def _idle(files: Files, choices: Sequence[Typed]) -> Typed | None:
+    """No sampler, where of several recipes one chooses a sampler and another an algorithm that samples nothing."""
+    several = any(t.key == GROUP and len(t.names) > 1 for t in choices)
+    algorithm, sampler = (OmegaConf.select(files.config, f"{group}.name") for group in ("algorithm", "sampler"))
+    cls = default_registry().classes("algorithm").get(str(algorithm))
+    if not several or {t.key for t in choices} & {"algorithm", "sampler"} or cls is None:
+        return None
+    unused = sampler not in (None, "none") and not getattr(cls, "samples", True)
+    return Typed("sampler=none", "sampler", "none", True) if unused else None
+
+
+def _left_out(files: Files) -> str:
+    config = files.config
+    return (
+        f"sampler={config.sampler.name} of the recipes is left out: algorithm={config.algorithm.name} samples nothing"
+    )
 
 
 def finish(drafted: Draft, registry: Registry) -> Composed:

@@ -13,12 +13,14 @@ from runner.doctor import report
 from runner.doctor.examine import examine, looked_at
 from runner.doctor.machine import Wanted, of_this_process
 
+SAMPLERS, LAUNCHERS = ("torch", "vllm", "vllm_server"), ("local", "torchrun", "slurm", "ray")
+
 
 def show(args: Namespace) -> int:
     """Examine this machine; returns 0, 2 where something cannot work, 1 where a check of ours failed."""
     if args.prepare:
         return _prepare(args)
-    machine = of_this_process(_wanted(args.words))
+    machine = of_this_process(*_wanted(args.words))
     entries, devices = examine(machine, trial=not args.no_trial, debug=args.debug), looked_at(machine)
     if args.json:
         found = list(entries)
@@ -37,11 +39,12 @@ def _prepare(args: Namespace) -> int:
     return 0
 
 
-def _wanted(words: Sequence[str]) -> Wanted:
-    """The device of `device=NAME`; auto where none is named. Raises UsageError."""
-    known: dict[str, Wanted] = {f"device={name}": name for name in get_args(Wanted)}
-    if len(words) == 1 and words[0] in known:
-        return known[words[0]]
-    if words:
-        raise UsageError(f"run doctor: one device={'|'.join(get_args(Wanted))} is expected, not {' '.join(words)}")
-    return "auto"
+def _wanted(words: Sequence[str]) -> tuple[Wanted, str | None, str | None]:
+    """The device, the sampler and the launcher that are named, auto and None where they are not. Raises UsageError."""
+    known = {"device": get_args(Wanted), "sampler": SAMPLERS, "launch": LAUNCHERS}
+    named = dict(word.partition("=")[::2] for word in words)
+    if len(named) < len(words) or any(value not in known.get(key, ()) for key, value in named.items()):
+        said = " ".join(f"[{key}={'|'.join(values)}]" for key, values in known.items())
+        raise UsageError(f"run doctor: {said} are expected, each once, not {' '.join(words)}")
+    device: Wanted = next((one for one in get_args(Wanted) if one == named.get("device")), "auto")
+    return device, named.get("sampler"), named.get("launch")

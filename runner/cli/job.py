@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
 from runner.cli.args import UsageError, is_override
-from runner.cli.compose import SPEC, Composed, compose_job, re_decode
+from runner.cli.compose import SPEC, Composed, Draft, More, compose_job, no_more, re_decode
 from runner.cli.overrides import TRUST
 from runner.cli.sources import GROUP
 from runner.decisions import Decisions
@@ -39,14 +39,29 @@ def run(args: Namespace) -> int:
 
 
 def _start(args: Namespace, words: Sequence[str]) -> int:
-    composed = _composed(args, words)
-    from runner.launch import local
+    composed = _composed(args, words, _of_slurm)
+    from runner.launch import local, slurm
 
-    return local.start(composed.spec, composed.overrides, composed.origins, args.folder)
+    if composed.spec.launch.name == slurm.NAME and (before := slurm.begun(args.folder)) is not None:
+        print(f"requeued {shown(before)} was begun by this Slurm job: going on there", file=sys.stderr)
+        return _go_on(str(before), _trust(words))
+    with slurm.obeyed(composed.spec):
+        slurm.through_srun(composed.spec)
+        return local.start(composed.spec, composed.overrides, composed.origins, args.folder)
 
 
-def _composed(args: Namespace, words: Sequence[str]) -> Composed:
-    where = (words, args.config_dir)
+def _of_slurm(drafted: Draft) -> list[str]:
+    """For launch=slurm, what Slurm says of the job's machines."""
+    launch, device = drafted.data.get("launch"), drafted.data.get("device")
+    if not isinstance(launch, Mapping) or launch.get("name") != "slurm" or not isinstance(device, Mapping):
+        return []
+    from runner.launch import slurm
+
+    return slurm.layout(launch, drafted.origins, str(device.get("name")))
+
+
+def _composed(args: Namespace, words: Sequence[str], more: More = no_more) -> Composed:
+    where = (words, args.config_dir, more)
     spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
     composed = re_decode(spec, *where) if spec else compose_job(*where)
     for note in composed.notes:
@@ -73,10 +88,12 @@ def resume(args: Namespace) -> int:
 def _go_on(where: str, overrides: Sequence[str]) -> int:
     folder = find(where)
     before = re_decode(folder.spec, _trust(overrides))
-    after = re_decode(folder.spec, overrides)
-    from runner.launch import local
+    after = re_decode(folder.spec, overrides, more=_of_slurm)
+    from runner.launch import local, slurm
 
-    return local.resume(folder, before.spec, after.spec, after.overrides)
+    with slurm.obeyed(after.spec):
+        slurm.through_srun(after.spec)
+        return local.resume(folder, before.spec, after.spec, after.overrides)
 
 
 def infer(args: Namespace) -> int:

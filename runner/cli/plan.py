@@ -26,10 +26,9 @@ def show(args: Namespace) -> int:
     from runner.plan.advice import advise
     from runner.plan.estimate import estimate
 
-    plan = estimate(spec)
-    band = None if card is None else plan.band(card)
-    advice = advise(spec, card) if card is not None and band is not None and band.high > card.memory else None
-    given = (spec, plan, card, band, advice)
+    plan = estimate(spec, card)
+    advice = advise(spec, card) if card is not None and not plan.fits(card) else None
+    given = (spec, plan, card, advice)
     print(json.dumps(words.as_json(*given), indent=1) if args.json else "\n".join(words.lines(*given)))
     return 0
 

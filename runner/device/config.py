@@ -11,7 +11,7 @@ from pydantic import Field
 
 from runner.device import cann
 from runner.device.kinds import CPU, CUDA, NPU, Kind
-from runner.device.presets import CUDA_DETERMINISTIC, PRESETS, Preset, ports
+from runner.device.presets import CUDA_DETERMINISTIC, PRESETS, Preset, engine, ports
 from runner.device.visible import listed, present
 from runner.errors import EnvironmentProblem
 from runner.spec.base import ComponentConfig
@@ -59,6 +59,9 @@ class CpuConfig(DeviceConfig):
         default=1, ge=1, description="Intra-op threads of torch; 1 is fastest for tiny models, and bits depend on it."
     )
 
+    def environment(self, job: Any) -> Sequence[Preset]:
+        return engine(job, threads=self.threads)
+
 
 class CudaConfig(DeviceConfig):
     """One or more NVIDIA GPUs."""
@@ -76,7 +79,7 @@ class CudaConfig(DeviceConfig):
         return CUDA
 
     def environment(self, job: Any) -> Sequence[Preset]:
-        return (CUDA_DETERMINISTIC,) if self.deterministic else ()
+        return (*((CUDA_DETERMINISTIC,) if self.deterministic else ()), *engine(job))
 
 
 class NpuConfig(DeviceConfig):
@@ -94,7 +97,8 @@ class NpuConfig(DeviceConfig):
     )
     preset: Literal["train", "colocated_rl", "disaggregated_rl", "debug"] | None = Field(
         default=None,
-        description="Environment variables to start with; null = colocated_rl for a job that samples, else train.",
+        description="Environment variables to start with; null = colocated_rl for a job that samples, disaggregated_rl "
+        "with launch.samplers, else train.",
     )
 
     @property
@@ -102,9 +106,10 @@ class NpuConfig(DeviceConfig):
         return NPU
 
     def environment(self, job: Any) -> Sequence[Preset]:
-        chosen = self.preset or ("colocated_rl" if job.algorithm.samples else "train")
+        sampling = "disaggregated_rl" if job.launch.samplers else "colocated_rl"
+        chosen = self.preset or (sampling if job.algorithm.samples else "train")
         names = (chosen, "deterministic") if self.deterministic else (chosen,)
-        return (*(PRESETS[name] for name in names), *ports(os.environ))
+        return (*(PRESETS[name] for name in names), *ports(os.environ), *engine(job))
 
     def preflight(self) -> None:
         """Raise EnvironmentProblem with everything that is missing, in the order in which to install it."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from runner.device.kinds import NPU
 from runner.place import Place
@@ -122,6 +123,28 @@ PRESETS = {  # of an NPU
         ),
     )
 }
+
+_ENGINE = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": Variable("0", "the engine runs in this process, and takes weights as they lie"),
+    "VLLM_NO_USAGE_STATS": Variable("1", "vLLM would report the machine and the model to its makers"),
+    "VLLM_LOGGING_LEVEL": Variable("ERROR", "what it does besides is said by the run"),
+}
+_NO_COMPILER = Variable("1", "else a kernel that ranks log-probabilities is compiled, for ten seconds")
+_UNBOUND = Variable("nobind", "vLLM would bind its workers to memory nodes, and wants one for each")
+
+
+def engine(job: Any, *, threads: int | None = None) -> tuple[Preset, ...]:
+    """What an engine in a process of `job` wants; threads: of the processor, where the engine runs on it."""
+    if job.sampler.name != "vllm":
+        return ()
+    variables = dict(_ENGINE)
+    if threads is not None:
+        variables["OMP_NUM_THREADS"] = Variable(str(threads), "device.threads; vLLM's kernels would take every core")
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = _UNBOUND
+        if not job.model.compile:
+            variables["TORCH_COMPILE_DISABLE"] = _NO_COMPILER
+    return (Preset("vllm", variables),)
+
 
 CUDA_DETERMINISTIC = Preset(
     "deterministic",

@@ -21,6 +21,7 @@ from runner.doctor import (
     nvidia,
     operators,
     packages,
+    serving,
     simulated,
     trials,
     variables,
@@ -55,6 +56,7 @@ NPU: tuple[Check, ...] = (
     ("torch_npu, CANN", packages.torch_npu_and_cann),
     ("vllm, vllm-ascend", packages.vllm_pair),
     ("wheel, chip", packages.wheel_and_soc),
+    ("engine on NPU", serving.npu_engine),
     ("Python", host.npu_python),
     *NPU_VARIABLES,
     ("visible devices", lambda machine: variables.npu_visible(machine, npu_count)),
@@ -83,6 +85,8 @@ ANY: tuple[Check, ...] = (
     ("W&B", host.wandb),
     ("antlr", packages.antlr),
     ("demands", packages.pins),
+    ("vLLM", serving.vllm),
+    ("Ray", serving.ray),
     ("import torch", imports.torch_alone),
 )
 

@@ -13,6 +13,7 @@ from runner.doctor.versions import PYTHON, release
 
 GB = 10**9
 PROJECT = "posttrain-run"
+SHELF = 32 * GB  # two versions of a model of 7 billion in bfloat16
 ARCHITECTURES = ("x86_64", "aarch64")
 
 
@@ -84,6 +85,12 @@ def shared_memory(machine: Machine) -> Finding:
     if total < 1 * GB:
         remedy = "docker run --shm-size=16g … (or --ipc=host)" if machine.in_container else "mount -o remount,size=16G"
         return warning(f"/dev/shm has {total / 10**6:.0f} MB: too little for several processes", remedy)
+    if machine.sampler == "vllm" and total < SHELF:
+        return warning(
+            f"/dev/shm has {total / GB:.1f} GB; weights for engines pass through it, 15 GB for each version of 7 billion "
+            "in bfloat16, else through the run's folder",
+            "run plan says how much a job puts there; docker run --shm-size=64g … (or --ipc=host)",
+        )
     return ok(f"/dev/shm has {total / GB:.1f} GB")
 
 

@@ -61,6 +61,8 @@ class Machine:
     """A frozen view of one machine. Tests make one from a folder of fixtures; `of_this_process` is the one in life."""
 
     wanted: Wanted = "auto"
+    sampler: str | None = None  # what a job is meant to sample with, and to be launched by; None = nobody said
+    launch: str | None = None
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=dict)
     packages: Mapping[str, Package] = field(default_factory=dict)  # by normalised name: torch-npu
@@ -126,7 +128,7 @@ class Machine:
         )
 
 
-def of_this_process(wanted: Wanted) -> Machine:
+def of_this_process(wanted: Wanted, sampler: str | None = None, launch: str | None = None) -> Machine:
     """The machine that this process runs on. Each command is run once, however many checks ask it."""
     found: dict[str, Package] = {}
     for one in distributions():
@@ -138,6 +140,8 @@ def of_this_process(wanted: Wanted) -> Machine:
             found.setdefault(name, package)
     return Machine(
         wanted=wanted,
+        sampler=sampler,
+        launch=launch,
         environment=dict(os.environ),
         packages=found,
         site=tuple(Path(entry) for entry in sys.path if entry),

@@ -147,8 +147,18 @@ def wheel_and_soc(machine: Machine) -> Finding:
 
 def pins(machine: Machine) -> Finding:
     """What the packages of the stack demand of one another."""
+    broken = unmet(machine, STACK)
+    if not broken:
+        return ok(f"{many(sum(name in machine.packages for name in STACK), 'package')}: all they demand is there")
+    answer = problem if any(name == PROJECT for name, *_ in broken) else warning
+    demands = " ".join(f"'{line.partition(';')[0].strip()}'" for *_, line in broken)
+    return answer("; ".join(text for _, text, _ in broken), f"pip install {demands}")
+
+
+def unmet(machine: Machine, names: Sequence[str]) -> list[tuple[str, str, str]]:
+    """What those of these packages that are there demand and do not have: package, what is wrong, demand."""
     broken = []
-    for name in STACK:
+    for name in names:
         package = machine.packages.get(name)
         for line in package.requires if package else ():
             try:
@@ -164,11 +174,7 @@ def pins(machine: Machine) -> Finding:
             elif not demand.specifier.contains(version, prereleases=True):
                 text = f"{name} {machine.version(name)} needs {demand.name}{demand.specifier}, not {version}"
                 broken.append((name, text, line))
-    if not broken:
-        return ok(f"{many(sum(name in machine.packages for name in STACK), 'package')}: all they demand is there")
-    answer = problem if any(name == PROJECT for name, *_ in broken) else warning
-    demands = " ".join(f"'{line.partition(';')[0].strip()}'" for *_, line in broken)
-    return answer("; ".join(text for _, text, _ in broken), f"pip install {demands}")
+    return broken
 
 
 def antlr(machine: Machine) -> Finding:

@@ -13,6 +13,11 @@ from packaging.version import InvalidVersion, Version
 
 AS_OF = "2026-11"
 OLDEST_TORCH = Version("2.10")  # what this project takes
+SAFE_VLLM = Version("0.14")  # the first without the holes that were known then
+OLDEST_VLLM, NEWEST_VLLM = Version("0.23"), Version("0.33")  # what sampler=vllm takes, and the newest that it knows
+
+# vLLM's release → the torch that its wheel for CUDA demands, by the wheels' metadata.
+TORCH_OF_VLLM = {"0.33.0": "2.14.0", "0.32.0": "2.13.0", "0.23.0": "2.11.0"}
 
 # CANN → the torch_npu versions built for it, the recommended one first.
 CANN: dict[str, tuple[str, ...]] = {
@@ -171,6 +176,11 @@ def torch_for(torch_npu: str, arch: str) -> str:
     """The torch that this torch_npu demands on a processor of this architecture."""
     torch = release(torch_npu)
     return f"{torch}+cpu" if arch == "x86_64" and torch in CPU_BUILD else torch
+
+
+def vllm_for(torch: str) -> str | None:
+    """The vLLM for CUDA that demands this torch; None = not in the table."""
+    return next((vllm for vllm, its in TORCH_OF_VLLM.items() if same(release(torch), its)), None)
 
 
 def cann_for(torch_npu: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""A rank that the others wait for: every rank's stacks, and where the one is that does not answer."""
+"""A process that others wait for: the stacks of all, and where the one is that does not answer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.launch.member import Member
+from runner.launch.member import Process
 
-DUMP_S = 1.0  # for ranks to write their stacks
+DUMP_S = 1.0  # for processes to write their stacks
 HEAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*most recent call first.*:$", re.MULTILINE)
 FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {"<frozen"})
@@ -25,13 +25,13 @@ def watch_stacks(handle: int) -> None:
     faulthandler.register(signal.SIGUSR1, handle, all_threads=True)
 
 
-def dump(ranks: Sequence[Member], lagging: Sequence[Member]) -> list[str]:
-    """Have each rank write its stacks to its log; returns a line for each of the lagging ones."""
-    before = {member.name: size(member.folder.log) for member in ranks}
-    for member in ranks:
+def dump(members: Sequence[Process], lagging: Sequence[Process]) -> list[str]:
+    """Have each process write its stacks to its log; returns a line for each of the lagging ones."""
+    before = {member.order.name: size(member.order.folder.log) for member in members}
+    for member in members:
         member.signal(signal.SIGUSR1)
     time.sleep(DUMP_S)
-    return [f"{member.name} {_where(member, before[member.name])}" for member in lagging]
+    return [f"{member.order.name} {_where(member, before[member.order.name])}" for member in lagging]
 
 
 def size(log: Path) -> int:
@@ -39,15 +39,15 @@ def size(log: Path) -> int:
     return log.stat().st_size if log.exists() else 0
 
 
-def _where(member: Member, before: int) -> str:
-    """What a rank does, as the kernel and its main thread's stack tell."""
-    step = f"is in step {member.ear.step + 1}"
-    if stopped := STOPPED.get(_state(member.process.pid)):
-        return f"{step}, and is {stopped}"
-    with member.folder.log.open("rb") as log:
+def _where(member: Process, before: int) -> str:
+    """What a process does, as the kernel and its main thread's stack tell; of a rank, in which step."""
+    step = [f"in step {member.ear.step + 1}"] if member.order.role == "rank" else []
+    if stopped := STOPPED.get(member.letter()):
+        return " and ".join(f"is {words}" for words in (*step, stopped))
+    with member.order.folder.log.open("rb") as log:
         log.seek(before)
         found = place_of(log.read().decode(errors="replace"))
-    return f"{step}, {found}" if found else f"{step}, and does not say where: a library holds its threads"
+    return f"is {', '.join((*step, found or 'where it does not say: a library holds its threads'))}"
 
 
 def place_of(stacks: str) -> str:
@@ -56,11 +56,3 @@ def place_of(stacks: str) -> str:
     frames = list(FRAME.finditer(last))
     own = next((frame for frame in frames if not frame["file"].startswith(LIBRARIES)), next(iter(frames), None))
     return f"at {own['file']}:{own['line']}, in {own['function']}" if own else ""
-
-
-def _state(pid: int) -> str:
-    """The kernel's letter for what a process does."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""

@@ -1,6 +1,6 @@
-"""What a rank tells the process that started it: that it lives, which step it is in, and why it ends.
+"""What a process of a job tells the one that started it: that it lives, which step it is in, and why it ends.
 
-Link (rank) ──pipe: {"step": 7} each second, {"report": …} at its end──▶ Ear (launcher)
+Link (rank, sampler) ──pipe: {"step": 7} each second, {"report": …} at its end──▶ Ear (launcher)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Report(NamedTuple):
 
 
 class Link:
-    """The rank's end. A thread says each second that the process lives; it cannot where the process is stopped."""
+    """The started process's end. A thread says each second that it lives, which it cannot do while it is stopped."""
 
     def __init__(self, handle: int) -> None:
         os.set_inheritable(handle, False)  # what the rank starts must not keep the pipe open
@@ -66,9 +66,12 @@ class Link:
 
 @dataclass(slots=True)
 class Ear:
-    """The launcher's end: what one rank has said so far, and when it was heard last."""
+    """The launcher's end: what one process has said so far, and when it was heard last.
 
-    handle: int
+    handle: the pipe's descriptor; None where what it says is brought (`take`) by other means
+    """
+
+    handle: int | None = None
     heard: float = field(default_factory=time.monotonic)
     begun: bool = False  # it has spoken
     step: int = 0
@@ -77,11 +80,12 @@ class Ear:
     open: bool = True
 
     def __post_init__(self) -> None:
-        os.set_blocking(self.handle, False)
+        if self.handle is not None:
+            os.set_blocking(self.handle, False)
 
     def listen(self) -> None:
         """Take in what is there."""
-        while self.open:
+        while self.open and self.handle is not None:
             try:
                 content = os.read(self.handle, READ_BYTES)
             except BlockingIOError:
@@ -89,18 +93,23 @@ class Ear:
             if not content:
                 self.close()
                 return
-            self.heard = time.monotonic()
-            *lines, self._rest = (self._rest + content).split(b"\n")
-            for line in lines:
-                self._take(json.loads(line))
+            self.take(content)
+
+    def take(self, content: bytes) -> None:
+        """Hear this now."""
+        self.heard = time.monotonic()
+        *lines, self._rest = (self._rest + content).split(b"\n")
+        for line in lines:
+            self._understand(json.loads(line))
 
     def close(self) -> None:
         """End it."""
         if self.open:
             self.open = False
-            os.close(self.handle)
+            if self.handle is not None:
+                os.close(self.handle)
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _understand(self, message: dict[str, Any]) -> None:
         self.begun = True
         if "report" in message:
             self.report = Report(*message["report"])

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from runner.errors import Problem, SpecError, StorageError
-from runner.folder import RunFolder, claim, create, locked, point_latest, shown, write_atomic
+from runner.errors import Problem, SpecError
+from runner.folder import RunFolder, claim, create, locked, point_latest, shown
 from runner.identity import RESUMABLE
+from runner.launch import slurm, slurm_submit, torchrun
 from runner.launch.attempt import is_other_machine, join
+from runner.launch.config import StartedConfig
 from runner.launch.preflight import check_model
-from runner.launch.stages import with_first_weights, with_other_models
+from runner.launch.records import keep_evidence, write_yaml
+from runner.launch.stages import TRUSTED, with_first_weights, with_other_models
 from runner.registry import default_registry
 from runner.schedule.config import DecayConfig
 from runner.spec.job import JobSpec
@@ -31,17 +31,27 @@ def start(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], where
 
     where: the run's folder, which `latest` then does not follow; None = a new one below outputs/
     """
+    torchrun.refuse_misfit(spec)
     typed_job = spec.model_dump(mode="json")
     if is_other_machine(spec):
         return join(spec, typed_job)
-    spec = ready(spec)
+    if later := slurm.is_outside(spec):
+        spec = checked(spec)
+        slurm_submit.try_out(spec)
+    else:
+        spec = ready(spec)
     folder = create(spec.name) if where is None else claim(where)
     with locked(folder):
         write_spec(folder, spec)
-        _write_yaml(folder.overrides, {"typed": list(typed), "set_by": dict(origins)})
+        if spec.launch.name == slurm.NAME and not later:
+            slurm.remember(folder)
+        write_yaml(folder.overrides, {"typed": list(typed), "set_by": dict(origins)})
         if where is None:
             point_latest(folder)
-        return begin(spec, folder, 1, typed_job)
+        if not later:
+            return begin(spec, folder, 1, typed_job)
+        slurm_submit.put_off(folder)
+    return slurm_submit.submit(spec, folder, [word for word in typed if word.lstrip("+") == TRUSTED])
 
 
 def begin(spec: JobSpec, folder: RunFolder, attempt: int, typed: Mapping[str, Any]) -> int:
@@ -54,14 +64,22 @@ def ready(spec: JobSpec) -> JobSpec:
 
     Raises SpecError, DataError, EnvironmentProblem, or what a recipe that is run first ends with.
     """
-    spec.device.preflight()
+    if spec.launch.here:
+        spec.device.preflight()
+    return with_other_models(with_first_weights(checked(spec)))
+
+
+def checked(spec: JobSpec) -> JobSpec:
+    """The spec with absolute paths, if nothing is wrong that any machine can see. Raises SpecError, DataError,
+    EnvironmentProblem."""
     local = {name: getattr(spec, name).absolute() for name in ("data", "model", "algorithm", "reward")}
     spec = spec.model_copy(update=local)
     check_model(spec)
     spec.data.preflight(spec.algorithm.items)
     spec.reward.preflight()
+    spec.sampler.preflight()
     spec.parallelism.preflight()
-    return with_other_models(with_first_weights(spec))
+    return spec
 
 
 def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[str] = ()) -> int:
@@ -69,20 +87,36 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
     refuse_other_job(before, spec)
     if status(folder).get("state") == "done" and spec.steps <= before.steps:
         more = f"run resume {shown(folder.root)} steps={before.steps * 2}"
-        refuse_idle(before, spec, more)
+        refuse_idle(before, as_written(spec), more)
         print(f"{shown(folder.root)}: finished after {before.steps} steps; to go on: {more}")
         return 0
+    torchrun.refuse_misfit(spec)
     typed_job = spec.model_dump(mode="json")
     if is_other_machine(spec):
         return join(spec, typed_job)
-    spec.device.preflight()
+    if slurm.is_outside(spec):
+        slurm_submit.refuse_alive(folder)
+        slurm_submit.try_out(spec)
+        return slurm_submit.submit(spec, folder, typed)
+    if status(folder).get("state") == slurm_submit.WAITING:
+        return _begin_late(folder, spec, typed_job)
+    if spec.launch.here:
+        spec.device.preflight()
     _say_stretched(before, spec)
     with locked(folder):
         attempt = next_attempt(folder)
-        _keep_evidence(folder, attempt, typed)
+        keep_evidence(folder, attempt, typed)
         if spec != before:
             write_spec(folder, spec)
         return begin(spec, folder, attempt, typed_job)
+
+
+def _begin_late(folder: RunFolder, spec: JobSpec, typed: Mapping[str, Any]) -> int:
+    """Begin a run that was submitted, where it runs."""
+    with locked(folder):
+        spec = ready(spec)
+        write_spec(folder, spec)
+        return begin(spec, folder, 1, typed)
 
 
 def _say_stretched(before: JobSpec, spec: JobSpec) -> None:
@@ -94,11 +128,19 @@ def _say_stretched(before: JobSpec, spec: JobSpec) -> None:
 
 def write_spec(folder: RunFolder, spec: JobSpec) -> None:
     """Write spec.yaml: every value filled in, fit for `run --spec`."""
-    _write_yaml(
+    write_yaml(
         folder.spec,
-        spec.model_dump(mode="json"),
+        as_written(spec).model_dump(mode="json"),
         head=f"# The resolved job spec. Run it again: run --spec {shown(folder.spec)}\n",
     )
+
+
+def as_written(spec: JobSpec) -> JobSpec:
+    """The spec without what its processes are told anew whenever they are started."""
+    if not isinstance(spec.launch, StartedConfig):
+        return spec
+    launch = spec.launch.model_copy(update={"node": None, "address": None})
+    return spec.model_copy(update={"launch": launch})
 
 
 def refuse_other_job(before: JobSpec, spec: JobSpec) -> None:
@@ -145,21 +187,3 @@ def next_attempt(folder: RunFolder) -> int:
 
 def _changed(before: JobSpec, spec: JobSpec) -> list[str]:
     return [name for name in type(spec).model_fields if getattr(before, name) != getattr(spec, name)]
-
-
-def _keep_evidence(folder: RunFolder, attempt: int, typed: Sequence[str]) -> None:
-    """Move to attempts/N/ what this attempt will write anew, with its spec before and the words that began it."""
-    kept = folder.attempts / str(attempt)
-    try:
-        kept.mkdir(parents=True, exist_ok=True)
-        for path in (folder.manifest, folder.stacks):
-            if path.exists() and path.stat().st_size:
-                os.replace(path, kept / path.name)
-        write_atomic(kept / folder.spec.name, folder.spec.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise StorageError(f"cannot write {kept}: {error.strerror}") from error
-    _write_yaml(kept / folder.overrides.name, {"typed": list(typed)})
-
-
-def _write_yaml(path: Path, value: object, head: str = "") -> None:
-    write_atomic(path, head + yaml.safe_dump(value, sort_keys=False, allow_unicode=True))

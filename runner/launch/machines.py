@@ -20,6 +20,7 @@ from typing import Any
 from runner.errors import DeadlineExceeded, EnvironmentProblem, Problem, RankLost, SpecError
 from runner.folder import RunFolder
 from runner.launch.line import Line
+from runner.launch.stage import RECIPE
 from runner.launch.verdict import INTERRUPTED, KILLED, LOST, WAITED, Verdict
 from runner.signals import StopSignal
 from runner.spec.job import JobSpec
@@ -93,9 +94,9 @@ def gathered(spec: JobSpec, folder: RunFolder, attempt: int, typed: Mapping[str,
     host, port = spec.launch.meeting
     stop = StopSignal()
     with stop.installed(), ExitStack() as closing, stop.at_once():
-        door = closing.enter_context(_listening(host, port, spec.launch.address))
-        listener = closing.enter_context(_listening(host, 0, spec.launch.address))
-        print(f"waiting for {spec.launch.nodes - 1} more of {spec.launch.nodes} machines at {spec.launch.address}")
+        door = closing.enter_context(_listening(host, port, _address(spec)))
+        listener = closing.enter_context(_listening(host, 0, _address(spec)))
+        print(f"waiting for {spec.launch.machines - 1} more of {spec.launch.machines} machines at {_address(spec)}")
         store = (host, listener.getsockname()[1])
         lines = _all(door, spec, typed, closing)
         for line in lines:
@@ -115,9 +116,9 @@ def joined(spec: JobSpec, typed: Mapping[str, Any]) -> Iterator[tuple[Machines, 
     """
     stop = StopSignal()
     with stop.installed(), ExitStack() as closing, stop.at_once():
-        print(f"machine {spec.launch.node} of {spec.launch.nodes}: looking for machine 0 at {spec.launch.address}")
+        print(f"machine {spec.launch.machine} of {spec.launch.machines}: looking for machine 0 at {_address(spec)}")
         line = Line(closing.enter_context(_connected(spec)), "machine 0")
-        line.send({"hello": [spec.launch.node, socket.gethostname(), typed]})
+        line.send({"hello": [spec.launch.machine, socket.gethostname(), typed]})
         while not line.listen() and not {"welcome", "refused"} & line.said.keys():
             select.select([line.socket], [], [], RETRY_S)
         if "refused" in line.said:
@@ -139,10 +140,10 @@ def _all(door: socket.socket, spec: JobSpec, typed: Mapping[str, Any], closing: 
     found: dict[int, Line] = {}
     limit = deadline_s(spec)
     deadline = time.monotonic() + limit
-    while missing := [node for node in range(1, spec.launch.nodes) if node not in found]:
+    while missing := [node for node in range(1, spec.launch.machines) if node not in found]:
         if time.monotonic() > deadline:
             who = ", ".join(map(str, missing))
-            raise DeadlineExceeded(f"no word from machine {who} within {limit:g} s at {spec.launch.address}")
+            raise DeadlineExceeded(f"no word from machine {who} within {limit:g} s at {_address(spec)}")
         if not select.select([door], [], [], RETRY_S)[0]:
             continue
         line = Line(closing.enter_context(door.accept()[0]), "a machine")
@@ -162,6 +163,7 @@ def _all(door: socket.socket, spec: JobSpec, typed: Mapping[str, Any], closing: 
 def _refuse_other_job(line: Line, typed: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     here, there = dict(leaves(typed)), dict(leaves(other))
     names = [k for k in {**here, **there} if k not in OWN_WORDS and here.get(k) != there.get(k)]
+    names = [k for k in names if not str(here.get(k)).startswith(RECIPE)]  # machine 0 has put its weights there by now
     if not names:
         return
     line.send({"refused": f"machine 0 was given another job: {', '.join(names)}; type the same command on all"})
@@ -169,7 +171,7 @@ def _refuse_other_job(line: Line, typed: Mapping[str, Any], other: Mapping[str, 
     raise SpecError([Problem(k, text.format(here.get(k), there.get(k), line.name)) for k in names])
 
 
-def _listening(host: str, port: int, address: str | None) -> socket.socket:
+def _listening(host: str, port: int, address: str) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=512)
     except OSError as error:
@@ -186,7 +188,7 @@ def _connected(spec: JobSpec) -> socket.socket:
             return socket.create_connection(spec.launch.meeting, timeout=5)
         except OSError as error:
             if time.monotonic() > deadline:
-                text = f"machine 0 does not answer at {spec.launch.address} within {limit:g} s ({error})"
+                text = f"machine 0 does not answer at {_address(spec)} within {limit:g} s ({error})"
                 raise DeadlineExceeded(f"{text}; start the same command there, with launch.node=0") from error
             time.sleep(RETRY_S)
 
@@ -194,3 +196,9 @@ def _connected(spec: JobSpec) -> socket.socket:
 def deadline_s(spec: JobSpec) -> float:
     """Seconds that a rank or a machine is waited for."""
     return float(getattr(spec.parallelism, "timeout_s", TIMEOUT_S))
+
+
+def _address(spec: JobSpec) -> str:
+    """Machine 0's, as it is said."""
+    host, port = spec.launch.meeting
+    return f"{host}:{port}"

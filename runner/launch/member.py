@@ -1,4 +1,9 @@
-"""One rank as its launcher sees it: a process in a session of its own, killed by the kernel when the launcher ends."""
+"""One process of a job as its launcher sees it, and how it is ordered from whoever starts it.
+
+Team ──Order──▶ Starter ──Process──▶ Team        on this machine: Local and Member; elsewhere, what speaks for it
+
+A member here is a process in a session of its own, killed by the kernel when the launcher ends.
+"""
 
 from __future__ import annotations
 
@@ -6,67 +11,145 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
 
 from runner.errors import EnvironmentProblem, StorageError
 from runner.folder import RunFolder, shown
 from runner.launch.child import bound
+from runner.launch.janitor import Janitor
 from runner.launch.link import Ear
 from runner.launch.verdict import Ended
 from runner.place import Place
 
-PROGRAM = ("-P", "-m", "runner.launch.rank")  # what a rank runs, after the interpreter
+Role = Literal["rank", "sampler"]
+# What a process of each role runs, after the interpreter
+PROGRAMS: dict[Role, tuple[str, ...]] = {
+    "rank": ("-P", "-m", "runner.launch.rank"),
+    "sampler": ("-P", "-m", "runner.launch.sampling"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A process that is to be started, as plain data: it may be carried to another machine.
+
+    index: the rank, or the sampler's number; place: of a rank; cards: the numbers of its devices among those of the job
+    on its machine; environment: all that the launcher adds to what the machine gives; meets: holds what ranks meet at
+    """
+
+    role: Role
+    index: int
+    folder: RunFolder
+    attempt: int
+    cards: tuple[int, ...]
+    environment: Mapping[str, str]
+    place: Place | None = None
+    meets: bool = False
+
+    @property
+    def name(self) -> str:
+        """rank 2 of 4, sampler 0"""
+        return str(self.place) if self.place is not None else f"sampler {self.index}"
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is rank 0, which has the screen."""
+        return self.place is not None and self.place.leads
+
+    def words(self, pipe: int, listener: int | None) -> list[str]:
+        """What follows the interpreter.
+
+        pipe: the descriptor that it speaks to its launcher over; listener: that of the socket of the ranks' store
+        """
+        last = str(self.index) if self.role == "sampler" else "-" if listener is None else str(listener)
+        return [*PROGRAMS[self.role], str(self.folder.root), str(self.attempt), str(pipe), last]
+
+
+class Process(Protocol):
+    """A process of the job that was started, wherever it runs."""
+
+    order: Order
+    ear: Ear
+
+    def runs(self) -> bool: ...  # once it does not, all that it said was heard, and what it had started is killed
+
+    def signal(self, number: int) -> None: ...  # to itself alone
+
+    def kill(self) -> None: ...  # it, and what it started
+
+    def ended(self) -> Ended: ...  # how; waits for one that was killed just now
+
+    def letter(self) -> str: ...  # the kernel's for what it does, as in /proc; empty where that is not known
+
+
+class Starter(Protocol):
+    """Starts the processes of an attempt. Its methods raise StorageError, EnvironmentProblem."""
+
+    def places(self) -> Sequence[Place]: ...  # of the ranks that it is to start
+
+    def meeting(self) -> tuple[str, int]: ...  # host and port of the ranks' store, where somebody listens by now
+
+    def start(self, order: Order) -> Process: ...
+
+    def close(self) -> None: ...  # what it holds itself; the processes have ended
 
 
 @dataclass(slots=True)
 class Member:
-    """A rank that was started. `killed`: by this launcher, because the job ends."""
+    """A process on this machine. `killed`: by this launcher, because the job ends or the process does not answer."""
 
-    place: Place
-    folder: RunFolder
+    order: Order
     process: subprocess.Popen[bytes]
     ear: Ear
+    janitor: Janitor | None = None  # ends what the process has started where the launcher is killed
     killed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.janitor is not None:
+            self.janitor.watch(self.process.pid)
 
     @classmethod
     def start(
-        cls, place: Place, folder: RunFolder, attempt: int, environment: Mapping[str, str], listener: int | None
+        cls,
+        order: Order,
+        environment: Mapping[str, str],
+        listener: int | None = None,
+        janitor: Janitor | None = None,
+        screen: tuple[int | None, int | None] = (None, None),
     ) -> Member:
-        """Start it. Rank 0 has this process's screen, the others write to their logs.
+        """Start it. Rank 0 has the screen, the others write to their logs.
 
-        listener: the socket of the job's store, for rank 0. Raises StorageError, EnvironmentProblem.
+        environment: all of it; listener: the socket of the ranks' store; screen: what rank 0 has for stdout and stderr,
+        by descriptor (None: this process's). Raises StorageError, EnvironmentProblem.
         """
-        own = folder.of_rank(place.rank)
+        log_path = order.folder.log
         hearing, telling = os.pipe()
         handles = [telling, *([] if listener is None else [listener])]
-        words = [str(own.root), str(attempt), str(telling), "-" if listener is None else str(listener)]
-        command = [sys.executable, *PROGRAM, *words]
         try:
-            with own.log.open("ab") as log:
-                output = None if place.leads else log
+            with log_path.open("ab") as log:
+                stdout, stderr = screen if order.leads else (log, log)
                 process = subprocess.Popen(
-                    bound(command, ending=signal.SIGKILL),
+                    bound([sys.executable, *order.words(telling, listener)], ending=signal.SIGKILL),
                     stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env={**os.environ, **environment, **place.variables()},
+                    stdout=stdout,
+                    stderr=stderr,
+                    env=dict(environment),
                     pass_fds=handles,
                     start_new_session=True,  # Ctrl-C is for the launcher, which then tells all ranks once
                 )
         except PermissionError as error:
-            raise StorageError(f"cannot write {own.log}: {error.strerror}") from error
+            os.close(hearing)
+            raise StorageError(f"cannot write {log_path}: {error.strerror}") from error
         except OSError as error:
-            raise EnvironmentProblem(f"cannot start {place}: {error}") from error
+            os.close(hearing)
+            raise EnvironmentProblem(f"cannot start {order.name}: {error}") from error
         finally:
             os.close(telling)
-        return cls(place, own, process, Ear(hearing))
-
-    @property
-    def name(self) -> str:
-        """rank 2 of 4"""
-        return str(self.place)
+        return cls(order, process, Ear(hearing), janitor)
 
     def runs(self) -> bool:
         """Whether it still does. Once it does not, what it has started is killed, and all it said was heard."""
@@ -75,13 +158,15 @@ class Member:
         if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return True
         self._signal_group(signal.SIGKILL)  # before it is reaped: until then nobody else can have its number
+        if self.janitor is not None:
+            self.janitor.forget(self.process.pid)
         self.process.wait()
         self.ear.listen()
         self.ear.close()
         return False
 
     def signal(self, number: int) -> None:
-        """Send the rank, and nothing that it started, a signal."""
+        """Send the process, and nothing that it started, a signal."""
         if self.process.returncode is None:
             self.process.send_signal(number)
 
@@ -92,9 +177,18 @@ class Member:
             self._signal_group(signal.SIGKILL)
 
     def ended(self) -> Ended:
-        """How it ended."""
-        assert self.process.returncode is not None
-        return Ended(self.name, self.process.returncode, self.ear.report, shown(self.folder.log), self.killed)
+        """How it ended; waits for the end of one that was killed."""
+        while self.runs():
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        log = shown(self.order.folder.log)
+        return Ended(self.order.name, self.process.returncode, self.ear.report, log, self.killed)
+
+    def letter(self) -> str:
+        """The kernel's letter for what the process does."""
+        try:
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
 
     def _signal_group(self, number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):  # nobody is left in it

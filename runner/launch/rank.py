@@ -10,6 +10,7 @@ import atexit
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -34,13 +35,22 @@ def main(root: str, attempt: str, pipe: str, listener: str) -> int:
     link = Link(int(pipe))
     place = Place.of(os.environ)
     folder = RunFolder(Path(root)).of_rank(place.rank)
+
+    def take_part() -> None:
+        session = Session(read_spec(folder), folder, int(attempt), place, link.step, stop=stop)
+        if listener != "-":
+            session.meet = lambda: serve(int(listener))
+        session.run()
+
+    return reported(link, folder, take_part)
+
+
+def reported(link: Link, folder: RunFolder, work: Callable[[], object]) -> int:
+    """Do `work`; the exit code of a process of which the launcher hears why it ends."""
     with folder.log.open("a") as log:  # held open: the dumps go there, and a library that writes to the screen
         watch_stacks(log.fileno())
         try:
-            session = Session(read_spec(folder), folder, int(attempt), place, link.step, stop=stop)
-            if listener != "-":
-                session.meet = lambda: serve(int(listener))
-            session.run()
+            work()
         except RunnerError as error:
             link.report(Report.of(error))
             return error.exit_code

@@ -1,6 +1,7 @@
 """What an attempt leaves in the run's folder, of which rank 0 writes all.
 
 status_of(folder)      the process that was started: running ─▶ done | interrupted | failed
+keep_evidence(folder)  the same, before another attempt: attempts/N/, what that one will write anew
 Records                rank 0: manifest, metrics, samples, trackers, what a resume cuts away
 NoRecords              another rank: nothing; it has a log of its own
 """
@@ -11,12 +12,15 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from runner import manifest
 from runner.decisions import Decisions
-from runner.errors import Interrupted, RunnerError
-from runner.folder import RunFolder, shown, write_json
+from runner.errors import Interrupted, RunnerError, StorageError
+from runner.folder import RunFolder, shown, write_atomic, write_json
 from runner.registry import default_registry
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
@@ -44,6 +48,25 @@ def status_of(folder: RunFolder, attempt: int) -> Iterator[None]:
         write("failed", 1, f"{type(error).__name__}: {error}")
         raise
     write("done", 0)
+
+
+def keep_evidence(folder: RunFolder, attempt: int, typed: Sequence[str]) -> None:
+    """Move to attempts/N/ what this attempt will write anew, with its spec before and the words that began it."""
+    kept = folder.attempts / str(attempt)
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+        for path in (folder.manifest, folder.stacks):
+            if path.exists() and path.stat().st_size:
+                os.replace(path, kept / path.name)
+        write_atomic(kept / folder.spec.name, folder.spec.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StorageError(f"cannot write {kept}: {error.strerror}") from error
+    write_yaml(kept / folder.overrides.name, {"typed": list(typed)})
+
+
+def write_yaml(path: Path, value: object, head: str = "") -> None:
+    """`write_atomic` of YAML, after a line of words."""
+    write_atomic(path, head + yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
 
 
 @dataclass(slots=True)

@@ -81,7 +81,7 @@ def layout_of(words: Sequence[str], spec: Mapping[str, Any]) -> tuple[list[str],
 
 
 def _layout(launch: Mapping[str, Any], parallelism: Mapping[str, Any]) -> list[str]:
-    here = {**launch, "nodes": 1, "node": None, "address": None}
+    here = {"name": "local", "devices": launch["devices"], "attempts": launch["attempts"]}  # whoever starts the job
     said = (("launch", here), ("parallelism", parallelism))
     return [word for group, values in said for word in (f"{group}={values['name']}", *_options(group, values))]
 

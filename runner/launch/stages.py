@@ -112,7 +112,7 @@ def _layout_of(recipe: str, key: str, words: Sequence[str], spec: JobSpec) -> li
     said = f"{key}: +recipe={recipe} runs"
     if why_not:
         print(f"{said} as one process, as this job's layout is not for it:\n{why_not}", file=sys.stderr)
-    elif spec.launch.nodes > 1:
+    elif spec.launch.machines > 1:
         wait = "the others wait for it, parallelism.timeout_s at most"
         print(f"{said} on this machine's devices; {wait}", file=sys.stderr)
     return layout

@@ -17,9 +17,11 @@ def set_environment(spec: JobSpec, decide: Decisions) -> None:
     """Set what the device's presets ask for and the user has not set; the manifest keeps what is then in force.
 
     A torch_npu that the device has no use for is left out of the process: without CANN it breaks `import torch`.
-    Raises EnvironmentProblem if torch_npu would refuse what the user set, or if HCCL's timeouts, the user's and the
-    preset's together, contradict one another.
+    Raises EnvironmentProblem if the device cannot work and nobody could see that before, if torch_npu would refuse what
+    the user set, or if HCCL's timeouts, the user's and the preset's together, contradict one another.
     """
+    if not spec.launch.here:
+        spec.device.preflight()
     presets = spec.device.environment(spec)
     found = resolve(presets, dict(os.environ))
     for name, (value, variable) in found.kept.items():

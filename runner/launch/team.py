@@ -1,56 +1,63 @@
-"""The ranks of a job on this machine: started together, watched, and ended together.
+"""The processes of a job that one launcher has started: begun together, watched, and ended together.
 
-start ─▶ all end well                                   ─▶ done
-      ├▶ one ends otherwise ─▶ the others have 5 s      ─▶ its error, once
-      ├▶ one is silent, or is waited for too long       ─▶ every rank's stacks, who lags, the end
-      └▶ SIGINT, SIGTERM, passed on to each once        ─▶ they save together; again: they end at once
+start ─▶ all ranks end well                             ─▶ done: samplers are told to end
+      ├▶ a rank ends otherwise ─▶ the others have 5 s   ─▶ its error, once
+      ├▶ a rank is silent, or waited for too long       ─▶ every rank's stacks, who lags, the end
+      ├▶ a sampler is lost                              ─▶ another one in its place (samplers.py)
+      └▶ SIGINT, SIGTERM, passed on to each rank once   ─▶ they save together; again: they end at once
 """
 
 from __future__ import annotations
 
-import os
-import socket
+import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from runner.folder import RunFolder, shown
 from runner.launch import hang
 from runner.launch.machines import Machines, deadline_s
-from runner.launch.member import Member
+from runner.launch.member import Order, Process, Starter
+from runner.launch.samplers import Samplers
 from runner.launch.session import called
 from runner.launch.stage import is_stage
 from runner.launch.verdict import INTERRUPTED, KILLED, LAGGED, WAITED, Verdict, judge, lagging
-from runner.place import Place
 from runner.signals import Interrupts
 from runner.spec.job import JobSpec
+from runner.tracker.console import Console
 
 POLL_S = 0.05
-GRACE_S = 5.0  # for ranks to end by themselves once one has ended
+GRACE_S = 5.0  # for processes to end by themselves once a rank has ended
 CAUSE_S = 3.0  # for a cause to be heard of where ranks say that they waited in vain
-LOOPBACK = "127.0.0.1"
 SHOW_CURSOR = "\x1b[?25h"
+TOKEN = "RUN_SAMPLER_TOKEN"  # what the job's processes show one another; in their environment and nowhere else
 
 
 @dataclass(slots=True)
 class Team:
-    """The ranks of this machine, in attempt `attempt` at a job."""
+    """The ranks and samplers that `starter` starts, in attempt `attempt` at a job."""
 
     spec: JobSpec
     folder: RunFolder
     attempt: int
+    starter: Starter
     machines: Machines | None = None
-    members: list[Member] = field(default_factory=list)
+    members: list[Process] = field(default_factory=list)  # the ranks
+    samplers: Samplers = field(init=False)
     interrupts: Interrupts = field(default_factory=Interrupts)
     passed_on: int = 0  # signals that the ranks were told of
     deadline: float = float("inf")  # when ranks that still run are killed
     waited_since: float = 0.0  # when the first rank was heard to have waited in vain; 0: none was
     hung: Verdict | None = None
 
+    def __post_init__(self) -> None:
+        shared = {TOKEN: secrets.token_urlsafe(32)} if self.spec.launch.samplers else {}
+        say = Console(self.folder.log).message
+        self.samplers = Samplers(self.spec, self.folder, self.attempt, self.starter, shared, say)
+
     def run(self) -> None:
-        """Run to the end. Raises the error of the rank that is the cause where it does not end well."""
+        """Run to the end. Raises the error of the process that is the cause where it does not end well."""
         with self.interrupts.noted():
             try:
                 self._start()
@@ -62,24 +69,24 @@ class Team:
         if self.machines is not None:
             verdict = self.machines.agree(verdict)
         if verdict is not None:
-            raise self._with_way_on(verdict).error()
+            raise self._with_way_on(verdict).error(stopped=bool(self.interrupts.received))
 
     def _start(self) -> None:
-        size = self.spec.launch.devices
-        first = size * (self.spec.launch.node or 0)
         self.folder.ranks.mkdir(exist_ok=True)
-        with ExitStack() as closing:
-            if self.machines is None:
-                own = closing.enter_context(socket.create_server((LOOPBACK, 0), backlog=512))
-                listener: socket.socket | None = own
-                meeting = (LOOPBACK, own.getsockname()[1])
-            else:
-                listener, meeting = self.machines.listener, self.machines.store
-            shared = environment(meeting, size, self.spec.launch.nodes)
-            for local in range(size):
-                place = Place(first + local, self.spec.launch.world, local, size)
-                handle = listener.fileno() if listener is not None and place.leads else None
-                self.members.append(Member.start(place, self.folder, self.attempt, shared, handle))
+        meeting = self.starter.meeting()
+        for place in self.starter.places():
+            order = Order(
+                role="rank",
+                index=place.rank,
+                folder=self.folder.of_rank(place.rank),
+                attempt=self.attempt,
+                cards=(place.local_rank,),
+                environment={**environment(meeting), **self.samplers.environment, **place.variables()},
+                place=place,
+                meets=place.leads and place.size > 1,
+            )
+            self.members.append(self.starter.start(order))
+        self.samplers.start()
 
     def _look(self) -> bool:
         """Take in what has happened; whether a rank still runs."""
@@ -87,6 +94,8 @@ class Team:
         for member in running:
             member.ear.listen()
         self._pass_on(running)
+        if running and self.deadline == float("inf"):
+            self.samplers.look()
         if time.monotonic() > self.deadline:
             for member in running:
                 member.kill()
@@ -96,8 +105,9 @@ class Team:
             self._give_up(running, lag)
         return bool(running)
 
-    def _pass_on(self, running: Sequence[Member]) -> None:
-        """Tell the ranks of signals that came; after the second they have little time left."""
+    def _pass_on(self, running: Sequence[Process]) -> None:
+        """Tell the ranks of signals that came; after the second they have little time left. Samplers serve them until
+        they end."""
         for number in self.interrupts.received[self.passed_on :]:
             self.passed_on += 1
             for member in running:
@@ -111,20 +121,23 @@ class Team:
     def _is_over(self) -> bool:
         """Whether the job cannot go on: a rank ended otherwise than well, here or elsewhere. One that was interrupted
         after a step is none: others may still be saving."""
-        verdict = self._judged([member for member in self.members if member.process.returncode is not None])
+        verdict = self._judged([member for member in self.members if not member.runs()])
         if verdict is not None and (verdict.strength != INTERRUPTED or not self._has_begun()):
             if self.machines is not None:
                 self.machines.tell()
             return True
         return self.machines is not None and self.machines.is_over()
 
-    def _judged(self, members: Sequence[Member]) -> Verdict | None:
-        return judge([member.ended() for member in members], self.interrupts.received)
+    def _judged(self, members: Sequence[Process]) -> Verdict | None:
+        """Why these ranks ended, or the job has to."""
+        ranks = judge([member.ended() for member in members], self.interrupts.received)
+        found = [verdict for verdict in (self.samplers.failed, ranks) if verdict is not None]
+        return min(found, key=lambda verdict: verdict.strength, default=None)
 
     def _has_begun(self) -> bool:
         return any(member.ear.step for member in self.members)
 
-    def _lagging(self, running: Sequence[Member]) -> list[Member]:
+    def _lagging(self, running: Sequence[Process]) -> list[Process]:
         """The ranks that are silent, or that others have waited for and that do not say why they end."""
         now = time.monotonic()
         if silent := [member for member in running if now - member.ear.heard > deadline_s(self.spec)]:
@@ -135,11 +148,11 @@ class Team:
         self.waited_since = self.waited_since or now
         return [m for m in running if m.ear.report is None] if now - self.waited_since > CAUSE_S else []
 
-    def _give_up(self, running: Sequence[Member], lagging_ones: Sequence[Member]) -> None:
+    def _give_up(self, running: Sequence[Process], lagging_ones: Sequence[Process]) -> None:
         """Have all stacks written, and the job ended."""
         where = hang.dump(running, lagging_ones)
         logs = f"every rank's stacks: {shown(self.folder.log)}, {shown(self.folder.ranks)}/*.log"
-        self.hung = lagging([member.name for member in lagging_ones], deadline_s(self.spec), [*where, logs])
+        self.hung = lagging([member.order.name for member in lagging_ones], deadline_s(self.spec), [*where, logs])
         self.deadline = time.monotonic()
         if self.machines is not None:
             self.machines.tell()
@@ -149,13 +162,20 @@ class Team:
         for member in self.members:
             member.kill()
         for member in self.members:
-            member.process.wait()
-            member.ear.listen()
-            member.ear.close()
-        leader = next((member for member in self.members if member.place.leads), None)
-        if leader is not None and leader.process.returncode not in (0, None) and sys.stdout.isatty():
+            member.ended()
+        self._end_samplers()
+        leader = next((member for member in self.members if member.order.leads), None)
+        if leader is not None and leader.ended().code != 0 and sys.stdout.isatty():
             sys.stdout.write(SHOW_CURSOR)  # a live screen that was killed has hidden it
             sys.stdout.flush()
+
+    def _end_samplers(self) -> None:
+        """Give them the time to end what they have started, an engine and its memory."""
+        self.samplers.stop()
+        deadline = time.monotonic() + GRACE_S
+        while self.samplers.run() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        self.samplers.end()
 
     def _with_way_on(self, verdict: Verdict) -> Verdict:
         """With what to type next, where nothing is wrong with the job itself."""
@@ -164,18 +184,11 @@ class Team:
         return verdict._replace(message=f"{verdict.message}\n  go on: run resume {called(self.folder)}")
 
 
-def environment(meeting: tuple[str, int], size: int, nodes: int) -> Mapping[str, str]:
-    """What all ranks of a machine have in their environment, beside their places."""
-    cores = len(os.sched_getaffinity(0))
-    found = {
+def environment(meeting: tuple[str, int]) -> Mapping[str, str]:
+    """What all ranks have in their environment to meet one another, beside their places."""
+    return {
         "MASTER_ADDR": meeting[0],
         "MASTER_PORT": str(meeting[1]),
-        "LOCAL_WORLD_SIZE": str(size),
         # torch's word for: the store is held by who started the ranks, so all of them are its clients
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    if "OMP_NUM_THREADS" not in os.environ:
-        found["OMP_NUM_THREADS"] = str(max(cores // size, 1))
-    if nodes == 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
-        found["GLOO_SOCKET_IFNAME"] = "lo"  # a host's own name need not lead anywhere, as in many containers
-    return found

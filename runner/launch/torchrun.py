@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -27,6 +28,8 @@ from runner.place import MEETING, VARIABLES, Place
 from runner.spec.job import JobSpec
 
 KEY = "job"
+PORT = 29500  # torchrun's own
+LAYOUT = tuple(f"launch.{name}=" for name in ("devices", "nodes", "node", "address"))  # what torchrun says
 LOOK = timedelta(seconds=1)  # between looks for a signal while rank 0 is waited for
 
 
@@ -74,6 +77,30 @@ def layout(place: Place, words: Sequence[str]) -> list[str]:
                 f"{word}: torchrun has started {found['devices']} × {nodes} processes; leave it out"
             )
     return [f"launch.{name}={value}" for name, value in found.items()]
+
+
+def refuse_misfit(spec: JobSpec) -> None:
+    """Raise EnvironmentProblem for a launch that contradicts who started this process."""
+    own = spec.launch
+    if own.name == "torchrun" and not is_rank() and not (os.environ.get("WORLD_SIZE") == "1" and own.world == 1):
+        text = "launch=torchrun is for use inside torchrun, which starts the processes; type"
+        raise EnvironmentProblem(f"{text}\n  {command(own.devices, own.machines)}\n  or take launch=local")
+    if is_rank() and own.name not in ("torchrun", "local"):
+        raise EnvironmentProblem(f"launch={own.name}: torchrun has started this process already; leave it out")
+    if is_rank() and own.samplers:
+        text = f"launch.samplers={own.samplers}: torchrun starts ranks alone; leave it out, or start without torchrun"
+        raise EnvironmentProblem(text)
+
+
+def command(devices: int, machines: int) -> str:
+    """What is typed to have this command's job run inside torchrun."""
+    words = [word for word in sys.argv[1:] if not word.lstrip("+").startswith(LAYOUT)]
+    where = ["--standalone"]
+    if machines > 1:
+        where = [f"--nnodes={machines}", "--node_rank=0", "--master_addr=HOST", f"--master_port={PORT}"]
+    started = ["torchrun", *where, f"--nproc_per_node={devices}", "-m", "runner", *words]
+    each = f"     (on each machine, with its --node_rank, 0 to {machines - 1}; HOST: machine 0's name)"
+    return shlex.join(started) + (each if machines > 1 else "")
 
 
 def lead(spec: JobSpec, folder: RunFolder, attempt: int) -> None:

@@ -1,4 +1,4 @@
-"""Why a job of several ranks ended: of all that they say, the cause, once.
+"""Why a job of several processes ended: of all that they say, the cause, once.
 
 killed by a signal ▸ an error of its own ▸ lagging behind the others ▸ interrupted ▸ waited for another rank
 """
@@ -15,14 +15,17 @@ from typing import NamedTuple
 
 from runner.errors import DeadlineExceeded, Interrupted, RunnerError
 from runner.launch.link import Report
+from runner.place import Place
 
-NAMED = re.compile(r"rank \d+\b")  # how a message begins that says whose it is: a rank may pass on another's
-LOST = 75  # exit code of a job of which a rank, or a machine, is gone
+NAMED = re.compile(r"(?:rank|sampler) \d+\b")  # how a message begins that says whose it is: some pass on another's
+LOST = 75  # exit code of a job of which a process, or a machine, is gone
+LASTING = (2, 3, 4, 5, 7, 8)  # exit codes of what is wrong with the job, its data or its disk: it would come again
 KILLED, OWN, LAGGED, INTERRUPTED, WAITED = range(5)  # the order in which they explain the end of a job
 HINTS = {
     signal.SIGKILL: "the kernel kills so where memory runs out (dmesg says it), and so do people and batch systems",
     signal.SIGABRT: "a library gave up; its last words are in {log}",
 }
+ONLY = str(Place())  # whose errors are the job's
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -33,30 +36,38 @@ class Verdict(NamedTuple):
     message: str
     exit_code: int
 
-    def error(self) -> RunnerError:
-        """What the command ends with."""
+    def error(self, stopped: bool = False) -> RunnerError:
+        """What the command ends with. `stopped`: it was asked to end."""
         if self.strength == INTERRUPTED:
             return Interrupted(self.exit_code - 128, self.message)
-        return JobFailed(self.message, self.exit_code)
+        return JobFailed(self.message, self.exit_code, stopped)
 
 
 class JobFailed(RunnerError):
-    """A rank's error, with its exit code."""
+    """The error of one of its processes, with its exit code. `stopped`: it was asked to end by then."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
+    def __init__(self, message: str, exit_code: int, stopped: bool = False) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+        self.stopped = stopped
+
+
+def is_final(error: RunnerError) -> bool:
+    """Whether no other attempt is to be made: it would end the same, or nobody wants it."""
+    return error.exit_code in LASTING or (isinstance(error, JobFailed) and error.stopped)
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A rank that has ended. `code` as subprocess has it; `ours`: the launcher killed it, which explains nothing."""
+    """A process that has ended. `code` as subprocess has it; `ours`: the launcher killed it, which explains nothing;
+    `lost`: what is known of one that nobody hears any more."""
 
     name: str  # rank 2 of 4
     code: int
     report: Report | None
     log: str
     ours: bool = False
+    lost: str = ""
 
 
 def judge(ranks: Sequence[Ended], passed_on: Sequence[int] = ()) -> Verdict | None:
@@ -86,12 +97,13 @@ def _one(rank: Ended, passed_on: Sequence[int], said: Mapping[str, int]) -> Verd
     """Why one rank ended; `said` counts the ranks that say the same: then it is no matter of this rank alone."""
     if (report := rank.report) is not None:
         strength = {"error": OWN, "interrupted": INTERRUPTED, "waited": WAITED}[report.kind]
-        named = strength == INTERRUPTED or said[report.message] > 1 or NAMED.match(report.message) is not None
+        known = rank.name == ONLY or said[report.message] > 1 or NAMED.match(report.message) is not None
+        named = strength == INTERRUPTED or known
         return Verdict(strength, report.message if named else f"{rank.name}: {report.message}", report.exit_code)
     if passed_on and (rank.ours or rank.code in {code for n in passed_on for code in (-n, 128 + n)}):
         return Verdict(INTERRUPTED, f"{signal.Signals(passed_on[0]).name}: ended at once", 128 + passed_on[0])
     if rank.code < 0:
-        return Verdict(KILLED, _killed(rank), LOST)
+        return Verdict(KILLED, f"{rank.name} is gone: {rank.lost}" if rank.lost else _killed(rank), LOST)
     return Verdict(OWN, f"{rank.name} ended with exit code {rank.code} and without a word; see {rank.log}", rank.code)
 
 

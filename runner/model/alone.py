@@ -20,7 +20,7 @@ def gathered_on_cpu(module: Any, *, keep: bool, base: bool) -> dict[str, Tensor]
     """All parameters and kept buffers of a peft model by name, tied ones as one tensor; empty where not `keep`; what is
     no part of the adapter without values, on `meta`, if not `base`. Collective."""
     tensors = module.state_dict(keep_vars=True)
-    wanted = {id(tensor) for tensor in (tensors if base else _adapter(module, tensors)).values()}
+    wanted = {id(tensor) for tensor in (tensors if base else adapter_of(module, tensors)).values()}
     found = blanks(tensors) if keep else {}
     known: dict[int, Tensor] = {}
     for name, tensor in tensors.items():
@@ -34,8 +34,8 @@ def gathered_on_cpu(module: Any, *, keep: bool, base: bool) -> dict[str, Tensor]
     return found
 
 
-def _adapter(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those that peft writes."""
+def adapter_of(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a peft model's tensors that peft writes, under the names that it writes."""
     from peft import get_peft_model_state_dict
 
     made: dict[str, Tensor] = get_peft_model_state_dict(

@@ -23,10 +23,11 @@ from runner.model import decoding, generation, head
 from runner.model.config import ModelConfig
 from runner.model.context import Tokens
 from runner.model.folded import folded
+from runner.model.positions import longest_row
 from runner.model.probe import head_objection
 from runner.model.ragged import RaggedModel
 from runner.model.terms import summed
-from runner.protocols import Decide, Finish, Terms, Written
+from runner.protocols import Bounds, Decide, Finish, Terms, Written
 from runner.shards import whole
 
 
@@ -203,6 +204,12 @@ class CausalLM(RaggedModel):
         with self._writing():
             way = decoding.way_of(self.causal, decide)
         return self._writer(way)
+
+    def bounds(self) -> Bounds:
+        """What bounds an answer, whoever writes it."""
+        config = self.causal.config
+        ends = generation.end_ids(self.causal, self.tokenizer)
+        return Bounds(ends, config.get_text_config().vocab_size, longest_row(config))
 
     def _writer(self, way: decoding.Way) -> generation.Writer:
         return generation.Writer(self.causal, generation.end_ids(self.causal, self.tokenizer), way, self._writing_much)

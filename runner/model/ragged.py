@@ -8,8 +8,9 @@ mode (dropout, gradient checkpointing), all others in evaluation mode.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -27,10 +28,12 @@ from runner.model.context import Ranks, Sharing, Style, Tokens
 from runner.model.dropout import largest, switch_off
 from runner.model.positions import check_rows, longest_row
 from runner.model.probe import PROBE_ROWS, close, kernel_objection, packed_objection
+from runner.model.published import Published, Way
 from runner.model.recompute import recompute
 from runner.model.source import Source
 from runner.model.whole import Whole
 from runner.protocols import Decide, Stage, VarlenAttention
+from runner.quiet import no_progress_bar
 from runner.turns import UNDIVIDED
 
 T = TypeVar("T")
@@ -101,11 +104,14 @@ class RaggedModel:
         """What was found out about it by computing, and what came with its weights: what a model without any, on the
         meta device, is told (`adopt`)."""
         own = {"layout": self.layout, "attention": self.own_attention}
-        return own | {"generation_config": getattr(self.inner, "generation_config", None)}
+        conversions = getattr(self.inner, "_weight_conversions", None)  # how transformers renamed and cut what it read
+        return own | {"generation_config": getattr(self.inner, "generation_config", None), "conversions": conversions}
 
     def adopt(self, found: Mapping[str, Any]) -> None:
         """Be as the same model with its weights was found to be."""
         self.own_attention, self.inner.generation_config = found["attention"], found["generation_config"]
+        if found["conversions"] is not None:
+            self.inner._weight_conversions = found["conversions"]
         if found["layout"] != self.layout:
             self.layout = found["layout"]
             self.inner.set_attn_implementation(self.own_attention)
@@ -145,6 +151,10 @@ class RaggedModel:
         if self.module is self.inner:
             raise SpecError([Problem("adapter", "there is none to merge; the export is a whole model already")])
         self.merges = True
+        self._refuse_shared_ends()
+
+    def _refuse_shared_ends(self) -> None:
+        """Raise SpecError for an adapter that cannot be merged."""
         ends = [end for end in (self.inner.get_input_embeddings(), self.inner.get_output_embeddings()) if end]
         if self.inner.config.tie_word_embeddings and any(p.requires_grad for end in ends for p in end.parameters()):
             text = "the embedding and the LM head share their weights, so that an adapter on them cannot be merged"
@@ -231,6 +241,40 @@ class RaggedModel:
             if folder is not None:
                 learnt = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
                 export.finish(folder, self.tokenizer, learnt)
+
+    def published(
+        self, way: Way, *, keep: bool = True, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of what `way` says (see `model.published`), one after the other, under the names of a Hugging
+        Face folder or a PEFT adapter; floating-point numbers as `dtype`, None = the base's own.
+
+        Collective: all ranks drain it, and those that `keep` nothing get nothing. A tensor may be the model's own
+        memory. Raises SpecError, at the first one, for an adapter that cannot be merged.
+        """
+        if way not in ("base", "adapter") and self.module is not self.inner:
+            self._refuse_shared_ends()
+        with nullcontext() if self.whole.sharded else self.gathered():  # where another than torch keeps the pieces
+            yield from self._published.tensors(way, keep=keep, dtype=dtype)
+
+    def published_bytes(self, way: Way) -> int:
+        """Size of what `published` gives in the base's own types."""
+        return self._published.num_bytes(way)
+
+    @cached_property
+    def _published(self) -> Published:
+        return Published(self.module, self.inner)
+
+    def blueprint(self, folder: Path) -> None:
+        """Write what `save` does but for the weights, of the merged model: configs and tokenizer. The adapter's config
+        goes into a folder of its own, `adapter`, or the model would be taken for one. Raises OSError."""
+        streamed.write_configs(self._published.written.model, folder)
+        with no_progress_bar():
+            self.tokenizer.save_pretrained(folder)
+        if self.module is not self.inner:
+            module: Any = self.module
+            config = copy(module.peft_config[module.active_adapter])
+            config.inference_mode = True
+            config.save_pretrained(str(folder / "adapter"))
 
     def _alone(self, keep: bool) -> Any:
         """The module, put together from its pieces on the ranks that `keep` it if it is sharded; of an adapter that is

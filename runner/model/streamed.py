@@ -12,7 +12,7 @@ import inspect
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +64,46 @@ def write(module: nn.Module, folder: Path | None, largest: int | str = LARGEST) 
         raise failed
 
 
+class Written:
+    """What is written of a model's tensors, which come in any order: as they are called and cut on the disk.
+
+    model: the transformers model, of the same shapes on `meta`
+    """
+
+    def __init__(self, module: Any, tensors: Mapping[str, Tensor]) -> None:
+        """module: a transformers model; tensors: of its shapes and types, tied ones as one, by all their names."""
+        self.model = model = rebuilt(module, module, blanks(tensors))
+        ignored = set(model._keys_to_ignore_on_save or ())
+        state = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
+        state = remove_tied_weights_from_state_dict(state, model)
+        self.planned: dict[str, Tensor] = revert_weight_conversion(model, dict(state))  # on `meta`
+        self.groups = {name: group for group in groups(model, state, self.planned) for name in group}
+        self._waiting: dict[str, Tensor] = {}
+
+    def forget(self) -> None:
+        """Begin anew, whatever was taken."""
+        self._waiting.clear()
+
+    def take(self, names: Sequence[str], tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What is written of a tensor, which the model has under these names, now that it is there: nothing, where
+        others are missing that it is written with."""
+        for name in names:
+            if (group := self.groups.get(name)) is None:
+                continue  # tied to one that is written, or not written at all
+            self._waiting[name] = tensor
+            if all(other in self._waiting for other in group):
+                found = {other: self._waiting.pop(other) for other in group}
+                yield from revert_weight_conversion(self.model, found).items()
+
+
 class Files:
     """A model's folder, with everything but the tensors' values; they come in any order."""
 
     def __init__(self, module: nn.Module, tensors: Mapping[str, Tensor], folder: Path, largest: int | str) -> None:
         """Write configs, headers and index. Raises OSError."""
-        self._model = model = rebuilt(module, module, blanks(tensors))
-        with no_progress_bar():
-            model.save_pretrained(folder, state_dict={})
-        ignored = set(model._keys_to_ignore_on_save or ())
-        state = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
-        state = remove_tied_weights_from_state_dict(state, model)
-        planned: dict[str, Tensor] = revert_weight_conversion(model, dict(state))
+        self._written = Written(module, tensors)
+        model, planned = self._written.model, self._written.planned
+        write_configs(model, folder)
         split = split_state_dict_into_shards_factory(
             planned,
             filename_pattern=PATTERN,
@@ -94,20 +122,12 @@ class Files:
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
         self._places = {name: folder / file for name, file in split.tensor_to_filename.items()}
-        self._groups = {name: group for group in groups(model, state, planned) for name in group}
-        self._waiting: dict[str, Tensor] = {}
 
     def take(self, names: Sequence[str], tensor: Tensor) -> None:
         """Write a tensor, which the model has under these names, or keep it until those are there that it is written
         with. Raises OSError."""
-        for name in names:
-            if (group := self._groups.get(name)) is None:
-                continue  # tied to one that is written, or not written at all
-            self._waiting[name] = tensor.cpu()
-            if all(other in self._waiting for other in group):
-                found = {other: self._waiting.pop(other) for other in group}
-                for written, values in revert_weight_conversion(self._model, found).items():
-                    self._put(written, values)
+        for written, values in self._written.take(names, tensor.cpu()):
+            self._put(written, values)
 
     def _put(self, name: str, values: Tensor) -> None:
         path = self._places[name]
@@ -115,6 +135,12 @@ class Files:
         with path.open("r+b") as file:
             file.seek(len(layout.head) + layout.places[name][0])
             file.write(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def write_configs(model: Any, folder: Path) -> None:
+    """Everything that `save_pretrained` writes of a transformers model but its weights. Raises OSError."""
+    with no_progress_bar():
+        model.save_pretrained(folder, state_dict={})
 
 
 def groups(model: Any, state: Mapping[str, Tensor], planned: Mapping[str, Tensor]) -> list[tuple[str, ...]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -29,9 +29,10 @@ from runner.protocols import (
     Sampler,
     Written,
 )
-from runner.sharing import balanced, together
+from runner.sharing import balanced, grouped, on_first, together
 
 Whole = Callable[[], AbstractContextManager[Any]]  # while the model has whole weights: all ranks enter it
+T = TypeVar("T")
 Scores = list[list[float | None]]
 Parts = list[list[Mapping[str, float | None]]]
 
@@ -61,24 +62,98 @@ class SharedSampler:
         """See `Sampler`."""
         self._sampler.load(tensors, version)
 
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """See `Sampler`: by this rank's."""
+        return self._sampler.score(rows)
+
+    def measured(self) -> dict[str, float]:
+        """See `Sampler`: of this rank's."""
+        return self._sampler.measured()
+
+    def release(self) -> None:
+        """See `Sampler`."""
+        self._sampler.release()
+
+    def close(self) -> None:
+        """See `Sampler`."""
+        self._sampler.close()
+
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
         """See `Sampler`; all ranks ask for the same."""
-        groups: dict[int, list[int]] = {}
-        for at, request in enumerate(requests):
-            groups.setdefault(request.group, []).append(at)
-        members = list(groups.values())
+        members, costs = grouped(requests)
 
         def work(mine: list[int]) -> list[list[Rollout]]:
             drawn = iter(self._sampler.sample([requests[at] for group in mine for at in members[group]]))
             return [[next(drawn) for _ in members[group]] for group in mine]
 
-        costs = [len(requests[group[0]].prompt) + sum(requests[at].max_new_tokens for at in group) for group in members]
         with self._whole():
             found = together(self._peers, balanced(costs, self._peers.size), work)
         placed = {
             at: one for group, drawn in zip(members, found, strict=True) for at, one in zip(group, drawn, strict=True)
         }
         return [placed[at] for at in range(len(requests))]
+
+
+class FirstSampler:
+    """A sampler that only the first rank speaks to; the others hear what it says."""
+
+    def __init__(self, make: Callable[[], Sampler], peers: Peers) -> None:
+        self._peers = peers
+        self._sampler = make() if peers.rank == 0 else None
+        self._known: tuple[float, int, int | None] | None = None
+
+    @property
+    def temperature(self) -> float:
+        """See `Sampler`."""
+        return self._facts()[0]
+
+    @property
+    def max_new_tokens(self) -> int:
+        """See `Sampler`."""
+        return self._facts()[1]
+
+    @property
+    def longest(self) -> int | None:
+        """See `Sampler`."""
+        return self._facts()[2]
+
+    def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
+        """See `Sampler`; all ranks hand over the same."""
+        self._ask(lambda sampler: sampler.load(tensors, version))
+
+    def sample(self, requests: Sequence[Request]) -> list[Rollout]:
+        """See `Sampler`; all ranks ask for the same."""
+        return self._ask(lambda sampler: sampler.sample(requests))
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """See `Sampler`; all ranks ask for the same."""
+        return self._ask(lambda sampler: sampler.score(rows))
+
+    def measured(self) -> dict[str, float]:
+        """See `Sampler`; known to the first rank."""
+        return {} if self._sampler is None else self._sampler.measured()
+
+    def release(self) -> None:
+        """See `Sampler`."""
+        self._ask(lambda sampler: sampler.release())
+
+    def close(self) -> None:
+        """See `Sampler`; the others need not be there."""
+        if self._sampler is not None:
+            self._sampler.close()
+
+    def _facts(self) -> tuple[float, int, int | None]:
+        """Asked for once: all ranks do so at the same place."""
+        if self._known is None:
+            self._known = self._ask(lambda sampler: (sampler.temperature, sampler.max_new_tokens, sampler.longest))
+        return self._known
+
+    def _ask(self, what: Callable[[Sampler], T]) -> T:
+        def work() -> T:
+            assert self._sampler is not None  # this is the first rank
+            return what(self._sampler)
+
+        return on_first(self._peers, work)
 
 
 class SharedReward:

@@ -22,14 +22,14 @@ class Advice:
 
 
 def advise(spec: JobSpec, card: Card) -> Advice:
-    """The cheapest change with which the upper end of the band is within the card's memory; else all that lower it."""
+    """The cheapest change with which the job fits the card; else all that lower the upper end of the band."""
     offers = [step for step in STEPS if next(step(spec), None) is not None]
     for step in offers:
         tried = _until_it_fits(spec, step, card)
         if tried.fits:
             return tried
     changes: list[Change] = []
-    band = estimate(spec).band(card)
+    band = estimate(spec, card).fullest(card)
     for step in offers:
         now = _until_it_fits(changes[-1].spec if changes else spec, step, card)
         if now.changes and now.band.high < band.high:
@@ -44,10 +44,10 @@ def _until_it_fits(spec: JobSpec, step: Step, card: Card) -> Advice:
     found = Advice([], Band(0, 0), False)
     for change in step(spec):
         try:
-            band = estimate(change.spec).band(card)
+            plan = estimate(change.spec, card)
         except SpecError:  # not of this model
             continue
-        found = Advice([change], band, band.high <= card.memory)
+        found = Advice([change], plan.fullest(card), plan.fits(card))
         if found.fits:
             break
     return found

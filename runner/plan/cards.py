@@ -10,18 +10,21 @@ MIB = 2**20
 
 class Card(NamedTuple):
     """An accelerator. `memory`: bytes, as its own tool reports them; `flops`: dense bfloat16 operations per second,
-    None where no figure is known; `context`: bytes (at least, at most) that the runtime keeps for itself."""
+    None where no figure is known; `context`: bytes (at least, at most) that the runtime keeps for itself; `bandwidth`:
+    bytes of its memory that it reads per second, None where no figure is known."""
 
     name: str
     device: str
     memory: int
     flops: float | None
     context: tuple[int, int]
+    bandwidth: float | None = None
 
 
 _CANN = (512 * MIB, 2048 * MIB)
 _CUDA = (300 * MIB, 1024 * MIB)
-# The 910B's arithmetic is the figure that ms-swift's utilisation counter takes; that of the others their makers'.
+# The 910B's arithmetic is the figure that ms-swift's utilisation counter takes; all others are their makers'. Of the
+# memory of Ascend's cards no figure of Huawei's is known to us, and what others say of it differs by four.
 CARDS = {
     card.name: card
     for card in (
@@ -29,12 +32,12 @@ CARDS = {
         Card("910B4", "npu", 32 * GIB, None, _CANN),
         Card("910C", "npu", 64 * GIB, None, _CANN),  # one of the two chips of a module
         Card("950PR", "npu", 128 * GIB, None, _CANN),
-        Card("A100-40G", "cuda", 40 * GIB, 312e12, _CUDA),
-        Card("A100", "cuda", 80 * GIB, 312e12, _CUDA),
-        Card("H100", "cuda", 80 * GIB, 989e12, _CUDA),
-        Card("H200", "cuda", 141 * GIB, 989e12, _CUDA),
-        Card("L40S", "cuda", 48 * GIB, 362e12, _CUDA),
-        Card("4090", "cuda", 24 * GIB, 165e12, _CUDA),
+        Card("A100-40G", "cuda", 40 * GIB, 312e12, _CUDA, 1.555e12),
+        Card("A100", "cuda", 80 * GIB, 312e12, _CUDA, 2.039e12),
+        Card("H100", "cuda", 80 * GIB, 989e12, _CUDA, 3.35e12),
+        Card("H200", "cuda", 141 * GIB, 989e12, _CUDA, 4.8e12),
+        Card("L40S", "cuda", 48 * GIB, 362e12, _CUDA, 0.864e12),
+        Card("4090", "cuda", 24 * GIB, 165e12, _CUDA, 1.008e12),
     )
 }
 USUAL = {"npu": "910B", "npu_sim": "910B", "cuda": "H100"}  # what is planned for where nobody said

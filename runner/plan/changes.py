@@ -9,7 +9,9 @@ from typing import Any
 from runner.errors import SpecError
 from runner.plan.architecture import architecture
 from runner.plan.measure import longest
+from runner.plan.sampling import OWN_SHARE, asleep, share_of
 from runner.registry import default_registry
+from runner.sampler.config import VllmSamplerConfig
 from runner.spec.job import JobSpec
 
 LEAST_CHUNK = 256  # tokens of the LM head's chunks; with fewer, starting the products costs more than they do
@@ -38,6 +40,26 @@ def fewer_answers(spec: JobSpec) -> Iterator[Change]:
         yield from _halved(spec, "sampler.batch_size", 8, "the same answers, in more turns")
 
 
+def sleeping_engines(spec: JobSpec) -> Iterator[Change]:
+    """An engine that hands its memory back while its rank trains."""
+    if isinstance(spec.sampler, VllmSamplerConfig) and not spec.launch.samplers and not asleep(spec):
+        changed = _with(spec, "sampler.sleep", 1)
+        if not changed.sampler.problems(changed):
+            yield Change("sampler.sleep=1", changed, "the same answers; the engine wakes up in every step")
+
+
+def engine_s_share(spec: JobSpec) -> Iterator[Change]:
+    """Less of a card for an engine beside a rank; all that can be had for one on devices of its own."""
+    if not isinstance(spec.sampler, VllmSamplerConfig) or spec.device.name == "cpu":
+        return
+    share, own = share_of(spec), spec.launch.samplers > 0
+    cost = "the same answers, in more turns where keys and values have less room"
+    for least in (OWN_SHARE,) if own else (0.4, 0.3, 0.2, 0.1):
+        if (least > share) == own and least != share:
+            changed = _with(_with(spec, "sampler.memory", least), "sampler.cache_gib", None)
+            yield Change(f"sampler.memory={least}", changed, "a fuller card" if own else cost)
+
+
 def smaller_micro_batches(spec: JobSpec) -> Iterator[Change]:
     """Fewer tokens at once, down to one row."""
     cost = "the same update; the device is less busy with little at once"
@@ -50,7 +72,7 @@ def sharding(spec: JobSpec) -> Iterator[Change]:
     mesh = spec.parallelism.mesh(spec.launch.world)
     if "fsdp" not in kinds or spec.launch.world == 1 or mesh.dp_shard > 1:
         return
-    if (nodes := spec.launch.nodes) > 1 and spec.launch.devices > 1 and mesh.world == mesh.data:
+    if (nodes := spec.launch.machines) > 1 and spec.launch.devices > 1 and mesh.world == mesh.data:
         cost = "the same update; layers travel within a machine, hidden states between them"
         yield from _laid_out(spec, {"pp": nodes}, cost, "fsdp")
     kept = {name: size for name, size in mesh.dims.items() if name in ("pp", "cp", "tp") and size > 1}
@@ -106,6 +128,8 @@ def adapting(spec: JobSpec) -> Iterator[Change]:
 STEPS: tuple[Step, ...] = (
     smaller_chunks,
     fewer_answers,
+    sleeping_engines,
+    engine_s_share,
     smaller_micro_batches,
     sharding,
     spreading_experts,
@@ -116,7 +140,7 @@ STEPS: tuple[Step, ...] = (
 )
 
 
-def _with(spec: JobSpec, key: str, value: int | bool | str) -> JobSpec:
+def _with(spec: JobSpec, key: str, value: float | bool | str | None) -> JobSpec:
     group, _, name = key.partition(".")
     return spec.model_copy(update={group: getattr(spec, group).model_copy(update={name: value})})
 

@@ -16,8 +16,10 @@ from runner.plan.architecture import architecture
 from runner.plan.cards import HCCL_BUFFERS, Card
 from runner.plan.measure import Passes
 from runner.plan.model import of_experts, sliced
+from runner.plan.sampling import Engine, Samplers, engine_of, least_seconds, samplers_of, shelf_of
 from runner.plan.spread import Stage, spread_of
-from runner.plan.terms import Phase, Term, Terms, frozen_of
+from runner.plan.term import Phase, Term
+from runner.plan.terms import Terms, frozen_of
 from runner.plan.traffic import Work, work_of
 from runner.plan.weights import Weights, weights
 from runner.spec.job import JobSpec
@@ -37,8 +39,9 @@ class Band:
 class Estimate:
     """The plan of one rank: all are alike, but for the stages of a pipeline, of which it is the one that holds most.
 
-    models: role → all its weights; host: what the rank keeps in its host's memory; found: where the model's shape is
-    from; left_out: what is part of the job and not counted
+    models: role → all its weights; host: what the rank keeps in its host's memory; shelf: what lies in /dev/shm of rank
+    0's machine; engine: the one that samples; samplers: the devices that only sample; sampling_s: seconds that
+    sampling takes at least; found: where the model's shape is from; left_out: what is part of the job and not counted
     """
 
     mesh: Mesh
@@ -46,6 +49,10 @@ class Estimate:
     models: Mapping[str, Weights]
     phases: Sequence[Phase]
     host: Sequence[Term]
+    shelf: Sequence[Term]
+    engine: Engine | None
+    samplers: Samplers | None
+    sampling_s: float | None
     work: Work
     found: str
     left_out: Sequence[str]
@@ -58,9 +65,27 @@ class Estimate:
     def band(self, card: Card) -> Band:
         """The peak with what the runtime, the communicators and fragmentation add."""
         buffers = _communicators(self.mesh) * HCCL_BUFFERS if card.device == "npu" else 0
-        tensors = self.peak.bytes
-        low, high = (tensors + card.context[0], round(tensors * FRAGMENTATION) + card.context[1])
-        return Band(low + buffers, high + buffers)
+        bands = [_band(phase.bytes, phase.pooled, card) for phase in self.phases]
+        return Band(max(band.low for band in bands) + buffers, max(band.high for band in bands) + buffers)
+
+    def band_of_samplers(self, card: Card) -> Band | None:
+        """The same of a device that only samples; an engine keeps its share of the card, runtime included."""
+        if self.samplers is None:
+            return None
+        return _band(self.samplers.bytes, 0, card) if self.engine is None else Band(*[self.samplers.bytes] * 2)
+
+    def fullest(self, card: Card) -> Band:
+        """The band of the device that holds most, of those that train and those that only sample."""
+        return max((self.band(card), self.band_of_samplers(card) or Band(0, 0)), key=lambda band: band.high)
+
+    def fits(self, card: Card) -> bool:
+        """Whether the upper ends of the bands are within the card's memory, and an engine has room for an answer."""
+        return self.fullest(card).high <= card.memory and (self.engine is None or self.engine.rows > 0)
+
+
+def _band(tensors: int, pooled: int, card: Card) -> Band:
+    low, high = card.context
+    return Band(tensors + low, round((tensors - pooled) * FRAGMENTATION) + pooled + high)
 
 
 def _communicators(mesh: Mesh) -> int:
@@ -83,8 +108,9 @@ _SPEAKING = (
 )
 
 
-def estimate(spec: JobSpec) -> Estimate:
-    """Plan a job. Raises SpecError or EnvironmentProblem where its model's shape cannot be had."""
+def estimate(spec: JobSpec, card: Card | None = None) -> Estimate:
+    """Plan a job; an engine takes a share of the card. Raises SpecError or EnvironmentProblem where its model's shape
+    cannot be had."""
     shape, found = architecture(spec.model)
     spread = spread_of(spec.parallelism, spec.launch.world, shape)
     mesh = spread.mesh
@@ -93,10 +119,16 @@ def estimate(spec: JobSpec) -> Estimate:
     whole = {role: weights(spec, head, shape) for role, head in heads.items()}
     own = {role: weights(spec, head, of_slice) for role, head in heads.items()} if mesh.tp > 1 else whole
     passes = {role: Passes(spec, head, of_experts(of_slice, mesh.ep), spread) for role, head in heads.items()}
+    engine = engine_of(spec, shape, whole, card)
+    beside = None if spec.launch.samplers else engine
+    samplers = samplers_of(spec, shape, whole, engine)
+    least = least_seconds(spec, shape, whole, card) if spec.algorithm.samples else None
+    shelf = shelf_of(spec, whole)
     plans = []
     for stage in spread.stages(shape.get_text_config().num_hidden_layers):
         frozen, left_out = frozen_of(spec, of_slice, spread, stage.number)
         work = work_of(spec, shape, whole, own, spread, stage)
-        terms = Terms(spec, shape, spread, stage, whole, own, passes, frozen, work.micro_batches)
-        plans.append(Estimate(mesh, stage, whole, terms.phases(), terms.host(), work, found, left_out))
+        terms = Terms(spec, shape, spread, stage, whole, own, passes, frozen, work.micro_batches, beside)
+        held = (terms.phases(), terms.host(), shelf)
+        plans.append(Estimate(mesh, stage, whole, *held, engine, samplers, least, work, found, left_out))
     return max(plans, key=lambda plan: plan.peak.bytes)

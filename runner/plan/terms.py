@@ -3,7 +3,7 @@
 phases of a step        always there                              and in it
 update                  weights, optimizer state, frozen models   activations, logits, gradients, what is exchanged
 optimizer               the same                                  all gradients, and temporaries
-sampling                the same                                  keys and values, logits, gathered weights
+sampling                the same                                  keys and values, logits, weights, or an engine
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any
 
 from runner.model.build import DTYPES
 from runner.plan.architecture import published
-from runner.plan.measure import Passes, longest
+from runner.plan.measure import Passes
+from runner.plan.sampling import Engine, asleep, by_the_model
 from runner.plan.spread import Spread, Stage
+from runner.plan.term import Phase, Term
 from runner.plan.tracking import Kind
 from runner.plan.traffic import attending, computing, head_size, size_of
 from runner.plan.weights import Part, Weights, weights
@@ -25,33 +27,13 @@ from runner.spec.job import JobSpec
 STATES = {"adamw": 2, "sgd": 0}  # copies of what learns that an optimizer keeps
 
 
-@dataclass(frozen=True, slots=True)
-class Term:
-    """A part of a phase's memory, in bytes."""
-
-    name: str
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """What is held at once in one phase of a step."""
-
-    name: str
-    terms: Sequence[Term]
-
-    @property
-    def bytes(self) -> int:
-        """All of it."""
-        return sum(term.bytes for term in self.terms)
-
-
 @dataclass(frozen=True)
 class Terms:
     """A job's memory on one rank of a stage.
 
     shape: the transformers config of the whole model; whole, own: by role, its weights, and what slices have of them;
-    passes: those of a micro-batch; frozen: bytes of models that only score; cuts: micro-batches of a step
+    passes: those of a micro-batch; frozen: bytes of models that only score; cuts: micro-batches of a step; engine: the
+    one that samples beside the rank, if one does
     """
 
     spec: JobSpec
@@ -63,12 +45,20 @@ class Terms:
     passes: Mapping[str, Passes]
     frozen: Sequence[Term]
     cuts: int
+    engine: Engine | None
 
     def phases(self) -> list[Phase]:
         """All phases that the job has, without terms of no bytes."""
         held = [*self._held(), *self.frozen]
-        found = [Phase("update", [*held, *self._passing()]), Phase("optimizer", [*held, *self._stepping()])]
-        if self.spec.algorithm.samples:
+        engine = self.engine.terms() if self.engine else []
+        always = [] if asleep(self.spec) else engine
+        found = [
+            Phase("update", [*held, *self._passing(), *always]),
+            Phase("optimizer", [*held, *self._stepping(), *always]),
+        ]
+        if self.engine:
+            found.append(Phase("sampling", [*held, *engine]))
+        elif self.spec.sampler.name == "torch" and not self.spec.launch.samplers:
             found.append(Phase("sampling", [*held, *self._sampling()]))
         return [Phase(phase.name, [term for term in phase.terms if term.bytes]) for phase in found]
 
@@ -82,11 +72,16 @@ class Terms:
             Term("pieces, their gradients and optimizer state", pieces if self.spread.offloaded else 0),
             Term("layers' inputs", inputs if self.spec.model.activation_offloading else 0),
             Term("a copy of what a checkpoint is written from", states if self.spec.checkpoint.asynchronous else 0),
+            Term("the weights of an engine that sleeps", self._asleep()),
         ]
         return [term for term in found if term.bytes]
 
     def _parts(self) -> dict[str, Part]:
         return {role: self.spread.held(one, self.stage) for role, one in self.own.items()}
+
+    def _asleep(self) -> int:
+        """What of an engine waits here while the rank trains."""
+        return self.engine.weights if self.engine and asleep(self.spec) == 1 else 0
 
     def _learnt(self) -> int:
         return sum(part.trained_bytes for part in self._parts().values())
@@ -98,7 +93,8 @@ class Terms:
     def _held(self) -> list[Term]:
         """What a rank holds from the first step to the last."""
         ahead = self.spec.algorithm.steps_ahead()
-        copies = (ahead + 1) * next(iter(self.own.values())).all.trained_bytes if ahead else 0
+        here = ahead and self.spec.sampler.name == "torch" and not self.spec.launch.samplers
+        copies = (ahead + 1) * next(iter(self.own.values())).all.trained_bytes if here else 0
         versions = Term("versions for sampling ahead", copies)
         if self.spread.offloaded:
             return [versions]
@@ -163,18 +159,10 @@ class Terms:
 
     def _sampling(self) -> list[Term]:
         """What drawing rollouts takes by the model itself, whose parts are gathered for it; each rank draws a share."""
-        spec, inner = self.spec, self.shape.get_text_config()
-        answers = ceil(spec.algorithm.batch_size * getattr(spec.algorithm, "group_size", 1) / self.spread.mesh.world)
-        rows = min(answers, getattr(spec.sampler, "batch_size", answers))
-        size = size_of(computing(spec))
-        per_token = 2 * inner.num_hidden_layers * inner.num_key_value_heads * head_size(inner) * size
         role, whole = next(iter(self.whole.items()))
         here = 0 if self.spread.offloaded else self._parts()[role].bytes
-        return [
-            Term("keys and values", rows * longest(spec) * per_token),
-            Term("logits", rows * inner.vocab_size * (size + 4)),
-            Term("weights gathered from other ranks", max(0, whole.all.bytes - here)),
-        ]
+        gathered = Term("weights gathered from other ranks", max(0, whole.all.bytes - here))
+        return [*by_the_model(self.spec, self.shape, self.spec.launch.world), gathered]
 
 
 def frozen_of(spec: JobSpec, shape: Any, spread: Spread, number: int) -> tuple[list[Term], list[str]]:
@@ -192,6 +180,8 @@ def frozen_of(spec: JobSpec, shape: Any, spread: Spread, number: int) -> tuple[l
             terms.append(Term(role, _scoring(weights(spec, "lm", shape, trains=False), spread, number).frozen_bytes))
     if spec.reward.name == "model":
         left_out.append("the reward model")
+    if spec.sampler.name == "vllm_server":
+        left_out.append("the server that samples")
     return terms, left_out
 
 

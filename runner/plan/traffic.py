@@ -168,7 +168,7 @@ def flops_per_token(spec: JobSpec, shape: Any, models: Mapping[str, Weights]) ->
     products, attending = _recomputed(spec)
     total = 0.0
     for model in models.values():
-        used = _multiplying(inner, model)
+        used = multiplying(inner, model)
         backward = 2 if model.all.trained > model.all.frozen else 1
         total += 2 * used * (1 + backward + products) + attention * (3 + attending)
     return total
@@ -182,7 +182,7 @@ def _recomputed(spec: JobSpec) -> tuple[float, float]:
     return (1 / int(way), 1 / int(way)) if way else (0.0, 0.0)  # true is 1: every layer
 
 
-def _multiplying(inner: Any, model: Weights) -> float:
+def multiplying(inner: Any, model: Weights) -> float:
     """Weights that a token is multiplied with: no embedding that is only looked up, and of experts those it takes."""
     looked_up = 0 if inner.tie_word_embeddings else inner.vocab_size * inner.hidden_size
     experts = getattr(inner, "num_experts", 0) or 0

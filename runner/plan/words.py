@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import product
 from typing import Any
 
@@ -11,19 +12,25 @@ from runner.plan.advice import Advice
 from runner.plan.cards import GIB, Card
 from runner.plan.drawing import drawn
 from runner.plan.estimate import FRAGMENTATION, Band, Estimate
-from runner.plan.terms import Phase
+from runner.plan.sampling import Engine
+from runner.plan.term import Phase
 from runner.spec.job import JobSpec
 
 FORMAT = 1  # of the JSON; grows when a field changes its meaning or goes
+FITS = {"fits": "it fits", "may fit": "it may fit", "does not fit": "it does not fit"}
 
 
-def lines(spec: JobSpec, plan: Estimate, card: Card | None, band: Band | None, advice: Advice | None) -> Iterator[str]:
+def lines(spec: JobSpec, plan: Estimate, card: Card | None, advice: Advice | None) -> Iterator[str]:
     """The whole plan."""
-    on = f"{spec.launch.world} × {card.name} ({_gib(card.memory)} GiB)" if card else f"{spec.launch.world} × CPU"
+    many = f"{spec.launch.world} + {spec.launch.samplers}" if spec.launch.samplers else f"{spec.launch.world}"
+    on = f"{many} × {card.name} ({_gib(card.memory)} GiB)" if card else f"{many} × CPU"
     yield f"plan     {spec.name}: {_models(spec, plan)}, on {on}; shape from {plan.found}"
-    yield from drawn(plan.mesh, spec.launch.devices)
+    yield from drawn(plan.mesh, None if spec.launch.name == "ray" else spec.launch.devices, plan.samplers)
     yield ""
     yield from table(plan.phases)
+    if plan.samplers:
+        yield ""
+        yield from table([Phase("always", plan.samplers.terms)], "one that only samples, GiB")
     yield ""
     peak = plan.peak
     most = max(peak.terms, key=lambda term: term.bytes)
@@ -31,15 +38,35 @@ def lines(spec: JobSpec, plan: Estimate, card: Card | None, band: Band | None, a
     yield f"peak     {peak.name}: {_gib(peak.bytes)} GiB of tensors, of which {most.name} {share:.0f} %"
     if plan.mesh.pp > 1:
         yield f"         of {_stage(plan)}, which holds most"
-    if card and band:
-        yield from _verdict(card, band, advice)
+    if plan.engine:
+        yield f"engine   {_room(plan.engine)}"
+    if card:
+        yield from _verdict(plan, card, advice)
     yield from _work(plan, card)
+    yield from _sampling(spec, plan, card)
+    yield from _elsewhere(plan)
+
+
+def _elsewhere(plan: Estimate) -> Iterator[str]:
+    """What is in the memory of hosts, and what is not in the plan."""
     for term in plan.host:
         yield f"host     {_gib(term.bytes)} GiB of the host's memory for each rank: {term.name}"
+    for term in plan.shelf:
+        yield f"shelf    {_gib(term.bytes)} GiB of /dev/shm on rank 0's machine: {term.name}"
     if plan.mesh.ep > 1:
         yield "note     experts are taken to be chosen evenly; where they are not, some ranks compute and hold more"
     for part in plan.left_out:
         yield f"note     not counted: {part}"
+
+
+def _room(engine: Engine) -> str:
+    """What the engine's keys and values have room for."""
+    said = f"{_gib(engine.pool)} GiB for keys and values, room for {engine.rows} rows of {engine.tokens} tokens"
+    if engine.rows == 0:
+        return f"{said}: not one; a larger sampler.memory, or more devices for it (sampler.tp)"
+    if engine.rows < engine.wanted:
+        return f"{said}; {engine.wanted} are wanted at once, the others wait for their turn"
+    return f"{said}; {engine.wanted} are wanted at once"
 
 
 def _models(spec: JobSpec, plan: Estimate) -> str:
@@ -51,24 +78,25 @@ def _models(spec: JobSpec, plan: Estimate) -> str:
     return f"{name}, {adapter} ({numbers}{roles})"
 
 
-def table(phases: Sequence[Phase]) -> Iterator[str]:
-    """GiB of one rank: a row for each term, a column for each phase of a step."""
+def table(phases: Sequence[Phase], of: str = "one rank, GiB") -> Iterator[str]:
+    """GiB of one device: a row for each term, a column for each phase of a step."""
     names = list(dict.fromkeys(term.name for phase in phases for term in phase.terms))
-    width = max(map(len, [*names, "one rank, GiB"])) + 2
-    yield "one rank, GiB".ljust(width) + "".join(phase.name.rjust(11) for phase in phases)
+    width = max(map(len, [*names, of])) + 2
+    yield of.ljust(width) + "".join(phase.name.rjust(11) for phase in phases)
     for name in names:
         found = [next((term.bytes for term in phase.terms if term.name == name), None) for phase in phases]
         yield name.ljust(width) + "".join(("" if b is None else _gib(b)).rjust(11) for b in found)
     yield "all tensors".ljust(width) + "".join(_gib(phase.bytes).rjust(11) for phase in phases)
 
 
-def _verdict(card: Card, band: Band, advice: Advice | None) -> Iterator[str]:
-    between = f"{_gib(band.low)} to {_gib(band.high)} GiB of {_gib(card.memory)}"
-    said = verdict(card, band)
-    words = {"fits": "it fits", "may fit": "it may fit", "does not fit": "it does not fit"}[said]
+def _verdict(plan: Estimate, card: Card, advice: Advice | None) -> Iterator[str]:
     why = f"with runtime, communication buffers and up to {100 * (FRAGMENTATION - 1):.0f} % lost to fragmentation"
-    yield f"card     {between}, {why}: {words}"
-    if advice is None or said == "fits":
+    own = plan.band_of_samplers(card)
+    said = FITS[verdict(plan, card)]
+    yield f"card     {_band(plan.band(card), card)}, {why}{'' if own else f': {said}'}"
+    if own:
+        yield f"         {_band(own, card)} of each that only samples: {said}"
+    if advice is None:
         return
     for change in advice.changes:
         yield f"change   {change.word}   {change.cost}"
@@ -81,9 +109,17 @@ def _verdict(card: Card, band: Band, advice: Advice | None) -> Iterator[str]:
         yield f"         then {after}: still too much; take more devices with parallelism=fsdp, or a smaller model"
 
 
-def verdict(card: Card, band: Band) -> str:
+def _band(band: Band, card: Card) -> str:
+    high = f" to {_gib(band.high)}" if band.high > band.low else ""
+    return f"{_gib(band.low)}{high} GiB of {_gib(card.memory)}"
+
+
+def verdict(plan: Estimate, card: Card) -> str:
     """fits, may fit, or does not fit."""
-    return "fits" if band.high <= card.memory else "may fit" if band.low <= card.memory else "does not fit"
+    if plan.fits(card):
+        return "fits"
+    starved = plan.engine is not None and plan.engine.rows == 0
+    return "does not fit" if starved or plan.fullest(card).low > card.memory else "may fit"
 
 
 def _stage(plan: Estimate) -> str:
@@ -109,15 +145,24 @@ def _work(plan: Estimate, card: Card | None) -> Iterator[str]:
         yield f"traffic  {_gib(work.sent)} GiB sent by each rank in a step{_split(work.sending)}"
 
 
+def _sampling(spec: JobSpec, plan: Estimate, card: Card | None) -> Iterator[str]:
+    """The least that sampling takes, and whether it is added to the update or hidden by it."""
+    if plan.sampling_s is None or card is None:
+        return
+    hidden = spec.algorithm.steps_ahead() and spec.launch.samplers
+    when = "beside the update, by algorithm.lag" if hidden else "before the update"
+    bound = f"at least {plan.sampling_s:.2g} s if every answer is of the greatest length, {when}"
+    yield f"sampling {bound}; no card reaches it"
+
+
 def _split(sending: Mapping[str, int]) -> str:
     """What the bytes are for, where there is more than one thing."""
     return f": {', '.join(f'{_gib(sent)} {name}' for name, sent in sending.items())}" if len(sending) > 1 else ""
 
 
-def as_json(
-    spec: JobSpec, plan: Estimate, card: Card | None, band: Band | None, advice: Advice | None
-) -> dict[str, Any]:
+def as_json(spec: JobSpec, plan: Estimate, card: Card | None, advice: Advice | None) -> dict[str, Any]:
     """The plan for programs: bytes, operations, and the words to be typed."""
+    band, own = (plan.band(card), plan.band_of_samplers(card)) if card else (None, None)
     return {
         "format": FORMAT,
         "name": spec.name,
@@ -128,14 +173,26 @@ def as_json(
         "models": {role: {"trained": one.all.trained, "frozen": one.all.frozen} for role, one in plan.models.items()},
         "phases": {phase.name: {term.name: term.bytes for term in phase.terms} for phase in plan.phases},
         "peak_bytes": plan.peak.bytes,
+        "samplers": _samplers(plan),
+        "engine": None if plan.engine is None else asdict(plan.engine),
         "host": {term.name: term.bytes for term in plan.host},
+        "shelf": {term.name: term.bytes for term in plan.shelf},
         "card": None if card is None else card.name,
         "band_bytes": None if band is None else [band.low, band.high],
-        "verdict": None if card is None or band is None else verdict(card, band),
+        "band_of_samplers_bytes": None if own is None else [own.low, own.high],
+        "verdict": None if card is None else verdict(plan, card),
         "changes": [] if advice is None else [change.word for change in advice.changes],
         "step": _step(plan),
         "left_out": list(plan.left_out),
     }
+
+
+def _samplers(plan: Estimate) -> Mapping[str, Any] | None:
+    """The devices that only sample."""
+    if (found := plan.samplers) is None:
+        return None
+    terms = {term.name: term.bytes for term in found.terms}
+    return {"devices": found.devices, "processes": found.count, "terms": terms}
 
 
 def _places(mesh: Mesh) -> list[dict[str, int]]:
@@ -146,7 +203,7 @@ def _places(mesh: Mesh) -> list[dict[str, int]]:
 def _step(plan: Estimate) -> Mapping[str, Any]:
     work = plan.work
     found = {"tokens": work.tokens, "flops": work.flops, "micro_batches": work.micro_batches, "sent_bytes": work.sent}
-    return found | {"sending": dict(work.sending), "bubble": work.bubble}
+    return found | {"sending": dict(work.sending), "bubble": work.bubble, "sampling_s": plan.sampling_s}
 
 
 def _gib(num_bytes: int) -> str:

@@ -30,6 +30,7 @@ from runner.protocols.parallel import Stage as Stage
 from runner.protocols.running import Callback as Callback
 from runner.protocols.running import StepEnd as StepEnd
 from runner.protocols.running import Tracker as Tracker
+from runner.protocols.sampling import Bounds as Bounds
 from runner.protocols.sampling import Completion as Completion
 from runner.protocols.sampling import Environment as Environment
 from runner.protocols.sampling import Environments as Environments

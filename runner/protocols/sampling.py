@@ -44,6 +44,19 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a model's answers are bounded by.
+
+    ends: every id that ends one; vocabulary: ids are below it; longest: most tokens of prompt and answer together, and
+    why; None = no limit
+    """
+
+    ends: frozenset[int]
+    vocabulary: int
+    longest: tuple[int, str] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Written:
     """A greedy answer: the new tokens up to but excluding the end of sequence, and why it ended: "stop" or "length"."""
 
@@ -70,6 +83,15 @@ class Sampler(Protocol):
     def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None: ...  # None: shares the trainer's own
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]: ...  # in the order of the requests
+
+    # By each engine that it has, of each row, the log-probability at temperature 1 of all ids but the first
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]: ...
+
+    def measured(self) -> dict[str, float]: ...  # since it was last asked, for the step's numbers
+
+    def release(self) -> None: ...  # what it can do without until it is next asked for something
+
+    def close(self) -> None: ...  # what it has started ends
 
 
 @dataclass(frozen=True, slots=True)

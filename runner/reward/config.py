@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_serializer
 
 from runner.errors import EnvironmentProblem, Problem, SpecError
 from runner.reward.base import RewardConfig as RewardConfig
 from runner.reward.parts import decoded, dumped, members, record, renamed, with_own_keys
-from runner.spec.base import absolute_if_local
+from runner.spec.base import absolute_if_local, address_problem
 
 # YAML and command lines have lists only; what a part may hold is decided by the component that it names.
 Parts = Annotated[tuple[dict[str, Any], ...], Field(strict=False, min_length=1)]
@@ -206,11 +205,8 @@ class HttpConfig(FallibleConfig):
     backoff_s: float = Field(default=0.5, gt=0, description="Seconds before the first further try; each wait doubles.")
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        if not _is_address(self.url):
-            return [("reward.url", f"expected http://HOST/PATH or https://HOST/PATH, got '{self.url}'")]
-        if "@" in urlsplit(self.url).netloc:
-            return [("reward.url", "an address with a password would be written into the run folder; leave it out")]
-        return []
+        wrong = address_problem(self.url, "/PATH")
+        return [] if wrong is None else [("reward.url", wrong)]
 
 
 class ModelRewardConfig(FallibleConfig):
@@ -271,15 +267,6 @@ class SumConfig(RewardConfig):
                 found += error.problems
         if found:
             raise SpecError(found)
-
-
-def _is_address(url: str) -> bool:
-    try:
-        found = urlsplit(url)
-        plain = url.isascii() and not any(char.isspace() for char in url)
-        return plain and found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
-    except ValueError:  # a port that is no number, half a bracket
-        return False
 
 
 def _pattern_problems(field: str, pattern: str | None, groups: int | None = None) -> list[tuple[str, str]]:

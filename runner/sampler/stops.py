@@ -22,6 +22,13 @@ class Stops:
             return "stop"
         return "length" if len(ids) >= limit else None
 
+    def end(self, ids: Sequence[int], limit: int) -> tuple[int, str] | None:
+        """How many of the ids that another drew the answer has, and why it ends there; None if it goes on."""
+        for size in range(1, len(ids) + 1):
+            if reason := self.finish(ids[:size], limit):
+                return size, reason
+        return None
+
     def _in_text(self, ids: Sequence[int]) -> bool:
         if not self._strings:
             return False

@@ -17,8 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from runner.errors import DataError, Problem, SpecError, TrainingDiverged
+from runner.batch import Batch, pack
+from runner.errors import TrainingDiverged
 from runner.protocols import Decide, Request, Rollout
+from runner.sampler.bounds import check_ids, room
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.draw import Rule, draw, uniforms
 from runner.sampler.stops import Stops
@@ -40,8 +42,13 @@ class Writable(Protocol):
     """What this sampler needs of a model."""
 
     tokenizer: Any
+    device: torch.device
 
     def writer(self, *, decide: Decide) -> Writes: ...
+
+    def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]: ...
+
+    def eval(self) -> None: ...
 
     def trainable(self) -> dict[str, nn.Parameter]: ...
 
@@ -71,7 +78,7 @@ class TorchSampler:
         """Raises SpecError for ids outside the vocabulary, and for a model that cannot be sampled from."""
         self._model = model
         self._writer = model.writer(decide=decide)
-        _check_ids(config, self._writer.vocabulary)
+        check_ids(config, self._writer.vocabulary)
         self._rule = Rule(config.temperature, config.top_k, config.top_p, config.min_p)
         self._stops = Stops(model.tokenizer, self._writer.ends | set(config.stop_tokens), config.stop)
         self._rows, self.max_new_tokens = config.batch_size, config.max_new_tokens
@@ -102,21 +109,31 @@ class TorchSampler:
         The end token is part of the ids, a stop string's ids stay. Raises ValueError for an empty prompt, DataError
         for one that leaves no room for its answer, TrainingDiverged if logits are not finite.
         """
-        answers = [Answer(uniforms(r.seed), self._limit(r), raw_logprobs=[] if r.raw else None) for r in requests]
+        limits = [room(request, self.max_new_tokens, self._writer.longest) for request in requests]
+        answers = [
+            Answer(uniforms(r.seed), limit, raw_logprobs=[] if r.raw else None)
+            for r, limit in zip(requests, limits, strict=True)
+        ]
         self._writer.write([r.prompt for r in requests], partial(self._choose, answers), self._rows)
         return [answer.rollout(self._version) for answer in answers]
 
-    def _limit(self, request: Request) -> int:
-        limit, prompt = min(request.max_new_tokens, self.max_new_tokens), len(request.prompt)
-        if limit < 1:
-            raise ValueError(f"max_new_tokens={request.max_new_tokens}; an answer needs at least one token")
-        if self._writer.longest is not None and prompt + limit > self._writer.longest[0]:
-            most, reason = self._writer.longest
-            raise DataError(
-                f"a prompt of {prompt} tokens and {limit} new ones are more than {most}: {reason}; "
-                "lower sampler.max_new_tokens or data.max_length"
-            )
-        return limit
+    @torch.no_grad()
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """See `Sampler`; there is one engine. A model that is also trained is left in evaluation mode."""
+        self._model.eval()
+        batch = pack(rows, [[1.0] * len(row) for row in rows]).to(self._model.device)
+        found = self._model.outputs(batch, frozenset({"logprobs"}))["logprobs"].split([len(row) for row in rows])
+        return [[row[1:].tolist() for row in found]]
+
+    def measured(self) -> dict[str, float]:
+        """Nothing that the step's own numbers do not say."""
+        return {}
+
+    def release(self) -> None:
+        """The cache of keys and values lives no longer than a call."""
+
+    def close(self) -> None:
+        """It has started nothing."""
 
     def _choose(self, answers: Sequence[Answer], logits: Tensor, rows: Sequence[int]) -> list[int | None]:
         """Draw the next id of the answers with these indices from logits [n, V]; None for those that it ends."""
@@ -134,18 +151,6 @@ class TorchSampler:
                 answer.raw_logprobs.append(raw_logprob)
             answer.finish = self._stops.finish(answer.ids, answer.limit)
         return [None if answer.finish else answer.ids[-1] for answer in asked]
-
-
-def _check_ids(config: TorchSamplerConfig, vocabulary: int) -> None:
-    found = [
-        Problem("sampler.stop_tokens", f"the model has the ids 0 to {vocabulary - 1}, and no {token}")
-        for token in config.stop_tokens
-        if token >= vocabulary
-    ]
-    if config.top_k is not None and config.top_k > vocabulary:
-        found.append(Problem("sampler.top_k", f"the model has {vocabulary} ids, not {config.top_k}; leave it out"))
-    if found:
-        raise SpecError(found)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -53,6 +54,21 @@ class ComponentConfig(Config):
 def absolute_if_local(path: str) -> str:
     """A path that exists here as an absolute one without links (`outputs/latest` moves); a hub id stays as it is."""
     return os.path.realpath(path) if os.path.exists(path) else path
+
+
+def address_problem(url: str, path: str = "") -> str | None:
+    """What is wrong with a web address that is to end in something like `path`; None = nothing."""
+    try:
+        found = urlsplit(url)
+        plain = url.isascii() and not any(char.isspace() for char in url)
+        right = plain and found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
+    except ValueError:  # a port that is no number, half a bracket
+        right = False
+    if not right:
+        return f"expected http://HOST{path} or https://HOST{path}, got '{url}'"
+    if "@" in found.netloc:
+        return "an address with a password would be written into the run folder; leave it out"
+    return None
 
 
 # YAML and command lines have lists only; a tuple field accepts one.

@@ -121,14 +121,14 @@ _NO_4_BITS = (
 )
 _NO_LIGER = "on an NPU device.fused has CANN's operators in Liger's places; the LM head is chunked on every device"
 _NO_FP8 = "no 8 bits here, and an Ascend A2 or A3 has no FP8; model.dtype and model.autocast know float32 and bfloat16"
-_NO_ENGINE = "answers are written by sampler=torch; no engine in a process of its own is called, on any device"
+_NO_ENGINE = "the engine that answers are written by is vLLM: sampler=vllm, or sampler=torch without one"
 ABSENT = {  # what others have and this does not: why, and what to take instead
     **dict.fromkeys(
         ("qlora", "load_in_4bit", "load_in_8bit", "quantization", "quantization_config", "bnb"), _NO_4_BITS
     ),
     **dict.fromkeys(("liger", "use_liger", "use_liger_kernel", "liger_kernel"), _NO_LIGER),
     **dict.fromkeys(("fp8", "float8", "float8_e4m3fn", "float8_e5m2", "e4m3", "hifloat8"), _NO_FP8),
-    **dict.fromkeys(("sglang", "vllm"), _NO_ENGINE),
+    "sglang": _NO_ENGINE,
 }
 NAMES = {
     "device": {"gpu": "cuda", "nvidia": "cuda", "ascend": "npu", "huawei": "npu"},

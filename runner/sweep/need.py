@@ -36,7 +36,7 @@ def need_of(spec: Any, cards: Cards) -> Need:
 
     Raises SpecError for device=auto if none is known, and for a job on several machines.
     """
-    if (nodes := spec.launch.nodes) > 1:
+    if (nodes := spec.launch.machines) > 1:
         text = f"is {nodes}, and a job of a sweep has one machine; leave it out"
         raise SpecError([Problem("launch.nodes", text)])
     kind = spec.device.name
@@ -45,6 +45,7 @@ def need_of(spec: Any, cards: Cards) -> Need:
             text = "auto is not known before a job runs there; name the device: cpu, cuda or npu"
             raise SpecError([Problem("device", text)])
         kind = next((k for k in ORDER if k in cards), "cpu")
+    processes = spec.launch.devices + spec.launch.samplers
     if kind in VARIABLES:
-        return Need(kind, spec.launch.devices)
-    return Need("core", getattr(spec.device, "threads", 1) * spec.launch.devices)
+        return Need(kind, processes)
+    return Need("core", getattr(spec.device, "threads", 1) * processes)

@@ -2,8 +2,7 @@
 
     stdin   {"do": "start", "token", "name", "resources", "minder", "order"} | {"do": "find", "token", "name"}
             {"do": "signal", "token", "number"}                              end of file: the sweep has ended
-    stdout  {"is": "ready", "nodes": [{"CPU": 2.0, "NPU": 4.0}, …]} | {"is": "refused", "why"}
-            {"is": "found", "token"}
+    stdout  {"is": "found", "token"}
             {"is": "gone", "token", "why"}          its actor has ended, or is not there; the note tells the job's end
 
 Each job is a detached actor with the job's resources, which starts the minder (runner.sweep.minder) and leaves when
@@ -13,26 +12,21 @@ have had the time to save. Placement is Ray's.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import selectors
-import shutil
 import signal
 import sys
-import tempfile
 import time
-from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-NAMESPACE = "posttrain-run"
-PR_SET_CHILD_SUBREAPER = 36
+from runner.ray.cluster import NAMESPACE, opened
+from runner.ray.desk import Desk
+
 PING_S = 1.0
 TICK_S = 0.1
-OBJECT_STORE_BYTES = 100 << 20  # nothing is kept in it; Ray would take a third of the memory
 
 
 class Attendant:
@@ -81,17 +75,12 @@ class Attendant:
 class Driver:
     """The jobs that this driver has started or found, and what the sweep wants of them."""
 
-    def __init__(self, output: int) -> None:
-        self._output = output
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
         self._actors: dict[str, Any] = {}
         self._looks: dict[Any, str] = {}  # outstanding calls → token
         self._due: dict[str, float] = {}
         self._said: dict[str, str] = {}
-
-    def tell(self, **event: Any) -> None:
-        """One line for the sweep; nobody may read it any more."""
-        with suppress(BrokenPipeError):
-            os.write(self._output, json.dumps(event).encode() + b"\n")
 
     def do(self, what: dict[str, Any]) -> None:
         """Do what the sweep asks."""
@@ -102,9 +91,9 @@ class Driver:
         elif what["do"] == "find":
             try:
                 self._add(token, ray.get_actor(what["name"], NAMESPACE))
-                self.tell(**{"is": "found", "token": token})
+                self._desk.tell(**{"is": "found", "token": token})
             except ValueError:
-                self.tell(**{"is": "gone", "token": token, "why": ""})
+                self._desk.tell(**{"is": "gone", "token": token, "why": ""})
         elif (actor := self._actors.get(token)) is not None:
             if token in self._said:  # it has begun
                 actor.signal.remote(what["number"])
@@ -125,7 +114,7 @@ class Driver:
                 self._due[token] = time.monotonic() + PING_S
             except RayError as error:
                 why = self._said.get(token) or (str(error) if token not in self._said else "")
-                self.tell(**{"is": "gone", "token": token, "why": why})
+                self._desk.tell(**{"is": "gone", "token": token, "why": why})
                 del self._actors[token]
         for token, due in list(self._due.items()):
             if time.monotonic() > due and token in self._actors:
@@ -134,16 +123,9 @@ class Driver:
 
     def serve(self) -> None:
         """Until the sweep has ended."""
-        os.set_blocking(0, False)
-        waiting, rest = selectors.DefaultSelector(), b""
-        waiting.register(0, selectors.EVENT_READ)
-        while True:
-            for _ in waiting.select(TICK_S):
-                if not (chunk := os.read(0, 1 << 16)):
-                    return
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    self.do(json.loads(line))
+        while (requests := self._desk.requests(TICK_S)) is not None:
+            for request in requests:
+                self.do(request)
             self.look()
 
     def end(self, grace_s: float) -> None:
@@ -157,55 +139,13 @@ class Driver:
 
 
 def main(asked: dict[str, Any]) -> None:
-    """Serve one sweep. `asked`: address (None: a cluster of our own, with `num_cpus`, …), grace_s."""
-    output = os.dup(1)
-    os.dup2(2, 1)  # whatever Ray prints is no event
-    driver, own = Driver(output), asked["address"] is None
-    folder = tempfile.mkdtemp(prefix="run-ray-", dir="/tmp") if own else ""  # short: sockets are in it
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what Ray starts stays below this process
-    try:
-        _connect(asked, folder)
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-        driver.tell(**{"is": "ready", "nodes": nodes})
+    """Serve one sweep. `asked`: what runner.ray.cluster is asked for, and grace_s."""
+    desk = Desk()
+    driver = Driver(desk)
+    with opened(asked, desk):
         driver.serve()
-        if own:
+        if asked["own"]:
             driver.end(asked["grace_s"])
-    except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
-        driver.tell(**{"is": "refused", "why": f"{type(error).__name__}: {error}"})
-        raise
-    finally:
-        ray.shutdown()
-        if own:
-            _end_all_below()
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _connect(asked: dict[str, Any], folder: str) -> None:
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": NAMESPACE}
-    if asked["address"] is not None:
-        ray.init(address=asked["address"], **quiet)
-        return
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        _node_ip_address="127.0.0.1",
-        _temp_dir=folder,
-        **asked["resources"],
-        **quiet,
-    )
-
-
-def _end_all_below() -> None:
-    """Kill what Ray has left behind: its agents outlive a raylet that was killed."""
-    from runner.tracker.processes import descendants, kill
-
-    while left := descendants(os.getpid()):
-        kill(left)
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        time.sleep(TICK_S)
 
 
 if __name__ == "__main__":

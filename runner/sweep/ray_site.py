@@ -5,7 +5,6 @@ Ray itself is in another process, runner.sweep.ray_driver; what became of a job 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import sys
@@ -15,14 +14,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
+from runner.carried import carried
 from runner.device.kinds import KINDS
 from runner.errors import EnvironmentProblem
+from runner.ray.link import need_ray
 from runner.sweep.config import SweepConfig
 from runner.sweep.need import ORDER, WORDS, Need
 from runner.sweep.order import Order
 from runner.sweep.outcome import Told
 from runner.sweep.ray_link import Link
-from runner.sweep.remote import Noted, carried
+from runner.sweep.remote import Noted
 from runner.sweep.site import Handle, Identity, Say
 from runner.sweep.slots import present
 
@@ -34,10 +35,8 @@ POLL_S = 0.1
 @contextmanager
 def opened(options: SweepConfig) -> Iterator[RaySite]:
     """The cluster at `sweep.address`, or one of this machine's own. Raises EnvironmentProblem where there is none."""
-    if importlib.util.find_spec("ray") is None:
-        raise EnvironmentProblem("sweep.on=ray needs the package ray: pip install 'posttrain-run[ray]'")
-    asked = {"address": options.address, "grace_s": options.grace_s, "resources": _of_this_machine()}
-    with Link(asked) as link:
+    need_ray("sweep.on=ray")
+    with Link({"address": options.address, "resources": _of_this_machine()}, options.grace_s) as link:
         yield RaySite(link, options.address, options.parallel)
 
 

@@ -1,9 +1,8 @@
-"""What sites share whose jobs run elsewhere: what those get of our environment, and how their notes are followed."""
+"""What sites share whose jobs run elsewhere: how their notes are followed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from runner.sweep import note as notes
@@ -12,19 +11,6 @@ from runner.sweep.outcome import Told
 from runner.sweep.site import Identity
 
 LOOK_S = 0.2  # between two looks at a note
-# What a job on another machine needs to know of this one; all else is that machine's own. `_` at the end: all that
-# begin so. Those that may hold a secret are handed over in memory only.
-CARRIED = (
-    "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "WANDB_", "RUNNER_CACHE", "RUNNER_FAILPOINT", "PYTHONPATH", "NO_COLOR",
-    "OMP_NUM_THREADS", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
-    "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE",
-)  # fmt: skip
-
-
-def carried(environment: Mapping[str, str]) -> dict[str, str]:
-    """What of an environment goes with a job to where it runs."""
-    prefixes = tuple(name for name in CARRIED if name.endswith("_"))
-    return {name: value for name, value in environment.items() if name in CARRIED or name.startswith(prefixes)}
 
 
 class Noted:

@@ -10,16 +10,17 @@ SIGUSR2   Slurm's time limit is near: save and end, and back into the queue to g
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from runner.device.kinds import KINDS, NPU
+from runner.errors import EnvironmentProblem
 from runner.folder import RunFolder
+from runner.slurm.cards import handed_out
+from runner.slurm.commands import came_further, told
 from runner.sweep.minder import Minder, Signals, begun
 from runner.sweep.note import now
 from runner.sweep.order import Order
@@ -27,7 +28,6 @@ from runner.sweep.outcome import ENDED_BY_US, Told
 from runner.sweep.slurm_batch import Batch
 
 SAVE, LIMIT, ENDED = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
-CARDS = re.compile(r"GRES=.*?\b{name}(?::\w+)?:\d+\(IDX:([\d,-]+)\)")
 
 
 def main(path: str) -> int:
@@ -55,12 +55,13 @@ def passed_on(all_signalled: bool) -> Mapping[int, int]:
 
 def requeue(order: Order, began: float) -> Told | None:
     """Put this job back into Slurm's queue, if it came further since it began; why not, else."""
-    metrics = RunFolder(Path(order.run)).metrics
-    if not metrics.is_file() or metrics.stat().st_mtime < began:
+    if not came_further(RunFolder(Path(order.run)), began):
         return Told("no step was made within the time limit of Slurm", "timeout")
-    command = ["scontrol", "requeue", os.environ["SLURM_JOB_ID"]]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return None if done.returncode == 0 else Told(f"the time limit of Slurm; {done.stderr.strip()}", "interrupted")
+    try:
+        told("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+    except EnvironmentProblem as error:
+        return Told(f"the time limit of Slurm; {error}", "interrupted")
+    return None
 
 
 def cards(batch: Batch) -> dict[str, str]:
@@ -71,7 +72,7 @@ def cards(batch: Batch) -> dict[str, str]:
     kind = KINDS.get(batch.kind)
     if kind is None or kind.visible is None or (kind.visible in os.environ and kind is not NPU):
         return {}
-    numbers = handed_out(batch.gres)
+    numbers = handed_out(os.environ["SLURM_JOB_ID"], batch.gres)
     if not numbers:
         seen = os.environ.get(kind.visible, "all of them")
         text = (
@@ -80,23 +81,6 @@ def cards(batch: Batch) -> dict[str, str]:
         print(text, flush=True)
         return {}
     return {kind.visible: ",".join(map(str, numbers))}
-
-
-def handed_out(gres: str) -> list[int]:
-    """The numbers of the cards that Slurm has given this job on this node; empty where it does not number them."""
-    command = ["scontrol", "show", "job", "--details", os.environ["SLURM_JOB_ID"]]
-    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return numbered(said, gres.partition(":")[0])
-
-
-def numbered(said: str, name: str) -> list[int]:
-    """`… GRES=npu:910b:3(IDX:0-1,5)` → [0, 1, 5]."""
-    found = re.search(CARDS.pattern.format(name=re.escape(name)), said)
-    numbers: list[int] = []
-    for piece in found[1].split(",") if found else ():
-        low, _, high = piece.partition("-")
-        numbers += range(int(low), int(high or low) + 1)
-    return numbers
 
 
 def devices_of(batch: Batch, shown: dict[str, str]) -> tuple[str, ...]:

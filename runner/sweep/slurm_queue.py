@@ -1,26 +1,15 @@
-"""What Slurm says and is told: squeue, scancel, scontrol, and its own words where it refuses."""
+"""What Slurm says of the jobs of a sweep, and is told of them: squeue, scancel."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from runner.errors import EnvironmentProblem
+from runner.slurm.commands import OVER, told
 
-# What a job does not come back from. PREEMPTED is such a state only where preempted jobs are not requeued.
-OVER = frozenset({
-    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
-    "TIMEOUT",
-})  # fmt: skip
-# Why a job waits that will start by itself; all other reasons are worth a line.
-USUAL = frozenset({
-    "None", "Priority", "Resources", "JobArrayTaskLimit", "Dependency", "BeginTime", "Prolog", "Cleaning",
-})  # fmt: skip
 GONE = ("Invalid job id specified", "already completing or completed")  # what scancel says of a job that has ended
 FORMAT = "%F|%K|%T|%k|%r"
-TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,30 +62,3 @@ def scancel(*words: str) -> None:
     except EnvironmentProblem as error:
         if not all(any(gone in said for gone in GONE) for said in str(error).split("; ")):
             raise
-
-
-def signals_all() -> bool:
-    """Whether Slurm signals all processes of a job here, not only the one that it has started."""
-    lines = [line.partition("=") for line in told("scontrol", "show", "config").splitlines()]
-    return {name.strip(): value.strip() for name, _, value in lines}.get("ProctrackType") == "proctrack/linuxproc"
-
-
-def told(*command: str, stdin: str = "") -> str:
-    """What a command of Slurm answers. Raises EnvironmentProblem with its own words where it refuses."""
-    if shutil.which(command[0]) is None:
-        text = f"sweep.on=slurm: {command[0]} is not here; start the sweep where jobs are submitted from (a login node)"
-        raise EnvironmentProblem(text)
-    options = {"capture_output": True, "text": True, "check": False, "timeout": TIMEOUT_S}
-    try:
-        done: subprocess.CompletedProcess[str] = subprocess.run(command, input=stdin, **options)  # type: ignore[call-overload]
-    except subprocess.TimeoutExpired as error:
-        raise EnvironmentProblem(f"{command[0]} does not answer within {TIMEOUT_S:g} s") from error
-    if done.returncode != 0:
-        raise EnvironmentProblem(words(command[0], done.stderr) or f"{command[0]}: exit code {done.returncode}")
-    return done.stdout
-
-
-def words(command: str, said: str) -> str:
-    """What Slurm complains of, in its own words, in one line."""
-    lines = [line.strip().removeprefix(f"{command}: ").removeprefix("error: ") for line in said.splitlines()]
-    return f"{command}: " + "; ".join(dict.fromkeys(filter(None, lines))) if any(lines) else ""

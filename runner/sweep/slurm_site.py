@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from runner.errors import EnvironmentProblem
+from runner.slurm.commands import USUAL, signals_all
 from runner.sweep import slurm_queue, slurm_submit
 from runner.sweep.config import SweepConfig
 from runner.sweep.need import Need
@@ -23,7 +24,7 @@ from runner.sweep.site import Handle, Identity, Say
 from runner.sweep.slurm_batch import FOLDER, Batch, keep_id, kept_id
 from runner.sweep.slurm_handle import SlurmJob
 from runner.sweep.slurm_job import SAVE
-from runner.sweep.slurm_queue import USUAL, Entry
+from runner.sweep.slurm_queue import Entry
 
 ASK_S = (0.3, 10.0)  # between two questions to Slurm, in the beginning and later
 SLOWING = 30.0  # the time between them is this part of the time since the beginning
@@ -32,7 +33,7 @@ SLOWING = 30.0  # the time between them is this part of the time since the begin
 @contextmanager
 def opened(options: SweepConfig) -> Iterator[Slurm]:
     """The cluster that `sbatch` submits to from here. Raises EnvironmentProblem where there is none."""
-    yield Slurm(options, slurm_queue.signals_all())
+    yield Slurm(options, signals_all())
 
 
 class Slurm:

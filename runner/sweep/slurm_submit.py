@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.errors import EnvironmentProblem
+from runner.slurm.commands import GRES, told, words
 from runner.sweep.config import SweepConfig
 from runner.sweep.need import Need
-from runner.sweep.slurm_queue import told, words
 
 if TYPE_CHECKING:
     from submitit import SlurmExecutor
 
-GRES = {"cuda": "gpu", "npu": "npu"}  # what Slurm usually calls them
 MINUTE_S = 60.0
 
 

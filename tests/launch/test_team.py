@@ -1,4 +1,4 @@
-"""The launcher over ranks without torch: they start, end, fail and hang together, and nothing is left of them."""
+"""The launcher over processes without torch: they start, end, fail and hang together, and nothing is left of them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from runner.cli.compose import compose_job
 from runner.errors import Interrupted, RunnerError
 from runner.folder import RunFolder
 from runner.launch import hang, member, team
+from runner.launch.starter import Local
 from runner.launch.team import Team
 from tests.launch.several import alive, gone
 
@@ -25,8 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def toys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Toy ranks, and a launcher that waits less for them."""
-    monkeypatch.setattr(member, "PROGRAM", ("-m", "tests.launch.toy_rank"))
+    """Toy ranks and samplers, and a launcher that waits less for them."""
+    monkeypatch.setitem(member.PROGRAMS, "rank", ("-m", "tests.launch.toy_rank"))
+    monkeypatch.setitem(member.PROGRAMS, "sampler", ("-m", "tests.launch.toy_sampler"))
     monkeypatch.setattr(team, "GRACE_S", 0.5)
     monkeypatch.setattr(team, "CAUSE_S", 0.4)
     monkeypatch.setattr(hang, "DUMP_S", 0.3)
@@ -38,7 +40,8 @@ def a_team(folder: Path, monkeypatch: pytest.MonkeyPatch, size: int = 3, timeout
     """A team of which `_1="kill"` asks rank 1 to kill itself."""
     monkeypatch.setenv("TOY", json.dumps({rank.removeprefix("_"): what for rank, what in asked.items()}))
     words = ["parallelism=ddp", f"launch.devices={size}", f"parallelism.timeout_s={timeout_s}"]
-    return Team(compose_job(["+recipe=sft_demo", *words]).spec, RunFolder(folder), 1)
+    spec = compose_job(["+recipe=sft_demo", *words]).spec
+    return Team(spec, RunFolder(folder), 1, Local(spec))
 
 
 def ended(folder: Path, one: Team) -> str:

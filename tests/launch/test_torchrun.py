@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from runner.errors import EnvironmentProblem
+from runner.cli.compose import compose_job
+from runner.errors import EnvironmentProblem, SpecError
 from runner.launch import torchrun
 from runner.place import Place, alone
 
@@ -48,3 +51,38 @@ def test_a_rank_is_who_has_all_of_the_variables(monkeypatch: pytest.MonkeyPatch,
 def test_what_a_rank_starts_is_none() -> None:
     own = {**MEETING, **Place(1, 2, 1, 2).variables(), "TORCHELASTIC_RUN_ID": "x"}
     assert alone({**own, "HOME": "here"}) == {"HOME": "here"}
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("sys.argv", ["run", "+recipe=sft_demo", "launch=torchrun", "launch.devices=4", "name=a b"])
+    yield
+
+
+def test_outside_the_command_to_type_is_said(typed: None) -> None:
+    spec = compose_job(["+recipe=sft_demo", "launch=torchrun", "launch.devices=4", "parallelism=ddp"]).spec
+    with pytest.raises(EnvironmentProblem) as refused:
+        torchrun.refuse_misfit(spec)
+    said = str(refused.value).splitlines()[1].strip()
+    assert said == (
+        "torchrun --standalone --nproc_per_node=4 -m runner +recipe=sft_demo launch=torchrun 'name=a b'"
+    )  # as it was typed, but for what torchrun says itself
+
+
+def test_outside_on_several_machines_too(typed: None) -> None:
+    words = ["+recipe=sft_demo", "launch=torchrun", "launch.devices=4", "launch.nodes=2", "parallelism=ddp"]
+    with pytest.raises(EnvironmentProblem, match=r"torchrun --nnodes=2 --node_rank=0 --master_addr=HOST .* 0 to 1"):
+        torchrun.refuse_misfit(compose_job(words).spec)
+
+
+def test_inside_it_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch, meeting: None) -> None:
+    place = Place(1, 2, 1, 2)
+    for name, value in place.variables().items():
+        monkeypatch.setenv(name, value)
+    words = ["+recipe=sft_demo", "parallelism=ddp", *torchrun.layout(place, [])]
+    for launch in ("torchrun", "local"):
+        torchrun.refuse_misfit(compose_job([*words, f"launch={launch}"]).spec)
+    with pytest.raises(EnvironmentProblem, match="launch=slurm: torchrun has started"):
+        torchrun.refuse_misfit(compose_job([*words, "launch=slurm"]).spec)
+    with pytest.raises(SpecError, match=r"launch\.samplers: torchrun starts ranks alone"):
+        compose_job(["+recipe=grpo_demo", "launch=torchrun", "launch.samplers=1"])

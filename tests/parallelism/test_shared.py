@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from runner.errors import DataError, RunnerError
-from runner.parallelism.shared import SharedAnswerer, SharedEnvironments, SharedSampler, shared_reward
+from runner.parallelism.shared import FirstSampler, SharedAnswerer, SharedEnvironments, SharedSampler, shared_reward
 from runner.parallelism.world import World
 from runner.protocols import Completion, Observation, Prompt, Request, Rollout, Written
 from tests.parallelism.worlds import on_ranks
@@ -27,6 +27,8 @@ class Echo:
         self.version = version
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
+        if not requests:
+            raise DataError("nothing to sample")
         self.asked += requests
         return [Rollout((r.seed,), (-0.5,), None, self.version, "stop") for r in requests]
 
@@ -56,6 +58,25 @@ def test_a_rank_without_a_request_samples_nothing_and_has_the_answers() -> None:
     ranks = on_ranks(2, sampled, REQUESTS[:2])
     assert [order for order, _ in ranks] == [[0, 1]] * 2
     assert sorted(len(mine) for _, mine in ranks) == [0, 2]
+
+
+def first(world: World) -> tuple[Any, list[Request]]:
+    inner = Echo()
+    sampler = FirstSampler(lambda: inner, world.feed_peers)
+    sampler.load(None, 5)
+    facts = (sampler.temperature, sampler.max_new_tokens, sampler.longest)
+    drawn = sampler.sample(REQUESTS)
+    try:
+        sampler.sample([])
+    except RunnerError as error:
+        return (facts, [(one.ids[0], one.version) for one in drawn], str(error)), inner.asked
+    raise AssertionError("nothing was asked for, and nobody minds")
+
+
+def test_what_only_the_first_rank_speaks_to_answers_all_and_fails_for_all() -> None:
+    (one, asked), (other, nothing) = on_ranks(2, first)
+    assert one[:2] == other[:2] == ((0.5, 7, 99), [(at, 5) for at in range(10)])
+    assert (asked, nothing) == (REQUESTS, []) and "nothing to sample" in one[2] and "nothing to sample" in other[2]
 
 
 class Length:

@@ -11,9 +11,10 @@ from runner.errors import SpecError
 from runner.parallelism.mesh import Mesh
 from runner.plan.advice import advise
 from runner.plan.cards import CARDS, GIB, HCCL_BUFFERS, Card
-from runner.plan.changes import sharding, sharing_rows, spreading_experts
+from runner.plan.changes import engine_s_share, sharding, sharing_rows, spreading_experts
 from runner.plan.drawing import drawn
 from runner.plan.estimate import FRAGMENTATION, Estimate, estimate
+from runner.plan.sampling import ENGINE, POOL, Engine, Samplers
 from runner.plan.weights import Part, Weights
 from runner.plan.words import lines, verdict
 from tests.plan.test_measure import on
@@ -61,6 +62,94 @@ def test_sampling_holds_keys_and_values_of_its_rows(compose: Any) -> None:
     assert terms(estimate(spec), "sampling")["keys and values"] == 16 * longest * 2 * 2 * spec.model.hidden_size * 4
 
 
+OWN = ("init_from=null", "model.layers=2", "sampler.batch_size=16")
+
+
+def test_devices_that_only_sample_hold_what_the_ranks_no_longer_do(compose: Any) -> None:
+    alone = estimate(compose("+recipe=grpo_demo", *OWN))
+    plan = estimate(compose("+recipe=grpo_demo", *OWN, "launch.samplers=2"))
+    assert [phase.name for phase in plan.phases] == ["update", "optimizer"] and plan.samplers is not None
+    model, sampling = plan.models["policy"].all.bytes, terms(alone, "sampling")
+    held = {term.name: term.bytes for term in plan.samplers.terms}
+    assert held == {"weights": model, "keys and values": sampling["keys and values"], "logits": sampling["logits"]}
+    assert [term.bytes for term in plan.shelf] == [2 * model] and alone.shelf == []
+    few = estimate(compose("+recipe=grpo_demo", *OWN[:2], "launch.samplers=2", "algorithm.batch_size=2"))
+    assert {term.name: term.bytes for term in few.samplers.terms}["keys and values"] * 2 == sampling["keys and values"]  # type: ignore[union-attr]
+
+
+def test_versions_of_a_lag_wait_on_the_host_where_others_sample(compose: Any) -> None:
+    ahead = (*OWN, "adapter=lora", "algorithm.lag=1")
+    here = estimate(compose("+recipe=grpo_demo", *ahead))
+    plan = estimate(compose("+recipe=grpo_demo", *ahead, "launch.samplers=1"))
+    learnt = plan.models["policy"].all.trained_bytes
+    assert terms(here, "update")["versions for sampling ahead"] == 2 * learnt
+    assert "versions for sampling ahead" not in terms(plan, "update")
+    assert [term.bytes for term in plan.shelf] == [3 * learnt], "two that are due, one that is written"
+
+
+def test_the_least_that_sampling_takes(compose: Any) -> None:
+    spec = compose("+recipe=grpo_demo", *OWN, "algorithm.batch_size=4")  # 32 answers of 8 tokens, 16 at once
+    numbers = estimate(spec).models["policy"].total - 512 * spec.model.hidden_size  # the embedding is looked up
+    slow = Card("toy", "cuda", GIB, 1e30, (0, 0), bandwidth=1.0)
+    assert estimate(spec, slow).sampling_s == 7 * 2 * numbers * 4
+    busy = Card("toy", "cuda", GIB, 1.0, (0, 0), bandwidth=1e30)
+    assert estimate(spec, busy).sampling_s == 7 * 2 * numbers * 32
+    assert estimate(spec, CARDS["910B"]).sampling_s is None
+
+
+def engine(plan: Estimate) -> Engine:
+    assert plan.engine is not None
+    return plan.engine
+
+
+VLLM = (*OWN, "sampler=vllm")
+TOY = Card("toy", "cuda", GIB, 1.0, (0, 0), bandwidth=1.0)
+
+
+def test_an_engine_beside_a_rank_takes_its_share_of_the_card_while_it_is_awake(compose: Any) -> None:
+    words = ("+recipe=grpo_demo", *VLLM, "device=cuda", "sampler.memory=0.5")
+    asleep, awake = (estimate(compose(*words, f"sampler.sleep={level}"), TOY) for level in (1, 0))
+    model = asleep.models["policy"].all.bytes
+    pool = GIB // 2 - model
+    held = {ENGINE: model, POOL: pool}
+    assert {name: taken for name, taken in terms(asleep, "sampling").items() if "engine" in name} == held
+    assert held.items() <= terms(awake, "update").items() and not held.keys() & terms(asleep, "update").keys()
+    assert [term.bytes for term in asleep.host] == [model] and awake.host == [] == asleep.shelf
+    longest = 1024 + 8
+    assert engine(asleep).rows == pool // (longest * 2 * 2 * 128 * 4) and engine(asleep).wanted == 16
+    loose = asleep.peak.bytes - asleep.peak.pooled
+    assert asleep.peak.pooled == GIB // 2 and asleep.band(TOY).high == round(FRAGMENTATION * loose) + GIB // 2
+
+
+def test_an_engine_over_two_devices_has_half_of_the_model_on_each(compose: Any) -> None:
+    words = ("+recipe=grpo_demo", *VLLM, "device=cuda", "launch.samplers=4")
+    one, two = (estimate(compose(*words, f"sampler.tp={tp}"), TOY) for tp in (1, 2))
+    assert engine(two).weights * 2 == engine(one).weights and (one.samplers.count, two.samplers.count) == (4, 2)  # type: ignore[union-attr]
+    assert engine(two).rows > 2 * engine(one).rows, "and more room beside it"
+    assert two.band_of_samplers(TOY).high == pytest.approx(0.9 * GIB, abs=1)  # type: ignore[union-attr]
+
+
+def test_an_engine_without_room_for_an_answer_does_not_fit(compose: Any) -> None:
+    words = ("+recipe=grpo_demo", *VLLM, "device=cuda", "launch.samplers=1")
+    model = estimate(compose(*words), TOY).models["policy"].all.bytes
+    small = Card("toy", "cuda", round(model * 1.2), None, (0, 0))
+    spec = compose(*words, "sampler.memory=0.5")
+    plan = estimate(spec, small)
+    assert engine(plan).rows == 0 and verdict(plan, small) == "does not fit"
+    assert "sampler.memory=0.9" in [change.word for change in engine_s_share(spec)]
+    assert any("not one; a larger sampler.memory" in line for line in lines(spec, plan, small, None))
+
+
+def test_what_samplers_read_is_what_a_step_changes(compose: Any) -> None:
+    words = ("+recipe=grpo_demo", *VLLM, "device=cuda", "launch.samplers=1", "adapter=lora", "algorithm.lag=1")
+    merged, alone = (estimate(compose(*words, f"sampler.sync={way}"), TOY) for way in ("merged", "adapter"))
+    model = merged.models["policy"]
+    layers = sum(part.frozen_bytes for part in model.layers)
+    assert [term.bytes for term in merged.shelf] == [model.all.frozen_bytes + 2 * layers]
+    assert [term.bytes for term in alone.shelf] == [model.all.frozen_bytes + 3 * model.all.trained_bytes]
+    assert engine(alone).weights == model.all.bytes and engine(merged).weights == model.all.frozen_bytes
+
+
 def test_slices_write_a_share_of_the_answers_each(compose: Any) -> None:
     few = ("init_from=null", "sampler.batch_size=512", "algorithm.batch_size=8", "algorithm.group_size=8")
     alone = estimate(compose("+recipe=grpo_demo", *few))
@@ -91,7 +180,7 @@ def test_the_cheapest_change_that_is_enough_is_advised(compose: Any) -> None:
     card = Card("toy", "npu", round(1.3 * plan.peak.bytes) - 1, None, (0, 0))
     found = advise(spec, card)
     assert found.fits and [change.word for change in found.changes] == ["model.head_chunk_tokens=1024"]
-    assert verdict(card, plan.band(card)) == "may fit" and verdict(card, found.band) == "fits"
+    assert verdict(plan, card) == "may fit" and verdict(estimate(found.changes[-1].spec), card) == "fits"
 
 
 def fitting(spec: Any, part: float) -> Card:
@@ -137,6 +226,16 @@ def test_the_mesh_is_drawn_with_its_machines() -> None:
     ]
     assert list(drawn(Mesh(dp_replicate=4, ep=2), per_node=4))[-1] == "  experts of a layer lie over ranks 0 1 | 2 3"
     assert list(drawn(Mesh(dp_shard=2, tp=2), per_node=2))[1] == "  copy 0:  rank (0 1)  (2 3)   (machines 0 to 1)"
+
+
+def test_what_only_samples_is_drawn_beside_the_mesh() -> None:
+    assert list(drawn(Mesh(dp_replicate=2), None, Samplers(4, 2, ())))[0:] == [
+        "mesh     dp_replicate=2, and 4 that only sample",
+        "  copy 0:  rank 0",
+        "  copy 1:  rank 1",
+        "  sampler 0:  device (2 3)",
+        "  sampler 1:  device (4 5)",
+    ]
 
 
 def test_slices_hold_their_part_of_layers_and_logits(compose: Any) -> None:
@@ -203,7 +302,7 @@ def test_experts_lie_over_ranks(compose: Any, words: str) -> None:
     assert held["tokens sent to experts"] > 0
     ep = plan.mesh.ep
     assert plan.work.sending["experts"] == 2 * 2 * 2 * 2 * plan.work.tokens * 64 * 4 * (ep - 1) // ep
-    assert any("chosen evenly" in line for line in lines(compose("+recipe=sft_demo"), plan, None, None, None))
+    assert any("chosen evenly" in line for line in lines(compose("+recipe=sft_demo"), plan, None, None))
 
 
 def test_adapters_on_experts_are_planned_for_but_not_where_experts_lie_apart(compose: Any) -> None:

@@ -24,7 +24,7 @@ def test_it_says_what_it_needs_expects_and_that_nobody_has_run_it(recipe: str, w
     spec, other = (compose_job([f"+recipe={recipe}", *words]).spec for words in ([], ["device=cuda"]))
     lines = (recipes_dir() / f"{recipe}.yaml").read_text().splitlines()
     text = " ".join(line[2:] for line in lines if line.startswith("#"))
-    cards = f"{NUMBERS[spec.launch.devices]} Ascend 910B (64 GB)"
+    cards = f"{NUMBERS[spec.launch.devices + spec.launch.samplers]} Ascend 910B (64 GB)"
     for words in (cards, "device=cuda", "Expected: ", "Never run on hardware yet"):
         assert words in text
     assert f"run +recipe=[{recipe},rehearse]" + (" reward=rehearsal" if recipe in REWARDED else "") in text
@@ -51,7 +51,26 @@ def test_sft_npu_is_two_copies_of_two_pieces_and_sampling_has_whole_copies(workd
     assert said.pop("sft_npu") == "dp_replicate=2 × dp_shard=2"
     assert said == dict.fromkeys(("cpt_npu", "sft_full_npu"), "one process") | dict.fromkeys(
         ("dpo_npu", "rm_npu"), "dp_replicate=4"
-    ) | dict.fromkeys(("grpo_npu", "ppo_npu"), "dp_replicate=8")
+    ) | {"grpo_npu": "dp_replicate=6", "ppo_npu": "dp_replicate=8"}
+
+
+def test_grpo_npu_has_six_that_train_and_two_on_which_an_engine_samples(workdir: Path) -> None:
+    spec = compose_job(["+recipe=grpo_npu"]).spec
+    assert (spec.launch.name, spec.launch.world, spec.launch.samplers, spec.sampler.name) == ("ray", 6, 2, "vllm")
+    beside = compose_job(["+recipe=grpo_npu", *ONE.split()]).spec
+    assert (beside.launch.world, beside.launch.samplers, beside.sampler.name) == (1, 0, "vllm")
+    alone = compose_job(["+recipe=grpo_npu", "launch=local_8", "sampler=torch"]).spec
+    assert (alone.launch.world, alone.launch.samplers, alone.sampler.name) == (8, 0, "torch")
+
+
+def test_a_rehearsal_samples_with_torch_where_the_recipe_samples(workdir: Path) -> None:
+    for recipe, sampler in (("grpo_npu", "torch"), ("sft_npu", "none")):
+        composed = compose_job([f"+recipe=[{recipe},rehearse]"])
+        assert (composed.spec.launch.name, composed.spec.sampler.name) == ("local", sampler)
+        assert any("sampler=torch of the recipes is left out" in line for line in composed.notes) == (sampler == "none")
+    assert compose_job(["+recipe=[grpo_npu,rehearse]", "sampler=vllm"]).spec.sampler.name == "vllm"
+    with pytest.raises(SpecError, match="type sampler=none"):
+        compose_job(["+recipe=[sft_npu,rehearse]", "sampler=torch"])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -72,6 +72,16 @@ def test_logprobs_are_those_of_the_whole_row(kind: str) -> None:
     assert all(rollout.logprobs == rollout.raw_logprobs for rollout in got)
 
 
+def test_scores_are_those_of_the_whole_row() -> None:
+    model = causal("qwen3")
+    asked = [Request((*prompt, 5), seed=0, max_new_tokens=1, group=at) for at, prompt in enumerate(PROMPTS)]
+    [found] = sampler(model).score([one.prompt for one in asked])
+    for request, scores in zip(asked, found, strict=True):
+        first = replace(request, prompt=request.prompt[:1])
+        rest = Rollout(request.prompt[1:], (), None, 0, "stop")
+        np.testing.assert_allclose(scores, picked(next_logits(model, first, rest), rest), atol=1e-5)
+
+
 def test_the_models_own_logprobs_are_given_to_who_asks_and_change_nothing() -> None:
     model, asked = causal("qwen2"), requests()
     some = [replace(one, raw=at % 2 == 0) for at, one in enumerate(asked)]

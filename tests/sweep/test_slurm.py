@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 
+from runner.slurm.cards import numbered
+from runner.slurm.commands import words
 from runner.sweep import drive, status
 from runner.sweep.config import SweepConfig
 from runner.sweep.need import Need
 from runner.sweep.plan import SweepFolder
 from runner.sweep.site import opened
-from runner.sweep.slurm_job import numbered
-from runner.sweep.slurm_queue import Entry, queue, words
+from runner.sweep.slurm_queue import Entry, queue
 from runner.sweep.slurm_submit import array_of, resources
 from tests.sweep import slurm_stand_in, toy
 
@@ -305,7 +306,7 @@ def test_a_search_asks_for_a_job_when_there_is_room(tmp_path: Path, cluster: str
 
 def test_without_slurm_it_says_where_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Exception, match="scontrol is not here; start the sweep where jobs are submitted"):
+    with pytest.raises(Exception, match="scontrol is not here; start where jobs are submitted"):
         opened(SweepConfig(on="slurm")).__enter__()
 
 

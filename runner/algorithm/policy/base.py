@@ -130,6 +130,9 @@ class PolicyConfig(ComparingConfig):
     def steps_ahead(self) -> int:
         return self.lag
 
+    def weighs_samples(self) -> bool:
+        return self.old_from == "sampler" or self.correction != "none" or self.max_mismatch is not None
+
     @property
     def worth(self) -> Worth:
         """What a sample's tokens are worth."""

@@ -1,0 +1,157 @@
+"""A process of a job, as the Ray actor that stands by it on its node sees it: started, heard, signalled, killed.
+
+actor: Child(order) ─ a thread ─▶ Member ─▶ rank, sampler
+       hear() ◀── what it said to its launcher, its screen (rank 0), its state, its end
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.device.kinds import KINDS
+from runner.errors import EnvironmentProblem, RunnerError
+from runner.folder import RunFolder
+from runner.launch.janitor import Janitor
+from runner.launch.link import Ear, Report
+from runner.launch.member import Member, Order
+from runner.place import Place, alone
+from runner.shelf_folder import places
+
+TICK_S = 0.05
+CHUNK = 2**14  # bytes of each stream in one answer: small ones go without Ray's object store
+FULL = 2**20  # bytes that nobody has fetched yet, at which the process has to wait
+
+
+def packed(order: Order) -> dict[str, Any]:
+    """An order as JSON."""
+    place = order.place and [order.place.rank, order.place.size, order.place.local_rank, order.place.local_size]
+    return {
+        "role": order.role,
+        "index": order.index,
+        "folder": [str(order.folder.root), order.folder.rank, order.folder.sampler],
+        "attempt": order.attempt,
+        "cards": list(order.cards),
+        "environment": dict(order.environment),
+        "place": place,
+        "meets": order.meets,
+    }
+
+
+def unpacked(order: Mapping[str, Any]) -> Order:
+    """The order that was packed."""
+    root, rank, sampler = order["folder"]
+    place = None if order["place"] is None else Place(*order["place"])
+    folder = RunFolder(Path(root), rank, sampler)
+    return Order(**{**order, "folder": folder, "cards": tuple(order["cards"]), "place": place})
+
+
+def surroundings(carried: Mapping[str, str], kind: str, devices: Sequence[str], alike: int) -> dict[str, str]:
+    """The environment of a process on this node: the node's own, without what is Ray's, and what the job brought.
+
+    kind: of the device; devices: those that Ray has given to it; alike: processes of the job on this node
+    """
+    own = {name: value for name, value in alone(os.environ).items() if not name.startswith("RAY_")}
+    own["OMP_NUM_THREADS"] = str(max(len(os.sched_getaffinity(0)) // alike, 1))  # what is there is Ray's
+    variable = KINDS[kind].visible
+    return {**own, **carried, **({variable: ",".join(devices)} if variable is not None else {})}
+
+
+class Child:
+    """The process. A thread of its own starts it and stands by: the kernel ends a child with the thread that made it.
+
+    environment: all but what the order adds; listener: the socket of the ranks' store, which is closed here
+    """
+
+    def __init__(self, order: Order, environment: Mapping[str, str], listener: int | None) -> None:
+        self._order, self._environment, self._listener = order, environment, listener
+        self._said: dict[str, bytes] = {"pipe": b"", "out": b"", "err": b""}
+        self._member: Member | None = None
+        self._code: int | None = None
+        self._news = threading.Condition()
+        threading.Thread(target=self._stand_by, name="child", daemon=True).start()
+
+    def hear(self, wait_s: float) -> dict[str, Any]:
+        """What is new, after at most so many seconds: on its pipe, its screen; its state; its exit code, at last."""
+        with self._news:
+            self._news.wait_for(lambda: self._code is not None or any(self._said.values()), wait_s)
+            news = {name: content[:CHUNK].decode("latin-1") for name, content in self._said.items()}
+            self._said = {name: content[CHUNK:] for name, content in self._said.items()}
+            letter = "" if self._member is None else self._member.letter()
+            return {**news, "letter": letter, "code": None if any(self._said.values()) else self._code}
+
+    def signal(self, number: int) -> None:
+        """Send the process, and nothing that it started, a signal."""
+        if self._member is not None and self._code is None:
+            self._member.signal(number)
+
+    def kill(self) -> None:
+        """End it and what it started."""
+        if self._member is not None and self._code is None:
+            self._member.signal(signal.SIGKILL)  # what it has started: at once after it, by its thread
+
+    def _stand_by(self) -> None:
+        own = places(self._order.folder.root) if self._order.leads else ()  # the weights that it hands to samplers
+        janitor = Janitor(own)  # where this actor is killed, too, nothing is left of what the process has started
+        try:
+            code = self._run(janitor)
+        except RunnerError as error:
+            report = json.dumps({"report": Report.of(error)}).encode() + b"\n"
+            self._add("pipe", report)
+            code = error.exit_code
+        finally:
+            janitor.close()
+        with self._news:
+            self._code = code
+            self._news.notify_all()
+
+    def _run(self, janitor: Janitor) -> int:
+        folder = self._order.folder
+        if not folder.spec.is_file():
+            text = f"the run's folder {folder.root} is not to be seen on {socket.gethostname()}"
+            raise EnvironmentProblem(f"{text}; start on a disk that all nodes share")
+        (out, telling_out), (err, telling_err) = os.pipe(), os.pipe()
+        given = (telling_out, telling_err, *([] if self._listener is None else [self._listener]))
+        try:
+            environment = {**self._environment, **self._order.environment}
+            screen = (telling_out, telling_err)
+            member = self._member = Member.start(self._order, environment, self._listener, janitor, screen)
+        finally:
+            for handle in given:
+                os.close(handle)
+        assert member.ear.handle is not None
+        streams = {member.ear.handle: "pipe", out: "out", err: "err"}
+        member.ear = Ear()  # the launcher has the other one
+        self._relay(member, streams)
+        return int(member.process.returncode)
+
+    def _relay(self, member: Member, streams: dict[int, str]) -> None:
+        """Take in what comes until the process has ended, and the rest."""
+        for handle in streams:
+            os.set_blocking(handle, False)
+        runs = True
+        while runs:
+            runs = member.runs()
+            wanted = [handle for handle, name in streams.items() if len(self._said[name]) < FULL or not runs]
+            time.sleep(0 if wanted else TICK_S)
+            for handle in select.select(wanted, [], [], TICK_S if runs else 0)[0]:
+                if content := os.read(handle, FULL):
+                    self._add(streams[handle], content)
+                else:
+                    os.close(handle)
+                    del streams[handle]
+        for handle in streams:  # what a process that it has left behind may hold open
+            os.close(handle)
+
+    def _add(self, name: str, content: bytes) -> None:
+        with self._news:
+            self._said[name] += content
+            self._news.notify_all()

@@ -1,0 +1,276 @@
+"""Ray's driver for a job, in a process of its own: Ray takes over signals, prints, and may take its process down.
+
+    stdin   {"do": "reserve", "seats": [[role, resource, count], …], "kind", "carried", "folder"}
+            {"do": "meet", "seat", "host"} | {"do": "start", "seat", "order"}
+            {"do": "signal", "seat", "number"} | {"do": "kill", "seat"} | {"do": "dismiss", "seat"}
+                                                                   end of file: the job has ended
+    stdout  {"is": "waiting", "free": {"NPU": 3.0}}                each second until all seats are free
+            {"is": "placed"}, and once the actors are there
+            {"is": "reserved", "taken": [[node, host, [device, …]], …]}
+            {"is": "met", "host", "port"}
+            {"is": "said", "seat", "pipe", "out", "err", "letter"} latin-1 for bytes
+            {"is": "ended", "seat", "code"} | {"is": "lost", "seat", "why"}       its process; its actor
+
+One placement group per job, and a bundle and an actor per seat, whose process it starts (launch/ray_child.py). Nothing
+goes through Ray's object store. All of it ends with this process: actors and group are the driver's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util import placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from runner.launch.member import Role
+from runner.launch.ray_seats import grouped
+from runner.ray.cluster import opened
+from runner.ray.desk import Desk
+
+TICK_S = 0.02
+LOOK_S = 1.0  # between two words on a group that waits
+HEAR_S = 1.0  # for which an actor waits for its process to say something
+CALLS = 4  # of an actor at a time: one waits, others signal
+
+
+class Attendant:
+    """The actor of one seat, on the node that Ray gave it. Pickled by value; what it runs is the node's own runner."""
+
+    def __init__(self, kind: str, resource: str) -> None:
+        self._kind, self._resource = kind, resource
+        self._listener: Any = None
+        self._child: Any = None
+
+    def where(self) -> tuple[str, str, list[str]]:
+        """Its node's address and name, and its devices. Raises ImportError where the node has no runner."""
+        import runner.launch.ray_child  # noqa: F401
+
+        self._devices = ray.get_runtime_context().get_accelerator_ids().get(self._resource, [])
+        return ray.util.get_node_ip_address(), socket.gethostname(), self._devices
+
+    def meet(self, host: str) -> tuple[str, int]:
+        """Listen for the job's ranks at an address of this node, until the next `start`."""
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = socket.create_server((host, 0), backlog=512)
+        return host, self._listener.getsockname()[1]
+
+    def start(self, order: dict[str, Any], carried: dict[str, str], folder: str, alike: int) -> None:
+        """Start a process. `folder`: the user's, for paths to be shown as there; `alike`: the job's on this node."""
+        from runner.launch.ray_child import Child, surroundings, unpacked
+
+        if os.path.isdir(folder):
+            os.chdir(folder)
+        handle = None
+        if order["meets"]:
+            handle, self._listener = self._listener.detach(), None
+        self._child = Child(unpacked(order), surroundings(carried, self._kind, self._devices, alike), handle)
+
+    def hear(self) -> dict[str, Any]:
+        """What the process has said since."""
+        return dict(self._child.hear(HEAR_S))
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        if self._child is not None:
+            self._child.signal(number)
+
+    def kill(self) -> None:
+        """End it and what it started."""
+        if self._child is not None:
+            self._child.kill()
+
+
+@dataclass(slots=True)
+class Seat:
+    """A seat as the driver knows it. `order`: what waits for its actor; `node`: where that is."""
+
+    role: Role
+    resource: str
+    count: int
+    bundle: int = 0
+    actor: Any = None
+    taken: tuple[str, str, list[str]] | None = None
+    order: dict[str, Any] | None = None
+
+    @property
+    def bundle_of(self) -> dict[str, float]:
+        """What it reserves."""
+        return {self.resource: self.count}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The same, as an actor asks for it."""
+        if self.resource == "CPU":
+            return {"num_cpus": self.count}
+        if self.resource == "GPU":
+            return {"num_cpus": 0, "num_gpus": self.count}
+        return {"num_cpus": 0, "resources": self.bundle_of}
+
+
+class Driver:
+    """The job's seats, and who sits there."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._seats: list[Seat] = []
+        self._group: Any = None
+        self._placed, self._told = False, 0.0
+        self._kind = ""
+        self._brought: tuple[dict[str, str], str] = {}, ""  # the environment and the folder that the job comes from
+        self._calls: dict[Any, tuple[str, int]] = {}  # outstanding ones → what was asked of which seat
+
+    def serve(self) -> None:
+        """Until the job has ended."""
+        while (requests := self._desk.requests(TICK_S)) is not None:
+            for request in requests:
+                getattr(self, f"_{request.pop('do')}")(**request)
+            if self._group is not None and not self._placed:
+                self._await_group()
+            self._look()
+
+    def end(self) -> None:
+        """Let go of what this job has of a cluster that goes on."""
+        for seat in self._seats:
+            if seat.actor is not None:
+                ray.kill(seat.actor)
+        if self._group is not None:
+            ray.util.remove_placement_group(self._group)
+
+    def _reserve(self, seats: Sequence[Sequence[Any]], kind: str, carried: dict[str, str], folder: str) -> None:
+        self._seats = [Seat(*seat) for seat in seats]
+        self._kind, self._brought = kind, (carried, folder)
+        self._group = placement_group([seat.bundle_of for seat in self._seats], strategy="PACK")
+
+    def _await_group(self) -> None:
+        """Hire an actor for each seat once all bundles are reserved."""
+        if not self._group.wait(TICK_S):
+            if time.monotonic() - self._told > LOOK_S:
+                self._told = time.monotonic()
+                self._desk.tell(**{"is": "waiting", "free": ray.available_resources()})
+            return
+        self._placed = True
+        self._desk.tell(**{"is": "placed"})
+        nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        order = grouped([nodes[bundle] for bundle in range(len(self._seats))], [seat.role for seat in self._seats])
+        for at, bundle in enumerate(order):
+            self._seats[at].bundle = bundle
+            self._hire(at)
+
+    def _hire(self, at: int) -> None:
+        seat = self._seats[at]
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=seat.bundle)
+        options = {"scheduling_strategy": place, "max_concurrency": CALLS, "max_restarts": 0, **seat.options}
+        seat.actor = ray.remote(Attendant).options(**options).remote(self._kind, seat.resource)
+        self._ask("where", at)
+
+    def _ask(self, what: str, at: int, *words: Any) -> None:
+        if (actor := self._seats[at].actor) is not None:
+            self._calls[getattr(actor, what).remote(*words)] = what, at
+
+    def _meet(self, seat: int, host: str) -> None:
+        self._ask("meet", seat, host)
+
+    def _start(self, seat: int, order: dict[str, Any]) -> None:
+        """Start a process; in place of an actor that is lost, another one is hired first."""
+        own = self._seats[seat]
+        own.order = order
+        if own.actor is None:
+            self._hire(seat)
+        else:
+            self._begin(seat)
+
+    def _begin(self, at: int) -> None:
+        seat = self._seats[at]
+        assert seat.taken is not None
+        alike = sum(other.taken is not None and other.taken[0] == seat.taken[0] for other in self._seats)
+        self._ask("start", at, seat.order, *self._brought, alike)
+        seat.order = None
+
+    def _signal(self, seat: int, number: int) -> None:
+        self._ask("signal", seat, number)
+
+    def _kill(self, seat: int) -> None:
+        self._ask("kill", seat)
+
+    def _dismiss(self, seat: int) -> None:
+        """End an actor that does not answer."""
+        if (actor := self._seats[seat].actor) is not None:
+            ray.kill(actor)
+
+    def _look(self) -> None:
+        """Take in what the actors answer."""
+        ready = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)[0] if self._calls else []
+        for answer in ready:
+            what, at = self._calls.pop(answer)
+            try:
+                self._take(what, at, ray.get(answer))
+            except RayError as error:
+                self._lose(at, error)
+
+    def _take(self, what: str, at: int, answer: Any) -> None:
+        seat = self._seats[at]
+        if what == "where":
+            seat.taken = tuple(answer)
+            if seat.order is not None:
+                self._begin(at)
+            elif all(other.taken is not None for other in self._seats):
+                self._desk.tell(**{"is": "reserved", "taken": [other.taken for other in self._seats]})
+        elif what == "meet":
+            self._desk.tell(**{"is": "met", "host": answer[0], "port": answer[1]})
+        elif what == "start":
+            self._ask("hear", at)
+        elif what == "hear":
+            code = answer.pop("code")
+            self._desk.tell(**{"is": "said", "seat": at, **answer})
+            if code is None:
+                self._ask("hear", at)
+            else:
+                self._desk.tell(**{"is": "ended", "seat": at, "code": code})
+
+    def _lose(self, at: int, error: RayError) -> None:
+        """An actor is gone, or cannot do what it is for; told once."""
+        seat = self._seats[at]
+        if seat.actor is None:
+            return
+        ray.kill(seat.actor)
+        seat.actor, seat.order = None, None
+        self._calls = {call: asked for call, asked in self._calls.items() if asked[1] != at}
+        self._desk.tell(**{"is": "lost", "seat": at, "why": why(error, seat.taken)})
+
+
+def why(error: RayError, taken: Sequence[Any] | None) -> str:
+    """Ray's reason for the end of an actor, in a sentence."""
+    where = f" on {taken[1]} ({taken[0]})" if taken else ""
+    text = str(error)
+    if "node" in text and ("died" in text or "dead" in text) and "worker process has died" not in text:
+        return f"its node{where} is lost"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    cause = getattr(error, "cause", None)
+    if cause is not None:
+        return f"Ray's worker{where} cannot run it ({type(cause).__name__}: {cause})"
+    said = next((line for line in lines if "dead because" in line), lines[0] if lines else type(error).__name__)
+    return f"its actor{where} has died; Ray says: {said}"
+
+
+def main(asked: dict[str, Any]) -> None:
+    """Serve one job. `asked`: what runner.ray.cluster is asked for."""
+    desk = Desk()
+    driver = Driver(desk)
+    with opened(asked, desk):
+        driver.serve()
+        if not asked["own"]:
+            driver.end()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

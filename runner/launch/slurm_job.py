@@ -1,0 +1,75 @@
+"""The script of a job that `slurm_submit` has submitted: begins the run or goes on with it, on all machines.
+
+sbatch ─▶ python -m runner.launch.slurm_job FOLDER WORDS… ─▶ srun ─▶ run resume FOLDER WORDS…, once on each machine
+
+SIGUSR2   Slurm's time limit is near: the run saves and ends with 75, and this job goes back into the queue
+SIGUSR1   the same, but it stays out of the queue
+SIGTERM   Slurm ends the job, and tells the tasks by itself; it requeues one that was preempted by itself, too
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+
+from runner.errors import EnvironmentProblem
+from runner.folder import RunFolder
+from runner.launch.slurm import AGAIN, srun
+from runner.slurm.commands import came_further, told
+
+WARNED, LIMIT, ENDED = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
+
+
+def main(root: str, words: Sequence[str]) -> int:
+    """The exit code of the run, which Slurm then has, too; 0 of one that goes back into the queue."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    for number in (WARNED, LIMIT, ENDED):
+        signal.signal(number, note)
+    began = datetime.now().timestamp()
+    command = [sys.executable, "-P", "-m", "runner", "resume", root, *words]
+    process = subprocess.Popen(srun(command, int(os.environ["SLURM_JOB_NUM_NODES"])))
+    code = _awaited(process, received)
+    if code == AGAIN and LIMIT in received:
+        return requeued(RunFolder(Path(root)), began)
+    return code if code >= 0 else 128 - code
+
+
+def _awaited(process: subprocess.Popen[bytes], received: Sequence[int]) -> int:
+    """srun's exit code; it hands the first warning on to the tasks."""
+    passed_on = False
+    while True:
+        try:
+            return process.wait(0.2)
+        except subprocess.TimeoutExpired:
+            warnings = [number for number in received if number != ENDED]
+            if warnings and not passed_on:
+                passed_on = True
+                process.send_signal(warnings[0])
+
+
+def requeued(run: RunFolder, began: float) -> int:
+    """Put this job back into Slurm's queue, if the run came further since it began; the exit code."""
+    if not came_further(run, began):
+        print("no step was made within Slurm's time limit: not requeued; raise launch.time", flush=True)
+        return AGAIN
+    try:
+        told("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+    except EnvironmentProblem as error:
+        print(f"not requeued: {error}", flush=True)
+        return AGAIN
+    print("requeued: Slurm starts the job again, and the run goes on from its checkpoint", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,185 @@
+"""Submits a job to Slurm from where jobs are submitted, and follows it if that is wanted.
+
+spec ─▶ sbatch --test-only ─▶ run folder: spec.yaml, status "waiting" ─▶ slurm/job.sh ─▶ sbatch ─▶ slurm/job.json
+                                                 run resume FOLDER, on all machines ◀─ slurm_job ◀─┘
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.errors import EnvironmentProblem, Interrupted, Problem, SpecError
+from runner.folder import RunFolder, shown, write_atomic, write_json
+from runner.launch.config import SlurmConfig
+from runner.launch.session import called
+from runner.launch.verdict import JobFailed
+from runner.slurm.commands import GRES, OVER, USUAL, state_of, told
+from runner.spec.job import JobSpec
+
+WAITING = "waiting"  # the state of a run that was submitted, and has not begun
+SUBMITTED = re.compile(r"Submitted batch job (\d+)")
+LOST = 75  # exit code of a job that ended without a word
+ASK_S = 3.0  # between two questions to Slurm
+LATE_S = 10.0  # for what a job has written to come through a shared disk
+UNITS = {"cuda": "GPU", "npu": "NPU"}
+
+
+def try_out(spec: JobSpec) -> None:
+    """Ask Slurm whether it would take the job. Raises EnvironmentProblem with what it says against it, SpecError."""
+    try:
+        told("sbatch", "--test-only", stdin=script(spec, Path("slurm"), "true"))
+    except EnvironmentProblem as error:
+        raise EnvironmentProblem(f"Slurm refuses a job with {_asked(spec)}: {error}") from error
+
+
+def put_off(folder: RunFolder) -> None:
+    """Say in a new run's folder that it has not begun. Raises StorageError."""
+    record = {"state": WAITING, "attempt": 0, "pid": None, "exit_code": None, "error": None}
+    write_json(folder.status, record)
+
+
+def refuse_alive(folder: RunFolder) -> None:
+    """Raise EnvironmentProblem where Slurm still has a job of this run."""
+    job = kept(folder).get("job")
+    found = state_of(job) if job else None
+    if found is not None and found[0] not in OVER:
+        text = f"Slurm has this run already: job {job}, {found[0]}; wait for it, or: scancel {job}"
+        raise EnvironmentProblem(f"{shown(folder.root)}: {text}")
+
+
+def submit(spec: JobSpec, folder: RunFolder, words: Sequence[str]) -> int:
+    """Hand the run in `folder` to Slurm, to begin or to go on with `words`; returns 0, or as the job that is followed.
+
+    Raises EnvironmentProblem where Slurm refuses, and what a job that is followed ends with.
+    """
+    folder.slurm.mkdir(exist_ok=True)
+    path = folder.slurm / "job.sh"
+    command = [sys.executable, "-P", "-m", "runner.launch.slurm_job", str(folder.root), *words]
+    write_atomic(path, script(spec, folder.slurm, "exec " + shlex.join(command)))
+    said = told("sbatch", str(path))
+    number = SUBMITTED.search(said)
+    if number is None:
+        raise EnvironmentProblem(f"sbatch: {said.strip() or 'no answer'}; a line 'Submitted batch job …' was expected")
+    job, log = number[1], folder.slurm / f"{number[1]}.log"
+    write_json(folder.slurm / "job.json", {"job": job, "log": str(log)})
+    print(f"slurm    job {job} is submitted: {_asked(spec)}; to cancel it: scancel {job}")
+    print(f"folder   {shown(folder.root)}\nlog      {shown(log)}\nwatch    run status {called(folder)}", flush=True)
+    return follow(folder, job, log) if _own(spec).wait else 0
+
+
+def kept(folder: RunFolder) -> dict[str, Any]:
+    """What was written down of the newest Slurm job of a run: job, log; empty where there was none."""
+    try:
+        return dict(json.loads((folder.slurm / "job.json").read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+
+
+def script(spec: JobSpec, where: Path, command: str) -> str:
+    """What sbatch is given: what the job asks for, its log in the folder `where`, its command."""
+    lines = [f"#SBATCH --{name}" + ("" if value is True else f"={_quoted(value)}") for name, value in _options(spec)]
+    return "\n".join(["#!/bin/bash", *lines, f"#SBATCH --output={_quoted(where / '%j.log')}", command, ""])
+
+
+def _quoted(value: object) -> str:
+    return shlex.quote(str(value))
+
+
+def _own(spec: JobSpec) -> SlurmConfig:
+    assert isinstance(spec.launch, SlurmConfig)
+    return spec.launch
+
+
+def _options(spec: JobSpec) -> list[tuple[str, str | int | bool]]:
+    own, cards = _own(spec), spec.launch.devices + spec.launch.samplers
+    asked: Mapping[str, str | int | bool | None] = {
+        "job-name": spec.name,
+        "nodes": own.nodes,
+        "ntasks": own.nodes,
+        "ntasks-per-node": 1,
+        "partition": own.partition,
+        "account": own.account,
+        "qos": own.qos,
+        "time": own.time,
+        "gres": f"{own.gres or GRES[_kind(spec)]}:{cards}" if _kind(spec) in GRES else None,
+        "cpus-per-task": own.cpus or (None if _kind(spec) in GRES else getattr(spec.device, "threads", 1) * cards),
+        "requeue": True,
+        "open-mode": "append",  # a job that is requeued writes to the same log
+        "signal": f"B:USR2@{own.grace_s}",
+    }
+    return [(name, value) for name, value in {**asked, **own.sbatch}.items() if value is not None]
+
+
+def _kind(spec: JobSpec) -> str:
+    """The device's name. Raises SpecError for auto, which is known on the machines only."""
+    if spec.device.name == "auto":
+        text = "auto is not known before the job runs there; name the device: cpu, cuda or npu"
+        raise SpecError([Problem("device", text)])
+    return str(spec.device.name)
+
+
+def _asked(spec: JobSpec) -> str:
+    """2 machines, each 8 NPUs"""
+    own, cards = _own(spec), spec.launch.devices + spec.launch.samplers
+    unit = UNITS.get(_kind(spec), "process")
+    machines = f"{own.nodes} machine{'s' if own.nodes > 1 else ''}, " + ("each " if own.nodes > 1 else "")
+    where = f", partition {own.partition}" if own.partition else ""
+    plural = "" if cards == 1 else "es" if unit == "process" else "s"
+    return f"{machines}{cards} {unit}{plural}{where}"
+
+
+def follow(folder: RunFolder, job: str, log: Path) -> int:
+    """Print what a job prints until it has ended; returns 0 where it ends well.
+
+    Raises JobFailed with its words and exit code, Interrupted at Ctrl-C, which leaves the job alone.
+    """
+    at, waits_for, last = 0, "", ("", "")
+    try:
+        while True:
+            found = state_of(job)
+            at = _print_more(log, at)
+            if found is None or found[0] in OVER:
+                break
+            last = found
+            if found[0] == "PENDING" and found[1] != waits_for:
+                waits_for = found[1]
+                hint = "" if waits_for in USUAL else "; it may never start so"
+                print(f"slurm    job {job} waits: {waits_for}{hint}", flush=True)
+            time.sleep(ASK_S)
+    except KeyboardInterrupt:
+        raise Interrupted(2, f"job {job} goes on without being followed; to end it: scancel {job}") from None
+    return _ended(folder, job, found or last)
+
+
+def _print_more(log: Path, at: int) -> int:
+    """Print the log from a position; the new position."""
+    if log.is_file():
+        with log.open("rb") as file:
+            file.seek(at)
+            content = file.read()
+        sys.stdout.write(content.decode("utf-8", "replace"))
+        sys.stdout.flush()
+        at += len(content)
+    return at
+
+
+def _ended(folder: RunFolder, job: str, found: tuple[str, str]) -> int:
+    deadline = time.monotonic() + LATE_S
+    while True:
+        status = json.loads(folder.status.read_text(encoding="utf-8"))
+        if status["state"] == "done":
+            return 0
+        if status["state"] not in (WAITING, "running") or time.monotonic() > deadline or found[0] != "COMPLETED":
+            break
+        time.sleep(ASK_S / 10)
+    said = status["error"] or f"its status is {status['state']}"
+    raise JobFailed(
+        f"Slurm job {job} ended ({found[0] or 'Slurm has forgotten it'}): {said}", status["exit_code"] or LOST
+    )

@@ -1,0 +1,56 @@
+"""Joins a Ray cluster, or starts one of this machine's own; for the processes that may import Ray (Linux)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from runner.ray.desk import Desk
+
+NAMESPACE = "posttrain-run"
+OBJECT_STORE_BYTES = 100 << 20  # nothing is kept in it; Ray would take a third of the memory
+NOISE = "ray._private.accelerators.npu"  # a traceback at every start where NPUs are declared and CANN is not there
+
+
+@contextmanager
+def opened(asked: Mapping[str, Any], desk: Desk) -> Iterator[None]:
+    """The cluster that was asked for, told as `ready` with its nodes, or as `refused` with what went wrong, also later.
+
+    asked: address (None: a cluster of our own, heard on this machine only), resources and folder of that
+    """
+    logging.getLogger(NOISE).setLevel(logging.CRITICAL)
+    try:
+        _connect(asked)
+        desk.tell(**{"is": "ready", "nodes": nodes()})
+        yield
+    except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
+        desk.tell(**{"is": "refused", "why": f"{type(error).__name__}: {error}"})
+        raise
+    finally:
+        ray.shutdown()
+
+
+def nodes() -> list[Mapping[str, float]]:
+    """What each living node has, in all."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+
+
+def _connect(asked: Mapping[str, Any]) -> None:
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": NAMESPACE}
+    if asked["address"] is not None:
+        ray.init(address=asked["address"], **quiet)
+        return
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        _node_ip_address="127.0.0.1",
+        _temp_dir=asked["folder"],
+        **asked["resources"],
+        **quiet,
+    )

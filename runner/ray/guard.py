@@ -1,0 +1,65 @@
+"""Starts Ray's driver, outlives it, and leaves nothing of it: Ray's agents outlive a driver that was killed.
+
+python -P -m runner.ray.guard MODULE ASKED        ASKED: JSON; with "own": true the driver gets a folder for its cluster
+
+link (run) ──pipes──▶ guard ──the same pipes──▶ driver ──▶ a cluster of its own: raylet, agents, actors, their children
+                        └─ the driver has ended, however: SIGKILL to all below, the folder removed, its exit code
+
+Whoever of these is killed, the others end: the driver at the end of its stdin, the guard after the driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from typing import Any
+
+from runner.tracker.processes import descendants, kill
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+TICK_S = 0.1
+
+
+def main(module: str, asked: str) -> int:
+    """Returns the driver's exit code, 128 + n where it was killed by signal n. SIGTERM: the driver is killed."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what the driver leaves behind stays below this process
+    given: dict[str, Any] = json.loads(asked)
+    folder = tempfile.mkdtemp(prefix="run-ray-", dir="/tmp") if given["own"] else ""  # short: sockets are in it
+    within = f"{folder}/ray"  # which Ray opens to everybody
+    try:
+        driver = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, json.dumps({**given, "folder": within})],
+            preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+        )
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)  # it ends with the driver; not ignored, which children inherit
+        signal.signal(signal.SIGTERM, lambda *_: driver.kill())
+        code = driver.wait()
+    finally:
+        _end_all_below()
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+    return code if code >= 0 else 128 - code
+
+
+def _end_all_below() -> None:
+    while left := descendants(os.getpid()):
+        kill(left)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(TICK_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,168 @@
+"""The line to a process that speaks with Ray: Ray takes over signals, prints, and may take its process down.
+
+Link (run, a sweep) ──requests──▶ runner.ray.guard ▷ MODULE (Ray's driver) ──events──▶ Link
+    each driver tells {"is": "ready", "nodes": [{"CPU": 2.0, "NPU": 4.0}, …]} | {"is": "refused", "why"} first
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+from runner.errors import EnvironmentProblem
+
+READY_S = 180.0  # for Ray to start or be reached: seconds on a free machine, a minute on a busy one
+KNOCK_S = 10.0
+END_S = 30.0  # for Ray to shut down
+KILLED_S = 10.0  # for the guard to end what is left of a driver that it had to kill
+POLL_S = 0.05
+TAIL = 5  # lines of what Ray printed that an error shows
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # what makes Ray take 127.0.0.1 for this machine's address
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray reports its use to its makers, unless it is told not to
+
+
+def need_ray(option: str) -> None:
+    """Raise EnvironmentProblem where the package is not installed that `option` needs."""
+    if importlib.util.find_spec("ray") is None:
+        raise EnvironmentProblem(f"{option} needs the package ray: pip install 'posttrain-run[ray]'")
+
+
+class Link:
+    """Ray's driver, from start to end. `nodes`: what each node has.
+
+    module: the driver's program; asked: what it is told at its start, with the `address` (None: a cluster of its own);
+    grace_s: seconds that it may take at its end, beside Ray's own
+    """
+
+    def __init__(self, module: str, asked: Mapping[str, Any], grace_s: float = 0.0) -> None:
+        self.nodes: list[Mapping[str, float]] = []
+        self._module, self._asked, self._grace_s = module, {**asked, "own": asked["address"] is None}, grace_s
+        self._rest, self._refused = b"", ""
+
+    def __enter__(self) -> Self:
+        """Raises EnvironmentProblem where Ray cannot be started or reached."""
+        self._knock()
+        self._output = tempfile.TemporaryFile()  # what Ray prints; it has no name to be left behind
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "runner.ray.guard", self._module, json.dumps(self._asked)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._output,
+            env=self._environment(),
+            start_new_session=True,  # Ctrl-C is for this process
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        os.set_blocking(self._stdout.fileno(), False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._stdout, selectors.EVENT_READ)
+        try:
+            self.wait_for(lambda: bool(self.nodes), READY_S)
+        except BaseException:
+            self._close(0.0)  # it may never come to read that it is to end
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._close(self._grace_s + END_S)
+
+    def _environment(self) -> dict[str, str]:
+        """A cluster of our own is heard on this machine only, and has a password of its own."""
+        own = {**LOOPBACK, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        return {**os.environ, **QUIET, **(own if self._asked["own"] else {})}
+
+    def send(self, **request: Any) -> None:
+        """Ask something of the driver. One that has died is told of by `hear`."""
+        with suppress(BrokenPipeError):
+            self._stdin.write(json.dumps(request).encode() + b"\n")
+            self._stdin.flush()
+
+    def hear(self, wait_s: float = 0.0) -> None:
+        """Take in what the driver has said. Raises EnvironmentProblem where it has died."""
+        if not self._selector.select(wait_s):
+            return
+        chunk = self._stdout.read(1 << 16)
+        if chunk == b"":
+            why = self._refused or f"Ray's driver has ended ({self._tail() or 'it said nothing'})"
+            raise EnvironmentProblem(f"{self.where}: {why}")
+        *lines, self._rest = (self._rest + (chunk or b"")).split(b"\n")
+        for line in lines:
+            self._heard(json.loads(line))
+
+    def wait_for(self, is_so: Callable[[], bool], seconds: float) -> None:
+        """Take in what the driver says until something is so. Raises EnvironmentProblem where it does not come."""
+        end = time.monotonic() + seconds
+        while not is_so():
+            if time.monotonic() > end:
+                raise EnvironmentProblem(f"{self.where}: no answer within {seconds:g} s ({self._tail()})")
+            self.hear(0.2)
+
+    def _heard(self, event: Mapping[str, Any]) -> None:
+        if event["is"] == "ready":
+            self.nodes = event["nodes"]
+        elif event["is"] == "refused":
+            self._refused = event["why"]
+        else:
+            self._take(event)
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        """What this driver says beside those."""
+        raise NotImplementedError
+
+    def _knock(self) -> None:
+        """Raise EnvironmentProblem where nobody listens: Ray would try for minutes."""
+        host, _, port = (self._asked["address"] or "").rpartition(":")
+        if not port.isdecimal():
+            return
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
+        except OSError as error:
+            advice = "`ray start --head` says the address of a cluster"
+            raise EnvironmentProblem(f"{self.where}: nobody listens there ({error}); {advice}") from error
+
+    def _close(self, within_s: float) -> None:
+        """End the driver, and with a cluster of our own all of it, also where the guard was killed."""
+        with suppress(BrokenPipeError):
+            self._stdin.close()
+        if not self._ends(within_s):
+            self._process.terminate()
+            self._ends(KILLED_S)
+        with suppress(ProcessLookupError, PermissionError):  # nobody is left in its group
+            os.killpg(self._process.pid, signal.SIGKILL)  # before it is reaped: until then nobody else has its number
+        self._process.wait()
+        self._stdout.close()
+        self._selector.close()
+        self._output.close()
+
+    def _ends(self, within_s: float) -> bool:
+        """Whether the guard ends in that time; it is not reaped."""
+        end = time.monotonic() + within_s
+        while os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            if time.monotonic() > end:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    @property
+    def where(self) -> str:
+        """The cluster, in words."""
+        address = self._asked["address"]
+        return f"Ray at {address}" if address else "Ray on this machine"
+
+    def _tail(self) -> str:
+        self._output.seek(0)
+        lines = self._output.read().decode(errors="replace").splitlines()
+        return " | ".join(line.strip() for line in lines[-TAIL:])

@@ -1,0 +1,91 @@
+"""The sync probe: after weights were sent, a sampler scores a few fixed rows, and so did the trainer when it sent them.
+
+    publisher ──expect(version, log-probabilities)──▶ Probe ◀──load, score── each sampler, after every load
+
+It finds what no digest does: an engine that has the bytes and does not use them (weights tied anew, laid out anew,
+kept under another name).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import numpy as np
+from torch import Tensor
+
+from runner.errors import SamplerFault
+from runner.protocols import Sampler
+from runner.randomness import derive
+
+log = logging.getLogger("runner")
+
+ROWS, TOKENS = 4, 16
+LOADS = 2  # before it is given up
+EXACT, COARSE = 1e-3, 0.05  # limits for float32, and for what is computed with fewer digits
+
+Scores = Sequence[Sequence[float]]  # of each row, of all ids but the first
+
+
+class Probe:
+    """What samplers have to say of `rows`, by version; `last`: how far the worst one was off at its newest load, the
+    mean absolute difference of log-probabilities, in nats."""
+
+    def __init__(self, rows: Sequence[Sequence[int]], limit: float) -> None:
+        self.rows = tuple(tuple(row) for row in rows)
+        self.limit = limit
+        self.last = 0.0
+        self._expected: dict[int, Scores] = {}
+
+    @classmethod
+    def of(cls, seed: int, vocabulary: int, limit: float) -> Probe:
+        """Rows of ids that are drawn from the run's seed."""
+        draws = np.random.Generator(np.random.Philox(key=derive(seed, "probe")))
+        return cls(draws.integers(0, vocabulary, (ROWS, TOKENS)).tolist(), limit)
+
+    def expect(self, version: int, scores: Scores) -> None:
+        """What the trainer says of the rows with these weights."""
+        self._expected[version] = scores
+
+    def drop_below(self, version: int) -> None:
+        """Forget older versions."""
+        for old in [one for one in self._expected if one < version]:
+            del self._expected[old]
+
+    def load(self, sampler: Sampler, weights: Mapping[str, Tensor] | None, version: int, name: str = "") -> None:
+        """Give a sampler these weights, and once more if it then does not say what the trainer does.
+
+        name: of the sampler, for words. Raises SamplerFault if it says something else again, and what `load` and
+        `score` raise.
+        """
+        for once_more in reversed(range(LOADS)):
+            sampler.load(weights, version)
+            self.last = self.difference(sampler.score(self.rows), version)
+            if self.last <= self.limit:
+                return
+            found = f"{name or 'a sampler'} is {self.last:.4g} off the trainer after the weights of version {version}"
+            if once_more:
+                log.warning("%s were sent (sampler.probe=%g): they are sent once more", found, self.limit)
+        raise SamplerFault(
+            f"{found} were sent, twice: log-probabilities of {ROWS * (TOKENS - 1)} fixed tokens, mean absolute "
+            f"difference, and sampler.probe={self.limit:g}\n"
+            "  what it would draw is not of these weights. Is its data type the model's (model.dtype, sampler.dtype)? "
+            "Does its version load weights while it runs (docs/rollouts.md)? If such a difference is meant: "
+            f"sampler.probe={self.last * 2:.1g}"
+        )
+
+    def difference(self, engines: Sequence[Scores], version: int) -> float:
+        """The mean absolute difference to what is expected of a version, of the engine that is farthest off; infinite
+        where an answer has not the rows' shape, or is no number."""
+        wanted = self._expected[version]
+        return max((_difference(scores, wanted) for scores in engines), default=math.inf)
+
+
+def _difference(scores: Scores, wanted: Scores) -> float:
+    if [len(row) for row in scores] != [len(row) for row in wanted]:
+        return math.inf
+    pairs = list(zip(chain.from_iterable(scores), chain.from_iterable(wanted), strict=True))
+    found = sum(abs(one - other) for one, other in pairs) / max(len(pairs), 1)
+    return found if math.isfinite(found) else math.inf

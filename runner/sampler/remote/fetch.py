@@ -1,0 +1,82 @@
+"""Weights from another machine, streamed into memory that has a path but no name: nothing outlives this process.
+
+http://trainer:port/…/v7-0000.safetensors ──blocks──▶ memfd ──▶ /proc/<pid>/fd/N: read like any file, also by processes
+that are started from here. What is the same in every version is fetched once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from runner.errors import SamplerFault
+from runner.sampler.remote.listening import SILENCE_S
+from runner.sampler.remote.wire import authorization
+from runner.shelf import FIXED
+
+BLOCK_BYTES = 4 << 20
+
+
+class UnfetchedError(SamplerFault):
+    """A file of another machine could not be had; it may later."""
+
+
+class Fetched:
+    """Files of other machines, by their addresses, while they are held in this one's memory."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._handles: dict[str, int] = {}
+
+    def files(self, urls: Sequence[str]) -> list[Path]:
+        """What is behind the addresses, in their order; all else is dropped. Raises UnfetchedError."""
+        self._drop([url for url in self._handles if url not in urls])
+        return [Path(f"/proc/{os.getpid()}/fd/{self._handle(url)}") for url in urls]
+
+    def drop_changed(self) -> None:
+        """Give back what only one version has."""
+        self._drop([url for url in self._handles if not urlsplit(url).path.rpartition("/")[2].startswith(FIXED)])
+
+    def close(self) -> None:
+        """Give back everything."""
+        self._drop(list(self._handles))
+
+    def _drop(self, urls: Sequence[str]) -> None:
+        for url in urls:
+            os.close(self._handles.pop(url))
+
+    def _handle(self, url: str) -> int:
+        if url not in self._handles:
+            handle = os.memfd_create("weights")
+            try:
+                _get(url, self._token, handle)
+            except (OSError, HTTPException) as error:
+                os.close(handle)
+                raise UnfetchedError(f"{url} cannot be fetched: {str(error) or type(error).__name__}") from error
+            self._handles[url] = handle
+        return self._handles[url]
+
+
+def _get(url: str, token: str, handle: int) -> None:
+    parts = urlsplit(url)
+    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=SILENCE_S)
+    try:
+        connection.request("GET", parts.path, headers={"Authorization": authorization(token)})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise HTTPException(f"status {response.status}")
+        wanted, block = response.length, memoryview(bytearray(BLOCK_BYTES))
+        while size := response.readinto(block):
+            _write(handle, block[:size])
+        if wanted != os.fstat(handle).st_size:
+            raise HTTPException(f"{os.fstat(handle).st_size} of {wanted} bytes arrived")
+    finally:
+        connection.close()
+
+
+def _write(handle: int, content: memoryview) -> None:
+    while content:
+        content = content[os.write(handle, content) :]

@@ -1,0 +1,104 @@
+"""The sampler of a process with the weights that it was sent, and what it is asked for under them.
+
+/load: files or addresses ──mapped──▶ their digest is the one announced? ─▶ sampler.load ─▶ held
+/sample, /score: the weights meant are those held? ─▶ what the sampler gives, else the error Stale
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from runner.errors import SamplerFault
+from runner.protocols import Sampler
+from runner.sampler.remote.fetch import Fetched
+from runner.sampler.remote.wire import STALE, Held, Json, Wrong, answered, requests_of
+from runner.shelf import Shelved
+
+log = logging.getLogger("runner")
+
+
+class Keeper:
+    """Does what a client asks, in the thread that has the sampler. What goes wrong is part of the answer."""
+
+    def __init__(self, sampler: Sampler, token: str) -> None:
+        self._sampler, self._fetched = sampler, Fetched(token)
+        self._session = secrets.token_hex(8)
+        self.held = self._nothing()
+        self._last: tuple[str, Json] = ("", {})
+        self.verbs: Mapping[str, Callable[[Json], Any]] = {
+            "/load": self._load,
+            "/sample": self._sample,
+            "/score": self._score,
+            "/release": self._release,
+        }
+
+    def health(self) -> Json:
+        """What can be said at any time, from any thread."""
+        return {"held": self._said(), "longest": self._sampler.longest}
+
+    def answer(self, verb: str, body: Json, key: str) -> Json:
+        """What `verb` gives. `key`: that of a question whose answer was lost on its way, which is then given again."""
+        if self._last[0] == key:
+            return self._last[1]
+        self._last = ("", {})
+        try:
+            found: Json = {"result": self.verbs[verb](body)}
+        except _StaleError as error:
+            found = {"error": {"kind": STALE, "message": str(error), "exit_code": SamplerFault.exit_code}}
+        except Exception as error:
+            log.warning("%s failed", verb, exc_info=True)
+            found = {"error": Wrong.of(error).said()}
+        found["held"] = self._said()
+        if verb == "/sample" and "result" in found:
+            self._last = (key, found)
+        return found
+
+    def close(self) -> None:
+        """Give back the memory of what was fetched."""
+        self._fetched.close()
+
+    def _said(self) -> Json:
+        return {"version": self.held.version, "digest": self.held.digest, "session": self.held.session}
+
+    def _nothing(self) -> Held:
+        return Held(-1, "", self._session)
+
+    def _load(self, body: Json) -> None:
+        version, digest = int(body["version"]), str(body["digest"])
+        files = self._fetched.files(body["urls"]) if "urls" in body else [Path(name) for name in body["files"]]
+        try:
+            weights = Shelved(files, version)
+            found = weights.digest
+        except (OSError, SafetensorError) as error:
+            raise SamplerFault(f"the weights of version {version} cannot be read: {error}") from error
+        if found != digest:
+            raise SamplerFault(f"the weights of version {version} are not those that were sent: {found} for {digest}")
+        self.held = self._nothing()  # while they change, and if that fails half-way
+        self._sampler.load(weights, version)
+        self.held = Held(version, digest, self._session)
+        self._fetched.drop_changed()
+
+    def _sample(self, body: Json) -> list[Json]:
+        self._check(body)
+        return answered(self._sampler.sample(requests_of(body)))
+
+    def _score(self, body: Json) -> list[list[list[float]]]:
+        self._check(body)
+        return self._sampler.score([tuple(row) for row in body["rows"]])
+
+    def _release(self, _: Json) -> None:
+        self._sampler.release()
+
+    def _check(self, body: Json) -> None:
+        if not self.held.are(body["version"], body["digest"]):
+            raise _StaleError(f"{self.held} is held, and version {body['version']} is meant")
+
+
+class _StaleError(Exception):
+    """Other weights are held than the client means."""

@@ -1,0 +1,183 @@
+"""JSON over HTTP to a server that others run: patient with one that is busy or gone for a while, never without end."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+from runner.errors import EnvironmentProblem, SamplerFault
+
+LARGEST_BYTES = 256 << 20
+PART_BYTES = 1 << 16
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+SAID = 300  # characters of a server's own words
+
+
+class StatusError(Exception):
+    """The server answered, and not with 200; `said` are its words."""
+
+    def __init__(self, status: int, said: str) -> None:
+        super().__init__(f"status {status}: {said}")
+        self.status, self.said = status, said
+
+    @property
+    def passing(self) -> bool:
+        """Whether it may be another one soon."""
+        return self.status == 429 or self.status >= 500
+
+
+class GarbledError(Exception):
+    """The server's answer is no JSON."""
+
+
+class Client:
+    """Asks one server, from any number of threads; each request has a connection of its own.
+
+    url: with or without a closing /v1; key: sent with each request; retries: further tries, each after a wait twice as
+    long as the one before; `retried` counts them
+    """
+
+    def __init__(self, url: str, key: str | None, retries: int) -> None:
+        parts = urlsplit(url)
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._make = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        self._host, self._port, self._path = parts.hostname or "", parts.port, urlsplit(self.url).path
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._keyed, self._retries, self.retried = key is not None, retries, 0
+        self._open: set[HTTPConnection] = set()
+        self._lock, self._closed = threading.Lock(), threading.Event()
+
+    def get(self, path: str, until: float) -> Any:
+        """The answer to a question without a body; see `post`."""
+        return self._patiently("GET", path, None, until, self._retries)
+
+    def text(self, path: str, until: float) -> str:
+        """The same where it is text."""
+        return self._once("GET", path, None, until).decode(errors="replace")
+
+    def post(self, path: str, body: Mapping[str, Any], until: float, *, again: bool = True) -> Any:
+        """The answer, decoded; None for an empty one.
+
+        until: time.monotonic() at which patience ends; again: a status of 500 and above may pass. Raises StatusError
+        for one that does not, GarbledError, SamplerFault if there is no answer, EnvironmentProblem if the key is wrong.
+        """
+        content = json.dumps(body, allow_nan=False).encode()
+        return self._patiently("POST", path, content, until, self._retries if again else 0)
+
+    def close(self) -> None:
+        """End what is under way: it raises SamplerFault at once, wherever it waits."""
+        self._closed.set()
+        with self._lock:
+            live = list(self._open)
+        for connection in live:
+            _cut(connection)
+
+    def _patiently(self, method: str, path: str, content: bytes | None, until: float, retries: int) -> Any:
+        tried = 0
+        while True:
+            failure: Exception
+            try:
+                return _decoded(self._once(method, path, content, until))
+            except StatusError as error:
+                if error.status in (401, 403):
+                    raise self._locked_out(error) from None
+                if not error.passing or tried == retries:
+                    raise
+                failure = error
+            except (OSError, HTTPException) as error:
+                failure = error
+            self._wait(failure, tried, retries, until)
+            tried += 1
+
+    def _wait(self, failure: Exception, tried: int, retries: int, until: float) -> None:
+        reason = str(failure) or type(failure).__name__
+        if self._closed.is_set():
+            raise SamplerFault(f"{self.url}: the sampler was closed while it waited for an answer") from failure
+        pause = min(FIRST_WAIT_S * 2**tried, LONGEST_WAIT_S)
+        if tried == retries or time.monotonic() + pause >= until:
+            text = f"{self.url} does not answer, asked {tried + 1} times: {reason}"
+            raise SamplerFault(
+                f"{text}; look after the server, or raise sampler.retries, sampler.timeout_s"
+            ) from failure
+        with self._lock:
+            self.retried += 1
+        self._closed.wait(pause)
+
+    def _locked_out(self, error: StatusError) -> EnvironmentProblem:
+        instead = "its key is wrong" if self._keyed else "it wants a key; type sampler.key_variable=NAME"
+        return EnvironmentProblem(f"{self.url} refuses to answer ({error}): {instead}")
+
+    def _once(self, method: str, path: str, content: bytes | None, until: float) -> bytes:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("no time is left (sampler.timeout_s)")
+        with self._connection(left) as connection:
+            connection.request(method, self._path + path, content, self._headers)
+            response = connection.getresponse()
+            answer = _read(response, until)
+        if response.status != 200:
+            raise StatusError(response.status, _words(answer))
+        return answer
+
+    @contextmanager
+    def _connection(self, timeout_s: float) -> Iterator[HTTPConnection]:
+        connection = self._make(self._host, self._port, timeout=timeout_s)
+        with self._lock:
+            self._open.add(connection)
+        try:
+            if self._closed.is_set():
+                raise ConnectionAbortedError("closed")
+            yield connection
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
+
+
+def _read(response: HTTPResponse, until: float) -> bytes:
+    content = bytearray()
+    while part := response.read1(PART_BYTES):
+        content += part
+        if len(content) > LARGEST_BYTES:
+            raise HTTPException(f"the answer is above {LARGEST_BYTES >> 20} MiB")
+        if time.monotonic() > until:
+            raise TimeoutError("the answer takes too long (sampler.timeout_s)")
+    if response.length:
+        raise HTTPException(f"the answer ends {response.length} bytes early")
+    return bytes(content)
+
+
+def _decoded(content: bytes) -> Any:
+    if not content:
+        return None
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise GarbledError(f"the answer is no JSON: {error}") from error
+
+
+def _words(content: bytes) -> str:
+    """What a server says of a failure, as it comes in several forms."""
+    text = content.decode(errors="replace")
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text[:SAID]
+    while isinstance(found, dict) and (inner := found.get("error") or found.get("message") or found.get("detail")):
+        found = inner
+    return str(found)[:SAID]
+
+
+def _cut(connection: HTTPConnection) -> None:
+    """Wake the thread that waits for this connection."""
+    if connection.sock is not None:
+        try:
+            connection.sock.shutdown(2)
+        except OSError:
+            return  # it is closed already

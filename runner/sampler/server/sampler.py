@@ -1,0 +1,242 @@
+"""The sampler that asks a running server: one request per answer, so that each has a seed of its own.
+
+    requests ──batch_size at a time──▶ /v1/completions ──ids, log-probabilities──▶ checked, cut where we end answers
+                                                                                          │
+    the server is still the one that was given these weights?  ◀──── asked after each call┘   else: loaded, asked again
+
+A server that was started anew has the weights that it was started with, and says nothing of it. It is known by the
+time at which its process began, and by what it says of a fixed row of tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from runner.errors import SamplerFault
+from runner.protocols import Request, Rollout
+from runner.sampler.bounds import room
+from runner.sampler.config import VllmServerConfig
+from runner.sampler.remote.check import InvalidError, Limits, checked
+from runner.sampler.server.client import GarbledError, StatusError
+from runner.sampler.server.server import Server, scores_or_none
+from runner.sampler.server.sync import Nothing, Sync
+from runner.sampler.server.wire import Asking, drawn
+from runner.sampler.stops import Stops
+from runner.shelf import Shelved
+
+log = logging.getLogger("runner")
+
+TRIES = 2  # of a request whose answer cannot be one
+DRIFT = 0.02  # nats, mean over the fixed row: ten times what bfloat16 adds from batch to batch
+GONE = 404  # of a model's name that the server does not know
+
+
+class LostError(Exception):
+    """The server does not know the adapter any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a server is known by while it keeps its weights: when it began, what it says of the fixed row."""
+
+    started: str
+    scores: list[float] | None
+
+    def is_other(self, now: Mark) -> bool:
+        """Whether the server, or its weights, are other ones now."""
+        if self.started and now.started and self.started != now.started:
+            return True
+        if self.scores is None or now.scores is None:
+            return self.scores is not None
+        differences = [abs(a - b) for a, b in zip(self.scores, now.scores, strict=True)]
+        return not sum(differences) / len(differences) <= DRIFT
+
+
+class ServerSampler:
+    """Draws rollouts from a server; see `Sampler` for what its methods do."""
+
+    def __init__(
+        self,
+        config: VllmServerConfig,
+        server: Server,
+        sync: Sync,
+        stops: Stops,
+        asking: Asking,
+        limits: Limits,
+        longest: tuple[int, str] | None,
+        fixed_row: Sequence[int],
+    ) -> None:
+        """stops: how answers end here; asking: how the server is asked; limits: of what may come back; longest: most
+        tokens of a prompt and its answer, and why; fixed_row: ids by whose log-probabilities weights are known."""
+        self.temperature, self.max_new_tokens = config.temperature, config.max_new_tokens
+        self._server, self._sync, self._stops, self._asking, self._limits = server, sync, stops, asking, limits
+        self._longest, self._fixed_row, self._strings = longest, tuple(fixed_row), frozenset(config.stop)
+        self._pool = ThreadPoolExecutor(config.batch_size, "sampler")
+        self._naps, self._asleep = config.sleep, False
+        self._version = 0
+        self._weights: Shelved | None = None
+        self._lock, self._counts = threading.Lock(), dict.fromkeys(("tokens", "rejected", "resyncs"), 0)
+        self._seconds = self._load_s = 0.0
+        self._mark = self._now()
+
+    @property
+    def longest(self) -> int | None:
+        """See `Sampler`."""
+        return None if self._longest is None else self._longest[0]
+
+    def load(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
+        """Bring the server to these weights; with sampler.sync=none it keeps its own, which are version 0.
+
+        Raises SamplerFault if it refuses them, StorageError if they cannot be written.
+        """
+        if isinstance(self._sync, Nothing):
+            return
+        if not isinstance(weights, Shelved):
+            raise ValueError("a server reads weights from files, see runner/shelf.py")
+        begun = time.monotonic()
+        self._wake()
+        self._sync.load(weights, version)
+        self._version, self._weights, self._mark = version, weights, self._now()
+        self._load_s += time.monotonic() - begun
+
+    def sample(self, requests: Sequence[Request]) -> list[Rollout]:
+        """One rollout per request, in their order.
+
+        Raises ValueError and DataError for what cannot be asked, SamplerFault for what is not answered.
+        """
+        limits = [room(request, self.max_new_tokens, self._longest) for request in requests]
+        begun = time.monotonic()
+        self._wake()
+        found = self._all(requests, limits)
+        if found is None:
+            self._resync()
+            found = self._all(requests, limits)
+        if found is None:
+            raise SamplerFault(f"{self._server} lost its weights twice in one step; look after it, then: run resume")
+        self._seconds += time.monotonic() - begun
+        self._counts["tokens"] += sum(len(rollout.ids) for rollout in found)
+        return found
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """See `Sampler`; whatever is behind the address counts as one engine."""
+        self._wake()
+        return [[self._scored(row) for row in rows]]
+
+    def measured(self) -> dict[str, float]:
+        """Tokens per second of sampling, seconds of loading, tries that failed, answers refused, weights sent again."""
+        counts, seconds = dict(self._counts), self._seconds
+        found = {
+            "tokens_per_s": counts.pop("tokens") / seconds if seconds else 0.0,
+            "load_s": self._load_s,
+            "retries": float(self._server.client.retried),
+            **{name: float(count) for name, count in counts.items()},
+        }
+        self._counts, self._seconds, self._load_s = dict.fromkeys(self._counts, 0), 0.0, 0.0
+        self._server.client.retried = 0
+        return found
+
+    def release(self) -> None:
+        """With sampler.sleep it sleeps until it is next asked for something."""
+        if self._naps and not self._asleep:
+            self._server.sleep()
+            self._asleep = True
+
+    def close(self) -> None:
+        """End what is under way, and remove what was written; the server goes on."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        try:
+            self._sync.close()
+        finally:
+            self._server.client.close()
+            self._pool.shutdown()
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._server.wake()
+            self._asleep = False
+
+    def _now(self) -> Mark:
+        return Mark(self._server.started(), scores_or_none(self._server, self._fixed_row, self._sync.model))
+
+    def _resync(self) -> None:
+        """Give the server the weights again that it has lost."""
+        if self._weights is None:
+            text = "has other weights than when the run began, and sampler.sync=none sends it none"
+            raise SamplerFault(f"{self._server} {text}; start it with the same ones, then: run resume")
+        log.warning("%s has lost version %d: it is sent again", self._server, self._version)
+        self._counts["resyncs"] += 1
+        self.load(self._weights, self._version)
+
+    def _all(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Rollout] | None:
+        """All answers, or None if they are not of the weights that were loaded."""
+        until, end = self._server.until(), threading.Event()
+        tasks = [
+            self._pool.submit(self._one, request, limit, until, end)
+            for request, limit in zip(requests, limits, strict=True)
+        ]
+        try:
+            wait(tasks, return_when=FIRST_EXCEPTION)
+        finally:
+            end.set()
+            for task in tasks:
+                task.cancel()
+        failed = [error for task in tasks if not task.cancelled() and task.done() and (error := task.exception())]
+        if any(isinstance(error, LostError) for error in failed):
+            return None
+        if failed:
+            raise failed[0]
+        return None if self._mark.is_other(self._now()) else [task.result() for task in tasks]
+
+    def _one(self, request: Request, limit: int, until: float, end: threading.Event) -> Rollout:
+        for last in (False, True):
+            try:
+                return self._asked(request, limit, until)
+            except (InvalidError, GarbledError) as error:
+                with self._lock:
+                    self._counts["rejected"] += 1
+                if last or end.is_set():
+                    text = f"{self._server} gives answers that cannot be right, {TRIES} times: {error}"
+                    raise SamplerFault(f"{text}; look after the server") from error
+                log.warning("an answer of %s cannot be right, it is asked again: %s", self._server, error)
+            except StatusError as error:
+                if error.status == GONE and self._sync.model != self._server.model:
+                    raise LostError from error
+                raise SamplerFault(f"{self._server} refuses to sample: {error}") from error
+        raise AssertionError("the last try returns or raises")
+
+    def _asked(self, request: Request, limit: int, until: float) -> Rollout:
+        body = self._asking.body(self._sync.model, request.prompt, limit, request.seed)
+        found = drawn(self._server.client.post("/v1/completions", body, until), request.prompt)
+        answer: dict[str, Any] = {"ids": found.ids, "logprobs": found.logprobs, "version": self._version}
+        if request.raw:
+            answer["raw_logprobs"] = self._scored([*request.prompt, *found.ids])[len(request.prompt) - 1 :]
+        rollout = checked([answer | {"finish": "stop"}], [request], self._version, self._limits)[0]
+        return self._ended(rollout, limit, found.stopped_by)
+
+    def _ended(self, rollout: Rollout, limit: int, stopped_by: str | None) -> Rollout:
+        """The answer up to where it ends here: a server may see the end later, and never earlier but for strings."""
+        found = self._stops.end(rollout.ids, limit)
+        if found is None and stopped_by in self._strings:
+            found = len(rollout.ids), "stop"  # its text, made token by token, has the string, and ours has not
+        if found is None:
+            last = rollout.ids[-1]
+            raise InvalidError(
+                f"it ends after {len(rollout.ids)} of {limit} tokens, with the id {last}, which ends nothing"
+            )
+        size, finish = found
+        raw = None if rollout.raw_logprobs is None else rollout.raw_logprobs[:size]
+        return Rollout(rollout.ids[:size], rollout.logprobs[:size], raw, rollout.version, finish)
+
+    def _scored(self, row: Sequence[int]) -> list[float]:
+        try:
+            return self._server.score(row, self._sync.model)
+        except (InvalidError, StatusError, GarbledError) as error:
+            raise SamplerFault(f"{self._server} does not say how likely given tokens are: {error}") from error

@@ -1,0 +1,168 @@
+"""How a server comes to the trainer's weights: not at all, by an adapter, or by reading all of them anew.
+
+    load(weights, version) ─▶ a folder that the server can read ─▶ it is told the path ─▶ the folder before is removed
+
+Each load has a name and a folder of its own, so that no cache of the server's takes new weights for old ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from safetensors.torch import save_file
+
+from runner.durable import reason
+from runner.errors import SamplerFault, StorageError
+from runner.sampler.server.server import Server
+from runner.shelf import Shelved
+
+log = logging.getLogger("runner")
+
+
+class Sync(Protocol):
+    """Gives a server weights."""
+
+    @property
+    def model(self) -> str: ...  # the name that requests have to give
+
+    def load(self, weights: Shelved, version: int) -> None: ...
+
+    def close(self) -> None: ...  # what it has left behind is removed, as far as the server is there
+
+
+class Nothing:
+    """The server's weights are what they are."""
+
+    def __init__(self, server: Server) -> None:
+        self.model = server.model
+
+    def load(self, weights: Shelved, version: int) -> None:
+        """Nothing is sent."""
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+
+class Adapter:
+    """The adapter alone, in a folder as PEFT writes it; the server has the base."""
+
+    def __init__(self, server: Server, folder: Path, blueprint: Path) -> None:
+        """Raises EnvironmentProblem where the server takes no adapters."""
+        server.check_adapters()
+        self._server, self._places = server, Places(folder)
+        self._settings = blueprint / "adapter" / "adapter_config.json"
+        self.model = server.model  # until the first one is there
+
+    def load(self, weights: Shelved, version: int) -> None:
+        """See `Sync`."""
+        name, place = self._places.new(version)
+        with _worded(place):
+            shutil.copy2(self._settings, place / "adapter_config.json")
+            tensors = {tensor: weights[tensor].contiguous() for tensor in sorted(weights.changed)}
+            save_file(tensors, place / "adapter_model.safetensors", {"format": "pt"})
+        self._server.load_adapter(name, place)
+        self._forget()
+        self.model = name
+        self._places.keep(place)
+
+    def close(self) -> None:
+        """See `Sync`."""
+        try:
+            self._forget()
+        except SamplerFault as error:
+            log.warning("the adapter %s stays with the server: %s", self.model, error)
+        self._places.close()
+
+    def _forget(self) -> None:
+        if self.model != self._server.model:
+            self._server.unload_adapter(self.model)
+            self.model = self._server.model
+
+
+class Reload:
+    """All weights, in a folder with the files of a model."""
+
+    def __init__(self, server: Server, folder: Path, blueprint: Path) -> None:
+        """Raises EnvironmentProblem where the server reads none anew."""
+        server.check_development()
+        self._server, self._places, self._blueprint = server, Places(folder), blueprint
+        self.model = server.model
+
+    def load(self, weights: Shelved, version: int) -> None:
+        """See `Sync`."""
+        _, place = self._places.new(version)
+        with _worded(place):
+            _link(weights.files, place, self._places.newest)
+            for file in self._blueprint.iterdir():
+                if file.is_file():
+                    shutil.copy2(file, place / file.name)
+        self._server.reload(place)
+        self._places.keep(place)
+
+    def close(self) -> None:
+        """See `Sync`; the server keeps the last weights."""
+        self._places.close()
+
+
+class Places:
+    """A folder below `root` for each load; `newest`: the last one that was read."""
+
+    def __init__(self, root: Path) -> None:
+        self._stem = f"run-{secrets.token_hex(4)}"
+        self._root, self._loads = root / self._stem, 0
+        self.newest: Path | None = None
+
+    def new(self, version: int) -> tuple[str, Path]:
+        """A name that no load has had, and its folder, empty."""
+        self._loads += 1
+        name = f"{self._stem}-v{version}-{self._loads}"
+        place = self._root / name
+        with _worded(place):
+            place.mkdir(parents=True)
+        return name, place
+
+    def keep(self, place: Path) -> None:
+        """This one has been read: the others go."""
+        for other in self._root.iterdir():
+            if other != place:
+                shutil.rmtree(other)
+        self.newest = place
+
+    def close(self) -> None:
+        """Remove all."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
+
+@contextmanager
+def _worded(place: Path) -> Iterator[None]:
+    """Say where weights could not be written."""
+    try:
+        yield
+    except OSError as error:
+        text = f"weights for the server cannot be written to {place}: {reason(error)}"
+        raise StorageError(f"{text}; make room, or set sampler.folder to a folder that has it") from error
+
+
+def _link(files: Iterable[Path], place: Path, before: Path | None) -> None:
+    """The files in `place`: the same ones where that is the same disk, else copies, of which the unchanged are kept."""
+    for file in files:
+        unchanged = before is not None and file.name.startswith("fixed-") and (before / file.name).exists()
+        source = before / file.name if before is not None and unchanged else file
+        try:
+            os.link(source, place / file.name)
+        except OSError:
+            shutil.copyfile(source, place / file.name)
+
+
+def sync_of(kind: str, server: Server, folder: Path, blueprint: Path) -> Sync:
+    """The way that sampler.sync names."""
+    if kind == "none":
+        return Nothing(server)
+    return Adapter(server, folder, blueprint) if kind == "adapter" else Reload(server, folder, blueprint)

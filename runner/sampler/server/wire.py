@@ -1,0 +1,123 @@
+"""What is asked of /v1/completions, and what its answers say: tokens in, tokens out, nothing is tokenised twice.
+
+Whatever a server would add by itself is said here: the end tokens (`ignore_eos` keeps those of its own files out), the
+penalties and cuts that a generation config may hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runner.sampler.draw import Rule
+from runner.sampler.remote.check import InvalidError
+
+Json = dict[str, Any]
+NO_LOGPROB = -9999.0  # vLLM's word for minus infinity, which JSON cannot say
+PLACEHOLDER = "token_id:"
+ALL_IDS = -1  # top_k that cuts nothing; newer versions say 0 and take both
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """What all requests of a run have in common."""
+
+    rule: Rule
+    ends: frozenset[int]
+    stops: tuple[str, ...]
+
+    def body(self, model: str, prompt: Sequence[int], limit: int, seed: int) -> Json:
+        """A request for one answer of at most `limit` tokens."""
+        return {
+            "model": model,
+            "prompt": list(prompt),
+            "n": 1,
+            "max_tokens": limit,
+            "seed": seed,
+            "temperature": self.rule.temperature,
+            "top_k": ALL_IDS if self.rule.top_k is None else self.rule.top_k,
+            "top_p": self.rule.top_p,
+            "min_p": self.rule.min_p,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "ignore_eos": True,
+            "stop_token_ids": sorted(self.ends),
+            "stop": list(self.stops),
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+
+
+def scoring(model: str, row: Sequence[int]) -> Json:
+    """A request for the log-probabilities of a row; servers draw at least one token, which nobody reads."""
+    return {
+        "model": model,
+        "prompt": list(row),
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "seed": 0,
+        "ignore_eos": True,
+        "prompt_logprobs": 0,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """An answer as the server gave it, unchecked but for its form. stopped_by: a stop string that the server saw."""
+
+    ids: list[Any]
+    logprobs: list[Any]
+    finish: str | None
+    stopped_by: str | None
+
+
+def only_choice(answer: Any) -> Json:
+    """The one choice of an answer. Raises InvalidError."""
+    choices = answer.get("choices") if isinstance(answer, Mapping) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise InvalidError("the answer has not the one choice that was asked for")
+    return choices[0]
+
+
+def drawn(answer: Any, prompt: Sequence[int]) -> Drawn:
+    """The answer's tokens and log-probabilities. Raises InvalidError, also where they continue another prompt."""
+    choice = only_choice(answer)
+    read = choice.get("prompt_token_ids")
+    if read is not None and list(read) != list(prompt):
+        raise InvalidError(f"the server read {len(read)} prompt tokens, other ones than the {len(prompt)} sent")
+    logprobs = choice.get("logprobs")
+    if not isinstance(logprobs, dict) or not isinstance(logprobs.get("token_logprobs"), list):
+        raise InvalidError("the answer has no log-probabilities (logprobs.token_logprobs)")
+    reason = choice.get("stop_reason")
+    return Drawn(
+        ids=_ids(choice, logprobs),
+        logprobs=[None if value == NO_LOGPROB else value for value in logprobs["token_logprobs"]],
+        finish=choice.get("finish_reason"),
+        stopped_by=reason if isinstance(reason, str) else None,
+    )
+
+
+def _ids(choice: Json, logprobs: Json) -> list[Any]:
+    """As vLLM gives them since 0.10.2, or as placeholders of tokens, which it has had for longer."""
+    if isinstance(ids := choice.get("token_ids"), list):
+        return ids
+    tokens = logprobs.get("tokens")
+    if not isinstance(tokens, list) or not all(str(token).startswith(PLACEHOLDER) for token in tokens):
+        raise InvalidError("the answer has no token ids (token_ids), and text is not tokenised again")
+    return [int(token.removeprefix(PLACEHOLDER)) for token in tokens]
+
+
+def scored(answer: Any, row: Sequence[int]) -> list[float]:
+    """The log-probabilities of all ids of the row but the first. Raises InvalidError."""
+    found = only_choice(answer).get("prompt_logprobs")
+    if not isinstance(found, list) or len(found) != len(row):
+        raise InvalidError("the answer has no log-probabilities of the prompt (prompt_logprobs)")
+    try:
+        return [float(place[str(token)]["logprob"]) for token, place in zip(row[1:], found[1:], strict=True)]
+    except (KeyError, TypeError) as error:
+        raise InvalidError(f"prompt_logprobs is not of the prompt: {error!r}") from error

@@ -1,0 +1,143 @@
+"""A vLLM engine in this process: built without weights, given them, asked, put to sleep, ended.
+
+blueprint ──dummy weights──▶ LLM ◀── load: by reference, or to its workers by path ── weights
+                              │ generate, prompt_logprobs
+                              └─ sleep 1: weights to the host, cache dropped   2: both dropped   wake: at the next use
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from runner.errors import EnvironmentProblem, RunnerError, SamplerFault
+from runner.sampler.vllm.guest import at_work, moving_in, moving_out
+
+PARTS = ("weights", "kv_cache")  # of an engine's memory, by vLLM's names
+GONE = ("EngineDeadError", "TimeoutError")  # a worker ended, or does not answer
+
+
+class Engine:
+    """vLLM's LLM with the verbs of a sampler. `scratch`: a folder for what goes to its workers by path."""
+
+    def __init__(self, arguments: Mapping[str, Any], *, sleep: int, timeout_s: float, scratch: Path) -> None:
+        """Raises EnvironmentProblem where vLLM does not start."""
+        self._keep = dist.is_initialized()
+        self._level, self._timeout_s, self._scratch = sleep, timeout_s, scratch
+        self._spread = arguments["tensor_parallel_size"] > 1
+        self._asleep: set[str] = set()
+        self._whole = False  # whether all weights were given, and none was forgotten
+        self._llm: Any = None
+        with moving_in():
+            self._llm = _started(arguments)
+        self._experts = any(self._call("knows_experts"))
+
+    def load(self, weights: Mapping[str, Tensor], changed: frozenset[str] | None) -> None:
+        """Take `weights`, complete; changed: names of those that may differ from the last ones, None = all may.
+
+        Raises EnvironmentProblem for what vLLM's model does not take or lacks, SamplerFault if old answers stay cached.
+        """
+        with self._working():
+            self._wake("weights")
+            whole = changed is None or not self._whole or self._experts
+            names = [name for name in weights if whole or name in changed]  # type: ignore[operator]
+            self._whole = False
+            self._give(weights, names, whole)
+            self._whole = True
+        self.forget()
+
+    def forget(self) -> None:
+        """What was computed with other weights. Raises SamplerFault if vLLM keeps it."""
+        if self._llm.reset_prefix_cache() is False:
+            raise SamplerFault("vLLM did not drop the keys and values of its old weights: answers would mix both")
+
+    def _give(self, weights: Mapping[str, Tensor], names: Sequence[str], whole: bool) -> None:
+        if not self._spread:
+            self._call("load_tensors", weights, names, whole)
+            return
+        files: Sequence[Path] = getattr(weights, "files", ())
+        made = self._scratch / "weights.safetensors"
+        if not files:
+            save_file({name: weights[name].detach().cpu().contiguous() for name in names}, made)
+        try:
+            self._call("load_files", [str(path) for path in files or (made,)], names, whole)
+        finally:
+            made.unlink(missing_ok=True)
+
+    def ask(self, prompts: Sequence[Sequence[int]], params: Any, adapter: Any) -> list[Any]:
+        """vLLM's output for each prompt, in their order. Raises RuntimeError where it has no weights."""
+        if not self._whole:
+            raise RuntimeError("the engine holds no weights: load comes first, and again after sleep=2")
+        with self._working():
+            self._wake(*PARTS)
+            given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+            return [*self._llm.generate(given, params, use_tqdm=False, lora_request=adapter)]
+
+    def release(self) -> None:
+        """Sleep as deep as it was told to."""
+        if self._level and not self._asleep:
+            with self._working():
+                self._llm.sleep(level=self._level)
+            self._asleep = set(PARTS)
+            self._whole = self._level < 2
+
+    def _wake(self, *parts: str) -> None:
+        if wanted := [part for part in parts if part in self._asleep]:
+            self._llm.wake_up(tags=wanted)
+            self._asleep.difference_update(wanted)
+
+    def close(self) -> None:
+        """End it and its workers; process groups that were there before it stay."""
+        if self._llm is None:
+            return
+        with moving_out(self._keep):
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        return [*self._llm.collective_rpc(method, timeout=self._timeout_s, args=args)]
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        if self._llm is None:
+            raise SamplerFault("the engine was closed")
+        try:
+            with at_work():
+                yield
+        except RunnerError:
+            raise
+        except Exception as error:
+            if any(kind.__name__ in GONE for kind in type(error).__mro__):
+                raise SamplerFault(f"vLLM's engine is gone: {type(error).__name__}: {error}") from error
+            raise
+
+
+def device_type() -> str:
+    """What vLLM here runs on: "cpu", "cuda", "npu". Raises EnvironmentProblem where vLLM cannot be imported."""
+    try:
+        with moving_in():
+            from vllm import LLM  # noqa: F401
+            from vllm.platforms import current_platform
+    except (ImportError, OSError, RuntimeError) as error:
+        text = f"import vllm fails: {type(error).__name__}: {error}"
+        raise EnvironmentProblem(f"sampler=vllm: {text}\n  what is wrong: run doctor") from error
+    return str(current_platform.device_type)
+
+
+def _started(arguments: Mapping[str, Any]) -> Any:
+    from vllm import LLM
+
+    try:
+        return LLM(**arguments)
+    except (ValueError, AssertionError, NotImplementedError) as error:
+        text = " ".join(str(error).split())[:500]
+        raise EnvironmentProblem(
+            f"sampler=vllm: vLLM does not start: {text}\n"
+            "  less memory: sampler.memory, sampler.cache_gib, sampler.max_length; or without it: sampler=torch"
+        ) from error

@@ -1,0 +1,185 @@
+"""The sampler whose answers a vLLM engine writes.
+
+    requests ──prompts, a seed each──▶ engine ──ids, log-probabilities of what was drawn from──▶ rollouts
+
+A request's tokens are a function of weights, prompt and seed up to rounding, which depends on what else is in work.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from runner.errors import SamplerFault, TrainingDiverged
+from runner.protocols import Bounds, Request, Rollout
+from runner.sampler.bounds import check_ids, room
+from runner.sampler.config import VllmSamplerConfig
+from runner.sampler.draw import Rule
+from runner.sampler.stops import Stops
+from runner.sampler.vllm.adapters import Adapters, of_adapter
+from runner.sampler.vllm.engine import Engine
+
+
+class VllmSampler:
+    """Draws rollouts from an engine's weights, which `load` gives it. `scratch`: its folder, removed in the end."""
+
+    def __init__(
+        self,
+        config: VllmSamplerConfig,
+        engine: Engine,
+        bounds: Bounds,
+        tokenizer: Any,
+        *,
+        longest: int,
+        adapters: Adapters | None,
+        scratch: Path,
+    ) -> None:
+        """Raises SpecError for ids outside the vocabulary."""
+        check_ids(config, bounds.vocabulary)
+        self._config, self._engine, self._adapters, self._scratch = config, engine, adapters, scratch
+        self._ends = sorted(bounds.ends | set(config.stop_tokens))
+        self._stops = Stops(tokenizer, frozenset(self._ends), config.stop)
+        self._vocabulary, self.longest = bounds.vocabulary, longest
+        self._as_is = Rule(config.temperature, config.top_k, config.top_p, config.min_p).raw
+        self.temperature, self.max_new_tokens = config.temperature, config.max_new_tokens
+        self._version = 0
+        self._tokens, self._drawing_s, self._loading_s = 0, 0.0, 0.0
+
+    def load(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
+        """Hold `weights` and call them `version`: under the names of a model on the hub, and always complete.
+
+        Of weights that say what `changed` since the last ones, that alone is copied. Raises ValueError for None (an
+        engine shares nobody's), else as `Engine.load`.
+        """
+        if weights is None:
+            raise ValueError("a vLLM engine has weights of its own")
+        begun = time.perf_counter()
+        changed: frozenset[str] | None = getattr(weights, "changed", None)
+        if self._adapters is None:
+            self._engine.load(weights, changed)
+        else:
+            self._load_beside(self._adapters, weights, changed)
+        self._version = version
+        self._loading_s += time.perf_counter() - begun
+
+    def _load_beside(self, adapters: Adapters, weights: Mapping[str, Tensor], changed: frozenset[str] | None) -> None:
+        base = _Part(weights, [name for name in weights if not of_adapter(name)])
+        self._engine.load(base, None if changed is None else changed.intersection(base))
+        adapters.load({name: weights[name] for name in weights if of_adapter(name)})
+
+    def sample(self, requests: Sequence[Request]) -> list[Rollout]:
+        """One rollout per request, in their order.
+
+        Raises ValueError for an empty prompt, and where raw_logprobs are asked for that the engine does not report;
+        DataError for a prompt that leaves no room for its answer, TrainingDiverged if logits are not finite,
+        SamplerFault if the engine is gone or answers what cannot be.
+        """
+        limits = [self._limit(request) for request in requests]
+        begun = time.perf_counter()
+        params = [self._params(request, limit) for request, limit in zip(requests, limits, strict=True)]
+        outputs = self._ask([request.prompt for request in requests], params)
+        rollouts = [
+            self._rollout(request, limit, output.outputs[0])
+            for request, limit, output in zip(requests, limits, outputs, strict=True)
+        ]
+        self._drawing_s += time.perf_counter() - begun
+        self._tokens += sum(len(rollout.ids) for rollout in rollouts)
+        return rollouts
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """See `Sampler`: of one engine. Raises ValueError for a row without an id, or that is longer than the engine's
+        rows but for one token."""
+        from vllm import SamplingParams
+
+        for row in rows:
+            if not 0 < len(row) < self.longest:
+                raise ValueError(f"a row of {len(row)} tokens; 1 to {self.longest - 1} can be scored")
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
+        found = self._ask(rows, params)
+        return [[_of_prompt(row, output.prompt_logprobs) for row, output in zip(rows, found, strict=True)]]
+
+    def measured(self) -> dict[str, float]:
+        """Since it was last asked: tokens per second of drawing, seconds of loading."""
+        found = {"load_s": self._loading_s}
+        if self._drawing_s:
+            found["tokens_per_s"] = self._tokens / self._drawing_s
+        self._tokens, self._drawing_s, self._loading_s = 0, 0.0, 0.0
+        return found
+
+    def release(self) -> None:
+        """Let the engine sleep."""
+        self._engine.release()
+
+    def close(self) -> None:
+        """End the engine."""
+        self._engine.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _ask(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
+        return self._engine.ask(prompts, params, None if self._adapters is None else self._adapters.request)
+
+    def _limit(self, request: Request) -> int:
+        if not request.prompt:
+            raise ValueError("an empty prompt")
+        if request.raw and not self._as_is:
+            raise ValueError("an engine reports the log-probabilities of what it drew from, not those at temperature 1")
+        return room(request, self.max_new_tokens, (self.longest, "sampler.max_length"))
+
+    def _params(self, request: Request, limit: int) -> Any:
+        from vllm import SamplingParams
+
+        config = self._config
+        return SamplingParams(
+            temperature=config.temperature,
+            top_k=config.top_k or 0,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            seed=request.seed % 2**63,
+            max_tokens=limit,
+            logprobs=0,
+            ignore_eos=True,  # which ids end an answer is said here, and not read from a file
+            stop_token_ids=self._ends,
+            stop=list(config.stop),
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+            detokenize=bool(config.stop),
+        )
+
+    def _rollout(self, request: Request, limit: int, drawn: Any) -> Rollout:
+        ids = [int(token) for token in drawn.token_ids]
+        if not ids or not 0 <= min(ids) <= max(ids) < self._vocabulary or drawn.finish_reason not in ("stop", "length"):
+            raise SamplerFault(f"vLLM ended an answer of {len(ids)} tokens by {drawn.finish_reason}; ids {ids[:5]}")
+        count, finish = self._stops.end(ids, limit) or (len(ids), drawn.finish_reason)
+        logprobs = tuple(drawn.logprobs[at][ids[at]].logprob for at in range(count))
+        if not math.isfinite(sum(logprobs)):
+            raise TrainingDiverged("the policy's logits are not finite, so nothing can be sampled; lower optimizer.lr")
+        return Rollout(tuple(ids[:count]), logprobs, logprobs if request.raw else None, self._version, finish)
+
+
+class _Part(Mapping[str, Tensor]):
+    """Some of the weights, read when they are needed."""
+
+    def __init__(self, weights: Mapping[str, Tensor], names: Sequence[str]) -> None:
+        self._weights, self._names = weights, dict.fromkeys(names)
+        self.files = getattr(weights, "files", ())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._weights[name]
+
+    def __iter__(self) -> Any:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _of_prompt(row: Sequence[int], found: Sequence[Mapping[int, Any] | None]) -> list[float]:
+    return [float(at[token].logprob) for token, at in zip(row[1:], found[1:], strict=True) if at is not None]

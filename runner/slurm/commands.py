@@ -1,0 +1,64 @@
+"""What Slurm is told and says, whoever asks: its commands, and its own words where it refuses."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+from runner.errors import EnvironmentProblem
+from runner.folder import RunFolder
+
+# What a job does not come back from. PREEMPTED is such a state only where preempted jobs are not requeued.
+OVER = frozenset({
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+    "TIMEOUT",
+})  # fmt: skip
+# Why a job waits that will start by itself; all other reasons are worth a line.
+USUAL = frozenset({
+    "None", "Priority", "Resources", "JobArrayTaskLimit", "Dependency", "BeginTime", "Prolog", "Cleaning",
+})  # fmt: skip
+GRES = {"cuda": "gpu", "npu": "npu"}  # what Slurm usually calls the cards of a device
+TIMEOUT_S = 60.0
+
+
+def signals_all() -> bool:
+    """Whether Slurm signals all processes of a job here, not only the one that it has started."""
+    lines = [line.partition("=") for line in told("scontrol", "show", "config").splitlines()]
+    return {name.strip(): value.strip() for name, _, value in lines}.get("ProctrackType") == "proctrack/linuxproc"
+
+
+def told(*command: str, stdin: str = "") -> str:
+    """What a command of Slurm answers. Raises EnvironmentProblem with its own words where it refuses."""
+    if shutil.which(command[0]) is None:
+        raise EnvironmentProblem(f"{command[0]} is not here; start where jobs are submitted from (a login node)")
+    options = {"capture_output": True, "text": True, "check": False, "timeout": TIMEOUT_S}
+    try:
+        done: subprocess.CompletedProcess[str] = subprocess.run(command, input=stdin, **options)  # type: ignore[call-overload]
+    except subprocess.TimeoutExpired as error:
+        raise EnvironmentProblem(f"{command[0]} does not answer within {TIMEOUT_S:g} s") from error
+    if done.returncode != 0:
+        raise EnvironmentProblem(words(command[0], done.stderr) or f"{command[0]}: exit code {done.returncode}")
+    return done.stdout
+
+
+def state_of(job: str) -> tuple[str, str] | None:
+    """A job's state and its reason; None where Slurm does not know it (any more). Raises EnvironmentProblem."""
+    try:
+        said = told("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r").split()
+    except EnvironmentProblem as error:
+        if "Invalid job id" in str(error):
+            return None
+        raise
+    state, _, reason = " ".join(said).partition("|")
+    return (state, reason) if state else None
+
+
+def came_further(run: RunFolder, since: float) -> bool:
+    """Whether a run has made a step since then (seconds since the epoch): only such a job is worth a requeue."""
+    return run.metrics.is_file() and run.metrics.stat().st_mtime >= since
+
+
+def words(command: str, said: str) -> str:
+    """What Slurm complains of, in its own words, in one line."""
+    lines = [line.strip().removeprefix(f"{command}: ").removeprefix("error: ") for line in said.splitlines()]
+    return f"{command}: " + "; ".join(dict.fromkeys(filter(None, lines))) if any(lines) else ""

@@ -1,0 +1,173 @@
+"""Jobs with processes that only sample, as their user sees them: undisturbed, killed, stopped; the same numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runner.shelf_folder import places
+from tests.launch.several import DDP, Job, alive, gone, wait_until
+
+pytestmark = pytest.mark.timeout(400)  # several processes share few cores
+
+STEPS = 8
+# random weights sort nothing, so that answers are rewarded for their length: every group has a gradient
+SMALL = (
+    "+recipe=grpo_demo",
+    "init_from=null",
+    "reward=length",
+    "reward.max=8",
+    "reward.cache=7",
+    "sampler.max_new_tokens=8",
+    "algorithm.batch_size=8",
+    "data.items=64",
+    "data.held_out=8",
+    "model.hidden_size=32",
+    "model.intermediate_size=32",
+    "model.layers=2",
+    "tracker=none",
+    "evaluation.every=0",
+    "checkpoint.every=2",
+    f"steps={STEPS}",
+)
+SAMPLED = (*SMALL, "launch.samplers=1")
+LONG = ("steps=100000",)
+
+
+class Sampled(Job):
+    """A job of which some processes only sample."""
+
+    def samplers(self) -> list[int]:
+        """Their processes, as they say themselves; that of a killed one stands there until another takes its place."""
+        notes = sorted((self.latest / "samplers").glob("*.json"))
+        return [json.loads(note.read_text())["pid"] for note in notes]
+
+    def end(self, steps: int = STEPS) -> tuple[bytes, list[dict[str, object]]]:
+        """What training came to: parameters with the optimizer's state, and every step's numbers."""
+        rows = self.curve()
+        return self.weights(steps), [{k: v for k, v in row.items() if not k.startswith("sampler/")} for row in rows]
+
+    def leftovers(self) -> list[Path]:
+        """What is left of weights for samplers."""
+        return [place for place in places(self.latest.resolve()) if place.exists()]
+
+
+@pytest.fixture(scope="module")
+def peaceful(tmp_path_factory: pytest.TempPathFactory) -> Sampled:
+    """The same job whose ranks sample, left in peace."""
+    job = Sampled(tmp_path_factory.mktemp("peaceful"))
+    job.run(*SMALL)
+    return job
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Sampled]:
+    """A job, of which nothing is left."""
+    made = Sampled(tmp_path)
+    yield made
+    assert not made.latest.exists() or made.leftovers() == []
+
+
+def begun(job: Sampled, *words: str, steps: int = 2) -> tuple[subprocess.Popen[bytes], list[int], list[int]]:
+    """The command, its ranks and its samplers, after so many steps."""
+    process = job.start(*words)
+    wait_until(lambda: job.steps() >= steps, process)
+    return process, job.pids(), job.samplers()
+
+
+def test_a_sampler_of_its_own_that_is_killed_changes_no_bit(job: Sampled, peaceful: Sampled) -> None:
+    process, ranks, [sampler] = begun(job, *SAMPLED)
+    os.kill(sampler, signal.SIGKILL)
+    assert process.wait(120) == 0, job.said()
+    assert "sampler 0 was killed (SIGKILL); it is started anew (1 of 3)" in job.said()
+    assert job.end() == peaceful.end()
+    assert not alive([*ranks, sampler]) and job.samplers() == [], "told to end, they take their notes away"
+
+
+@pytest.mark.slow
+def test_samplers_of_several_ranks_change_no_bit(job: Sampled, tmp_path: Path) -> None:
+    several = (*DDP, "launch.devices=2")
+    job.run(*SMALL, *several, "launch.samplers=2", "algorithm.lag=1")
+    (tmp_path / "colocated").mkdir()
+    colocated = Sampled(tmp_path / "colocated")
+    colocated.run(*SMALL, *several, "algorithm.lag=1")
+    assert job.end() == colocated.end()
+
+
+@pytest.mark.slow
+def test_a_sampler_that_is_stopped_is_replaced(job: Sampled, peaceful: Sampled) -> None:
+    process, _, [sampler] = begun(job, *SAMPLED, "sampler.timeout_s=60")
+    os.kill(sampler, signal.SIGSTOP)
+    assert process.wait(200) == 0, job.said()
+    assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 20 s; it is started anew (1 of 3)" in job.said()
+    assert job.end() == peaceful.end() and gone([sampler])
+
+
+@pytest.mark.slow
+def test_a_job_whose_rank_is_killed_goes_on_by_itself(job: Sampled, peaceful: Sampled) -> None:
+    process, [rank], samplers = begun(job, *SAMPLED, "launch.attempts=2", steps=3)
+    os.kill(rank, signal.SIGKILL)
+    assert process.wait(200) == 0, job.said()
+    text = (
+        "attempt 1 ended: rank 0 of 1 was killed (SIGKILL); attempt 2 goes on from the newest checkpoint (the last one)"
+    )
+    assert text in job.said()
+    assert job.end() == peaceful.end() and gone([rank, *samplers])
+    assert (job.status()["state"], job.status()["attempt"]) == ("done", 2)
+    assert {"manifest.json", "spec.yaml", "overrides.yaml"} <= {f.name for f in (job.latest / "attempts/2").iterdir()}
+
+
+@pytest.mark.slow
+def test_of_a_killed_command_nothing_is_left(job: Sampled) -> None:
+    process, ranks, samplers = begun(job, *SAMPLED, *LONG)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL and gone([*ranks, *samplers])
+    end = time.monotonic() + 5
+    while job.leftovers() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert job.leftovers() == []
+
+
+@pytest.mark.slow
+def test_a_sampler_that_is_lost_too_often_ends_the_job_which_goes_on_exactly(job: Sampled, peaceful: Sampled) -> None:
+    process, ranks, samplers = begun(job, *SAMPLED, "launch.replacements=0")
+    os.kill(samplers[0], signal.SIGKILL)
+    assert process.wait(60) == 75 and gone([*ranks, *samplers]), job.said()
+    assert "error: sampler 0 was killed (SIGKILL)\n" in job.said() and "launch.replacements=0" in job.said()
+    assert "Traceback" not in job.said() and "go on: run resume latest" in job.said()
+    job.run("resume", "latest")
+    assert job.end() == peaceful.end()
+
+
+@pytest.mark.slow
+def test_a_signal_saves_while_samplers_serve(job: Sampled) -> None:
+    process, ranks, samplers = begun(job, *SAMPLED, *LONG)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143 and gone([*ranks, *samplers]), job.said()
+    assert job.weights(job.curve()[-1]["step"]) and "error" not in job.said()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(10))
+def test_whoever_is_killed_whenever(job: Sampled, tmp_path: Path, peaceful: Sampled, seed: int) -> None:
+    moments = random.Random(seed)
+    process = job.start(*SAMPLED, "launch.attempts=4")
+    wait_until(lambda: job.steps() >= 1, process)
+    time.sleep(moments.random())
+    for victim in moments.sample(("sampler", "rank", "command"), 2):
+        pids = {"sampler": job.samplers(), "rank": job.pids(), "command": [process.pid]}[victim]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL) if alive([pid]) else None
+        time.sleep(4 * moments.random())
+    if process.wait(200) == -signal.SIGKILL:
+        process = job.start("resume", "latest")
+    assert process.wait(200) == 0, job.said()
+    assert job.end() == peaceful.end()

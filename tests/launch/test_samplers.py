@@ -1,0 +1,162 @@
+"""The launcher over samplers without torch: they serve as long as ranks run, and are replaced where they are lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.cli.compose import compose_job
+from runner.errors import DataError, EnvironmentProblem, RunnerError, SamplerFault
+from runner.folder import RunFolder, write_json
+from runner.launch import member, samplers, team
+from runner.launch.attempt import attempts
+from runner.launch.starter import Local
+from runner.launch.team import TOKEN, Team
+from runner.launch.verdict import JobFailed
+from runner.spec.job import JobSpec
+from tests.launch.several import alive
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def toys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Toy ranks and samplers, and a launcher that waits less for them."""
+    monkeypatch.setitem(member.PROGRAMS, "rank", ("-m", "tests.launch.toy_rank"))
+    monkeypatch.setitem(member.PROGRAMS, "sampler", ("-m", "tests.launch.toy_sampler"))
+    monkeypatch.setattr(team, "GRACE_S", 1.0)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a job of one rank and two samplers, which do what they are asked; returns what the launcher says."""
+
+    def made(*words: str, rank: str = "until 2", **asked: list[str]) -> str:
+        what = {"0": rank} | {name.replace("_", " "): lives for name, lives in asked.items()}
+        monkeypatch.setenv("TOY", json.dumps(what))
+        spec = a_job("launch.samplers=2", *words)
+        with closing(Local(spec)) as starter:
+            Team(spec, RunFolder(tmp_path), 1, starter).run()
+        return capsys.readouterr().out
+
+    return made
+
+
+def a_job(*words: str) -> JobSpec:
+    return compose_job(["+recipe=grpo_demo", *words]).spec
+
+
+def lives(folder: Path, index: int) -> list[dict[str, Any]]:
+    """What each process that was sampler `index` found in its environment, if it came to that."""
+    path = folder / "samplers" / f"{index}.lives"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def ended_with(folder: Path, job: Callable[[], object]) -> str:
+    """What a job ends with, the code first; nothing of it runs on."""
+    with pytest.raises(RunnerError) as caught:
+        job()
+    assert not alive([one["pid"] for index in range(2) for one in lives(folder, index)])
+    return f"{caught.value.exit_code}: {caught.value}"
+
+
+def test_samplers_serve_until_the_ranks_have_ended_and_are_told_to_end(tmp_path: Path, run: Callable[..., str]) -> None:
+    write_json_note(tmp_path)
+    assert run() == ""
+    assert all((tmp_path / "samplers" / f"{index}.told").exists() for index in range(2))
+    [first], [second] = lives(tmp_path, 0), lives(tmp_path, 1)
+    assert first[TOKEN] == second[TOKEN] and len(first[TOKEN]) > 20 and TOKEN not in os.environ
+    assert first["RANK"] is None, "a sampler is no rank"
+    assert not alive([first["pid"], second["pid"]])
+    assert not list((tmp_path / "samplers").glob("*.json")), "notes of a job that was killed are removed"
+
+
+def write_json_note(folder: Path) -> None:
+    (folder / "samplers").mkdir()
+    write_json(folder / "samplers" / "0.json", {"url": "http://127.0.0.1:9"})
+
+
+def test_a_sampler_that_is_lost_is_replaced_with_a_line_that_says_why(tmp_path: Path, run: Callable[..., str]) -> None:
+    said = run(rank="until 5", sampler_1=["kill", "fault", "quit"]).splitlines()
+    assert [len(lives(tmp_path, index)) for index in range(2)] == [1, 4]
+    assert [re.sub(r"see .*log", "see LOG", line) for line in said] == [
+        "warning: sampler 1 was killed (SIGKILL); it is started anew (1 of 3), and asked again",
+        "warning: sampler 1: the engine is gone; it is started anew (2 of 3), and asked again",
+        "warning: sampler 1 ended, and nobody told it to; see LOG; it is started anew (3 of 3), and asked again",
+    ]
+    assert all(line.removeprefix("warning: ") in (tmp_path / "run.log").read_text() for line in said)
+
+
+@pytest.mark.slow
+def test_a_sampler_that_is_stopped_is_found_by_its_silence_and_replaced(
+    tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samplers, "SILENT", 1.0)
+    said = run("sampler.timeout_s=6", rank="until 3", sampler_0=["stop"])
+    assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 6 s; it is started anew (1 of 3)" in said
+    assert not alive([one["pid"] for one in lives(tmp_path, 0)])
+
+
+def test_one_that_is_lost_too_often_ends_the_job(tmp_path: Path, run: Callable[..., str]) -> None:
+    text = ended_with(tmp_path, lambda: run("launch.replacements=1", sampler_0=["fault", "kill"], rank="long"))
+    assert text.startswith("75: sampler 0 was killed (SIGKILL)\n"), text
+    assert "it was started anew 1 times, and launch.replacements=1; what it said: " in text
+    assert text.endswith("go on: run resume " + str(tmp_path))
+
+
+def test_an_error_of_the_job_itself_is_not_tried_again(tmp_path: Path, run: Callable[..., str]) -> None:
+    text = ended_with(tmp_path, lambda: run(sampler_0=["data"], rank="long"))
+    assert text == "3: sampler 0: line 7 is no JSON" and len(lives(tmp_path, 0)) == 1
+
+
+def test_samplers_end_with_a_rank_that_fails(tmp_path: Path, run: Callable[..., str]) -> None:
+    assert ended_with(tmp_path, lambda: run(rank="data")) == "3: rank 0 of 1: line 7 is no JSON"
+
+
+def test_each_sampler_sees_the_cards_after_those_of_the_ranks(
+    tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,GPU-1a,5")
+    run("device=cuda")
+    assert [lives(tmp_path, index)[0]["CUDA_VISIBLE_DEVICES"] for index in range(2)] == ["GPU-1a", "5"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5")
+    with pytest.raises(EnvironmentProblem, match=r"want 3 devices, and 2 are here \(7, 5\)"):
+        run("device=cuda")
+
+
+def test_what_need_not_come_again_is_tried_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text("name: job\n")
+    folder, seen = RunFolder(tmp_path), list[int]()
+
+    def fail(number: int) -> None:
+        seen.append(number)
+        raise SamplerFault("the engine is gone\nwith details")
+
+    with pytest.raises(SamplerFault):
+        attempts(a_job("launch.attempts=3"), folder, 2, fail)
+    assert seen == [2, 3, 4]
+    assert json.loads(folder.status.read_text())["attempt"] == 4
+    assert sorted(path.name for path in folder.attempts.iterdir()) == ["3", "4"]
+    said = folder.log.read_text()
+    assert "attempt 2 ended: the engine is gone; attempt 3 goes on from the newest checkpoint (1 more after it)" in said
+
+
+@pytest.mark.parametrize("error", [DataError("line 7"), KeyboardInterrupt(), JobFailed("killed", 75, stopped=True)])
+def test_what_would_come_again_is_not_tried_again(tmp_path: Path, error: BaseException) -> None:
+    seen = list[int]()
+
+    def fail(number: int) -> None:
+        seen.append(number)
+        raise error
+
+    with pytest.raises(type(error)):
+        attempts(a_job("launch.attempts=3"), RunFolder(tmp_path), 1, fail)
+    assert seen == [1]

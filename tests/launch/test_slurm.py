@@ -1,0 +1,188 @@
+"""launch=slurm: what Slurm's variables mean, and whole jobs on a stand-in that starts real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from runner.cli.compose import compose_job
+from runner.errors import EnvironmentProblem, SpecError
+from runner.folder import RunFolder
+from runner.launch import slurm, slurm_submit
+from runner.launch.slurm import Task
+from runner.slurm.cards import handed_out
+from tests.launch import slurm_stand_in
+from tests.launch.several import Job, wait_until
+
+STEP = {
+    "SLURM_JOB_ID": "40",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NODELIST": "here[0-1]",
+}
+DEFAULTS = {name: slurm.DEFAULT for name in ("launch.name", "launch.devices", "launch.nodes")}
+OWN = {"name": "slurm", "devices": 1, "samplers": 0, "nodes": 1, "node": None, "address": None}
+WORDS = ("+recipe=sft_demo", "launch=slurm", "parallelism=ddp", "evaluation.every=0")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    commands, state = slurm_stand_in.install(tmp_path / "bin"), tmp_path / "slurm"
+    state.mkdir()
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    monkeypatch.setenv("STAND_IN", str(state))
+    yield state
+    slurm_stand_in.end_all(state)
+    assert [path.read_text() for path in state.glob("*.errors") if path.stat().st_size] == []
+
+
+@pytest.fixture
+def step(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_the_layout_is_what_slurm_says(step: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"launch.address=127.0.0.1:{slurm.FIRST_PORT + 40}"
+    assert slurm.layout(OWN, DEFAULTS, "cpu") == ["launch.nodes=2", "launch.node=1", address]
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    assert slurm.layout(OWN, DEFAULTS, "cuda")[-1] == "launch.devices=8"
+    assert slurm.layout({**OWN, "samplers": 2}, DEFAULTS, "cuda")[-1] == "launch.devices=6"
+    typed = {**DEFAULTS, "launch.devices": "command line"}
+    assert "launch.devices" not in " ".join(slurm.layout({**OWN, "devices": 4}, typed, "cuda"))
+    with pytest.raises(EnvironmentProblem, match=r"launch\.devices wants 9 cards, and Slurm gave this job 8"):
+        slurm.layout({**OWN, "devices": 9}, typed, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("node", 0, "launch.node=0: Slurm says it"),
+        ("nodes", 3, "launch.nodes=3: this Slurm job has 2"),
+        ("partition", "big", "launch.partition: is for a job that is to be submitted, and this is one, 40"),
+    ],
+)
+def test_what_contradicts_slurm_is_refused(step: None, name: str, value: object, said: str) -> None:
+    with pytest.raises(EnvironmentProblem, match=said):
+        slurm.layout({**OWN, name: value}, {**DEFAULTS, f"launch.{name}": "command line"}, "cpu")
+
+
+def test_who_is_a_task() -> None:
+    assert Task.of({}) is None and Task.of({"SLURM_JOB_ID": "40"}) is None
+    assert Task.of({**STEP, "SLURM_STEP_ID": "4294967290"}) is None, "salloc's shell"
+    assert Task.of(STEP) == Task(40, 2, 1, "here[0-1]")
+    with pytest.raises(EnvironmentProblem, match=r"4 tasks on 2 machines.*--ntasks-per-node=1"):
+        Task.of({**STEP, "SLURM_STEP_NUM_TASKS": "4"})
+
+
+def test_the_cards_of_one_of_several_nodes(cluster: Path) -> None:
+    said = """JobId=40 JobName=x
+     Nodes=a1 CPU_IDs=0-7 Mem=0 GRES=npu:910b:2(IDX:0-1)
+     Nodes=a7 CPU_IDs=0-7 Mem=0 GRES=npu:910b:3(IDX:2,4-5)"""
+    path = Path(os.environ["PATH"].split(":")[0]) / "scontrol"
+    path.write_text(f"#!/bin/sh\ncat <<'END'\n{said}\nEND\n")
+    assert (handed_out("40", "npu:910b", "a7"), handed_out("40", "npu", "a1")) == ([2, 4, 5], [0, 1])
+    assert handed_out("40", "npu", "a2") == []
+
+
+def test_what_is_asked_of_slurm() -> None:
+    words = ("launch.nodes=2", "launch.devices=4", "launch.partition=big", "launch.sbatch={mem: 64G, exclusive: true}")
+    spec = compose_job([*WORDS, *words]).spec
+    text = slurm_submit.script(spec, Path("/run folder/slurm"), "true")
+    lines = {line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")}
+    assert lines >= {"nodes=2", "ntasks=2", "ntasks-per-node=1", "partition=big", "cpus-per-task=4", "mem=64G"}
+    assert lines >= {"exclusive", "requeue", "signal=B:USR2@120", "output='/run folder/slurm/%j.log'"}
+    assert not any(line.startswith("gres") for line in lines)
+    cards = compose_job([*WORDS, *words, "device=npu", "launch.gres=npu:910b"]).spec
+    assert "#SBATCH --gres=npu:910b:4\n" in slurm_submit.script(cards, Path("x"), "true")
+    with pytest.raises(SpecError, match="auto is not known"):
+        slurm_submit.script(compose_job([*WORDS, *words[:2], "device=auto"]).spec, Path("x"), "true")
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("launch.sbatch={nodes: 3}", "nodes is set by launch.nodes"),
+        ("launch.gres=gpu:a100", "device=cpu has no cards"),
+        ("launch.attempts=2", "with launch.nodes=2 is for launch=ray"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_it_is_submitted(word: str, said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        compose_job([*WORDS, "launch.nodes=2", word])
+
+
+def test_a_refusal_is_slurms_and_leaves_nothing(cluster: Path, tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    said = job.run(*WORDS, "launch.nodes=2", "launch.partition=none", code=2)
+    assert "Slurm refuses a job with 2 machines, each 1 process, partition none: sbatch: " in said
+    assert "Invalid partition name specified" in said and not (tmp_path / "outputs").exists()
+
+
+def test_a_job_on_two_machines_is_that_of_two_processes(cluster: Path, tmp_path: Path) -> None:
+    job, alike = Job(tmp_path), Job(tmp_path / "alike")
+    alike.cwd.mkdir()
+    said = job.run(*WORDS, "launch.nodes=2", "steps=3", "launch.wait=true")
+    assert "job 17 is submitted: 2 machines, each 1 process" in said
+    assert "rank 0" in said and "done     3 steps" in said, "followed"
+    folder = RunFolder(job.latest.resolve())
+    assert (folder.slurm / "17.log").read_text() in said
+    typed = yaml.safe_load(folder.overrides.read_text())["typed"]
+    assert "launch.nodes=2" in typed and job.status()["attempt"] == 1
+    alike.run(*WORDS[:1], *WORDS[2:], "launch.devices=2", "steps=3")
+    assert job.weights(3) == alike.weights(3) and job.curve() == alike.curve()
+    assert "finished after 3 steps" in job.run("resume", "latest")
+
+
+@pytest.mark.slow
+def test_near_the_limit_it_saves_and_goes_on_where_it_was(cluster: Path, tmp_path: Path) -> None:
+    job, alike = Job(tmp_path), Job(tmp_path / "alike")
+    alike.cwd.mkdir()
+    more = ("steps=60", "checkpoint.every=1000")
+    process = job.start(*WORDS, "launch.nodes=2", "launch.wait=true", *more)
+    wait_until(lambda: job.steps() > 5, process)
+    os.kill(slurm_stand_in_job(cluster)["pid"], signal.SIGUSR2)
+    assert process.wait(100) == 0, job.said()
+    said = job.said()
+    assert "requeued: Slurm starts the job again" in said and "resume   after step" in said
+    assert (slurm_stand_in_job(cluster)["starts"], job.status()["attempt"]) == (2, 2)
+    alike.run(*WORDS[:1], *WORDS[2:], "launch.devices=2", *more)
+    assert job.weights(60) == alike.weights(60) and job.curve() == alike.curve()
+
+
+@pytest.mark.slow
+def test_a_script_of_ones_own_is_requeued_into_the_same_folder(cluster: Path, tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    own = {"SLURM_JOB_ID": "40", "SLURM_JOB_NUM_NODES": "2"}
+    more = (*WORDS, "steps=100", "checkpoint.every=1000")
+    process = job.start(*more, **own)  # as in a script: no task of srun, so it becomes srun itself
+    wait_until(lambda: job.steps() > 5, process)
+    first, before = job.latest.resolve(), job.steps()
+    process.send_signal(signal.SIGTERM)  # preempted
+    assert process.wait(60) == 75, job.said()
+    assert job.status()["state"] == "interrupted" and job.status()["exit_code"] == 75
+    said = job.run(*more, **own, SLURM_RESTART_COUNT="1")
+    assert "was begun by this Slurm job: going on there" in said and job.latest.resolve() == first
+    assert job.steps() == 100 > before and job.status()["attempt"] == 2
+
+
+@pytest.mark.slow
+def test_a_run_that_slurm_has_is_not_submitted_again(cluster: Path, tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    assert "job 17 is submitted" in job.run(*WORDS, "launch.nodes=2", "steps=2000")
+    said = job.run("resume", "latest", code=2)
+    assert "Slurm has this run already: job 17" in said and "scancel 17" in said
+    slurm_stand_in.end_all(cluster)
+    assert "job 18 is submitted" in job.run("resume", "latest", "steps=2001")
+
+
+def slurm_stand_in_job(state: Path, number: str = "17") -> dict[str, int]:
+    return dict(json.loads((state / f"{number}.json").read_text()))

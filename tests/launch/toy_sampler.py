@@ -1,0 +1,50 @@
+"""A process that would sample, without torch: TOY asks {"sampler 1": ["kill", "data"]} of its first and second life."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from runner.errors import DataError, SamplerFault
+from runner.launch.link import Link, Report
+
+
+def misbehave(asked: str, link: Link) -> int:
+    if asked == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if asked == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if asked == "quit":
+        return 0
+    error = {"data": DataError("line 7 is no JSON"), "fault": SamplerFault("the engine is gone")}[asked]
+    link.report(Report.of(error))
+    return error.exit_code
+
+
+def main(root: str, attempt: str, pipe: str, index: str) -> int:
+    link, told = Link(int(pipe)), threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told.set())
+    lives = Path(root) / "samplers" / f"{index}.lives"
+    with lives.open("a") as file:
+        seen = {
+            name: os.environ.get(name)
+            for name in ("RUN_SAMPLER_TOKEN", "RANK", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+        }
+        file.write(json.dumps({"pid": os.getpid(), **seen}) + "\n")
+    asked = json.loads(os.environ["TOY"]).get(f"sampler {index}", [])
+    life = len(lives.read_text().splitlines())
+    time.sleep(0.1)
+    if life <= len(asked):
+        return misbehave(asked[life - 1], link)
+    told.wait()
+    lives.with_suffix(".told").touch()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

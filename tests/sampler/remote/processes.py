@@ -1,0 +1,150 @@
+"""Sampler processes of a small model for tests: forked from a process that has torch, and nothing of the test's own."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.decisions import Decisions
+from runner.errors import Interrupted
+from runner.launch.child import PR_SET_PDEATHSIG
+from runner.protocols import Request, Rollout
+from runner.sampler.config import TorchSamplerConfig
+from runner.sampler.remote import notes as places
+from runner.sampler.remote.notes import Note, path_of
+from runner.sampler.remote.server import serve
+from runner.sampler.torch import TorchSampler, build
+from runner.signals import StopSignal
+from tests.model.zoo import causal
+
+TOKEN = "secret of this test"
+DEADLINE_S = 90.0
+CONFIG = TorchSamplerConfig(temperature=0.8, max_new_tokens=24, batch_size=4)
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([__name__])
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a sampler process behaves.
+
+    gate: while this file is there, what is to be drawn waits; each draw is a line in `begun`
+    elsewhere: it says that it is on another machine
+    """
+
+    gate: Path | None = None
+    begun: Path | None = None
+    port: int = 0
+    elsewhere: bool = False
+
+
+def local(version: int | None = None) -> TorchSampler:
+    """The sampler that all processes have; with the weights of `version`, those of a process without."""
+    sampler = build(CONFIG, model=causal("qwen2"), decide=Decisions())
+    if version is not None:
+        sampler.load(weights(version), version)
+    return sampler
+
+
+def weights(version: int) -> dict[str, Tensor]:
+    """The weights of a version, drawn from its number."""
+    generator = torch.Generator().manual_seed(version)
+    return {
+        name: parameter.detach() + 0.02 * torch.randn(parameter.shape, generator=generator)
+        for name, parameter in causal("qwen2").trainable().items()
+    }
+
+
+class Gated:
+    """A sampler that notes each draw, and waits while there is a gate."""
+
+    def __init__(self, sampler: TorchSampler, options: Options) -> None:
+        self._sampler, self._options = sampler, options
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def sample(self, requests: Sequence[Request]) -> list[Rollout]:
+        if self._options.begun is not None:
+            with self._options.begun.open("a") as file:
+                file.write(f"{len(requests)}\n")
+        end = time.monotonic() + DEADLINE_S
+        while self._options.gate is not None and self._options.gate.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        return self._sampler.sample(requests)
+
+
+@dataclass
+class Process:
+    """One of them."""
+
+    notes: Path
+    index: int
+    options: Options = field(default_factory=Options)
+    process: Any = None
+
+    def start(self) -> Process:
+        self.process = CONTEXT.Process(target=_serve, args=(self.notes, self.index, self.options))
+        self.process.start()
+        return self
+
+    def again(self, **options: Any) -> Process:
+        """A successor, as the launcher starts one."""
+        return Process(self.notes, self.index, replace(self.options, **options)).start()
+
+    def note(self) -> Note:
+        """Its note, once it is there."""
+        until(lambda: path_of(self.notes, self.index).exists())
+        return Note.read(path_of(self.notes, self.index))
+
+    def send(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def until(what: Any) -> None:
+    """Wait for it."""
+    end = time.monotonic() + DEADLINE_S
+    while not what():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+@contextmanager
+def samplers(notes: Path, count: int = 1, **options: Any) -> Iterator[list[Process]]:
+    """So many processes, and whatever the test puts into the list; all are killed in the end."""
+    started = [Process(notes, index, Options(**options)).start() for index in range(count)]
+    try:
+        yield started
+    finally:
+        for one in started:
+            one.kill()
+
+
+def _serve(notes: Path, index: int, options: Options) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    torch.set_num_threads(1)
+    if options.elsewhere:
+        places.BOOT = notes / "boot_id_of_another_machine"
+        places.BOOT.write_text("1234")
+    stop = StopSignal()
+    stop.install()
+    try:
+        with stop.at_once():
+            serve(Gated(local(), options), index, notes, token=TOKEN, port=options.port)
+    except Interrupted:
+        pass

@@ -1,0 +1,324 @@
+"""Samplers in processes of their own: what they draw, and what becomes of it where one dies, lies, or is cut off."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.errors import RunnerError, SamplerFault
+from runner.protocols import Request, Rollout
+from runner.sampler.config import TorchSamplerConfig
+from runner.sampler.remote.remotes import Remotes
+from runner.sharing import balanced, grouped
+from runner.shelf import Shelf, Shelved
+from runner.shelf_folder import claim
+from tests.model.zoo import VOCAB, rows
+from tests.sampler.remote.processes import CONFIG, TOKEN, Process, local, samplers, until, weights
+from tests.sampler.remote.proxies import edited, wire
+
+PROMPTS = [tuple(row) for row in rows((3, 1, 9, 17, 5))]
+REQUESTS = [
+    Request(prompt, seed=100 * group + k, max_new_tokens=6 + 5 * k, group=group, raw=k == 1)
+    for group, prompt in enumerate(PROMPTS)
+    for k in range(3)
+]
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Iterator[Shelf]:
+    """A shelf of a run's, with its weights of versions 1 and 2."""
+    made = Shelf(claim(tmp_path / "run", 1 << 20, tmp_path))
+    for version in (1, 2):
+        made.put(version, weights(version).items())
+    yield made
+    made.close()
+
+
+@contextmanager
+def client(notes: Path, count: int = 1, **options: Any) -> Iterator[Remotes]:
+    """The samplers there, as rank 0 sees them."""
+    config = TorchSamplerConfig(**CONFIG.model_dump() | {"timeout_s": options.pop("timeout_s", 90.0)})
+    remotes = Remotes(config, count, notes, token=TOKEN, vocabulary=VOCAB, **options)
+    try:
+        yield remotes
+    finally:
+        remotes.close()
+
+
+def drawn(version: int, count: int = 1) -> list[Rollout]:
+    """What so many samplers draw of the requests, computed in this process."""
+    members, costs = grouped(REQUESTS)
+    owners = balanced(costs, count)
+    found: dict[int, Rollout] = {}
+    for one in range(count):
+        hand = [at for group, owner in zip(members, owners, strict=True) if owner == one for at in group]
+        found |= dict(zip(hand, local(version).sample([REQUESTS[at] for at in hand]), strict=True))
+    return [found[at] for at in range(len(REQUESTS))]
+
+
+def in_background(work: Any) -> tuple[threading.Thread, list[Any]]:
+    """Do it in a thread; what it gave, or raised, is in the list then."""
+    found: list[Any] = []
+
+    def do() -> None:
+        try:
+            found.append(work())
+        except RunnerError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=do)
+    thread.start()
+    return thread, found
+
+
+def test_two_samplers_draw_bit_for_bit_what_this_process_draws(tmp_path: Path, shelf: Shelf) -> None:
+    with samplers(tmp_path, 2), client(tmp_path, 2) as remotes:
+        for version in (1, 2):
+            remotes.load(shelf.get(version), version)
+            assert remotes.sample(REQUESTS) == drawn(version, 2)
+            own = local(version).score([PROMPTS[0], PROMPTS[3]])
+            assert remotes.score([PROMPTS[0], PROMPTS[3]]) == own * 2
+        assert remotes.sample(REQUESTS[3:6]) == local(2).sample(REQUESTS[3:6])  # one group: for one of the two
+        assert remotes.sample([]) == []
+        assert remotes.longest == local().longest
+        remotes.release()
+        numbers = remotes.measured()
+    assert numbers.pop("tokens_per_s") > 0 and numbers.pop("load_s") > 0
+    assert numbers == {"queue": 9.0, "restarts": 0.0, "resyncs": 0.0, "rejected": 0.0}
+
+
+def test_a_sampler_killed_while_it_draws_is_replaced_and_draws_the_same(
+    tmp_path: Path, shelf: Shelf, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate, begun = tmp_path / "gate", tmp_path / "begun"
+    with samplers(tmp_path, 2, gate=gate, begun=begun) as started, client(tmp_path, 2) as remotes:
+        remotes.load(shelf.get(1), 1)
+        gate.touch()
+        thread, found = in_background(lambda: remotes.sample(REQUESTS))
+        until(lambda: begun.exists() and len(begun.read_text().splitlines()) == 2)
+        started[1].kill()
+        gate.unlink()
+        started.append(started[1].again())
+        thread.join()
+        assert found == [drawn(1, 2)]
+        numbers = remotes.measured()
+    assert (numbers["restarts"], numbers["resyncs"], numbers["rejected"]) == (1, 1, 0)
+    assert "does not answer, and is waited for" in caplog.text and "another process than before" in caplog.text
+
+
+@pytest.mark.parametrize("ending", ["goes on", pytest.param("is replaced", marks=pytest.mark.slow)])
+def test_a_stopped_sampler_is_noticed_by_its_silence(
+    ending: str, tmp_path: Path, shelf: Shelf, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate, begun = tmp_path / "gate", tmp_path / "begun"
+    with samplers(tmp_path, gate=gate, begun=begun) as started, client(tmp_path, silence_s=1.5) as remotes:
+        remotes.load(shelf.get(1), 1)
+        gate.touch()
+        thread, found = in_background(lambda: remotes.sample(REQUESTS))
+        until(begun.exists)
+        started[0].send(signal.SIGSTOP)
+        until(lambda: "no sign of life" in caplog.text)
+        gate.unlink()
+        if ending == "goes on":
+            started[0].send(signal.SIGCONT)
+        else:
+            started[0].kill()
+            started.append(started[0].again())
+        thread.join()
+        assert found == [drawn(1)]
+        assert remotes.measured()["restarts"] == (ending == "is replaced")
+        until(
+            lambda: remotes.sample(REQUESTS[:3]) == local(1).sample(REQUESTS[:3])
+        )  # what was left over disturbs nothing
+
+
+@pytest.mark.parametrize("there", ["no note", pytest.param("a dead one's note", marks=pytest.mark.slow)])
+def test_a_sampler_that_never_answers_is_a_fault_in_time(there: str, tmp_path: Path, shelf: Shelf) -> None:
+    if there == "a dead one's note":
+        with samplers(tmp_path) as started:
+            started[0].note()
+    begin = time.monotonic()
+    with client(tmp_path, timeout_s=0.5) as remotes, pytest.raises(SamplerFault) as raised:
+        remotes.load(shelf.get(1), 1)
+    assert 0.5 <= time.monotonic() - begin < 3 and raised.value.exit_code == 75
+    why = r"sampler 0 \(not started\).*not said yet" if there == "no note" else r"sampler 0 \(http.*Connection refused"
+    assert raised.match(f"{why}.*0.log.*sampler.timeout_s")
+
+
+def test_answers_that_wait_for_a_sampler_are_given_up_at_once(tmp_path: Path, shelf: Shelf) -> None:
+    gate, begun = tmp_path / "gate", tmp_path / "begun"
+    with samplers(tmp_path, gate=gate, begun=begun), client(tmp_path) as remotes:
+        remotes.load(shelf.get(1), 1)
+        gate.touch()
+        thread, found = in_background(lambda: remotes.sample(REQUESTS))
+        until(begun.exists)
+        begin = time.monotonic()
+        remotes.close()
+        thread.join()
+        assert time.monotonic() - begin < 2
+        assert isinstance(found[0], SamplerFault)
+        with pytest.raises(SamplerFault, match="not asked any more"):
+            remotes.sample(REQUESTS)
+
+
+def test_an_answer_lost_on_its_way_is_not_drawn_again(tmp_path: Path, shelf: Shelf) -> None:
+    begun = tmp_path / "begun"
+    cuts = [(1 << 20, "cut"), (40, "cut"), (3000, "cut"), (0, "cut")]  # the load, then three questions
+    with (
+        samplers(tmp_path, begun=begun) as started,
+        wire(started[0], tmp_path / "far", cuts) as far,
+        client(far) as remotes,
+    ):
+        remotes.load(shelf.get(1), 1)
+        assert remotes.sample(REQUESTS) == drawn(1)
+        assert remotes.measured()["restarts"] == 0
+    assert begun.read_text() == f"{len(REQUESTS)}\n"
+
+
+@pytest.mark.slow
+def test_a_wire_that_goes_dead_is_left(tmp_path: Path, shelf: Shelf) -> None:
+    cuts = [(1 << 20, "cut"), (100, "dead"), (3000, "dead")]
+    with (
+        samplers(tmp_path) as started,
+        wire(started[0], tmp_path / "far", cuts) as far,
+        client(far, silence_s=1.5) as remotes,
+    ):
+        remotes.load(shelf.get(1), 1)
+        assert remotes.sample(REQUESTS) == drawn(1)
+
+
+def test_other_weights_than_meant_are_replaced_and_their_answers_never_used(
+    tmp_path: Path, shelf: Shelf, caplog: pytest.LogCaptureFixture
+) -> None:
+    with samplers(tmp_path), client(tmp_path) as remotes, client(tmp_path) as other:
+        remotes.load(shelf.get(1), 1)
+        other.load(shelf.get(2), 2)
+        for one, version in ((remotes, 1), (other, 2), (remotes, 1)):
+            assert one.sample(REQUESTS) == drawn(version)
+            assert one.measured()["resyncs"] == 1
+    assert "where version 1 is meant: it loads them again" in caplog.text
+
+
+def lies(path: str, answer: dict[str, Any]) -> dict[str, Any]:
+    """A sampler that says it has other weights whenever it has drawn."""
+    return answer | {"held": answer["held"] | {"digest": "0"}} if path == "/sample" else answer
+
+
+def test_a_sampler_that_keeps_other_weights_is_a_fault(tmp_path: Path, shelf: Shelf) -> None:
+    with samplers(tmp_path) as started, edited(started[0], tmp_path / "far", lies) as far, client(far) as remotes:
+        remotes.load(shelf.get(1), 1)
+        with pytest.raises(SamplerFault, match=r"sampler 0 .* holds version 1 \(0\).*although it loaded that"):
+            remotes.sample(REQUESTS)
+
+
+def test_weights_that_changed_on_their_way_are_not_loaded(tmp_path: Path, shelf: Shelf) -> None:
+    weights = shelf.get(1)
+    path = weights.files[-1]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with samplers(tmp_path) as started, client(tmp_path) as remotes:
+        with pytest.raises(SamplerFault, match="version 1 are not those that were sent"):
+            remotes.load(weights, 1)
+        path.unlink()
+        with pytest.raises(SamplerFault, match="version 1 cannot be read: No such file"):
+            remotes.load(weights, 1)
+        assert started[0].process.is_alive()
+        remotes.load(shelf.get(2), 2)
+        assert remotes.sample(REQUESTS) == drawn(2)
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """A sampler for tests that leave it alive."""
+    with samplers(tmp_path_factory.mktemp("lasting")) as started:
+        yield started[0]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_answers_that_cannot_be_are_asked_for_once_more(
+    times: int, lasting: Process, tmp_path: Path, shelf: Shelf
+) -> None:
+    left = [math.nan] * times
+
+    def ill(path: str, answer: dict[str, Any]) -> dict[str, Any]:
+        if path == "/sample" and left:
+            answer["result"][4]["logprobs"][0] = left.pop()
+        return answer
+
+    with edited(lasting, tmp_path / "far", ill) as far, client(far) as remotes:
+        remotes.load(shelf.get(1), 1)
+        if times == 1:
+            assert remotes.sample(REQUESTS) == drawn(1)
+        else:
+            with pytest.raises(SamplerFault, match=r"sampler 0 .*answer 4 .* nan; .*it is ill: look into .*0.log"):
+                remotes.sample(REQUESTS)
+        assert remotes.measured()["rejected"] == times
+
+
+def test_scores_that_cannot_be_are_a_fault(lasting: Process, tmp_path: Path, shelf: Shelf) -> None:
+    def ill(path: str, answer: dict[str, Any]) -> dict[str, Any]:
+        return answer | {"result": [[[-1.0, -1.0], [math.nan]]]} if path == "/score" else answer
+
+    with edited(lasting, tmp_path / "far", ill) as far, client(far) as remotes:
+        remotes.load(shelf.get(1), 1)
+        with pytest.raises(SamplerFault, match=r"sampler 0 .*it is ill"):
+            remotes.score([[1, 2, 3], [4, 5]])
+
+
+def test_what_a_sampler_raises_keeps_its_words_and_its_code(lasting: Process, shelf: Shelf) -> None:
+    with client(lasting.notes) as remotes:
+        remotes.load(shelf.get(1), 1)
+        with pytest.raises(RunnerError, match=r"sampler 0 \(http.*\): ValueError: .*at least one token") as raised:
+            remotes.sample([Request((1, 2), 1, 0, 0)])
+        assert raised.value.exit_code == 1
+        wrong = Shelved(shelf.get(1).files, 1)
+        with pytest.raises(ValueError, match="version 2 from files of the shelf"):
+            remotes.load(wrong, 2)
+        with pytest.raises(ValueError, match="from files of the shelf"):
+            remotes.load(None, 2)
+        assert remotes.sample(REQUESTS) == drawn(1)
+
+
+def test_weights_of_another_model_are_an_error(lasting: Process, shelf: Shelf) -> None:
+    foreign = shelf.put(3, [("no.such.parameter", next(iter(weights(1).values())))])
+    with client(lasting.notes) as remotes:
+        with pytest.raises(RunnerError, match="ValueError: these weights are not the sampler's") as raised:
+            remotes.load(foreign, 3)
+        assert raised.value.exit_code == 1
+        remotes.load(shelf.get(1), 1)
+        assert remotes.sample(REQUESTS) == drawn(1)
+
+
+def test_weights_are_fetched_from_another_machine_and_held_no_longer_than_they_are_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "runner")
+    shelf = Shelf(claim(tmp_path / "run", 1 << 20, tmp_path))
+    fixed, *names = weights(1)
+    shelf.keep([(fixed, weights(1)[fixed])])
+    for version in (1, 2):
+        shelf.put(version, [(name, weights(version)[name]) for name in names])
+    with samplers(tmp_path, elsewhere=True) as started, client(tmp_path) as remotes:
+        note = started[0].note()
+        for version in (1, 2):
+            remotes.load(shelf.get(version), version)
+            reference = local()
+            reference.load(weights(version) | {fixed: weights(1)[fixed]}, version)
+            assert remotes.sample(REQUESTS) == reference.sample(REQUESTS)
+            held = [path for path in Path(f"/proc/{note.pid}/fd").iterdir() if "memfd:" in str(path.readlink())]
+            assert len(held) == 1  # what is the same in every version
+        served = [one.getMessage() for one in caplog.records if "GET /" in one.getMessage()]
+        assert [sum(name in line for line in served) for name in ("fixed-0000", "v1-0000", "v2-0000")] == [1, 1, 1]
+        shelf.get(2).files[-1].unlink()
+        with pytest.raises(SamplerFault, match="version 2 cannot be offered"):
+            remotes.load(shelf.get(2), 2)
+    shelf.close()
