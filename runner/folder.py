@@ -51,6 +51,11 @@ class RunFolder:
         return self.root / "samplers"
 
     @property
+    def members(self) -> Path:
+        """members/N.json: who takes part on machine N, written every few seconds."""
+        return self.root / "members"
+
+    @property
     def journal(self) -> Path:
         """vN.jsonl: answers drawn with the weights after N steps, by a sampler that would not draw them again."""
         return self.root / "journal"

@@ -62,17 +62,17 @@ class Publisher:
 
     def publish(self, version: int) -> None:
         """The weights after `version` steps are in place: they are sent, or kept until they are due. Collective."""
-        begin = time.perf_counter()
         self._first = version if self._first is None else self._first
         oldest = version - self._lag
         if self._probe is not None and self._learner is not None:
             self._probe.expect(version, scores(self._learner, self._probe.rows))
             self._probe.drop_below(oldest)
         self._route.drop_below(oldest)  # whatever is being collected is due to `oldest` at least
-        sent = self._route.publish(version)
-        if sent:
+        begin = time.perf_counter()
+        if sent := self._route.publish(version):
             seconds = time.perf_counter() - begin
-            self._note({"publish_s": seconds, "bytes": float(sent), "gb_per_s": sent / seconds / 1e9})
+            self._note({"perf/publish_s": seconds, "perf/publish_gb_per_s": sent / seconds / 1e9})
+            self._note({"sync/bytes": float(sent)})
 
     def before(self, collect: Callable[[int], T]) -> Callable[[int], T]:
         """`collect`, but with the sampler holding the weights that are due to the step; between two steps that are not
@@ -97,11 +97,11 @@ class Publisher:
             each(self._peers, lambda: self._load(version))
             self._loaded = version
             if self._route.get(version) is not None:
-                self._note({"load_s": time.perf_counter() - begin, "staleness": float(step - version)})
+                self._note({"perf/load_s": time.perf_counter() - begin})
 
     def numbers(self) -> dict[str, float]:
-        """Of the newest weights that were sent: what it took and how far behind they are sampled; and what the sampler
-        has measured since this was last asked for."""
+        """Of the newest weights that were sent: how many bytes, what it took, and how far off the sampler was then; and
+        what the sampler has measured since this was last asked for."""
         measured = {f"sampler/{name}": value for name, value in self._sampler.measured().items()}
         with self._lock:
             return {**self._numbers, **measured}
@@ -116,11 +116,11 @@ class Publisher:
             self._sampler.load(weights, version)
         else:
             self._probe.load(self._sampler, weights, version)
-            self._note({"probe": self._probe.last})
+            self._note({"sync/probe": self._probe.last})
 
     def _note(self, numbers: Mapping[str, float]) -> None:
         with self._lock:
-            self._numbers.update({f"sync/{name}": value for name, value in numbers.items()})
+            self._numbers.update(numbers)
 
 
 def scores(model: Model, rows: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -28,6 +28,7 @@ RECIPES = sorted(p.relative_to(recipes_dir()).with_suffix("").as_posix() for p i
 REQUIRED = {"path": "some/where", "pattern": "a+b", "url": "http://localhost:1/score", "parts": "[{name: exact}]"}
 REQUIRED |= {"teacher": "some/where"}
 REQUIRED_OF = {"reward/function": {"path": "rate.py:score"}, "reward/length": {"target": "9"}}
+REQUIRED_OF |= {"sampler/vllm_server": {"url": "http://localhost:1", "sync": "reload"}}
 
 
 def required(group: str, name: str) -> dict[str, str]:
@@ -40,7 +41,7 @@ def required(group: str, name: str) -> dict[str, str]:
 def beside(group: str, name: str) -> list[str]:
     """The choices of other groups without which this one makes no job."""
     samples = group == "algorithm" and class_of(name).samples
-    uses = samples or (group in ("sampler", "reward", "environment") and name != "none")
+    uses = samples or (group in ("sampler", "reward", "environment") and name != "none") or name == "ray_6_2"
     chosen = {"model": "tiny", "data": "demo", "adapter": "lora" if name == "qwen2_5_7b_instruct" else "none"}
     if uses:
         reward = "exact" if group != "algorithm" or class_of(name).rewarded else "none"
@@ -48,7 +49,7 @@ def beside(group: str, name: str) -> list[str]:
     if group == "parallelism" and name != "single":
         chosen["launch.devices"] = "4"
         chosen["model"] = "tiny_moe" if name == "ep" else "tiny"
-    if group == "launch" and name != "local":
+    if group == "launch" and name.startswith(("local_", "ray_")):
         chosen["parallelism"] = "ddp"
     return [f"{g}={n}" for g, n in chosen.items() if g != group]
 

@@ -18,13 +18,14 @@ Rounds = Mapping[str, Sequence[Mapping[str, Any]]]  # arm → one result per rou
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured, where, and whether beside TRL."""
+    """How much is measured, where, whether beside TRL, and the Python of an environment with vLLM."""
 
     folder: Path
     rounds: int
     threads: int
     quick: bool
     trl: bool
+    vllm: str | None = None
 
 
 def say(line: str) -> None:

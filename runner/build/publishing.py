@@ -8,7 +8,9 @@ from typing import Any, cast
 import torch
 
 from runner.folder import RunFolder
+from runner.model.alone import blanks
 from runner.model.build import DTYPES
+from runner.parallelism.config import ZeroConfig
 from runner.parallelism.world import World
 from runner.protocols import Learner, Sampler
 from runner.publisher import Publisher
@@ -35,7 +37,8 @@ def build_publisher(
 def _sending(spec: JobSpec, learner: Learner, policy: Any, world: World, folder: RunFolder) -> Route:
     lag, place = spec.algorithm.steps_ahead(), world.place
     apart = spec.launch.samplers > 0 or spec.sampler.served  # rank 0 alone speaks to it
-    own = not policy.whole.sharded and policy.module is policy.inner  # whole here, with nothing to be merged
+    pieces = policy.whole.sharded or isinstance(world.config, ZeroConfig)
+    own = not pieces and policy.module is policy.inner  # whole here, with nothing to be merged
     if not apart and own and lag == 0:
         return Copied(partial(policy.published, "all"), handed=True)
     first = 0 if apart else place.rank - place.local_rank
@@ -50,7 +53,8 @@ def _sent(
 ) -> tuple[Weights, Weights | None, tuple[int, int]]:
     """What is sent after each step and, unless it is nothing, before the first one; and how many bytes they are."""
     if not (ways := spec.sampler.sent()):  # the same model elsewhere
-        return learner.weights, None, (sum(one.numel() * one.itemsize for one in policy.trainable().values()), 0)
+        size = sum(one.numel() * one.itemsize for one in blanks(policy.trainable()).values())
+        return learner.weights, None, (size, 0)
     send = [partial(policy.published, way, keep=keep, dtype=_engine_type(spec, policy)) for way in ways]
     sizes = [*(policy.published_bytes(way) for way in ways), 0]
     return send[0], send[1] if send[1:] else None, (sizes[0], sizes[1])

@@ -76,7 +76,9 @@ def made(spec: JobSpec, model: Any, decide: Decisions) -> Sampler:
     """The sampler of this process. An engine reads from a folder of its own, which it removes."""
     options: Mapping[str, Any] = {}
     if spec.sampler.engine:
-        options = {"folder": Path(tempfile.mkdtemp(prefix="posttrain-run-engine-")), "longest": longest_row(spec)}
+        served = {"recomputed": not spec.algorithm.weighs_samples()}
+        own = served if spec.sampler.served else {"longest": longest_row(spec)}
+        options = {"folder": Path(tempfile.mkdtemp(prefix="posttrain-run-engine-")), **own}
     sampler: Sampler = default_registry().factory(spec.sampler)(spec.sampler, model=model, decide=decide, **options)
     return sampler
 

@@ -21,6 +21,7 @@ VERBS = {
     "explain": "meaning, range, default, value now and who set it; `run explain optimizer.lr`",
     "schema": "JSON Schema of a job, or of a recipe: `run schema recipe`",
     "resume": "go on where a run stopped; `run resume latest steps=400`",
+    "status": "how far a run is, how its processes are, and its newest numbers; `run status latest`",
     "infer": 'try a run\'s model; `run infer latest "sort 5031"`',
     "export": "write a Hugging Face folder or PEFT adapter from any checkpoint; `run export latest --checkpoint best`",
     "sweep": "go on with a sweep, or look at it; `run sweep resume latest`, `run sweep status latest`",
@@ -36,6 +37,7 @@ WORDS = {
     "explain": "a key, a group, or group=option",
     "schema": "job or recipe",
     "resume": "latest or a run's folder, then group.key=value",
+    "status": "latest or a run's folder",
     "infer": "latest or a run's folder, then prompts, device=NAME; words after -- are prompts, whatever they look like",
     "export": "latest or a run's folder, device=NAME",
     "sweep": "resume, status or report; latest or a sweep's folder; with resume: sweep.parallel=N and its like",
@@ -200,6 +202,10 @@ def _parity(parser: argparse.ArgumentParser) -> None:
     _config_dir(parser)
 
 
+def _status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="the same for programs")
+
+
 def _sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--retry-failed", action="store_true", help="resume: also jobs that failed")
     parser.add_argument("--only", type=_jobs, default=(), metavar="JOBS", help="resume: these jobs, e.g. 3,7")
@@ -248,6 +254,7 @@ def _checkpoint(text: str) -> int | str:
 _OPTIONS = {
     "run": _run,
     "resume": _resume,
+    "status": _status,
     "list": _config_dir,
     "explain": _config_dir,
     "infer": _infer,

@@ -25,7 +25,7 @@ from runner.spec.job import JobSpec
 from runner.spec.schema import groups_of, model_schema, sections
 
 COMMANDS = ("install", "uninstall", "query")
-NAMING = ("resume", "infer", "export", "report", "diff", "sweep")  # verbs that name a run, or a sweep
+NAMING = ("resume", "status", "infer", "export", "report", "diff", "sweep")  # verbs that name a run, or a sweep
 
 
 def answer(args: Namespace) -> int:

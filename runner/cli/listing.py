@@ -43,6 +43,7 @@ EXAMPLES = """examples
 any verb --help (its options and their defaults), --debug (tracebacks), --version
 run      --cfg job, --spec FILE, --config-dir FOLDER, --folder FOLDER, -m/--multirun
 resume   --cfg job
+status   --json
 infer    --file PROMPTS, --checkpoint STEP|best, --max-new-tokens, --temperature, --top-p, --seed, device=NAME
 export   --checkpoint STEP|best, --merge, --out FOLDER, device=NAME
 sweep    resume [latest|FOLDER] --retry-failed, --only 3,7, sweep.parallel=N …; status, report [latest|FOLDER]

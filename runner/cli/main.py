@@ -20,6 +20,7 @@ from runner.errors import Interrupted, RunnerError
 HANDLERS = {
     "run": "runner.cli.job:run",
     "resume": "runner.cli.job:resume",
+    "status": "runner.cli.status:show",
     "infer": "runner.cli.job:infer",
     "export": "runner.cli.job:export",
     "doctor": "runner.cli.doctor:show",

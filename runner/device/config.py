@@ -163,9 +163,9 @@ class NpuSimConfig(NpuConfig):
         return there if asked is None else tuple(card for card in asked if card in there)
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        if job.launch.devices <= self.cards:
+        many = job.launch.devices + job.launch.samplers
+        if many <= self.cards:
             return []
-        many = job.launch.devices
         return [
             (
                 "device.cards",

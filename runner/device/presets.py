@@ -127,7 +127,7 @@ PRESETS = {  # of an NPU
 _ENGINE = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": Variable("0", "the engine runs in this process, and takes weights as they lie"),
     "VLLM_NO_USAGE_STATS": Variable("1", "vLLM would report the machine and the model to its makers"),
-    "VLLM_LOGGING_LEVEL": Variable("ERROR", "what it does besides is said by the run"),
+    "VLLM_LOGGING_LEVEL": Variable("CRITICAL", "what goes wrong reaches the run as an error, without pages beside it"),
 }
 _NO_COMPILER = Variable("1", "else a kernel that ranks log-probabilities is compiled, for ten seconds")
 _UNBOUND = Variable("nobind", "vLLM would bind its workers to memory nodes, and wants one for each")

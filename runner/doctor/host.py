@@ -87,8 +87,8 @@ def shared_memory(machine: Machine) -> Finding:
         return warning(f"/dev/shm has {total / 10**6:.0f} MB: too little for several processes", remedy)
     if machine.sampler == "vllm" and total < SHELF:
         return warning(
-            f"/dev/shm has {total / GB:.1f} GB; weights for engines pass through it, 15 GB for each version of 7 billion "
-            "in bfloat16, else through the run's folder",
+            f"/dev/shm has {total / GB:.1f} GB; weights for engines pass through it, 15 GB for each version of "
+            "7 billion in bfloat16, else through the run's folder",
             "run plan says how much a job puts there; docker run --shm-size=64g … (or --ipc=host)",
         )
     return ok(f"/dev/shm has {total / GB:.1f} GB")

@@ -19,6 +19,7 @@ from runner.doctor.versions import (
     AS_OF,
     CANN,
     OLDEST_TORCH,
+    SETS,
     cann_for,
     release,
     same,
@@ -102,6 +103,8 @@ def vllm_pair(machine: Machine) -> Finding:
     """vllm-ascend serves exactly the vLLM of its own number, with the torch and CANN of its row."""
     vllm, plugin = machine.version("vllm"), machine.version("vllm-ascend")
     if plugin is None:
+        if machine.sampler == "vllm":
+            return problem("sampler=vllm was asked for, and vllm-ascend is not installed", _engine(machine))
         return skipped("vllm-ascend is not installed")
     wanted = release(plugin)
     if vllm is None:
@@ -126,6 +129,16 @@ def vllm_pair(machine: Machine) -> Finding:
     if wrong:
         return warning(f"{seen} was released with {', '.join(wrong)}", "docs/npu-versions.md has the sets")
     return ok(seen)
+
+
+def _engine(machine: Machine) -> str:
+    """What to install for an engine: the set of the CANN that is there, else the newest that this project takes."""
+    found = find(machine)
+    usable = [one for one in SETS if one.usable and one.vllm_ascend]
+    fitting = [one for one in usable if found and found.version and one.cann and same(found.version, one.cann)]
+    one = next(iter([*fitting, *usable]))
+    plain = f"VLLM_TARGET_DEVICE=empty pip install --no-binary vllm vllm=={one.vllm}"
+    return f"{plain}; pip install vllm-ascend=={one.vllm_ascend} -c constraints/npu-{one.name}.txt"
 
 
 def wheel_and_soc(machine: Machine) -> Finding:

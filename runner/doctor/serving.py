@@ -51,7 +51,7 @@ def _absent(machine: Machine) -> tuple[str, str]:
 def _install(machine: Machine) -> str:
     """What to type, on this device and beside this torch."""
     if machine.wanted in ("npu", "npu_sim"):
-        return "vllm and vllm-ascend of one set: docs/npu-versions.md"
+        return "install vllm and vllm-ascend of one set: docs/npu-versions.md"
     if machine.wanted == "cpu":
         return "make test-vllm VLLM_VENV=.venv-vllm (an environment of its own)"
     torch = machine.version("torch")

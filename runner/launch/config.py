@@ -65,6 +65,10 @@ class LaunchConfig(ComponentConfig):
         if self.samplers % job.sampler.cards():
             text = f"{self.samplers} devices do not divide into samplers of {job.sampler.cards()} each"
             found.append(("launch.samplers", f"{text} (sampler.tp); set a multiple of it"))
+        waits = getattr(job.parallelism, "timeout_s", None)
+        if (self.samplers or job.sampler.served) and waits is not None and job.sampler.patience_s >= waits:
+            text = f"the ranks wait {waits:g} s for one another (parallelism.timeout_s), and rank 0 for samplers; less"
+            found.append(("sampler.timeout_s", f"{text} than that is expected"))
         if self.replacements is not None and not self.samplers:
             text = "is about samplers of their own, and launch.samplers is 0; leave it out, or set launch.samplers"
             found.append(("launch.replacements", text))
@@ -170,8 +174,8 @@ class SlurmConfig(StartedConfig):
     cpus: int | None = Field(
         default=None, ge=1, description="Cores per machine; null = device.threads per device, with cards the cluster's."
     )
-    time: str | None = Field(
-        default=None, description="Time limit, as sbatch has it, e.g. 2:00:00; null = that of the partition."
+    time: str | int | None = Field(
+        default=None, description="Time limit as sbatch has it: 2:00:00, 1-12, minutes; null = the partition's."
     )
     grace_s: int = Field(
         default=120, ge=1, description="Seconds before that limit at which the job saves, and goes back into the queue."

@@ -1,6 +1,6 @@
 """What a process of a job tells the one that started it: that it lives, which step it is in, and why it ends.
 
-Link (rank, sampler) ──pipe: {"step": 7} each second, {"report": …} at its end──▶ Ear (launcher)
+Link (rank, sampler) ──pipe: {"where": …} first, {"step": 7} each second, {"report": …} at its end──▶ Ear (launcher)
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple, Self
 
 from runner.errors import DeadlineExceeded, Interrupted, RankLost, RunnerError
+from runner.sampler.remote.notes import Machine
 
 BEAT_S = 1.0
 READ_BYTES = 2**16
@@ -53,6 +54,8 @@ class Link:
         self._send({"report": report})
 
     def _beat(self) -> None:
+        here = Machine.here()
+        self._send({"where": {"host": here.host, "boot_id": here.boot_id, "pid": os.getpid()}})
         while True:
             self._send({"step": self._step})
             time.sleep(BEAT_S)
@@ -75,6 +78,7 @@ class Ear:
     heard: float = field(default_factory=time.monotonic)
     begun: bool = False  # it has spoken
     step: int = 0
+    where: dict[str, Any] = field(default_factory=dict)  # host, boot_id, pid, once it has said so
     report: Report | None = None
     _rest: bytes = b""
     open: bool = True
@@ -113,5 +117,7 @@ class Ear:
         self.begun = True
         if "report" in message:
             self.report = Report(*message["report"])
+        elif "where" in message:
+            self.where = dict(message["where"])
         else:
             self.step = int(message["step"])

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -39,6 +40,8 @@ from runner.ray.desk import Desk
 TICK_S = 0.02
 LOOK_S = 1.0  # between two words on a group that waits
 HEAR_S = 1.0  # for which an actor waits for its process to say something
+DETAIL = re.compile(r"Worker exit detail: (.+?\.) ")  # in what Ray says of an actor whose process is gone
+NODE = re.compile(r"\bnode\b.*\b(?:died|dead)\b")
 CALLS = 4  # of an actor at a time: one waits, others signal
 
 
@@ -251,15 +254,14 @@ class Driver:
 def why(error: RayError, taken: Sequence[Any] | None) -> str:
     """Ray's reason for the end of an actor, in a sentence."""
     where = f" on {taken[1]} ({taken[0]})" if taken else ""
-    text = str(error)
-    if "node" in text and ("died" in text or "dead" in text) and "worker process has died" not in text:
-        return f"its node{where} is lost"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    cause = getattr(error, "cause", None)
-    if cause is not None:
+    text = " ".join(str(error).split())
+    if (cause := getattr(error, "cause", None)) is not None:
         return f"Ray's worker{where} cannot run it ({type(cause).__name__}: {cause})"
-    said = next((line for line in lines if "dead because" in line), lines[0] if lines else type(error).__name__)
-    return f"its actor{where} has died; Ray says: {said}"
+    if detail := DETAIL.search(text):
+        return f"its actor{where} has died; Ray says: {detail[1]}"
+    if NODE.search(text):
+        return f"its node{where} is lost"
+    return f"its actor{where} has died; Ray says: {text}"
 
 
 def main(asked: dict[str, Any]) -> None:
@@ -268,7 +270,7 @@ def main(asked: dict[str, Any]) -> None:
     driver = Driver(desk)
     with opened(asked, desk):
         driver.serve()
-        if not asked["own"]:
+        if asked["address"] is not None:
             driver.end()
 
 

@@ -63,7 +63,11 @@ def refuse_too_many(wanted: Sequence[Seat], nodes: Sequence[Mapping[str, float]]
     largest = max(seat.count for seat in wanted)
     alike = [seat for seat in wanted if seat.count == largest]
     if len(alike) > (fit := sum(count // largest for count in there)):
-        text = f"{_processes(alike)} want {_counted(largest, resource)} of one node each, and {has}: room for {fit}"
+        each = f"{_counted(largest, resource)} of one node"
+        who = (
+            f"1 {alike[0].role} wants {each}" if len(alike) == 1 else f"{len(alike)} {alike[0].role}s want {each} each"
+        )
+        text = f"{who}, and {has}: room for {fit}"
         raise EnvironmentProblem(f"{text}; {_advice(room)}")
 
 
@@ -113,10 +117,6 @@ def _total(there: Sequence[int], resource: str) -> str:
         return f"no {WORDS[resource]} on {nodes}"
     parts = f" ({' + '.join(map(str, there))})" if len(there) > 1 else ""
     return f"{_counted(sum(there), resource)} on {nodes}{parts}"
-
-
-def _processes(alike: Sequence[Seat]) -> str:
-    return f"{len(alike)} {alike[0].role}{'' if len(alike) == 1 else 's'}"
 
 
 def _advice(total: int) -> str:

@@ -17,8 +17,8 @@ from runner.launch.member import Order, Process, Starter
 from runner.launch.verdict import KILLED, LASTING, LOST, OWN, Verdict, judge
 from runner.spec.job import JobSpec
 
-TIMEOUT_S = 1800.0  # where sampler.timeout_s says nothing
-SILENT = 1 / 3  # of that: then there is time left to start another one, and for that one to answer
+SILENT = 1 / 3  # of sampler.timeout_s at most: then there is time left to start another one, and for that one to answer
+SILENT_S = 300.0  # at most: as long as a library may be read from a slow disk, when no other thread can speak
 REPLACEMENTS = 3  # where launch.replacements says nothing
 NOTES = "*.json"  # in the folder `samplers`: where each is reached
 
@@ -36,6 +36,11 @@ class Samplers:
     members: list[Process] = field(default_factory=list)
     lost: dict[int, int] = field(default_factory=dict)  # how often, by number
     failed: Verdict | None = None
+
+    @property
+    def replaced(self) -> dict[str, int]:
+        """How often each was started anew, by name."""
+        return {self.members[index].order.name: times for index, times in self.lost.items()}
 
     def start(self) -> None:
         """Start all. Raises StorageError, EnvironmentProblem."""
@@ -123,4 +128,4 @@ def count_of(spec: JobSpec) -> int:
 
 def silence_s(spec: JobSpec) -> float:
     """Seconds without a word after which a sampler is taken for lost."""
-    return SILENT * float(getattr(spec.sampler, "timeout_s", None) or TIMEOUT_S)
+    return min(SILENT_S, SILENT * spec.sampler.patience_s)

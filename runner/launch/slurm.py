@@ -23,8 +23,9 @@ from typing import Any, NoReturn
 from runner.device.kinds import NPU
 from runner.errors import EnvironmentProblem, Interrupted
 from runner.folder import OUTPUTS, RunFolder, write_atomic
-from runner.slurm.cards import handed_out, hosts
+from runner.slurm.cards import handed_out
 from runner.slurm.commands import GRES
+from runner.slurm.nodes import address_of, hosts
 from runner.spec.job import JobSpec
 from runner.spec.origin import COMMAND_LINE
 
@@ -71,7 +72,7 @@ class Task:
     @property
     def address(self) -> str:
         """Where machine 0 is found: at a port that follows from the job's number. Raises EnvironmentProblem."""
-        return f"{hosts(self.listed)[0]}:{FIRST_PORT + self.job % PORTS}"
+        return f"{address_of(hosts(self.listed)[0])}:{FIRST_PORT + self.job % PORTS}"
 
     @property
     def name(self) -> str:

@@ -14,14 +14,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from types import FrameType
 
 from runner.errors import EnvironmentProblem
 from runner.folder import RunFolder
 from runner.launch.slurm import AGAIN, srun
-from runner.slurm.commands import came_further, told
+from runner.slurm.commands import steps_of, told
 
 WARNED, LIMIT, ENDED = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
 
@@ -35,12 +34,13 @@ def main(root: str, words: Sequence[str]) -> int:
 
     for number in (WARNED, LIMIT, ENDED):
         signal.signal(number, note)
-    began = datetime.now().timestamp()
+    run = RunFolder(Path(root))
+    before = steps_of(run)
     command = [sys.executable, "-P", "-m", "runner", "resume", root, *words]
     process = subprocess.Popen(srun(command, int(os.environ["SLURM_JOB_NUM_NODES"])))
     code = _awaited(process, received)
     if code == AGAIN and LIMIT in received:
-        return requeued(RunFolder(Path(root)), began)
+        return requeued(run, before)
     return code if code >= 0 else 128 - code
 
 
@@ -57,9 +57,9 @@ def _awaited(process: subprocess.Popen[bytes], received: Sequence[int]) -> int:
                 process.send_signal(warnings[0])
 
 
-def requeued(run: RunFolder, began: float) -> int:
-    """Put this job back into Slurm's queue, if the run came further since it began; the exit code."""
-    if not came_further(run, began):
+def requeued(run: RunFolder, before: int) -> int:
+    """Put this job back into Slurm's queue, if the run has made more steps than it had `before`; the exit code."""
+    if steps_of(run) <= before:
         print("no step was made within Slurm's time limit: not requeued; raise launch.time", flush=True)
         return AGAIN
     try:

@@ -148,7 +148,7 @@ def follow(folder: RunFolder, job: str, log: Path) -> int:
             if found is None or found[0] in OVER:
                 break
             last = found
-            if found[0] == "PENDING" and found[1] != waits_for:
+            if found[0] == "PENDING" and found[1] not in (waits_for, "None"):
                 waits_for = found[1]
                 hint = "" if waits_for in USUAL else "; it may never start so"
                 print(f"slurm    job {job} waits: {waits_for}{hint}", flush=True)

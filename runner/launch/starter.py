@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from runner.device.visible import listed
 from runner.errors import EnvironmentProblem
 from runner.launch.janitor import Janitor
 from runner.launch.machines import Machines
@@ -76,10 +77,15 @@ class Local:
 
 
 def _cards(spec: JobSpec) -> tuple[str, ...] | None:
-    """The devices here, None on the processor. Raises EnvironmentProblem where ranks and samplers want more of them."""
+    """The devices here, as a list of visible ones names them: where the user has no list, the driver counts from 0,
+    whatever the device files are called (a container may have some of them). None on the processor, and where no
+    sampler is to be given any. Raises EnvironmentProblem where ranks and samplers want more than there are.
+    """
+    there = spec.device.visible() if spec.launch.samplers else None
+    if there is not None and listed(spec.device.kind) is None:
+        there = tuple(map(str, range(len(there))))
     wanted = spec.launch.devices + spec.launch.samplers
-    there = spec.device.visible()
-    if there is not None and spec.launch.samplers and len(there) < wanted:
+    if there is not None and len(there) < wanted:
         asked = f"launch.devices={spec.launch.devices} and launch.samplers={spec.launch.samplers} want {wanted} devices"
         found = f"{len(there)} {'is' if len(there) == 1 else 'are'} here ({', '.join(there) or 'none'})"
         raise EnvironmentProblem(f"{asked}, and {found}; type fewer, or list more in {spec.device.kind.visible}")

@@ -19,6 +19,7 @@ from runner.folder import RunFolder, shown
 from runner.launch import hang
 from runner.launch.machines import Machines, deadline_s
 from runner.launch.member import Order, Process, Starter
+from runner.launch.roster import Roster
 from runner.launch.samplers import Samplers
 from runner.launch.session import called
 from runner.launch.stage import is_stage
@@ -45,6 +46,7 @@ class Team:
     machines: Machines | None = None
     members: list[Process] = field(default_factory=list)  # the ranks
     samplers: Samplers = field(init=False)
+    roster: Roster = field(init=False)
     interrupts: Interrupts = field(default_factory=Interrupts)
     passed_on: int = 0  # signals that the ranks were told of
     deadline: float = float("inf")  # when ranks that still run are killed
@@ -54,6 +56,7 @@ class Team:
     def __post_init__(self) -> None:
         shared = {TOKEN: secrets.token_urlsafe(32)} if self.spec.launch.samplers else {}
         say = Console(self.folder.log).message
+        self.roster = Roster(self.folder, self.attempt, self.spec.launch.machine)
         self.samplers = Samplers(self.spec, self.folder, self.attempt, self.starter, shared, say)
 
     def run(self) -> None:
@@ -62,9 +65,11 @@ class Team:
             try:
                 self._start()
                 while self._look():
+                    self._list()
                     time.sleep(POLL_S)
             finally:
                 self._end()
+                self._list(over=True)
         verdict = self.hung or self._judged(self.members)
         if self.machines is not None:
             verdict = self.machines.agree(verdict)
@@ -87,6 +92,10 @@ class Team:
             )
             self.members.append(self.starter.start(order))
         self.samplers.start()
+
+    def _list(self, *, over: bool = False) -> None:
+        """Have it written who takes part."""
+        self.roster.note([*self.members, *self.samplers.members], self.samplers.replaced, over=over)
 
     def _look(self) -> bool:
         """Take in what has happened; whether a rank still runs."""

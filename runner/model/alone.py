@@ -49,7 +49,8 @@ def blanks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     made: dict[int, Tensor] = {}
     for tensor in tensors.values():
         if id(tensor) not in made:
-            blank = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            shape = getattr(tensor, "ds_shape", tensor.shape)  # of what DeepSpeed has taken away for a while
+            blank = torch.empty(shape, dtype=tensor.dtype, device="meta")
             made[id(tensor)] = nn.Parameter(blank, False) if isinstance(tensor, nn.Parameter) else blank
     return {name: made[id(tensor)] for name, tensor in tensors.items()}
 
@@ -66,6 +67,7 @@ def rebuilt(module: Any, inner: Any, tensors: dict[str, Tensor]) -> Any:
 
         with warnings.catch_warnings():  # as where the adapter is made first
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
             made = peft.get_peft_model(made, module.peft_config[module.active_adapter], low_cpu_mem_usage=True)
     made.load_state_dict(tensors, assign=True)
     made.tie_weights()

@@ -57,10 +57,10 @@ class Published:
     def num_bytes(self, way: Way) -> int:
         """Size of what `tensors` gives, in the base's own types."""
         if way == "adapter":
-            tensors = adapter_of(self._module, self._module.state_dict(keep_vars=True)).values()
-            return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-        names = [name for name in self.written.groups if self._has(way, name)]
-        found = (self.written.model.get_parameter_or_buffer(name) for name in names)
+            found = list(adapter_of(self._module, blanks(self._module.state_dict(keep_vars=True))).values())
+        else:
+            names = [name for name in self.written.groups if self._has(way, name)]
+            found = [self.written.model.get_parameter_or_buffer(name) for name in names]
         return sum(blank.numel() * blank.itemsize for blank in found)
 
     @torch.no_grad()

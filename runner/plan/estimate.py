@@ -123,7 +123,7 @@ def estimate(spec: JobSpec, card: Card | None = None) -> Estimate:
     beside = None if spec.launch.samplers else engine
     samplers = samplers_of(spec, shape, whole, engine)
     least = least_seconds(spec, shape, whole, card) if spec.algorithm.samples else None
-    shelf = shelf_of(spec, whole)
+    shelf = shelf_of(spec, whole, spread)
     plans = []
     for stage in spread.stages(shape.get_text_config().num_hidden_layers):
         frozen, left_out = frozen_of(spec, of_slice, spread, stage.number)

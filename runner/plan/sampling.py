@@ -17,9 +17,10 @@ from typing import Any
 from runner.model.build import DTYPES
 from runner.plan.cards import GIB, Card
 from runner.plan.measure import longest
+from runner.plan.spread import Spread
 from runner.plan.term import Term
 from runner.plan.traffic import computing, head_size, multiplying, size_of
-from runner.plan.weights import Weights
+from runner.plan.weights import Part, Weights
 from runner.sampler.config import DrawingConfig, VllmSamplerConfig
 from runner.spec.job import JobSpec
 
@@ -142,28 +143,43 @@ def _adapted(spec: JobSpec, model: Weights) -> int:
     return 0 if spec.adapter.name == "none" else model.all.trained
 
 
-def shelf_of(spec: JobSpec, whole: Mapping[str, Weights]) -> list[Term]:
-    """What lies in the memory of rank 0's machine for samplers to read, /dev/shm: what all versions share, and as many
-    versions as the lag has, with the one that is being written."""
-    own, ahead = spec.launch.samplers > 0, spec.algorithm.steps_ahead()
-    if not (own or (ahead and isinstance(spec.sampler, VllmSamplerConfig))):
+def shelf_of(spec: JobSpec, whole: Mapping[str, Weights], spread: Spread) -> list[Term]:
+    """What lies in the memory of rank 0's machine for samplers to read, or of every machine whose ranks have engines:
+    what all versions share, and as many versions as the lag needs. Nothing where they read the rank's own tensors."""
+    apart, ahead = spec.launch.samplers > 0 or spec.sampler.served, spec.algorithm.steps_ahead()
+    ways = spec.sampler.sent()
+    by_reference = not apart and not ahead and spread.mesh.world == spread.mesh.data and not spread.sharded
+    if not (ways or spec.launch.samplers) or (by_reference and spec.adapter.name == "none"):
         return []
-    model, versions = next(iter(whole.values())), ahead + 2
-    fixed, changed = _shelved(spec, model)
-    said = f"{versions} versions of the weights" + (", and what none of them changes" if fixed else "")
-    return [Term(said, fixed + versions * changed)]
+    model, size = next(iter(whole.values())), _sent_size(spec)
+    changed, fixed = (_sent(spec, model, size, way) for way in (*(ways or ("adapter",)), None)[:2])
+    said = "the weights after a step" if ahead == 0 else f"the weights after each of {ahead + 1} steps"
+    return [Term(said + (", and those that none changes" if fixed else ""), fixed + (ahead + 1) * changed)]
 
 
-def _shelved(spec: JobSpec, model: Weights) -> tuple[int, int]:
-    """Bytes that all versions share, and those of each."""
-    if spec.sampler.name == "torch":
-        return 0, model.all.trained_bytes
-    if spec.adapter.name == "none":
-        return 0, model.all.bytes
-    if isinstance(spec.sampler, VllmSamplerConfig) and spec.sampler.sync == "adapter":
-        return model.all.frozen_bytes, model.all.trained_bytes
-    layers = sum(part.frozen_bytes for part in (*model.layers, *model.experts))  # of which an adapter may change all
-    return model.all.frozen_bytes - layers, layers
+def _sent_size(spec: JobSpec) -> int | None:
+    """Bytes of a number that is sent to an engine of ours; None = as the model has it."""
+    config = spec.sampler
+    if not isinstance(config, VllmSamplerConfig):
+        return None
+    return size_of(DTYPES[config.dtype] if config.dtype else computing(spec))
+
+
+def _sent(spec: JobSpec, model: Weights, size: int | None, way: str | None) -> int:
+    """Bytes of what is sent in this way, None = nothing. An adapter may change all layers that it is merged into; what
+    learns, "adapter", is all of a model that has none."""
+    adapted = spec.adapter.name != "none"
+    layers = sum((*model.layers, *model.experts), Part())
+    parts = {
+        "adapter": Part(model.all.trained, 0, model.all.trained_bytes),
+        "base": Part(0, model.all.frozen, 0, model.all.frozen_bytes),
+        "changed": Part(0, layers.frozen, 0, layers.frozen_bytes) if adapted else model.all,
+        "fixed": Part(0, model.all.frozen - layers.frozen, 0, model.all.frozen_bytes - layers.frozen_bytes),
+    }
+    if way is None:
+        return 0
+    part = parts[way]
+    return part.bytes if size is None else size * (part.trained + part.frozen)
 
 
 def least_seconds(spec: JobSpec, shape: Any, whole: Mapping[str, Weights], card: Card | None) -> float | None:

@@ -44,15 +44,16 @@ def lines(spec: JobSpec, plan: Estimate, card: Card | None, advice: Advice | Non
         yield from _verdict(plan, card, advice)
     yield from _work(plan, card)
     yield from _sampling(spec, plan, card)
-    yield from _elsewhere(plan)
+    yield from _elsewhere(spec, plan)
 
 
-def _elsewhere(plan: Estimate) -> Iterator[str]:
+def _elsewhere(spec: JobSpec, plan: Estimate) -> Iterator[str]:
     """What is in the memory of hosts, and what is not in the plan."""
     for term in plan.host:
         yield f"host     {_gib(term.bytes)} GiB of the host's memory for each rank: {term.name}"
+    where = "rank 0's machine" if spec.launch.samplers or spec.sampler.served else "each machine"
     for term in plan.shelf:
-        yield f"shelf    {_gib(term.bytes)} GiB of /dev/shm on rank 0's machine: {term.name}"
+        yield f"shelf    {_gib(term.bytes)} GiB of /dev/shm on {where}: {term.name}"
     if plan.mesh.ep > 1:
         yield "note     experts are taken to be chosen evenly; where they are not, some ranks compute and hold more"
     for part in plan.left_out:

@@ -50,7 +50,7 @@ def _connect(asked: Mapping[str, Any]) -> None:
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
         _node_ip_address="127.0.0.1",
-        _temp_dir=asked["folder"],
+        _temp_dir=f"{asked['folder']}/ray",  # Ray opens it to everybody; the one around it is not
         **asked["resources"],
         **quiet,
     )

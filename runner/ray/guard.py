@@ -1,6 +1,6 @@
 """Starts Ray's driver, outlives it, and leaves nothing of it: Ray's agents outlive a driver that was killed.
 
-python -P -m runner.ray.guard MODULE ASKED        ASKED: JSON; with "own": true the driver gets a folder for its cluster
+python -P -m runner.ray.guard MODULE ASKED        ASKED: JSON, with the folder of a cluster of its own, or null
 
 link (run) ──pipes──▶ guard ──the same pipes──▶ driver ──▶ a cluster of its own: raylet, agents, actors, their children
                         └─ the driver has ended, however: SIGKILL to all below, the folder removed, its exit code
@@ -17,10 +17,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import suppress
-from typing import Any
 
 from runner.tracker.processes import descendants, kill
 
@@ -33,12 +31,10 @@ def main(module: str, asked: str) -> int:
     """Returns the driver's exit code, 128 + n where it was killed by signal n. SIGTERM: the driver is killed."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what the driver leaves behind stays below this process
-    given: dict[str, Any] = json.loads(asked)
-    folder = tempfile.mkdtemp(prefix="run-ray-", dir="/tmp") if given["own"] else ""  # short: sockets are in it
-    within = f"{folder}/ray"  # which Ray opens to everybody
+    folder = json.loads(asked)["folder"]
     try:
         driver = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, json.dumps({**given, "folder": within})],
+            [sys.executable, "-P", "-m", module, asked],
             preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
         )
         for number in (signal.SIGINT, signal.SIGHUP):
@@ -47,7 +43,7 @@ def main(module: str, asked: str) -> int:
         code = driver.wait()
     finally:
         _end_all_below()
-        if folder:
+        if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
     return code if code >= 0 else 128 - code
 

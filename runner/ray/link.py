@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -49,12 +50,14 @@ class Link:
 
     def __init__(self, module: str, asked: Mapping[str, Any], grace_s: float = 0.0) -> None:
         self.nodes: list[Mapping[str, float]] = []
-        self._module, self._asked, self._grace_s = module, {**asked, "own": asked["address"] is None}, grace_s
+        self._module, self._asked, self._grace_s = module, {**asked, "folder": None}, grace_s
         self._rest, self._refused = b"", ""
 
     def __enter__(self) -> Self:
         """Raises EnvironmentProblem where Ray cannot be started or reached."""
         self._knock()
+        if self._is_own:
+            self._asked["folder"] = tempfile.mkdtemp(prefix="run-ray-", dir="/tmp")  # short: sockets are in it
         self._output = tempfile.TemporaryFile()  # what Ray prints; it has no name to be left behind
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "runner.ray.guard", self._module, json.dumps(self._asked)],
@@ -82,7 +85,7 @@ class Link:
     def _environment(self) -> dict[str, str]:
         """A cluster of our own is heard on this machine only, and has a password of its own."""
         own = {**LOOPBACK, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        return {**os.environ, **QUIET, **(own if self._asked["own"] else {})}
+        return {**os.environ, **QUIET, **(own if self._is_own else {})}
 
     def send(self, **request: Any) -> None:
         """Ask something of the driver. One that has died is told of by `hear`."""
@@ -143,6 +146,8 @@ class Link:
         with suppress(ProcessLookupError, PermissionError):  # nobody is left in its group
             os.killpg(self._process.pid, signal.SIGKILL)  # before it is reaped: until then nobody else has its number
         self._process.wait()
+        if self._asked["folder"] is not None:
+            shutil.rmtree(self._asked["folder"], ignore_errors=True)  # the guard's work, unless it was killed
         self._stdout.close()
         self._selector.close()
         self._output.close()
@@ -155,6 +160,10 @@ class Link:
                 return False
             time.sleep(POLL_S)
         return True
+
+    @property
+    def _is_own(self) -> bool:
+        return self._asked["address"] is None
 
     @property
     def where(self) -> str:

@@ -2,6 +2,7 @@
 
     call ──▶ an idle worker, or a new one ──▶ answer in time            ─▶ Scored
                                           ├─▶ no answer: killed          ─▶ nothing scored, said
+                                          ├─▶ it was killed (SIGKILL)    ─▶ asked once more, of a new one
                                           └─▶ it died: buried            ─▶ nothing scored, said
 
 See `worker.py` for what happens on the other side.
@@ -10,6 +11,7 @@ See `worker.py` for what happens on the other side.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -34,6 +36,15 @@ END_S = 10.0
 GOING_S = 1.0  # between the end of a socket and the end of its process
 LINE_BYTES = 2000
 STACK_BYTES = 1 << 20
+
+
+log = logging.getLogger("runner")
+
+KILLED = f"killed by {signal.SIGKILL.name}"
+
+
+class Died(Exception):
+    """A process ended in the middle of its work; in words, how."""
 
 
 class CannotStart(Exception):
@@ -149,6 +160,19 @@ class Pool:
         """The function's scores of `size` samples. `seed` is given to the global random generators before."""
         content = {"arguments": arguments, "size": size, "seed": seed, "timeout_s": self._timeout_s}
         question = encoded(content)
+        try:
+            try:
+                return self._asked(question, size)
+            except Died as error:
+                if str(error) != KILLED:  # it may come from outside, or from the kernel: another one may live
+                    raise
+                log.warning("a reward's worker was killed (SIGKILL): its group is scored again by a new one")
+                return self._asked(question, size)
+        except Died as error:
+            return unscored(size, "the worker died", f"the worker died: {error}")
+
+    def _asked(self, question: bytes, size: int) -> Scored:
+        """What an idle worker, or a new one, answers. Raises Died."""
         process, kept = self._idle.get(), None
         try:
             process = process or Worker(self._target, self._output)
@@ -161,9 +185,9 @@ class Pool:
             message = f"no answer within {self._timeout_s:g} s{process.hanging()}; the worker was killed"
             process.end()
             return unscored(size, "no answer in time", message)
-        except EOFError:
+        except EOFError as error:
             assert process is not None
-            return unscored(size, "the worker died", f"the worker died: {process.died()}")
+            raise Died(process.died()) from error
         except BaseException:  # nobody waits for the answer any more
             if process is not None:
                 process.end()

@@ -12,6 +12,7 @@ from runner.spec.base import ComponentConfig, Dtype, address_problem
 
 Stop = Annotated[str, Field(min_length=1)]
 Sent = Literal["changed", "fixed", "adapter", "base"]  # as `model.published` calls them
+PATIENCE_S = 1500.0
 TokenId = Annotated[int, Field(ge=0)]
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -26,6 +27,11 @@ class SamplerConfig(ComponentConfig):
     def answer_tokens(self) -> int:
         """Most tokens of one answer."""
         return 0
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds that a sampler outside of the trainer is waited for: fewer than ranks wait for one another."""
+        return PATIENCE_S
 
     def sent(self) -> tuple[Sent, ...]:
         """What an engine is sent of the policy: at every version, and, before the first one, for all of them."""
@@ -74,7 +80,7 @@ class DrawingConfig(SamplerConfig):
     timeout_s: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds that a sampler outside of the trainer may take for its part of a step; null = 1800.",
+        description="Seconds that a sampler outside of the trainer may take for its part of a step; null = 1500.",
     )
     probe: float | None = Field(
         default=None,
@@ -82,6 +88,10 @@ class DrawingConfig(SamplerConfig):
         description="Most that a sampler with weights of its own may differ from the trainer after they were sent (mean"
         " |log-prob.| of fixed tokens); null = 1e-3 for float32 weights, 0.05 for others.",
     )
+
+    @property
+    def patience_s(self) -> float:
+        return PATIENCE_S if self.timeout_s is None else self.timeout_s
 
     def answer_tokens(self) -> int:
         return self.max_new_tokens

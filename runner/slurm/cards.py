@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 
-from runner.slurm.commands import told
+from runner.slurm.nodes import hosts
 
 NODES = re.compile(r"\bNodes=(\S+)")
 CARDS = r"GRES=.*?\b{name}(?::\w+)?:\d+\(IDX:([\d,-]+)\)"
@@ -33,9 +33,3 @@ def _about(said: str, node: str) -> str:
     """The line about a node: `Nodes=a3 CPU_IDs=…`; nodes that are alike share one, `Nodes=a[3-4] …`."""
     lines = [(found[1], line) for line in said.splitlines() if (found := NODES.search(line))]
     return "\n".join(line for nodes, line in lines if node in hosts(nodes)) if node else said
-
-
-def hosts(listed: str) -> list[str]:
-    """The names in Slurm's short form of a list of nodes, `a[1-3,7],b2`. Raises EnvironmentProblem."""
-    is_one = not {"[", ","} & set(listed)
-    return [listed] if is_one else told("scontrol", "show", "hostnames", listed).split()

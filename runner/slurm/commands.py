@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 
@@ -19,6 +20,7 @@ USUAL = frozenset({
 })  # fmt: skip
 GRES = {"cuda": "gpu", "npu": "npu"}  # what Slurm usually calls the cards of a device
 TIMEOUT_S = 60.0
+LINE_BYTES = 2**16  # no line of metrics.jsonl is longer
 
 
 def signals_all() -> bool:
@@ -53,9 +55,15 @@ def state_of(job: str) -> tuple[str, str] | None:
     return (state, reason) if state else None
 
 
-def came_further(run: RunFolder, since: float) -> bool:
-    """Whether a run has made a step since then (seconds since the epoch): only such a job is worth a requeue."""
-    return run.metrics.is_file() and run.metrics.stat().st_mtime >= since
+def steps_of(run: RunFolder) -> int:
+    """Finished steps of a run; a job that came no further since it began is not worth a requeue."""
+    try:
+        with run.metrics.open("rb") as file:
+            file.seek(max(file.seek(0, 2) - LINE_BYTES, 0))
+            lines = [line for line in file.read().split(b"\n")[:-1] if line.startswith(b'{"step"')]
+    except FileNotFoundError:
+        return 0
+    return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
 def words(command: str, said: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from runner.device.visible import VARIABLES
 from runner.errors import Problem, SpecError
+from runner.launch.config import StartedConfig
 
 ORDER = ("npu", "cuda")  # which kind device=auto takes where there are several, like the device itself
 Cards = Sequence[str] | None  # the kinds of card where jobs run; None: not known
@@ -34,8 +35,11 @@ def placed(need: Need, devices: Sequence[str]) -> str:
 def need_of(spec: Any, cards: Cards) -> Need:
     """What a job occupies where there are these kinds of card.
 
-    Raises SpecError for device=auto if none is known, and for a job on several machines.
+    Raises SpecError for device=auto if none is known, and for a job on several machines, or that something else starts.
     """
+    if isinstance(spec.launch, StartedConfig):
+        text = f"{spec.launch.name}: the sweep starts its jobs; on Slurm with sweep.on=slurm and launch=local"
+        raise SpecError([Problem("launch", text)])
     if (nodes := spec.launch.machines) > 1:
         text = f"is {nodes}, and a job of a sweep has one machine; leave it out"
         raise SpecError([Problem("launch.nodes", text)])

@@ -144,7 +144,7 @@ def main(asked: dict[str, Any]) -> None:
     driver = Driver(desk)
     with opened(asked, desk):
         driver.serve()
-        if asked["own"]:
+        if asked["address"] is None:
             driver.end(asked["grace_s"])
 
 

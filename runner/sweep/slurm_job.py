@@ -20,7 +20,7 @@ from runner.device.kinds import KINDS, NPU
 from runner.errors import EnvironmentProblem
 from runner.folder import RunFolder
 from runner.slurm.cards import handed_out
-from runner.slurm.commands import came_further, told
+from runner.slurm.commands import steps_of, told
 from runner.sweep.minder import Minder, Signals, begun
 from runner.sweep.note import now
 from runner.sweep.order import Order
@@ -37,12 +37,12 @@ def main(path: str) -> int:
     order = batch.orders[int(os.environ["SLURM_ARRAY_TASK_ID"])]
     shown = cards(batch)
     goes_on = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and RunFolder(Path(order.run)).spec.is_file()
-    command = order.again if goes_on else order.command
+    command, before = order.again if goes_on else order.command, steps_of(RunFolder(Path(order.run)))
     minder = Minder(order, command, passed_on(batch.all_signalled), signals, shown, batch.timeout_s)
     note = begun(order, devices_of(batch, shown))
     note.write(Path(order.note))
     code, told = minder.run(), minder.told
-    if minder.first == LIMIT and code in ENDED_BY_US and (told := requeue(order, note.began)) is None:
+    if minder.first == LIMIT and code in ENDED_BY_US and (told := requeue(order, before)) is None:
         return 0  # Slurm starts it again; the note says that it runs until it then says more
     note.with_end(now(), code, told).write(Path(order.note))
     return code if code >= 0 else 128 - code
@@ -53,9 +53,9 @@ def passed_on(all_signalled: bool) -> Mapping[int, int]:
     return {SAVE: signal.SIGTERM, LIMIT: signal.SIGTERM, ENDED: 0 if all_signalled else signal.SIGTERM}
 
 
-def requeue(order: Order, began: float) -> Told | None:
-    """Put this job back into Slurm's queue, if it came further since it began; why not, else."""
-    if not came_further(RunFolder(Path(order.run)), began):
+def requeue(order: Order, before: int) -> Told | None:
+    """Put this job back into Slurm's queue, if it made more steps than it had `before`; why not, else."""
+    if steps_of(RunFolder(Path(order.run))) <= before:
         return Told("no step was made within the time limit of Slurm", "timeout")
     try:
         told("scontrol", "requeue", os.environ["SLURM_JOB_ID"])

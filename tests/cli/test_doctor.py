@@ -18,16 +18,24 @@ HEAVY = {"torch", "transformers", "datasets", "peft", "wandb", "numpy", "hydra",
 
 
 @pytest.mark.parametrize(
-    "words", [["device=tpu"], ["npu"], ["steps=1"], ["device=cpu", "x"], ["device=npu", "device=cpu"]]
+    "words",
+    [["device=tpu"], ["npu"], ["steps=1"], ["device=cpu", "x"], ["device=npu", "device=cpu"], ["sampler=none"]],
 )
-def test_only_a_device_can_be_said(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_device_a_sampler_and_a_launcher_can_be_said(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *words]) == 2
-    assert f"one device=auto|cpu|cuda|npu|npu_sim is expected, not {' '.join(words)}" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"are expected, each once, not {' '.join(words)}" in told and "[device=auto|cpu|cuda|npu|npu_sim]" in told
 
 
 def test_words_and_flags() -> None:
     args = parse(["doctor", "--json", "--no-trial", "device=npu"])
-    assert (args.verb, args.json, args.no_trial, _wanted(args.words)) == ("doctor", True, True, "npu")
+    assert (args.verb, args.json, args.no_trial, _wanted(args.words)) == (
+        "doctor",
+        True,
+        True,
+        ("npu", None, None),
+    )
+    assert _wanted(["launch=ray", "sampler=vllm"]) == ("auto", "vllm", "ray")
     assert {"--json", "--no-trial"} <= set(flags_of("doctor"))
 
 

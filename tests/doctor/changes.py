@@ -25,6 +25,11 @@ def variables(**values: str) -> Change:
     return lambda machine: with_environment(machine, **values)
 
 
+def asked(sampler: str | None = None, launch: str | None = None) -> Change:
+    """A job is meant to sample or to be launched so."""
+    return lambda machine: dataclasses.replace(machine, sampler=sampler, launch=launch)
+
+
 def without(*names: str) -> Change:
     def change(machine: Machine) -> Machine:
         kept = {name: value for name, value in machine.environment.items() if name not in names}

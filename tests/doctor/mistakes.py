@@ -8,8 +8,8 @@ import shutil
 from runner.doctor.finding import Verdict
 from runner.doctor.machine import Answer
 from runner.doctor.operators import KERNELS
-from tests.doctor.changes import answering, both, built_for, installed, removed, variables, without, written
-from tests.doctor.machines import commands
+from tests.doctor.changes import answering, asked, both, built_for, installed, removed, variables, without, written
+from tests.doctor.machines import GB, commands
 
 PROBLEM, WARNING, UNKNOWN = Verdict.PROBLEM, Verdict.WARNING, Verdict.UNKNOWN
 NO_LIBRARY = """Traceback (most recent call last):
@@ -82,6 +82,58 @@ MISTAKES = {
     "ATB of the old C++ ABI": (
         variables(ATB_HOME_PATH="/usr/local/Ascend/nnal/atb/9.1.0/atb/cxx_abi_0"),
         ("ATB", PROBLEM, "undefined symbols", "--cxx_abi=1"),
+    ),
+    "an engine is asked for, and vllm-ascend is missing": (
+        asked(sampler="vllm"),
+        ("vllm, vllm-ascend", PROBLEM, "vllm-ascend is not installed", "vllm-ascend==0.23.0 -c constraints/npu-vllm"),
+    ),
+    "an engine is asked for, and vLLM is missing": (
+        asked(sampler="vllm"),
+        ("vLLM", PROBLEM, "vLLM is not installed", "docs/npu-versions.md"),
+    ),
+    "a vLLM with holes": (
+        installed(vllm="0.13.0", vllm_ascend="0.13.0"),
+        ("vLLM", WARNING, "CVE-2026-22807", "docs/npu-versions.md"),
+    ),
+    "a vLLM with holes is asked for": (
+        both(installed(vllm="0.13.0", vllm_ascend="0.13.0"), asked(sampler="vllm")),
+        ("vLLM", PROBLEM, "older than 0.14", "docs/npu-versions.md"),
+    ),
+    "a vLLM of transformers 4": (
+        both(installed(vllm="0.18.0", vllm_ascend="0.18.0"), asked(sampler="vllm")),
+        ("vLLM", PROBLEM, "older than 0.23", "sampler=vllm_server"),
+    ),
+    "a vLLM of tomorrow": (
+        both(installed(vllm="0.40.0"), asked(sampler="vllm")),
+        ("vLLM", UNKNOWN, "newer than 0.33", ""),
+    ),
+    "weights of an engine in another layout": (
+        both(installed(**SERVING), asked(sampler="vllm"), variables(VLLM_ASCEND_ENABLE_NZ="1")),
+        ("engine on NPU", PROBLEM, "VLLM_ASCEND_ENABLE_NZ=1 is exported", "unset VLLM_ASCEND_ENABLE_NZ"),
+    ),
+    "an engine that is to sleep in segments that grow": (
+        both(
+            installed(**SERVING),
+            asked(sampler="vllm"),
+            variables(PYTORCH_NPU_ALLOC_CONF="expandable_segments:True"),
+        ),
+        ("engine on NPU", PROBLEM, "cannot sleep in it", "unset PYTORCH_NPU_ALLOC_CONF, or sampler.sleep=0"),
+    ),
+    "too little shared memory for an engine's weights": (
+        both(asked(sampler="vllm"), lambda machine: dataclasses.replace(machine, total_bytes=lambda path: 8 * GB)),
+        ("shared memory", WARNING, "8.0 GB; weights for engines", "run plan"),
+    ),
+    "Ray is asked for, and is missing": (
+        asked(launch="ray"),
+        ("Ray", PROBLEM, "ray is not installed", "posttrain-run[ray]"),
+    ),
+    "an older Ray": (
+        both(installed(ray="2.40.0"), asked(launch="ray")),
+        ("Ray", PROBLEM, "2.60 or newer is needed", "posttrain-run[ray]"),
+    ),
+    "a Ray that shows every process all chips": (
+        both(installed(ray="2.60.0"), variables(RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES="1")),
+        ("Ray", WARNING, "would see, and take, the same chips", "unset RAY_EXPERIMENTAL_NOSET"),
     ),
     "a Python that torch_npu has no wheel for": (
         lambda machine: dataclasses.replace(installed(torch="2.10.0")(machine), python=(3, 14, 0)),

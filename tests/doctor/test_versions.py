@@ -10,14 +10,19 @@ from packaging.version import Version
 
 from runner.doctor.versions import (
     CANN,
+    NEWEST_VLLM,
+    OLDEST_VLLM,
     PYTHON,
+    SAFE_VLLM,
     SETS,
     cann_for,
     release,
     same,
     set_of_vllm_ascend,
     torch_npu_for,
+    vllm_for,
 )
+from runner.sampler.vllm.versions import NEWEST, OLDEST
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,3 +65,8 @@ def test_spellings() -> None:
     assert (release("2.10.0.post4"), release("2.13.0+cpu"), release("0.11.0rc3")) == ("2.10.0", "2.13.0", "0.11.0")
     assert (cann_for("2.13.0"), torch_npu_for("7.0.0")) == ([], ()), "unknown is unknown"
     assert set_of_vllm_ascend("0.23.0.post1").name == "vllm-ascend-0.23"
+
+
+def test_the_doctor_and_the_sampler_know_the_same_vllm() -> None:
+    assert (OLDEST_VLLM, NEWEST_VLLM) == (OLDEST, NEWEST) and SAFE_VLLM < OLDEST_VLLM
+    assert vllm_for("2.13.0+cpu") == "0.32.0" and vllm_for("2.12.0") is None

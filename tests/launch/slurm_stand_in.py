@@ -107,7 +107,9 @@ def pass_on(tasks: list[subprocess.Popen[bytes]], number: int) -> None:
 def scontrol(arguments: list[str]) -> int:
     if arguments[:2] == ["show", "hostnames"]:
         low, _, high = arguments[2].partition("[")[2].rstrip("]").partition("-")
-        print("\n".join([HERE] * (int(high or low) - int(low) + 1)))
+        print("\n".join(f"here{number}" for number in range(int(low), int(high or low) + 1)))
+    elif arguments[:2] == ["show", "node"]:
+        print(f"NodeName={arguments[2]} Gres=(null)\n   NodeAddr={HERE} NodeHostName=here")
     elif arguments[0] == "requeue":
         (ROOT / f"{arguments[1]}.told").write_text("requeue")
     return 0

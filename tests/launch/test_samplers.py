@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from runner.cli.compose import compose_job
+from runner.device import visible
 from runner.errors import DataError, EnvironmentProblem, RunnerError, SamplerFault
 from runner.folder import RunFolder, write_json
 from runner.launch import member, samplers, team
@@ -127,6 +128,10 @@ def test_each_sampler_sees_the_cards_after_those_of_the_ranks(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,GPU-1a,5")
     run("device=cuda")
     assert [lives(tmp_path, index)[0]["CUDA_VISIBLE_DEVICES"] for index in range(2)] == ["GPU-1a", "5"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(visible.glob, "glob", lambda _: [f"/dev/nvidia{number}" for number in (7, 9, 11)])
+    run("device=cuda")
+    assert [lives(tmp_path, index)[1]["CUDA_VISIBLE_DEVICES"] for index in range(2)] == ["1", "2"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5")
     with pytest.raises(EnvironmentProblem, match=r"want 3 devices, and 2 are here \(7, 5\)"):
         run("device=cuda")

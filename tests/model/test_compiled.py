@@ -83,6 +83,7 @@ def test_the_same_numbers_and_no_graph_for_another_shape(kind: str, options: dic
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # inductor imports such a module
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("kind", "options", "limit"),

@@ -187,3 +187,22 @@ def test_whole_jobs_of_deepspeed_do_what_one_process_does(stage: int, name: str,
         pytest.skip("two learners are refused at stage 2")
     bound = {"gradients": 5e-5} if name == "rm" else {}  # measured: 2.3e-5
     compare(2, SLOW[name], workdir, f"parallelism=deepspeed_zero{stage}", **bound)
+
+
+def published(world: World, adapter: bool) -> dict[str, dict[str, Tensor]]:
+    model = plain.made("qwen2", adapter, "packed")
+    learner(world, 3, model)
+    sizes = {way: model.published_bytes(way) for way in ("all", "changed")}
+    found = {way: {name: one.clone() for name, one in model.published(way)} for way in sizes}
+    assert sizes == {way: sum(one.nbytes for one in tensors.values()) for way, tensors in found.items()}
+    return found
+
+
+@pytest.mark.parametrize("adapter", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_what_is_published_is_what_one_process_does(adapter: bool) -> None:
+    model = plain.made("qwen2", adapter, "packed")
+    for found in on_ranks(2, published, adapter):
+        for way, tensors in found.items():
+            wanted = dict(model.published(way))
+            assert tensors.keys() == wanted.keys()
+            assert [name for name in wanted if not torch.equal(tensors[name], wanted[name])] == []

@@ -72,11 +72,12 @@ def test_devices_that_only_sample_hold_what_the_ranks_no_longer_do(compose: Any)
     model, sampling = plan.models["policy"].all.bytes, terms(alone, "sampling")
     held = {term.name: term.bytes for term in plan.samplers.terms}
     assert held == {"weights": model, "keys and values": sampling["keys and values"], "logits": sampling["logits"]}
-    assert [term.bytes for term in plan.shelf] == [2 * model] and alone.shelf == []
+    assert [term.bytes for term in plan.shelf] == [model] and alone.shelf == []
     few = estimate(compose("+recipe=grpo_demo", *OWN[:2], "launch.samplers=2", "algorithm.batch_size=2"))
     assert {term.name: term.bytes for term in few.samplers.terms}["keys and values"] * 2 == sampling["keys and values"]  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_versions_of_a_lag_wait_on_the_host_where_others_sample(compose: Any) -> None:
     ahead = (*OWN, "adapter=lora", "algorithm.lag=1")
     here = estimate(compose("+recipe=grpo_demo", *ahead))
@@ -84,7 +85,7 @@ def test_versions_of_a_lag_wait_on_the_host_where_others_sample(compose: Any) ->
     learnt = plan.models["policy"].all.trained_bytes
     assert terms(here, "update")["versions for sampling ahead"] == 2 * learnt
     assert "versions for sampling ahead" not in terms(plan, "update")
-    assert [term.bytes for term in plan.shelf] == [3 * learnt], "two that are due, one that is written"
+    assert [term.bytes for term in plan.shelf] == [2 * learnt]
 
 
 def test_the_least_that_sampling_takes(compose: Any) -> None:
@@ -121,6 +122,7 @@ def test_an_engine_beside_a_rank_takes_its_share_of_the_card_while_it_is_awake(c
     assert asleep.peak.pooled == GIB // 2 and asleep.band(TOY).high == round(FRAGMENTATION * loose) + GIB // 2
 
 
+@pytest.mark.slow
 def test_an_engine_over_two_devices_has_half_of_the_model_on_each(compose: Any) -> None:
     words = ("+recipe=grpo_demo", *VLLM, "device=cuda", "launch.samplers=4")
     one, two = (estimate(compose(*words, f"sampler.tp={tp}"), TOY) for tp in (1, 2))
@@ -140,13 +142,14 @@ def test_an_engine_without_room_for_an_answer_does_not_fit(compose: Any) -> None
     assert any("not one; a larger sampler.memory" in line for line in lines(spec, plan, small, None))
 
 
+@pytest.mark.slow
 def test_what_samplers_read_is_what_a_step_changes(compose: Any) -> None:
     words = ("+recipe=grpo_demo", *VLLM, "device=cuda", "launch.samplers=1", "adapter=lora", "algorithm.lag=1")
     merged, alone = (estimate(compose(*words, f"sampler.sync={way}"), TOY) for way in ("merged", "adapter"))
     model = merged.models["policy"]
     layers = sum(part.frozen_bytes for part in model.layers)
-    assert [term.bytes for term in merged.shelf] == [model.all.frozen_bytes + 2 * layers]
-    assert [term.bytes for term in alone.shelf] == [model.all.frozen_bytes + 3 * model.all.trained_bytes]
+    assert [term.bytes for term in merged.shelf] == [model.all.frozen_bytes + layers]
+    assert [term.bytes for term in alone.shelf] == [model.all.frozen_bytes + 2 * model.all.trained_bytes]
     assert engine(alone).weights == model.all.bytes and engine(merged).weights == model.all.frozen_bytes
 
 

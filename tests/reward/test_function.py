@@ -304,6 +304,33 @@ def test_a_worker_that_dies_is_replaced(end: str, said: str, function: Write, ca
     assert "the worker died: " in caplog.text and any(part in caplog.text for part in said.split("|"))
 
 
+def test_a_group_whose_worker_is_killed_is_scored_again(
+    function: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reward = function("""
+        import os, pathlib, random, time
+        def score(completions):
+            mark = pathlib.Path(__file__).with_name("begun")
+            drawn = random.random()
+            if not mark.exists():
+                mark.write_text(str(os.getpid()))
+                time.sleep(60)
+            return [drawn for _ in completions]
+    """)
+    mark = tmp_path / "begun"
+
+    def kill() -> None:
+        wait_until(lambda: mark.exists() and mark.read_text())
+        os.kill(int(mark.read_text()), signal.SIGKILL)
+
+    killer = Thread(target=kill)
+    killer.start()
+    found = one(reward)
+    killer.join()
+    assert "its group is scored again" in caplog.text and "the worker died" not in caplog.text
+    assert found[0] is not None and found == one(reward), "the same seed, and so the same scores"
+
+
 def test_a_child_that_comes_back_does_not_answer(function: Write) -> None:
     reward = function("""
         import os

@@ -24,6 +24,10 @@ class UnfetchedError(SamplerFault):
     """A file of another machine could not be had; it may later."""
 
 
+class UnsharedError(SamplerFault):
+    """Trainer and sampler are on one machine and do not see the same files there, so weights have to be fetched."""
+
+
 class Fetched:
     """Files of other machines, by their addresses, while they are held in this one's memory."""
 

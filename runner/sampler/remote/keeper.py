@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from runner.errors import SamplerFault
 from runner.protocols import Sampler
-from runner.sampler.remote.fetch import Fetched
+from runner.sampler.remote.fetch import Fetched, UnsharedError
 from runner.sampler.remote.wire import STALE, Held, Json, Wrong, answered, requests_of
 from runner.shelf import Shelved
 
@@ -71,7 +71,7 @@ class Keeper:
 
     def _load(self, body: Json) -> None:
         version, digest = int(body["version"]), str(body["digest"])
-        files = self._fetched.files(body["urls"]) if "urls" in body else [Path(name) for name in body["files"]]
+        files = self._fetched.files(body["urls"]) if "urls" in body else _shared(body["files"])
         try:
             weights = Shelved(files, version)
             found = weights.digest
@@ -98,6 +98,14 @@ class Keeper:
     def _check(self, body: Json) -> None:
         if not self.held.are(body["version"], body["digest"]):
             raise _StaleError(f"{self.held} is held, and version {body['version']} is meant")
+
+
+def _shared(names: Sequence[str]) -> list[Path]:
+    """Files that the trainer sees, too. Raises UnsharedError for one that is not there."""
+    files = [Path(name) for name in names]
+    if missing := [path for path in files if not path.exists()]:
+        raise UnsharedError(f"{missing[0]} is not seen here: weights come over the network from now on")
+    return files
 
 
 class _StaleError(Exception):

@@ -30,7 +30,6 @@ from runner.sharing import balanced, grouped
 from runner.shelf import Shelved
 
 T = TypeVar("T")
-TIMEOUT_S = 1800.0
 SILENCE_S = 30.0  # after which a sampler that gives no sign of life is taken for stopped, or cut off
 
 
@@ -49,7 +48,7 @@ class Remotes:
     ) -> None:
         """notes: the folder in which `count` samplers say where they are; token: the job's; vocabulary: its size."""
         self.temperature, self.max_new_tokens = config.temperature, config.max_new_tokens
-        self._timeout_s = TIMEOUT_S if config.timeout_s is None else config.timeout_s
+        self._timeout_s = config.patience_s
         self._counts, self._offer = Counts(), Offer(token)
         self._remotes = [Remote(at, notes, token, self._counts, silence_s=silence_s) for at in range(count)]
         limits = Limits(vocabulary, config.max_new_tokens)

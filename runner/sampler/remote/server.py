@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
 from pathlib import Path
-from socket import MSG_DONTWAIT, MSG_PEEK
+from select import select
+from socket import MSG_PEEK
 from typing import NoReturn
 
 from runner.errors import EnvironmentProblem
@@ -115,11 +116,8 @@ class _Handler(Handler):
 
     def _refuse_the_gone(self) -> None:
         """Raise where the client has closed its end, which writing to it tells only later."""
-        try:
-            here = self.connection.recv(1, MSG_PEEK | MSG_DONTWAIT) != b""
-        except BlockingIOError:
-            return
-        if not here:
+        readable, _, _ = select([self.connection], [], [], 0)  # recv itself would wait for as long as the time-out is
+        if readable and self.connection.recv(1, MSG_PEEK) == b"":
             raise ConnectionResetError("the client does not wait for its answer")
 
     def _content(self) -> bytes | None:

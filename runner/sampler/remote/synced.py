@@ -12,7 +12,7 @@ from runner.errors import SamplerFault
 from runner.protocols import Request, Rollout
 from runner.sampler.remote.check import InvalidError, Limits, checked, scores
 from runner.sampler.remote.counts import Counts
-from runner.sampler.remote.fetch import UnfetchedError
+from runner.sampler.remote.fetch import UnfetchedError, UnsharedError
 from runner.sampler.remote.notes import Machine, Note
 from runner.sampler.remote.offer import Offer
 from runner.sampler.remote.patience import Patience
@@ -23,6 +23,7 @@ from runner.shelf import Shelved
 T = TypeVar("T")
 TRIES = 2  # of what comes back wrong
 PAUSE_S = 1.0  # before weights are fetched again
+FAULTS = {kind.__name__: kind for kind in (SamplerFault, UnfetchedError, UnsharedError)}  # of the weights' way
 log = logging.getLogger("runner")
 
 
@@ -33,21 +34,19 @@ class Synced:
     def __init__(self, remote: Remote, offer: Offer, limits: Limits, counts: Counts) -> None:
         self._remote, self._offer, self._limits, self._counts = remote, offer, limits, counts
         self._loaded = ""  # the session that has loaded the weights meant
+        self._apart = ""  # the session that is on this machine and does not see its files, as in a container
 
     def load(self, weights: Shelved, patience: Patience) -> None:
         """Have it hold these. Raises SamplerFault where it cannot, or says that it holds others."""
-        tried = 0
-        while True:
-            reply = self._remote.ask("/load", partial(self._announced, weights), patience)
-            if reply.wrong is None and reply.held.are(weights.version, weights.digest):
-                self._loaded = reply.held.session
-                return
-            fault = self._fault_of_load(reply, weights)
-            tried += not _is(reply, UnfetchedError)
+        tried, said = 0, ""
+        while (fault := self._fault(weights, patience)) is not None:
+            tried += not isinstance(fault, UnfetchedError | UnsharedError)
             if tried == TRIES or not patience.left():
                 raise fault
-            log.warning("%s; once more", fault)
-            patience.pause(PAUSE_S)
+            if str(fault) != said:
+                log.warning("%s; once more", fault)
+                said = str(fault)
+            patience.pause(0 if isinstance(fault, UnsharedError) else PAUSE_S)
 
     def sample(self, requests: Sequence[Request], weights: Shelved, patience: Patience) -> list[Rollout]:
         """Its answers, which can be those that were asked for. Raises SamplerFault; what it raised, as RunnerError."""
@@ -93,27 +92,30 @@ class Synced:
             log.warning("%s: it loads them again", words)
             self.load(weights, patience)
 
+    def _fault(self, weights: Shelved, patience: Patience) -> SamplerFault | None:
+        """What goes wrong with the weights as it loads them once, if anything does; all else is raised."""
+        reply = self._remote.ask("/load", partial(self._announced, weights), patience)
+        if reply.wrong is None:
+            if reply.held.are(weights.version, weights.digest):
+                self._loaded = reply.held.session
+                return None
+            return SamplerFault(f"{self._remote} loaded version {weights.version}, and holds {reply.held}")
+        if reply.wrong.kind not in FAULTS:
+            raise reply.wrong.error(str(self._remote))
+        fault = FAULTS[reply.wrong.kind](f"{self._remote}: {reply.wrong.message}")
+        if isinstance(fault, UnsharedError):
+            self._apart = reply.held.session
+        return fault
+
     def _announced(self, weights: Shelved, note: Note) -> Json:
         """What to load, and from where, by the sampler of this note."""
         said: Json = {"version": weights.version, "digest": weights.digest}
-        if note.machine == Machine.here():
+        if note.machine == Machine.here() and note.session != self._apart:
             return said | {"files": [str(path) for path in weights.files]}
         try:
             return said | {"urls": self._offer.urls(_address_towards(note.address), weights.files)}
         except OSError as error:
             raise SamplerFault(f"the weights of version {weights.version} cannot be offered: {error}") from error
-
-    def _fault_of_load(self, reply: Reply, weights: Shelved) -> SamplerFault:
-        """Why a load has failed; what is no matter of the weights is raised."""
-        if reply.wrong is None:
-            return SamplerFault(f"{self._remote} loaded version {weights.version}, and holds {reply.held}")
-        if not _is(reply, SamplerFault, UnfetchedError):
-            raise reply.wrong.error(str(self._remote))
-        return SamplerFault(f"{self._remote}: {reply.wrong.message}")
-
-
-def _is(reply: Reply, *kinds: type[Exception]) -> bool:
-    return reply.wrong is not None and reply.wrong.kind in {kind.__name__ for kind in kinds}
 
 
 def _address_towards(address: tuple[str, int]) -> str:

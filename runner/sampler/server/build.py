@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from runner.errors import EnvironmentProblem
-from runner.protocols import Decide
+from runner.protocols import Bounds, Decide
 from runner.sampler.bounds import check_ids
 from runner.sampler.config import VllmServerConfig
 from runner.sampler.draw import Rule
@@ -24,7 +26,6 @@ from runner.sampler.server.wire import Asking
 from runner.sampler.stops import Stops
 
 FIXED_TOKENS = 16
-TIMEOUT_S = 1800.0
 UNSENT = "nothing is sent to it (sampler.sync=none): what it draws is of the weights that it was started with"
 
 
@@ -33,14 +34,7 @@ class Described(Protocol):
 
     tokenizer: Any
 
-    @property
-    def ends(self) -> frozenset[int]: ...
-
-    @property
-    def vocabulary(self) -> int: ...
-
-    @property
-    def longest(self) -> tuple[int, str] | None: ...
+    def bounds(self) -> Bounds: ...
 
     def blueprint(self, folder: Path) -> None: ...
 
@@ -50,32 +44,41 @@ def build(
 ) -> ServerSampler:
     """A sampler that asks the server at config.url.
 
-    folder: an empty one of its own; recomputed: what the server says of its own answers' log-probabilities is only
-    compared. Raises SpecError, EnvironmentProblem where this server cannot be used, SamplerFault where none answers.
+    folder: an empty one of its own, which it removes, for what the server has to know of the model; recomputed: what
+    the server says of its own answers' log-probabilities is only compared. Raises SpecError and EnvironmentProblem
+    where this server cannot be used, SamplerFault where none answers.
     """
-    config.preflight()
-    check_ids(config, model.vocabulary)
+    with ExitStack() as undone:
+        undone.callback(shutil.rmtree, folder, ignore_errors=True)
+        config.preflight()
+        made = _built(config, model, decide, folder, recomputed)
+        undone.pop_all()
+        return made
+
+
+def _built(config: VllmServerConfig, model: Described, decide: Decide, folder: Path, recomputed: bool) -> ServerSampler:
+    bounds = model.bounds()
+    check_ids(config, bounds.vocabulary)
     key = None if config.key_variable is None else os.environ[config.key_variable]
-    server = Server(Client(config.url, key, config.retries), config.model, config.timeout_s or TIMEOUT_S)
+    server = Server(Client(config.url, key, config.retries), config.model, config.patience_s)
     rule = Rule(config.temperature, config.top_k, config.top_p, config.min_p)
     decide.state("sampler", f"{server}, model {server.model}", "sampler.url")
-    _judge(mode_of(server, model.vocabulary), server, rule, recomputed, decide)
+    _judge(mode_of(server, bounds.vocabulary), server, rule, recomputed, decide)
     if config.sync == "none":
         decide.state("sampler weights", "not the trainer's", UNSENT)
-    blueprint = folder / "blueprint"
-    if config.sync != "none":
-        blueprint.mkdir()
-        model.blueprint(blueprint)
-    ends = model.ends | set(config.stop_tokens)
+    else:
+        model.blueprint(folder)
+    ends = bounds.ends | set(config.stop_tokens)
     return ServerSampler(
         config,
         server,
-        sync_of(config.sync, server, Path(config.folder) if config.folder else folder, blueprint),
+        sync_of(config.sync, server, Path(config.folder) if config.folder else None, folder),
         Stops(model.tokenizer, ends, config.stop),
         Asking(rule, ends, config.stop),
-        Limits(model.vocabulary, config.max_new_tokens),
-        _shorter(model.longest, server),
-        _fixed_row(model.vocabulary),
+        Limits(bounds.vocabulary, config.max_new_tokens),
+        _shorter(bounds.longest, server),
+        _fixed_row(bounds.vocabulary),
+        folder,
     )
 
 

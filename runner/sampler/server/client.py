@@ -119,10 +119,10 @@ class Client:
             raise TimeoutError("no time is left (sampler.timeout_s)")
         with self._connection(left) as connection:
             connection.request(method, self._path + path, content, self._headers)
-            response = connection.getresponse()
-            answer = _read(response, until)
-        if response.status != 200:
-            raise StatusError(response.status, _words(answer))
+            with connection.getresponse() as response:
+                answer, status = _read(response, until), response.status
+        if status != 200:
+            raise StatusError(status, _words(answer))
         return answer
 
     @contextmanager

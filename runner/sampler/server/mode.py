@@ -3,7 +3,7 @@
 vLLM reports the model's own unless it is told otherwise, whatever was sampled. Two requests tell: the likeliest id
 alone is drawn from, whose probability then is 1, at two temperatures.
 
-    log-probability at temperature 1, at 4        they are of
+    log-probability at temperature 1, at 2        they are of
     0, 0                                          what was drawn from      "processed"
     a, a                                          the model itself         "raw"
     a, b                                          the tempered model, before ids are cut   "tempered"
@@ -24,9 +24,9 @@ from runner.sampler.server.server import Server
 from runner.sampler.server.wire import Asking, drawn
 
 Mode = Literal["processed", "raw", "tempered"]
-HOT = 4.0
+HOT = 2.0  # newer versions refuse more
 PROMPTS, TOKENS, ANSWER = 4, 8, 2
-EQUAL = 0.02  # nats: above the noise of bfloat16, far below what a factor of 4 does
+EQUAL = 0.02  # nats: above the noise of bfloat16, far below what a factor of 2 does
 FIX = "start it with --logprobs-mode processed_logprobs"
 
 

@@ -11,11 +11,13 @@ time at which its process began, and by what it says of a fixed row of tokens.
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -73,12 +75,15 @@ class ServerSampler:
         limits: Limits,
         longest: tuple[int, str] | None,
         fixed_row: Sequence[int],
+        folder: Path,
     ) -> None:
         """stops: how answers end here; asking: how the server is asked; limits: of what may come back; longest: most
-        tokens of a prompt and its answer, and why; fixed_row: ids by whose log-probabilities weights are known."""
+        tokens of a prompt and its answer, and why; fixed_row: ids by whose log-probabilities weights are known; folder:
+        goes when it is closed."""
         self.temperature, self.max_new_tokens = config.temperature, config.max_new_tokens
         self._server, self._sync, self._stops, self._asking, self._limits = server, sync, stops, asking, limits
         self._longest, self._fixed_row, self._strings = longest, tuple(fixed_row), frozenset(config.stop)
+        self._folder = folder
         self._pool = ThreadPoolExecutor(config.batch_size, "sampler")
         self._naps, self._asleep = config.sleep, False
         self._version = 0
@@ -103,7 +108,7 @@ class ServerSampler:
             raise ValueError("a server reads weights from files, see runner/shelf.py")
         begun = time.monotonic()
         self._wake()
-        self._sync.load(weights, version)
+        self._sync.load(weights)
         self._version, self._weights, self._mark = version, weights, self._now()
         self._load_s += time.monotonic() - begun
 
@@ -157,6 +162,7 @@ class ServerSampler:
         finally:
             self._server.client.close()
             self._pool.shutdown()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _wake(self) -> None:
         if self._asleep:

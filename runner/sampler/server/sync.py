@@ -2,7 +2,9 @@
 
     load(weights, version) ─▶ a folder that the server can read ─▶ it is told the path ─▶ the folder before is removed
 
-Each load has a name and a folder of its own, so that no cache of the server's takes new weights for old ones.
+Each load has a name and a folder of its own, so that no cache of the server's takes new weights for old ones. Where the
+server is on this machine that folder is on the shelf, whose files are linked, not copied, and which no end of a run
+leaves behind.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class Sync(Protocol):
     @property
     def model(self) -> str: ...  # the name that requests have to give
 
-    def load(self, weights: Shelved, version: int) -> None: ...
+    def load(self, weights: Shelved) -> None: ...
 
     def close(self) -> None: ...  # what it has left behind is removed, as far as the server is there
 
@@ -43,7 +45,7 @@ class Nothing:
     def __init__(self, server: Server) -> None:
         self.model = server.model
 
-    def load(self, weights: Shelved, version: int) -> None:
+    def load(self, weights: Shelved) -> None:
         """Nothing is sent."""
 
     def close(self) -> None:
@@ -53,16 +55,16 @@ class Nothing:
 class Adapter:
     """The adapter alone, in a folder as PEFT writes it; the server has the base."""
 
-    def __init__(self, server: Server, folder: Path, blueprint: Path) -> None:
+    def __init__(self, server: Server, folder: Path | None, blueprint: Path) -> None:
         """Raises EnvironmentProblem where the server takes no adapters."""
         server.check_adapters()
         self._server, self._places = server, Places(folder)
         self._settings = blueprint / "adapter" / "adapter_config.json"
         self.model = server.model  # until the first one is there
 
-    def load(self, weights: Shelved, version: int) -> None:
+    def load(self, weights: Shelved) -> None:
         """See `Sync`."""
-        name, place = self._places.new(version)
+        name, place = self._places.new(weights)
         with _worded(place):
             shutil.copy2(self._settings, place / "adapter_config.json")
             tensors = {tensor: weights[tensor].contiguous() for tensor in sorted(weights.changed)}
@@ -89,15 +91,15 @@ class Adapter:
 class Reload:
     """All weights, in a folder with the files of a model."""
 
-    def __init__(self, server: Server, folder: Path, blueprint: Path) -> None:
+    def __init__(self, server: Server, folder: Path | None, blueprint: Path) -> None:
         """Raises EnvironmentProblem where the server reads none anew."""
         server.check_development()
         self._server, self._places, self._blueprint = server, Places(folder), blueprint
         self.model = server.model
 
-    def load(self, weights: Shelved, version: int) -> None:
+    def load(self, weights: Shelved) -> None:
         """See `Sync`."""
-        _, place = self._places.new(version)
+        _, place = self._places.new(weights)
         with _worded(place):
             _link(weights.files, place, self._places.newest)
             for file in self._blueprint.iterdir():
@@ -112,17 +114,18 @@ class Reload:
 
 
 class Places:
-    """A folder below `root` for each load; `newest`: the last one that was read."""
+    """A folder for each load, below `shared`, None = beside the weights; `newest`: the last one that was read."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, shared: Path | None) -> None:
         self._stem = f"run-{secrets.token_hex(4)}"
-        self._root, self._loads = root / self._stem, 0
+        self._shared, self._root, self._loads = shared, Path(), 0
         self.newest: Path | None = None
 
-    def new(self, version: int) -> tuple[str, Path]:
+    def new(self, weights: Shelved) -> tuple[str, Path]:
         """A name that no load has had, and its folder, empty."""
+        self._root = (self._shared or weights.files[0].parent) / self._stem
         self._loads += 1
-        name = f"{self._stem}-v{version}-{self._loads}"
+        name = f"{self._stem}-v{weights.version}-{self._loads}"
         place = self._root / name
         with _worded(place):
             place.mkdir(parents=True)
@@ -137,7 +140,8 @@ class Places:
 
     def close(self) -> None:
         """Remove all."""
-        shutil.rmtree(self._root, ignore_errors=True)
+        if self._loads:
+            shutil.rmtree(self._root, ignore_errors=True)
 
 
 @contextmanager
@@ -161,8 +165,8 @@ def _link(files: Iterable[Path], place: Path, before: Path | None) -> None:
             shutil.copyfile(source, place / file.name)
 
 
-def sync_of(kind: str, server: Server, folder: Path, blueprint: Path) -> Sync:
-    """The way that sampler.sync names."""
+def sync_of(kind: str, server: Server, folder: Path | None, blueprint: Path) -> Sync:
+    """The way that sampler.sync names; folder: sampler.folder."""
     if kind == "none":
         return Nothing(server)
     return Adapter(server, folder, blueprint) if kind == "adapter" else Reload(server, folder, blueprint)

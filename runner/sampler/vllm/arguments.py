@@ -14,6 +14,7 @@ from runner.sampler.vllm import ascend
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM makes room for
 BESIDE, ALONE = 0.45, 0.9  # of a card's memory: with a trainer on it, and without
 CPU_CACHE_GIB = 1.0
+STEP_TOKENS = 4096  # that an engine computes at once, on the CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ def arguments(config: VllmSamplerConfig, home: Home, environment: Mapping[str, s
         "worker_extension_cls": "runner.sampler.vllm.worker.Loading",
         "disable_log_stats": True,
         **_memory(config, home),
+        **(_on_the_cpu(home) if home.device == "cpu" else {}),
         **({"enable_sleep_mode": True} if sleeps and home.device != "cpu" else {}),
         **({"distributed_executor_backend": "external_launcher"} if home.ranks > 1 else {}),
         **(_adapters(home.rank) if home.rank is not None else {}),
@@ -73,6 +75,12 @@ def _memory(config: VllmSamplerConfig, home: Home) -> dict[str, Any]:
     share = config.memory or (BESIDE if home.beside else ALONE)
     found: dict[str, Any] = {} if home.device == "cpu" else {"gpu_memory_utilization": share}
     return found if cache is None else {**found, "kv_cache_memory_bytes": int(cache * 2**30)}
+
+
+def _on_the_cpu(home: Home) -> dict[str, Any]:
+    """Prompts are taken whole: with a part of one vLLM turns the request's random stream back, and the processor's
+    cannot be (0.32: RuntimeError, CPU Generator does not use offset)."""
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(home.longest, STEP_TOKENS)}
 
 
 def _adapters(rank: int) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from runner.sampler.vllm.engine import Engine, device_type
 from runner.sampler.vllm.sampler import VllmSampler
 from runner.sampler.vllm.versions import check, installed
 
-TIMEOUT_S = 1800.0  # of what is asked of an engine's workers
 
 
 class Modelled(Protocol):
@@ -54,7 +53,7 @@ def build(config: VllmSamplerConfig, *, model: Modelled, decide: Decide, folder:
     engine = Engine(
         arguments(config, home, os.environ),
         sleep=sleep_level(config, home),
-        timeout_s=config.timeout_s or TIMEOUT_S,
+        timeout_s=config.patience_s,
         scratch=folder,
     )
     options: dict[str, Any] = {"longest": home.longest, "adapters": adapters, "scratch": folder}

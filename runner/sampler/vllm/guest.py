@@ -6,8 +6,10 @@ inherit, runs kernels that torch refuses where it is to be deterministic, and it
 
 from __future__ import annotations
 
+import logging
 import os
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,11 +32,13 @@ def at_work() -> Iterator[None]:
 
 @contextmanager
 def moving_in() -> Iterator[None]:
-    """While an engine is built: random states, threads and environment are afterwards as before."""
+    """While vLLM is imported or an engine built: random states, threads and environment are afterwards as before."""
+    logging.getLogger("vllm").setLevel(logging.CRITICAL)  # until it reads VLLM_LOGGING_LEVEL
     environment, set_threads, threads = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
     streams = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        with at_work():
+        with at_work(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what vLLM and what it brings say of one another
             yield
     finally:
         torch.set_num_threads = set_threads

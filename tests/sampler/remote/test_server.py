@@ -115,6 +115,7 @@ def test_a_sampler_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
         socket.create_connection(note.address)
 
 
+@pytest.mark.slow
 def test_the_note_of_a_successor_stays(tmp_path: Path) -> None:
     with samplers(tmp_path) as started:
         note = started[0].note()
@@ -137,6 +138,7 @@ def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stranger", ["refuses", "babbles"])
 def test_a_stranger_on_the_port_of_a_dead_sampler_is_not_taken_for_it(
     stranger: str, tmp_path: Path, shelf: Any, caplog: pytest.LogCaptureFixture

@@ -6,14 +6,16 @@ What is drawn and reported is written anew here, with plain sorts and softmaxes,
 from __future__ import annotations
 
 import json
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file
@@ -31,13 +33,14 @@ class Version:
     placeholders: bool = True
     at_once: bool = True  # reload_weights takes a path
     silent_reset: bool = False  # /reset_prefix_cache does not say whether it did
+    hottest: float = 100.0  # a higher temperature is refused
 
 
 V10 = Version("0.10.1", token_ids=False, at_once=False, silent_reset=True)
 V11 = Version("0.11.0", at_once=False, silent_reset=True)
 V14 = Version("0.14.0", at_once=False, silent_reset=True)
 V23 = Version("0.23.0")
-V32 = Version("0.32.0")
+V32 = Version("0.32.0", hottest=2.0)
 OTHER = Version(None, token_ids=False, placeholders=False)
 
 
@@ -78,6 +81,11 @@ class StandIn:
         self.model, self.adapters, self.started = deepcopy(self.base), {}, 1000.0 + len(self.calls)
         self.asleep, self.path = False, ""
 
+    def at_work(self, change: int) -> None:
+        with self.held:
+            self.now += change
+            self.most = max(self.most, self.now)
+
     # -- the model
 
     def logits(self, model: nn.Module, ids: Sequence[int]) -> Tensor:
@@ -110,6 +118,8 @@ class StandIn:
         model = self.adapters.get(body["model"], self.model if body["model"] == "policy" else None)
         if model is None:
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
+        if body["temperature"] > self.version.hottest:
+            return 400, {"error": {"message": f"temperature must be in [0, {self.version.hottest:g}]"}}
         if self.asleep:
             return 500, {"error": {"message": "asleep"}}
         with self.lock:
@@ -175,7 +185,8 @@ class StandIn:
             return 400, {"error": {"message": "already loaded"}}
         if not Path(folder, "adapter_model.safetensors").is_file():
             return 404, {"error": {"message": f"No adapter found for {folder}"}}
-        self.adapters[name] = PeftModel.from_pretrained(deepcopy(self.model), folder).eval()
+        with warnings.catch_warnings(action="ignore"):  # peft asks transformers under an older name
+            self.adapters[name] = PeftModel.from_pretrained(deepcopy(self.model), folder).eval()
         return 200, f"Success: LoRA adapter '{name}' added successfully."
 
     def rpc(self, body: Json) -> tuple[int, Any]:
@@ -223,7 +234,10 @@ class Handler(BaseHTTPRequestHandler):
         s.calls.append(self.path)
         known: dict[str, Callable[[], Any]] = {
             "/v1/models": lambda: {
-                "data": [{"id": "policy", "max_model_len": s.max_model_len}, *({"id": a, "parent": "policy"} for a in s.adapters)]
+                "data": [
+                    {"id": "policy", "max_model_len": s.max_model_len},
+                    *({"id": a, "parent": "policy"} for a in s.adapters),
+                ]
             }
         }
         if s.version.name:
@@ -242,14 +256,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path != "/v1/completions":
             self.answer(*s.manage(self.path, body))
             return
-        with s.held:
-            s.now += 1
-            s.most = max(s.most, s.now)
-        try:
-            self.complete(body)
-        finally:
-            with s.held:
-                s.now -= 1
+        s.at_work(1)
+        self.complete(body)
 
     def complete(self, body: Json) -> None:
         s = self.stand_in
@@ -266,9 +274,11 @@ class Handler(BaseHTTPRequestHandler):
         elif kind == "400":
             self.answer(400, {"error": {"message": "top_k must be an integer"}})
         elif kind == "reset":
+            s.at_work(-1)
             self.connection.close()
         elif kind == "slow":
             s.stop.wait(20)
+            s.at_work(-1)
         elif kind == "restart":
             s.start()
             self.answer(*s.complete(body))
@@ -296,6 +306,8 @@ class Handler(BaseHTTPRequestHandler):
         self.raw(status, text.encode())
 
     def raw(self, status: int, content: bytes, less: int = 0) -> None:
+        if self.path == "/v1/completions":
+            self.stand_in.at_work(-1)  # before who asked can ask for more
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -304,10 +316,13 @@ class Handler(BaseHTTPRequestHandler):
 
 class Listening(ThreadingHTTPServer):
     daemon_threads = True
+    errors: ClassVar[list[BaseException | None]] = []
     request_queue_size = 128
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        return  # a client that went away, or a connection that a fault closed
+        error = sys.exception()
+        if not isinstance(error, OSError | ValueError):  # a client that went away, or what a fault closed
+            self.errors.append(error)
 
 
 @contextmanager
@@ -323,3 +338,4 @@ def served(stand_in: StandIn) -> Iterator[str]:
         listening.shutdown()
         thread.join()
         listening.server_close()
+        assert not Listening.errors, Listening.errors.pop()

@@ -1,0 +1,78 @@
+"""A process that only holds weights, behind the same HTTP as every sampler.
+
+python -m arms.holding INDEX NOTES MEGABYTES here|elsewhere       elsewhere: it takes itself for another machine
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from runner.protocols import Request, Rollout
+from runner.sampler.remote import server
+from runner.sampler.remote.notes import Machine
+from runner.sampler.remote.wire import token
+
+TENSOR_BYTES = 16 * 2**20
+MEGABYTE = 10**6
+
+
+def weights(megabytes: int, seed: int = 0) -> dict[str, Tensor]:
+    """bfloat16 matrices of 16 MiB that come to so many megabytes, as layers of a model do."""
+    generator = torch.Generator().manual_seed(seed)
+    count = -(-megabytes * MEGABYTE // TENSOR_BYTES)
+    one = torch.randn(TENSOR_BYTES // 2, generator=generator, dtype=torch.float32).bfloat16().view(2048, -1)
+    return {f"layers.{at}.weight": one * (at + 1) for at in range(count)}
+
+
+class Holding:
+    """A `Sampler` of nothing: loading copies each tensor into its own."""
+
+    temperature, max_new_tokens, longest = 1.0, 1, None
+
+    def __init__(self, megabytes: int) -> None:
+        self._own = weights(megabytes)
+
+    def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
+        """Copy them."""
+        for name, tensor in (tensors or {}).items():
+            self._own[name].copy_(tensor)
+
+    def sample(self, requests: Sequence[Request]) -> list[Rollout]:
+        """Nothing."""
+        return []
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """Nothing."""
+        return [[[] for _ in rows]]
+
+    def measured(self) -> dict[str, float]:
+        """Nothing."""
+        return {}
+
+    def release(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def named(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """As a learner hands them out."""
+    yield from tensors.items()
+
+
+def main(index: str, notes: str, megabytes: str, where: str) -> None:
+    """Serve until the process is ended."""
+    torch.set_num_threads(1)
+    if where == "elsewhere":
+        Machine.here = classmethod(lambda cls: cls("elsewhere", "another boot"))  # type: ignore[method-assign]
+    server.serve(Holding(int(megabytes)), int(index), Path(notes), token=token())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,213 @@
+"""How far a run is, told by its folder while it runs and afterwards, on this machine or another that sees the folder.
+
+status.json ─ state        members/*.json ─ processes, and what the kernel says of those on this machine
+metrics.jsonl ─ its end    checkpoints/   slurm/job.json ─ what Slurm says          nothing is written
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from runner.errors import EnvironmentProblem
+from runner.folder import RunFolder, is_locked
+from runner.sampler.remote.notes import Machine
+from runner.slurm.commands import state_of
+
+TAIL_BYTES = 2**18  # of metrics.jsonl
+RECENT = 10  # steps whose mean is the time of a step
+SILENT_S = 30.0  # a list of members that is older says nothing of now: a shared disk may show a change seconds late
+STEP = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A process of a run. `state`: runs, stopped, gone, ended, or silent (elsewhere, and nothing was heard of it)."""
+
+    name: str
+    role: str
+    host: str
+    pid: int | None
+    state: str
+    step: int | None
+    heard_s: float | None
+    replaced: int
+    log: str
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A run as it stands. `numbers`: metric → (step, value), the newest; times in seconds."""
+
+    folder: str
+    name: str
+    state: str
+    attempt: int | None
+    exit_code: int | None
+    error: str | None
+    step: int
+    steps: int
+    step_s: float | None
+    left_s: float | None
+    members: list[Member]
+    numbers: dict[str, tuple[int, float | None]]
+    checkpoint: int | None
+    checkpoint_age_s: float | None
+    slurm: dict[str, str] | None
+    logs: list[str]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        numbers = {name: {"step": step, "value": value} for name, (step, value) in self.numbers.items()}
+        return asdict(self) | {"numbers": numbers}
+
+
+def standing(folder: RunFolder) -> Standing:
+    """Read it. Raises EnvironmentProblem where the folder cannot be read."""
+    try:
+        spec, status = yaml.safe_load(folder.spec.read_text(encoding="utf-8")), _json(folder.status)
+    except (OSError, yaml.YAMLError) as error:
+        raise EnvironmentProblem(f"{folder.spec} cannot be read: {error}") from error
+    rows = _tail(folder.metrics)
+    seconds = [row["perf/step_s"] for row in rows[-RECENT:] if row.get("perf/step_s") is not None]
+    step, steps = int(rows[-1]["step"]) if rows else 0, int(spec["steps"])
+    pace = fmean(seconds) if seconds else None
+    state, members = str(status.get("state", "unknown")), _members(folder, status)
+    if state == "running":
+        state = _running(folder, members)
+    newest = max(folder.checkpoints.glob("step-*/MANIFEST.json"), default=None)
+    return Standing(
+        folder=str(folder.root),
+        name=str(spec.get("name", "")),
+        state=state,
+        attempt=status.get("attempt"),
+        exit_code=status.get("exit_code"),
+        error=status.get("error"),
+        step=step,
+        steps=steps,
+        step_s=pace,
+        left_s=pace * (steps - step) if pace is not None and state == "running" else None,
+        members=members,
+        numbers={key: (int(row["step"]), value) for row in rows for key, value in row.items() if key != "step"},
+        checkpoint=int(STEP.findall(newest.parent.name)[0]) if newest else None,
+        checkpoint_age_s=_age_s(newest.stat().st_mtime) if newest else None,
+        slurm=_slurm(folder),
+        logs=_logs(folder, members),
+    )
+
+
+def _running(folder: RunFolder, members: list[Member]) -> str:
+    """Whether a run that has not noted its end does run: killed, where its launcher is gone."""
+    launcher = next((member for member in members if member.role == "launcher"), None)
+    if launcher is None or launcher.host == Machine.here().host:
+        return "running" if is_locked(folder) else "killed"
+    return {"gone": "killed", "silent": "silent"}.get(launcher.state, "running")
+
+
+def _members(folder: RunFolder, status: Mapping[str, Any]) -> list[Member]:
+    """The launcher of each machine and what it has started; of a run in one process, that one."""
+    lists = [_json(path) for path in sorted(folder.members.glob("*.json"))]
+    lists = [found for found in lists if found.get("attempt") == status.get("attempt")]
+    if lists:
+        return [member for index, found in enumerate(lists) for member in _listed(found, f"launcher {index}")]
+    ranks = _json(folder.manifest).get("ranks", [])
+    if len(ranks) != 1 or status.get("pid") != ranks[0].get("pid"):
+        return []
+    is_here = ranks[0]["host"] == Machine.here().host
+    ended = status.get("state") != "running"
+    state = "ended" if ended else (_state_here(ranks[0]["pid"]) if is_here else "runs")
+    return [Member("this process", "launcher", ranks[0]["host"], ranks[0]["pid"], state, None, None, 0, "run.log")]
+
+
+def _listed(found: Mapping[str, Any], name: str) -> list[Member]:
+    """The launcher, under this name, and the members in its list."""
+    age = _age_s(found["written"])
+    own = {"name": name, "role": "launcher", "runs": not found["over"], "log": "run.log"}
+    return [_member(one, age) for one in ({**own, **found["launcher"]}, *found["members"])]
+
+
+def _member(one: Mapping[str, Any], age: float) -> Member:
+    here = Machine.here()
+    state = "runs" if one["runs"] else "ended"
+    if one["runs"] and (one.get("host"), one.get("boot_id")) == (here.host, here.boot_id):
+        state = _state_here(one["pid"])
+    elif one["runs"] and age > SILENT_S:
+        state = "silent"
+    heard = _age_s(one["heard"]) if "heard" in one and state != "ended" else None
+    return Member(
+        name=one["name"],
+        role=one["role"],
+        host=one.get("host", ""),
+        pid=one.get("pid"),
+        state=state,
+        step=one.get("step"),
+        heard_s=heard,
+        replaced=one.get("replaced", 0),
+        log=one["log"],
+    )
+
+
+def _state_here(pid: int) -> str:
+    """What the kernel says of a process of this machine."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+    return "gone" if letter in "ZX" else "stopped" if letter in "Tt" else "runs"
+
+
+def _tail(path: Path) -> list[dict[str, Any]]:
+    """The last steps' numbers; a line that is being written is left out."""
+    try:
+        with path.open("rb") as file:
+            start = max(file.seek(0, 2) - TAIL_BYTES, 0)
+            file.seek(start)
+            lines = file.read().split(b"\n")[bool(start) : -1]
+    except FileNotFoundError:
+        return []
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise EnvironmentProblem(f"{path} is damaged: {error}") from error
+
+
+def _slurm(folder: RunFolder) -> dict[str, str] | None:
+    """The newest Slurm job of the run, and what Slurm says of it where it answers."""
+    kept = _json(folder.slurm / "job.json")
+    if not kept:
+        return None
+    try:
+        found = state_of(kept["job"])
+        state, reason = found if found is not None else ("forgotten", "Slurm does not know it any more")
+    except EnvironmentProblem as error:
+        state, reason = "not known", str(error)
+    return {**kept, "state": state, "reason": reason}
+
+
+def _logs(folder: RunFolder, members: list[Member]) -> list[str]:
+    """The logs that are there."""
+    named = [folder.log, *(folder.root / member.log for member in members)]
+    return [str(path) for path in dict.fromkeys(named) if path.is_file()]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A file's content; empty where it is not there. Raises EnvironmentProblem where it is damaged."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError) as error:
+        raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
+
+
+def _age_s(moment: float) -> float:
+    """Seconds since a moment (since 1970); clocks of two machines may differ a little."""
+    return max(datetime.now(UTC).timestamp() - moment, 0.0)

@@ -1,0 +1,243 @@
+"""What a job wants of Ray, who sits where, and the process that an actor stands by; jobs on Ray: test_ray_jobs.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.cli.compose import compose_job
+from runner.errors import EnvironmentProblem, SpecError
+from runner.folder import RunFolder
+from runner.launch import member
+from runner.launch.link import Ear
+from runner.launch.member import Order
+from runner.launch.ray_child import CHUNK, Child, packed, surroundings, unpacked
+from runner.launch.ray_seats import Seat, Taken, grouped, refuse_too_many, seats, table
+from runner.place import Place
+from runner.ray.link import need_ray
+from tests.launch.several import ROOT, alive
+
+SIX_AND_TWO = [Seat("rank", n, "NPU", 1) for n in range(6)] + [Seat("sampler", n, "NPU", 1) for n in range(2)]
+
+
+def npus(*counts: int) -> list[dict[str, float]]:
+    return [{"CPU": 8.0, "NPU": float(count)} if count else {"CPU": 8.0} for count in counts]
+
+
+def test_seats_follow_from_the_job() -> None:
+    words = ["+recipe=grpo_demo", "parallelism=ddp", "launch=ray", "launch.devices=2", "launch.samplers=1"]
+    spec = compose_job([*words, "device.threads=3"]).spec
+    assert seats(spec) == [Seat("rank", 0, "CPU", 3), Seat("rank", 1, "CPU", 3), Seat("sampler", 0, "CPU", 3)]
+    assert spec.launch.attempts == 3
+
+
+@pytest.mark.parametrize(
+    ("nodes", "wanted", "words"),
+    [
+        (npus(4), SIX_AND_TWO, r"wants 8 NPUs \(6 to train, 2 to sample\), and Ray has 4 NPUs on 1 node: 4 too few"),
+        (npus(4, 3), SIX_AND_TWO, r"has 7 NPUs on 2 nodes \(4 \+ 3\): 1 too few; lower launch.devices or"),
+        (npus(0, 0), SIX_AND_TWO[:1], r"wants 1 NPU, and Ray has no NPU on 2 nodes: 1 too few; `ray status`"),
+        (
+            npus(3, 3, 2),
+            [*SIX_AND_TWO[:2], *(Seat("sampler", n, "NPU", 2) for n in range(3)), Seat("sampler", 3, "NPU", 4)],
+            r"wants 12 NPUs \(2 to train, 10 to sample\), .*: 4 too few",
+        ),
+        (
+            npus(3, 3),
+            [SIX_AND_TWO[0], Seat("sampler", 0, "NPU", 4)],
+            r"1 sampler wants 4 NPUs of one node, .*\(3 \+ 3\): room for 0",
+        ),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_with_the_arithmetic(
+    nodes: list[dict[str, float]], wanted: list[Seat], words: str
+) -> None:
+    with pytest.raises(EnvironmentProblem, match=words):
+        refuse_too_many(wanted, nodes, "Ray")
+
+
+@given(
+    there=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    ranks=st.integers(1, 5),
+    samplers=st.integers(0, 3),
+    unit=st.integers(1, 2),
+    cards=st.integers(1, 3),
+)
+def test_it_is_refused_exactly_where_no_placement_exists(
+    there: list[int], ranks: int, samplers: int, unit: int, cards: int
+) -> None:
+    wanted = [Seat("rank", n, "NPU", unit) for n in range(ranks)]
+    wanted += [Seat("sampler", n, "NPU", unit * cards) for n in range(samplers)]
+    try:
+        refuse_too_many(wanted, npus(*there), "Ray")
+        accepted = True
+    except EnvironmentProblem:
+        accepted = False
+    assert accepted == fits(tuple(there), tuple(seat.count for seat in reversed(wanted)))
+
+
+def fits(there: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a placement exists, by trying all."""
+    if not wanted:
+        return True
+    first, rest = wanted[0], wanted[1:]
+    return any(
+        fits((*there[:at], there[at] - first, *there[at + 1 :]), rest)
+        for at in {there.index(count) for count in there}
+        if there[at] >= first
+    )
+
+
+def test_ranks_on_a_node_are_neighbours_and_the_fullest_node_is_first() -> None:
+    nodes = ["a", "b", "b", "a", "b", "a", "b"]
+    assert grouped(nodes, ["rank"] * 5 + ["sampler"] * 2) == [1, 2, 4, 0, 3, 6, 5]
+
+
+def test_the_table_says_role_node_and_devices() -> None:
+    taken = [Taken("10.0.0.3", "left", (str(n),)) for n in range(4)] + [Taken("10.0.0.4", "right", ("7",))]
+    wanted = [*SIX_AND_TWO[:4], Seat("sampler", 0, "NPU", 1)]
+    assert list(table(wanted, taken)) == [
+        "  role          node              devices",
+        "  ranks 0 to 3  left (10.0.0.3)   NPU 0, 1, 2, 3",
+        "  sampler 0     right (10.0.0.4)  NPU 7",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["launch.address=ray://head:10001"], "type this on a node of the cluster"),
+        (["launch.address=head"], "auto or HOST:PORT is expected"),
+        (["launch.address=auto", "device=auto"], "type device=npu, cuda or cpu"),
+    ],
+)
+def test_an_address_that_cannot_be_is_refused(words: list[str], text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        compose_job(["+recipe=sft_demo", "launch=ray", *words])
+
+
+def test_without_the_package_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentProblem, match=r"launch=ray needs .* pip install 'posttrain-run\[ray\]'"):
+        need_ray("launch=ray")
+
+
+def test_a_process_gets_its_nodes_environment_and_what_was_brought_and_nothing_of_rays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RANK", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("ASCEND_HOME_PATH", "/the/nodes/own")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    found = surroundings({"HF_HOME": "/brought"}, "npu", ("4", "6"), alike=3)
+    assert found["ASCEND_RT_VISIBLE_DEVICES"] == "4,6" and found["HF_HOME"] == "/brought"
+    assert found["OMP_NUM_THREADS"] == "2" and found["ASCEND_HOME_PATH"] == "/the/nodes/own"
+    assert not [name for name in found if name.startswith("RAY_") or name == "RANK"]
+
+
+def order(root: Path, asked: str | None = None, **more: Any) -> Order:
+    """An order for a toy rank, which does as asked."""
+    place = Place(0, 2, 0, 1)
+    environment = {**place.variables(), "TOY": json.dumps({"0": asked}), "PYTHONPATH": str(ROOT)}
+    return Order(
+        **{
+            "role": "rank",
+            "index": 0,
+            "folder": RunFolder(root),
+            "attempt": 2,
+            "cards": (0,),
+            "environment": environment,
+            "place": place,
+            "meets": True,
+            **more,
+        }
+    )
+
+
+def test_an_order_is_the_same_after_its_way_over_the_line(tmp_path: Path) -> None:
+    for one in (
+        order(tmp_path),
+        order(tmp_path, role="sampler", folder=RunFolder(tmp_path).of_sampler(3), place=None, cards=(4, 5)),
+    ):
+        assert unpacked(json.loads(json.dumps(packed(one)))) == one
+
+
+@pytest.fixture
+def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run of toy ranks."""
+    monkeypatch.setitem(member.PROGRAMS, "rank", ("-m", "tests.launch.toy_rank"))
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "spec.yaml").touch()
+    return tmp_path
+
+
+def begun(asked: str | None, folder: Path) -> Child:
+    """A child that is a toy rank; the socket is not used by it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return Child(order(folder, asked), dict(os.environ), os.dup(listener.fileno()))
+
+
+def heard(child: Child, ear: Ear) -> int:
+    """Hear it to its end."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        said = child.hear(0.5)
+        assert len(said["pipe"]) <= CHUNK
+        if said["pipe"]:
+            ear.take(said["pipe"].encode("latin-1"))
+        if said["code"] is not None:
+            return int(said["code"])
+    raise AssertionError("it did not end")
+
+
+@pytest.mark.parametrize(("asked", "code"), [(None, 0), ("data", 3), ("kill", -signal.SIGKILL), ("wordless", 9)])
+def test_an_actor_tells_all_that_its_process_said_and_how_it_ended(asked: str | None, code: int, toys: Path) -> None:
+    ear = Ear()
+    assert heard(begun(asked, toys), ear) == code
+    assert ear.begun and (ear.report is not None) == (asked == "data")
+    assert ear.report is None or ear.report.message == "rank 0 of 2: line 7 is no JSON"
+
+
+def test_what_an_actor_kills_is_gone(toys: Path) -> None:
+    child = begun("long", toys)
+    while not child.hear(0.5)["pipe"]:
+        pass
+    pid = json.loads((toys / "ranks" / "0.said").read_text())["pid"]
+    child.kill()
+    assert heard(child, Ear()) == -signal.SIGKILL and not alive([pid])
+
+
+def test_a_folder_that_a_node_does_not_see_is_said(tmp_path: Path) -> None:
+    ear = Ear()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        child = Child(order(tmp_path / "elsewhere"), dict(os.environ), os.dup(listener.fileno()))
+    assert heard(child, ear) == 2
+    assert ear.report is not None and "start on a disk that all nodes share" in ear.report.message
+
+
+def test_a_guard_leaves_nothing_of_a_driver_that_was_killed(tmp_path: Path) -> None:
+    module, folder = tmp_path / "a_driver.py", tmp_path / "cluster"
+    folder.mkdir()
+    module.write_text(
+        "import os, subprocess, sys\n"
+        "left = subprocess.Popen(['sleep', '100'], start_new_session=True)\n"
+        "print(left.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    words = [sys.executable, "-P", "-m", "runner.ray.guard", "a_driver", json.dumps({"folder": str(folder)})]
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, timeout=60)
+    assert done.returncode == 128 + signal.SIGKILL and not folder.exists()
+    assert not alive([int(done.stdout)])
