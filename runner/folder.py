@@ -56,6 +56,13 @@ class RunFolder:
         return self.root / "members"
 
     @property
+    def engine(self) -> Path:
+        """What an engine in this process reads from the disk; it goes with the process."""
+        if self.sampler is not None:
+            return self.samplers / f"{self.sampler}.engine"
+        return self.ranks / f"{self.rank}.engine"
+
+    @property
     def journal(self) -> Path:
         """vN.jsonl: answers drawn with the weights after N steps, by a sampler that would not draw them again."""
         return self.root / "journal"

@@ -21,8 +21,11 @@ log = logging.getLogger("runner")
 
 PromptStyle = Literal["chat", "text"]
 # What may change when a run goes on: how long, on how many devices, how it is watched and kept; nothing that the curve
-# so far depends on.
-RESUMABLE = ("steps", "strict", "launch", "parallelism", "evaluation", "watch", "tracker", "checkpoint")
+# so far depends on. Of the sampler: where it is, how long it is waited for, how far off it may be.
+RESUMABLE = (
+    "steps", "strict", "launch", "parallelism", "evaluation", "watch", "tracker", "checkpoint", "sampler.timeout_s",
+    "sampler.probe", "sampler.url", "sampler.key_variable", "sampler.folder", "sampler.retries",
+)  # fmt: skip
 LIBRARIES = ("torch", "transformers", "peft")
 
 
@@ -40,7 +43,10 @@ def identity(
 
 def frozen(spec: JobSpec) -> dict[str, Any]:
     """The part of a spec that is fixed once a run has begun."""
-    return spec.model_dump(mode="json", exclude=set(RESUMABLE))
+    found = spec.model_dump(mode="json", exclude=set(RESUMABLE))
+    for group, name in (key.split(".") for key in RESUMABLE if "." in key):
+        found[group].pop(name, None)
+    return found
 
 
 def refuse_changed_spec(spec: JobSpec, saved: Mapping[str, Any], free: Collection[str] = ()) -> None:

@@ -64,21 +64,17 @@ class Shelved(Mapping[str, Tensor]):
         return self._digest
 
     @property
-    def num_bytes(self) -> int:
-        """Size of the files."""
-        return sum(path.stat().st_size for path in self.files)
-
-    @property
     def num_changed_bytes(self) -> int:
         """Size of those of this version alone."""
         return sum(path.stat().st_size for path in self._changing)
 
     def found(self) -> str:
-        """The digest of what the files hold now; of a file that has not changed it is remembered."""
+        """The digest of what the files hold now; of those that all versions share it is remembered."""
         known: dict[str, bytes] = {}
         for path in self.files:
             status = path.stat()
-            known.update(_of_file(path, status.st_ino, status.st_size, status.st_mtime_ns))
+            same = path, status.st_ino, status.st_size, status.st_mtime_ns
+            known.update(_of_file(path) if path in self._changing else _remembered(*same))
         return _combined(known)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -236,7 +232,12 @@ def _combined(digests: Digests) -> str:
 
 
 @lru_cache(REMEMBERED)
-def _of_file(path: Path, inode: int, size: int, mtime_ns: int) -> Digests:
-    """The digests of the tensors in a file; the other arguments say that it is still the same file."""
+def _remembered(path: Path, inode: int, size: int, mtime_ns: int) -> Digests:
+    """`_of_file`; the other arguments say that it is still the same file."""
+    return _of_file(path)
+
+
+def _of_file(path: Path) -> Digests:
+    """The digests of the tensors in a file."""
     with safe_open(path, "pt") as file, ThreadPoolExecutor(THREADS) as pool:
         return {name: _digest(name, file.get_tensor(name), pool) for name in file.keys()}  # noqa: SIM118

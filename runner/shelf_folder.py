@@ -9,6 +9,7 @@ holds is of a dead run, and whoever comes next removes it. Nothing here imports 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -28,6 +29,7 @@ MEMORY = Path("/dev/shm")
 PREFIX = "posttrain-run-"
 BESIDE = "shelf"  # in the run's folder
 RUN = "RUN"  # a file that says whose weights these are
+UNLOCKABLE = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP)  # of a folder on a network disk; NFS locks what is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ def _remove_stale(path: Path) -> None:
     with suppress(FileNotFoundError):
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(handle)
             size = sum(file.stat().st_size for file in path.iterdir())
             whose = path / RUN
             run = whose.read_text(encoding="utf-8", errors="replace") if whose.exists() else "unknown"
@@ -116,7 +118,7 @@ def _made(path: Path, root: Path) -> Claim | None:
         except OSError as error:
             raise StorageError(f"cannot make {path} for the samplers' weights: {error.strerror}") from error
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(handle)
         except BlockingIOError:
             os.close(handle)
             text = f"{path}: another process publishes weights of this run; wait for its end, or stop it"
@@ -125,6 +127,16 @@ def _made(path: Path, root: Path) -> Claim | None:
             (path / RUN).write_bytes(os.fsencode(root.absolute()))
             return Claim(path, handle)
         os.close(handle)
+
+
+def _lock(handle: int) -> None:
+    """Raise BlockingIOError where another process has the folder. Where a disk knows no locks of folders nothing is
+    locked: that can only be the run's own disk, and the run's folder has a lock."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in UNLOCKABLE:
+            raise
 
 
 def _is(path: Path, handle: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from runner.build.publishing import _first_here
 from runner.errors import RunnerError, SamplerFault, StorageError
 from runner.feed import Feed
 from runner.learner import LocalLearner
 from runner.parallelism.shared import FirstSampler
 from runner.parallelism.world import World
+from runner.place import Place
 from runner.protocols import Request, Rollout
 from runner.publisher import Publisher, scores
 from runner.routes import Copied, Route, Shared, Shelving
@@ -267,3 +270,13 @@ def test_engines_of_all_ranks_read_one_copy(tmp_path: Path) -> None:
     found = on_ranks(2, each_reads, tmp_path)
     assert found[0] == found[1] and found[0][2] == {"base": [0.0, 0.0], "w": [7.0] * 4}
     assert list(tmp_path.iterdir()) == []
+
+
+def writer(world: World) -> int:
+    place = Place(world.place.rank, world.place.size, 0, 1)
+    return _first_here(replace(world, place=place))
+
+
+def test_ranks_that_see_their_own_cards_alone_have_one_writer_on_a_machine() -> None:
+    """As Ray's actors do, whose places are those of ranks with a machine each: two writers would claim one folder."""
+    assert on_ranks(2, writer) == [0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -71,13 +72,22 @@ def test_what_is_put_is_read_elsewhere_byte_for_byte(shelved: Shelf) -> None:
         assert again.digest == made.digest == digest_of(fixed | tensors) == again.found()
         assert len(made.files) == 3
         assert set().union(*(load_file(path) for path in made.files)) == (fixed | tensors).keys()
-        assert made.num_changed_bytes < made.num_bytes
+        assert made.num_changed_bytes < sum(path.stat().st_size for path in made.files)
     assert shelved.get(3).digest != shelved.get(4).digest
     held = dict(shelved.get(3))
     shelved.drop_below(4)
     assert same(held, fixed | first), "who has it mapped keeps it"
     assert same(dict(shelved.get(4)), fixed | second)
     assert not any(path.name.startswith("v3") for path in shelved.folder.iterdir())
+
+
+def test_of_versions_nothing_is_remembered(shelved: Shelf) -> None:
+    shelf._remembered.cache_clear()
+    shelved.keep({"base": torch.randn(9)}.items())
+    for version in range(3):
+        Shelved(shelved.put(version, weights(version).items()).files, version).found()
+        shelved.drop_below(version)
+    assert shelf._remembered.cache_info().currsize == 1, "the file of what all versions share"
 
 
 def test_a_digest_knows_every_bit_name_type_and_shape_and_no_order() -> None:
@@ -181,6 +191,22 @@ def test_where_there_is_no_room_the_run_folder_is_taken_and_that_is_said(
     assert "1024.0 PiB needed" in caplog.text or "1048576.0 TiB needed" in caplog.text
     assert clear(tmp_path / "run", memory) and not (tmp_path / "run" / "shelf").exists()
     os.close(made.handle)
+
+
+def test_a_network_disk_that_locks_no_folders_will_do(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(handle: int, operation: int) -> None:
+        raise OSError(errno.EBADF, "as NFS says of a folder, which cannot be opened to be written")
+
+    monkeypatch.setattr(shelf_folder.fcntl, "flock", refused)
+    first = claim(tmp_path / "run", 2**60, memory)
+    (first.folder / "v1-0000.safetensors").touch()
+    os.close(first.handle)  # as a killed process does
+    made = claim(tmp_path / "run", 2**60, memory)
+    assert made.folder == first.folder and not (made.folder / "v1-0000.safetensors").exists()
+    made.release()
+    assert not made.folder.exists()
 
 
 def test_a_link_that_somebody_put_there_is_not_followed(tmp_path: Path, memory: Path) -> None:

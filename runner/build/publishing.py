@@ -17,6 +17,7 @@ from runner.publisher import Publisher
 from runner.routes import Copied, Route, Shared, Shelving, Weights
 from runner.sampler.config import DrawingConfig
 from runner.sampler.probed import COARSE, EXACT, Probe
+from runner.sampler.remote.notes import Machine
 from runner.shelf import Shelf
 from runner.shelf_folder import claim
 from runner.spec.job import JobSpec
@@ -41,11 +42,18 @@ def _sending(spec: JobSpec, learner: Learner, policy: Any, world: World, folder:
     own = not pieces and policy.module is policy.inner  # whole here, with nothing to be merged
     if not apart and own and lag == 0:
         return Copied(partial(policy.published, "all"), handed=True)
-    first = 0 if apart else place.rank - place.local_rank
+    first = 0 if apart else _first_here(world)
     changed, fixed, size = _sent(spec, learner, policy, keep=place.rank == first)
     shelf = Shelf(claim(folder.root, (lag + 1) * size[0] + size[1])) if place.rank == first else None
     source = None if apart and not place.leads else first
     return Shelving(changed, fixed, peers=world.everyone, shelf=shelf, source=source)
+
+
+def _first_here(world: World) -> int:
+    """The first rank on this machine, which writes for all here. Ranks' places do not say it: Ray's actors each see
+    their own cards alone, as on a machine of their own. Collective."""
+    machines = world.everyone.gather(Machine.here())
+    return machines.index(machines[world.place.rank])
 
 
 def _sent(

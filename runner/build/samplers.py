@@ -8,11 +8,10 @@ an endpoint          rank 0 speaks to it, for all                        files, 
 
 from __future__ import annotations
 
-import tempfile
+import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from runner.build.parts import build_model, longest_row
@@ -57,13 +56,13 @@ def _sampler(
     if spec.launch.samplers:
         return FirstSampler(lambda: _remotes(spec, policy, folder), world.feed_peers)
     if spec.sampler.served:
-        return FirstSampler(lambda: made(spec, policy, decide), world.feed_peers)
+        return FirstSampler(lambda: made(spec, policy, decide, folder), world.feed_peers)
     if spec.sampler.engine:
-        return SharedSampler(made(spec, policy, decide), world.feed_peers, nullcontext)
+        return SharedSampler(made(spec, policy, decide, folder), world.feed_peers, nullcontext)
     head = next(iter(spec.algorithm.learners().values()))  # the copy has the heads of the policy, whose weights it gets
     ahead = spec.algorithm.steps_ahead() > 0
     model = build_model(spec, tokenizer, device, decide, head, world.in_copies()) if ahead else policy
-    return SharedSampler(made(spec, model, decide), world.feed_peers, partial(world.whole, model))
+    return SharedSampler(made(spec, model, decide, folder), world.feed_peers, partial(world.whole, model))
 
 
 def _remotes(spec: JobSpec, policy: Any, folder: RunFolder) -> Remotes:
@@ -72,13 +71,15 @@ def _remotes(spec: JobSpec, policy: Any, folder: RunFolder) -> Remotes:
     return Remotes(spec.sampler, count, folder.samplers, token=token(), vocabulary=policy.bounds().vocabulary)
 
 
-def made(spec: JobSpec, model: Any, decide: Decisions) -> Sampler:
+def made(spec: JobSpec, model: Any, decide: Decisions, folder: RunFolder) -> Sampler:
     """The sampler of this process. An engine reads from a folder of its own, which it removes."""
     options: Mapping[str, Any] = {}
     if spec.sampler.engine:
         served = {"recomputed": not spec.algorithm.weighs_samples()}
         own = served if spec.sampler.served else {"longest": longest_row(spec)}
-        options = {"folder": Path(tempfile.mkdtemp(prefix="posttrain-run-engine-")), **own}
+        shutil.rmtree(folder.engine, ignore_errors=True)  # of a process that was killed
+        folder.engine.mkdir(parents=True)
+        options = {"folder": folder.engine, **own}
     sampler: Sampler = default_registry().factory(spec.sampler)(spec.sampler, model=model, decide=decide, **options)
     return sampler
 

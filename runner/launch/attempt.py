@@ -23,7 +23,6 @@ from runner.launch.stage import is_stage
 from runner.launch.starter import Local
 from runner.launch.team import Team
 from runner.launch.verdict import is_final
-from runner.shelf_folder import places
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
 
@@ -93,5 +92,5 @@ def _run(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, Any]
 
 def _together(spec: JobSpec, folder: RunFolder, number: int, machines: Machines | None = None) -> None:
     """Start this machine's processes, and watch them to their end."""
-    with closing(Local(spec, machines, places(folder.root))) as starter:
+    with closing(Local(spec, machines)) as starter:
         Team(spec, folder, number, starter, machines).run()

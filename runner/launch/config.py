@@ -34,7 +34,7 @@ class LaunchConfig(ComponentConfig):
 
     @property
     def here(self) -> bool:
-        """Whether the processes run on this machine: then its device is looked at before; else each looks at its own."""
+        """Whether the processes run on this machine, whose device is looked at before; else each looks at its own."""
         return True
 
     @property

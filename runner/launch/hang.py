@@ -44,9 +44,8 @@ def _where(member: Process, before: int) -> str:
     step = [f"in step {member.ear.step + 1}"] if member.order.role == "rank" else []
     if stopped := STOPPED.get(member.letter()):
         return " and ".join(f"is {words}" for words in (*step, stopped))
-    with member.order.folder.log.open("rb") as log:
-        log.seek(before)
-        found = place_of(log.read().decode(errors="replace"))
+    log = member.order.folder.log
+    found = place_of(log.read_bytes()[before:].decode(errors="replace")) if log.exists() else ""
     return f"is {', '.join((*step, found or 'where it does not say: a library holds its threads'))}"
 
 

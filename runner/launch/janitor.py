@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,7 @@ SETTLE_S = 0.2  # for killed processes to be gone before the folders that they m
 class Janitor:
     """The launcher's end: a process that lives a moment longer than this one."""
 
-    def __init__(self, folders: Sequence[Path]) -> None:
-        """`folders`: what is removed at the end, whatever this process ends of."""
+    def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
@@ -34,6 +33,9 @@ class Janitor:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # a signal to the launcher's group is not for it
         )
+
+    def remove(self, *folders: Path) -> None:
+        """These folders, where they are there, go at the end, whatever this process ends of."""
         for folder in folders:
             self._tell({"folder": str(folder)})
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from runner.errors import Problem, SpecError
 from runner.folder import RunFolder, claim, create, locked, point_latest, shown
-from runner.identity import RESUMABLE
+from runner.identity import frozen
 from runner.launch import slurm, slurm_submit, torchrun
 from runner.launch.attempt import is_other_machine, join
 from runner.launch.config import StartedConfig
@@ -148,10 +148,11 @@ def refuse_other_job(before: JobSpec, spec: JobSpec) -> None:
     if spec.steps < before.steps:
         message = f"{spec.steps} is below the run's {before.steps}; a run can only get longer"
         raise SpecError([Problem("steps", message, COMMAND_LINE)])
+    began, now = frozen(before), frozen(spec)
     problems = [
         Problem(name, "was fixed when the run began; start a new run to change it", COMMAND_LINE)
-        for name in _changed(before, spec)
-        if name not in RESUMABLE
+        for name in now
+        if began[name] != now[name]
     ]
     if problems:
         raise SpecError(problems)

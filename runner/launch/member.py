@@ -24,6 +24,7 @@ from runner.launch.janitor import Janitor
 from runner.launch.link import Ear
 from runner.launch.verdict import Ended
 from runner.place import Place
+from runner.shelf_folder import places
 
 Role = Literal["rank", "sampler"]
 # What a process of each role runs, after the interpreter
@@ -59,6 +60,12 @@ class Order:
     def leads(self) -> bool:
         """Whether it is rank 0, which has the screen."""
         return self.place is not None and self.place.leads
+
+    @property
+    def scratch(self) -> tuple[Path, ...]:
+        """The folders that it may leave where it is killed."""
+        first = self.place is not None and self.place.local_rank == 0  # who has the weights for samplers
+        return (self.folder.engine, *(places(self.folder.root) if first else ()))
 
     def words(self, pipe: int, listener: int | None) -> list[str]:
         """What follows the interpreter.

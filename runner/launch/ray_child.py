@@ -24,7 +24,6 @@ from runner.launch.janitor import Janitor
 from runner.launch.link import Ear, Report
 from runner.launch.member import Member, Order
 from runner.place import Place, alone
-from runner.shelf_folder import places
 
 TICK_S = 0.05
 CHUNK = 2**14  # bytes of each stream in one answer: small ones go without Ray's object store
@@ -99,8 +98,8 @@ class Child:
             self._member.signal(signal.SIGKILL)  # what it has started: at once after it, by its thread
 
     def _stand_by(self) -> None:
-        own = places(self._order.folder.root) if self._order.leads else ()  # the weights that it hands to samplers
-        janitor = Janitor(own)  # where this actor is killed, too, nothing is left of what the process has started
+        janitor = Janitor()  # where this actor is killed, too, nothing is left of what the process has started
+        janitor.remove(*self._order.scratch)
         try:
             code = self._run(janitor)
         except RunnerError as error:

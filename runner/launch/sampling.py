@@ -57,8 +57,9 @@ def _serve(folder: RunFolder, attempt: int, index: int) -> None:
         from runner.sampler.remote.wire import token
 
         with memory_errors(spec):
-            sampler = build_own_sampler(spec, decide)
-            serve(sampler, index, folder.samplers, token=token(), host=os.environ.get(HOST, LOOPBACK))
+            secret = token()  # before an engine starts its workers
+            sampler = build_own_sampler(spec, decide, folder)
+            serve(sampler, index, folder.samplers, token=secret, host=os.environ.get(HOST, LOOPBACK))
 
 
 if __name__ == "__main__":

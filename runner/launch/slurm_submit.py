@@ -71,7 +71,8 @@ def submit(spec: JobSpec, folder: RunFolder, words: Sequence[str]) -> int:
     write_json(folder.slurm / "job.json", {"job": job, "log": str(log)})
     print(f"slurm    job {job} is submitted: {_asked(spec)}; to cancel it: scancel {job}")
     print(f"folder   {shown(folder.root)}\nlog      {shown(log)}\nwatch    run status {called(folder)}", flush=True)
-    return follow(folder, job, log) if _own(spec).wait else 0
+    config = _launch(spec)
+    return follow(folder, job, log) if config.wait else 0
 
 
 def kept(folder: RunFolder) -> dict[str, Any]:
@@ -92,29 +93,29 @@ def _quoted(value: object) -> str:
     return shlex.quote(str(value))
 
 
-def _own(spec: JobSpec) -> SlurmConfig:
+def _launch(spec: JobSpec) -> SlurmConfig:
     assert isinstance(spec.launch, SlurmConfig)
     return spec.launch
 
 
 def _options(spec: JobSpec) -> list[tuple[str, str | int | bool]]:
-    own, cards = _own(spec), spec.launch.devices + spec.launch.samplers
+    config, cards = _launch(spec), spec.launch.devices + spec.launch.samplers
     asked: Mapping[str, str | int | bool | None] = {
         "job-name": spec.name,
-        "nodes": own.nodes,
-        "ntasks": own.nodes,
+        "nodes": config.nodes,
+        "ntasks": config.nodes,
         "ntasks-per-node": 1,
-        "partition": own.partition,
-        "account": own.account,
-        "qos": own.qos,
-        "time": own.time,
-        "gres": f"{own.gres or GRES[_kind(spec)]}:{cards}" if _kind(spec) in GRES else None,
-        "cpus-per-task": own.cpus or (None if _kind(spec) in GRES else getattr(spec.device, "threads", 1) * cards),
+        "partition": config.partition,
+        "account": config.account,
+        "qos": config.qos,
+        "time": config.time,
+        "gres": f"{config.gres or GRES[_kind(spec)]}:{cards}" if _kind(spec) in GRES else None,
+        "cpus-per-task": config.cpus or (None if _kind(spec) in GRES else getattr(spec.device, "threads", 1) * cards),
         "requeue": True,
         "open-mode": "append",  # a job that is requeued writes to the same log
-        "signal": f"B:USR2@{own.grace_s}",
+        "signal": f"B:USR2@{config.grace_s}",
     }
-    return [(name, value) for name, value in {**asked, **own.sbatch}.items() if value is not None]
+    return [(name, value) for name, value in {**asked, **config.sbatch}.items() if value is not None]
 
 
 def _kind(spec: JobSpec) -> str:
@@ -127,10 +128,10 @@ def _kind(spec: JobSpec) -> str:
 
 def _asked(spec: JobSpec) -> str:
     """2 machines, each 8 NPUs"""
-    own, cards = _own(spec), spec.launch.devices + spec.launch.samplers
+    config, cards = _launch(spec), spec.launch.devices + spec.launch.samplers
     unit = UNITS.get(_kind(spec), "process")
-    machines = f"{own.nodes} machine{'s' if own.nodes > 1 else ''}, " + ("each " if own.nodes > 1 else "")
-    where = f", partition {own.partition}" if own.partition else ""
+    machines = f"{config.nodes} machine{'s' if config.nodes > 1 else ''}, " + ("each " if config.nodes > 1 else "")
+    where = f", partition {config.partition}" if config.partition else ""
     plural = "" if cards == 1 else "es" if unit == "process" else "s"
     return f"{machines}{cards} {unit}{plural}{where}"
 

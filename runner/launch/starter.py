@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
 from runner.device.visible import listed
 from runner.errors import EnvironmentProblem
@@ -21,12 +20,12 @@ LOOPBACK = "127.0.0.1"
 class Local:
     """The `Starter` of launch=local; of several machines, that of this one."""
 
-    def __init__(self, spec: JobSpec, machines: Machines | None = None, folders: Sequence[Path] = ()) -> None:
-        """folders: what is to go when the processes do. Raises EnvironmentProblem where devices are missing."""
+    def __init__(self, spec: JobSpec, machines: Machines | None = None) -> None:
+        """Raises EnvironmentProblem where devices are missing."""
         self._spec, self._machines = spec, machines
         self._cards = _cards(spec)
         self._own = None if machines is not None else socket.create_server((LOOPBACK, 0), backlog=512)
-        self._janitor = Janitor(folders) if spec.algorithm.samples else None
+        self._janitor = Janitor() if spec.algorithm.samples else None
 
     def places(self) -> list[Place]:
         """The ranks of this machine."""
@@ -45,6 +44,8 @@ class Local:
         """Start a process. Raises StorageError, EnvironmentProblem."""
         listener = self._machines.listener if self._machines is not None else self._own
         handle = listener.fileno() if listener is not None and order.meets else None
+        if self._janitor is not None:
+            self._janitor.remove(*order.scratch)
         own = {**alone(os.environ), **self._surroundings(), **self._seen(order), **order.environment}
         member = Member.start(order, own, handle, self._janitor)
         if self._own is not None and order.meets:

@@ -78,7 +78,7 @@ class Team:
 
     def _start(self) -> None:
         self.folder.ranks.mkdir(exist_ok=True)
-        meeting = self.starter.meeting()
+        meeting, secret = self.starter.meeting(), self.samplers.environment  # rank 0 alone asks the samplers
         for place in self.starter.places():
             order = Order(
                 role="rank",
@@ -86,7 +86,7 @@ class Team:
                 folder=self.folder.of_rank(place.rank),
                 attempt=self.attempt,
                 cards=(place.local_rank,),
-                environment={**environment(meeting), **self.samplers.environment, **place.variables()},
+                environment={**environment(meeting), **(secret if place.leads else {}), **place.variables()},
                 place=place,
                 meets=place.leads and place.size > 1,
             )
@@ -103,13 +103,13 @@ class Team:
         for member in running:
             member.ear.listen()
         self._pass_on(running)
-        if running and self.deadline == float("inf"):
-            self.samplers.look()
         if time.monotonic() > self.deadline:
             for member in running:
                 member.kill()
         elif self._is_over():
             self.deadline = min(self.deadline, time.monotonic() + GRACE_S)
+        elif running and self.deadline == float("inf"):  # else no sampler is needed any more
+            self.samplers.look()
         if self.hung is None and (lag := self._lagging(running)):
             self._give_up(running, lag)
         return bool(running)

@@ -138,9 +138,14 @@ class Files:
 
 
 def write_configs(model: Any, folder: Path) -> None:
-    """Everything that `save_pretrained` writes of a transformers model but its weights. Raises OSError."""
+    """Everything that `save_pretrained` writes of a transformers model but its weights, on whichever rank this is. Raises
+    OSError."""
     with no_progress_bar():
         model.save_pretrained(folder, state_dict={})
+        if not (folder / "config.json").exists():  # in a process group transformers writes on rank 0 alone
+            model.config.save_pretrained(folder)
+            if model.can_generate():
+                model.generation_config.save_pretrained(folder)
 
 
 def groups(model: Any, state: Mapping[str, Tensor], planned: Mapping[str, Tensor]) -> list[tuple[str, ...]]:

@@ -185,8 +185,9 @@ def _sent(spec: JobSpec, model: Weights, size: int | None, way: str | None) -> i
 def least_seconds(spec: JobSpec, shape: Any, whole: Mapping[str, Weights], card: Card | None) -> float | None:
     """Below this many seconds no card samples a step whose answers are all of the greatest length: every token after
     the first reads all weights that multiply, once for the answers in work at once, and computes with each of them.
-    None where the card's figures are not known (Kwon et al., 2309.06180, section 2.2: reading is what takes time)."""
-    if card is None or card.bandwidth is None or card.flops is None:
+    None where the card's figures are not known, or a server samples (Kwon et al., 2309.06180, section 2.2: reading is
+    what takes time)."""
+    if card is None or card.bandwidth is None or card.flops is None or spec.sampler.served:
         return None
     many = drawing(spec)
     rows, share = at_once(spec, many), ceil(answers(spec) / many)

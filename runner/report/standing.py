@@ -30,7 +30,8 @@ STEP = re.compile(r"step-(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A process of a run. `state`: runs, stopped, gone, ended, or silent (elsewhere, and nothing was heard of it)."""
+    """A process of a run. `state`: runs, stopped, gone, ended; on another machine also silent (nothing was heard of it)
+    and elsewhere (nobody there watches it)."""
 
     name: str
     role: str
@@ -113,18 +114,25 @@ def _running(folder: RunFolder, members: list[Member]) -> str:
 
 
 def _members(folder: RunFolder, status: Mapping[str, Any]) -> list[Member]:
-    """The launcher of each machine and what it has started; of a run in one process, that one."""
+    """The launcher of each machine and what it has started; where there is none, the ranks."""
     lists = [_json(path) for path in sorted(folder.members.glob("*.json"))]
     lists = [found for found in lists if found.get("attempt") == status.get("attempt")]
     if lists:
         return [member for index, found in enumerate(lists) for member in _listed(found, f"launcher {index}")]
     ranks = _json(folder.manifest).get("ranks", [])
-    if len(ranks) != 1 or status.get("pid") != ranks[0].get("pid"):
+    if not ranks or status.get("pid") != ranks[0]["pid"]:  # of an attempt before
         return []
-    is_here = ranks[0]["host"] == Machine.here().host
     ended = status.get("state") != "running"
-    state = "ended" if ended else (_state_here(ranks[0]["pid"]) if is_here else "runs")
-    return [Member("this process", "launcher", ranks[0]["host"], ranks[0]["pid"], state, None, None, 0, "run.log")]
+    return [_unlisted(index, len(ranks), rank, ended) for index, rank in enumerate(ranks)]
+
+
+def _unlisted(index: int, size: int, rank: Mapping[str, Any], ended: bool) -> Member:
+    """A rank that nobody of ours watches: the only process of a run, or one that torchrun has started."""
+    is_here = rank["host"] == Machine.here().host
+    state = "ended" if ended else _state_here(rank["pid"]) if is_here else "elsewhere"
+    log = f"ranks/{index}.log" if index else "run.log"
+    role = "rank" if index else "launcher"  # it holds the run's folder
+    return Member(f"rank {index} of {size}", role, rank["host"], rank["pid"], state, None, None, 0, log)
 
 
 def _listed(found: Mapping[str, Any], name: str) -> list[Member]:

@@ -13,9 +13,18 @@ from runner.tracker.text import counted, duration, number, size, visible
 LINES = {
     "learns": ("reward/mean", "train/loss", "train/grad_norm", "eval/"),
     "times": ("perf/step_s", "perf/tokens_per_s", "time/"),
-    "samples": ("rollout/length", "rollout/cut_off", "rollout/staleness", "sync/", "sampler/"),
+    "samples": (
+        "rollout/length",
+        "rollout/cut_off",
+        "rollout/staleness",
+        "perf/publish_s",
+        "perf/load_s",
+        "sync/",
+        "sampler/",
+    ),
     "device": ("device/", "perf/peak_memory_bytes"),
 }
+COUNTS = ("sampler/restarts", "sampler/resyncs", "sampler/rejected")  # of what went wrong: worth a word if it did
 GO_ON = ("interrupted", "failed", "killed")
 
 
@@ -29,7 +38,7 @@ def lines(run: Standing) -> Iterator[str]:
         yield f"slurm    job {job['job']}: {job['state']} ({job['reason']}); log {_path(job['log'])}"
     yield from _table(run.members)
     for about, names in LINES.items():
-        if found := [key for name in names for key in run.numbers if _is_of(key, name)]:
+        if found := [key for name in names for key in run.numbers if _is_of(key, name) and _tells(run, key)]:
             yield f"{about.ljust(8)} " + " · ".join(_number(run, key) for key in found)
     if run.checkpoint is not None and run.checkpoint_age_s is not None:
         yield f"saved    step {run.checkpoint}, {duration(run.checkpoint_age_s)} ago"
@@ -73,6 +82,10 @@ def _table(members: list[Member]) -> Iterator[str]:
 def _is_of(key: str, name: str) -> bool:
     """Whether a metric is the one of this name, or one below it where it ends in a slash."""
     return key.startswith(name) if name.endswith("/") else key == name
+
+
+def _tells(run: Standing, key: str) -> bool:
+    return key not in COUNTS or run.numbers[key][1] != 0
 
 
 def _number(run: Standing, key: str) -> str:

@@ -17,6 +17,10 @@ TokenId = Annotated[int, Field(ge=0)]
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
+VLLM_COLDEST, VLLM_HOTTEST = 0.01, 2.0  # temperatures that vLLM draws at
+VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that its attention on the CPU has
+
+
 class SamplerConfig(ComponentConfig):
     """Where rollouts come from."""
 
@@ -191,9 +195,16 @@ class VllmSamplerConfig(DrawingConfig):
         if self.max_length is not None and self.max_length < longest:
             text = f"data.max_length and sampler.max_new_tokens come to {longest} tokens; give as many, or leave it out"
             yield "sampler.max_length", text
+        if not VLLM_COLDEST <= self.temperature <= VLLM_HOTTEST:
+            text = f"vLLM draws at {VLLM_COLDEST} to {VLLM_HOTTEST}, and takes colder for {VLLM_COLDEST} without a word"
+            yield "sampler.temperature", f"{text}; give one of these"
         if self.eager is False and job.device.name == "cpu":
             yield "sampler.eager", "the CPU captures no graphs; leave it out"
         heads, groups = getattr(job.model, "heads", 0), getattr(job.model, "kv_heads", 0)  # of a folder vLLM says it
+        size = job.model.hidden_size // heads if heads else VLLM_CPU_HEADS[0]
+        if job.device.name == "cpu" and size not in VLLM_CPU_HEADS:
+            text = f"vLLM's attention on the CPU has no heads of {size} numbers, but of 32, 64 …; take fewer heads"
+            yield "model.heads", text
         if heads % self.tp:
             yield "sampler.tp", f"model.heads={heads} do not divide into {self.tp}; give a divisor of it"
         elif groups and groups % self.tp and self.tp % groups:

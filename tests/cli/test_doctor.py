@@ -21,7 +21,7 @@ HEAVY = {"torch", "transformers", "datasets", "peft", "wandb", "numpy", "hydra",
     "words",
     [["device=tpu"], ["npu"], ["steps=1"], ["device=cpu", "x"], ["device=npu", "device=cpu"], ["sampler=none"]],
 )
-def test_only_a_device_a_sampler_and_a_launcher_can_be_said(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_device_sampler_and_launcher_alone_can_be_said(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *words]) == 2
     told = capsys.readouterr().err
     assert f"are expected, each once, not {' '.join(words)}" in told and "[device=auto|cpu|cuda|npu|npu_sim]" in told

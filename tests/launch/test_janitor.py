@@ -15,7 +15,8 @@ LAUNCHER = """
 import os, subprocess, sys
 from pathlib import Path
 from runner.launch.janitor import Janitor
-janitor = Janitor([Path(sys.argv[1])])
+janitor = Janitor()
+janitor.remove(Path(sys.argv[1]), Path("/nowhere"))
 sleeping = [subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, start_new_session=True) for _ in range(2)]
 for one in sleeping:
     janitor.watch(one.pid)

@@ -10,6 +10,7 @@ import pytest
 from runner.cli.compose import compose_job
 from runner.errors import SpecError
 from runner.folder import RunFolder
+from runner.identity import frozen, refuse_changed_spec
 from runner.launch.local import _say_stretched, next_attempt, refuse_other_job, resume, status, write_spec
 from runner.spec.job import JobSpec
 
@@ -20,6 +21,15 @@ def spec(*words: str, steps: int = 10) -> JobSpec:
 
 def test_more_steps_and_other_watching_are_fine() -> None:
     refuse_other_job(spec(), spec("evaluation.every=7", "tracker=tensorboard", steps=20))
+
+
+def test_what_a_fault_of_a_sampler_says_to_type_is_fine() -> None:
+    began = compose_job(["+recipe=grpo_demo", "launch.samplers=1"]).spec
+    longer = compose_job(["+recipe=grpo_demo", "launch.samplers=1", "sampler.timeout_s=9", "sampler.probe=0.1"]).spec
+    refuse_other_job(began, longer)
+    refuse_changed_spec(longer, {"spec": frozen(began)})
+    with pytest.raises(SpecError, match="sampler: was fixed when the run began"):
+        refuse_other_job(began, compose_job(["+recipe=grpo_demo", "launch.samplers=1", "sampler.top_p=0.5"]).spec)
 
 
 def test_what_the_curve_depends_on_is_refused_all_at_once() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -13,18 +13,16 @@ from pathlib import Path
 import pytest
 
 from runner.tracker.processes import descendants
-from tests.launch.several import Job, gone, wait_until
+from tests.device.npu_sim.conftest import simulator as simulator
+from tests.launch.several import DDP, Job, gone, wait_until
+from tests.launch.test_sampled_runs import SMALL, Sampled
 from tests.ray_cluster import Cluster, cluster
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-SFT = ("+recipe=sft_demo", "tracker=none", "parallelism=ddp", "launch.devices=2", "evaluation.every=0")
+SFT = ("+recipe=sft_demo", *DDP, "tracker=none", "launch.devices=2", "evaluation.every=0")
 LONG = (*SFT, "steps=500", "launch=ray", "launch.attempts=1")
-GRPO = (
-    *("+recipe=grpo_demo", "init_from=null", "tracker=none", "parallelism=ddp", "launch.devices=2"),
-    *("launch.samplers=1", "steps=4", "checkpoint.every=1", "evaluation.every=0", "algorithm.batch_size=8"),
-    *("algorithm.group_size=4", "reward=length", "reward.target=4"),
-)
+GRPO = (*SMALL, *DDP, "launch.devices=2", "steps=6")
 NOBODY_LEFT_S = 30.0  # for Ray's processes to notice, on a machine that is busy
 
 
@@ -35,57 +33,66 @@ def npus() -> Iterator[Cluster]:
         yield one
 
 
-def what_is_there() -> set[Path]:
-    """Files in memory, and Ray's folders."""
-    return {*Path("/dev/shm").iterdir(), *Path("/tmp").glob("run-ray-*")}
-
-
 def below(process: subprocess.Popen[bytes], name: str = "") -> list[int]:
     """Every process of a job, Ray's with it; those that have `name` among their words."""
     found = [process.pid, *(one.pid for one in descendants(process.pid))]
     return [pid for pid in found if name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")]
 
 
-def nothing_left(before: set[Path], pids: list[int]) -> bool:
+def files_of(pids: list[int]) -> set[Path]:
+    """The files in memory that these processes have open to one another, and the folder of a cluster of their own."""
+    found = set()
+    for pid in pids:
+        words = Path(f"/proc/{pid}/cmdline").read_text() + Path(f"/proc/{pid}/maps").read_text()
+        found |= {Path(name) for name in re.findall(r"/tmp/run-ray-\w+|/dev/shm/[^ \n]+", words)}
+    return found
+
+
+def nothing_left(pids: list[int], files: set[Path]) -> bool:
     """Whether everything that a job has started is gone, in time."""
-    end = time.monotonic() + NOBODY_LEFT_S
-    while what_is_there() - before and time.monotonic() < end:
-        time.sleep(0.1)
-    return not what_is_there() - before and gone(pids, NOBODY_LEFT_S)
+    return gone(pids, NOBODY_LEFT_S) and not [path for path in files if path.exists()]
 
 
 def test_a_job_on_ray_is_the_same_job_whatever_is_killed(tmp_path: Path) -> None:
     """Bit-equal; a sampler that is killed is replaced, and a rank that is killed begins the next attempt."""
-    before = what_is_there()
     (tmp_path / "local").mkdir()
     (tmp_path / "ray").mkdir()
-    local, one = Job(tmp_path / "local"), Job(tmp_path / "ray")
+    local, one = Sampled(tmp_path / "local"), Sampled(tmp_path / "ray")
     local.run(*GRPO)
-    process = one.start(*GRPO, "launch=ray")
+    process = one.start(*GRPO, "launch=ray", "launch.samplers=1")
     wait_until(lambda: one.steps() >= 1, process)
-    os.kill(json.loads((one.latest / "samplers" / "0.json").read_text())["pid"], signal.SIGKILL)
-    wait_until(lambda: one.steps() >= 2, process)
-    everything = below(process)
+    os.kill(one.samplers()[0], signal.SIGKILL)
+    wait_until(lambda: one.steps() >= 3, process)
+    everything, files = below(process), files_of(below(process))
     os.kill(one.pids()[1], signal.SIGKILL)
     assert process.wait(300) == 0, one.said()
-    assert one.curve() == local.curve() and one.weights(4) == local.weights(4)
+    assert one.end(6) == local.end(6) and one.leftovers() == []
     said = one.said()
     assert "sampler 0 was killed (SIGKILL); it is started anew (1 of 3)" in said
     assert "attempt 1 ended: rank 1 of 2 was killed (SIGKILL)" in said
     assert "3 cores (2 to train, 1 to sample) in one placement group" in said
-    assert nothing_left(before, everything)
+    assert nothing_left(everything, files)
 
 
-@pytest.mark.parametrize("victim", ["runner.launch.ray_driver", "runner.ray.guard", "ray::Attendant", "the launcher"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "runner.launch.ray_driver",
+        *(
+            pytest.param(name, marks=pytest.mark.soak)
+            for name in ("runner.ray.guard", "ray::Attendant", "the launcher")
+        ),
+    ],
+)
 def test_whoever_is_killed_nothing_is_left(victim: str, tmp_path: Path) -> None:
-    before, job = what_is_there(), Job(tmp_path)
+    job = Job(tmp_path)
     process = job.start(*LONG)
     wait_until(lambda: job.steps() >= 1, process)
-    everything = below(process)
+    everything, files = below(process), files_of(below(process))
     begin = time.monotonic()
     os.kill(process.pid if victim == "the launcher" else below(process, victim)[-1], signal.SIGKILL)
     code = process.wait(60)
-    assert len(everything) > 8 and nothing_left(before, everything)
+    assert len(everything) > 8 and files and nothing_left(everything, files)
     if victim == "the launcher":
         return
     assert code == 75 and time.monotonic() - begin < 30
@@ -103,18 +110,22 @@ def test_six_and_two_npus_are_reserved_and_printed_and_then_it_is_the_ranks_that
     assert said.count("run doctor device=npu") == 1 and "Failed to detect" not in said
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (("launch.devices=7",), "wants 9 NPUs (7 to train, 2 to sample), and Ray at {} has 8 NPUs on 2 nodes"),
-        (("device=cuda",), "wants 8 GPUs (6 to train, 2 to sample), and Ray at {} has no GPU on 2 nodes"),
-    ],
-)
-def test_what_cannot_be_placed_is_refused_at_once(
-    words: tuple[str, ...], text: str, npus: Cluster, tmp_path: Path
-) -> None:
-    said = Job(tmp_path).run("+recipe=grpo_npu", f"launch.address={npus.address}", *words, code=2)
-    assert text.format(npus.address) in said and "in one placement group" not in said
+def test_what_cannot_be_placed_is_refused_at_once(npus: Cluster, tmp_path: Path) -> None:
+    at = f"launch.address={npus.address}"
+    said = Job(tmp_path).run("+recipe=grpo_npu", at, "launch.devices=7", code=2)
+    assert f"wants 9 NPUs (7 to train, 2 to sample), and Ray at {npus.address} has 8 NPUs on 2 nodes (5 + 3)" in said
+    found = ("+recipe=grpo_npu", "launch.address=auto", "device=cuda")
+    said = Job(tmp_path, "auto.txt").run(*found, code=2, RAY_ADDRESS=npus.address)
+    assert "wants 8 GPUs (6 to train, 2 to sample), and Ray at auto has no GPU on 2 nodes" in said
+    assert "in one placement group" not in said
+
+
+@pytest.mark.soak
+def test_two_and_one_simulated_npus_make_two_steps(npus: Cluster, simulator: Path, tmp_path: Path) -> None:
+    simulated = ("device=npu_sim", "device.cards=5", "parallelism=ddp", "reward=rehearsal", "tracker=none")
+    where = ("launch=ray", f"launch.address={npus.address}", "launch.devices=2", "launch.samplers=1")
+    said = Job(tmp_path).run("+recipe=[grpo_npu,rehearse]", *simulated, *where, RUNNER_CACHE=str(simulator))
+    assert "3 NPUs (2 to train, 1 to sample) in one placement group" in said and "done     2 steps" in said
 
 
 def test_a_full_object_store_is_no_matter_and_a_node_that_is_lost_is_said(npus: Cluster, tmp_path: Path) -> None:

@@ -102,12 +102,12 @@ def test_samplers_of_several_ranks_change_no_bit(job: Sampled, tmp_path: Path) -
     assert job.end() == colocated.end()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_sampler_that_is_stopped_is_replaced(job: Sampled, peaceful: Sampled) -> None:
-    process, _, [sampler] = begun(job, *SAMPLED, SHORT, "sampler.timeout_s=60")
+    process, _, [sampler] = begun(job, *SAMPLED, SHORT, "sampler.timeout_s=120")
     os.kill(sampler, signal.SIGSTOP)
     assert process.wait(200) == 0, job.said()
-    assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 20 s; it is started anew (1 of 3)" in job.said()
+    assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 40 s; it is started anew (1 of 3)" in job.said()
     assert job.end() == peaceful.end() and gone([sampler])
 
 
@@ -147,7 +147,7 @@ def test_a_sampler_that_is_lost_too_often_ends_the_job_which_goes_on_exactly(job
     assert job.end() == peaceful.end()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_signal_saves_while_samplers_serve(job: Sampled) -> None:
     process, ranks, samplers = begun(job, *SAMPLED, LONG)
     process.send_signal(signal.SIGTERM)

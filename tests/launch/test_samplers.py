@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -18,9 +19,12 @@ from runner.errors import DataError, EnvironmentProblem, RunnerError, SamplerFau
 from runner.folder import RunFolder, write_json
 from runner.launch import member, samplers, team
 from runner.launch.attempt import attempts
+from runner.launch.member import Order
 from runner.launch.starter import Local
 from runner.launch.team import TOKEN, Team
 from runner.launch.verdict import JobFailed
+from runner.place import Place
+from runner.shelf_folder import places
 from runner.spec.job import JobSpec
 from tests.launch.several import alive
 
@@ -80,6 +84,29 @@ def test_samplers_serve_until_the_ranks_have_ended_and_are_told_to_end(tmp_path:
     assert not list((tmp_path / "samplers").glob("*.json")), "notes of a job that was killed are removed"
 
 
+def test_of_the_ranks_only_the_one_that_asks_samplers_has_the_token(tmp_path: Path, run: Callable[..., str]) -> None:
+    run("launch.devices=2", "parallelism=ddp")
+    ranks = [json.loads((tmp_path / "ranks" / f"{rank}.said").read_text())[TOKEN] for rank in range(2)]
+    assert ranks == [lives(tmp_path, 0)[0][TOKEN], None]
+
+
+def test_a_sampler_that_dies_with_a_rank_is_not_started_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY", json.dumps({"0": "kill", "sampler 0": ["kill"]}))
+    spec = a_job("launch.samplers=1")
+    with closing(Local(spec)) as starter:
+        job = Team(spec, RunFolder(tmp_path), 1, starter)
+        try:
+            job._start()
+            for one in [*job.members, *job.samplers.members]:
+                assert isinstance(one, member.Member)
+                os.waitid(os.P_PID, one.process.pid, os.WEXITED | os.WNOWAIT)  # both are dead when it looks
+            while job._look():
+                time.sleep(0.01)
+            assert job.samplers.replaced == {}
+        finally:
+            job._end()
+
+
 def write_json_note(folder: Path) -> None:
     (folder / "samplers").mkdir()
     write_json(folder / "samplers" / "0.json", {"url": "http://127.0.0.1:9"})
@@ -135,6 +162,16 @@ def test_each_sampler_sees_the_cards_after_those_of_the_ranks(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5")
     with pytest.raises(EnvironmentProblem, match=r"want 3 devices, and 2 are here \(7, 5\)"):
         run("device=cuda")
+
+
+def test_what_a_process_may_leave_where_it_is_killed(tmp_path: Path) -> None:
+    plain: dict[str, Any] = {"attempt": 1, "cards": (), "environment": {}}
+    first, other = (
+        Order(role="rank", index=n, folder=RunFolder(tmp_path, n), place=Place(n, 2, n, 2), **plain) for n in (0, 1)
+    )
+    sampler = Order(role="sampler", index=0, folder=RunFolder(tmp_path).of_sampler(0), **plain)
+    assert first.scratch == (tmp_path / "ranks/0.engine", *places(tmp_path)), "it has the weights for samplers, too"
+    assert other.scratch == (tmp_path / "ranks/1.engine",) and sampler.scratch == (tmp_path / "samplers/0.engine",)
 
 
 def test_what_need_not_come_again_is_tried_again_from_the_newest_checkpoint(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from runner.launch import slurm, slurm_job, slurm_submit
 from runner.launch.slurm import Task
 from runner.slurm.cards import handed_out
 from tests.launch import slurm_stand_in
-from tests.launch.several import Job, wait_until
+from tests.launch.several import DEADLINE_S, Job, wait_until
 
 STEP = {
     "SLURM_JOB_ID": "40",
@@ -128,6 +128,7 @@ def test_a_refusal_is_slurms_and_leaves_nothing(cluster: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(DEADLINE_S)
 def test_a_job_on_two_machines_is_that_of_two_processes(cluster: Path, tmp_path: Path) -> None:
     job, alike = Job(tmp_path), Job(tmp_path / "alike")
     alike.cwd.mkdir()
@@ -144,35 +145,37 @@ def test_a_job_on_two_machines_is_that_of_two_processes(cluster: Path, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(DEADLINE_S)
 def test_near_the_limit_it_saves_and_goes_on_where_it_was(cluster: Path, tmp_path: Path) -> None:
     job, alike = Job(tmp_path), Job(tmp_path / "alike")
     alike.cwd.mkdir()
-    more = ("steps=24", "checkpoint.every=1000")
+    more = ("steps=16", "checkpoint.every=1000")
     process = job.start(*WORDS, "launch.nodes=2", "launch.wait=true", *more)
     wait_until(lambda: job.steps() > 2, process)
     os.kill(slurm_stand_in_job(cluster)["pid"], signal.SIGUSR2)
-    assert process.wait(100) == 0, job.said()
+    assert process.wait(DEADLINE_S) == 0, job.said()
     said = job.said()
     assert "requeued: Slurm starts the job again" in said and "resume   after step" in said
     assert (slurm_stand_in_job(cluster)["starts"], job.status()["attempt"]) == (2, 2)
     alike.run(*WORDS[:1], *WORDS[2:], "launch.devices=2", *more)
-    assert job.weights(24) == alike.weights(24) and job.curve() == alike.curve()
+    assert job.weights(16) == alike.weights(16) and job.curve() == alike.curve()
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(DEADLINE_S)
 def test_a_script_of_ones_own_is_requeued_into_the_same_folder(cluster: Path, tmp_path: Path) -> None:
     job = Job(tmp_path)
     own = {"SLURM_JOB_ID": "40", "SLURM_JOB_NUM_NODES": "2"}
-    more = (*WORDS, "steps=24", "checkpoint.every=1000")
+    more = (*WORDS, "steps=16", "checkpoint.every=1000")
     process = job.start(*more, **own)  # as in a script: no task of srun, so it becomes srun itself
     wait_until(lambda: job.steps() > 2, process)
     first, before = job.latest.resolve(), job.steps()
     process.send_signal(signal.SIGTERM)  # preempted
-    assert process.wait(60) == 75, job.said()
+    assert process.wait(DEADLINE_S) == 75, job.said()
     assert job.status()["state"] == "interrupted" and job.status()["exit_code"] == 75
     said = job.run(*more, **own, SLURM_RESTART_COUNT="1")
     assert "was begun by this Slurm job: going on there" in said and job.latest.resolve() == first
-    assert job.steps() == 24 > before and job.status()["attempt"] == 2
+    assert job.steps() == 16 > before and job.status()["attempt"] == 2
 
 
 @pytest.mark.slow

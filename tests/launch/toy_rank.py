@@ -53,7 +53,7 @@ def main(root: str, attempt: str, pipe: str, listener: str) -> int:
     place, link = Place.of(os.environ), Link(int(pipe))
     asked = json.loads(os.environ["TOY"]).get(str(place.rank))
     with (Path(root) / "ranks" / f"{place.rank}.said").open("w") as said:
-        wanted = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
+        wanted = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "RUN_SAMPLER_TOKEN")
         json.dump({name: os.environ.get(name) for name in wanted} | {"pid": os.getpid(), "listener": listener}, said)
     log = (Path(root) / ("run.log" if place.leads else f"ranks/{place.rank}.log")).open("a")
     watch_stacks(log.fileno())

@@ -218,7 +218,8 @@ def test_of_a_folder_that_was_read_all_ranks_know_how_it_was_cut(tmp_path: Path)
         assert same(found, wanted)
 
 
-@pytest.mark.parametrize("layout", ["fsdp", pytest.param("pp", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp", "pp"])
 def test_one_layer_is_there_at_a_time(layout: str) -> None:
     def make() -> Any:
         return made("qwen3", True, num_hidden_layers=6)

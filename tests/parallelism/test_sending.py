@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -35,7 +36,7 @@ from tests.parallelism.worlds import alone, meshed
 
 SLOW = pytest.mark.slow
 VERSIONS = 3
-LIMIT = 1e-4  # mean |difference| of float32; measured: 3e-7 in full, 4e-7 with an adapter that is merged
+LIMIT = 1e-5  # mean |difference| of float32; measured: 2e-7, in slices 9e-7, where an adapter was merged 1.4e-6
 
 
 class Engine:
@@ -47,22 +48,27 @@ class Engine:
 
     def __init__(self, blueprint: Path, stale: Sequence[str] = ()) -> None:
         self.model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(blueprint)).eval()
-        self._stale, self._version = stale, -1
+        self._blueprint, self._stale, self._version = blueprint, stale, -1
         self.loaded: list[int] = []
 
     def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
         assert isinstance(tensors, Shelved)
+        assert tensors.digest == tensors.found()
         fresh = not self.loaded or version == self._version
         names = [name for name in tensors if fresh or name in tensors.changed]
         state = self.model.state_dict()
-        for name in names:
+        if not state.keys() >= tensors.keys():  # experts, which transformers puts together as it reads them
+            state = {}
+            save_file(dict(tensors), self._blueprint / "model.safetensors", {"format": "pt"})
+            self.model = AutoModelForCausalLM.from_pretrained(self._blueprint).eval()
+        for name in names if state else ():
             if name not in self._stale or not self.loaded:
                 state[name].copy_(tensors[name])
         self.loaded.append(len(names))
         self._version = version
-        if not self._stale:  # what is in the engine is what was sent
+        if state and not self._stale:  # what is in the engine is what was sent
             held = {name: state[name] for name in tensors}
-            assert digest_of(held) == tensors.digest == tensors.found()
+            assert digest_of(held) == tensors.digest
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
         raise AssertionError("nothing is sampled here")
@@ -127,7 +133,9 @@ def sent(world: World, model: Any, folder: Path, stale: Sequence[str]) -> tuple[
             for layout in LAYOUTS
             for kind in ("qwen3", "llama")
             for adapter in (True, False)
+            if layout != "ep" and (layout, kind, adapter) != ("fsdp", "qwen3", True)
         ),
+        pytest.param("ep", "qwen3_moe", False, marks=SLOW),
     ],
 )
 def test_every_layout_sends_what_another_program_computes_with(

@@ -89,3 +89,13 @@ def test_the_parts_can_be_chosen_one_by_one(workdir: Path, capsys: pytest.Captur
     fewer = ["evaluation.every=0", "data.held_out=4", "sampler.max_new_tokens=4", "algorithm.batch_size=2"]
     assert main(["+recipe=grpo_npu", *chosen.split(), *SMALL[:-2], *fewer]) == 0
     assert "so nothing was learnt" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_grpo_npu_is_rehearsed_at_two_and_one_placed_by_ray(workdir: Path) -> None:
+    pytest.importorskip("ray")
+    layout = "launch=ray launch.devices=2 launch.samplers=1 parallelism=ddp reward=rehearsal sampler.max_new_tokens=16"
+    assert main(["+recipe=[grpo_npu,rehearse]", *layout.split(), *SMALL, "evaluation.every=0", "device.threads=1"]) == 0
+    steps = [json.loads(line) for line in Path("outputs/latest/metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(step["sync/probe"] < 1e-3 and step["train/grad_norm"] > 0 for step in steps)

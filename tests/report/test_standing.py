@@ -91,6 +91,15 @@ def test_who_took_part_in_an_attempt_before_does_not_count(folder: RunFolder) ->
     assert len(standing(folder).members) == 2
 
 
+def test_ranks_that_nobody_watches(folder: RunFolder) -> None:
+    write(folder.manifest, {"ranks": [{"host": HERE.host, "pid": 17}, {"host": "node-7", "pid": 18}]})
+    found = standing(folder).members
+    assert [(member.name, member.pid) for member in found] == [("rank 0 of 2", 17), ("rank 1 of 2", 18)]
+    assert found[1].state == "elsewhere"
+    write(folder.manifest, {"ranks": [{"host": HERE.host, "pid": 16}]})
+    assert standing(folder).members == [], "of an attempt before"
+
+
 def test_a_job_that_waits_in_slurm(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     write(folder.status, {"state": "waiting", "attempt": 0})
     write(folder.slurm / "job.json", {"job": "17", "log": "slurm/17.log"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from runner.sweep.ray_link import Link
 from runner.sweep.ray_site import RaySite
 from runner.sweep.status import status
 from runner.tracker import processes
+from tests.ray_cluster import cluster
 from tests.sweep import toy
 from tests.sweep.test_engine import ROOT, only_sweep
 
@@ -40,22 +40,8 @@ def until(happened: Callable[[], object]) -> None:
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """A cluster with four cores and four NPUs that are only declared."""
-    with pytest.MonkeyPatch.context() as patch:
-        password = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
-        for name, value in {**password, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}.items():
-            patch.setenv(name, value)
-        options = json.dumps({"num_cpus": 4, "resources": {"NPU": 4}})
-        with subprocess.Popen(
-            [sys.executable, "-m", "tests.sweep.ray_cluster", options],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        ) as cluster:
-            assert cluster.stdout is not None
-            yield cluster.stdout.readline().strip()
-            cluster.communicate()
+    with cluster({"num_cpus": 4, "resources": {"NPU": 4}}) as one:
+        yield one.address
 
 
 def run(where: Path, action: str, names: list[str], **options: object) -> subprocess.Popen[bytes]:

@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
+from runner.errors import SamplerFault
+
 Work = Callable[[], dict[str, Any]]
 
 
@@ -32,7 +34,7 @@ class Desk:
         return future
 
     def run(self) -> NoReturn:
-        """Do what is handed in, for ever: until something is raised here that is no Exception."""
+        """Do what is handed in, for ever: until something is raised here that is no Exception, or a SamplerFault."""
         while True:
             future, work = self._queue.get()
             if future.set_running_or_notify_cancel():
@@ -42,10 +44,10 @@ class Desk:
         self.busy = True
         try:
             future.set_result(work())
-        except Exception as error:
-            future.set_exception(error)
-        except BaseException:
-            future.set_exception(ConnectionAbortedError("the sampler ends"))
-            raise
+        except BaseException as error:
+            ends = isinstance(error, SamplerFault) or not isinstance(error, Exception)
+            future.set_exception(ConnectionAbortedError("the sampler ends") if ends else error)
+            if ends:
+                raise
         finally:
             self.busy = False

@@ -43,7 +43,11 @@ class Keeper:
         return {"held": self._said(), "longest": self._sampler.longest}
 
     def answer(self, verb: str, body: Json, key: str) -> Json:
-        """What `verb` gives. `key`: that of a question whose answer was lost on its way, which is then given again."""
+        """What `verb` gives. `key`: that of a question whose answer was lost on its way, which is then given again.
+
+        Raises SamplerFault where the sampler is gone, an engine without its workers: this process is to end, and its
+        successor is asked.
+        """
         if self._last[0] == key:
             return self._last[1]
         self._last = ("", {})
@@ -53,6 +57,8 @@ class Keeper:
             found = {"error": {"kind": STALE, "message": str(error), "exit_code": SamplerFault.exit_code}}
         except Exception as error:
             log.warning("%s failed", verb, exc_info=True)
+            if isinstance(error, SamplerFault) and verb != "/load":  # of which it may be the weights' way that failed
+                raise
             found = {"error": Wrong.of(error).said()}
         found["held"] = self._said()
         if verb == "/sample" and "result" in found:

@@ -68,8 +68,9 @@ class Wrong:
 
 
 def token() -> str:
-    """The job's secret. Raises EnvironmentProblem where there is none."""
-    if found := os.environ.get(TOKEN):
+    """The job's secret, taken out of the environment: what this process starts, a user's reward for one, has it not.
+    Raises EnvironmentProblem where there is none."""
+    if found := os.environ.pop(TOKEN, None):
         return found
     raise EnvironmentProblem(f"{TOKEN} is not set; the launcher of a job gives it to ranks and samplers")
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from runner.sampler.bounds import room
 from runner.sampler.config import VllmServerConfig
 from runner.sampler.remote.check import InvalidError, Limits, checked
 from runner.sampler.server.client import GarbledError, StatusError
-from runner.sampler.server.server import Server, scores_or_none
+from runner.sampler.server.mark import Mark, mark_of
+from runner.sampler.server.server import Server
 from runner.sampler.server.sync import Nothing, Sync
 from runner.sampler.server.wire import Asking, drawn
 from runner.sampler.stops import Stops
@@ -37,29 +38,11 @@ from runner.shelf import Shelved
 log = logging.getLogger("runner")
 
 TRIES = 2  # of a request whose answer cannot be one
-DRIFT = 0.02  # nats, mean over the fixed row: ten times what bfloat16 adds from batch to batch
 GONE = 404  # of a model's name that the server does not know
 
 
 class LostError(Exception):
     """The server does not know the adapter any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """What a server is known by while it keeps its weights: when it began, what it says of the fixed row."""
-
-    started: str
-    scores: list[float] | None
-
-    def is_other(self, now: Mark) -> bool:
-        """Whether the server, or its weights, are other ones now."""
-        if self.started and now.started and self.started != now.started:
-            return True
-        if self.scores is None or now.scores is None:
-            return self.scores is not None
-        differences = [abs(a - b) for a, b in zip(self.scores, now.scores, strict=True)]
-        return not sum(differences) / len(differences) <= DRIFT
 
 
 class ServerSampler:
@@ -106,10 +89,10 @@ class ServerSampler:
             return
         if not isinstance(weights, Shelved):
             raise ValueError("a server reads weights from files, see runner/shelf.py")
-        begun = time.monotonic()
+        begun, started = time.monotonic(), self._server.started()
         self._wake()
         self._sync.load(weights)
-        self._version, self._weights, self._mark = version, weights, self._now()
+        self._version, self._weights, self._mark = version, weights, replace(self._now(), started=started)
         self._load_s += time.monotonic() - begun
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
@@ -158,6 +141,8 @@ class ServerSampler:
         """End what is under way, and remove what was written; the server goes on."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         try:
+            if self._asleep:
+                self._server.wake(parting=True)
             self._sync.close()
         finally:
             self._server.client.close()
@@ -170,7 +155,7 @@ class ServerSampler:
             self._asleep = False
 
     def _now(self) -> Mark:
-        return Mark(self._server.started(), scores_or_none(self._server, self._fixed_row, self._sync.model))
+        return mark_of(self._server, self._fixed_row, self._sync.model)
 
     def _resync(self) -> None:
         """Give the server the weights again that it has lost."""
@@ -179,7 +164,12 @@ class ServerSampler:
             raise SamplerFault(f"{self._server} {text}; start it with the same ones, then: run resume")
         log.warning("%s has lost version %d: it is sent again", self._server, self._version)
         self._counts["resyncs"] += 1
+        before = replace(self._mark, started="")
         self.load(self._weights, self._version)
+        if before.is_other(self._mark):
+            raise SamplerFault(
+                f"{self._server} was sent its weights again, and does not say what it said with them before"
+            )
 
     def _all(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Rollout] | None:
         """All answers, or None if they are not of the weights that were loaded."""

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.errors import EnvironmentProblem, SamplerFault
-from runner.sampler.remote.check import InvalidError
 from runner.sampler.server.client import Client, GarbledError, StatusError
 from runner.sampler.server.wire import Json, scored, scoring
 
@@ -98,9 +97,10 @@ class Server:
         """Have it give up its cache and keep its weights in the host's memory."""
         self._do("/sleep?level=1", {}, DEVELOPMENT)
 
-    def wake(self) -> None:
-        """Have it take its memory again."""
-        self._do("/wake_up", {}, DEVELOPMENT)
+    def wake(self, *, parting: bool = False) -> None:
+        """Have it take its memory again; parting: it is waited for no longer than a goodbye may take."""
+        until = min(self.until(), time.monotonic() + PARTING_S) if parting else None
+        self._do("/wake_up", {}, DEVELOPMENT, until)
 
     def _version(self) -> str:
         try:
@@ -144,9 +144,9 @@ class Server:
         text = "keeps its prefix cache, which older weights have computed: other requests are under way"
         raise SamplerFault(f"{self} {text}; let nobody else use it, or start it with --no-enable-prefix-caching")
 
-    def _do(self, path: str, body: Json, instead: str) -> object:
+    def _do(self, path: str, body: Json, instead: str, until: float | None = None) -> object:
         try:
-            return self.client.post(path, body, self.until(), again=False)
+            return self.client.post(path, body, until or self.until(), again=False)
         except GarbledError:
             return None  # words, as old versions say them after a success
         except StatusError as error:
@@ -159,11 +159,3 @@ class Server:
         except (StatusError, GarbledError) as error:
             if isinstance(error, StatusError) and error.status in (404, 405):
                 raise EnvironmentProblem(f"{self} has no {path}: {instead}") from None
-
-
-def scores_or_none(server: Server, row: Sequence[int], model: str) -> list[float] | None:
-    """The row's log-probabilities; None of a server that gives none of a prompt."""
-    try:
-        return server.score(row, model)
-    except (InvalidError, StatusError):
-        return None

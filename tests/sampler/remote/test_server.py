@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from runner.errors import EnvironmentProblem
+from runner.errors import EnvironmentProblem, SamplerFault
 from runner.sampler.remote import notes as places
+from runner.sampler.remote.desk import Desk
+from runner.sampler.remote.keeper import Keeper
 from runner.sampler.remote.notes import Machine, Note, path_of
 from runner.sampler.remote.server import serve
 from runner.sampler.remote.wire import authorization, token
@@ -173,8 +175,28 @@ def test_notes_are_read_as_they_are_written_and_damaged_ones_said(tmp_path: Path
             Note.read(tmp_path / "3.json")
 
 
-def test_a_process_without_the_token_is_told() -> None:
-    with pytest.raises(EnvironmentProblem, match="RUN_SAMPLER_TOKEN is not set"):
-        token()
+class Gone:
+    """A sampler whose engine has lost its workers."""
+
+    longest = None
+
+    def release(self) -> None:
+        raise SamplerFault("vLLM's engine is gone")
+
+
+def test_a_process_whose_sampler_is_gone_ends_and_no_other() -> None:
+    keeper, desk = Keeper(Gone(), TOKEN), Desk()  # type: ignore[arg-type]
+    asked = desk.ask(lambda: keeper.answer("/load", {}, "1")), desk.ask(lambda: keeper.answer("/release", {}, "2"))
+    with pytest.raises(SamplerFault, match="engine is gone"):
+        desk.run()
+    assert asked[0].result()["error"]["kind"] == "KeyError", "what is asked without sense is answered so"
+    with pytest.raises(ConnectionAbortedError):
+        asked[1].result()
+
+
+def test_the_token_is_taken_out_of_the_environment() -> None:
     os.environ["RUN_SAMPLER_TOKEN"] = "found"
     assert token() == "found"
+    assert "RUN_SAMPLER_TOKEN" not in os.environ, "what the process starts is not to have it"
+    with pytest.raises(EnvironmentProblem, match="RUN_SAMPLER_TOKEN is not set"):
+        token()

@@ -298,6 +298,17 @@ def test_a_server_that_was_started_anew_is_loaded_again_and_its_answers_are_not_
 
 
 @pytest.mark.slow
+def test_a_server_that_was_started_anew_and_takes_nothing_is_given_up(tmp_path: Path, shelf: Shelf) -> None:
+    policy, server = causal("qwen3"), stand_in()
+    with sampling(server, tmp_path / "own", policy, sync="reload") as sampler:
+        moved(policy, 0.2)
+        sampler.load(shelf.put(1, policy.published("all")), 1)
+        server.faults, server.keeps_old_weights = [Fault("restart")], True
+        with pytest.raises(SamplerFault, match="does not say what it said with them before"):
+            sampler.sample(asked())
+
+
+@pytest.mark.slow
 def test_a_server_that_gets_nothing_must_stay_as_it_is(tmp_path: Path) -> None:
     server = stand_in()
     with sampling(server, tmp_path) as sampler:
@@ -392,7 +403,9 @@ def test_sleeps_while_it_is_not_asked(tmp_path: Path) -> None:
         assert server.asleep
         sampler.release()
         assert sampler.sample(asked(1)) == right and not server.asleep
-    assert [path for path in server.calls if "/sleep" in path] == ["/sleep?level=1"]
+        sampler.release()
+    assert not server.asleep
+    assert [path for path in server.calls if "/sleep" in path] == ["/sleep?level=1"] * 2
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -52,7 +53,7 @@ RULE: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9}
 
 
 class Served:
-    """`vllm serve` by its module, as the wheel for the processor lacks the command; the model is that of other tests."""
+    """`vllm serve` by its module, as the wheel for the CPU lacks the command; the model is that of the other tests."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.log = folder, folder / "log"
@@ -86,16 +87,35 @@ class Served:
             return False
 
     def stop(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self.process.pid, number)
-            except ProcessLookupError:
-                break
-            try:
-                self.process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                continue
+        """End it and what it has started, which leaves its shared memory behind when it is killed."""
+        shared = {path for pid in self.members() for path in mapped(pid)}
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_S)
+        for pid in self.members():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait(END_S)
+        for path in shared:
+            path.unlink(missing_ok=True)
+
+    def members(self) -> list[int]:
+        """Its processes, all of one session."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                if int(path.read_text().rpartition(")")[2].split()[3]) == self.process.pid:
+                    found.append(int(path.parent.name))
+        return found
+
+
+def mapped(pid: int) -> set[Path]:
+    """The shared memory that a process has."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {Path(line.split(maxsplit=5)[5]) for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,38 @@
+"""What a server is known by while it keeps its weights: no version and no digest can be asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runner.sampler.remote.check import InvalidError
+from runner.sampler.server.client import StatusError
+from runner.sampler.server.server import Server
+
+DRIFT = 0.02  # nats, mean over the fixed row: ten times what bfloat16 adds from batch to batch
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """started: when its process began, "" where it does not say; scores: of a fixed row, None where it gives none."""
+
+    started: str
+    scores: list[float] | None
+
+    def is_other(self, now: Mark) -> bool:
+        """Whether the server, or its weights, are other ones now."""
+        if self.started and now.started and self.started != now.started:
+            return True
+        if self.scores is None or now.scores is None:
+            return self.scores is not None
+        differences = [abs(a - b) for a, b in zip(self.scores, now.scores, strict=True)]
+        return not sum(differences) / len(differences) <= DRIFT
+
+
+def mark_of(server: Server, row: Sequence[int], model: str) -> Mark:
+    """What it is known by now."""
+    started = server.started()
+    try:
+        return Mark(started, server.score(row, model))
+    except (InvalidError, StatusError):
+        return Mark(started, None)

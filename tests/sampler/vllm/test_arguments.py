@@ -1,0 +1,139 @@
+"""What an engine is built with, and what is refused before: without vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+from runner.cli.compose import compose_job
+from runner.decisions import Decisions
+from runner.device.presets import PRESETS
+from runner.errors import EnvironmentProblem, SpecError
+from runner.sampler.config import VllmSamplerConfig
+from runner.sampler.vllm import versions
+from runner.sampler.vllm.adapters import of_adapter
+from runner.sampler.vllm.arguments import Home, arguments, sleep_level
+from runner.sampler.vllm.ascend import LAYOUT, options
+from runner.sampler.vllm.experts import has_experts, reload
+
+JOB = ("+recipe=grpo_demo", "sampler=vllm")
+
+
+def made(device: str = "cuda", beside: bool = True, environment: dict[str, str] | None = None, **given: Any) -> Any:
+    home = {name: given.pop(name) for name in ("ranks", "rank") if name in given}
+    where = Home(Path("blueprint"), device, "bfloat16", 100, beside, **home)
+    config = VllmSamplerConfig(**given)
+    return arguments(config, where, environment or {}), sleep_level(config, where)
+
+
+def test_an_engine_beside_a_trainer_leaves_it_room_and_sleeps() -> None:
+    found, sleep = made()
+    assert sleep == 1 and found["enable_sleep_mode"] and found["gpu_memory_utilization"] == 0.45
+    assert found["logprobs_mode"] == "processed_logprobs" and not found["enforce_eager"]
+    assert "distributed_executor_backend" not in found and "enable_lora" not in found
+    found, sleep = made(beside=False, tp=4, cache_gib=2)
+    assert sleep == 0 and "enable_sleep_mode" not in found and found["gpu_memory_utilization"] == 0.9
+    assert found["tensor_parallel_size"] == 4 and found["kv_cache_memory_bytes"] == 2 * 2**30
+    assert made(ranks=2)[0]["distributed_executor_backend"] == "external_launcher"
+
+
+def test_the_processor_knows_no_share_of_a_card_no_sleep_and_no_part_of_a_prompt() -> None:
+    found, sleep = made("cpu")
+    assert sleep == 0 and found["enforce_eager"] and found["kv_cache_memory_bytes"] == 2**30
+    assert not {"gpu_memory_utilization", "enable_sleep_mode"} & found.keys()
+    assert found["enable_chunked_prefill"] is False and found["max_num_batched_tokens"] >= 100
+
+
+def test_an_npu_gets_plain_weights_and_segments_that_do_not_grow() -> None:
+    colocated = {name: one.value for name, one in PRESETS["colocated_rl"].variables.items()}
+    alone = {name: one.value for name, one in PRESETS["disaggregated_rl"].variables.items()}
+    found, _ = made("npu", environment=colocated)
+    assert found["additional_config"] == {"weight_nz_mode": 0} and found["enforce_eager"]
+    assert made("npu", beside=False, environment=alone)[0]["additional_config"]
+    with pytest.raises(EnvironmentProblem, match="segments that grow"):
+        made("npu", environment=alone)
+    for environment in ({}, {LAYOUT: "1"}, {LAYOUT: ""}):
+        with pytest.raises(EnvironmentProblem, match=f"export {LAYOUT}=0"):
+            options(environment, sleeps=False)
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (200, 256), (512, 512)])
+def test_there_is_room_for_an_adapter(rank: int, room: int) -> None:
+    found, _ = made(rank=rank, sync="adapter")
+    assert (found["enable_lora"], found["max_lora_rank"], found["max_loras"]) == (True, room, 1)
+    with pytest.raises(EnvironmentProblem, match=r"sampler\.sync=merged"):
+        made(rank=513, sync="adapter")
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "said"),
+    [
+        (("sampler.tp=2",), "sampler.tp", "set launch.samplers"),
+        (("sampler.tp=3", "launch.samplers=3"), "sampler.tp", "model.heads=4"),
+        (("sampler.sleep=1",), "sampler.sleep", "no sleep on the CPU"),
+        (("sampler.sleep=1", "launch.samplers=1"), "sampler.sleep", "shares its device with nobody"),
+        (("sampler.memory=0.5",), "sampler.memory", "sampler.cache_gib"),
+        (("sampler.timeout_s=9",), "sampler.timeout_s", "samplers of their own"),
+        (("sampler.sync=adapter",), "sampler.sync", "no adapter"),
+        (("sampler.sync=adapter", "adapter=lora", "adapter.dora=true"), "sampler.sync", "no DoRA"),
+        (("sampler.eager=false",), "sampler.eager", "no graphs"),
+        (("sampler.max_length=20",), "sampler.max_length", "come to"),
+        (("sampler.temperature=0.001",), "sampler.temperature", "at 0.01 to 2"),
+        (("sampler.temperature=2.1",), "sampler.temperature", "at 0.01 to 2"),
+        (("model.heads=8",), "model.heads", "of 16 numbers"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_once(words: tuple[str, ...], key: str, said: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        compose_job([*JOB, *words])
+    assert any(one.key == key and said in one.message for one in caught.value.problems), caught.value
+
+
+def test_the_processor_is_told_what_vllm_would_do_otherwise() -> None:
+    spec = compose_job([*JOB, "device.threads=2"]).spec
+    [preset] = spec.device.environment(spec)
+    found = {name: one.value for name, one in preset.variables.items()}
+    assert found["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and found["OMP_NUM_THREADS"] == "2"
+    assert found["VLLM_NO_USAGE_STATS"] == "1" and found["TORCH_COMPILE_DISABLE"] == "1"
+    spec = compose_job([*JOB, "model.compile=true"]).spec
+    assert "TORCH_COMPILE_DISABLE" not in spec.device.environment(spec)[0].variables
+
+
+def test_versions_are_known_new_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, word in (("0.32.0", "known are"), ("0.23.0.post1", "known are"), ("0.40.1", "newer than")):
+        decide = Decisions(strict=True)
+        versions.check(Version(text), decide)
+        assert decide.made[0].reason.startswith(word)
+    with pytest.raises(EnvironmentProblem, match="sampler=vllm_server"):
+        versions.check(Version("0.11.0"), Decisions())
+    monkeypatch.setattr(versions.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentProblem, match=r"(?s)for CUDA: pip install vllm.*for Ascend"):
+        versions.installed()
+
+
+def test_experts_are_known_and_taken_only_as_vllm_can() -> None:
+    class FusedMoE(torch.nn.Module): ...
+
+    class Better(FusedMoE): ...
+
+    class Runner:
+        def reload_weights(self, weights_iterator: Any = None) -> None:
+            self.taken = dict(weights_iterator)
+
+    assert has_experts(torch.nn.Sequential(Better())) and not has_experts(torch.nn.Sequential(torch.nn.Linear(1, 1)))
+    runner = Runner()
+    reload(runner, iter([("a", torch.ones(1))]), "cuda")
+    assert list(runner.taken) == ["a"]
+    with pytest.raises(EnvironmentProblem, match="packs experts once"):
+        reload(runner, iter(()), "cpu")
+    with pytest.raises(EnvironmentProblem, match="newer vLLM"):
+        reload(object(), iter(()), "cuda")
+
+
+def test_an_adapters_tensors_are_told_by_their_names() -> None:
+    assert of_adapter("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight")
+    assert not of_adapter("model.layers.0.self_attn.q_proj.weight")
