@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.build.publishing import _first_here
+from runner.build.publishing import _first_here, _sent
+from runner.cli.compose import compose_job
 from runner.errors import RunnerError, SamplerFault, StorageError
 from runner.feed import Feed
 from runner.learner import LocalLearner
@@ -280,3 +281,11 @@ def writer(world: World) -> int:
 def test_ranks_that_see_their_own_cards_alone_have_one_writer_on_a_machine() -> None:
     """As Ray's actors do, whose places are those of ranks with a machine each: two writers would claim one folder."""
     assert on_ranks(2, writer) == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_room_for_versions_is_what_they_take_in_the_types_of_the_engine(dtype: str) -> None:
+    spec = compose_job(["+recipe=grpo_demo", "sampler=vllm", f"sampler.dtype={dtype}"]).spec
+    changed, fixed, sizes = _sent(spec, None, zoo.causal("qwen2"), keep=True)  # type: ignore[arg-type]
+    assert fixed is not None
+    assert tuple(sum(tensor.nbytes for _, tensor in tensors()) for tensors in (changed, fixed)) == sizes

@@ -15,7 +15,7 @@ from torch import Tensor
 from runner.protocols import Request, Rollout
 from runner.sampler.remote import server
 from runner.sampler.remote.notes import Machine
-from runner.sampler.remote.wire import token
+from runner.sampler.remote.secret import token
 
 TENSOR_BYTES = 16 * 2**20
 MEGABYTE = 10**6

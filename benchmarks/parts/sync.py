@@ -27,7 +27,7 @@ from parts.plan import Plan
 from runner.routes import Copied, Shelving
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.remote.remotes import Remotes
-from runner.sampler.remote.wire import TOKEN
+from runner.sampler.remote.secret import TOKEN
 from runner.sharing import ALONE
 from runner.shelf import Shelf
 from runner.shelf_folder import claim

@@ -63,8 +63,9 @@ def _sent(
     if not (ways := spec.sampler.sent()):  # the same model elsewhere
         size = sum(one.numel() * one.itemsize for one in blanks(policy.trainable()).values())
         return learner.weights, None, (size, 0)
-    send = [partial(policy.published, way, keep=keep, dtype=_engine_type(spec, policy)) for way in ways]
-    sizes = [*(policy.published_bytes(way) for way in ways), 0]
+    dtype, own = _engine_type(spec, policy), policy.inner.dtype
+    send = [partial(policy.published, way, keep=keep, dtype=dtype) for way in ways]
+    sizes = [*(policy.published_bytes(way) * (dtype or own).itemsize // own.itemsize for way in ways), 0]
     return send[0], send[1] if send[1:] else None, (sizes[0], sizes[1])
 
 

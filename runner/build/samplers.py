@@ -25,7 +25,7 @@ from runner.registry import default_registry
 from runner.sampler.config import DrawingConfig
 from runner.sampler.journal import Journal
 from runner.sampler.remote.remotes import Remotes
-from runner.sampler.remote.wire import token
+from runner.sampler.remote.secret import token
 from runner.spec.job import JobSpec
 
 

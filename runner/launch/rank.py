@@ -23,6 +23,7 @@ from runner.launch.hang import watch_stacks
 from runner.launch.link import Link, Report
 from runner.launch.session import Session
 from runner.place import Place
+from runner.sampler.remote import secret
 from runner.signals import StopSignal
 from runner.spec.decode import decode
 from runner.spec.job import JobSpec
@@ -32,6 +33,7 @@ def main(root: str, attempt: str, pipe: str, listener: str) -> int:
     """Returns the rank's exit code; the launcher hears the reason."""
     stop = StopSignal()
     stop.install()
+    secret.take()
     link = Link(int(pipe))
     place = Place.of(os.environ)
     folder = RunFolder(Path(root)).of_rank(place.rank)

@@ -40,7 +40,7 @@ from runner.ray.desk import Desk
 TICK_S = 0.02
 LOOK_S = 1.0  # between two words on a group that waits
 HEAR_S = 1.0  # for which an actor waits for its process to say something
-DETAIL = re.compile(r"Worker exit detail: (.+?\.) ")  # in what Ray says of an actor whose process is gone
+DETAIL = re.compile(r"Worker exit detail: (.+?)\. ")  # in what Ray says of an actor whose process is gone
 NODE = re.compile(r"\bnode\b.*\b(?:died|dead)\b")
 CALLS = 4  # of an actor at a time: one waits, others signal
 
@@ -260,7 +260,7 @@ def why(error: RayError, taken: Sequence[Any] | None) -> str:
     if detail := DETAIL.search(text):
         return f"its actor{where} has died; Ray says: {detail[1]}"
     if NODE.search(text):
-        return f"its node{where} is lost"
+        return f"its node{where.removeprefix(' on')} is lost"
     return f"its actor{where} has died; Ray says: {text}"
 
 

@@ -19,6 +19,7 @@ from runner.launch.rank import leave, read_spec, reported
 from runner.launch.screen import on_screen
 from runner.launch.session import memory_errors
 from runner.launch.surroundings import load_torch, set_environment
+from runner.sampler.remote import secret
 from runner.signals import StopSignal
 
 HOST = "RUN_SAMPLER_HOST"  # the address at which the job's other machines find this one; on one machine not set
@@ -29,6 +30,7 @@ def main(root: str, attempt: str, pipe: str, index: str) -> int:
     """Returns the exit code; the launcher hears the reason."""
     stop = StopSignal()
     stop.install()
+    secret.take()
     link = Link(int(pipe))
     folder = RunFolder(Path(root)).of_sampler(int(index))
 
@@ -54,12 +56,10 @@ def _serve(folder: RunFolder, attempt: int, index: int) -> None:
         load_torch(spec.device.name)
         from runner.build.sampling import build_own_sampler
         from runner.sampler.remote.server import serve
-        from runner.sampler.remote.wire import token
 
         with memory_errors(spec):
-            secret = token()  # before an engine starts its workers
             sampler = build_own_sampler(spec, decide, folder)
-            serve(sampler, index, folder.samplers, token=secret, host=os.environ.get(HOST, LOOPBACK))
+            serve(sampler, index, folder.samplers, token=secret.token(), host=os.environ.get(HOST, LOOPBACK))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from runner.launch.samplers import Samplers
 from runner.launch.session import called
 from runner.launch.stage import is_stage
 from runner.launch.verdict import INTERRUPTED, KILLED, LAGGED, WAITED, Verdict, judge, lagging
+from runner.sampler.remote.secret import TOKEN
 from runner.signals import Interrupts
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
@@ -32,7 +33,6 @@ POLL_S = 0.05
 GRACE_S = 5.0  # for processes to end by themselves once a rank has ended
 CAUSE_S = 3.0  # for a cause to be heard of where ranks say that they waited in vain
 SHOW_CURSOR = "\x1b[?25h"
-TOKEN = "RUN_SAMPLER_TOKEN"  # what the job's processes show one another; in their environment and nowhere else
 
 
 @dataclass(slots=True)

@@ -53,8 +53,8 @@ class JobFailed(RunnerError):
 
 
 def is_final(error: RunnerError) -> bool:
-    """Whether no other attempt is to be made: it would end the same, or nobody wants it."""
-    return error.exit_code in LASTING or (isinstance(error, JobFailed) and error.stopped)
+    """Whether no other attempt is to be made: it would end the same, as a bug of ours does, or nobody wants it."""
+    return error.exit_code in (RunnerError.exit_code, *LASTING) or (isinstance(error, JobFailed) and error.stopped)
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,8 +138,7 @@ class Files:
 
 
 def write_configs(model: Any, folder: Path) -> None:
-    """Everything that `save_pretrained` writes of a transformers model but its weights, on whichever rank this is. Raises
-    OSError."""
+    """Everything that `save_pretrained` writes of a transformers model but its weights, on any rank. Raises OSError."""
     with no_progress_bar():
         model.save_pretrained(folder, state_dict={})
         if not (folder / "config.json").exists():  # in a process group transformers writes on rank 0 alone

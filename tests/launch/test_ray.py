@@ -212,9 +212,10 @@ def test_an_actor_tells_all_that_its_process_said_and_how_it_ended(asked: str | 
 
 def test_what_an_actor_kills_is_gone(toys: Path) -> None:
     child = begun("long", toys)
-    while not child.hear(0.5)["pipe"]:
-        pass
-    pid = json.loads((toys / "ranks" / "0.said").read_text())["pid"]
+    said, end = toys / "ranks" / "0.said", time.monotonic() + 30
+    while not (said.exists() and said.read_text()):
+        assert child.hear(0.1)["code"] is None and time.monotonic() < end
+    pid = json.loads(said.read_text())["pid"]
     child.kill()
     assert heard(child, Ear()) == -signal.SIGKILL and not alive([pid])
 
@@ -241,3 +242,23 @@ def test_a_guard_leaves_nothing_of_a_driver_that_was_killed(tmp_path: Path) -> N
     done = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, timeout=60)
     assert done.returncode == 128 + signal.SIGKILL and not folder.exists()
     assert not alive([int(done.stdout)])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+            "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) …",
+            "its actor on left (10.0.0.3) has died; Ray says: Worker unexpectedly exits with a connection error code 2",
+        ),
+        ("The actor is dead because its node has died. Node Id: 12", "its node left (10.0.0.3) is lost"),
+    ],
+)
+def test_rays_reason_is_a_sentence(text: str, words: str) -> None:
+    pytest.importorskip("ray")
+    from ray.exceptions import RayError
+
+    from runner.launch.ray_driver import why
+
+    assert why(RayError(text), ("10.0.0.3", "left", [])) == words

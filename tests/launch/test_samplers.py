@@ -21,9 +21,10 @@ from runner.launch import member, samplers, team
 from runner.launch.attempt import attempts
 from runner.launch.member import Order
 from runner.launch.starter import Local
-from runner.launch.team import TOKEN, Team
+from runner.launch.team import Team
 from runner.launch.verdict import JobFailed
 from runner.place import Place
+from runner.sampler.remote.secret import TOKEN
 from runner.shelf_folder import places
 from runner.spec.job import JobSpec
 from tests.launch.several import alive

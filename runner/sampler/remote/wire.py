@@ -6,17 +6,15 @@ POST /sample ─▶ {"version", "digest", "prompts", "requests"}
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from runner.errors import EnvironmentProblem, OutOfMemory, RunnerError
+from runner.errors import OutOfMemory, RunnerError
 from runner.protocols import Request, Rollout
 
-TOKEN = "RUN_SAMPLER_TOKEN"  # the variable with the job's secret
 BEAT_S = 1.0  # between two signs of life of a sampler that is at work
 LARGEST_BYTES = 1 << 30  # of what is asked, and of what is answered
 STALE = "Stale"  # the kind of an error: other weights are held than were named
@@ -65,14 +63,6 @@ class Wrong:
         error = RunnerError(f"{who}: {self.message}")
         error.exit_code = self.exit_code
         return error
-
-
-def token() -> str:
-    """The job's secret, taken out of the environment: what this process starts, a user's reward for one, has it not.
-    Raises EnvironmentProblem where there is none."""
-    if found := os.environ.pop(TOKEN, None):
-        return found
-    raise EnvironmentProblem(f"{TOKEN} is not set; the launcher of a job gives it to ranks and samplers")
 
 
 def authorization(secret: str) -> str:

@@ -18,6 +18,7 @@ from runner.sampler.vllm.engine import Engine, device_type
 from runner.sampler.vllm.sampler import VllmSampler
 from runner.sampler.vllm.versions import check, installed
 
+SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB for keys and values, an older word of vLLM's
 
 
 class Modelled(Protocol):
@@ -87,5 +88,9 @@ def _say(config: VllmSamplerConfig, home: Home, decide: Decide) -> None:
         decide.state("sampler.sleep", "0", "vLLM knows no sleep on the CPU: the engine stays in memory while training")
     if config.min_p > 0 and (config.top_p < 1 or config.top_k is not None):
         decide.state("sampler.min_p", str(config.min_p), "vLLM cuts by it before top_k and top_p, sampler=torch after")
+    if home.device == "cpu" and (space := os.environ.get(SPACE)):
+        decide(
+            "sampler.cache_gib", str(config.cache_gib or space), space, f"{SPACE} is set, which vLLM heeds before all"
+        )
     if home.device == "cpu":
         decide.state("sampler.packing", "off", "vLLM would keep packed copies of old weights (a tied LM head's unseen)")

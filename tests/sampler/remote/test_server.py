@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -16,11 +17,13 @@ import pytest
 
 from runner.errors import EnvironmentProblem, SamplerFault
 from runner.sampler.remote import notes as places
+from runner.sampler.remote import secret
 from runner.sampler.remote.desk import Desk
 from runner.sampler.remote.keeper import Keeper
 from runner.sampler.remote.notes import Machine, Note, path_of
+from runner.sampler.remote.secret import take, token
 from runner.sampler.remote.server import serve
-from runner.sampler.remote.wire import authorization, token
+from runner.sampler.remote.wire import authorization
 from tests.sampler.remote.processes import TOKEN, local, samplers, until
 from tests.sampler.remote.proxies import noted, running
 from tests.sampler.remote.test_remotes import REQUESTS, client, drawn, in_background, shelf
@@ -104,6 +107,19 @@ def test_health_is_answered_while_answers_are_drawn_one_question_at_a_time(tmp_p
         first.join()
         assert found == [drawn(1)] and one.sample(REQUESTS[:3]) == local(1).sample(REQUESTS[:3])
     assert begun.read_text().splitlines() in (["15", "3"], ["15", "1", "3"])
+
+
+def test_a_long_draw_is_heard_of_as_soon_as_it_ends(tmp_path: Path, shelf: Any) -> None:
+    gate, begun = tmp_path / "gate", tmp_path / "begun"
+    with samplers(tmp_path, gate=gate, begun=begun), client(tmp_path) as one:
+        one.load(shelf.get(1), 1)
+        gate.touch()
+        asking, found = in_background(lambda: one.sample(REQUESTS))
+        until(begun.exists)
+        time.sleep(2.5)  # more than a beat
+        gate.unlink()
+        asking.join(15)
+        assert found == [drawn(1)]
 
 
 def test_a_sampler_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
@@ -194,9 +210,11 @@ def test_a_process_whose_sampler_is_gone_ends_and_no_other() -> None:
         asked[1].result()
 
 
-def test_the_token_is_taken_out_of_the_environment() -> None:
-    os.environ["RUN_SAMPLER_TOKEN"] = "found"
-    assert token() == "found"
-    assert "RUN_SAMPLER_TOKEN" not in os.environ, "what the process starts is not to have it"
+def test_the_token_is_taken_out_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secret, "_taken", [])
     with pytest.raises(EnvironmentProblem, match="RUN_SAMPLER_TOKEN is not set"):
         token()
+    os.environ["RUN_SAMPLER_TOKEN"] = "found"
+    take()
+    assert "RUN_SAMPLER_TOKEN" not in os.environ, "what the process starts is not to have it"
+    assert token() == token() == "found"

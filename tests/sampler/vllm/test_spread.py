@@ -94,5 +94,9 @@ def test_each_rank_has_an_engine_and_keeps_its_process_group(tmp_path: Path) -> 
         start(program, tmp_path, RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", **meeting)
         for rank in range(2)
     ]
-    for said in [ended(rank) for rank in ranks]:
-        assert said.split()[-1] == "equal", said[-3000:]
+    try:
+        for said in [ended(rank) for rank in ranks]:
+            assert said.split()[-1] == "equal", said[-3000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
