@@ -126,8 +126,6 @@ class Composer:
         choices, wrong, unsure = _checked([t for t in typed if t.choice], self._options, self._groups)
         problems += wrong
         files = self._files(choices, problems)
-        if idle := _idle(files, choices):
-            files = replace(self._files([*choices, idle], problems), notes=(*files.notes, _left_out(files)))
         wrong = misplaced(files, self._groups)
         unsure |= {p.key.removesuffix(".name") for p in wrong}
         result = _overlaid(files, typed, problems + wrong)
@@ -145,24 +143,6 @@ class Composer:
         if isinstance(found, Problem):
             raise SpecError([*problems, found])
         return replace(found, config=copy.deepcopy(found.config))
-
-
-def _idle(files: Files, choices: Sequence[Typed]) -> Typed | None:
-    """No sampler, where of several recipes one chooses a sampler and another an algorithm that samples nothing."""
-    several = any(t.key == GROUP and len(t.names) > 1 for t in choices)
-    algorithm, sampler = (OmegaConf.select(files.config, f"{group}.name") for group in ("algorithm", "sampler"))
-    cls = default_registry().classes("algorithm").get(str(algorithm))
-    if not several or {t.key for t in choices} & {"algorithm", "sampler"} or cls is None:
-        return None
-    unused = sampler not in (None, "none") and not getattr(cls, "samples", True)
-    return Typed("sampler=none", "sampler", "none", True) if unused else None
-
-
-def _left_out(files: Files) -> str:
-    config = files.config
-    return (
-        f"sampler={config.sampler.name} of the recipes is left out: algorithm={config.algorithm.name} samples nothing"
-    )
 
 
 def finish(drafted: Draft, registry: Registry) -> Composed:

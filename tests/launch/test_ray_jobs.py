@@ -122,7 +122,14 @@ def test_what_cannot_be_placed_is_refused_at_once(npus: Cluster, tmp_path: Path)
 
 @pytest.mark.soak
 def test_two_and_one_simulated_npus_make_two_steps(npus: Cluster, simulator: Path, tmp_path: Path) -> None:
-    simulated = ("device=npu_sim", "device.cards=5", "parallelism=ddp", "reward=rehearsal", "tracker=none")
+    simulated = (
+        "device=npu_sim",
+        "device.cards=5",
+        "parallelism=ddp",
+        "reward=rehearsal",
+        "sampler=torch",
+        "tracker=none",
+    )
     where = ("launch=ray", f"launch.address={npus.address}", "launch.devices=2", "launch.samplers=1")
     said = Job(tmp_path).run("+recipe=[grpo_npu,rehearse]", *simulated, *where, RUNNER_CACHE=str(simulator))
     assert "3 NPUs (2 to train, 1 to sample) in one placement group" in said and "done     2 steps" in said

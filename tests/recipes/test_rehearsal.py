@@ -13,7 +13,10 @@ from runner.errors import SpecError
 from runner.paths import recipes_dir
 
 RECIPES = sorted(path.stem for path in recipes_dir().glob("*_npu.yaml"))
-REWARDED = ("grpo_npu", "ppo_npu")
+BESIDE = {
+    "grpo_npu": ["reward=rehearsal", "sampler=torch"],
+    "ppo_npu": ["reward=rehearsal"],
+}  # what a rehearsal needs, too
 NUMBERS = {1: "One", 4: "Four", 8: "Eight"}
 ONE = "launch=local parallelism=single"
 SMALL = ["model.layers=1", "model.hidden_size=32", "tracker=none", "evaluation.max_new_tokens=4", "data.items=64"]
@@ -27,7 +30,7 @@ def test_it_says_what_it_needs_expects_and_that_nobody_has_run_it(recipe: str, w
     cards = f"{NUMBERS[spec.launch.devices + spec.launch.samplers]} Ascend 910B (64 GB)"
     for words in (cards, "device=cuda", "Expected: ", "Never run on hardware yet"):
         assert words in text
-    assert f"run +recipe=[{recipe},rehearse]" + (" reward=rehearsal" if recipe in REWARDED else "") in text
+    assert " ".join([f"run +recipe=[{recipe},rehearse]", *BESIDE.get(recipe, [])]) in text
     assert (ONE in text) == (spec.launch.devices > 1)
     assert spec.device.name == "npu" and other.device.name == "cuda"
     first, second = (one.model_dump(exclude={"device"}) for one in (spec, other))
@@ -63,20 +66,10 @@ def test_grpo_npu_has_six_that_train_and_two_on_which_an_engine_samples(workdir:
     assert (alone.launch.world, alone.launch.samplers, alone.sampler.name) == (8, 0, "torch")
 
 
-def test_a_rehearsal_samples_with_torch_where_the_recipe_samples(workdir: Path) -> None:
-    for recipe, sampler in (("grpo_npu", "torch"), ("sft_npu", "none")):
-        composed = compose_job([f"+recipe=[{recipe},rehearse]"])
-        assert (composed.spec.launch.name, composed.spec.sampler.name) == ("local", sampler)
-        assert any("sampler=torch of the recipes is left out" in line for line in composed.notes) == (sampler == "none")
-    assert compose_job(["+recipe=[grpo_npu,rehearse]", "sampler=vllm"]).spec.sampler.name == "vllm"
-    with pytest.raises(SpecError, match="type sampler=none"):
-        compose_job(["+recipe=[sft_npu,rehearse]", "sampler=torch"])
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_it_runs_here(recipe: str, workdir: Path) -> None:
-    rewarded = ["reward=rehearsal", "sampler.max_new_tokens=32"] if recipe in REWARDED else []
-    assert main([f"+recipe=[{recipe},rehearse]", *SMALL, "data.held_out=4", *rewarded]) == 0
+    short = ["sampler.max_new_tokens=32"] if recipe in BESIDE else []
+    assert main([f"+recipe=[{recipe},rehearse]", *SMALL, "data.held_out=4", *BESIDE.get(recipe, []), *short]) == 0
     steps = [json.loads(line) for line in Path("outputs/latest/metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
     assert all(step["train/tokens"] > 0 and step["train/grad_norm"] > 0 for step in steps), "and it learns"
@@ -94,8 +87,9 @@ def test_the_parts_can_be_chosen_one_by_one(workdir: Path, capsys: pytest.Captur
 @pytest.mark.slow
 def test_grpo_npu_is_rehearsed_at_two_and_one_placed_by_ray(workdir: Path) -> None:
     pytest.importorskip("ray")
-    layout = "launch=ray launch.devices=2 launch.samplers=1 parallelism=ddp reward=rehearsal sampler.max_new_tokens=16"
-    assert main(["+recipe=[grpo_npu,rehearse]", *layout.split(), *SMALL, "evaluation.every=0", "device.threads=1"]) == 0
+    layout = "launch=ray launch.devices=2 launch.samplers=1 parallelism=ddp sampler.max_new_tokens=16"
+    words = ["+recipe=[grpo_npu,rehearse]", *BESIDE["grpo_npu"], *layout.split()]
+    assert main([*words, *SMALL, "evaluation.every=0", "device.threads=1"]) == 0
     steps = [json.loads(line) for line in Path("outputs/latest/metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
     assert all(step["sync/probe"] < 1e-3 and step["train/grad_norm"] > 0 for step in steps)

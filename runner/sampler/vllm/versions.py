@@ -1,6 +1,7 @@
 """Which vLLM is here, whether this project knows it, and what to install where there is none.
 
-0.23 … 0.33   the interface that is used here was read in these; 0.32 runs in the tests, on the CPU
+0.32          runs in the tests, on the CPU
+0.23 … 0.33   are let in: what is known of them is from their documentation
 older         needs transformers 4, beside which this project does not install
 """
 
