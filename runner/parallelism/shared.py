@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from runner.protocols import (
+    Around,
     Completion,
     Environment,
     Environments,
@@ -37,46 +38,12 @@ Scores = list[list[float | None]]
 Parts = list[list[Mapping[str, float | None]]]
 
 
-class SharedSampler:
+class SharedSampler(Around):
     """A sampler on each rank; the requests of a group, which have one prompt, stay together."""
 
     def __init__(self, sampler: Sampler, peers: Peers, whole: Whole) -> None:
-        self._sampler, self._peers, self._whole = sampler, peers, whole
-
-    @property
-    def temperature(self) -> float:
-        """See `Sampler`."""
-        return self._sampler.temperature
-
-    @property
-    def max_new_tokens(self) -> int:
-        """See `Sampler`."""
-        return self._sampler.max_new_tokens
-
-    @property
-    def longest(self) -> int | None:
-        """See `Sampler`."""
-        return self._sampler.longest
-
-    def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
-        """See `Sampler`."""
-        self._sampler.load(tensors, version)
-
-    def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """See `Sampler`: by this rank's."""
-        return self._sampler.score(rows)
-
-    def measured(self) -> dict[str, float]:
-        """See `Sampler`: of this rank's."""
-        return self._sampler.measured()
-
-    def release(self) -> None:
-        """See `Sampler`."""
-        self._sampler.release()
-
-    def close(self) -> None:
-        """See `Sampler`."""
-        self._sampler.close()
+        super().__init__(sampler)
+        self._peers, self._whole = peers, whole
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
         """See `Sampler`; all ranks ask for the same."""

@@ -1,5 +1,6 @@
 """The seams: what the loop, the learner and the components know of one another."""
 
+from runner.protocols.around import Around as Around
 from runner.protocols.data import Data as Data
 from runner.protocols.data import Item as Item
 from runner.protocols.data import Judged as Judged

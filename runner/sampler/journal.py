@@ -22,59 +22,29 @@ from torch import Tensor
 
 from runner.durable import reason
 from runner.errors import StorageError
-from runner.protocols import Peers, Request, Rollout, Sampler
+from runner.protocols import Around, Peers, Request, Rollout, Sampler
 from runner.sharing import on_first
 
 log = logging.getLogger("runner")
 
 
-class Journal:
+class Journal(Around):
     """A sampler around another one, on all ranks, which ask for the same.
 
     folder: where rank 0 keeps it; committed: the step of the newest checkpoint, 0 = there is none
     """
 
     def __init__(self, sampler: Sampler, folder: Path, peers: Peers, committed: Callable[[], int]) -> None:
-        self._sampler, self._peers, self._version = sampler, peers, 0
+        super().__init__(sampler)
+        self._peers, self._version = peers, 0
         made: list[Pages] = []
         on_first(peers, lambda: made.append(Pages(folder, committed)))
         self._pages = made[0] if made else None
 
-    @property
-    def temperature(self) -> float:
-        """See `Sampler`."""
-        return self._sampler.temperature
-
-    @property
-    def max_new_tokens(self) -> int:
-        """See `Sampler`."""
-        return self._sampler.max_new_tokens
-
-    @property
-    def longest(self) -> int | None:
-        """See `Sampler`."""
-        return self._sampler.longest
-
     def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
-        """See `Sampler`."""
-        self._sampler.load(tensors, version)
+        """See `Sampler`; what is asked for from here on is of this version."""
+        super().load(tensors, version)
         self._version = version
-
-    def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """See `Sampler`."""
-        return self._sampler.score(rows)
-
-    def measured(self) -> dict[str, float]:
-        """See `Sampler`."""
-        return self._sampler.measured()
-
-    def release(self) -> None:
-        """See `Sampler`."""
-        self._sampler.release()
-
-    def close(self) -> None:
-        """See `Sampler`."""
-        self._sampler.close()
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
         """See `Sampler`; all ranks ask for the same. Raises StorageError where the journal cannot be written."""
