@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from runner.carried import carried
 from runner.sweep import note as notes
 from runner.sweep.order import Order
-from runner.sweep.remote import Noted, carried
+from runner.sweep.remote import Noted
 from runner.sweep.status import status
 from tests.sweep import toy
 from tests.sweep.test_engine import DEADLINE_S, ROOT, alive, until
