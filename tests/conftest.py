@@ -54,6 +54,13 @@ settings.register_profile("soak", deadline=None, max_examples=2000, database=Non
 settings.load_profile("house")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Several processes of a slow test may share a busy core with those of another one."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(600))
+
+
 @pytest.fixture(autouse=True)
 def clean_environment() -> Iterator[None]:
     """Environment variables, working folder and torch's global switches are as before when a test is over."""

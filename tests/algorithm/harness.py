@@ -20,6 +20,7 @@ from runner.model import tiny
 from runner.model.config import TinyConfig
 from runner.protocols import Callback, Completion, Environments, Observation, Prompt, Question
 from runner.publisher import Publisher
+from runner.routes import Copied, Shared
 from runner.sampler import torch as torch_sampler
 from runner.sampler.config import TorchSamplerConfig
 from runner.sharing import Alone
@@ -142,7 +143,8 @@ def job_of(
     if "critic" in config.learners():
         learners["critic"] = learner(model_of(2, "scalar"), "critic")
     frozen = {role: FrozenModel(model_of(7), budget=64, device=CPU) for role in config.frozen()}
-    publisher = Publisher(learners["policy"].weights, sampler, config.lag)
+    route = Copied(learners["policy"].weights) if config.lag else Shared()
+    publisher = Publisher(route, sampler, config.lag)
     return Job(
         steps=steps,
         device=Cpu(CpuConfig(), decide=silent),
