@@ -236,5 +236,5 @@ def test_the_host_of_another_rank_never_holds_the_model(layout: str, most: float
 
     (first, size), (second, _) = ranks(2, work)
     assert size > 190 * 2**20
-    assert first > 0.95 * size  # what is measured would show it; a process may have had a page or two to spare
+    assert first > most * size  # what is measured would show it; a process may have had pages to spare
     assert second < most * size  # half of it is its own

@@ -69,6 +69,7 @@ def test_a_run_that_nobody_holds_was_killed(folder: RunFolder) -> None:
 
 def test_what_the_kernel_says_of_processes_here(folder: RunFolder, sleeper: int) -> None:
     os.kill(sleeper, signal.SIGSTOP)
+    os.waitid(os.P_PID, sleeper, os.WSTOPPED | os.WNOWAIT)
     listed(folder, of(os.getpid()), of(sleeper), of(2**22 + 1), of(os.getpid(), runs=False))
     with locked(folder):
         found = standing(folder)

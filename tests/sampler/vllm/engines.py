@@ -21,7 +21,8 @@ from runner.protocols import Request, Rollout
 from runner.sampler.config import VllmSamplerConfig
 from tests.model.zoo import module, rows
 
-HERE = importlib.util.find_spec("vllm") is not None
+_SPEC = importlib.util.find_spec("vllm")
+HERE = _SPEC is not None and _SPEC.origin is not None  # and no folder of that name
 NEEDED = [
     pytest.mark.skipif(not HERE, reason="vLLM is not installed; make test-vllm makes an environment that has it"),
     pytest.mark.filterwarnings("default"),  # vLLM and what it imports warn of one another
