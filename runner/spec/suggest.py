@@ -149,6 +149,7 @@ NAMES = {
     },
 }
 
+CLOSEST = 0.85  # a slip of one letter: an option of the component itself is meant, not another's of that very name
 MOST_OWNERS = 3  # that are named of those that have an option
 
 # (group, member) → its option names; a group "" holds the top level, and sections that are no group have one member "".
@@ -191,6 +192,8 @@ def key(section: str, chosen: str, wrong: str, options: Options) -> str:
         return found
     if members := [m for m, names in options.get(section, {}).items() if m and wrong in set(names)]:
         return "an option of " + ", ".join(f"{section}={m}" for m in members)
+    if close := nearest(wrong, own, cutoff=CLOSEST):
+        return f"did you mean '{close}'?"
     if places := [place for place in options if place != section and _has(options, place, wrong)]:
         return "did you mean " + " or ".join(f"'{_join(p, wrong)}'" for p in places) + "?"
     if close := nearest(wrong, own):

@@ -60,6 +60,8 @@ def test_names(group: str, wrong: str, right: str | None) -> None:
             "sequence_parallel_size",
             "did you mean 'parallelism.cp' of parallelism=ddp or parallelism=fsdp or parallelism=hsdp or …?",
         ),
+        ("launch", "local", "sampler", "did you mean 'samplers'?"),
+        ("launch", "ray", "device", "did you mean 'devices'?"),
         ("checkpoint", "safetensors", "async", "did you mean 'asynchronous'?"),
         (
             "model",
