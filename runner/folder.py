@@ -30,7 +30,7 @@ class RunFolder:
 
     root: Path
     rank: int = 0
-    sampler: int | None = None
+    service: str = ""  # samplers/0, rewarders/1: of a process that serves the ranks
 
     def of_rank(self, rank: int) -> RunFolder:
         """The same folder for another rank of the job."""
@@ -38,7 +38,11 @@ class RunFolder:
 
     def of_sampler(self, index: int) -> RunFolder:
         """The same folder for a process that only samples."""
-        return RunFolder(self.root, sampler=index)
+        return RunFolder(self.root, service=f"samplers/{index}")
+
+    def of_rewarder(self, index: int) -> RunFolder:
+        """The same folder for a process that only scores."""
+        return RunFolder(self.root, service=f"rewarders/{index}")
 
     @property
     def ranks(self) -> Path:
@@ -51,6 +55,16 @@ class RunFolder:
         return self.root / "samplers"
 
     @property
+    def rewarders(self) -> Path:
+        """rewarders/N.json: where rewarder N is reached; rewarders/N.log: all that it said."""
+        return self.root / "rewarders"
+
+    @property
+    def printed(self) -> Path:
+        """Where reward.log is, which has what a reward's own code prints in this process's care."""
+        return self.root / self.service
+
+    @property
     def members(self) -> Path:
         """members/N.json: who takes part on machine N, written every few seconds."""
         return self.root / "members"
@@ -58,9 +72,7 @@ class RunFolder:
     @property
     def engine(self) -> Path:
         """What an engine in this process reads from the disk; it goes with the process."""
-        if self.sampler is not None:
-            return self.samplers / f"{self.sampler}.engine"
-        return self.ranks / f"{self.rank}.engine"
+        return self.root / f"{self.service or f'ranks/{self.rank}'}.engine"
 
     @property
     def journal(self) -> Path:
@@ -118,9 +130,9 @@ class RunFolder:
 
     @property
     def log(self) -> Path:
-        """What was printed, with times; of a rank from 1, or a sampler, all that it said."""
-        if self.sampler is not None:
-            return self.samplers / f"{self.sampler}.log"
+        """What was printed, with times; of a rank from 1, or a process that serves the ranks, all that it said."""
+        if self.service:
+            return self.root / f"{self.service}.log"
         return self.ranks / f"{self.rank}.log" if self.rank else self.root / "run.log"
 
     @property

@@ -3,37 +3,34 @@
     tensors ──64 MiB at a time──▶ .staging-… ──renamed──▶ fixed-0000.safetensors …   the same in every version
                                                           v7-0000.safetensors …      those of version 7
 
-A digest says what the weights are, wherever they lie: of each tensor's bytes, then of all names, types and shapes with
-these. A version is always complete, so that a sampler that comes back empty needs nothing but it.
+While a file is written the tensors of the next one are made, and those of a version that was dropped are written over
+(`shelf_file`). A version is always complete, so that a sampler that comes back empty needs nothing but it. Its digest
+(`digests`) says what it is.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from runner.durable import STAGED, human, reason
+from runner.digests import Digests, combined, digested
+from runner.durable import human, reason
 from runner.errors import StorageError
+from runner.shelf_file import leases, put_aside, written
 from runner.shelf_folder import Claim
-from runner.tensor_file import TYPES, arranged
 
-FILE_BYTES = 64 * 2**20  # of a file, unless one tensor is larger; as much is held while it is written
-PIECE_BYTES = 8 * 2**20  # of a tensor that one thread digests at once
-THREADS = min(8, os.cpu_count() or 1)
-KIND, FIXED = "runner", "fixed"  # in a file's metadata: what it holds
+FILE_BYTES = 64 * 2**20  # of a file, unless one tensor is larger
+WRITERS = min(2, os.cpu_count() or 1)  # files that are written at once, beside the one whose tensors are being made
+KIND, FIXED, CHANGED = "runner", "fixed", "changed"  # in a file's metadata: what it holds
 REMEMBERED = 4096  # files whose digests are
-
-Digests = Mapping[str, bytes]  # of each tensor: what it is called, and what it is
 
 
 class Shelved(Mapping[str, Tensor]):
@@ -49,6 +46,7 @@ class Shelved(Mapping[str, Tensor]):
         self._digest = digest
         self._places: dict[str, Path] = {}
         self._changing: list[Path] = []  # the files of this version alone
+        self._mapped: dict[Path, Any] = {}  # those that were digested, so that the next to read finds their pages
         for path in self.files:
             with safe_open(path, "pt") as file:
                 self._places.update(dict.fromkeys(file.keys(), path))
@@ -69,18 +67,24 @@ class Shelved(Mapping[str, Tensor]):
         return sum(path.stat().st_size for path in self._changing)
 
     def found(self) -> str:
-        """The digest of what the files hold now; of those that all versions share it is remembered."""
+        """The digest of what the files hold now; of those that all versions share it is remembered.
+
+        The others stay mapped as long as this is there: to map them once more takes longer than to digest them.
+        """
         known: dict[str, bytes] = {}
         for path in self.files:
+            if path in self._changing:
+                self._mapped[path] = safe_open(path, "pt")
+                continue
             status = path.stat()
-            same = path, status.st_ino, status.st_size, status.st_mtime_ns
-            known.update(_of_file(path) if path in self._changing else _remembered(*same))
-        return _combined(known)
+            known.update(_remembered(path, status.st_ino, status.st_size, status.st_mtime_ns))
+        return combined(known | digested({name: self[name] for name in self if name in self.changed}))
 
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._places[name], "pt") as file:
-            found: Tensor = file.get_tensor(name)
-            return found
+        path = self._places[name]
+        file = self._mapped.get(path) or safe_open(path, "pt")
+        found: Tensor = file.get_tensor(name)
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -89,30 +93,30 @@ class Shelved(Mapping[str, Tensor]):
         return len(self._places)
 
 
-def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """The digest of weights that are no files, on whatever device; 8 MiB of them at a time go through the host."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        return _combined({name: _digest(name, tensor, pool) for name, tensor in tensors.items()})
-
-
 class Shelf:
     """The versions that samplers may still ask for. `put` belongs to the thread that trains; `get` may be called from
     another one."""
 
     def __init__(self, claim: Claim) -> None:
+        """Raises StorageError where nothing can be written."""
         self._claim: Claim | None = claim
         self.folder = claim.folder
         self._fixed: list[Path] = []
         self._fixed_digests: Digests = {}
         self._versions: dict[int, tuple[Shelved, list[Path]]] = {}
+        self._spare: list[Path] = []  # files that are to be written over
         self._lock = threading.Lock()
+        try:
+            self._spares = leases(self.folder)
+        except OSError as error:
+            raise self._full("to be", error) from error
 
     def keep(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Write what is the same in every version, before the first of them. Raises as `put`."""
         self._fixed, self._fixed_digests = self._written(FIXED, tensors)
 
     def put(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Shelved:
-        """Write a version: what may have changed of it. Held meanwhile are FILE_BYTES and a tensor.
+        """Write a version: what may have changed of it. Held meanwhile are WRITERS + 1 times FILE_BYTES, and a tensor.
 
         What is raised is raised after all tensors were taken, as others may hold pieces of them. Raises StorageError
         where there is no room, ValueError for a tensor that was said to stay the same.
@@ -120,7 +124,7 @@ class Shelf:
         files, digests = self._written(f"v{version}", tensors)
         if twice := digests.keys() & self._fixed_digests.keys():
             raise ValueError(f"{len(twice)} tensors were to stay the same and are in version {version}: {min(twice)}")
-        whole = _combined({**self._fixed_digests, **digests})
+        whole = combined({**self._fixed_digests, **digests})
         made = Shelved([*self._fixed, *files], version, whole)
         with self._lock:
             self._versions[version] = made, files
@@ -132,12 +136,14 @@ class Shelf:
             return self._versions[version][0]
 
     def drop_below(self, version: int) -> None:
-        """Remove older versions; who has one mapped keeps it."""
+        """Remove older versions; who has one mapped keeps it. The next one is written over the others, where it can."""
         with self._lock:
-            old = [self._versions.pop(one) for one in sorted(self._versions) if one < version]
-        for _, files in old:
-            for path in files:
-                path.unlink(missing_ok=True)
+            old = [self._versions.pop(one)[1] for one in sorted(self._versions) if one < version]
+        for path in [path for files in old for path in files if path.exists()]:
+            if self._spares:
+                self._spare.append(put_aside(path))
+            else:
+                path.unlink()
 
     def close(self) -> None:
         """Remove everything."""
@@ -148,15 +154,19 @@ class Shelf:
     def _written(self, stem: str, tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[Path], dict[str, bytes]]:
         """Write tensors as files that begin with `stem`; these, and the tensors' digests."""
         rest, files, digests = iter(tensors), list[Path](), dict[str, bytes]()
+        kind = {KIND: FIXED if stem == FIXED else CHANGED}
         try:
-            with ThreadPoolExecutor(THREADS) as pool:
+            with ThreadPoolExecutor(WRITERS) as pool:
+                pending: list[Future[dict[str, bytes]]] = []
                 for group in _groups(rest):
-                    path = self.folder / f"{stem}-{len(files):04d}.safetensors"
-                    files.append(path)
-                    found = {name: _submitted(tensor, pool) for name, tensor in group.items()}
-                    _write(path, group, {KIND: stem})
-                    digests.update({name: _named(name, group[name], found[name]) for name in group})
+                    files.append(self.folder / f"{stem}-{len(files):04d}.safetensors")
+                    spare = self._spare.pop(0) if self._spare else None
+                    pending.append(pool.submit(written, files[-1], group, kind, spare))
                     del group  # or it would be there while the next one is made
+                    while len(pending) > WRITERS:
+                        digests.update(pending.pop(0).result())
+                for one in pending:
+                    digests.update(one.result())
             return files, digests
         except Exception as error:
             for _ in rest:
@@ -166,6 +176,13 @@ class Shelf:
             if isinstance(error, OSError):
                 raise self._full(stem, error) from error
             raise
+        finally:
+            self._drop_spare()
+
+    def _drop_spare(self) -> None:
+        """What was not needed: this version is smaller, or failed."""
+        while self._spare:
+            self._spare.pop().unlink()
 
     def _full(self, stem: str, error: OSError) -> StorageError:
         room = human(os.statvfs(self.folder).f_bavail * os.statvfs(self.folder).f_frsize) if self.folder.is_dir() else 0
@@ -187,57 +204,8 @@ def _groups(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
         yield held
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """A safetensors file, written aside and renamed."""
-    entries = {name: (TYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
-    layout = arranged(entries, metadata)
-    staged = path.with_name(f"{STAGED}{path.name}")
-    try:
-        with staged.open("wb") as file:
-            file.write(layout.head)
-            for name in sorted(tensors, key=lambda name: layout.places[name]):
-                file.write(_bytes(tensors[name]))
-        os.replace(staged, path)
-    finally:
-        staged.unlink(missing_ok=True)
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, in its own memory."""
-    view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
-    return view
-
-
-def _submitted(tensor: Tensor, pool: ThreadPoolExecutor) -> list[Any]:
-    """The digests to be of a tensor's pieces."""
-    whole = _bytes(tensor)
-    pieces = [whole[at : at + PIECE_BYTES] for at in range(0, max(len(whole), 1), PIECE_BYTES)]
-    return [pool.submit(lambda piece: hashlib.blake2b(piece, digest_size=32).digest(), piece) for piece in pieces]
-
-
-def _named(name: str, tensor: Tensor, pieces: Sequence[Any]) -> bytes:
-    """What a tensor is called, and what it is."""
-    bytes_ = hashlib.blake2b(b"".join(piece.result() for piece in pieces), digest_size=32).hexdigest()
-    return f"{name} {TYPES[tensor.dtype]} {list(tensor.shape)} {bytes_}\n".encode()
-
-
-def _digest(name: str, tensor: Tensor, pool: ThreadPoolExecutor) -> bytes:
-    host = tensor.detach().cpu().contiguous()
-    return _named(name, host, _submitted(host, pool))
-
-
-def _combined(digests: Digests) -> str:
-    """One digest of all, the same in every order."""
-    return hashlib.blake2b(b"".join(digests[name] for name in sorted(digests)), digest_size=32).hexdigest()
-
-
 @lru_cache(REMEMBERED)
 def _remembered(path: Path, inode: int, size: int, mtime_ns: int) -> Digests:
-    """`_of_file`; the other arguments say that it is still the same file."""
-    return _of_file(path)
-
-
-def _of_file(path: Path) -> Digests:
-    """The digests of the tensors in a file."""
-    with safe_open(path, "pt") as file, ThreadPoolExecutor(THREADS) as pool:
-        return {name: _digest(name, file.get_tensor(name), pool) for name in file.keys()}  # noqa: SIM118
+    """The digests of the tensors in a file; the other arguments say that it is still the same one."""
+    with safe_open(path, "pt") as file:
+        return digested({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118

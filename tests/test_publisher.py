@@ -205,6 +205,7 @@ def test_a_sampler_that_says_something_else_is_loaded_once_more_and_then_refused
         assert publisher.numbers()["sync/probe"] == 0.0
     assert sampler.loads == [4] * min(wrong_loads + 1, 2)
     assert caplog.text.count("are sent once more") == min(wrong_loads, 1)
+    assert ("sampler 1 of 0 to 1 is" in caplog.text) == (wrong == "one engine of two" and wrong_loads > 0)
 
 
 def first_reads(world: World, folder: Path, full: bool) -> tuple[str, bool, list[float]]:

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from runner import shelf, shelf_folder
+from runner import digests, shelf, shelf_folder
+from runner.digests import digest_of
 from runner.errors import EnvironmentProblem, StorageError
-from runner.shelf import Shelf, Shelved, digest_of
+from runner.shelf import Shelf, Shelved
 from runner.shelf_folder import claim, clear, places
 
 Named = dict[str, Tensor]
@@ -49,7 +50,7 @@ def memory(tmp_path: Path) -> Path:
 @pytest.fixture
 def shelved(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
     monkeypatch.setattr(shelf, "FILE_BYTES", 1000)
-    monkeypatch.setattr(shelf, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(digests, "PIECE_BYTES", 4096)
     made = Shelf(claim(tmp_path / "run", 0, memory))
     yield made
     made.close()
@@ -146,20 +147,20 @@ def test_without_room_all_tensors_are_taken_and_the_words_say_where(
     shelved: Shelf, monkeypatch: pytest.MonkeyPatch, when: int
 ) -> None:
     taken: list[str] = []
-    write, calls = shelf._write, []
+    write, calls = shelf.written, []
 
-    def full(*arguments: object) -> None:
+    def full(*arguments: object) -> dict[str, bytes]:
         calls.append(arguments)
         if len(calls) > when:
             raise OSError(28, "No space left on device")
-        write(*arguments)  # type: ignore[arg-type]
+        return write(*arguments)  # type: ignore[arg-type]
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights().items():
             taken.append(name)
             yield name, tensor
 
-    monkeypatch.setattr(shelf, "_write", full)
+    monkeypatch.setattr(shelf, "written", full)
     with pytest.raises(StorageError, match=r"the weights v7 .*the disk is full.*--shm-size.*run resume"):
         shelved.put(7, tensors())
     assert taken == list(weights()), "other ranks hold pieces of all of them"

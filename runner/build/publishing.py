@@ -12,12 +12,12 @@ from runner.model.alone import blanks
 from runner.model.build import DTYPES
 from runner.parallelism.config import ZeroConfig
 from runner.parallelism.world import World
+from runner.place import Machine
 from runner.protocols import Learner, Sampler
 from runner.publisher import Publisher
 from runner.routes import Copied, Route, Shared, Shelving, Weights
-from runner.sampler.config import DrawingConfig
+from runner.sampler.base import DrawingConfig
 from runner.sampler.probed import COARSE, EXACT, Probe
-from runner.sampler.remote.notes import Machine
 from runner.shelf import Shelf
 from runner.shelf_folder import claim
 from runner.spec.job import JobSpec
@@ -40,7 +40,7 @@ def _sending(spec: JobSpec, learner: Learner, policy: Any, world: World, folder:
     apart = spec.launch.samplers > 0 or spec.sampler.served  # rank 0 alone speaks to it
     pieces = policy.whole.sharded or isinstance(world.config, ZeroConfig)
     own = not pieces and policy.module is policy.inner  # whole here, with nothing to be merged
-    if not apart and own and lag == 0:
+    if not apart and own:  # an engine in the rank, which draws while that waits
         return Copied(partial(policy.published, "all"), handed=True)
     first = 0 if apart else _first_here(world)
     changed, fixed, size = _sent(spec, learner, policy, keep=place.rank == first)
