@@ -1,0 +1,156 @@
+"""What every way to start a job's processes has in its config: on one machine, on several, on those that are told."""
+
+import re
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from runner.spec.base import ComponentConfig
+
+ADDRESS = re.compile(r"(?P<host>[^\s:]+|\[[^\]\s]+\]):(?P<port>\d{1,5})")
+
+
+class LaunchConfig(ComponentConfig):
+    """How the processes of a job come to be."""
+
+    group: ClassVar[str] = "launch"
+    devices: int = Field(default=1, ge=1, description="Processes that train, one per device; on the CPU, ranks.")
+    samplers: int = Field(
+        default=0, ge=0, description="Devices beside those that only sample; 0 = the ranks sample on their own."
+    )
+    rewarders: int = Field(
+        default=0, ge=0, description="Processes that only score, reward.workers groups at a time; 0 = the ranks do."
+    )
+    attempts: int = Field(
+        default=1, ge=1, description="Times that the job may begin: after a lost process it goes on by itself."
+    )
+    replacements: int | None = Field(
+        default=None, ge=0, description="Times that a sampler or rewarder that is lost is started anew; null = 3."
+    )
+
+    @property
+    def here(self) -> bool:
+        """Whether the processes run on this machine, whose device is looked at before; else each looks at its own."""
+        return True
+
+    @property
+    def machines(self) -> int:
+        """Machines on each of which somebody types the command, for `devices` of its own."""
+        return 1
+
+    @property
+    def machine(self) -> int:
+        """The number of this one, from 0."""
+        return 0
+
+    @property
+    def meeting(self) -> tuple[str, int]:
+        """Host and port of machine 0, of several."""
+        raise NotImplementedError(f"launch={self.name} is typed on one machine")
+
+    @property
+    def world(self) -> int:
+        """Processes that train, on all machines."""
+        return self.devices * self.machines
+
+    @property
+    def alone(self) -> bool:
+        """Whether the job is one process."""
+        return self.world == 1 and not self.samplers and not self.rewarders
+
+    def preflight(self) -> None:
+        """Raise EnvironmentProblem for what is missing on this machine."""
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        found = []
+        if self.samplers and not job.algorithm.samples:
+            text = f"algorithm={job.algorithm.name} learns from given data and samples nothing; leave it out"
+            found.append(("launch.samplers", text))
+        if self.samplers % job.sampler.cards():
+            text = f"{self.samplers} devices do not divide into samplers of {job.sampler.cards()} each"
+            found.append(("launch.samplers", f"{text} (sampler.tp); set a multiple of it"))
+        waits = getattr(job.parallelism, "timeout_s", None)
+        if (self.samplers or job.sampler.served) and waits is not None and job.sampler.patience_s >= waits:
+            text = f"the ranks wait {waits:g} s for one another (parallelism.timeout_s), and rank 0 for samplers; less"
+            found.append(("sampler.timeout_s", f"{text} than that is expected"))
+        if self.rewarders and (why := _unscored(job)):
+            found.append(("launch.rewarders", f"{why}; leave it out"))
+        if self.replacements is not None and not self.samplers and not self.rewarders:
+            text = "is about launch.samplers and launch.rewarders, which are 0; leave it out, or set one of them"
+            found.append(("launch.replacements", text))
+        return found
+
+
+def _unscored(job: Any) -> str:
+    """Why processes that only score would have nothing to do; empty if they have."""
+    name = job.reward.name
+    if not job.algorithm.rewarded:
+        return f"algorithm={job.algorithm.name} asks no reward"
+    if job.reward.pooled():
+        return ""
+    if name == "http":
+        return "reward=http is scored by its service, which may be anywhere"
+    if name == "model":
+        return "reward=model is scored on the ranks' devices"
+    return f"reward={name} has no processes of its own, as function and math have: the ranks score in microseconds"
+
+
+class MachinesConfig(LaunchConfig):
+    """What is typed on each of several machines."""
+
+    nodes: int = Field(default=1, ge=1, description="Machines; the same command is typed on each, with its node.")
+    node: int | None = Field(
+        default=None, ge=0, description="This machine's number, from 0; given where nodes is above 1."
+    )
+    address: str | None = Field(
+        default=None, description="HOST:PORT at which machine 0 is found by the others; given where nodes is above 1."
+    )
+
+    @property
+    def machines(self) -> int:
+        return self.nodes
+
+    @property
+    def machine(self) -> int:
+        return self.node or 0
+
+    @property
+    def meeting(self) -> tuple[str, int]:
+        found = ADDRESS.fullmatch(self.address or "")
+        assert found is not None  # `problems` saw to it
+        return found["host"].strip("[]"), int(found["port"])
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        return super().problems(job) + self._about_machines()
+
+    def _about_machines(self) -> list[tuple[str, str]]:
+        given = {"node": self.node, "address": self.address}
+        if self.nodes == 1:
+            text = "is about several machines, and launch.nodes is 1; leave it out, or set launch.nodes"
+            return [(f"launch.{name}", text) for name, value in given.items() if value is not None]
+        found = []
+        text = (
+            f"with launch.nodes={self.nodes} is for launch=ray, which has one launcher for all machines; leave it out"
+        )
+        given = {"samplers": self.samplers > 0, "rewarders": self.rewarders > 0, "attempts": self.attempts > 1}
+        found += [(f"launch.{name}", text) for name, is_set in given.items() if is_set]
+        if self.node is None or self.node >= self.nodes:
+            text = f"the machines of launch.nodes={self.nodes} are 0 to {self.nodes - 1}; give each its number"
+            found.append(("launch.node", text))
+        named = ADDRESS.fullmatch(self.address or "")
+        if named is None or not 0 < int(named["port"]) < 2**16:
+            found.append(("launch.address", "machine 0's HOST:PORT is expected, the same on each, e.g. 10.0.0.1:29400"))
+        return found
+
+
+class StartedConfig(MachinesConfig):
+    """What something else starts on each machine, and tells the machine's number and machine 0's address."""
+
+    nodes: int = Field(default=1, ge=1, description="Machines; who starts the command on them says how many there are.")
+    node: int | None = Field(default=None, ge=0, description="This machine's number; not to be set, it is told.")
+    address: str | None = Field(default=None, description="HOST:PORT of machine 0; not to be set, it is told.")
+
+    def _about_machines(self) -> list[tuple[str, str]]:
+        told = self.node is not None or self.address is not None
+        later = () if told else ("launch.node", "launch.address")
+        return [(key, text) for key, text in super()._about_machines() if key not in later]

@@ -1,0 +1,112 @@
+"""What every sampler has in its config; and what those that draw, and those that the job starts itself, have."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from runner.spec.base import ComponentConfig
+
+Stop = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0)]
+Sent = Literal["changed", "fixed", "adapter", "base"]  # as `model.published` calls them
+PATIENCE_S = 1500.0
+
+
+class SamplerConfig(ComponentConfig):
+    """Where rollouts come from."""
+
+    group: ClassVar[str] = "sampler"
+    engine: ClassVar[bool] = False  # it has weights of its own, under the names that a model on the hub has them by
+    served: ClassVar[bool] = False  # it runs already, outside of the job
+
+    def answer_tokens(self) -> int:
+        """Most tokens of one answer."""
+        return 0
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds that a sampler outside of the trainer is waited for: fewer than ranks wait for one another."""
+        return PATIENCE_S
+
+    def sent(self) -> tuple[Sent, ...]:
+        """What an engine is sent of the policy: at every version, and, before the first one, for all of them."""
+        return ()
+
+    def cards(self) -> int:
+        """Devices that one process which only samples takes."""
+        return 1
+
+    def stopping(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """The strings and the token ids that end an answer, beside the model's own end of sequence."""
+        return (), ()
+
+    def preflight(self) -> None:
+        """Raise EnvironmentProblem for what is missing on this machine."""
+
+    def preflight_here(self) -> None:
+        """Raise EnvironmentProblem for what is missing where the job's processes run, on one of those machines."""
+
+
+class DrawingConfig(SamplerConfig):
+    """What every sampler draws from, and how an answer ends."""
+
+    temperature: float = Field(default=1.0, gt=0, description="Divides the logits; below 1 the likely grows likelier.")
+    top_k: int | None = Field(default=None, ge=1, description="Draw from this many likeliest tokens; null = from all.")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Draw from the fewest likeliest tokens whose probability reaches this."
+    )
+    min_p: float = Field(
+        default=0.0, ge=0, lt=1, description="Draw from tokens at least this many times as likely as the likeliest."
+    )
+    max_new_tokens: int = Field(default=256, ge=1, description="Most tokens of an answer, the end token included.")
+    stop: Annotated[tuple[Stop, ...], Field(strict=False)] = Field(
+        default=(), description="Strings that end an answer when they appear in it; they stay part of it."
+    )
+    stop_tokens: Annotated[tuple[TokenId, ...], Field(strict=False)] = Field(
+        default=(), description="Token ids that end an answer, beside the model's own end of sequence."
+    )
+    batch_size: int = Field(
+        default=256, ge=1, description="Most answers in work at once; one that ends makes room for the next."
+    )
+    timeout_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds that a sampler outside of the trainer may take for its part of a step; null = 1500.",
+    )
+    probe: float | None = Field(
+        default=None,
+        gt=0,
+        description="Most that a sampler with weights of its own may differ from the trainer after they were sent (mean"
+        " |log-prob.| of fixed tokens); null = 1e-3 for float32 weights, 0.3 for others.",
+    )
+
+    @property
+    def patience_s(self) -> float:
+        return PATIENCE_S if self.timeout_s is None else self.timeout_s
+
+    def answer_tokens(self) -> int:
+        return self.max_new_tokens
+
+    def stopping(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        return self.stop, self.stop_tokens
+
+
+class JobSamplerConfig(DrawingConfig):
+    """A sampler that the job starts itself: in its ranks, or in processes of its own."""
+
+    transport: Literal["http", "collective"] | None = Field(
+        default=None,
+        description="How weights get to samplers on other machines: http, or collective = from card to card, by NCCL "
+        "or HCCL (gloo on the CPU); null = http.",
+    )
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        if self.transport is None:
+            return []
+        if not job.launch.samplers:
+            text = "is about samplers of their own, and here the ranks sample; leave it out, or set launch.samplers"
+        elif job.launch.here:
+            text = "is about other machines, and here samplers are on the trainer's, whose files they map; leave it out"
+        else:
+            return []
+        return [("sampler.transport", text)]

@@ -1,0 +1,113 @@
+"""What draws rollouts: an engine of vLLM's."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from runner.sampler.base import JobSamplerConfig, Sent
+from runner.spec.base import Dtype
+
+COLDEST, HOTTEST = 0.01, 2.0  # temperatures that vLLM draws at
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that its attention on the CPU has
+
+
+class VllmSamplerConfig(JobSamplerConfig):
+    """A vLLM engine draws: in each rank's process, asleep while that trains, or with launch.samplers in its own.
+
+    Rollouts do not repeat bit for bit; on a resume those that were used are read from a journal."""
+
+    factory: ClassVar[str] = "runner.sampler.vllm.build:build"
+    engine: ClassVar[bool] = True
+    name: Literal["vllm"] = "vllm"
+    tp: int = Field(default=1, ge=1, description="Devices that one engine is spread over; with launch.samplers.")
+    memory: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Share of a card's memory that an engine may take; null = 0.45 beside a trainer, else 0.9.",
+    )
+    cache_gib: float | None = Field(
+        default=None, gt=0, description="GiB for keys and values; null = what sampler.memory leaves, on the CPU 1."
+    )
+    sleep: Literal[0, 1, 2] | None = Field(
+        default=None,
+        description="What an engine beside a trainer gives up meanwhile: 0 = nothing, 1 = its cache, weights go to the "
+        "host, 2 = both; null = 1, on the CPU 0.",
+    )
+    sync: Literal["merged", "adapter"] = Field(
+        default="merged",
+        description="What is sent after a step: merged = the weights that it changed, the adapter's merged into them; "
+        "adapter = the adapter alone, beside a base that was sent once.",
+    )
+    dtype: Dtype | None = Field(
+        default=None,
+        description="Data type of the engine's weights; null = that of the policy's matrix products.",
+    )
+    eager: bool | None = Field(
+        default=None,
+        description="Run without captured graphs; null = false on CUDA, else true.",
+    )
+    max_length: int | None = Field(
+        default=None, ge=2, description="Most tokens of a prompt and its answer; null = what the job may need."
+    )
+
+    def sent(self) -> tuple[Sent, ...]:
+        return ("adapter", "base") if self.sync == "adapter" else ("changed", "fixed")
+
+    def cards(self) -> int:
+        return self.tp
+
+    def preflight_here(self) -> None:
+        from runner.sampler.vllm.need import need_vllm  # here, because every command reads this module
+
+        need_vllm()
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        return [*super().problems(job), *self._placing(job), *self._sending(job), *self._computing(job)]
+
+    def _placing(self, job: Any) -> Iterator[tuple[str, str]]:
+        own, cpu = job.launch.samplers > 0, job.device.name == "cpu"
+        if self.tp > 1 and not own:
+            text = "an engine over several devices has processes of its own; set launch.samplers, or leave it out"
+            yield "sampler.tp", text
+        if not own and job.algorithm.steps_ahead():
+            text = "an engine in a rank draws while that waits, and so not ahead of it; set launch.samplers, or 0"
+            yield "algorithm.lag", text
+        if self.sleep is not None and own:
+            yield "sampler.sleep", "a sampler of its own shares its device with nobody; leave it out"
+        elif self.sleep and cpu:
+            yield "sampler.sleep", "vLLM knows no sleep on the CPU (a call does nothing); leave it out"
+        if self.timeout_s is not None and not own:
+            text = "is about samplers of their own, and here the ranks sample; leave it out, or set launch.samplers"
+            yield "sampler.timeout_s", text
+        if self.memory is not None and cpu:
+            yield "sampler.memory", "is a share of a card's memory, and this is the CPU; set sampler.cache_gib instead"
+
+    def _sending(self, job: Any) -> Iterator[tuple[str, str]]:
+        if self.sync != "adapter":
+            return
+        if job.adapter.name == "none":
+            yield "sampler.sync", "adapter=none has no adapter to send; type sampler.sync=merged"
+        elif getattr(job.adapter, "dora", False):
+            yield "sampler.sync", "vLLM knows no DoRA; type sampler.sync=merged"
+
+    def _computing(self, job: Any) -> Iterator[tuple[str, str]]:
+        longest = job.data.max_length + self.max_new_tokens
+        if self.max_length is not None and self.max_length < longest:
+            text = f"data.max_length and sampler.max_new_tokens come to {longest} tokens; give as many, or leave it out"
+            yield "sampler.max_length", text
+        if not COLDEST <= self.temperature <= HOTTEST:
+            text = f"vLLM draws at {COLDEST} to {HOTTEST}, and takes colder for {COLDEST} without a word"
+            yield "sampler.temperature", f"{text}; give one of these"
+        if self.eager is False and job.device.name == "cpu":
+            yield "sampler.eager", "the CPU captures no graphs; leave it out"
+        heads, groups = getattr(job.model, "heads", 0), getattr(job.model, "kv_heads", 0)  # of a folder vLLM says it
+        size = job.model.hidden_size // heads if heads else CPU_HEADS[0]
+        if job.device.name == "cpu" and size not in CPU_HEADS:
+            text = f"vLLM's attention on the CPU has no heads of {size} numbers, but of 32, 64 …; take fewer heads"
+            yield "model.heads", text
+        if heads % self.tp:
+            yield "sampler.tp", f"model.heads={heads} do not divide into {self.tp}; give a divisor of it"
+        elif groups and groups % self.tp and self.tp % groups:
+            yield "sampler.tp", f"model.kv_heads={groups} neither divide into {self.tp} nor divide it; give another tp"
