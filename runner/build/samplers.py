@@ -1,9 +1,9 @@
-"""What samples, where it does, and how the trainer's weights come to it.
+"""What samples, and where it does.
 
-torch                in each rank, over the policy (lag 0) or a copy     weights: shared, or copied
-an engine            in each rank, beside the policy                     handed over, or files on each machine
-processes            rank 0 speaks to them, for all                      files that rank 0 writes
-an endpoint          rank 0 speaks to it, for all                        files, or none
+torch             in each rank, over the policy (lag 0) or a copy of it
+an engine         in each rank, beside the policy
+launch.samplers   processes of their own: rank 0 speaks to them, for all
+a server          that others run: rank 0 speaks to it, for all
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from runner.parallelism.shared import FirstSampler, SharedSampler
 from runner.parallelism.world import World
 from runner.protocols import Device, Sampler
 from runner.registry import default_registry
-from runner.sampler.config import DrawingConfig
+from runner.sampler.base import DrawingConfig, JobSamplerConfig
 from runner.sampler.journal import Journal
+from runner.sampler.remote.backends import Collectives
 from runner.sampler.remote.remotes import Remotes
 from runner.sampler.remote.secret import token
 from runner.spec.job import JobSpec
@@ -54,7 +55,7 @@ def _sampler(
     spec: JobSpec, policy: Any, tokenizer: Any, device: Device, world: World, decide: Decisions, folder: RunFolder
 ) -> Sampler:
     if spec.launch.samplers:
-        return FirstSampler(lambda: _remotes(spec, policy, folder), world.feed_peers)
+        return FirstSampler(lambda: _remotes(spec, policy, device, folder), world.feed_peers)
     if spec.sampler.served:
         return FirstSampler(lambda: made(spec, policy, decide, folder), world.feed_peers)
     if spec.sampler.engine:
@@ -65,10 +66,18 @@ def _sampler(
     return SharedSampler(made(spec, model, decide, folder), world.feed_peers, partial(world.whole, model))
 
 
-def _remotes(spec: JobSpec, policy: Any, folder: RunFolder) -> Remotes:
+def _remotes(spec: JobSpec, policy: Any, device: Device, folder: RunFolder) -> Remotes:
     assert isinstance(spec.sampler, DrawingConfig)  # or nothing would be sampled
     count = spec.launch.samplers // spec.sampler.cards()
-    return Remotes(spec.sampler, count, folder.samplers, token=token(), vocabulary=policy.bounds().vocabulary)
+    vocabulary, by = policy.bounds().vocabulary, collectives_of(spec, device)
+    return Remotes(spec.sampler, count, folder.samplers, token=token(), vocabulary=vocabulary, collectives=by)
+
+
+def collectives_of(spec: JobSpec, device: Device) -> Collectives | None:
+    """By which weights get from this process, or to it, over the network; None = over HTTP."""
+    if not isinstance(spec.sampler, JobSamplerConfig) or spec.sampler.transport != "collective":
+        return None
+    return Collectives(device.backend.rpartition(":")[2], device.torch_device)
 
 
 def made(spec: JobSpec, model: Any, decide: Decisions, folder: RunFolder) -> Sampler:

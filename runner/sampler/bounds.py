@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from runner.errors import DataError, Problem, SpecError
 from runner.protocols import Request
-from runner.sampler.config import DrawingConfig
+from runner.sampler.base import DrawingConfig
 
 
 def check_ids(config: DrawingConfig, vocabulary: int) -> None:

@@ -3,7 +3,9 @@
     publisher ──expect(version, log-probabilities)──▶ Probe ◀──load, score── each sampler, after every load
 
 It finds what no digest does: an engine that has the bytes and does not use them (weights tied anew, laid out anew,
-kept under another name).
+kept under another name). That is off by nats. With bfloat16 two right ones differ, too: ids that nobody would say are
+some 0.1 off by rounding alone (measured with 12 and 24 layers, random weights, logits that spread by 2 to 3.5: 0.04 to
+0.12), and weights that are a step old are not told from that.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ log = logging.getLogger("runner")
 
 ROWS, TOKENS = 4, 16
 LOADS = 2  # before it is given up
-EXACT, COARSE = 1e-3, 0.05  # limits for float32, and for what is computed with fewer digits
+EXACT, COARSE = 1e-3, 0.3  # limits for float32, and for what is computed with fewer digits
 
 Scores = Sequence[Sequence[float]]  # of each row, of all ids but the first
 
@@ -62,17 +64,19 @@ class Probe:
         """
         for once_more in reversed(range(LOADS)):
             sampler.load(weights, version)
-            self.last = self.difference(sampler.score(self.rows), version)
+            engines = sampler.score(self.rows)
+            self.last = self.difference(engines, version)
             if self.last <= self.limit:
                 return
-            found = f"{name or 'a sampler'} is {self.last:.4g} off the trainer after the weights of version {version}"
+            who = name or self._farthest(engines, version)
+            found = f"{who} is {self.last:.4g} off the trainer after the weights of version {version}"
             if once_more:
                 log.warning("%s were sent (sampler.probe=%g): they are sent once more", found, self.limit)
         raise SamplerFault(
             f"{found} were sent, twice: log-probabilities of {ROWS * (TOKENS - 1)} fixed tokens, mean absolute "
             f"difference, and sampler.probe={self.limit:g}\n"
             "  what it would draw is not of these weights. Is its data type the model's (model.dtype, sampler.dtype)? "
-            "Does its version load weights while it runs (docs/rollouts.md)? If such a difference is meant: "
+            "Does its version load weights while it runs (docs/vllm.md)? If such a difference is meant: "
             f"sampler.probe={self.last * 2:.1g}"
         )
 
@@ -81,6 +85,13 @@ class Probe:
         where an answer has not the rows' shape, or is no number."""
         wanted = self._expected[version]
         return max((_difference(scores, wanted) for scores in engines), default=math.inf)
+
+    def _farthest(self, engines: Sequence[Scores], version: int) -> str:
+        """The one that is, in words; they come in the order of the samplers' numbers, or of the ranks beside them."""
+        if len(engines) < 2:
+            return "a sampler"
+        off = [_difference(scores, self._expected[version]) for scores in engines]
+        return f"sampler {off.index(max(off))} of 0 to {len(engines) - 1}"
 
 
 def _difference(scores: Scores, wanted: Scores) -> float:

@@ -18,19 +18,23 @@ class Stops:
 
     def finish(self, ids: Sequence[int], limit: int) -> str | None:
         """Why an answer ends with its last id ("stop" or "length"), or None. To be asked after every id."""
-        if ids[-1] in self._ids or self._in_text(ids):
-            return "stop"
-        return "length" if len(ids) >= limit else None
+        return self._reason(ids[-self._tail :], len(ids), limit)
 
     def end(self, ids: Sequence[int], limit: int) -> tuple[int, str] | None:
         """How many of the ids that another drew the answer has, and why it ends there; None if it goes on."""
         for size in range(1, len(ids) + 1):
-            if reason := self.finish(ids[:size], limit):
+            if reason := self._reason(ids[max(size - self._tail, 0) : size], size, limit):
                 return size, reason
         return None
 
-    def _in_text(self, ids: Sequence[int]) -> bool:
+    def _reason(self, tail: Sequence[int], size: int, limit: int) -> str | None:
+        """The same of an answer of `size` ids that ends with these."""
+        if tail[-1] in self._ids or self._in_text(tail):
+            return "stop"
+        return "length" if size >= limit else None
+
+    def _in_text(self, tail: Sequence[int]) -> bool:
         if not self._strings:
             return False
-        text = self._tokenizer.decode(ids[-self._tail :], skip_special_tokens=False)
+        text = self._tokenizer.decode(tail, skip_special_tokens=False)
         return any(string in text for string in self._strings)

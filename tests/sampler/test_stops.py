@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,3 +51,27 @@ def test_ids_and_length() -> None:
     assert first_stop(stops, [7]) == (1, "stop")
     assert first_stop(stops, [1, 2, 3, 4], limit=3) == (3, "length")
     assert first_stop(stops, [1, 2, END], limit=3) == (3, "stop")
+
+
+class Counted(list[int]):
+    """Ids that count how many of them were read."""
+
+    read = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        self.read += len(found) if isinstance(at, slice) else 1
+        return found
+
+
+@given(st.lists(st.sampled_from([*b"ab\xe2\x98\x83", START]), max_size=40), st.sampled_from(["aba", "b☃", ""]))
+def test_where_an_answer_ends_that_another_drew(ids: list[int], string: str) -> None:
+    stops = Stops(TOKENIZER, frozenset({ord("b")} if not string else ()), [string] if string else [])
+    assert stops.end(ids, 30) == first_stop(stops, ids, 30)
+
+
+def test_a_long_answer_is_not_read_once_for_each_of_its_tokens() -> None:
+    for strings in ([], ["zzz"]):
+        ids = Counted([1] * 2000)
+        assert Stops(TOKENIZER, frozenset({END}), strings).end(ids, 2000) == (2000, "length")
+        assert ids.read < 20 * len(ids)

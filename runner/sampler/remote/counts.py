@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 SUMS = ("load_s", "restarts", "resyncs", "rejected")
@@ -17,6 +17,7 @@ class Counts:
         self._lock = threading.Lock()
         self._sums = dict.fromkeys(SUMS, 0.0)
         self._tokens, self._seconds, self._queue = 0, 0.0, 0
+        self._devices: dict[int, Mapping[str, float]] = {}
 
     def add(self, name: str, amount: float = 1) -> None:
         """So much more of it."""
@@ -29,6 +30,11 @@ class Counts:
             self._tokens += tokens
             self._seconds += seconds
             self._queue = max(self._queue, queue)
+
+    def watched(self, index: int, numbers: Mapping[str, float]) -> None:
+        """What the device of sampler `index` was found to be doing; nothing where it was not looked at since."""
+        with self._lock:
+            self._devices[index] = {**self._devices.get(index, {}), **numbers}
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -46,5 +52,15 @@ class Counts:
             if self._seconds:
                 found |= {"tokens_per_s": self._tokens / self._seconds, "queue": float(self._queue)}
             self._sums = dict.fromkeys(SUMS, 0.0)
+            found |= _together(self._devices.values())
             self._tokens, self._seconds, self._queue = 0, 0.0, 0
+            self._devices = {}
         return found
+
+
+def _together(devices: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Of all samplers: the mean of what is in percent, else the greatest, e.g. the fullest device's memory."""
+    found = {name: [one[name] for one in devices if name in one] for one in devices for name in one}
+    return {
+        name: sum(values) / len(values) if name.endswith("_percent") else max(values) for name, values in found.items()
+    }

@@ -7,7 +7,8 @@ that are started from here. What is the same in every version is fetched once.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -18,6 +19,8 @@ from runner.sampler.remote.wire import authorization
 from runner.shelf import FIXED
 
 BLOCK_BYTES = 4 << 20
+AT_ONCE = 4  # files
+Get = Callable[[str, int], None]  # puts what is behind an address into an open file; raises OSError, HTTPException
 
 
 class UnfetchedError(SamplerFault):
@@ -29,16 +32,24 @@ class UnsharedError(SamplerFault):
 
 
 class Fetched:
-    """Files of other machines, by their addresses, while they are held in this one's memory."""
+    """Files of other machines, by their addresses, while they are held in this one's memory. get: how they get there"""
 
-    def __init__(self, token: str) -> None:
-        self._token = token
+    def __init__(self, get: Get) -> None:
+        self._get = get
         self._handles: dict[str, int] = {}
 
     def files(self, urls: Sequence[str]) -> list[Path]:
         """What is behind the addresses, in their order; all else is dropped. Raises UnfetchedError."""
         self._drop([url for url in self._handles if url not in urls])
-        return [Path(f"/proc/{os.getpid()}/fd/{self._handle(url)}") for url in urls]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            pending = [pool.submit(self._fetch, url) for url in dict.fromkeys(urls) if url not in self._handles]
+            try:
+                for one in pending:
+                    one.result()
+            except UnfetchedError:
+                pool.shutdown(wait=False, cancel_futures=True)  # those that have not begun
+                raise
+        return [Path(f"/proc/{os.getpid()}/fd/{self._handles[url]}") for url in urls]
 
     def drop_changed(self) -> None:
         """Give back what only one version has."""
@@ -52,19 +63,18 @@ class Fetched:
         for url in urls:
             os.close(self._handles.pop(url))
 
-    def _handle(self, url: str) -> int:
-        if url not in self._handles:
-            handle = os.memfd_create("weights")
-            try:
-                _get(url, self._token, handle)
-            except (OSError, HTTPException) as error:
-                os.close(handle)
-                raise UnfetchedError(f"{url} cannot be fetched: {str(error) or type(error).__name__}") from error
-            self._handles[url] = handle
-        return self._handles[url]
+    def _fetch(self, url: str) -> None:
+        handle = os.memfd_create("weights")
+        try:
+            self._get(url, handle)
+        except (OSError, HTTPException) as error:
+            os.close(handle)
+            raise UnfetchedError(f"{url} cannot be fetched: {str(error) or type(error).__name__}") from error
+        self._handles[url] = handle
 
 
-def _get(url: str, token: str, handle: int) -> None:
+def over_http(token: str, url: str, handle: int) -> None:
+    """`Get`, from a server that wants the token."""
     parts = urlsplit(url)
     connection = HTTPConnection(parts.hostname or "", parts.port, timeout=SILENCE_S)
     try:

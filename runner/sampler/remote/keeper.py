@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from runner.errors import SamplerFault
 from runner.protocols import Sampler
-from runner.sampler.remote.fetch import Fetched, UnsharedError
+from runner.sampler.remote.fetch import Fetched, Get, UnsharedError
 from runner.sampler.remote.wire import STALE, Held, Json, Wrong, answered, requests_of
 from runner.shelf import Shelved
 
@@ -26,8 +26,9 @@ log = logging.getLogger("runner")
 class Keeper:
     """Does what a client asks, in the thread that has the sampler. What goes wrong is part of the answer."""
 
-    def __init__(self, sampler: Sampler, token: str) -> None:
-        self._sampler, self._fetched = sampler, Fetched(token)
+    def __init__(self, sampler: Sampler, get: Get) -> None:
+        """get: how weights come from another machine."""
+        self._sampler, self._fetched = sampler, Fetched(get)
         self._session = secrets.token_hex(8)
         self.held = self._nothing()
         self._last: tuple[str, Json] = ("", {})
@@ -84,6 +85,7 @@ class Keeper:
         except (OSError, SafetensorError) as error:
             raise SamplerFault(f"the weights of version {version} cannot be read: {error}") from error
         if found != digest:
+            self._fetched.close()  # to be had anew, what is the same in every version with it
             raise SamplerFault(f"the weights of version {version} are not those that were sent: {found} for {digest}")
         self.held = self._nothing()  # while they change, and if that fails half-way
         self._sampler.load(weights, version)

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import AF_INET6
+from select import select
+from socket import AF_INET6, MSG_PEEK, socket
 from socketserver import TCPServer
 from typing import Any
 
@@ -67,18 +68,25 @@ class Handler(BaseHTTPRequestHandler):
         self.say(401, b"the token of the job is needed\n", "text/plain")
         return False
 
-    def say(self, status: int, content: bytes, kind: str) -> None:
-        """A whole answer."""
-        self.head(status, {"Content-Type": kind, "Content-Length": str(len(content))})
+    def say(self, status: int, content: bytes, kind: str, *, last: bool = True) -> None:
+        """A whole answer. last: the connection ends after it."""
+        self.head(status, {"Content-Type": kind, "Content-Length": str(len(content))}, last=last)
         self.wfile.write(content)
 
-    def head(self, status: int, headers: dict[str, str]) -> None:
-        """How an answer begins, after which the connection ends."""
+    def head(self, status: int, headers: dict[str, str], *, last: bool = True) -> None:
+        """How an answer begins."""
         self.send_response(status)
-        for name, value in {**headers, "Connection": "close"}.items():
+        for name, value in {**headers, **({"Connection": "close"} if last else {})}.items():
             self.send_header(name, value)
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
         """Each question, for those who look for something."""
         log.debug(format, *args)
+
+
+def refuse_the_gone(connection: socket) -> None:
+    """Raise ConnectionResetError where the other side has closed its end, which writing to it tells only later."""
+    readable, _, _ = select([connection], [], [], 0)  # recv itself would wait for as long as the time-out is
+    if readable and connection.recv(1, MSG_PEEK) == b"":
+        raise ConnectionResetError("the other side has gone")

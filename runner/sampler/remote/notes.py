@@ -6,27 +6,12 @@ samplers/0.json   {"url": "http://127.0.0.1:40123", "host": …, "boot_id": …,
 from __future__ import annotations
 
 import json
-import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from runner import durable
-
-BOOT = Path("/proc/sys/kernel/random/boot_id")  # drawn by the kernel as the machine starts
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """A machine, told apart from all others: also from one with the same name, and from containers on it."""
-
-    host: str
-    boot_id: str
-
-    @classmethod
-    def here(cls) -> Machine:
-        """This one; without a boot id where the system has none."""
-        return cls(socket.gethostname(), BOOT.read_text().strip() if BOOT.exists() else "")
+from runner.place import Machine
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,12 +11,15 @@ from runner.sampler.remote.listening import Handler, Listening
 
 
 class Offer:
-    """Servers of files, one for each address at which samplers reach this machine, made when it is first needed."""
+    """Servers of files, one for each address at which samplers reach this machine, made when it is first needed.
 
-    def __init__(self, token: str) -> None:
-        self._token = token
+    server: makes one, of the address, the token, and the files that are on offer by their paths there
+    """
+
+    def __init__(self, token: str, server: Callable[[str, str, dict[str, Path]], Listening] | None = None) -> None:
+        self._token, self._server = token, server or Server
         self._files: dict[str, Path] = {}
-        self._servers: dict[str, _Server] = {}
+        self._servers: dict[str, Listening] = {}
         self._lock = threading.Lock()
         self._closing = ExitStack()
 
@@ -29,7 +32,7 @@ class Offer:
         with self._lock:
             self._files.update(names)
             if host not in self._servers:
-                self._servers[host] = _Server(host, self._token, self._files)
+                self._servers[host] = self._server(host, self._token, self._files)
                 self._closing.enter_context(self._servers[host].running())
             return [self._servers[host].url + name for name in names]
 
@@ -50,22 +53,32 @@ def _name(path: Path) -> str:
     return f"/{status.st_ino}-{status.st_mtime_ns}/{path.name}"
 
 
-class _Server(Listening):
-    def __init__(self, host: str, token: str, files: dict[str, Path]) -> None:
+class Server(Listening):
+    """Answers with files."""
+
+    def __init__(self, host: str, token: str, files: dict[str, Path], handler: type[FileHandler] | None = None) -> None:
+        """Raises OSError where the address cannot be had."""
         self.files = files
-        super().__init__(host, 0, token, _Handler)
+        super().__init__(host, 0, token, handler or FileHandler)
 
 
-class _Handler(Handler):
-    server: _Server
+class FileHandler(Handler):
+    """One question for a file."""
+
+    server: Server
 
     def do_GET(self) -> None:
         """Send a file that is on offer."""
-        if not self.known():
+        if not self.known() or (path := self.offered()) is None:
             return
-        path = self.server.files.get(self.path)
-        if path is None or not path.exists():
-            return self.say(404, b"not on offer\n", "text/plain")
         with path.open("rb") as file:
             self.head(200, {"Content-Length": str(path.stat().st_size)})
             self.connection.sendfile(file)
+
+    def offered(self) -> Path | None:
+        """The file that is asked for; where it is not on offer, that is said."""
+        path = self.server.files.get(self.path)
+        if path is None or not path.exists():
+            self.say(404, b"not on offer\n", "text/plain")
+            return None
+        return path

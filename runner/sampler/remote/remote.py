@@ -1,4 +1,4 @@
-"""One sampler as rank 0 sees it: asked over HTTP, looked for again where it does not answer.
+"""One sampler, or rewarder, as a rank sees it: asked over HTTP, looked for again where it does not answer.
 
 its note ─▶ connect ─▶ ask ─▶ signs of life … answer
     ▲ again, after a pause ◀── refused, cut, silent, no JSON ──┘     until the patience is at its end: SamplerFault
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -34,11 +34,12 @@ class UnansweredError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a sampler holds, and what it gave: a result, or what went wrong."""
+    """What a sampler holds, and what it gave: a result, or what went wrong. device: what that was found to be doing."""
 
     held: Held
     result: Any
     wrong: Wrong | None
+    device: Mapping[str, float]
 
     @classmethod
     def of(cls, content: bytes) -> Reply:
@@ -46,21 +47,36 @@ class Reply:
         try:
             body = json.loads(content)
             held, wrong = body["held"], body.get("error")
-            return cls(Held(**held), body.get("result"), None if wrong is None else Wrong(**wrong))
+            device = {name: float(value) for name, value in body.get("device", {}).items()}
+            return cls(Held(**held), body.get("result"), None if wrong is None else Wrong(**wrong), device)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UnansweredError(f"what it says is no answer: {content[:80]!r}") from error
 
 
 class Remote:
-    """The sampler `index` of a job, whichever process that is at the time."""
+    """The sampler `index` of a job, whichever process that is at the time.
 
-    def __init__(self, index: int, notes: Path, token: str, counts: Counts, *, silence_s: float) -> None:
+    role: what it is called; remedy: what more to do, beside reading its log, where it gives no answer in time
+    """
+
+    def __init__(
+        self,
+        index: int,
+        notes: Path,
+        token: str,
+        counts: Counts,
+        *,
+        silence_s: float,
+        role: str = "sampler",
+        remedy: str = ", or give it longer: sampler.timeout_s",
+    ) -> None:
         self.index, self._path, self._token, self._silence_s = index, path_of(notes, index), token, silence_s
+        self._role, self._remedy = role, remedy
         self._counts = counts
         self._session, self._where = "", "not started"
 
     def __str__(self) -> str:
-        return f"sampler {self.index} ({self._where})"
+        return f"{self._role} {self.index} ({self._where})"
 
     @property
     def log(self) -> str:
@@ -95,7 +111,7 @@ class Remote:
 
     def _miss(self, error: UnansweredError, tries: int, level: int, patience: Patience) -> None:
         if not patience.left():
-            remedy = f"look into {self.log}, or give it longer: sampler.timeout_s"
+            remedy = f"look into {self.log}{self._remedy}"
             raise SamplerFault(f"{self} gave no answer in {patience.timeout_s:g} s: {error}; {remedy}") from error
         if not tries:
             log.log(level, "%s does not answer, and is waited for: %s", self, error)
@@ -116,6 +132,7 @@ class Remote:
             self._counts.add("restarts")
             log.warning("%s is another process than before", self)
         self._session = reply.held.session
+        self._counts.watched(self.index, reply.device)
         return reply
 
     def _exchange(self, note: Note, method: str, path: str, body: bytes | None, patience: Patience) -> bytes:

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from runner.errors import SamplerFault
 from runner.protocols import Request, Rollout
-from runner.sampler.config import DrawingConfig
+from runner.sampler.base import DrawingConfig
+from runner.sampler.remote.backends import Collectives
 from runner.sampler.remote.check import Limits
+from runner.sampler.remote.collective import PairServer
 from runner.sampler.remote.counts import Counts
 from runner.sampler.remote.offer import Offer
 from runner.sampler.remote.patience import Patience
@@ -45,11 +47,14 @@ class Remotes:
         token: str,
         vocabulary: int,
         silence_s: float = SILENCE_S,
+        collectives: Collectives | None = None,
     ) -> None:
-        """notes: the folder in which `count` samplers say where they are; token: the job's; vocabulary: its size."""
+        """notes: the folder in which `count` samplers say where they are; token: the job's; vocabulary: its size;
+        collectives: by which weights go to other machines, None = over HTTP."""
         self.temperature, self.max_new_tokens = config.temperature, config.max_new_tokens
         self._timeout_s = config.patience_s
-        self._counts, self._offer = Counts(), Offer(token)
+        server = None if collectives is None else partial(PairServer, collectives)
+        self._counts, self._offer = Counts(), Offer(token, server)
         self._remotes = [Remote(at, notes, token, self._counts, silence_s=silence_s) for at in range(count)]
         limits = Limits(vocabulary, config.max_new_tokens)
         self._samplers = [Synced(remote, self._offer, limits, self._counts) for remote in self._remotes]

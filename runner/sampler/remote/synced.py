@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from itertools import chain
+from statistics import fmean
+from typing import Any, NamedTuple, TypeVar
 
 from runner.errors import SamplerFault
+from runner.place import Machine
 from runner.protocols import Request, Rollout
 from runner.sampler.remote.check import InvalidError, Limits, checked, scores
 from runner.sampler.remote.counts import Counts
 from runner.sampler.remote.fetch import UnfetchedError, UnsharedError
-from runner.sampler.remote.notes import Machine, Note
+from runner.sampler.remote.notes import Note
 from runner.sampler.remote.offer import Offer
 from runner.sampler.remote.patience import Patience
 from runner.sampler.remote.remote import Remote, Reply
@@ -21,10 +25,27 @@ from runner.sampler.remote.wire import STALE, Json, asked
 from runner.shelf import Shelved
 
 T = TypeVar("T")
+Scores = list[list[list[float]]]  # by engine, row and id
+DRIFT = 0.1  # nats, mean over the rows: what bfloat16 may add from one process to another; a wrong head is off by 3
 TRIES = 2  # of what comes back wrong
 PAUSE_S = 1.0  # before weights are fetched again
 FAULTS = {kind.__name__: kind for kind in (SamplerFault, UnfetchedError, UnsharedError)}  # of the weights' way
 log = logging.getLogger("runner")
+
+
+class Mark(NamedTuple):
+    """What was said of rows under the weights of this digest."""
+
+    digest: str
+    rows: Sequence[Sequence[int]]
+    said: Scores
+
+    def distance(self, now: Scores) -> float:
+        """The mean absolute difference, of the engine that is farthest off."""
+        if len(now) != len(self.said):
+            return math.inf
+        pairs = [zip(chain(*one), chain(*other), strict=True) for one, other in zip(self.said, now, strict=True)]
+        return max(fmean([abs(a - b) for a, b in pair] or [0.0]) for pair in pairs)
 
 
 class Synced:
@@ -35,6 +56,7 @@ class Synced:
         self._remote, self._offer, self._limits, self._counts = remote, offer, limits, counts
         self._loaded = ""  # the session that has loaded the weights meant
         self._apart = ""  # the session that is on this machine and does not see its files, as in a container
+        self._mark = Mark("", (), [])
 
     def load(self, weights: Shelved, patience: Patience) -> None:
         """Have it hold these. Raises SamplerFault where it cannot, or says that it holds others."""
@@ -53,10 +75,11 @@ class Synced:
         read = partial(checked, requests=requests, version=weights.version, limits=self._limits)
         return self._valid("/sample", asked(requests), read, weights, patience)
 
-    def score(self, rows: Sequence[Sequence[int]], weights: Shelved, patience: Patience) -> list[list[list[float]]]:
-        """Its log-probabilities, by engine and row. Raises as `sample`."""
-        body = {"rows": [list(row) for row in rows]}
-        return self._valid("/score", body, partial(scores, rows=rows), weights, patience)
+    def score(self, rows: Sequence[Sequence[int]], weights: Shelved, patience: Patience) -> Scores:
+        """Its log-probabilities, by engine and row, by which it is known until the next version. Raises as `sample`."""
+        found = self._valid("/score", _rows(rows), partial(scores, rows=rows), weights, patience)
+        self._mark = Mark(weights.digest, rows, found)
+        return found
 
     def release(self, patience: Patience) -> None:
         """Have it give up what it can do without."""
@@ -90,7 +113,35 @@ class Synced:
                 raise SamplerFault(f"{words}, although it loaded that: is it a sampler of another job, too?")
             self._counts.add("resyncs")
             log.warning("%s: it loads them again", words)
+            self._load_again(weights, patience)
+
+    def _load_again(self, weights: Shelved, patience: Patience) -> None:
+        """Have it hold these in the middle of their version, and say of the rows that it was last scored with what was
+        said of them then. Raises SamplerFault."""
+        for _ in range(TRIES):
             self.load(weights, patience)
+            off = self._off(weights, patience)
+            if off <= DRIFT:
+                return
+            words = f"{self._remote} is {off:.4g} off what was said under version {weights.version} before"
+            log.warning("%s it was loaded again: it is not used", words)
+        raise SamplerFault(f"{words} it was loaded again, {TRIES} times over (at most {DRIFT:g}): it is ill")
+
+    def _off(self, weights: Shelved, patience: Patience) -> float:
+        """How far it is from its mark (mean |log-prob.|); 0 where it has none of these weights, or holds others again,
+        which whatever it is asked next will show."""
+        if self._mark.digest != weights.digest:
+            return 0.0
+        asked = {**_rows(self._mark.rows), "version": weights.version, "digest": weights.digest}
+        reply = self._remote.ask("/score", lambda _: asked, patience)
+        if reply.wrong is not None:
+            if reply.wrong.kind == STALE:
+                return 0.0
+            raise reply.wrong.error(str(self._remote))
+        try:
+            return self._mark.distance(scores(reply.result, self._mark.rows))
+        except InvalidError:
+            return math.inf
 
     def _fault(self, weights: Shelved, patience: Patience) -> SamplerFault | None:
         """What goes wrong with the weights as it loads them once, if anything does; all else is raised."""
@@ -116,6 +167,10 @@ class Synced:
             return said | {"urls": self._offer.urls(_address_towards(note.address), weights.files)}
         except OSError as error:
             raise SamplerFault(f"the weights of version {weights.version} cannot be offered: {error}") from error
+
+
+def _rows(rows: Sequence[Sequence[int]]) -> Json:
+    return {"rows": [list(row) for row in rows]}
 
 
 def _address_towards(address: tuple[str, int]) -> str:

@@ -6,14 +6,15 @@ POST /sample ─▶ {"version", "digest", "prompts", "requests"}
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from runner.errors import OutOfMemory, RunnerError
-from runner.protocols import Request, Rollout
+
+if TYPE_CHECKING:
+    from runner.protocols import Request, Rollout
 
 BEAT_S = 1.0  # between two signs of life of a sampler that is at work
 LARGEST_BYTES = 1 << 30  # of what is asked, and of what is answered
@@ -51,7 +52,8 @@ class Wrong:
         known = isinstance(error, RunnerError)
         first = (str(error).splitlines() or [""])[0]
         words = str(error) if known else f"{type(error).__name__}: {first}"
-        full = isinstance(error, torch.OutOfMemoryError)
+        torch = sys.modules.get("torch")
+        full = torch is not None and isinstance(error, torch.OutOfMemoryError)
         return cls(type(error).__name__, words, OutOfMemory.exit_code if full else getattr(error, "exit_code", 1))
 
     def said(self) -> Json:
@@ -82,6 +84,8 @@ def asked(requests: Sequence[Request]) -> Json:
 
 def requests_of(body: Mapping[str, Any]) -> list[Request]:
     """The requests again. Raises ValueError, TypeError, KeyError, IndexError for what is none."""
+    from runner.protocols import Request
+
     prompts = [tuple(prompt) for prompt in body["prompts"]]
     return [
         Request(prompts[at], int(seed), int(most), int(group), bool(raw))

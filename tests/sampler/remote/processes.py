@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runner import place
 from runner.decisions import Decisions
 from runner.errors import Interrupted
 from runner.launch.child import PR_SET_PDEATHSIG
 from runner.protocols import Request, Rollout
 from runner.sampler.config import TorchSamplerConfig
-from runner.sampler.remote import notes as places
+from runner.sampler.remote import pair
+from runner.sampler.remote.backends import Collectives
 from runner.sampler.remote.notes import Note, path_of
 from runner.sampler.remote.server import serve
 from runner.sampler.torch import TorchSampler, build
@@ -31,6 +33,7 @@ from tests.model.zoo import causal
 TOKEN = "secret of this test"
 DEADLINE_S = 90.0
 CONFIG = TorchSamplerConfig(temperature=0.8, max_new_tokens=24, batch_size=4)
+GLOO = Collectives("gloo", torch.device("cpu"))
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
 
@@ -41,12 +44,14 @@ class Options:
 
     gate: while this file is there, what is to be drawn waits; each draw is a line in `begun`
     elsewhere: it says that it is on another machine
+    piece: bytes of a piece of weights that come by collective, from elsewhere; 0 = they come over HTTP
     """
 
     gate: Path | None = None
     begun: Path | None = None
     port: int = 0
     elsewhere: bool = False
+    piece: int = 0
 
 
 def local(version: int | None = None) -> TorchSampler:
@@ -139,12 +144,15 @@ def _serve(notes: Path, index: int, options: Options) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     if options.elsewhere:
-        places.BOOT = notes / "boot_id_of_another_machine"
-        places.BOOT.write_text("1234")
+        place.BOOT = notes / "boot_id_of_another_machine"
+        place.BOOT.write_text("1234")
+    if options.piece:
+        pair.PIECE_BYTES = options.piece
+    by = GLOO if options.piece else None
     stop = StopSignal()
     stop.install()
     try:
         with stop.at_once():
-            serve(Gated(local(), options), index, notes, token=TOKEN, port=options.port)
+            serve(Gated(local(), options), index, notes, token=TOKEN, port=options.port, collectives=by)
     except Interrupted:
         pass

@@ -212,6 +212,35 @@ def test_other_weights_than_meant_are_replaced_and_their_answers_never_used(
     assert "where version 1 is meant: it loads them again" in caplog.text
 
 
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_replaced_sampler_says_of_fixed_rows_what_was_said_before_or_is_not_used(
+    times: int, tmp_path: Path, shelf: Shelf, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has the bytes that are meant, and answers with something else: no digest shows it."""
+    left = [0.5] * times
+
+    def ill(path: str, answer: dict[str, Any]) -> dict[str, Any]:
+        if path == "/score" and len(scored) > 1 and left:
+            answer["result"][0][0][0] -= 100 * left.pop()
+        scored.append(path) if path == "/score" and "result" in answer else None
+        return answer
+
+    scored: list[str] = []
+    with samplers(tmp_path) as started, edited(started[0], tmp_path / "far", ill) as far, client(far) as remotes:
+        for version in (1, 2):  # of the first there is a mark, too, which is no matter
+            remotes.load(shelf.get(version), version)
+            remotes.score(PROMPTS[2:4])
+        with client(tmp_path) as other:
+            other.load(shelf.get(1), 1)
+        if times == 1:
+            assert remotes.sample(REQUESTS) == drawn(2)
+        else:
+            with pytest.raises(SamplerFault, match=r"sampler 0 .*off what was said under version 2 .*2 times over"):
+                remotes.sample(REQUESTS)
+        assert remotes.measured()["resyncs"] == 1
+    assert "it was loaded again: it is not used" in caplog.text
+
+
 def lies(path: str, answer: dict[str, Any]) -> dict[str, Any]:
     """A sampler that says it has other weights whenever it has drawn."""
     return answer | {"held": answer["held"] | {"digest": "0"}} if path == "/sample" else answer

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from runner.errors import EnvironmentProblem, SamplerFault
+from runner.place import Machine
 from runner.sampler.remote import notes as places
 from runner.sampler.remote import secret
 from runner.sampler.remote.desk import Desk
 from runner.sampler.remote.keeper import Keeper
-from runner.sampler.remote.notes import Machine, Note, path_of
+from runner.sampler.remote.notes import Note, path_of
 from runner.sampler.remote.secret import take, token
 from runner.sampler.remote.server import serve
 from runner.sampler.remote.wire import authorization
@@ -201,7 +202,7 @@ class Gone:
 
 
 def test_a_process_whose_sampler_is_gone_ends_and_no_other() -> None:
-    keeper, desk = Keeper(Gone(), TOKEN), Desk()  # type: ignore[arg-type]
+    keeper, desk = Keeper(Gone(), lambda *_: None), Desk()  # type: ignore[arg-type]
     asked = desk.ask(lambda: keeper.answer("/load", {}, "1")), desk.ask(lambda: keeper.answer("/release", {}, "2"))
     with pytest.raises(SamplerFault, match="engine is gone"):
         desk.run()

@@ -1,0 +1,137 @@
+"""Where a process of a job is asked over HTTP: at once how it is, and in their turn what its verbs do.
+
+GET /health ─▶ at once     POST VERB ─▶ the process, in its own time, a line feed each second meanwhile
+
+Each line feed says that the process lives; the answer, one line of JSON (`wire.py`), follows them. No torch here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.errors import EnvironmentProblem
+from runner.place import Machine
+from runner.sampler.remote.listening import Handler, Listening, refuse_the_gone
+from runner.sampler.remote.notes import Note, url
+from runner.sampler.remote.wire import BEAT_S, LARGEST_BYTES, Json
+
+log = logging.getLogger("runner")
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What clients may ask of a process, and who answers, in whichever thread that is.
+
+    session: drawn anew by every process; health: what can be said at once; ask: a verb, what was sent with it, and a
+    key, the same where the same is asked again ─▶ the answer to come
+    """
+
+    session: str
+    verbs: Collection[str]
+    health: Callable[[], Json]
+    ask: Callable[[str, Json, str], Future[Json]]
+
+
+@contextmanager
+def offered(window: Window, path: Path, *, token: str, host: str, port: int = 0) -> Iterator[None]:
+    """While the block runs, those who find the note at `path` and name the token are answered; see `serve`."""
+    with _bound(window, token, host, port) as server, server.running():
+        log.info("listens at %s", server.url)
+        with _noted(path, Note(server.url, Machine.here(), os.getpid(), window.session)):
+            yield
+
+
+def _bound(window: Window, token: str, host: str, port: int) -> _Server:
+    try:
+        return _Server(window, token, host, port)
+    except OSError as error:
+        text = f"cannot listen at {url(host, port)}: {error.strerror}"
+        raise EnvironmentProblem(f"{text}; an address of this machine and a free port are needed") from error
+
+
+@contextmanager
+def _noted(path: Path, note: Note) -> Iterator[None]:
+    """While this process can be asked, its note is there; a successor's stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        note.write(path)
+        yield
+    finally:
+        if path.exists() and Note.read(path) == note:
+            path.unlink()
+
+
+class _Server(Listening):
+    def __init__(self, window: Window, token: str, host: str, port: int) -> None:
+        self.window = window
+        super().__init__(host, port, token, _Handler)
+
+
+class _Handler(Handler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        """Answer at once, whatever the process is doing."""
+        if not self.known():
+            return
+        if self.path != "/health":
+            return self._say(404, {"error": f"{self.path}: GET /health is answered"})
+        self._say(200, self.server.window.health())
+
+    def do_POST(self) -> None:
+        """Hand it over, and say that this process lives until it is done."""
+        window, verb = self.server.window, self.path
+        if not self.known():
+            return
+        if verb not in window.verbs:
+            return self._say(404, {"error": f"{verb}: {', '.join(window.verbs)} are answered"})
+        content = self._content()
+        if content is None:
+            return
+        try:
+            body = json.loads(content)
+        except ValueError as error:
+            return self._say(400, {"error": f"no JSON: {error}"})
+        key = f"{verb} {hashlib.blake2b(content).hexdigest()}"
+        self._follow(window.ask(verb, body, key))
+
+    def _follow(self, future: Future[Json]) -> None:
+        """A sign of life each second, then the answer. A client that goes before its turn comes has not asked."""
+        try:
+            self.head(200, {"Content-Type": "application/json", "Transfer-Encoding": "chunked"})
+            while not wait([future], BEAT_S).done:
+                refuse_the_gone(self.connection)
+                self._chunk(b"\n")
+            self._chunk(json.dumps(future.result()).encode() + b"\n")
+            self._chunk(b"")
+        except OSError:
+            future.cancel()
+            raise
+
+    def _content(self) -> bytes | None:
+        """What was sent; None after a refusal."""
+        length = self.headers.get("Content-Length", "")
+        if not length.isascii() or not length.isdigit():
+            self._say(411, {"error": "a length is needed"})
+        elif int(length) > LARGEST_BYTES:
+            self._say(413, {"error": f"above {LARGEST_BYTES} bytes"})
+        elif len(content := self.rfile.read(int(length))) < int(length):
+            self._say(400, {"error": f"{len(content)} of {length} bytes arrived"})
+        else:
+            return content
+        return None
+
+    def _say(self, status: int, body: Json) -> None:
+        self.say(status, json.dumps(body).encode(), "application/json")
+
+    def _chunk(self, content: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(content), content))
