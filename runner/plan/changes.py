@@ -9,9 +9,10 @@ from typing import Any
 from runner.errors import SpecError
 from runner.plan.architecture import architecture
 from runner.plan.measure import longest
-from runner.plan.sampling import OWN_SHARE, asleep, share_of
+from runner.plan.sampling import asleep, share_of
 from runner.registry import default_registry
-from runner.sampler.config import VllmSamplerConfig
+from runner.sampler.vllm.arguments import ALONE
+from runner.sampler.vllm.config import VllmSamplerConfig
 from runner.spec.job import JobSpec
 
 LEAST_CHUNK = 256  # tokens of the LM head's chunks; with fewer, starting the products costs more than they do
@@ -54,7 +55,7 @@ def engine_s_share(spec: JobSpec) -> Iterator[Change]:
         return
     share, own = share_of(spec), spec.launch.samplers > 0
     cost = "the same answers, in more turns where keys and values have less room"
-    for least in (OWN_SHARE,) if own else (0.4, 0.3, 0.2, 0.1):
+    for least in (ALONE,) if own else (0.4, 0.3, 0.2, 0.1):
         if (least > share) == own and least != share:
             changed = _with(_with(spec, "sampler.memory", least), "sampler.cache_gib", None)
             yield Change(f"sampler.memory={least}", changed, "a fuller card" if own else cost)

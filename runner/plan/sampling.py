@@ -21,12 +21,13 @@ from runner.plan.spread import Spread
 from runner.plan.term import Term
 from runner.plan.traffic import computing, head_size, multiplying, size_of
 from runner.plan.weights import Part, Weights
-from runner.sampler.config import DrawingConfig, VllmSamplerConfig
+from runner.sampler.base import DrawingConfig
+from runner.sampler.vllm.arguments import ALONE, BESIDE
+from runner.sampler.vllm.config import VllmSamplerConfig
 from runner.spec.job import JobSpec
 
 ENGINE = "the engine's weights"
 POOL = "the engine's keys and values"
-OWN_SHARE, BESIDE_SHARE = 0.9, 0.45  # of a card, that an engine takes where nothing is said: alone, and beside a rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ def engine_of(spec: JobSpec, shape: Any, whole: Mapping[str, Weights], card: Car
 def share_of(spec: JobSpec) -> float:
     """The share of a card that an engine takes."""
     given = spec.sampler.memory if isinstance(spec.sampler, VllmSamplerConfig) else None
-    return given or (OWN_SHARE if spec.launch.samplers else BESIDE_SHARE)
+    return given or (ALONE if spec.launch.samplers else BESIDE)
 
 
 def asleep(spec: JobSpec) -> int:
@@ -148,7 +149,7 @@ def shelf_of(spec: JobSpec, whole: Mapping[str, Weights], spread: Spread) -> lis
     what all versions share, and as many versions as the lag needs. Nothing where they read the rank's own tensors."""
     apart, ahead = spec.launch.samplers > 0 or spec.sampler.served, spec.algorithm.steps_ahead()
     ways = spec.sampler.sent()
-    by_reference = not apart and not ahead and spread.mesh.world == spread.mesh.data and not spread.sharded
+    by_reference = not apart and spread.mesh.world == spread.mesh.data and not spread.sharded
     if not (ways or spec.launch.samplers) or (by_reference and spec.adapter.name == "none"):
         return []
     model, size = next(iter(whole.values())), _sent_size(spec)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -17,6 +19,9 @@ LARGEST_BYTES = 256 << 20
 PART_BYTES = 1 << 16
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 SAID = 300  # characters of a server's own words
+TELL_S = 60.0  # between two lines on a server that does not answer
+MARKUP = re.compile(r"(?s)<(style|script)\b.*?</\1>|<[^>]*>")  # a page, as web servers give it with an error
+log = logging.getLogger("runner")
 
 
 class StatusError(Exception):
@@ -51,6 +56,7 @@ class Client:
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._keyed, self._retries, self.retried = key is not None, retries, 0
         self._open: set[HTTPConnection] = set()
+        self._told = float("-inf")
         self._lock, self._closed = threading.Lock(), threading.Event()
 
     def get(self, path: str, until: float) -> Any:
@@ -107,6 +113,11 @@ class Client:
             ) from failure
         with self._lock:
             self.retried += 1
+            tell = time.monotonic() - self._told > TELL_S
+            self._told = time.monotonic() if tell else self._told
+        if tell:
+            more = f"and is asked again, {retries - tried} times at most"
+            log.warning("%s does not answer (%s), %s", self.url, reason, more)
         self._closed.wait(pause)
 
     def _locked_out(self, error: StatusError) -> EnvironmentProblem:
@@ -168,10 +179,14 @@ def _words(content: bytes) -> str:
     try:
         found = json.loads(text)
     except ValueError:
-        return text[:SAID]
+        return _cut_short(" ".join(MARKUP.sub(" ", text).split()))
     while isinstance(found, dict) and (inner := found.get("error") or found.get("message") or found.get("detail")):
         found = inner
-    return str(found)[:SAID]
+    return _cut_short(str(found))
+
+
+def _cut_short(text: str) -> str:
+    return text if len(text) <= SAID else f"{text[:SAID]} …"
 
 
 def _cut(connection: HTTPConnection) -> None:

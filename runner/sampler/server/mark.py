@@ -9,7 +9,7 @@ from runner.sampler.remote.check import InvalidError
 from runner.sampler.server.client import StatusError
 from runner.sampler.server.server import Server
 
-DRIFT = 0.02  # nats, mean over the fixed row: ten times what bfloat16 adds from batch to batch
+DRIFT = 0.1  # nats, mean over the fixed row: what rounding to bfloat16 adds where another kernel computes it
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ STARTED = re.compile(r"^process_start_time_seconds ([0-9.eE+]+)$", re.MULTILINE)
 RESETS, RESET_WAIT_S = 20, 0.25  # of a prefix cache whose blocks are still held
 PARTING_S = 10.0  # for what can also be left undone
 ADAPTERS = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
+ANEW = "a server on vllm-ascend (0.23) reads none anew: sampler.sync=adapter there, or sampler=vllm"
 DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1, where nobody else can reach it"
 
 
@@ -128,7 +129,7 @@ class Server:
             self._call("reload_weights", {})
         except StatusError as error:
             raise SamplerFault(
-                f"{self} does not read the weights in {folder}, in two steps: {error}{before}"
+                f"{self} does not read the weights in {folder}, in two steps: {error}{before}; {ANEW}"
             ) from error
 
     def _call(self, method: str, options: Json) -> None:

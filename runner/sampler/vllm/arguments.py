@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import EnvironmentProblem
-from runner.sampler.config import VllmSamplerConfig
 from runner.sampler.vllm import ascend
+from runner.sampler.vllm.config import VllmSamplerConfig
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM makes room for
 BESIDE, ALONE = 0.45, 0.9  # of a card's memory: with a trainer on it, and without
@@ -23,7 +23,8 @@ class Home:
 
     blueprint: folder of the model's config and tokenizer; device: "cpu", "cuda", "npu"; dtype: as torch calls it
     longest: most tokens of a prompt and its answer; beside: whether a trainer has the same device, with `ranks` in its
-    world, each of which has an engine; rank: of the adapter that comes by itself, None where none does
+    world, each of which has an engine; rank: of the adapter that comes by itself, None where none does; experts:
+    whether the model has layers of them
     """
 
     blueprint: Path
@@ -33,11 +34,12 @@ class Home:
     beside: bool
     ranks: int = 1
     rank: int | None = None
+    experts: bool = False
 
 
 def arguments(config: VllmSamplerConfig, home: Home, environment: Mapping[str, str]) -> dict[str, Any]:
-    """The keywords of vllm.LLM. Raises EnvironmentProblem for an environment that vllm-ascend cannot work in, and for
-    an adapter of a rank that vLLM has no room for."""
+    """The keywords of vllm.LLM. Raises EnvironmentProblem for what vllm-ascend cannot work in, and for an adapter of a
+    rank that vLLM has no room for."""
     sleeps = sleep_level(config, home) > 0
     return {
         "model": str(home.blueprint),
@@ -59,7 +61,7 @@ def arguments(config: VllmSamplerConfig, home: Home, environment: Mapping[str, s
         **({"enable_sleep_mode": True} if sleeps and home.device != "cpu" else {}),
         **({"distributed_executor_backend": "external_launcher"} if home.ranks > 1 else {}),
         **(_adapters(home.rank) if home.rank is not None else {}),
-        **(ascend.options(environment, sleeps) if home.device == "npu" else {}),
+        **(ascend.options(environment, sleeps, home.experts) if home.device == "npu" else {}),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,13 +12,14 @@ import torch.distributed as dist
 
 from runner.errors import SpecError
 from runner.protocols import Bounds, Decide
-from runner.sampler.config import VllmSamplerConfig
 from runner.sampler.vllm.adapters import Adapters
 from runner.sampler.vllm.arguments import Home, arguments, sleep_level
+from runner.sampler.vllm.config import VllmSamplerConfig
 from runner.sampler.vllm.engine import Engine, device_type
 from runner.sampler.vllm.sampler import VllmSampler
 from runner.sampler.vllm.versions import check, installed
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as the families of models call their number
 SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB for keys and values, an older word of vLLM's
 
 
@@ -79,7 +81,14 @@ def _home(config: VllmSamplerConfig, model: Modelled, folder: Path, longest: int
         beside=beside,
         ranks=dist.get_world_size() if beside and dist.is_initialized() else 1,
         rank=None if adapters is None else adapters.rank,
+        experts=_has_experts(folder / "blueprint"),
     )
+
+
+def _has_experts(blueprint: Path) -> bool:
+    """Whether the model's config counts experts."""
+    config = json.loads((blueprint / "config.json").read_text())
+    return any(config.get("text_config", config).get(name) for name in EXPERTS)
 
 
 def _say(config: VllmSamplerConfig, home: Home, decide: Decide) -> None:

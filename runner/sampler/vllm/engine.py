@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from runner.errors import EnvironmentProblem, RunnerError, SamplerFault
-from runner.sampler.vllm.guest import at_work, moving_in, moving_out
+from runner.sampler.vllm.guest import at_work, lodged, make_room, moving_in, moving_out
+from runner.temporary import keep_names, remove, temporary_of
 
 PARTS = ("weights", "kv_cache")  # of an engine's memory, by vLLM's names
 GONE = ("EngineDeadError", "TimeoutError")  # a worker ended, or does not answer
@@ -34,21 +35,29 @@ class Engine:
         self._asleep: set[str] = set()
         self._whole = False  # whether all weights were given, and none was forgotten
         self._llm: Any = None
-        with moving_in():
-            self._llm = _started(arguments)
+        temporary = self._temporary()
+        try:
+            with moving_in(), lodged(temporary):
+                self._llm = _started(arguments)
+            keep_names(temporary)
+        except BaseException:
+            remove(temporary)
+            raise
         self._experts = any(self._call("knows_experts"))
 
     def load(self, weights: Mapping[str, Tensor], changed: frozenset[str] | None) -> None:
-        """Take `weights`, complete; changed: names of those that may differ from the last ones, None = all may.
+        """Take `weights`, complete; changed: names of those that may differ from the last ones, None = all may. Where
+        none do, as of a base whose adapter comes by itself, nothing moves.
 
         Raises EnvironmentProblem for what vLLM's model does not take or lacks, SamplerFault if old answers stay cached.
         """
         with self._working():
             self._wake("weights")
-            whole = changed is None or not self._whole or self._experts
+            whole = changed is None or not self._whole or (self._experts and bool(changed))
             names = [name for name in weights if whole or name in changed]  # type: ignore[operator]
             self._whole = False
-            self._give(weights, names, whole)
+            if names or whole:
+                self._give(weights, names, whole)
             self._whole = True
         self.forget()
 
@@ -89,7 +98,12 @@ class Engine:
 
     def _wake(self, *parts: str) -> None:
         if wanted := [part for part in parts if part in self._asleep]:
-            self._llm.wake_up(tags=wanted)
+            make_room()
+            try:
+                self._llm.wake_up(tags=wanted)
+            except RuntimeError as error:
+                advice = "a smaller sampler.memory or algorithm.micro_batch_tokens leaves it room, or launch.samplers"
+                raise SamplerFault(f"vLLM's engine cannot take its memory back: {error}; {advice}") from error
             self._asleep.difference_update(wanted)
 
     def close(self) -> None:
@@ -99,6 +113,18 @@ class Engine:
         with moving_out(self._keep):
             self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
+        remove(temporary_of(self._scratch))
+
+    def _temporary(self) -> Path:
+        """A new folder for its temporary files. Raises EnvironmentProblem where it is another user's."""
+        made = temporary_of(self._scratch)
+        remove(made)  # of a process that was killed
+        try:
+            made.mkdir(mode=0o700)
+        except OSError as error:
+            text = f"cannot make {made} for vLLM's temporary files: {error.strerror}"
+            raise EnvironmentProblem(f"sampler=vllm: {text}; TMPDIR names another place") from error
+        return made
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         return [*self._llm.collective_rpc(method, timeout=self._timeout_s, args=args)]
@@ -113,7 +139,8 @@ class Engine:
         except RunnerError:
             raise
         except Exception as error:
-            if any(kind.__name__ in GONE for kind in type(error).__mro__):
+            own = self._spread and isinstance(error, RuntimeError)  # a worker's error comes as its words alone
+            if own or any(kind.__name__ in GONE for kind in type(error).__mro__):
                 raise SamplerFault(f"vLLM's engine is gone: {type(error).__name__}: {error}") from error
             raise
 
@@ -133,9 +160,12 @@ def device_type() -> str:
 def _started(arguments: Mapping[str, Any]) -> Any:
     from vllm import LLM
 
+    spread = arguments["tensor_parallel_size"] > 1  # then what its workers die of is an Exception, and in the log
     try:
         return LLM(**arguments)
-    except (ValueError, AssertionError, NotImplementedError) as error:
+    except Exception as error:
+        if not (isinstance(error, (ValueError, AssertionError, NotImplementedError)) or spread):
+            raise
         text = " ".join(str(error).split())[:500]
         raise EnvironmentProblem(
             f"sampler=vllm: vLLM does not start: {text}\n"

@@ -6,17 +6,23 @@ inherit, runs kernels that torch refuses where it is to be deterministic, and it
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+# vllm-ascend (0.23) says where its operators lie, and how triton-ascend is to compile, as its parts are first used
+READ_ON = ("VLLM_", "TRITON_", "ASCEND_CUSTOM_OPP_PATH")
 
 
 @contextmanager
@@ -50,11 +56,29 @@ def moving_in() -> Iterator[None]:
 
 
 def _restore(environment: dict[str, str]) -> None:
-    """All but vLLM's own variables, which it goes on reading."""
-    for name in os.environ.keys() - environment.keys():
-        if not name.startswith("VLLM_"):
-            del os.environ[name]
-    os.environ.update(environment)
+    """All but what goes on being read: vLLM's own variables, and those of the compiler and the operators it brings."""
+    for name in [name for name in os.environ if name not in environment and not name.startswith(READ_ON)]:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in environment.items() if not name.startswith(READ_ON)})
+
+
+@contextmanager
+def lodged(folder: Path) -> Iterator[None]:
+    """While an engine is built: its temporary files and those of its workers, all their lives, are in this folder."""
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    os.environ["TMPDIR"] = str(folder)  # which `moving_in` puts back
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
+def make_room() -> None:
+    """Before an engine that slept takes its memory back: what torch's allocator keeps of the card for a trainer that
+    does not use it just now is given back. vLLM's own beside it runs out else (0.23; newer ones see to it)."""
+    if (card := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        gc.collect()
+        torch.get_device_module(card).empty_cache()
 
 
 @contextmanager

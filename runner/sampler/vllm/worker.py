@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
 from runner.errors import EnvironmentProblem
 from runner.sampler.vllm.experts import has_experts, reload
 from runner.sampler.vllm.packing import leave_unpacked
+from runner.sampler.vllm.wrapped import as_wrapped, unwrapped
 
 if current_platform.is_cpu():
     leave_unpacked()
@@ -26,6 +28,7 @@ class Loading:
 
     get_model: Callable[[], nn.Module]  # the worker's own
     model_runner: Any
+    vllm_config: Any
 
     def load_tensors(self, weights: Mapping[str, Tensor], names: Sequence[str], whole: bool) -> None:
         """The tensors `names` of `weights`, which are those of a model on the hub, whole: all that it has.
@@ -46,22 +49,23 @@ class Loading:
     def _load(self, weights: Iterator[tuple[str, Tensor]], whole: bool) -> None:
         model = self.get_model()
         if has_experts(model):
-            reload(self.model_runner, weights, current_platform.device_type)
+            with set_current_vllm_config(self.vllm_config):  # which layers of experts read as they are laid out
+                reload(self.model_runner, weights, current_platform.device_type)
             return
         kind = type(model).__name__
         try:
-            taken = model.load_weights(weights)  # type: ignore[operator]
+            taken = model.load_weights(as_wrapped(model, weights))  # type: ignore[operator]
         except (KeyError, ValueError, RuntimeError, AssertionError) as error:
             raise EnvironmentProblem(f"sampler=vllm: {kind} of vLLM does not take the weights: {error!r}") from error
-        lacking = sorted(_parameters(model) - taken) if whole and taken is not None else []
+        lacking = sorted(_parameters(model) - set(map(unwrapped, taken))) if whole and taken is not None else []
         if lacking:
             text = f"{len(lacking)} parameters of vLLM's {kind} were not sent, such as {lacking[:3]}"
             raise EnvironmentProblem(f"sampler=vllm: {text}; use sampler=torch")
 
 
 def _parameters(model: nn.Module) -> set[str]:
-    """Their names; with adapters vLLM wraps layers, and takes their weights by the old names."""
-    return {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+    """Their names, as if no layer were wrapped for adapters."""
+    return {unwrapped(name) for name, _ in model.named_parameters()}
 
 
 def _read(files: Sequence[str], names: frozenset[str]) -> Iterator[tuple[str, Tensor]]:

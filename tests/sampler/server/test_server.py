@@ -24,10 +24,10 @@ from runner.decisions import Decisions
 from runner.errors import DataError, EnvironmentProblem, SamplerFault, StorageError
 from runner.model.tokenizer import byte_tokenizer
 from runner.protocols import Request, Rollout
-from runner.sampler.config import VllmServerConfig
 from runner.sampler.probed import Probe
 from runner.sampler.server import client as client_module
 from runner.sampler.server.build import build
+from runner.sampler.server.config import VllmServerConfig
 from runner.sampler.server.sampler import ServerSampler
 from runner.shelf import Shelf
 from runner.shelf_folder import claim
@@ -387,11 +387,26 @@ def test_closing_ends_what_is_under_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nobody_there_is_said_before_long(tmp_path: Path) -> None:
+def test_nobody_there_is_said_before_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with served(stand_in()) as url:
         pass
     with pytest.raises(SamplerFault, match=r"does not answer, asked 4 times: .*refused"):
         made(url, tmp_path)
+    assert [one.message.split(" (")[0] for one in caplog.records] == [f"{url} does not answer"]  # once, not four times
+
+
+def test_a_new_job_finds_out_at_once_that_nobody_is_there() -> None:
+    with served(stand_in()) as url:
+        config = VllmServerConfig(name="vllm_server", url=url)
+        config.preflight_here()
+    with pytest.raises(EnvironmentProblem, match=f"sampler.url: nobody listens at {url} .*refused"):
+        config.preflight_here()
+
+
+def test_a_page_that_a_web_server_gives_is_said_in_words() -> None:
+    page = b"<html><head><style>p { margin: 0 }</style></head>\n <body><h1>Error</h1>\n<p>Not <b>found</b>.</p></body>"
+    assert client_module._words(page) == "Error Not found ."
+    assert client_module._words(b'{"error": {"message": "' + b"x" * 400 + b'"}}') == "x" * client_module.SAID + " …"
 
 
 @pytest.mark.slow

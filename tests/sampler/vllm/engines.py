@@ -18,7 +18,7 @@ from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.tokenizer import byte_tokenizer
 from runner.protocols import Request, Rollout
-from runner.sampler.config import VllmSamplerConfig
+from runner.sampler.vllm.config import VllmSamplerConfig
 from tests.model.zoo import module, rows
 
 _SPEC = importlib.util.find_spec("vllm")

@@ -13,18 +13,20 @@ from runner.cli.compose import compose_job
 from runner.decisions import Decisions
 from runner.device.presets import PRESETS
 from runner.errors import EnvironmentProblem, SpecError
-from runner.sampler.config import VllmSamplerConfig
-from runner.sampler.vllm import versions
+from runner.sampler.vllm import need, versions
 from runner.sampler.vllm.adapters import of_adapter
 from runner.sampler.vllm.arguments import Home, arguments, sleep_level
 from runner.sampler.vllm.ascend import LAYOUT, options
+from runner.sampler.vllm.build import _has_experts
+from runner.sampler.vllm.config import VllmSamplerConfig
 from runner.sampler.vllm.experts import has_experts, reload
+from tests.model.zoo import causal
 
 JOB = ("+recipe=grpo_demo", "sampler=vllm")
 
 
 def made(device: str = "cuda", beside: bool = True, environment: dict[str, str] | None = None, **given: Any) -> Any:
-    home = {name: given.pop(name) for name in ("ranks", "rank") if name in given}
+    home = {name: given.pop(name) for name in ("ranks", "rank", "experts") if name in given}
     where = Home(Path("blueprint"), device, "bfloat16", 100, beside, **home)
     config = VllmSamplerConfig(**given)
     return arguments(config, where, environment or {}), sleep_level(config, where)
@@ -58,7 +60,20 @@ def test_an_npu_gets_plain_weights_and_segments_that_do_not_grow() -> None:
         made("npu", environment=alone)
     for environment in ({}, {LAYOUT: "1"}, {LAYOUT: ""}):
         with pytest.raises(EnvironmentProblem, match=f"export {LAYOUT}=0"):
-            options(environment, sleeps=False)
+            options(environment, sleeps=False, experts=False)
+
+
+def test_experts_on_an_npu_do_not_sleep(tmp_path: Path) -> None:
+    """vllm-ascend 0.23 turns their matrices over as it wakes."""
+    colocated = {name: one.value for name, one in PRESETS["colocated_rl"].variables.items()}
+    with pytest.raises(EnvironmentProblem, match=r"sampler\.sleep=0, or .* launch\.samplers"):
+        made("npu", environment=colocated, experts=True)
+    assert made("npu", environment=colocated, experts=True, sleep=0)[1] == 0
+    assert made(experts=True)[1] == 1, "on CUDA they do"
+    for kind, experts in (("qwen3_moe", True), ("gpt_oss", True), ("qwen3", False)):
+        (tmp_path / kind).mkdir()
+        causal(kind).blueprint(tmp_path / kind)
+        assert _has_experts(tmp_path / kind) == experts
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (200, 256), (512, 512)])
@@ -74,6 +89,7 @@ def test_there_is_room_for_an_adapter(rank: int, room: int) -> None:
     [
         (("sampler.tp=2",), "sampler.tp", "set launch.samplers"),
         (("sampler.tp=3", "launch.samplers=3"), "sampler.tp", "model.heads=4"),
+        (("algorithm.lag=1",), "algorithm.lag", "set launch.samplers, or 0"),
         (("sampler.sleep=1",), "sampler.sleep", "no sleep on the CPU"),
         (("sampler.sleep=1", "launch.samplers=1"), "sampler.sleep", "shares its device with nobody"),
         (("sampler.memory=0.5",), "sampler.memory", "sampler.cache_gib"),
@@ -103,6 +119,15 @@ def test_the_processor_is_told_what_vllm_would_do_otherwise() -> None:
     assert "TORCH_COMPILE_DISABLE" not in spec.device.environment(spec)[0].variables
 
 
+def test_workers_of_an_engine_are_no_forks_and_say_what_they_die_of() -> None:
+    """vLLM starts them anew by itself where CUDA is in use, but not where an NPU is."""
+    for cards, method, level in ((1, None, "CRITICAL"), (2, "spawn", "ERROR")):
+        spec = compose_job([*JOB, f"sampler.tp={cards}", f"launch.samplers={cards}", "algorithm.lag=1"]).spec
+        found = spec.device.environment(spec)[0].variables
+        said = {name: one.value for name, one in found.items()}
+        assert (said.get("VLLM_WORKER_MULTIPROC_METHOD"), said["VLLM_LOGGING_LEVEL"]) == (method, level)
+
+
 def test_versions_are_known_new_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, word in (("0.32.0", "known are"), ("0.23.0.post1", "known are"), ("0.40.1", "newer than")):
         decide = Decisions(strict=True)
@@ -110,7 +135,7 @@ def test_versions_are_known_new_or_refused(monkeypatch: pytest.MonkeyPatch) -> N
         assert decide.made[0].reason.startswith(word)
     with pytest.raises(EnvironmentProblem, match="sampler=vllm_server"):
         versions.check(Version("0.11.0"), Decisions())
-    monkeypatch.setattr(versions.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(need.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem, match=r"(?s)for CUDA: pip install vllm.*for Ascend"):
         versions.installed()
 

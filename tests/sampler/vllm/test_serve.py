@@ -27,9 +27,9 @@ from runner.adapter.lora import attach
 from runner.decisions import Decisions
 from runner.errors import SamplerFault
 from runner.protocols import Request, Rollout
-from runner.sampler.config import VllmServerConfig
 from runner.sampler.probed import Probe
 from runner.sampler.server.build import build
+from runner.sampler.server.config import VllmServerConfig
 from runner.sampler.server.sampler import ServerSampler
 from runner.shelf import Shelf
 from runner.shelf_folder import claim
