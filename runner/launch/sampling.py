@@ -12,38 +12,19 @@ import sys
 from pathlib import Path
 
 from runner.decisions import Decisions
-from runner.errors import Interrupted
 from runner.folder import RunFolder
-from runner.launch.link import Link
-from runner.launch.rank import leave, read_spec, reported
+from runner.launch.rank import leave, read_spec
 from runner.launch.screen import on_screen
+from runner.launch.service import HOST, LOOPBACK, serve_until_told
 from runner.launch.session import memory_errors
 from runner.launch.surroundings import load_torch, set_environment
 from runner.sampler.remote import secret
-from runner.signals import StopSignal
-
-HOST = "RUN_SAMPLER_HOST"  # the address at which the job's other machines find this one; on one machine not set
-LOOPBACK = "127.0.0.1"
 
 
 def main(root: str, attempt: str, pipe: str, index: str) -> int:
     """Returns the exit code; the launcher hears the reason."""
-    stop = StopSignal()
-    stop.install()
-    secret.take()
-    link = Link(int(pipe))
     folder = RunFolder(Path(root)).of_sampler(int(index))
-
-    def serve_until_told() -> None:
-        if stop.number is not None:
-            return
-        try:
-            with stop.at_once():
-                _serve(folder, int(attempt), int(index))
-        except Interrupted:
-            return
-
-    return reported(link, folder, serve_until_told)
+    return serve_until_told(folder, pipe, lambda: _serve(folder, int(attempt), int(index)))
 
 
 def _serve(folder: RunFolder, attempt: int, index: int) -> None:
@@ -58,8 +39,10 @@ def _serve(folder: RunFolder, attempt: int, index: int) -> None:
         from runner.sampler.remote.server import serve
 
         with memory_errors(spec):
-            sampler = build_own_sampler(spec, decide, folder)
-            serve(sampler, index, folder.samplers, token=secret.token(), host=os.environ.get(HOST, LOOPBACK))
+            sampler, by, activity = build_own_sampler(spec, decide, folder)
+            activity.on_start(0)
+            token, host = secret.token(), os.environ.get(HOST, LOOPBACK)
+            serve(sampler, index, folder.samplers, token=token, host=host, collectives=by, device=activity.taken)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from typing import ClassVar, Self
 
+from pydantic import Field
+
 from runner.spec.base import ComponentConfig
 
 OWN = ("prompts", "completions", "completion_ids")  # what a function or service gets beside the columns
@@ -21,5 +23,25 @@ class RewardConfig(ComponentConfig):
         """(option, column) of each column of the data that it cannot score without; nothing of the user's is run."""
         return []
 
+    def pooled(self) -> "tuple[PooledConfig, ...]":
+        """What of it scores in processes of its own, in the order in which it is built."""
+        return ()
+
+    def workers_in_all(self) -> int:
+        """Processes that it has where it is scored."""
+        return sum(one.workers for one in self.pooled())
+
     def preflight(self) -> None:
         """Raise for what is wrong outside the spec (files, packages); imports nothing heavy."""
+
+
+class PooledConfig(RewardConfig):
+    """A reward that scores in processes of its own: the ranks', or those of launch.rewarders."""
+
+    workers: int = Field(default=1, ge=1, description="Processes that score groups at the same time.")
+    timeout_s: float = Field(
+        default=30.0, gt=0, description="Seconds for one group; then the process is killed, the group unscored."
+    )
+
+    def pooled(self) -> "tuple[PooledConfig, ...]":
+        return (self,)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, field_serializer
 
 from runner.errors import EnvironmentProblem, Problem, SpecError
+from runner.reward.base import PooledConfig
 from runner.reward.base import RewardConfig as RewardConfig
 from runner.reward.parts import decoded, dumped, members, record, renamed, with_own_keys
 from runner.spec.base import absolute_if_local, address_problem
@@ -112,7 +113,7 @@ class LengthConfig(RewardConfig):
         return []
 
 
-class MathConfig(ColumnConfig):
+class MathConfig(ColumnConfig, PooledConfig):
     """1 where the answer is mathematically equal to a column, as math-verify sees it; else 0."""
 
     factory: ClassVar[str] = "runner.reward.math:build"
@@ -146,16 +147,12 @@ class CountdownConfig(FallibleConfig):
         return _pattern_problems("extract", self.extract, groups=1)
 
 
-class FunctionConfig(FallibleConfig):
+class FunctionConfig(FallibleConfig, PooledConfig):
     """A Python function of yours, which runs in processes of its own."""
 
     factory: ClassVar[str] = "runner.reward.function:build"
     name: Literal["function"] = "function"
     path: str = Field(min_length=1, description="File and function, e.g. my_reward.py:score.")
-    workers: int = Field(default=1, ge=1, description="Processes that score groups at the same time.")
-    timeout_s: float = Field(
-        default=30.0, gt=0, description="Seconds for one group; then the process is killed, the group unscored."
-    )
 
     @property
     def file(self) -> Path:
@@ -251,6 +248,9 @@ class SumConfig(RewardConfig):
     def absolute(self) -> Self:
         parts = tuple(record(part.config.absolute(), part.weight) for part in members(self.parts))
         return self.model_copy(update={"parts": parts})
+
+    def pooled(self) -> tuple[PooledConfig, ...]:
+        return tuple(one for _, part in decoded(self.parts)[0] for one in part.config.pooled())
 
     def columns(self) -> list[tuple[str, str]]:
         parts = members(self.parts)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runner.errors import EnvironmentProblem
-from runner.protocols import Completion
 from runner.reward.config import MathConfig
 from runner.reward.faults import Fault, Faults, Scored, Unscorable
 from runner.reward.output import Output
-from runner.reward.pool import CannotStart, Pool, Target
+from runner.reward.pool import CannotStart, Make, Pool, Target
 from runner.reward.scorer import Group, Scorer, column
+
+if TYPE_CHECKING:
+    from runner.protocols import Completion
 
 EQUALITY = Target(Path(__file__).with_name("equality.py"), "score", here=False)
 
 
-def build(config: MathConfig, *, folder: Path | None = None, **_: Any) -> Scorer:
+def build(config: MathConfig, *, folder: Path | None = None, make: Make = Pool, **_: Any) -> Scorer:
     """Start the first process. Raises EnvironmentProblem if math-verify is missing or broken."""
     config.preflight()
-    pool = Pool(EQUALITY, config.workers, config.timeout_s, Output("reward=math", folder))
+    pool = make(EQUALITY, config.workers, config.timeout_s, Output("reward=math", folder))
     try:
         pool.start()
     except CannotStart as error:
@@ -38,4 +40,4 @@ def build(config: MathConfig, *, folder: Path | None = None, **_: Any) -> Scorer
         return Scored([s.values[0] for s in scored], tuple(fault for s in scored for fault in s.faults))
 
     faults = Faults("reward=math", config.max_failures, "set reward.column to a column of mathematical answers")
-    return Scorer(ask, faults, config.workers, pool.close)
+    return Scorer(ask, faults, pool.workers, pool.close)

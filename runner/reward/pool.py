@@ -5,7 +5,7 @@
                                           ├─▶ it was killed (SIGKILL)    ─▶ asked once more, of a new one
                                           └─▶ it died: buried            ─▶ nothing scored, said
 
-See `worker.py` for what happens on the other side.
+See `worker.py` for what happens on the other side. With launch.rewarders a pool is in another process (`calls.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from threading import Thread
 from typing import IO, Any
 
 from runner.reward import worker
+from runner.reward.calls import Calls
 from runner.reward.faults import Fault, Scored, unscored
 from runner.reward.output import Output
 from runner.reward.payload import encoded
@@ -143,7 +144,7 @@ class Pool:
     def __init__(self, target: Target, workers: int, timeout_s: float, output: Output) -> None:
         self._target, self._timeout_s, self._output = target, timeout_s, output
         self._idle: LifoQueue[Worker | None] = LifoQueue()
-        self._workers = workers
+        self.workers = workers
         for _ in range(workers):
             self._idle.put(None)
 
@@ -198,7 +199,7 @@ class Pool:
 
     def close(self) -> None:
         """End every process; none may be in use."""
-        for process in [self._idle.get() for _ in range(self._workers)]:
+        for process in [self._idle.get() for _ in range(self.workers)]:
             if process is not None:
                 process.end()
             self._idle.put(None)
@@ -208,6 +209,9 @@ class Pool:
         if "trace" in answer:
             self._output.keep(answer["trace"])
         return Scored(answer["values"], tuple(Fault(*fault) for fault in answer["faults"]))
+
+
+Make = Callable[[Target, int, float, Output], Calls]  # of target, workers, timeout_s and output, as `Pool`
 
 
 def _read(stream: IO[bytes], output: Output) -> None:

@@ -2,20 +2,23 @@
 
     groups ──▶ ask(group), `workers` at a time ──▶ Scored ──▶ Faults ──▶ scores in the order of the groups
 
-The factory of every reward is called with the keywords device, tokenizer, seed, decide, folder and fit, and names
-those that it needs. `fit` gives a transformers model that is on the device the device's own operators and attention.
+The factory of every reward is called with the keywords device, tokenizer, seed, decide, folder, make and fit, and names
+those that it needs. `make` makes a pool of processes (`pool.py`); `fit` gives a transformers model that is on the
+device the device's own operators and attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from runner.protocols import Completion
 from runner.reward.faults import Fault, Faults, Scored, Unscorable
 
-Group = Sequence[Completion]
+if TYPE_CHECKING:
+    from runner.protocols import Completion
+
+Group = Sequence["Completion"]
 
 
 class Scorer:

@@ -1,4 +1,4 @@
-"""A process that would sample, without torch: TOY asks {"sampler 1": ["kill", "data"]} of its first and second life."""
+"""A process that would sample, or score, without torch: TOY asks {"sampler 1": ["kill", "data"]} of its first lives."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def misbehave(asked: str, link: Link) -> int:
     return error.exit_code
 
 
-def main(root: str, attempt: str, pipe: str, index: str) -> int:
+def main(role: str, root: str, attempt: str, pipe: str, index: str) -> int:
     link, told = Link(int(pipe)), threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: told.set())
-    lives = Path(root) / "samplers" / f"{index}.lives"
+    lives = Path(root) / f"{role}s" / f"{index}.lives"
     with lives.open("a") as file:
         seen = {
             name: os.environ.get(name)
             for name in ("RUN_SAMPLER_TOKEN", "RANK", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
         }
         file.write(json.dumps({"pid": os.getpid(), **seen}) + "\n")
-    asked = json.loads(os.environ["TOY"]).get(f"sampler {index}", [])
+    asked = json.loads(os.environ["TOY"]).get(f"{role} {index}", [])
     life = len(lives.read_text().splitlines())
     time.sleep(0.1)
     if life <= len(asked):

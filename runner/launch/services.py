@@ -1,6 +1,7 @@
-"""The processes of a job that only sample: one that is lost is started anew, so many times; then the job ends.
+"""The processes of a job that serve its ranks, samplers and rewarders: one that is lost is started anew, so many times;
+then the job ends.
 
-start ─▶ ended, killed, silent ─▶ a line that says so ─▶ the same again, its prompts are asked of it again
+start ─▶ ended, killed, silent ─▶ a line that says so ─▶ the same again, what it was asked is asked of it again
                                └▶ too often, or it is the job that is wrong ─▶ failed: why the job ends
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from runner.folder import RunFolder, shown
@@ -20,12 +21,12 @@ from runner.spec.job import JobSpec
 SILENT = 1 / 3  # of sampler.timeout_s at most: then there is time left to start another one, and for that one to answer
 SILENT_S = 300.0  # at most: as long as a library may be read from a slow disk, when no other thread can speak
 REPLACEMENTS = 3  # where launch.replacements says nothing
-NOTES = "*.json"  # in the folder `samplers`: where each is reached
+NOTES = "*.json"  # in the folders of their logs: where each is reached
 
 
 @dataclass(slots=True)
-class Samplers:
-    """Those of one attempt; none where the ranks sample. `failed`: why the job cannot go on without one of them."""
+class Services:
+    """Those of one attempt, none where the ranks do it all. `failed`: why the job cannot go on without one of them."""
 
     spec: JobSpec
     folder: RunFolder
@@ -34,29 +35,29 @@ class Samplers:
     environment: Mapping[str, str]  # of each
     say: Callable[[str, str], None]
     members: list[Process] = field(default_factory=list)
-    lost: dict[int, int] = field(default_factory=dict)  # how often, by number
+    lost: dict[int, int] = field(default_factory=dict)  # how often, by place in `members`
     failed: Verdict | None = None
 
     @property
     def replaced(self) -> dict[str, int]:
         """How often each was started anew, by name."""
-        return {self.members[index].order.name: times for index, times in self.lost.items()}
+        return {self.members[at].order.name: times for at, times in self.lost.items()}
 
     def start(self) -> None:
         """Start all. Raises StorageError, EnvironmentProblem."""
-        count = count_of(self.spec)
-        if count:
-            self.folder.samplers.mkdir(exist_ok=True)
-            for note in self.folder.samplers.glob(NOTES):
+        orders = [*self._samplers(), *self._rewarders()]
+        for place in {order.folder.log.parent for order in orders}:
+            place.mkdir(exist_ok=True)
+            for note in place.glob(NOTES):
                 note.unlink()  # of a process that a killed launcher had
-        for index in range(count):
-            self.members.append(self._begun(index))
+        for order in orders:
+            self.members.append(self.starter.start(order))
 
     def look(self) -> None:
         """Take in what has happened, and start anew what is lost. Raises StorageError, EnvironmentProblem."""
-        for index, member in enumerate(self.members):
+        for at, member in enumerate(self.members):
             if self.failed is None and (verdict := self._lost(member)) is not None:
-                self._replace(index, verdict)
+                self._replace(at, verdict)
 
     def stop(self) -> None:
         """Tell those that still run to end."""
@@ -75,11 +76,11 @@ class Samplers:
         for member in self.members:
             member.ended()
 
-    def _begun(self, index: int) -> Process:
-        each = self.spec.launch.samplers // count_of(self.spec)
-        first = self.spec.launch.devices + index * each
-        return self.starter.start(
-            Order(
+    def _samplers(self) -> Iterator[Order]:
+        each = self.spec.sampler.cards()
+        for index in range(count_of(self.spec)):
+            first = self.spec.launch.devices + index * each
+            yield Order(
                 role="sampler",
                 index=index,
                 folder=self.folder.of_sampler(index),
@@ -87,7 +88,17 @@ class Samplers:
                 cards=tuple(range(first, first + each)),
                 environment=self.environment,
             )
-        )
+
+    def _rewarders(self) -> Iterator[Order]:
+        for index in range(self.spec.launch.rewarders):
+            yield Order(
+                role="rewarder",
+                index=index,
+                folder=self.folder.of_rewarder(index),
+                attempt=self.attempt,
+                cards=(),
+                environment=self.environment,
+            )
 
     def _lost(self, member: Process) -> Verdict | None:
         """Why it is lost, None if it is not."""
@@ -96,7 +107,7 @@ class Samplers:
             text = f"{member.order.name} ended, and nobody told it to; see {ended.log}"
             return judge([ended]) or Verdict(OWN, text, LOST)
         member.ear.listen()
-        limit = silence_s(self.spec)
+        limit = silence_s(self.spec) if member.order.role == "sampler" else SILENT_S
         if time.monotonic() - member.ear.heard <= limit:
             return None
         [where] = hang.dump([member], [member])
@@ -104,21 +115,23 @@ class Samplers:
         member.ended()
         return Verdict(KILLED, f"{where}, and has said nothing for {limit:g} s", LOST)
 
-    def _replace(self, index: int, verdict: Verdict) -> None:
+    def _replace(self, at: int, verdict: Verdict) -> None:
         """Start another one in its place, unless it was the last time."""
         given = self.spec.launch.replacements
-        most, times = REPLACEMENTS if given is None else given, self.lost.get(index, 0)
+        most, times = REPLACEMENTS if given is None else given, self.lost.get(at, 0)
+        order = self.members[at].order
         if verdict.exit_code in LASTING:
             self.failed = verdict
         elif times >= most:
             again = f"it was started anew {times} times, and launch.replacements={most}"
-            what = f"what it said: {shown(self.folder.of_sampler(index).log)}"
-            self.failed = verdict._replace(message=f"{verdict.message}\n  {again}; {what}")
+            self.failed = verdict._replace(
+                message=f"{verdict.message}\n  {again}; what it said: {shown(order.folder.log)}"
+            )
         else:
-            self.lost[index] = times + 1
+            self.lost[at] = times + 1
             first, *_ = verdict.message.splitlines()
             self.say(f"{first}; it is started anew ({times + 1} of {most}), and asked again", "warning")
-            self.members[index] = self._begun(index)
+            self.members[at] = self.starter.start(order)
 
 
 def count_of(spec: JobSpec) -> int:
