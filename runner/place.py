@@ -1,9 +1,11 @@
-"""Where a process stands among those of its job: its rank among all of them and among those of this machine."""
+"""Where a process stands among those of its job: on which machine, its rank among all and among those there."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from runner.errors import EnvironmentProblem
 
@@ -13,6 +15,20 @@ MEETING = ("MASTER_ADDR", "MASTER_PORT")  # where the processes of a job find on
 GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "remote error", "Connection refused")
 LATE = ("Timed out waiting", "timed out", "timeout")  # where it does not answer
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun's names, in the order of Place's fields
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # drawn by the kernel as the machine starts
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine, told apart from all others: also from one with the same name, and from containers on it."""
+
+    host: str
+    boot_id: str
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This one; without a boot id where the system has none."""
+        return cls(socket.gethostname(), BOOT.read_text().strip() if BOOT.exists() else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from runner.build import parts
+from runner.build.job import _feed
 from runner.build.parts import build_data, build_device, build_learner, build_model, build_tokenizer
 from runner.build.rollouts import refuse_missing_columns
 from runner.cli.compose import compose_job
@@ -113,6 +117,22 @@ def test_a_critic_that_the_model_cannot_share_is_refused_with_the_way_out(workdi
     wanted = r"algorithm\.critic: .* shows its backbone: Llama4ForCausalLM does not; type algorithm\.critic=separate"
     with pytest.raises(SpecError, match=wanted):
         build_model(spec, made.tokenizer, build_device(spec, decide), decide, spec.algorithm.learners()["policy"])
+
+
+def test_who_samples_ahead_does_so_on_the_ranks_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA and CANN keep the card that is in use thread by thread, and begin with the machine's first."""
+    used: list[tuple[str, int]] = []
+
+    def use(index: int) -> None:
+        used.append((threading.current_thread().name, index))
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", use)
+    algorithm: Any = SimpleNamespace(collect=lambda step: step, lag=1, encode=dict, decode=dict)
+    for device in (torch.device("cuda", 3), torch.device("cpu")):
+        with _feed(SimpleNamespace(steps=2), algorithm, None, device) as feed:  # type: ignore[arg-type]
+            feed.start(0)
+            assert [feed.take(step) for step in range(2)] == [0, 1]
+    assert {index for _, index in used} == {3} and all(name.startswith("feed") for name, _ in used) and len(used) == 2
 
 
 @pytest.mark.parametrize("mesh", [Mesh(dp_shard=2), Mesh(dp_replicate=2, ep=2)], ids=str)

@@ -12,11 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from runner.algorithm.parts import Parts
 from runner.build.alike import refuse_different_data
 from runner.build.beforehand import compute_beforehand
 from runner.build.evaluation import build_evaluation
-from runner.build.parts import build_data, build_device, build_frozen, build_learner, build_model, build_tokenizer
+from runner.build.models import Models, build_models
+from runner.build.parts import build_data, build_device, build_tokenizer
 from runner.build.publishing import build_publisher
 from runner.build.rollouts import build_environments, build_reward, refuse_missing_columns
 from runner.build.samplers import build_sampler
@@ -34,12 +37,11 @@ from runner.errors import CheckpointError
 from runner.evaluator import Report
 from runner.feed import Feed
 from runner.folder import RunFolder
-from runner.frozen import FrozenModel
 from runner.identity import identity, refuse_changed
 from runner.loop import Job
 from runner.parallelism.world import World
 from runner.place import Place
-from runner.protocols import Algorithm, Callback, Data, Model, State
+from runner.protocols import Algorithm, Callback, Data, State
 from runner.publisher import Publisher
 from runner.registry import default_registry
 from runner.sharing import on_first
@@ -107,52 +109,57 @@ def build(
     device = build_device(spec, decide)
     world: World = registry.factory(spec.parallelism)(spec.parallelism, device=device, place=place)
     tokenizer = build_tokenizer(spec)
-    data = build_data(spec, tokenizer, decide)
-    refuse_different_data(data, world.everyone)
-    refuse_missing_columns(spec, data)
-    made = {
-        role: build_model(spec, tokenizer, device, decide, head, world)
-        for role, head in spec.algorithm.learners().items()
-    }
-    learners = {role: build_learner(spec, role, model, device, world, decide) for role, model in made.items()}
-    main, model = next(iter(made.items()))
-    frozen = {
-        role: build_frozen(spec, role, one, model, tokenizer, device, world, decide)
-        for role, one in spec.algorithm.frozen().items()
-    }
+    data = _data(spec, tokenizer, world, decide)
+    models = build_models(spec, tokenizer, device, world, decide)
+    main, model = models.main, models.model
     reward = build_reward(spec, tokenizer, device, world, decide, folder)
     sampler = build_sampler(spec, model, tokenizer, device, world, decide, folder, store)
     environments = build_environments(spec, world.feed_peers, decide)
-    parts = Parts(data, tokenizer, spec.seed, decide, sampler, reward, environments, frozen)
+    parts = Parts(data, tokenizer, spec.seed, decide, sampler, reward, environments, models.frozen)
     algorithm = registry.factory(spec.algorithm)(spec.algorithm, parts)
-    compute_beforehand(spec, frozen.values(), algorithm, data, decide, outlets.say)
-    publisher = None if sampler is None else build_publisher(spec, folder, sampler, learners[main], model, world)
-    models: dict[str, Model] = {**learners, **frozen}
+    compute_beforehand(spec, models.frozen.values(), algorithm, data, decide, outlets.say)
+    publisher = None if sampler is None else build_publisher(spec, folder, sampler, main, model, world)
     spoken = environments and replace(environments, peers=world.everyone)  # with the thread that trains
-    evaluate = build_evaluation(spec, data, learners[main], model, algorithm, models, world, spoken, decide)
-    if evaluate is None:
-        _say_unmeasured(spec, decide)
+    evaluate = build_evaluation(spec, data, main, model, algorithm, models.all, world, spoken, decide)
     activity = Activity(device.readings(), spec.watch.device_s)
-    callbacks = _callbacks(spec, folder, evaluate, activity, publisher, outlets)
+    callbacks = _callbacks(spec, folder, evaluate, activity, publisher, outlets, decide)
     job = Job(
         steps=spec.steps,
         device=device,
         peers=world.everyone,
         algorithm=algorithm,
-        feed=_feed(spec, algorithm, publisher),
+        feed=_feed(spec, algorithm, publisher, device.torch_device),
         publish=_publish_nothing if publisher is None else publisher.publish,
-        learners=learners,
-        models=models,
+        learners=models.learners,
+        models=models.all,
         callbacks=callbacks,
         stop=stop,
         closing=(activity.close, store.close, *(one.close for one in (reward, publisher, sampler) if one is not None)),
     )
-    sections = {**learners, "algorithm": algorithm, "feed": job.feed}
-    store.peers, store.background = world.everyone, world.saving_peers
-    built = Built(job, model, store, sections, _identity(spec, data, model, frozen, world), data, world)
-    start = built.start_saving if spec.checkpoint.asynchronous else built.save
-    callbacks.append(Saving(built.save, start, store.check, every=spec.checkpoint.every))
+    built = Built(job, model, store, _sections(job), _identity(spec, data, models, world), data, world)
+    callbacks.append(_saving(spec, built))
     return built
+
+
+def _data(spec: JobSpec, tokenizer: Any, world: World, decide: Decisions) -> Data:
+    """The data, of which all ranks have the same."""
+    data = build_data(spec, tokenizer, decide)
+    refuse_different_data(data, world.everyone)
+    refuse_missing_columns(spec, data)
+    return data
+
+
+def _sections(job: Job) -> dict[str, Any]:
+    """What a checkpoint holds the state of."""
+    return {**job.learners, "algorithm": job.algorithm, "feed": job.feed}
+
+
+def _saving(spec: JobSpec, built: Built) -> Saving:
+    """What saves all of it, and with whom."""
+    store, world = built.store, built.world
+    store.peers, store.background = world.everyone, world.saving_peers
+    start = built.start_saving if spec.checkpoint.asynchronous else built.save
+    return Saving(built.save, start, store.check, every=spec.checkpoint.every)
 
 
 def _say_unmeasured(spec: JobSpec, decide: Decisions) -> None:
@@ -161,9 +168,15 @@ def _say_unmeasured(spec: JobSpec, decide: Decisions) -> None:
         decide("checkpoint.best", best, "none", "nothing is evaluated")
 
 
-def _feed(spec: JobSpec, algorithm: Algorithm, publisher: Publisher | None) -> Feed[Any]:
-    """The algorithm's experiences, each sampled with the weights that are due to it."""
-    collect = algorithm.collect if publisher is None else publisher.before(algorithm.collect)
+def _feed(spec: JobSpec, algorithm: Algorithm, publisher: Publisher | None, device: torch.device) -> Feed[Any]:
+    """The algorithm's experiences, each sampled with the weights that are due to it, in whatever thread collects."""
+    due = algorithm.collect if publisher is None else publisher.before(algorithm.collect)
+
+    def collect(step: int) -> Any:
+        if device.index is not None:
+            torch.accelerator.set_device_index(device.index)  # a new thread begins on the machine's first card
+        return due(step)
+
     return Feed(collect, spec.steps, algorithm.lag, encode=algorithm.encode, decode=algorithm.decode)
 
 
@@ -171,12 +184,12 @@ def _publish_nothing(version: int) -> None:
     """Nobody samples."""
 
 
-def _identity(spec: JobSpec, data: Data, model: Any, frozen: Mapping[str, FrozenModel], world: World) -> dict[str, Any]:
+def _identity(spec: JobSpec, data: Data, models: Models, world: World) -> dict[str, Any]:
     """What a checkpoint says of the job that wrote it."""
-    models = [model, *frozen.values()]
-    origin, *others = on_first(world.everyone, lambda: [dict(one.origin) for one in models])  # who has read the weights
+    read = [models.model, *models.frozen.values()]
+    origin, *others = on_first(world.everyone, lambda: [dict(one.origin) for one in read])  # who has read the weights
     own = identity(spec, data.fingerprint, data.style, origin, world.device.describe())
-    own["frozen"] = dict(zip(frozen, others, strict=True))
+    own["frozen"] = dict(zip(models.frozen, others, strict=True))
     own["mesh"] = world.layout
     return own
 
@@ -188,8 +201,11 @@ def _callbacks(
     activity: Activity,
     publisher: Publisher | None,
     outlets: Outlets,
+    decide: Decisions,
 ) -> list[Callback]:
     """Everything that hangs on the loop but for what saves."""
+    if evaluate is None:
+        _say_unmeasured(spec, decide)
     return [
         *([] if evaluate is None else [_evaluation(spec, evaluate, outlets)]),
         *([activity] if spec.watch.device_s else []),

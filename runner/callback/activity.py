@@ -34,8 +34,12 @@ class Activity(NoOp):
 
     def on_step(self, end: StepEnd) -> None:
         """Hand over what was read since the last step."""
+        end.values.update({f"device/{name}": value for name, value in self.taken().items()})
+
+    def taken(self) -> Mapping[str, float]:
+        """What was read since this was last asked for."""
         newest, self._newest = self._newest, {}
-        end.values.update({f"device/{name}": value for name, value in newest.items()})
+        return newest
 
     def close(self) -> None:
         """Stop watching; a reading in progress is not waited for."""

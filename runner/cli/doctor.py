@@ -12,8 +12,7 @@ from runner.device.npu_sim.prepare import prepare
 from runner.doctor import report
 from runner.doctor.examine import examine, looked_at
 from runner.doctor.machine import Wanted, of_this_process
-
-SAMPLERS, LAUNCHERS = ("torch", "vllm", "vllm_server"), ("local", "torchrun", "slurm", "ray")
+from runner.registry import default_registry
 
 
 def show(args: Namespace) -> int:
@@ -41,7 +40,11 @@ def _prepare(args: Namespace) -> int:
 
 def _wanted(words: Sequence[str]) -> tuple[Wanted, str | None, str | None]:
     """The device, the sampler and the launcher that are named, auto and None where they are not. Raises UsageError."""
-    known = {"device": get_args(Wanted), "sampler": SAMPLERS, "launch": LAUNCHERS}
+    classes = default_registry().classes
+    known = {
+        "device": get_args(Wanted),
+        **{group: tuple(one for one in classes(group) if one != "none") for group in ("sampler", "launch")},
+    }
     named = dict(word.partition("=")[::2] for word in words)
     if len(named) < len(words) or any(value not in known.get(key, ()) for key, value in named.items()):
         said = " ".join(f"[{key}={'|'.join(values)}]" for key, values in known.items())

@@ -40,13 +40,17 @@ def run(args: Namespace) -> int:
 
 def _start(args: Namespace, words: Sequence[str]) -> int:
     composed = _composed(args, words, _of_slurm)
-    from runner.launch import local, slurm
+    from runner.launch import local
+    from runner.launch.ray import submission
+    from runner.launch.slurm import task
 
-    if composed.spec.launch.name == slurm.NAME and (before := slurm.begun(args.folder)) is not None:
+    if submission.is_handed_over(composed.spec):
+        return submission.submit(composed.spec, composed.overrides, args.folder)
+    if composed.spec.launch.name == task.NAME and (before := task.begun(args.folder)) is not None:
         print(f"requeued {shown(before)} was begun by this Slurm job: going on there", file=sys.stderr)
         return _go_on(str(before), _trust(words))
-    with slurm.obeyed(composed.spec):
-        slurm.through_srun(composed.spec)
+    with task.obeyed(composed.spec):
+        task.through_srun(composed.spec)
         return local.start(composed.spec, composed.overrides, composed.origins, args.folder)
 
 
@@ -55,9 +59,9 @@ def _of_slurm(drafted: Draft) -> list[str]:
     launch, device = drafted.data.get("launch"), drafted.data.get("device")
     if not isinstance(launch, Mapping) or launch.get("name") != "slurm" or not isinstance(device, Mapping):
         return []
-    from runner.launch import slurm
+    from runner.launch.slurm import task
 
-    return slurm.layout(launch, drafted.origins, str(device.get("name")))
+    return task.layout(launch, drafted.origins, str(device.get("name")))
 
 
 def _composed(args: Namespace, words: Sequence[str], more: More = no_more) -> Composed:
@@ -89,10 +93,13 @@ def _go_on(where: str, overrides: Sequence[str]) -> int:
     folder = find(where)
     before = re_decode(folder.spec, _trust(overrides))
     after = re_decode(folder.spec, overrides, more=_of_slurm)
-    from runner.launch import local, slurm
+    from runner.launch import local
+    from runner.launch.ray import submission
+    from runner.launch.slurm import task
 
-    with slurm.obeyed(after.spec):
-        slurm.through_srun(after.spec)
+    submission.refuse_resume(after.spec)
+    with task.obeyed(after.spec):
+        task.through_srun(after.spec)
         return local.resume(folder, before.spec, after.spec, after.overrides)
 
 

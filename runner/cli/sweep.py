@@ -25,7 +25,7 @@ from runner.sweep.config import SweepConfig
 from runner.sweep.need import Cards, need_of
 from runner.sweep.plan import JobPlan, Plan, Ranking, SweepFolder
 from runner.sweep.search import Propose
-from runner.sweep.site import opened
+from runner.sweep.sites import opened
 from runner.sweep.space import Search
 from runner.sweep.status import status
 from runner.tracker.config import WandbConfig

@@ -4,7 +4,7 @@
 attempt ────┤
             └─ several ──▶ Team ──┬──▶ rank 0: Session, Records
                                   ├──▶ rank 1 …: Session, NoRecords
-                                  └──▶ sampler 0 …
+                                  └──▶ sampler 0 …, rewarder 0 …
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from typing import Any
 
 from runner.errors import Interrupted, RunnerError
 from runner.folder import RunFolder
-from runner.launch import slurm, torchrun
+from runner.launch import torchrun
+from runner.launch.janitor import Janitor
 from runner.launch.machines import Machines, gathered, joined
 from runner.launch.records import keep_evidence, status_of
 from runner.launch.session import Session, called
+from runner.launch.slurm import task
 from runner.launch.stage import is_stage
 from runner.launch.starter import Local
 from runner.launch.team import Team
 from runner.launch.verdict import is_final
 from runner.spec.job import JobSpec
+from runner.temporary import temporary_of
 from runner.tracker.console import Console
 
 
@@ -34,7 +37,7 @@ def attempt(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, A
     """
 
     def run(now: int) -> None:
-        with slurm.obeyed(spec):
+        with task.obeyed(spec):
             _run(spec, folder, now, typed)
 
     attempts(spec, folder, number, run)
@@ -73,7 +76,7 @@ def is_other_machine(spec: JobSpec) -> bool:
 def join(spec: JobSpec, typed: Mapping[str, Any]) -> int:
     """Take part in the job of machine 0, with this machine's devices; returns 0. Raises RunnerError."""
     spec.device.preflight()
-    with slurm.obeyed(spec), joined(spec, typed) as (machines, folder, number):
+    with task.obeyed(spec), joined(spec, typed) as (machines, folder, number):
         _together(spec, folder, number, machines)
     return 0
 
@@ -84,10 +87,20 @@ def _run(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, Any]
     elif spec.launch.machines > 1:
         with gathered(spec, folder, number, typed) as machines:
             _together(spec, folder, number, machines)
-    elif spec.launch.world == 1 and not spec.launch.samplers and spec.launch.attempts == 1:
-        Session(spec, folder, number).run()
+    elif spec.launch.alone and spec.launch.attempts == 1:
+        _here(spec, folder, number)
     else:
         _together(spec, folder, number)
+
+
+def _here(spec: JobSpec, folder: RunFolder, number: int) -> None:
+    """Run it in this process; what an engine leaves where that is killed is removed after it."""
+    if not spec.sampler.engine:
+        Session(spec, folder, number).run()
+        return
+    with closing(Janitor()) as janitor:
+        janitor.remove(folder.engine, temporary_of(folder.engine))
+        Session(spec, folder, number).run()
 
 
 def _together(spec: JobSpec, folder: RunFolder, number: int, machines: Machines | None = None) -> None:

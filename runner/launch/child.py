@@ -33,6 +33,7 @@ def main(parent: str, ending: str, cores: str, *command: str) -> None:
         sys.exit(128 + int(ending))
     if cores != "-":
         os.sched_setaffinity(0, map(int, cores.split(",")))
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT in all that it starts, which hands that down
     os.execvp(command[0], command)
 
 

@@ -8,8 +8,6 @@ The kernel ends each process that a launcher started, but not what that one star
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from runner.temporary import remove
+from runner.tracker.processes import end_group
+
+# The module by its path: whatever an environment has in store for Python's start is not for this process
+PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from runner.launch.janitor import main; main(sys.stdin.buffer)"
 SETTLE_S = 0.2  # for killed processes to be gone before the folders that they might write in
 
 
@@ -27,7 +30,7 @@ class Janitor:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__],
+            [sys.executable, "-I", "-S", "-c", PROGRAM, str(Path(__file__).resolve().parents[2])],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -76,13 +79,8 @@ def main(lines: Iterable[bytes]) -> None:
         else:
             folders.append(told["folder"])
     for group in groups:
-        with suppress(ProcessLookupError, PermissionError):  # nobody is left in it
-            os.killpg(group, signal.SIGKILL)
+        end_group(group)
     if groups:
         time.sleep(SETTLE_S)
     for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    main(sys.stdin.buffer)
+        remove(Path(folder))

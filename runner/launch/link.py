@@ -1,6 +1,6 @@
 """What a process of a job tells the one that started it: that it lives, which step it is in, and why it ends.
 
-Link (rank, sampler) ──pipe: {"where": …} first, {"step": 7} each second, {"report": …} at its end──▶ Ear (launcher)
+Link (any process) ──pipe: {"where": …} first, {"step": 7} each second, {"report": …} at its end──▶ Ear (launcher)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple, Self
 
 from runner.errors import DeadlineExceeded, Interrupted, RankLost, RunnerError
-from runner.sampler.remote.notes import Machine
+from runner.place import Machine
 
 BEAT_S = 1.0
 READ_BYTES = 2**16

@@ -12,11 +12,12 @@ from typing import Any
 from runner.errors import Problem, SpecError
 from runner.folder import RunFolder, claim, create, locked, point_latest, shown
 from runner.identity import frozen
-from runner.launch import slurm, slurm_submit, torchrun
+from runner.launch import torchrun
 from runner.launch.attempt import is_other_machine, join
-from runner.launch.config import StartedConfig
+from runner.launch.base import StartedConfig
 from runner.launch.preflight import check_model
 from runner.launch.records import keep_evidence, write_yaml
+from runner.launch.slurm import submission, task
 from runner.launch.stages import TRUSTED, with_first_weights, with_other_models
 from runner.registry import default_registry
 from runner.schedule.config import DecayConfig
@@ -35,23 +36,23 @@ def start(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], where
     typed_job = spec.model_dump(mode="json")
     if is_other_machine(spec):
         return join(spec, typed_job)
-    if later := slurm.is_outside(spec):
+    if later := task.is_outside(spec):
         spec = checked(spec)
-        slurm_submit.try_out(spec)
+        submission.try_out(spec)
     else:
         spec = ready(spec)
     folder = create(spec.name) if where is None else claim(where)
     with locked(folder):
         write_spec(folder, spec)
-        if spec.launch.name == slurm.NAME and not later:
-            slurm.remember(folder)
+        if spec.launch.name == task.NAME and not later:
+            task.remember(folder)
         write_yaml(folder.overrides, {"typed": list(typed), "set_by": dict(origins)})
         if where is None:
             point_latest(folder)
         if not later:
             return begin(spec, folder, 1, typed_job)
-        slurm_submit.put_off(folder)
-    return slurm_submit.submit(spec, folder, [word for word in typed if word.lstrip("+") == TRUSTED])
+        submission.put_off(folder)
+    return submission.submit(spec, folder, [word for word in typed if word.lstrip("+") == TRUSTED])
 
 
 def begin(spec: JobSpec, folder: RunFolder, attempt: int, typed: Mapping[str, Any]) -> int:
@@ -66,6 +67,7 @@ def ready(spec: JobSpec) -> JobSpec:
     """
     if spec.launch.here:
         spec.device.preflight()
+        spec.sampler.preflight_here()
     return with_other_models(with_first_weights(checked(spec)))
 
 
@@ -75,6 +77,7 @@ def checked(spec: JobSpec) -> JobSpec:
     local = {name: getattr(spec, name).absolute() for name in ("data", "model", "algorithm", "reward")}
     spec = spec.model_copy(update=local)
     check_model(spec)
+    spec.launch.preflight()
     spec.data.preflight(spec.algorithm.items)
     spec.reward.preflight()
     spec.sampler.preflight()
@@ -94,11 +97,11 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
     typed_job = spec.model_dump(mode="json")
     if is_other_machine(spec):
         return join(spec, typed_job)
-    if slurm.is_outside(spec):
-        slurm_submit.refuse_alive(folder)
-        slurm_submit.try_out(spec)
-        return slurm_submit.submit(spec, folder, typed)
-    if status(folder).get("state") == slurm_submit.WAITING:
+    if task.is_outside(spec):
+        submission.refuse_alive(folder)
+        submission.try_out(spec)
+        return submission.submit(spec, folder, typed)
+    if status(folder).get("state") == submission.WAITING:
         return _begin_late(folder, spec, typed_job)
     if spec.launch.here:
         spec.device.preflight()

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -25,12 +24,15 @@ from runner.launch.link import Ear
 from runner.launch.verdict import Ended
 from runner.place import Place
 from runner.shelf_folder import places
+from runner.temporary import temporary_of
+from runner.tracker.processes import end_group
 
-Role = Literal["rank", "sampler"]
+Role = Literal["rank", "sampler", "rewarder"]
 # What a process of each role runs, after the interpreter
 PROGRAMS: dict[Role, tuple[str, ...]] = {
     "rank": ("-P", "-m", "runner.launch.rank"),
     "sampler": ("-P", "-m", "runner.launch.sampling"),
+    "rewarder": ("-P", "-m", "runner.launch.rewarding"),
 }
 
 
@@ -38,8 +40,9 @@ PROGRAMS: dict[Role, tuple[str, ...]] = {
 class Order:
     """A process that is to be started, as plain data: it may be carried to another machine.
 
-    index: the rank, or the sampler's number; place: of a rank; cards: the numbers of its devices among those of the job
-    on its machine; environment: all that the launcher adds to what the machine gives; meets: holds what ranks meet at
+    index: the rank, or the number among those of its role; place: of a rank; cards: the numbers of its devices among
+    those of the job on its machine; environment: all that the launcher adds to what the machine gives; meets: holds
+    what ranks meet at
     """
 
     role: Role
@@ -54,7 +57,7 @@ class Order:
     @property
     def name(self) -> str:
         """rank 2 of 4, sampler 0"""
-        return str(self.place) if self.place is not None else f"sampler {self.index}"
+        return str(self.place) if self.place is not None else f"{self.role} {self.index}"
 
     @property
     def leads(self) -> bool:
@@ -65,14 +68,15 @@ class Order:
     def scratch(self) -> tuple[Path, ...]:
         """The folders that it may leave where it is killed."""
         first = self.place is not None and self.place.local_rank == 0  # who has the weights for samplers
-        return (self.folder.engine, *(places(self.folder.root) if first else ()))
+        engine = self.folder.engine
+        return (engine, temporary_of(engine), *(places(self.folder.root) if first else ()))
 
     def words(self, pipe: int, listener: int | None) -> list[str]:
         """What follows the interpreter.
 
         pipe: the descriptor that it speaks to its launcher over; listener: that of the socket of the ranks' store
         """
-        last = str(self.index) if self.role == "sampler" else "-" if listener is None else str(listener)
+        last = str(self.index) if self.role != "rank" else "-" if listener is None else str(listener)
         return [*PROGRAMS[self.role], str(self.folder.root), str(self.attempt), str(pipe), last]
 
 
@@ -164,7 +168,7 @@ class Member:
             return False
         if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return True
-        self._signal_group(signal.SIGKILL)  # before it is reaped: until then nobody else can have its number
+        end_group(self.process.pid)  # before it is reaped: until then nobody else can have its number
         if self.janitor is not None:
             self.janitor.forget(self.process.pid)
         self.process.wait()
@@ -181,7 +185,7 @@ class Member:
         """End it and what it started."""
         if self.runs():
             self.killed = True
-            self._signal_group(signal.SIGKILL)
+            end_group(self.process.pid)
 
     def ended(self) -> Ended:
         """How it ended; waits for the end of one that was killed."""
@@ -196,7 +200,3 @@ class Member:
             return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
             return ""
-
-    def _signal_group(self, number: int) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # nobody is left in it
-            os.killpg(self.process.pid, number)

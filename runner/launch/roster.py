@@ -19,7 +19,7 @@ from typing import Any
 
 from runner.folder import RunFolder
 from runner.launch.member import Process
-from runner.sampler.remote.notes import Machine
+from runner.place import Machine
 
 BEAT_S = 2.0
 

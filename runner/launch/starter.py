@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from runner.device.visible import listed
 from runner.errors import EnvironmentProblem
+from runner.launch.interface import address_towards, met_at
 from runner.launch.janitor import Janitor
 from runner.launch.machines import Machines
 from runner.launch.member import Member, Order
@@ -65,15 +66,17 @@ class Local:
         found = {}
         if "OMP_NUM_THREADS" not in os.environ:
             found["OMP_NUM_THREADS"] = str(max(len(os.sched_getaffinity(0)) // processes, 1))
-        if self._spec.launch.machines == 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
-            found["GLOO_SOCKET_IFNAME"] = "lo"  # a host's own name need not lead anywhere, as in many containers
+        if "GLOO_SOCKET_IFNAME" not in os.environ:  # a host's own name need not lead anywhere, as in many containers
+            found |= met_at(LOOPBACK if self._machines is None else address_towards(self._machines.store[0]))
         return found
 
     def _seen(self, order: Order) -> Mapping[str, str]:
-        """The cards that a sampler is to see; a rank sees all, and takes the one of its place."""
+        """The cards that a process is to see: a rank sees all, and takes the one of its place; a rewarder none."""
         variable = self._spec.device.kind.visible
-        if order.role == "rank" or variable is None or self._cards is None:
+        if order.role == "rank" or variable is None:
             return {}
+        if self._cards is None:
+            return {} if order.cards else {variable: ""}
         return {variable: ",".join(self._cards[number] for number in order.cards)}
 
 

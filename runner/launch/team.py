@@ -1,9 +1,9 @@
 """The processes of a job that one launcher has started: begun together, watched, and ended together.
 
-start ─▶ all ranks end well                             ─▶ done: samplers are told to end
+start ─▶ all ranks end well                             ─▶ done: what serves them is told to end
       ├▶ a rank ends otherwise ─▶ the others have 5 s   ─▶ its error, once
       ├▶ a rank is silent, or waited for too long       ─▶ every rank's stacks, who lags, the end
-      ├▶ a sampler is lost                              ─▶ another one in its place (samplers.py)
+      ├▶ a sampler, a rewarder is lost                  ─▶ another one in its place (services.py)
       └▶ SIGINT, SIGTERM, passed on to each rank once   ─▶ they save together; again: they end at once
 """
 
@@ -20,7 +20,7 @@ from runner.launch import hang
 from runner.launch.machines import Machines, deadline_s
 from runner.launch.member import Order, Process, Starter
 from runner.launch.roster import Roster
-from runner.launch.samplers import Samplers
+from runner.launch.services import Services
 from runner.launch.session import called
 from runner.launch.stage import is_stage
 from runner.launch.verdict import INTERRUPTED, KILLED, LAGGED, WAITED, Verdict, judge, lagging
@@ -37,7 +37,7 @@ SHOW_CURSOR = "\x1b[?25h"
 
 @dataclass(slots=True)
 class Team:
-    """The ranks and samplers that `starter` starts, in attempt `attempt` at a job."""
+    """The ranks, samplers and rewarders that `starter` starts, in attempt `attempt` at a job."""
 
     spec: JobSpec
     folder: RunFolder
@@ -45,7 +45,7 @@ class Team:
     starter: Starter
     machines: Machines | None = None
     members: list[Process] = field(default_factory=list)  # the ranks
-    samplers: Samplers = field(init=False)
+    services: Services = field(init=False)
     roster: Roster = field(init=False)
     interrupts: Interrupts = field(default_factory=Interrupts)
     passed_on: int = 0  # signals that the ranks were told of
@@ -54,10 +54,11 @@ class Team:
     hung: Verdict | None = None
 
     def __post_init__(self) -> None:
-        shared = {TOKEN: secrets.token_urlsafe(32)} if self.spec.launch.samplers else {}
+        served = self.spec.launch.samplers or self.spec.launch.rewarders
+        shared = {TOKEN: secrets.token_urlsafe(32)} if served else {}
         say = Console(self.folder.log).message
         self.roster = Roster(self.folder, self.attempt, self.spec.launch.machine)
-        self.samplers = Samplers(self.spec, self.folder, self.attempt, self.starter, shared, say)
+        self.services = Services(self.spec, self.folder, self.attempt, self.starter, shared, say)
 
     def run(self) -> None:
         """Run to the end. Raises the error of the process that is the cause where it does not end well."""
@@ -78,24 +79,25 @@ class Team:
 
     def _start(self) -> None:
         self.folder.ranks.mkdir(exist_ok=True)
-        meeting, secret = self.starter.meeting(), self.samplers.environment  # rank 0 alone asks the samplers
+        meeting, secret = self.starter.meeting(), self.services.environment
         for place in self.starter.places():
+            asks = place.leads or self.spec.launch.rewarders  # samplers: rank 0 alone
             order = Order(
                 role="rank",
                 index=place.rank,
                 folder=self.folder.of_rank(place.rank),
                 attempt=self.attempt,
                 cards=(place.local_rank,),
-                environment={**environment(meeting), **(secret if place.leads else {}), **place.variables()},
+                environment={**environment(meeting), **(secret if asks else {}), **place.variables()},
                 place=place,
                 meets=place.leads and place.size > 1,
             )
             self.members.append(self.starter.start(order))
-        self.samplers.start()
+        self.services.start()
 
     def _list(self, *, over: bool = False) -> None:
         """Have it written who takes part."""
-        self.roster.note([*self.members, *self.samplers.members], self.samplers.replaced, over=over)
+        self.roster.note([*self.members, *self.services.members], self.services.replaced, over=over)
 
     def _look(self) -> bool:
         """Take in what has happened; whether a rank still runs."""
@@ -108,14 +110,14 @@ class Team:
                 member.kill()
         elif self._is_over():
             self.deadline = min(self.deadline, time.monotonic() + GRACE_S)
-        elif running and self.deadline == float("inf"):  # else no sampler is needed any more
-            self.samplers.look()
+        elif running and self.deadline == float("inf"):  # else nothing that serves them is needed any more
+            self.services.look()
         if self.hung is None and (lag := self._lagging(running)):
             self._give_up(running, lag)
         return bool(running)
 
     def _pass_on(self, running: Sequence[Process]) -> None:
-        """Tell the ranks of signals that came; after the second they have little time left. Samplers serve them until
+        """Tell the ranks of signals that came; after the second they have little time left. They are served until
         they end."""
         for number in self.interrupts.received[self.passed_on :]:
             self.passed_on += 1
@@ -140,7 +142,7 @@ class Team:
     def _judged(self, members: Sequence[Process]) -> Verdict | None:
         """Why these ranks ended, or the job has to."""
         ranks = judge([member.ended() for member in members], self.interrupts.received)
-        found = [verdict for verdict in (self.samplers.failed, ranks) if verdict is not None]
+        found = [verdict for verdict in (self.services.failed, ranks) if verdict is not None]
         return min(found, key=lambda verdict: verdict.strength, default=None)
 
     def _has_begun(self) -> bool:
@@ -172,19 +174,19 @@ class Team:
             member.kill()
         for member in self.members:
             member.ended()
-        self._end_samplers()
+        self._end_services()
         leader = next((member for member in self.members if member.order.leads), None)
         if leader is not None and leader.ended().code != 0 and sys.stdout.isatty():
             sys.stdout.write(SHOW_CURSOR)  # a live screen that was killed has hidden it
             sys.stdout.flush()
 
-    def _end_samplers(self) -> None:
+    def _end_services(self) -> None:
         """Give them the time to end what they have started, an engine and its memory."""
-        self.samplers.stop()
+        self.services.stop()
         deadline = time.monotonic() + GRACE_S
-        while self.samplers.run() and time.monotonic() < deadline:
+        while self.services.run() and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        self.samplers.end()
+        self.services.end()
 
     def _with_way_on(self, verdict: Verdict) -> Verdict:
         """With what to type next, where nothing is wrong with the job itself."""

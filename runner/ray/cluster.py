@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,8 @@ from runner.ray.desk import Desk
 
 NAMESPACE = "posttrain-run"
 OBJECT_STORE_BYTES = 100 << 20  # nothing is kept in it; Ray would take a third of the memory
+TIMED_OUT = "timed out during startup"  # in what Ray raises, an Exception without a class of its own
+BUSY = "is this machine busy with something else?"
 NOISE = "ray._private.accelerators.npu"  # a traceback at every start where NPUs are declared and CANN is not there
 
 
@@ -26,10 +29,13 @@ def opened(asked: Mapping[str, Any], desk: Desk) -> Iterator[None]:
     logging.getLogger(NOISE).setLevel(logging.CRITICAL)
     try:
         _connect(asked)
+        # Ray would end the driver; who signals all processes of a job (Ray's own `job stop` does) wants it to save.
+        signal.signal(signal.SIGTERM, lambda *_: None)
         desk.tell(**{"is": "ready", "nodes": nodes()})
         yield
     except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
-        desk.tell(**{"is": "refused", "why": f"{type(error).__name__}: {error}"})
+        why = f"{type(error).__name__}: {error}"
+        desk.tell(**{"is": "refused", "why": why, "passes": isinstance(error, TimeoutError)})
         raise
     finally:
         ray.shutdown()
@@ -45,12 +51,17 @@ def _connect(asked: Mapping[str, Any]) -> None:
     if asked["address"] is not None:
         ray.init(address=asked["address"], **quiet)
         return
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        _node_ip_address="127.0.0.1",
-        _temp_dir=f"{asked['folder']}/ray",  # Ray opens it to everybody; the one around it is not
-        **asked["resources"],
-        **quiet,
-    )
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=f"{asked['folder']}/ray",  # Ray opens it to everybody; the one around it is not
+            **asked["resources"],
+            **quiet,
+        )
+    except Exception as error:
+        if TIMED_OUT not in str(error):
+            raise
+        raise TimeoutError(f"Ray did not start in the 30 s that it gives itself: {BUSY}") from error

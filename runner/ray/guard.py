@@ -20,15 +20,16 @@ import sys
 import time
 from contextlib import suppress
 
-from runner.tracker.processes import descendants, kill
+from runner.tracker.processes import cleans, descendants, kill
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 TICK_S = 0.1
+SETTLE_S = 5.0  # for what clears away after dead processes
 
 
 def main(module: str, asked: str) -> int:
-    """Returns the driver's exit code, 128 + n where it was killed by signal n. SIGTERM: the driver is killed."""
+    """Returns the driver's exit code, 128 + n where it was killed by signal n. SIGUSR1: the driver is killed."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what the driver leaves behind stays below this process
     folder = json.loads(asked)["folder"]
@@ -37,9 +38,9 @@ def main(module: str, asked: str) -> int:
             [sys.executable, "-P", "-m", module, asked],
             preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
         )
-        for number in (signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             signal.signal(number, lambda *_: None)  # it ends with the driver; not ignored, which children inherit
-        signal.signal(signal.SIGTERM, lambda *_: driver.kill())
+        signal.signal(signal.SIGUSR1, lambda *_: driver.kill())
         code = driver.wait()
     finally:
         _end_all_below()
@@ -49,8 +50,9 @@ def main(module: str, asked: str) -> int:
 
 
 def _end_all_below() -> None:
+    end = time.monotonic() + SETTLE_S
     while left := descendants(os.getpid()):
-        kill(left)
+        kill([one for one in left if time.monotonic() > end or not cleans(one)])
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

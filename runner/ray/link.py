@@ -1,7 +1,8 @@
 """The line to a process that speaks with Ray: Ray takes over signals, prints, and may take its process down.
 
 Link (run, a sweep) ──requests──▶ runner.ray.guard ▷ MODULE (Ray's driver) ──events──▶ Link
-    each driver tells {"is": "ready", "nodes": [{"CPU": 2.0, "NPU": 4.0}, …]} | {"is": "refused", "why"} first
+    each driver tells {"is": "ready", "nodes": [{"CPU": 2.0, "NPU": 4.0}, …]} first, or
+    {"is": "refused", "why", "passes"}      passes: another attempt may end otherwise
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import secrets
 import selectors
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,16 +23,23 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from runner.errors import EnvironmentProblem
+from runner.errors import EnvironmentProblem, RankLost
+from runner.ray.knock import knock
 
 READY_S = 180.0  # for Ray to start or be reached: seconds on a free machine, a minute on a busy one
-KNOCK_S = 10.0
 END_S = 30.0  # for Ray to shut down
 KILLED_S = 10.0  # for the guard to end what is left of a driver that it had to kill
 POLL_S = 0.05
 TAIL = 5  # lines of what Ray printed that an error shows
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # what makes Ray take 127.0.0.1 for this machine's address
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray reports its use to its makers, unless it is told not to
+# On this machine a job's processes are what they are under launch=local. Ray would let everything else go before its
+# workers (niceness 15), have the kernel end them first, and end them itself where memory becomes scarce.
+AS_LOCAL = {
+    "RAY_worker_niceness": "0",
+    "RAY_worker_oom_score_adjustment": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+}
 
 
 def need_ray(option: str) -> None:
@@ -51,11 +58,12 @@ class Link:
     def __init__(self, module: str, asked: Mapping[str, Any], grace_s: float = 0.0) -> None:
         self.nodes: list[Mapping[str, float]] = []
         self._module, self._asked, self._grace_s = module, {**asked, "folder": None}, grace_s
-        self._rest, self._refused = b"", ""
+        self._rest, self._refused, self._passes = b"", "", False
 
     def __enter__(self) -> Self:
-        """Raises EnvironmentProblem where Ray cannot be started or reached."""
-        self._knock()
+        """Raises EnvironmentProblem where Ray cannot be started or reached, RankLost where its driver is killed."""
+        if not self._is_own:
+            knock(self._asked["address"])
         if self._is_own:
             self._asked["folder"] = tempfile.mkdtemp(prefix="run-ray-", dir="/tmp")  # short: sockets are in it
         self._output = tempfile.TemporaryFile()  # what Ray prints; it has no name to be left behind
@@ -84,7 +92,7 @@ class Link:
 
     def _environment(self) -> dict[str, str]:
         """A cluster of our own is heard on this machine only, and has a password of its own."""
-        own = {**LOOPBACK, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        own = {**LOOPBACK, **AS_LOCAL, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         return {**os.environ, **QUIET, **(own if self._is_own else {})}
 
     def send(self, **request: Any) -> None:
@@ -94,30 +102,35 @@ class Link:
             self._stdin.flush()
 
     def hear(self, wait_s: float = 0.0) -> None:
-        """Take in what the driver has said. Raises EnvironmentProblem where it has died."""
+        """Take in what the driver has said. Raises EnvironmentProblem where it has ended, RankLost where that was by a
+        signal, or because it was too slow."""
         if not self._selector.select(wait_s):
             return
         chunk = self._stdout.read(1 << 16)
         if chunk == b"":
             why = self._refused or f"Ray's driver has ended ({self._tail() or 'it said nothing'})"
-            raise EnvironmentProblem(f"{self.where}: {why}")
+            lost = self._passes if self._refused else self._was_killed()
+            raise (RankLost if lost else EnvironmentProblem)(f"{self.where}: {why}")
         *lines, self._rest = (self._rest + (chunk or b"")).split(b"\n")
         for line in lines:
             self._heard(json.loads(line))
 
     def wait_for(self, is_so: Callable[[], bool], seconds: float) -> None:
-        """Take in what the driver says until something is so. Raises EnvironmentProblem where it does not come."""
+        """Take in what the driver says until something is so. Raises EnvironmentProblem where it does not come,
+        RankLost where the driver is killed."""
         end = time.monotonic() + seconds
         while not is_so():
             if time.monotonic() > end:
-                raise EnvironmentProblem(f"{self.where}: no answer within {seconds:g} s ({self._tail()})")
+                port = "`ray start --head` says the port (as a rule 6379); its client's and its dashboard's are others"
+                advice = "" if self._is_own or self.nodes else f"; {port}"
+                raise EnvironmentProblem(f"{self.where}: no answer within {seconds:g} s{advice} ({self._tail()})")
             self.hear(0.2)
 
     def _heard(self, event: Mapping[str, Any]) -> None:
         if event["is"] == "ready":
             self.nodes = event["nodes"]
         elif event["is"] == "refused":
-            self._refused = event["why"]
+            self._refused, self._passes = event["why"], event["passes"]
         else:
             self._take(event)
 
@@ -125,23 +138,12 @@ class Link:
         """What this driver says beside those."""
         raise NotImplementedError
 
-    def _knock(self) -> None:
-        """Raise EnvironmentProblem where nobody listens: Ray would try for minutes."""
-        host, _, port = (self._asked["address"] or "").rpartition(":")
-        if not port.isdecimal():
-            return
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
-        except OSError as error:
-            advice = "`ray start --head` says the address of a cluster"
-            raise EnvironmentProblem(f"{self.where}: nobody listens there ({error}); {advice}") from error
-
     def _close(self, within_s: float) -> None:
         """End the driver, and with a cluster of our own all of it, also where the guard was killed."""
         with suppress(BrokenPipeError):
             self._stdin.close()
         if not self._ends(within_s):
-            self._process.terminate()
+            self._process.send_signal(signal.SIGUSR1)
             self._ends(KILLED_S)
         with suppress(ProcessLookupError, PermissionError):  # nobody is left in its group
             os.killpg(self._process.pid, signal.SIGKILL)  # before it is reaped: until then nobody else has its number
@@ -160,6 +162,13 @@ class Link:
                 return False
             time.sleep(POLL_S)
         return True
+
+    def _was_killed(self) -> bool:
+        """Whether a signal has ended the driver, or the guard, which says so by its exit code."""
+        if not self._ends(KILLED_S):
+            return False
+        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        return ended is not None and (ended.si_code != os.CLD_EXITED or ended.si_status > 128)
 
     @property
     def _is_own(self) -> bool:

@@ -25,12 +25,16 @@ class Job:
         self.latest = cwd / "outputs" / "latest"
 
     def start(
-        self, *words: str, program: tuple[str, ...] = ("-m", "runner"), **environment: str
+        self,
+        *words: str,
+        program: tuple[str, ...] = ("-m", "runner"),
+        before: tuple[str, ...] = (),
+        **environment: str,
     ) -> subprocess.Popen[bytes]:
-        """Start it; what it prints goes to the end of `printed`."""
+        """Start it; what it prints goes to the end of `printed`. before: a command that becomes this one."""
         with self.printed.open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, *program, *words],
+                [*before, sys.executable, *program, *words],
                 cwd=self.cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

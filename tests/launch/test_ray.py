@@ -18,15 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.cli.compose import compose_job
-from runner.errors import EnvironmentProblem, SpecError
+from runner.errors import EnvironmentProblem, RankLost, SpecError
 from runner.folder import RunFolder
 from runner.launch import member
 from runner.launch.link import Ear
 from runner.launch.member import Order
-from runner.launch.ray_child import CHUNK, Child, packed, surroundings, unpacked
-from runner.launch.ray_seats import Seat, Taken, grouped, refuse_too_many, seats, table
+from runner.launch.ray.child import CHUNK, Child, packed, surroundings, unpacked
+from runner.launch.ray.seats import Seat, Taken, grouped, refuse_too_many, seats, table
 from runner.place import Place
-from runner.ray.link import need_ray
+from runner.ray.link import Link, need_ray
 from tests.launch.several import ROOT, alive
 
 SIX_AND_TWO = [Seat("rank", n, "NPU", 1) for n in range(6)] + [Seat("sampler", n, "NPU", 1) for n in range(2)]
@@ -229,10 +229,14 @@ def test_a_folder_that_a_node_does_not_see_is_said(tmp_path: Path) -> None:
 
 
 def test_a_guard_leaves_nothing_of_a_driver_that_was_killed(tmp_path: Path) -> None:
-    module, folder = tmp_path / "a_driver.py", tmp_path / "cluster"
+    module, folder, weights = tmp_path / "a_driver.py", tmp_path / "cluster", tmp_path / "weights"
     folder.mkdir()
+    weights.mkdir()
     module.write_text(
         "import os, subprocess, sys\n"
+        "from pathlib import Path\n"
+        "from runner.launch.janitor import Janitor\n"
+        f"Janitor().remove(Path({str(weights)!r}))\n"  # as an actor has one
         "left = subprocess.Popen(['sleep', '100'], start_new_session=True)\n"
         "print(left.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
@@ -240,8 +244,27 @@ def test_a_guard_leaves_nothing_of_a_driver_that_was_killed(tmp_path: Path) -> N
     words = [sys.executable, "-P", "-m", "runner.ray.guard", "a_driver", json.dumps({"folder": str(folder)})]
     path = f"{tmp_path}{os.pathsep}{ROOT}"
     done = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, timeout=60)
-    assert done.returncode == 128 + signal.SIGKILL and not folder.exists()
+    assert done.returncode == 128 + signal.SIGKILL and not folder.exists() and not weights.exists()
     assert not alive([int(done.stdout)])
+
+
+@pytest.mark.parametrize(
+    ("does", "kind", "words"),
+    [
+        ("os.kill(os.getpid(), 9)", RankLost, "Ray's driver has ended"),
+        ("sys.exit('no such cluster')", EnvironmentProblem, r"Ray's driver has ended \(no such cluster\)"),
+        ("tell(why='no room', passes=False)", EnvironmentProblem, "Ray on this machine: no room"),
+        ("tell(why='too slow', passes=True)", RankLost, "Ray on this machine: too slow"),
+    ],
+)
+def test_a_driver_that_is_killed_or_too_slow_is_worth_another_attempt(
+    does: str, kind: type[Exception], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell = "tell = lambda **words: print(json.dumps({'is': 'refused', **words}), flush=True)"
+    (tmp_path / "a_driver.py").write_text(f"import json, os, sys\n{tell}\n{does}\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    with pytest.raises(kind, match=words), Link("a_driver", {"address": None}):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -259,6 +282,6 @@ def test_rays_reason_is_a_sentence(text: str, words: str) -> None:
     pytest.importorskip("ray")
     from ray.exceptions import RayError
 
-    from runner.launch.ray_driver import why
+    from runner.launch.ray.driver import why
 
     assert why(RayError(text), ("10.0.0.3", "left", [])) == words

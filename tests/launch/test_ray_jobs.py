@@ -48,6 +48,11 @@ def files_of(pids: list[int]) -> set[Path]:
     return found
 
 
+def treated(pid: int) -> tuple[int, int]:
+    """A process's niceness, and how readily the kernel ends it where memory is short."""
+    return os.getpriority(os.PRIO_PROCESS, pid), int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
 def nothing_left(pids: list[int], files: set[Path]) -> bool:
     """Whether everything that a job has started is gone, in time."""
     return gone(pids, NOBODY_LEFT_S) and not [path for path in files if path.exists()]
@@ -77,7 +82,7 @@ def test_a_job_on_ray_is_the_same_job_whatever_is_killed(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "victim",
     [
-        "runner.launch.ray_driver",
+        "runner.launch.ray.driver",
         *(
             pytest.param(name, marks=pytest.mark.soak)
             for name in ("runner.ray.guard", "ray::Attendant", "the launcher")
@@ -89,6 +94,7 @@ def test_whoever_is_killed_nothing_is_left(victim: str, tmp_path: Path) -> None:
     process = job.start(*LONG)
     wait_until(lambda: job.steps() >= 1, process)
     everything, files = below(process), files_of(below(process))
+    assert [treated(pid) for pid in job.pids()] == [treated(process.pid)] * 2, "as under launch=local"
     begin = time.monotonic()
     os.kill(process.pid if victim == "the launcher" else below(process, victim)[-1], signal.SIGKILL)
     code = process.wait(60)

@@ -127,6 +127,7 @@ def test_a_spec_edited_by_hand_is_refused_by_resume_and_infer(finished: Path) ->
     assert "algorithm.batch_size" in runner(finished, "infer", "edited", "sort 31", code=2)
 
 
+@pytest.mark.slow
 def test_killed_after_the_last_checkpoint_with_files_damaged_it_is_still_finished_and_says_what_it_found(
     tmp_path: Path,
 ) -> None:

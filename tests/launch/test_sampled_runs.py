@@ -89,6 +89,8 @@ def test_a_sampler_of_its_own_that_is_killed_changes_no_bit(job: Sampled, peacef
     assert process.wait(120) == 0, job.said()
     assert "sampler 0 was killed (SIGKILL); it is started anew (1 of 3)" in job.said()
     assert job.end() == peaceful.end()
+    named = {name for row in job.curve() for name in row}
+    assert {"sampler/busy_percent", "sampler/resident_bytes", "sampler/queue", "rollout/staleness"} <= named
     assert not alive([*ranks, sampler]) and job.samplers() == [], "told to end, they take their notes away"
 
 

@@ -17,7 +17,7 @@ from runner.cli.compose import compose_job
 from runner.device import visible
 from runner.errors import DataError, EnvironmentProblem, RunnerError, SamplerFault
 from runner.folder import RunFolder, write_json
-from runner.launch import member, samplers, team
+from runner.launch import member, services, team
 from runner.launch.attempt import attempts
 from runner.launch.member import Order
 from runner.launch.starter import Local
@@ -27,6 +27,7 @@ from runner.place import Place
 from runner.sampler.remote.secret import TOKEN
 from runner.shelf_folder import places
 from runner.spec.job import JobSpec
+from runner.temporary import temporary_of
 from tests.launch.several import alive
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def toys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Toy ranks and samplers, and a launcher that waits less for them."""
     monkeypatch.setitem(member.PROGRAMS, "rank", ("-m", "tests.launch.toy_rank"))
-    monkeypatch.setitem(member.PROGRAMS, "sampler", ("-m", "tests.launch.toy_sampler"))
+    monkeypatch.setitem(member.PROGRAMS, "sampler", ("-m", "tests.launch.toy_sampler", "sampler"))
     monkeypatch.setattr(team, "GRACE_S", 1.0)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
@@ -98,12 +99,12 @@ def test_a_sampler_that_dies_with_a_rank_is_not_started_anew(tmp_path: Path, mon
         job = Team(spec, RunFolder(tmp_path), 1, starter)
         try:
             job._start()
-            for one in [*job.members, *job.samplers.members]:
+            for one in [*job.members, *job.services.members]:
                 assert isinstance(one, member.Member)
                 os.waitid(os.P_PID, one.process.pid, os.WEXITED | os.WNOWAIT)  # both are dead when it looks
             while job._look():
                 time.sleep(0.01)
-            assert job.samplers.replaced == {}
+            assert job.services.replaced == {}
         finally:
             job._end()
 
@@ -128,7 +129,7 @@ def test_a_sampler_that_is_lost_is_replaced_with_a_line_that_says_why(tmp_path: 
 def test_a_sampler_that_is_stopped_is_found_by_its_silence_and_replaced(
     tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(samplers, "SILENT", 1.0)
+    monkeypatch.setattr(services, "SILENT", 1.0)
     said = run("sampler.timeout_s=6", rank="until 3", sampler_0=["stop"])
     assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 6 s; it is started anew (1 of 3)" in said
     assert not alive([one["pid"] for one in lives(tmp_path, 0)])
@@ -171,8 +172,10 @@ def test_what_a_process_may_leave_where_it_is_killed(tmp_path: Path) -> None:
         Order(role="rank", index=n, folder=RunFolder(tmp_path, n), place=Place(n, 2, n, 2), **plain) for n in (0, 1)
     )
     sampler = Order(role="sampler", index=0, folder=RunFolder(tmp_path).of_sampler(0), **plain)
-    assert first.scratch == (tmp_path / "ranks/0.engine", *places(tmp_path)), "it has the weights for samplers, too"
-    assert other.scratch == (tmp_path / "ranks/1.engine",) and sampler.scratch == (tmp_path / "samplers/0.engine",)
+    engines = [tmp_path / name for name in ("ranks/0.engine", "ranks/1.engine", "samplers/0.engine")]
+    own = [(engine, temporary_of(engine)) for engine in engines]
+    assert first.scratch == (*own[0], *places(tmp_path)), "it has the weights for samplers, too"
+    assert [other.scratch, sampler.scratch] == own[1:]
 
 
 def test_what_need_not_come_again_is_tried_again_from_the_newest_checkpoint(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ import yaml
 from runner.cli.compose import compose_job
 from runner.errors import EnvironmentProblem, SpecError
 from runner.folder import RunFolder
-from runner.launch import slurm, slurm_job, slurm_submit
-from runner.launch.slurm import Task
+from runner.launch.slurm import job as slurm_job
+from runner.launch.slurm import submission, task
+from runner.launch.slurm.task import Task
 from runner.slurm.cards import handed_out
 from tests.launch import slurm_stand_in
 from tests.launch.several import DEADLINE_S, Job, wait_until
@@ -28,7 +29,7 @@ STEP = {
     "SLURM_NODEID": "1",
     "SLURM_STEP_NODELIST": "here[0-1]",
 }
-DEFAULTS = {name: slurm.DEFAULT for name in ("launch.name", "launch.devices", "launch.nodes")}
+DEFAULTS = {name: task.DEFAULT for name in ("launch.name", "launch.devices", "launch.nodes")}
 OWN = {"name": "slurm", "devices": 1, "samplers": 0, "nodes": 1, "node": None, "address": None}
 WORDS = ("+recipe=sft_demo", "launch=slurm", "parallelism=ddp", "evaluation.every=0")
 
@@ -51,15 +52,15 @@ def step(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_layout_is_what_slurm_says(step: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    address = f"launch.address=127.0.0.1:{slurm.FIRST_PORT + 40}"
-    assert slurm.layout(OWN, DEFAULTS, "cpu") == ["launch.nodes=2", "launch.node=1", address]
+    address = f"launch.address=127.0.0.1:{task.FIRST_PORT + 40}"
+    assert task.layout(OWN, DEFAULTS, "cpu") == ["launch.nodes=2", "launch.node=1", address]
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
-    assert slurm.layout(OWN, DEFAULTS, "cuda")[-1] == "launch.devices=8"
-    assert slurm.layout({**OWN, "samplers": 2}, DEFAULTS, "cuda")[-1] == "launch.devices=6"
+    assert task.layout(OWN, DEFAULTS, "cuda")[-1] == "launch.devices=8"
+    assert task.layout({**OWN, "samplers": 2}, DEFAULTS, "cuda")[-1] == "launch.devices=6"
     typed = {**DEFAULTS, "launch.devices": "command line"}
-    assert "launch.devices" not in " ".join(slurm.layout({**OWN, "devices": 4}, typed, "cuda"))
+    assert "launch.devices" not in " ".join(task.layout({**OWN, "devices": 4}, typed, "cuda"))
     with pytest.raises(EnvironmentProblem, match=r"launch\.devices wants 9 cards, and Slurm gave this job 8"):
-        slurm.layout({**OWN, "devices": 9}, typed, "cuda")
+        task.layout({**OWN, "devices": 9}, typed, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,18 @@ def test_the_layout_is_what_slurm_says(step: None, monkeypatch: pytest.MonkeyPat
 )
 def test_what_contradicts_slurm_is_refused(step: None, name: str, value: object, said: str) -> None:
     with pytest.raises(EnvironmentProblem, match=said):
-        slurm.layout({**OWN, name: value}, {**DEFAULTS, f"launch.{name}": "command line"}, "cpu")
+        task.layout({**OWN, name: value}, {**DEFAULTS, f"launch.{name}": "command line"}, "cpu")
+
+
+@pytest.mark.parametrize(("device", "cores", "said"), [("npu", 1, "8 processes on cards have 1 core"), ("npu", 8, "")])
+def test_too_few_cores_are_said(
+    device: str, cores: int, said: str, step: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a cluster gives to a job that names cards alone is one core for all of its processes."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    words = ["+recipe=sft_demo", "launch=slurm", f"device={device}", "launch.devices=8", "parallelism=ddp"]
+    task.through_srun(compose_job(words).spec)
+    assert capsys.readouterr().out.count(said or "cores") == bool(said)
 
 
 def test_who_is_a_task() -> None:
@@ -96,15 +108,15 @@ def test_the_cards_of_one_of_several_nodes(cluster: Path) -> None:
 def test_what_is_asked_of_slurm() -> None:
     words = ("launch.nodes=2", "launch.devices=4", "launch.partition=big", "launch.sbatch={mem: 64G, exclusive: true}")
     spec = compose_job([*WORDS, *words]).spec
-    text = slurm_submit.script(spec, Path("/run folder/slurm"), "true")
+    text = submission.script(spec, Path("/run folder/slurm"), "true")
     lines = {line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")}
     assert lines >= {"nodes=2", "ntasks=2", "ntasks-per-node=1", "partition=big", "cpus-per-task=4", "mem=64G"}
     assert lines >= {"exclusive", "requeue", "signal=B:USR2@120", "output='/run folder/slurm/%j.log'"}
     assert not any(line.startswith("gres") for line in lines)
     cards = compose_job([*WORDS, *words, "device=npu", "launch.gres=npu:910b"]).spec
-    assert "#SBATCH --gres=npu:910b:4\n" in slurm_submit.script(cards, Path("x"), "true")
+    assert "#SBATCH --gres=npu:910b:4\n" in submission.script(cards, Path("x"), "true")
     with pytest.raises(SpecError, match="auto is not known"):
-        slurm_submit.script(compose_job([*WORDS, *words[:2], "device=auto"]).spec, Path("x"), "true")
+        submission.script(compose_job([*WORDS, *words[:2], "device=auto"]).spec, Path("x"), "true")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def toys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Toy ranks and samplers, and a launcher that waits less for them."""
     monkeypatch.setitem(member.PROGRAMS, "rank", ("-m", "tests.launch.toy_rank"))
-    monkeypatch.setitem(member.PROGRAMS, "sampler", ("-m", "tests.launch.toy_sampler"))
+    monkeypatch.setitem(member.PROGRAMS, "sampler", ("-m", "tests.launch.toy_sampler", "sampler"))
     monkeypatch.setattr(team, "GRACE_S", 0.5)
     monkeypatch.setattr(team, "CAUSE_S", 0.4)
     monkeypatch.setattr(hang, "DUMP_S", 0.3)

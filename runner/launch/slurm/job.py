@@ -1,6 +1,6 @@
-"""The script of a job that `slurm_submit` has submitted: begins the run or goes on with it, on all machines.
+"""The script of a job that `submission` has submitted: begins the run or goes on with it, on all machines.
 
-sbatch ─▶ python -m runner.launch.slurm_job FOLDER WORDS… ─▶ srun ─▶ run resume FOLDER WORDS…, once on each machine
+sbatch ─▶ python -m runner.launch.slurm.job FOLDER WORDS… ─▶ srun ─▶ run resume FOLDER WORDS…, once on each machine
 
 SIGUSR2   Slurm's time limit is near: the run saves and ends with 75, and this job goes back into the queue
 SIGUSR1   the same, but it stays out of the queue
@@ -19,7 +19,7 @@ from types import FrameType
 
 from runner.errors import EnvironmentProblem
 from runner.folder import RunFolder
-from runner.launch.slurm import AGAIN, srun
+from runner.launch.slurm.task import AGAIN, srun
 from runner.slurm.commands import steps_of, told
 
 WARNED, LIMIT, ENDED = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM

@@ -1,7 +1,7 @@
 """Submits a job to Slurm from where jobs are submitted, and follows it if that is wanted.
 
 spec ─▶ sbatch --test-only ─▶ run folder: spec.yaml, status "waiting" ─▶ slurm/job.sh ─▶ sbatch ─▶ slurm/job.json
-                                                 run resume FOLDER, on all machines ◀─ slurm_job ◀─┘
+                                                 run resume FOLDER, on all machines ◀─── job ◀───┘
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 from runner.errors import EnvironmentProblem, Interrupted, Problem, SpecError
 from runner.folder import RunFolder, shown, write_atomic, write_json
-from runner.launch.config import SlurmConfig
 from runner.launch.session import called
+from runner.launch.slurm.config import SlurmConfig
 from runner.launch.verdict import JobFailed
 from runner.slurm.commands import GRES, OVER, USUAL, state_of, told
 from runner.spec.job import JobSpec
@@ -61,7 +61,7 @@ def submit(spec: JobSpec, folder: RunFolder, words: Sequence[str]) -> int:
     """
     folder.slurm.mkdir(exist_ok=True)
     path = folder.slurm / "job.sh"
-    command = [sys.executable, "-P", "-m", "runner.launch.slurm_job", str(folder.root), *words]
+    command = [sys.executable, "-P", "-m", "runner.launch.slurm.job", str(folder.root), *words]
     write_atomic(path, script(spec, folder.slurm, "exec " + shlex.join(command)))
     said = told("sbatch", str(path))
     number = SUBMITTED.search(said)
@@ -110,12 +110,18 @@ def _options(spec: JobSpec) -> list[tuple[str, str | int | bool]]:
         "qos": config.qos,
         "time": config.time,
         "gres": f"{config.gres or GRES[_kind(spec)]}:{cards}" if _kind(spec) in GRES else None,
-        "cpus-per-task": config.cpus or (None if _kind(spec) in GRES else getattr(spec.device, "threads", 1) * cards),
+        "cpus-per-task": config.cpus or (None if _kind(spec) in GRES else _cores(spec)),
         "requeue": True,
         "open-mode": "append",  # a job that is requeued writes to the same log
         "signal": f"B:USR2@{config.grace_s}",
     }
     return [(name, value) for name, value in {**asked, **config.sbatch}.items() if value is not None]
+
+
+def _cores(spec: JobSpec) -> int:
+    """Those of a machine, without cards."""
+    processes = spec.launch.devices + spec.launch.samplers
+    return getattr(spec.device, "threads", 1) * processes + spec.launch.rewarders * spec.reward.workers_in_all()
 
 
 def _kind(spec: JobSpec) -> str:

@@ -1,8 +1,8 @@
 """The attempts of launch=ray: Ray reserves, its actors start, and the same `Team` watches as on this machine.
 
-                  ┌─▶ runner.ray.guard ▷ runner.launch.ray_driver ─▶ actor 0 ─▶ rank 0
+                  ┌─▶ runner.ray.guard ▷ runner.launch.ray.driver ─▶ actor 0 ─▶ rank 0
 attempt ─▶ Team ──┤                                               ├▶ actor 1 ─▶ rank 1 …
-                  └◀── what they say, how they end ───────────────┴▶ actor N ─▶ sampler 0 …
+                  └◀── what they say, how they end ───────────────┴▶ actor N ─▶ sampler 0 …, rewarder 0 …
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from runner.device.kinds import CPU, CUDA
 from runner.errors import DeadlineExceeded, EnvironmentProblem
 from runner.folder import RunFolder
 from runner.launch.attempt import attempts
-from runner.launch.config import RayConfig
 from runner.launch.member import Order
-from runner.launch.ray_link import RayLink, RayProcess
-from runner.launch.ray_seats import Seat, described, refuse_too_many, seats, table
-from runner.launch.sampling import HOST
+from runner.launch.ray.config import RayConfig
+from runner.launch.ray.link import RayLink, RayProcess
+from runner.launch.ray.seats import Seat, described, free, refuse_too_many, seats, table
+from runner.launch.service import HOST
 from runner.launch.team import Team
 from runner.place import Place
+from runner.ray.knock import ADDRESS
 from runner.ray.link import need_ray
 from runner.signals import StopSignal
 from runner.spec.job import JobSpec
@@ -71,7 +72,7 @@ def reserved(spec: JobSpec, say: Callable[[str], None]) -> Iterator[RayStarter]:
 
 
 class RayStarter:
-    """The `Starter` of launch=ray: ranks on the first seats, samplers on the others."""
+    """The `Starter` of launch=ray: each process on its seat."""
 
     def __init__(self, spec: JobSpec, link: RayLink, wanted: Sequence[Seat]) -> None:
         self._spec, self._link, self._wanted = spec, link, wanted
@@ -98,6 +99,8 @@ class RayStarter:
                     f"{link.where}: {what} are reserved, and the actors did not begin in {HIRE_S:g} s"
                 )
         lines = [f"ray      {link.where}: {what} in one placement group", *table(self._wanted, link.taken)]
+        if self._spec.launch.here and (named := os.environ.get(ADDRESS)):
+            lines.append(f"note     {ADDRESS}={named} is not used without launch.address=auto")
         if not self._spec.launch.here:
             lines.append(f"carried  of this environment: {', '.join(sorted(brought)) or 'nothing'}")
         return "\n".join(lines)
@@ -112,7 +115,7 @@ class RayStarter:
 
     def start(self, order: Order) -> RayProcess:
         """Have it started."""
-        at = order.index + (0 if order.role == "rank" else self._spec.launch.world)
+        at = [(seat.role, seat.index) for seat in self._wanted].index((order.role, order.index))
         more = {}
         if not self._is_one_node():
             more[HOST] = self._link.taken[at].node
@@ -128,19 +131,18 @@ class RayStarter:
 
     def _lack(self) -> str:
         """What is missing of what is wanted."""
-        resource = self._wanted[0].resource
-        total = sum(int(node.get(resource, 0)) for node in self._link.nodes)
-        free = int((self._link.free or {}).get(resource, 0))
-        return f"the job wants {described(self._wanted)}, and {self._link.where} has {free} of {total} free"
+        has = free(self._wanted, self._link.nodes, self._link.free or {})
+        return f"the job wants {described(self._wanted)}, and {self._link.where} has {has} free"
 
 
 def _of_this_machine(spec: JobSpec, wanted: Sequence[Seat]) -> dict[str, Any]:
     """What a cluster of our own declares: what the job needs. Raises EnvironmentProblem where this machine lacks it."""
-    count = sum(seat.count for seat in wanted)
+    cores = sum(seat.count for seat in wanted if seat.role == "rewarder")
+    count = sum(seat.count for seat in wanted) - cores
     kind, cards = spec.device.kind, spec.device.visible()
     if kind is CPU or cards is None:  # which any number of processes share
-        return {"num_cpus": count, "num_gpus": 0}
-    refuse_too_many(wanted, [{kind.resource: len(cards)}], "this machine")
+        return {"num_cpus": count + cores, "num_gpus": 0}
+    refuse_too_many(wanted, [{kind.resource: len(cards), CPU.resource: cores}], "this machine")
     if kind is CUDA:
-        return {"num_cpus": 1, "num_gpus": count}
-    return {"num_cpus": 1, "num_gpus": 0, "resources": {kind.resource: count}}
+        return {"num_cpus": max(cores, 1), "num_gpus": count}
+    return {"num_cpus": max(cores, 1), "num_gpus": 0, "resources": {kind.resource: count}}

@@ -1,6 +1,6 @@
 """The machines of a Slurm job, for launch=slurm: whoever typed the command, it is one task on each of them in the end.
 
-no Slurm job                     ─▶ submitted (`slurm_submit`)
+no Slurm job                     ─▶ submitted (`submission`)
 a job's script, or salloc's shell ─▶ srun: the same command, once on each machine
 a task of srun                   ─▶ machines, number, address, cards from Slurm's variables, as overrides
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from runner.device.kinds import NPU
+from runner.device.kinds import CPU, NPU
 from runner.errors import EnvironmentProblem, Interrupted
 from runner.folder import OUTPUTS, RunFolder, write_atomic
 from runner.slurm.cards import handed_out
@@ -144,18 +144,29 @@ def _cards(task: Task | None, gres: str | None, device: str) -> int | None:
 
 
 def through_srun(spec: JobSpec) -> None:
-    """In a Slurm job, but in no task of it: become srun, which runs this command on each machine. Returns elsewhere.
+    """In a Slurm job, but in no task of it: become srun, which runs this command on each machine. Returns elsewhere; a
+    task says there if Slurm gave it too few cores.
 
     Raises EnvironmentProblem where srun is missing.
     """
-    if spec.launch.name != NAME or "SLURM_JOB_ID" not in os.environ or Task.of(os.environ) is not None:
+    if spec.launch.name != NAME or "SLURM_JOB_ID" not in os.environ:
         return
+    if Task.of(os.environ) is not None:
+        return _say_few_cores(spec)
     machines = int(os.environ.get("SLURM_JOB_NUM_NODES", os.environ.get("SLURM_NNODES", "1")))
     command = srun([sys.executable, "-P", "-m", "runner", *sys.argv[1:]], machines)
     print(
         f"srun     {machines} × this command, one on each machine of Slurm job {os.environ['SLURM_JOB_ID']}", flush=True
     )
     _become(command)
+
+
+def _say_few_cores(spec: JobSpec) -> None:
+    """Where processes on cards share cores: most clusters give a task that asks for cards alone a single one."""
+    wanted, cores = spec.launch.devices + spec.launch.samplers, len(os.sched_getaffinity(0))
+    if spec.device.kind is not CPU and cores < wanted:
+        text = f"{wanted} processes on cards have {cores} core{'' if cores == 1 else 's'} in all, and will be slow"
+        print(f"slurm    {text}; launch.cpus={8 * wanted}, in your own script --cpus-per-task, is more", flush=True)
 
 
 def srun(command: Sequence[str], machines: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""The line to Ray's driver for a job (runner.launch.ray_driver), and a process of the job as this end of it sees it."""
+"""The line to Ray's driver for a job (runner.launch.ray.driver), and a process of the job as this end of it sees it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from runner.errors import EnvironmentProblem
+from runner.errors import EnvironmentProblem, RankLost
 from runner.folder import shown
 from runner.launch.link import Ear
 from runner.launch.member import Order
-from runner.launch.ray_child import packed
-from runner.launch.ray_seats import Taken
+from runner.launch.ray.child import packed
+from runner.launch.ray.seats import Taken
 from runner.launch.verdict import Ended
 from runner.ray import link
 
@@ -26,7 +26,7 @@ class RayLink(link.Link):
     `broken`: why nobody answers any more."""
 
     def __init__(self, asked: Mapping[str, Any]) -> None:
-        super().__init__("runner.launch.ray_driver", asked)
+        super().__init__("runner.launch.ray.driver", asked)
         self.taken: list[Taken] = []
         self.free: Mapping[str, float] | None = None
         self._met: list[tuple[str, int]] = []
@@ -53,7 +53,7 @@ class RayLink(link.Link):
         try:
             if not self.broken:
                 self.hear(wait_s)
-        except EnvironmentProblem as error:
+        except (EnvironmentProblem, RankLost) as error:
             self.broken = str(error)
             for process in self._processes.values():
                 process.lose(self.broken)
@@ -67,7 +67,8 @@ class RayLink(link.Link):
         elif kind == "met":
             self._met.append((event["host"], event["port"]))
         elif (process := self._processes.get(event["seat"])) is None:
-            raise EnvironmentProblem(f"{self.where}: {event['why']}")  # an actor, before anything was started
+            problem = EnvironmentProblem if event["unfit"] else RankLost
+            raise problem(f"{self.where}: {event['why']}")  # an actor, before anything was started
         elif kind == "said":
             process.take(event)
         elif kind == "ended":

@@ -20,9 +20,11 @@ from typing import Any
 from runner.device.kinds import KINDS
 from runner.errors import EnvironmentProblem, RunnerError
 from runner.folder import RunFolder
+from runner.launch.interface import met_at
 from runner.launch.janitor import Janitor
 from runner.launch.link import Ear, Report
 from runner.launch.member import Member, Order
+from runner.launch.service import HOST
 from runner.place import Place, alone
 
 TICK_S = 0.05
@@ -36,7 +38,7 @@ def packed(order: Order) -> dict[str, Any]:
     return {
         "role": order.role,
         "index": order.index,
-        "folder": [str(order.folder.root), order.folder.rank, order.folder.sampler],
+        "folder": [str(order.folder.root), order.folder.rank, order.folder.service],
         "attempt": order.attempt,
         "cards": list(order.cards),
         "environment": dict(order.environment),
@@ -47,9 +49,9 @@ def packed(order: Order) -> dict[str, Any]:
 
 def unpacked(order: Mapping[str, Any]) -> Order:
     """The order that was packed."""
-    root, rank, sampler = order["folder"]
+    root, rank, service = order["folder"]
     place = None if order["place"] is None else Place(*order["place"])
-    folder = RunFolder(Path(root), rank, sampler)
+    folder = RunFolder(Path(root), rank, service)
     return Order(**{**order, "folder": folder, "cards": tuple(order["cards"]), "place": place})
 
 
@@ -121,6 +123,8 @@ class Child:
         given = (telling_out, telling_err, *([] if self._listener is None else [self._listener]))
         try:
             environment = {**self._environment, **self._order.environment}
+            if HOST in environment:
+                environment = {**met_at(environment[HOST]), **environment}
             screen = (telling_out, telling_err)
             member = self._member = Member.start(self._order, environment, self._listener, janitor, screen)
         finally:

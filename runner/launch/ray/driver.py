@@ -9,9 +9,10 @@
             {"is": "reserved", "taken": [[node, host, [device, …]], …]}
             {"is": "met", "host", "port"}
             {"is": "said", "seat", "pipe", "out", "err", "letter"} latin-1 for bytes
-            {"is": "ended", "seat", "code"} | {"is": "lost", "seat", "why"}       its process; its actor
+            {"is": "ended", "seat", "code"}                        its process
+            {"is": "lost", "seat", "why", "unfit"}                 its actor; unfit: which cannot do what it is for
 
-One placement group per job, and a bundle and an actor per seat, whose process it starts (launch/ray_child.py). Nothing
+One placement group per job, and a bundle and an actor per seat, whose process it starts (launch/ray/child.py). Nothing
 goes through Ray's object store. All of it ends with this process: actors and group are the driver's own.
 """
 
@@ -33,7 +34,7 @@ from ray.util import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from runner.launch.member import Role
-from runner.launch.ray_seats import grouped
+from runner.launch.ray.seats import grouped
 from runner.ray.cluster import opened
 from runner.ray.desk import Desk
 
@@ -55,7 +56,7 @@ class Attendant:
 
     def where(self) -> tuple[str, str, list[str]]:
         """Its node's address and name, and its devices. Raises ImportError where the node has no runner."""
-        import runner.launch.ray_child  # noqa: F401
+        import runner.launch.ray.child  # noqa: F401
 
         self._devices = ray.get_runtime_context().get_accelerator_ids().get(self._resource, [])
         return ray.util.get_node_ip_address(), socket.gethostname(), self._devices
@@ -69,7 +70,7 @@ class Attendant:
 
     def start(self, order: dict[str, Any], carried: dict[str, str], folder: str, alike: int) -> None:
         """Start a process. `folder`: the user's, for paths to be shown as there; `alike`: the job's on this node."""
-        from runner.launch.ray_child import Child, surroundings, unpacked
+        from runner.launch.ray.child import Child, surroundings, unpacked
 
         if os.path.isdir(folder):
             os.chdir(folder)
@@ -195,8 +196,9 @@ class Driver:
     def _begin(self, at: int) -> None:
         seat = self._seats[at]
         assert seat.taken is not None
-        alike = sum(other.taken is not None and other.taken[0] == seat.taken[0] for other in self._seats)
-        self._ask("start", at, seat.order, *self._brought, alike)
+        threaded = [other.taken for other in self._seats if other.role != "rewarder" and other.taken is not None]
+        alike = sum(taken[0] == seat.taken[0] for taken in threaded)
+        self._ask("start", at, seat.order, *self._brought, max(alike, 1))
         seat.order = None
 
     def _signal(self, seat: int, number: int) -> None:
@@ -248,7 +250,8 @@ class Driver:
         ray.kill(seat.actor)
         seat.actor, seat.order = None, None
         self._calls = {call: asked for call, asked in self._calls.items() if asked[1] != at}
-        self._desk.tell(**{"is": "lost", "seat": at, "why": why(error, seat.taken)})
+        unfit = getattr(error, "cause", None) is not None
+        self._desk.tell(**{"is": "lost", "seat": at, "why": why(error, seat.taken), "unfit": unfit})
 
 
 def why(error: RayError, taken: Sequence[Any] | None) -> str:

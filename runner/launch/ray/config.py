@@ -1,0 +1,71 @@
+"""Who starts the processes of a job: Ray."""
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from runner.launch.base import ADDRESS, LaunchConfig
+from runner.spec.base import address_problem
+
+
+class RayConfig(LaunchConfig):
+    """Processes that Ray places, on the nodes of a cluster or on this machine: an actor stands by each."""
+
+    factory: ClassVar[str] = "runner.launch.ray.attempt:attempt"
+    name: Literal["ray"] = "ray"
+    attempts: int = Field(
+        default=3, ge=1, description="Times that the job may begin: after a lost process it goes on by itself."
+    )
+    address: str | None = Field(
+        default=None,
+        description="Of the Ray cluster: auto or HOST:PORT on a node of it, http://HOST:8265 from anywhere; "
+        "null = one on this machine for this job.",
+    )
+    folder: str | None = Field(
+        default=None,
+        description="Folder on the cluster's shared disk for a job that is handed over (address=http://…); "
+        "null = ~/posttrain-run there.",
+    )
+
+    @property
+    def here(self) -> bool:
+        return self.address is None
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether the job is given to the cluster's head by its web address, and the command typed there by it."""
+        return (self.address or "").startswith(("http://", "https://"))
+
+    def preflight(self) -> None:
+        """Raise EnvironmentProblem where Ray is not installed, or its cluster not there; one that takes the job over
+        says so itself."""
+        if self.handed_over:
+            return
+        from runner.ray.knock import knock  # here, because every command reads this module
+        from runner.ray.link import need_ray
+
+        need_ray("launch=ray")
+        if self.address is not None:
+            knock(self.address)
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        found = super().problems(job)
+        if self.folder is not None and not self.handed_over:
+            text = "is for launch.address=http://…; leave it out, a job runs in the folder in which it is typed"
+            found.append(("launch.folder", text))
+        elif self.folder is not None and not self.folder.startswith(("/", "~/")):
+            found.append(("launch.folder", "begins with / or ~/, and is a folder of the cluster"))
+        if self.address is None:
+            return found
+        if self.handed_over:
+            wrong = address_problem(self.address or "", ":8265")
+            found += [("launch.address", wrong)] if wrong else []
+        elif self.address != "auto" and ADDRESS.fullmatch(self.address) is None:
+            text = "auto or HOST:PORT is expected, as `ray start --head` says it; http://HOST:8265 from elsewhere"
+            if self.address.startswith("ray://"):
+                text = "Ray's client cannot follow a job; type http://HOST:8265, or type this on a node of the cluster"
+            found.append(("launch.address", text))
+        if job.device.name == "auto":
+            text = "what the nodes have is not known here, and Ray wants its name; type device=npu, cuda or cpu"
+            found.append(("device", text))
+        return found

@@ -1,0 +1,61 @@
+"""A Ray cluster that is not there is found out in seconds, before anything else is done; Ray is not needed for that."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from runner.cli.compose import compose_job
+from runner.errors import EnvironmentProblem
+from runner.launch import local
+from runner.ray import knock as knocking
+from runner.ray import link
+from runner.ray.knock import knock
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """An address of this machine at which nobody listens; no cluster is on record."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_auto_is_what_ray_takes_it_for(free: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    knock("auto")  # nothing is on record: Ray looks around
+    record = tmp_path / "ray" / "ray_current_cluster"
+    record.parent.mkdir()
+    record.write_text(f"{free}\n")
+    with pytest.raises(EnvironmentProblem, match=rf"auto \({free}, says {record}\): nobody listens there"):
+        knock("auto")
+    monkeypatch.setenv("RAY_ADDRESS", free)
+    with pytest.raises(EnvironmentProblem, match=rf"auto \({free}, says RAY_ADDRESS\)"):
+        knock("auto")
+
+
+def test_who_listens_is_let_be(free: str) -> None:
+    with socket.create_server(("127.0.0.1", int(free.rpartition(":")[2]))):
+        knock(free)
+    with pytest.raises(EnvironmentProblem, match=f"Ray at {free}: nobody listens there"):
+        knock(free)
+
+
+def test_a_job_is_refused_before_a_recipe_is_run_for_it(
+    free: str, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = compose_job(["+recipe=grpo_demo", "launch=ray", f"launch.address={free}", "device=cpu"]).spec
+    with monkeypatch.context() as without:
+        without.setattr(link.importlib.util, "find_spec", lambda name: None if name == "ray" else object())
+        with pytest.raises(EnvironmentProblem, match=r"launch=ray needs the package ray: pip install"):
+            local.ready(spec)
+    monkeypatch.setattr(link.importlib.util, "find_spec", lambda name: object())
+    begin = time.monotonic()
+    with pytest.raises(EnvironmentProblem, match="nobody listens"):
+        local.ready(spec)
+    assert time.monotonic() - begin < knocking.KNOCK_S
+    assert not (workdir / "outputs").exists()
