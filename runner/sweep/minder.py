@@ -7,7 +7,7 @@ SIGUSR1           kills the job
 its own end       ends the job (see `launch.child`); with --parent, the end of that process is a SIGTERM
 exit code         0 once the note tells the job's; else what failed is on stderr
 
-A job in Slurm has `runner.sweep.slurm_job` beside it instead, which is told other things and minds it in the same way.
+A job in Slurm has `runner.sweep.slurm.job` beside it instead, which is told other things and minds it in the same way.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from runner.device.visible import VARIABLES
 from runner.errors import Problem, SpecError
-from runner.launch.config import StartedConfig
+from runner.launch.base import StartedConfig
+from runner.launch.ray.config import RayConfig
 
 ORDER = ("npu", "cuda")  # which kind device=auto takes where there are several, like the device itself
 Cards = Sequence[str] | None  # the kinds of card where jobs run; None: not known
@@ -40,6 +41,9 @@ def need_of(spec: Any, cards: Cards) -> Need:
     if isinstance(spec.launch, StartedConfig):
         text = f"{spec.launch.name}: the sweep starts its jobs; on Slurm with sweep.on=slurm and launch=local"
         raise SpecError([Problem("launch", text)])
+    if isinstance(spec.launch, RayConfig) and spec.launch.handed_over:
+        text = "the sweep starts its jobs itself; sweep.on=ray and launch=local, typed on a node of the cluster"
+        raise SpecError([Problem("launch.address", text)])
     if (nodes := spec.launch.machines) > 1:
         text = f"is {nodes}, and a job of a sweep has one machine; leave it out"
         raise SpecError([Problem("launch.nodes", text)])

@@ -7,11 +7,9 @@ a resume  ─▶ identities from state.json ─▶ Site.take_up ─▶ Handles o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from runner.errors import EnvironmentProblem
-from runner.sweep.config import SweepConfig
 from runner.sweep.need import Need
 from runner.sweep.order import Order
 from runner.sweep.outcome import Told
@@ -101,18 +99,3 @@ def refuse_elsewhere(left: Mapping[int, Identity], on: str) -> None:
         which = f"job{'s' if len(jobs) > 1 else ''} {', '.join(jobs)}"
         text = f"{which} may still run where sweep.on={place} had put them; go on with sweep.on={place} first"
         raise EnvironmentProblem(text)
-
-
-def opened(options: SweepConfig) -> AbstractContextManager[Site]:
-    """The place that `sweep.on` names, until the block ends. Raises EnvironmentProblem where it cannot be reached."""
-    if options.on == "local":
-        from runner.sweep.local import opened as local
-
-        return local(options)
-    if options.on == "ray":
-        from runner.sweep.ray_site import opened as ray
-
-        return ray(options)
-    from runner.sweep.slurm_site import opened as slurm
-
-    return slurm(options)

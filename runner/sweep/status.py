@@ -10,12 +10,13 @@ from runner.errors import EnvironmentProblem
 from runner.folder import shown
 from runner.sweep import note as notes
 from runner.sweep import plan as plans
-from runner.sweep import slurm_standing, words
+from runner.sweep import words
 from runner.sweep.outcome import Told, judge
 from runner.sweep.plan import SweepFolder
 from runner.sweep.process import is_alive
 from runner.sweep.record import FINISHED, Record, is_held
 from runner.sweep.results import gather
+from runner.sweep.slurm import standing
 from runner.tracker.text import duration
 
 
@@ -37,7 +38,7 @@ def catch_up(folder: SweepFolder, record: Record) -> Iterator[str]:
     goes on without it."""
     queued: Mapping[int, str] = {}
     try:
-        queued = slurm_standing.waiting(folder.root, record)
+        queued = standing.waiting(folder.root, record)
     except EnvironmentProblem as error:
         yield f"note     {error}; what is said here, the jobs have noted"
     for index, job in enumerate(record):

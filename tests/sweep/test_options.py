@@ -11,7 +11,8 @@ import runner.sweep
 from runner.sweep.config import SweepConfig
 
 PACKAGE = Path(runner.sweep.__file__).parent.parent
-PLACES = [*sorted((PACKAGE / "sweep").glob("*.py")), PACKAGE / "cli" / "sweep.py", PACKAGE / "cli" / "sweep_options.py"]
+CLI = PACKAGE / "cli"
+PLACES = [*sorted((PACKAGE / "sweep").rglob("*.py")), CLI / "sweep.py", CLI / "sweep_options.py"]
 READS = {
     node.attr
     for path in PLACES

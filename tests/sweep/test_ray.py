@@ -16,8 +16,8 @@ import pytest
 from runner.errors import EnvironmentProblem
 from runner.sweep.config import SweepConfig
 from runner.sweep.need import Need
-from runner.sweep.ray_link import Link
-from runner.sweep.ray_site import RaySite
+from runner.sweep.ray.link import Link
+from runner.sweep.ray.site import RaySite
 from runner.sweep.status import status
 from runner.tracker import processes
 from tests.ray_cluster import cluster

@@ -22,9 +22,9 @@ from runner.sweep import drive, status
 from runner.sweep.config import SweepConfig
 from runner.sweep.need import Need
 from runner.sweep.plan import SweepFolder
-from runner.sweep.site import opened
-from runner.sweep.slurm_queue import Entry, queue
-from runner.sweep.slurm_submit import array_of, resources
+from runner.sweep.sites import opened
+from runner.sweep.slurm.queue import Entry, queue
+from runner.sweep.slurm.submission import array_of, resources
 from tests.sweep import slurm_stand_in, toy
 
 pytest.importorskip("submitit", reason="the extra slurm is not installed")

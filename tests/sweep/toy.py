@@ -18,7 +18,7 @@ from runner.sweep.config import SweepConfig
 from runner.sweep.need import Need
 from runner.sweep.plan import JobPlan, Plan, Ranking, SweepFolder
 from runner.sweep.record import JobState, Record
-from runner.sweep.site import opened
+from runner.sweep.sites import opened
 from runner.sweep.space import Dimension, Search
 
 # Each gets its run folder as argv[1] and notes there that it was started: a sweep that runs a job twice is found out.

@@ -1,4 +1,4 @@
-"""The line to Ray's driver for a sweep, a process of its own (runner.sweep.ray_driver)."""
+"""The line to Ray's driver for a sweep, a process of its own (runner.sweep.ray.driver)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Link(link.Link):
     """Ray's driver, from start to end. `gone`: jobs without an actor any more, and why."""
 
     def __init__(self, asked: Mapping[str, Any], grace_s: float = 0.0) -> None:
-        super().__init__("runner.sweep.ray_driver", {**asked, "grace_s": grace_s}, grace_s)
+        super().__init__("runner.sweep.ray.driver", {**asked, "grace_s": grace_s}, grace_s)
         self.gone: dict[str, str] = {}
         self._found: set[str] = set()
 

@@ -16,15 +16,15 @@ from pathlib import Path
 
 from runner.errors import EnvironmentProblem
 from runner.slurm.commands import USUAL, signals_all
-from runner.sweep import slurm_queue, slurm_submit
 from runner.sweep.config import SweepConfig
 from runner.sweep.need import Need
 from runner.sweep.order import Order
 from runner.sweep.site import Handle, Identity, Say
-from runner.sweep.slurm_batch import FOLDER, Batch, keep_id, kept_id
-from runner.sweep.slurm_handle import SlurmJob
-from runner.sweep.slurm_job import SAVE
-from runner.sweep.slurm_queue import Entry
+from runner.sweep.slurm import queue, submission
+from runner.sweep.slurm.batch import FOLDER, Batch, keep_id, kept_id
+from runner.sweep.slurm.handle import SlurmJob
+from runner.sweep.slurm.job import SAVE
+from runner.sweep.slurm.queue import Entry
 
 ASK_S = (0.3, 10.0)  # between two questions to Slurm, in the beginning and later
 SLOWING = 30.0  # the time between them is this part of the time since the beginning
@@ -45,7 +45,7 @@ class Slurm:
         self._open: dict[Need, Batch] = {}  # not submitted yet
         self._jobs: list[SlurmJob] = []  # that have not ended
         self._arrays: dict[str, str] = {}  # token of a batch → number of its array
-        self._queue: slurm_queue.Queue = {}
+        self._queue: queue.Queue = {}
         self.answers = 0  # of Slurm, so far
         self._began, self._ask_at = time.monotonic(), float("-inf")
         self._folder = Path()  # of the sweep, whose name is that of its jobs in Slurm
@@ -64,7 +64,7 @@ class Slurm:
     def admit(self, needs: Iterable[Need]) -> None:
         self._needs = list(needs)
         for need in dict.fromkeys(self._needs):
-            slurm_submit.try_out(self._options, need, len(self._needs))
+            submission.try_out(self._options, need, len(self._needs))
 
     def describe(self) -> str:
         each = ", ".join(dict.fromkeys(str(need) for need in self._needs))
@@ -79,7 +79,7 @@ class Slurm:
     def start(self, need: Need, order: Order) -> SlurmJob:
         self._folder = Path(order.note).parents[1]
         if need not in self._open:
-            gres, limit = slurm_submit.gres_of(self._options, need), self._options.timeout_s
+            gres, limit = submission.gres_of(self._options, need), self._options.timeout_s
             self._open[need] = Batch(secrets.token_hex(4), need.kind, gres, limit, self._all_signalled)
         batch = self._open[need]
         batch.orders[order.index] = order
@@ -90,7 +90,7 @@ class Slurm:
         submitted = {index: known for index, known in left.items() if "batch" in known}
         for known in list(submitted.values())[:1]:
             self._folder = Path(known["note"]).parents[1]
-            self._queue = slurm_queue.queue(self._folder.name)
+            self._queue = queue.queue(self._folder.name)
         for index, known in submitted.items():
             if (array := self._number(known["batch"])) is not None:
                 self._arrays[known["batch"]] = array
@@ -122,7 +122,7 @@ class Slurm:
             return
         self._ask_at = time.monotonic() + min(max((time.monotonic() - self._began) / SLOWING, ASK_S[0]), ASK_S[1])
         try:
-            self._queue = slurm_queue.queue(self._folder.name)
+            self._queue = queue.queue(self._folder.name)
         except EnvironmentProblem as error:
             self._tell(f"{error}; asking again")
             return
@@ -151,7 +151,7 @@ class Slurm:
                 continue  # all were withdrawn before it came to that
             try:
                 path, after = batch.write(self._folder / FOLDER), self._before()
-                array = slurm_submit.submit(self._options, need, path, self._folder.name, indices, after)
+                array = submission.submit(self._options, need, path, self._folder.name, indices, after)
             except EnvironmentProblem:
                 for job in own:
                     job.withdraw(signal.SIGTERM)
@@ -176,9 +176,9 @@ class Slurm:
         save = [self._name(job) for job, number in told if number != signal.SIGKILL]
         try:
             if kill:
-                slurm_queue.cancel(kill)
+                queue.cancel(kill)
             if save:
-                slurm_queue.save_and_end(save, SAVE)
+                queue.save_and_end(save, SAVE)
         except EnvironmentProblem as error:
             self._tell(f"{error}; what does not end within sweep.grace_s is cancelled then")
 

@@ -2,7 +2,7 @@
 
 options, Need ─▶ submitit ─▶ sbatch file ─┬─▶ sbatch --test-only: what Slurm refuses, before anything is made
                                           └─▶ sbatch: the array's number
-submitit's pickles are not used: what a job reads on its node is plain (`slurm_batch`), and an index is a job's number.
+submitit's pickles are not used: what a job reads on its node is plain (`batch`), and an index is a job's number.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def submit(
     if after := list(after):
         own["dependency"] = "afterany:" + ":".join(after)
     executor = executor_of(batch.parent, {**resources(options, need), "job_name": name}, own)
-    command = ["exec", sys.executable, "-P", "-m", "runner.sweep.slurm_job", str(batch)]
+    command = ["exec", sys.executable, "-P", "-m", "runner.sweep.slurm.job", str(batch)]
     try:
         job: Any = executor._submit_command(shlex.join(command))
     except (FailedJobError, FailedSubmissionError) as error:

@@ -1,6 +1,6 @@
 """What runs inside a Slurm job, on its node: starts one job of a sweep, passes on what it is told, notes how it ended.
 
-sbatch ─▶ exec python -m runner.sweep.slurm_job BATCH ─┬─▶ the job, or, where Slurm starts it again, its going on
+sbatch ─▶ exec python -m runner.sweep.slurm.job BATCH ─┬─▶ the job, or, where Slurm starts it again, its going on
                                                        └─▶ jobs/003.note.json: began, lives, ended
 
 SIGUSR1   the sweep: save and end                     SIGTERM   Slurm ends the job: cancelled, preempted, requeued
@@ -25,7 +25,7 @@ from runner.sweep.minder import Minder, Signals, begun
 from runner.sweep.note import now
 from runner.sweep.order import Order
 from runner.sweep.outcome import ENDED_BY_US, Told
-from runner.sweep.slurm_batch import Batch
+from runner.sweep.slurm.batch import Batch
 
 SAVE, LIMIT, ENDED = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from runner.sweep.note import Note, read
 from runner.sweep.outcome import Told
 from runner.sweep.site import Identity
-from runner.sweep.slurm_queue import Entry
-
-if TYPE_CHECKING:
-    from runner.sweep.slurm_site import Slurm
+from runner.sweep.slurm.queue import Entry
 
 LATE_S = 10.0  # for a note to come through a shared folder after its job has ended
 SAID = {
@@ -25,10 +22,25 @@ SAID = {
 }
 
 
+class Asked(Protocol):
+    """What a job asks of its site."""
+
+    @property
+    def answers(self) -> int: ...  # that squeue has given so far
+
+    def is_submitted(self, batch: str) -> bool: ...
+
+    def turn(self) -> None: ...
+
+    def entry(self, batch: str, index: int) -> Entry | None: ...
+
+    def ended(self, job: SlurmJob) -> None: ...
+
+
 class SlurmJob:
     """A job that waits in a batch, or in Slurm, or runs, or has ended."""
 
-    def __init__(self, site: Slurm, batch: str, index: int, token: str, note: Path) -> None:
+    def __init__(self, site: Asked, batch: str, index: int, token: str, note: Path) -> None:
         self.batch, self.index = batch, index
         self._site, self._token, self._path = site, token, note
         self._note = read(note, token)

@@ -1,6 +1,6 @@
 """Jobs on a Ray cluster, each an actor with its resources; or on a cluster of our own, which ends with the sweep.
 
-Ray itself is in another process, runner.sweep.ray_driver; what became of a job is read from its note.
+Ray itself is in another process, runner.sweep.ray.driver; what became of a job is read from its note.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runner.sweep.config import SweepConfig
 from runner.sweep.need import ORDER, WORDS, Need
 from runner.sweep.order import Order
 from runner.sweep.outcome import Told
-from runner.sweep.ray_link import Link
+from runner.sweep.ray.link import Link
 from runner.sweep.remote import Noted
 from runner.sweep.site import Handle, Identity, Say
 from runner.sweep.slots import present

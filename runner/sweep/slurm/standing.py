@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from runner.sweep.record import JobState
-from runner.sweep.slurm_batch import FOLDER, kept_id
-from runner.sweep.slurm_queue import queue
+from runner.sweep.slurm.batch import FOLDER, kept_id
+from runner.sweep.slurm.queue import queue
 
 
 def waiting(sweep: Path, jobs: Iterable[JobState]) -> Mapping[int, str]:
