@@ -129,6 +129,10 @@ _ENGINE = {
     "VLLM_NO_USAGE_STATS": Variable("1", "vLLM would report the machine and the model to its makers"),
     "VLLM_LOGGING_LEVEL": Variable("CRITICAL", "what goes wrong reaches the run as an error, without pages beside it"),
 }
+_WORKERS = {  # of an engine over several cards, which has a process for each
+    "VLLM_WORKER_MULTIPROC_METHOD": Variable("spawn", "vLLM would fork them, and a process that has an NPU cannot be"),
+    "VLLM_LOGGING_LEVEL": Variable("ERROR", "what a worker dies of is nowhere but in its words, which go to the log"),
+}
 _NO_COMPILER = Variable("1", "else a kernel that ranks log-probabilities is compiled, for ten seconds")
 _UNBOUND = Variable("nobind", "vLLM would bind its workers to memory nodes, and wants one for each")
 
@@ -137,7 +141,7 @@ def engine(job: Any, *, threads: int | None = None) -> tuple[Preset, ...]:
     """What an engine in a process of `job` wants; threads: of the processor, where the engine runs on it."""
     if job.sampler.name != "vllm":
         return ()
-    variables = dict(_ENGINE)
+    variables = _ENGINE | (_WORKERS if job.sampler.cards() > 1 else {})
     if threads is not None:
         variables["OMP_NUM_THREADS"] = Variable(str(threads), "device.threads; vLLM's kernels would take every core")
         variables["VLLM_CPU_OMP_THREADS_BIND"] = _UNBOUND

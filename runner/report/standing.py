@@ -19,7 +19,7 @@ import yaml
 
 from runner.errors import EnvironmentProblem
 from runner.folder import RunFolder, is_locked
-from runner.sampler.remote.notes import Machine
+from runner.place import Machine
 from runner.slurm.commands import state_of
 
 TAIL_BYTES = 2**18  # of metrics.jsonl

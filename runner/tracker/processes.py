@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+# Programs that clear away what other processes leave, as soon as these are dead; then they end by themselves
+CLEANERS = (b"multiprocessing.resource_tracker", b"runner.launch.janitor")
+SETTLE_S = 2.0  # for them to do so
+TICK_S = 0.01
 
 
 class Process(NamedTuple):
@@ -42,6 +48,43 @@ def kill(processes: list[Process]) -> None:
         if identify(process.pid) == process:
             with suppress(ProcessLookupError):  # it ended by itself just now
                 os.kill(process.pid, signal.SIGKILL)
+
+
+def end_group(group: int) -> None:
+    """SIGKILL to all processes of a group; to those that clear away what the others leave last, if they have not ended
+    by then."""
+    members = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    mine = [one for pid in members if _group(pid) == group and (one := identify(pid)) is not None]
+    cleaners = [one for one in mine if cleans(one)]
+    with suppress(PermissionError):
+        kill([one for one in mine if one not in cleaners])
+    end = time.monotonic() + SETTLE_S
+    while any(identify(one.pid) == one for one in cleaners) and time.monotonic() < end:
+        time.sleep(TICK_S)
+    with suppress(ProcessLookupError, PermissionError):  # nobody is left in it
+        os.killpg(group, signal.SIGKILL)
+
+
+def cleans(process: Process) -> bool:
+    """Whether it only clears away what others leave."""
+    words = _words(process.pid)
+    return any(program in words for program in CLEANERS)
+
+
+def _group(pid: int) -> int | None:
+    """The number of a process's group; None where it has ended."""
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _words(pid: int) -> bytes:
+    """What a process was started with; empty where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def _stat(pid: int) -> tuple[int, int] | None:

@@ -14,9 +14,9 @@ import pytest
 
 from runner.cli.main import main
 from runner.folder import RunFolder, locked
+from runner.place import Machine
 from runner.report.standing import Standing, standing
 from runner.report.standing_words import lines
-from runner.sampler.remote.notes import Machine
 from tests.launch.several import Job, wait_until
 
 HERE = Machine.here()

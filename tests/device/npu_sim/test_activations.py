@@ -12,6 +12,7 @@ HERE = Path(__file__).resolve().parent
 pytestmark = pytest.mark.timeout(600)  # the first test builds the simulator
 
 
+@pytest.mark.slow
 def test_each_way_takes_less_and_computes_the_same(child: Any) -> None:
     found = json.loads(child(HERE / "activations.py").splitlines()[-1])
     assert [name for name, one in found.items() if not one["same"]] == []

@@ -12,6 +12,7 @@ HERE = Path(__file__).resolve().parent
 pytestmark = pytest.mark.timeout(600)  # the first test builds the simulator
 
 
+@pytest.mark.slow
 def test_models_on_the_card_are_those_on_the_processor(child: Any) -> None:
     seen = json.loads(child(HERE / "families.py").splitlines()[-1])
     assert len(seen["kernels"]) == 9 and not any(seen["kernels"].values())
