@@ -1,6 +1,8 @@
 """A process that only holds weights, behind the same HTTP as every sampler.
 
-python -m arms.holding INDEX NOTES MEGABYTES here|elsewhere       elsewhere: it takes itself for another machine
+python -m arms.holding INDEX NOTES MEGABYTES here|elsewhere|paired
+
+elsewhere: it takes itself for another machine; paired: the same, and weights come by collective
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from torch import Tensor
 
 from runner.protocols import Request, Rollout
 from runner.sampler.remote import server
+from runner.sampler.remote.backends import Collectives
 from runner.sampler.remote.notes import Machine
 from runner.sampler.remote.secret import token
 
 TENSOR_BYTES = 16 * 2**20
 MEGABYTE = 10**6
+GLOO = Collectives("gloo", torch.device("cpu"))
 
 
 def weights(megabytes: int, seed: int = 0) -> dict[str, Tensor]:
@@ -69,9 +73,10 @@ def named(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 def main(index: str, notes: str, megabytes: str, where: str) -> None:
     """Serve until the process is ended."""
     torch.set_num_threads(1)
-    if where == "elsewhere":
+    if where != "here":
         Machine.here = classmethod(lambda cls: cls("elsewhere", "another boot"))  # type: ignore[method-assign]
-    server.serve(Holding(int(megabytes)), int(index), Path(notes), token=token())
+    by = GLOO if where == "paired" else None
+    server.serve(Holding(int(megabytes)), int(index), Path(notes), token=token(), collectives=by)
 
 
 if __name__ == "__main__":

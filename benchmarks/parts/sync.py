@@ -3,11 +3,15 @@
 handed     the tensors themselves; the sampler copies them into its own
 files      written below /dev/shm with a digest; another process maps, digests and copies them
 HTTP       the same files, fetched by a process that takes itself for another machine, over the loopback device
+collective the same files, sent to such a process through a process group of two (gloo)
+Ray        its object store, without a digest, in place of files (`arms/object_store.py`)
 """
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -19,11 +23,12 @@ from typing import Any
 import measure as harness
 import report
 import torch
-from arms.holding import MEGABYTE, Holding, named, weights
+from arms.holding import GLOO, Holding, named, weights
 from torch import Tensor
 
 from parts import plan
 from parts.plan import Plan
+from runner.ray.link import AS_LOCAL, LOOPBACK, QUIET
 from runner.routes import Copied, Shelving
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.remote.remotes import Remotes
@@ -32,9 +37,9 @@ from runner.sharing import ALONE
 from runner.shelf import Shelf
 from runner.shelf_folder import claim
 
-MEGABYTES, QUICK_MEGABYTES = 2000, 400
+MEGABYTES, QUICK_MEGABYTES = 1000, 400
 WAIT_S = 60.0
-PLACES = {"files": "here", "HTTP": "elsewhere"}
+PLACES = {"files": "here", "HTTP": "elsewhere", "collective": "paired"}
 
 
 def measure(at: Plan) -> dict[str, Any]:
@@ -47,11 +52,12 @@ def measure(at: Plan) -> dict[str, Any]:
     found: list[dict[str, float]] = []
     os.environ[TOKEN] = "benchmark"
     with ExitStack() as during:
-        shelf = during.enter_context(_shelf(at.folder / "run", megabytes))
+        shelf = during.enter_context(_shelf(at.folder / "run", source))
         ends = {name: during.enter_context(_end(at, where, megabytes)) for name, where in PLACES.items()}
+        store = during.enter_context(_store(at, megabytes))
         for number in range(-1, at.rounds):  # the first maps everyone's pages, and does not count
-            one = {name: taken / size for name, taken in _round(source, own, shelf, ends, number + 2).items()}
-            found += [one] if number >= 0 else []
+            one = _round(source, own, shelf, ends, number + 2) | {"Ray": store()}
+            found += [{name: taken / size for name, taken in one.items()}] if number >= 0 else []
     return {"gigabytes": size, "rounds": found}
 
 
@@ -83,10 +89,9 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 @contextmanager
-def _shelf(root: Path, megabytes: int) -> Iterator[Shelving]:
+def _shelf(root: Path, source: Mapping[str, Tensor]) -> Iterator[Shelving]:
     root.mkdir()
-    source = weights(megabytes)
-    shelf = Shelf(claim(root, 2 * megabytes * MEGABYTE))
+    shelf = Shelf(claim(root, 2 * sum(tensor.nbytes for tensor in source.values())))
     route = Shelving(lambda: named(source), None, peers=ALONE, shelf=shelf, source=0)
     try:
         yield route
@@ -102,13 +107,37 @@ def _end(at: Plan, where: str, megabytes: int) -> Iterator[Remotes]:
     words = (sys.executable, "-m", "arms.holding", "0", str(notes), str(megabytes), where)
     process = subprocess.Popen(words, env=harness.environment(at.threads, at.folder) | {TOKEN: os.environ[TOKEN]})
     config = TorchSamplerConfig(timeout_s=WAIT_S)
-    remotes = Remotes(config, 1, notes, token=os.environ[TOKEN], vocabulary=2)
+    by = GLOO if where == "paired" else None
+    remotes = Remotes(config, 1, notes, token=os.environ[TOKEN], vocabulary=2, collectives=by)
     try:
         yield remotes
     finally:
         remotes.close()
         process.kill()
         process.wait()
+
+
+@contextmanager
+def _store(at: Plan, megabytes: int) -> Iterator[Callable[[], float]]:
+    """Two processes and Ray's object store between them: seconds of a turn."""
+    asked = json.dumps({"folder": str(at.folder / "cluster"), "megabytes": megabytes})
+    words = (sys.executable, "-P", "-m", "runner.ray.guard", "arms.object_store", asked)
+    known = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    surroundings = harness.environment(at.threads, at.folder) | LOOPBACK | AS_LOCAL | QUIET | known
+    process = subprocess.Popen(words, env=surroundings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+
+    def turn() -> float:
+        print(file=process.stdin, flush=True)
+        if not (line := process.stdout.readline()):  # type: ignore[union-attr]
+            raise harness.ArmFailed("arms.object_store has ended")
+        return float(line)
+
+    try:
+        yield turn
+    finally:
+        process.stdin.close()
+        process.wait(WAIT_S)
 
 
 def show(measured: dict[str, Any]) -> str:
@@ -121,6 +150,8 @@ def show(measured: dict[str, Any]) -> str:
         "files: written": ("written",),
         "files: written, and read by another process": ("written", "files"),
         "HTTP: written, and fetched by another process": ("written", "HTTP"),
+        "collective (gloo): written, and sent to another process": ("written", "collective"),
+        "Ray's object store: put, and got by another process": ("Ray",),
     }.items():
         taken = [sum(one[part] for part in parts) for one in rounds]
         ratios = [sum(one[part] for part in parts) / one["copy"] for one in rounds]
