@@ -48,7 +48,11 @@ CHECKED = (
         "those of 2.13; torch.accelerator does not know its allocator, torch.npu counts memory",
     ),
     ("vllm-ascend-0.23", "what this project depends on, with transformers 5.5.4", "resolves"),
-    ("vllm-ascend-0.23", "vllm and vllm-ascend looked up", "there; vllm-ascend as source only"),
+    (
+        "vllm-ascend-0.23",
+        "vllm-ascend's wheels for Python 3.11, aarch64 and x86_64: fetched; what the engine calls, read",
+        "both there (0.23.0; 0.23.0.post1 as source only); its demands are this set's",
+    ),
     ("vllm-ascend-0.23", "triton-ascend looked up", "not on the usual index, which ends at 3.2.0"),
     ("the older ones", "torch_npu and vllm-ascend looked up", "there, but for torch_npu 2.7.1.post1"),
 )
