@@ -341,4 +341,4 @@ def test_an_answer_takes_little_more_than_hydra_alone(words: list[str], workdir:
     alone = [sys.executable, "-c", f"import sys{HYDRA_ALONE}", str(conf_dir())]
     ours = [sys.executable, "-m", "runner", *words]
     pairs = [(cpu_seconds(ours, workdir), cpu_seconds(alone, workdir)) for _ in range(5)]
-    assert min(a for a, _ in pairs) < 2.2 * min(b for _, b in pairs), pairs
+    assert min(a for a, _ in pairs) < 2.5 * min(b for _, b in pairs), pairs

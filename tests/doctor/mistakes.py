@@ -87,10 +87,6 @@ MISTAKES = {
         asked(sampler="vllm"),
         ("vllm, vllm-ascend", PROBLEM, "vllm-ascend is not installed", "vllm-ascend==0.23.0 -c constraints/npu-vllm"),
     ),
-    "an engine is asked for, and vLLM is missing": (
-        asked(sampler="vllm"),
-        ("vLLM", PROBLEM, "vLLM is not installed", "docs/npu-versions.md"),
-    ),
     "a vLLM with holes": (
         installed(vllm="0.13.0", vllm_ascend="0.13.0"),
         ("vLLM", WARNING, "CVE-2026-22807", "docs/npu-versions.md"),
@@ -110,6 +106,10 @@ MISTAKES = {
     "weights of an engine in another layout": (
         both(installed(**SERVING), asked(sampler="vllm"), variables(VLLM_ASCEND_ENABLE_NZ="1")),
         ("engine on NPU", PROBLEM, "VLLM_ASCEND_ENABLE_NZ=1 is exported", "unset VLLM_ASCEND_ENABLE_NZ"),
+    ),
+    "an engine whose workers would be forked": (
+        both(installed(**SERVING), asked(sampler="vllm"), variables(VLLM_WORKER_MULTIPROC_METHOD="fork")),
+        ("engine on NPU", PROBLEM, "cannot be forked", "unset VLLM_WORKER_MULTIPROC_METHOD"),
     ),
     "an engine that is to sleep in segments that grow": (
         both(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from runner.device.cann import homes
+from runner.doctor import serving
 from runner.doctor.finding import Finding, Verdict
 from runner.doctor.hccl import accepts
 from runner.doctor.machine import Answer, Machine, Package
@@ -50,6 +51,13 @@ def test_a_mistake_is_named_with_what_mends_it(mistake: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("mistake", [name for name, (_, told) in MISTAKES.items() if told[1] is PROBLEM])
 def test_a_problem_ends_with_2(mistake: str, tmp_path: Path) -> None:
     assert exit_code(entries(MISTAKES[mistake][0](machine(tmp_path)))) == 2
+
+
+def test_a_missing_vllm_is_one_thing_to_do(tmp_path: Path) -> None:
+    asked = dataclasses.replace(machine(tmp_path), sampler="vllm")
+    assert serving.vllm(dataclasses.replace(asked, wanted="npu")).verdict is Verdict.SKIPPED  # the pair's check says it
+    found = serving.vllm(dataclasses.replace(asked, wanted="cuda"))
+    assert found.verdict is PROBLEM and "pip install vllm" in (found.remedy or "")
 
 
 def test_what_packages_demand_of_one_another(tmp_path: Path) -> None:

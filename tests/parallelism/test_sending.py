@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from runner.decisions import Decisions
+from runner.digests import digest_of
 from runner.errors import RunnerError, SamplerFault
 from runner.learner import LocalLearner
 from runner.parallelism.shared import FirstSampler
@@ -25,7 +26,7 @@ from runner.protocols import Request, Rollout
 from runner.publisher import Publisher
 from runner.routes import Shelving
 from runner.sampler.probed import Probe
-from runner.shelf import Shelf, Shelved, digest_of
+from runner.shelf import Shelf, Shelved
 from runner.shelf_folder import claim
 from tests.model import zoo
 from tests.parallelism import test_learning as plain
