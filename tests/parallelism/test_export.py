@@ -139,7 +139,7 @@ def watched_save(rank: int, layout: str, make: Make, folder: Path) -> tuple[int,
     [
         ("qwen3", "fsdp", 1.0),
         pytest.param("qwen3", "tp", 1.0, marks=SLOW),
-        pytest.param("qwen3", "pp", 1.0, marks=SLOW),
+        pytest.param("qwen3", "pp", 1.5, marks=SLOW),  # gloo's thread lets go of one a moment after it has said so
         pytest.param("qwen3_moe", "ep", 2.0, marks=SLOW),  # experts' weights, and the same one by one
         pytest.param("fused", "fsdp", 2.0, marks=SLOW),  # a layer's
     ],

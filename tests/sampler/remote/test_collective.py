@@ -68,7 +68,9 @@ def opened() -> list[str]:
     for path in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile, by a thread that ends
             names.append(os.readlink(path))
-    return [name for name in names if not name.startswith(("pipe:", "/proc/"))]
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    ends = {f"socket:[{row[9]}]": f" {row[1]} to {row[2]}" for row in rows}  # who of several is left
+    return [name + ends.get(name, "") for name in names if not name.startswith(("pipe:", "/proc/"))]
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ from tests.sampler.server.standin import OTHER, V10, V11, V14, V23, V32, Fault, 
 
 PROMPTS = [tuple(row) for row in rows((3, 9, 17))]
 RULE: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9}
-ATOL = 1e-5
+ATOL = 5e-5  # one adapter merged into the weights, one beside them; processors round differently
 
 
 @pytest.fixture(autouse=True)
