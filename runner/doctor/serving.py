@@ -54,7 +54,7 @@ def _absent(machine: Machine) -> tuple[str, str]:
 def _install(machine: Machine) -> str:
     """What to type, on this device and beside this torch."""
     if machine.wanted in ("npu", "npu_sim"):
-        return "install vllm and vllm-ascend of one set: docs/npu-versions.md"
+        return "install vllm and vllm-ascend of one set: docs/npu.md, part 2 (docs/npu-versions.md has the sets)"
     if machine.wanted == "cpu":
         return "make test-vllm VLLM_VENV=.venv-vllm (an environment of its own)"
     torch = machine.version("torch")
@@ -62,7 +62,7 @@ def _install(machine: Machine) -> str:
     if fitting is None:
         pairs = ", ".join(f"{one} with torch {its}" for one, its in TORCH_OF_VLLM.items())
         return f"pip install vllm, in an environment of its own ({pairs})"
-    return f"pip install vllm=={fitting} -c constraints of your own: it names the transformers that it takes"
+    return f"pip install vllm=={fitting}, then this project once more, in the same environment"
 
 
 def npu_engine(machine: Machine) -> Finding:

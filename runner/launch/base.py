@@ -127,6 +127,8 @@ class MachinesConfig(LaunchConfig):
         given = {"node": self.node, "address": self.address}
         if self.nodes == 1:
             text = "is about several machines, and launch.nodes is 1; leave it out, or set launch.nodes"
+            if self.address == "auto" or (self.address or "").startswith(("http://", "https://")):
+                return [("launch.address", f"{self.address} is a Ray cluster; type launch=ray, too")]
             return [(f"launch.{name}", text) for name, value in given.items() if value is not None]
         found = []
         text = (

@@ -149,6 +149,9 @@ NAMES = {
     },
 }
 
+_ON_RAY = "Ray takes as many nodes as it needs; leave it out: launch.devices counts the ranks of all of them"
+OF_OTHERS = {("launch", "ray", "nodes"): _ON_RAY, ("launch", "ray", "node"): _ON_RAY}  # another component's, done otherwise
+
 CLOSEST = 0.85  # a slip of one letter: an option of the component itself is meant, not another's of that very name
 MOST_OWNERS = 3  # that are named of those that have an option
 
@@ -186,6 +189,8 @@ def key(section: str, chosen: str, wrong: str, options: Options) -> str:
     """
     words = (_join(section, wrong.lower()), wrong.lower())
     if said := next((table[word] for table in (ELSEWHERE, ABSENT) for word in words if word in table), ""):
+        return said
+    if said := OF_OTHERS.get((section, chosen, wrong.lower()), ""):
         return said
     own = list(options.get(section, {}).get(chosen, ()))
     if wrong.lower() in KEYS and (found := _synonym(section, chosen, wrong, options)):

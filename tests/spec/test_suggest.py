@@ -54,6 +54,7 @@ def test_names(group: str, wrong: str, right: str | None) -> None:
         ("", "", "num_epochs", "did you mean 'steps' (steps = epochs × items / algorithm.batch_size)?"),
         ("", "", "deepspeed", "several devices: launch.devices=N with one of these: run list parallelism"),
         ("parallelism", "ddp", "tp_size", "did you mean 'tp'?"),
+        ("launch", "ray", "nodes", suggest.OF_OTHERS["launch", "ray", "nodes"]),
         (
             "",
             "",

@@ -91,7 +91,8 @@ def _said(
     lines.append(f"carried  of this environment: {', '.join(sorted(goes)) or 'nothing'}")
     if stays:
         lines.append("left     " + "; ".join(f"{name} ({why})" for name, why in sorted(stays.items())))
-    lines.append(f"Ctrl-C   ends the job, which saves; a second one leaves it to itself: ray job logs --follow {job}")
+    logs = f"ray job logs --follow --address {address} {job}"
+    lines.append(f"Ctrl-C   ends the job, which saves; a second one leaves it to itself: {logs}")
     return "\n".join(lines)
 
 

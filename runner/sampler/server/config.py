@@ -70,7 +70,7 @@ class VllmServerConfig(DrawingConfig):
         wrong = address_problem(self.url)
         found = [] if wrong is None else [("sampler.url", wrong)]
         if job.launch.samplers:
-            found.append(("launch.samplers", f"the server at {self.url} samples; leave it out"))
+            found.append(("launch.samplers", f"the server at {self.url} samples; type launch.samplers=0"))
         if self.sleep and job.algorithm.steps_ahead():
             found.append(("sampler.sleep", "sampling goes on while training (algorithm.lag); leave it out"))
         return [*found, *(self._unsent(job) if self.sync == "none" else self._sent(job, wrong is None))]

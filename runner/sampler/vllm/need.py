@@ -7,8 +7,8 @@ import importlib.util
 from runner.errors import EnvironmentProblem
 
 ABSENT = """sampler=vllm: vLLM is not installed here
-  for CUDA: pip install vllm, in an environment whose torch is the one that vLLM names
-  for Ascend: vllm and vllm-ascend of one version, with the torch_npu of the same set: docs/npu-versions.md
+  for CUDA: pip install vllm in an environment of its own, then this project in the same (docs/vllm.md)
+  for Ascend: vllm and vllm-ascend of one version, with the torch_npu of the same set (docs/npu.md, part 2)
   for the processor, to try it: make test-vllm VLLM_VENV=.venv-vllm, then .venv-vllm/bin/run …
   without it: sampler=torch"""
 
