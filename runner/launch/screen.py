@@ -42,6 +42,7 @@ def on_screen(path: Path, *, silent: bool = False) -> Iterator[Console]:
 def _listening(handler: logging.Handler) -> Iterator[None]:
     """Hand the handler what is logged."""
     loggers = [logging.getLogger(LOGGER), logging.getLogger("py.warnings")]
+    levels = {name: logging.getLogger(name).level for name in (LOGGER, RETRIES)}
     logging.captureWarnings(True)
     for logger in loggers:
         logger.addHandler(handler)
@@ -55,3 +56,5 @@ def _listening(handler: logging.Handler) -> Iterator[None]:
         for logger in loggers:
             logger.removeHandler(handler)
             logger.propagate = True
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

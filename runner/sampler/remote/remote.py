@@ -114,7 +114,7 @@ class Remote:
             remedy = f"look into {self.log}{self._remedy}"
             raise SamplerFault(f"{self} gave no answer in {patience.timeout_s:g} s: {error}; {remedy}") from error
         if not tries:
-            log.log(level, "%s does not answer, and is waited for: %s", self, error)
+            log.log(level, "%s does not answer, and is waited for: %s", self, str(error))  # without its frames
 
     def _note(self) -> Note:
         try:
@@ -155,13 +155,14 @@ class Remote:
 
 def _read(connection: HTTPConnection, patience: Patience) -> bytes:
     """The answer; what comes before it are signs of life."""
-    response, content = connection.getresponse(), bytearray()
-    while part := response.read1(BLOCK_BYTES):
-        content += part if content else part.lstrip()
-        if len(content) > LARGEST_BYTES:
-            raise UnansweredError(f"its answer is above {LARGEST_BYTES} bytes")
-        if not patience.left():
-            raise UnansweredError("it is still at work")
+    content = bytearray()
+    with connection.getresponse() as response:  # which has the socket, where the connection ends after it
+        while part := response.read1(BLOCK_BYTES):
+            content += part if content else part.lstrip()
+            if len(content) > LARGEST_BYTES:
+                raise UnansweredError(f"its answer is above {LARGEST_BYTES} bytes")
+            if not patience.left():
+                raise UnansweredError("it is still at work")
     if response.status != 200:
         raise UnansweredError(f"status {response.status}: {bytes(content[:200]).decode(errors='replace').strip()}")
     return bytes(content)
