@@ -54,13 +54,14 @@ class VllmSampler:
     def load(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
         """Hold `weights` and call them `version`: under the names of a model on the hub, and always complete.
 
-        Of weights that say what `changed` since the last ones, that alone is copied. Raises ValueError for None (an
-        engine shares nobody's), else as `Engine.load`.
+        Of weights that say what `changed` since the last ones, that alone is copied; all, where this version is loaded
+        once more, as something of it went wrong. Raises ValueError for None (an engine shares nobody's), else as
+        `Engine.load`.
         """
         if weights is None:
             raise ValueError("a vLLM engine has weights of its own")
         begun = time.perf_counter()
-        changed: frozenset[str] | None = getattr(weights, "changed", None)
+        changed: frozenset[str] | None = getattr(weights, "changed", None) if version != self._version else None
         if self._adapters is None:
             self._engine.load(weights, changed)
         else:
