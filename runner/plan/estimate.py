@@ -11,17 +11,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from runner.errors import Problem, SpecError
 from runner.parallelism.mesh import Mesh
 from runner.plan.architecture import architecture
 from runner.plan.cards import HCCL_BUFFERS, Card
 from runner.plan.measure import Passes
 from runner.plan.model import of_experts, sliced
-from runner.plan.sampling import Engine, Samplers, engine_of, least_seconds, samplers_of, shelf_of
+from runner.plan.sampling import Engine, Samplers, asleep, engine_of, least_seconds, samplers_of, shelf_of
 from runner.plan.spread import Stage, spread_of
 from runner.plan.term import Phase, Term
 from runner.plan.terms import Terms, frozen_of
 from runner.plan.traffic import Work, work_of
 from runner.plan.weights import Weights, weights
+from runner.sampler.vllm.ascend import LOST, REMEDY
 from runner.spec.job import JobSpec
 
 FRAGMENTATION = 1.3  # of the upper end: memory that an allocator has reserved and cannot use
@@ -108,6 +110,13 @@ _SPEAKING = (
 )
 
 
+def _refuse_lost_experts(spec: JobSpec, whole: Mapping[str, Weights]) -> None:
+    """Raise SpecError for an engine that its job would not start."""
+    has_experts = any(part.bytes for part in next(iter(whole.values())).experts)
+    if spec.device.name == "npu" and has_experts and asleep(spec):
+        raise SpecError([Problem("sampler.sleep", f"{LOST}; {REMEDY}")])
+
+
 def estimate(spec: JobSpec, card: Card | None = None) -> Estimate:
     """Plan a job; an engine takes a share of the card. Raises SpecError or EnvironmentProblem where its model's shape
     cannot be had."""
@@ -119,6 +128,7 @@ def estimate(spec: JobSpec, card: Card | None = None) -> Estimate:
     whole = {role: weights(spec, head, shape) for role, head in heads.items()}
     own = {role: weights(spec, head, of_slice) for role, head in heads.items()} if mesh.tp > 1 else whole
     passes = {role: Passes(spec, head, of_experts(of_slice, mesh.ep), spread) for role, head in heads.items()}
+    _refuse_lost_experts(spec, whole)
     engine = engine_of(spec, shape, whole, card)
     beside = None if spec.launch.samplers else engine
     samplers = samplers_of(spec, shape, whole, engine)

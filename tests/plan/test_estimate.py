@@ -122,6 +122,13 @@ def test_an_engine_beside_a_rank_takes_its_share_of_the_card_while_it_is_awake(c
     assert asleep.peak.pooled == GIB // 2 and asleep.band(TOY).high == round(FRAGMENTATION * loose) + GIB // 2
 
 
+def test_an_engine_that_would_lose_its_experts_is_refused_before_there_is_a_card(compose: Any) -> None:
+    words = ("+recipe=grpo_demo", "model=tiny_moe", "sampler=vllm", "device=npu")
+    with pytest.raises(SpecError, match="sleeps loses its experts' layout"):
+        estimate(compose(*words))
+    assert engine(estimate(compose(*words, "sampler.sleep=0"))).rows
+
+
 @pytest.mark.slow
 def test_an_engine_over_two_devices_has_half_of_the_model_on_each(compose: Any) -> None:
     words = ("+recipe=grpo_demo", *VLLM, "device=cuda", "launch.samplers=4")

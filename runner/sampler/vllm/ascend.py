@@ -14,6 +14,8 @@ from typing import Any
 from runner.errors import EnvironmentProblem
 
 LAYOUT = "VLLM_ASCEND_ENABLE_NZ"
+LOST = "an engine on an NPU that sleeps loses its experts' layout as it wakes (vllm-ascend 0.23)"
+REMEDY = "type sampler.sleep=0, or give it devices of its own: launch.samplers"
 ALLOCATORS = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -26,10 +28,7 @@ def options(environment: Mapping[str, str], sleeps: bool, experts: bool) -> dict
             f"  export {LAYOUT}=0, or leave it to device.preset=colocated_rl"
         )
     if sleeps and experts:
-        raise EnvironmentProblem(
-            "sampler=vllm: an engine on an NPU that sleeps loses its experts' layout as it wakes (vllm-ascend 0.23)\n"
-            "  type sampler.sleep=0, or give it devices of its own: launch.samplers"
-        )
+        raise EnvironmentProblem(f"sampler=vllm: {LOST}\n  {REMEDY}")
     growing = [name for name in ALLOCATORS if "expandable_segments:true" in environment.get(name, "").lower()]
     if sleeps and growing:
         raise EnvironmentProblem(
