@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 READ_BYTES = 2**16
+LONGEST_BYTES = 2**24  # of a message
 # seconds until a machine that went without a word is noticed: 10 + 3 × 5
 ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
@@ -30,7 +31,7 @@ class Line:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def listen(self) -> bool:
-        """Take in what has come; whether the line is broken."""
+        """Take in what has come; whether the line is broken: it ended, or what came is no message."""
         self.socket.setblocking(False)
         while not self._broken:
             try:
@@ -39,8 +40,17 @@ class Line:
                 break
             except OSError:
                 content = b""
-            self._broken = not content
             *lines, self._rest = (self._rest + content).split(b"\n")
-            for line in lines:
-                self.said |= json.loads(line)
+            understood = all(self._takes(line) for line in lines)
+            self._broken = not content or not understood or len(self._rest) > LONGEST_BYTES
         return self._broken
+
+    def _takes(self, line: bytes) -> bool:
+        """Take in a message; whether it is one: an object."""
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            return False
+        if isinstance(message, dict):
+            self.said |= message
+        return isinstance(message, dict)

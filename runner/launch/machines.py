@@ -136,20 +136,21 @@ def joined(spec: JobSpec, typed: Mapping[str, Any]) -> Iterator[tuple[Machines, 
 
 
 def _all(door: socket.socket, spec: JobSpec, typed: Mapping[str, Any], closing: ExitStack) -> list[Line]:
-    """A line to each of the other machines."""
+    """A line to each of the other machines; whoever else connects (a scan, a health check) holds none of them up."""
     found: dict[int, Line] = {}
+    unnamed: list[Line] = []
     limit = deadline_s(spec)
     deadline = time.monotonic() + limit
     while missing := [node for node in range(1, spec.launch.machines) if node not in found]:
         if time.monotonic() > deadline:
             who = ", ".join(map(str, missing))
             raise DeadlineExceeded(f"no word from machine {who} within {limit:g} s at {_address(spec)}")
-        if not select.select([door], [], [], RETRY_S)[0]:
-            continue
-        line = Line(closing.enter_context(door.accept()[0]), "a machine")
-        while "hello" not in line.said and not line.listen() and time.monotonic() < deadline:
-            select.select([line.socket], [], [], RETRY_S)
-        if "hello" in line.said:
+        if door in select.select([door, *(line.socket for line in unnamed)], [], [], RETRY_S)[0]:
+            unnamed.append(Line(closing.enter_context(door.accept()[0]), "a machine"))
+        found = {node: line for node, line in found.items() if _lives(line)}  # one that is gone may be typed again
+        unnamed = [line for line in unnamed if _lives(line)]
+        for line in [line for line in unnamed if "hello" in line.said]:
+            unnamed.remove(line)
             node, host, other = line.said["hello"]
             line.name = f"machine {node} ({host})"
             _refuse_other_job(line, typed, other)
@@ -157,7 +158,17 @@ def _all(door: socket.socket, spec: JobSpec, typed: Mapping[str, Any], closing: 
                 line.send({"refused": f"launch.node={node} is taken by {found[node].name}; give each its own number"})
             else:
                 found[node] = line
+    for line in unnamed:
+        line.socket.close()  # nobody listens to it any more
     return [found[node] for node in sorted(found)]
+
+
+def _lives(line: Line) -> bool:
+    """Whether it is not broken; one that is, is closed."""
+    broken = line.listen()
+    if broken:
+        line.socket.close()
+    return not broken
 
 
 def _refuse_other_job(line: Line, typed: Mapping[str, Any], other: Mapping[str, Any]) -> None:

@@ -11,8 +11,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -118,6 +119,7 @@ class Member:
     ear: Ear
     janitor: Janitor | None = None  # ends what the process has started where the launcher is killed
     killed: bool = False
+    _reaping: threading.Lock = field(default_factory=threading.Lock, repr=False)  # on Ray another thread signals
 
     def __post_init__(self) -> None:
         if self.janitor is not None:
@@ -171,15 +173,17 @@ class Member:
         end_group(self.process.pid)  # before it is reaped: until then nobody else can have its number
         if self.janitor is not None:
             self.janitor.forget(self.process.pid)
-        self.process.wait()
+        with self._reaping:
+            self.process.wait()
         self.ear.listen()
         self.ear.close()
         return False
 
     def signal(self, number: int) -> None:
         """Send the process, and nothing that it started, a signal."""
-        if self.process.returncode is None:
-            self.process.send_signal(number)
+        with self._reaping:
+            if self.process.returncode is None:  # not reaped: its number is its own, also where it has ended
+                os.kill(self.process.pid, number)  # Popen.send_signal would reap it, and `runs` not see its end
 
     def kill(self) -> None:
         """End it and what it started."""

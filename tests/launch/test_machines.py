@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,9 @@ import pytest
 from runner.cli.compose import compose_job
 from runner.errors import DeadlineExceeded, EnvironmentProblem, RunnerError, SpecError
 from runner.folder import RunFolder
+from runner.launch import line as line_module
 from runner.launch import machines as module
+from runner.launch.line import Line
 from runner.launch.local import write_spec
 from runner.launch.machines import Machines, gathered, joined
 from runner.launch.verdict import KILLED, OWN, WAITED, Verdict
@@ -100,6 +103,47 @@ def test_a_number_that_is_taken_is_refused(tmp_path: Path, port: int) -> None:
     ended(Machine(spec_of(2, port, nodes=3), tmp_path), first, *twins)
     [refused] = [twin.found for twin in twins if isinstance(twin.found, RunnerError)]
     assert "launch.node=1 is taken by machine 1" in str(refused)
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\n", b"[1]\n", b"[" * 10**5 + b"\n", b""])
+def test_who_connects_and_is_no_machine_is_left_aside(tmp_path: Path, port: int, said: bytes) -> None:
+    spec = spec_of(0, port, "parallelism.timeout_s=10")
+    first = Machine(spec, tmp_path)
+    with module._connected(spec) as stray, module._connected(spec) as scan:
+        scan.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        scan.close()  # with a reset
+        stray.sendall(said)
+        second = Machine(spec_of(1, port, "parallelism.timeout_s=10"), tmp_path)
+        assert ended(first, second)[0][0] == "127.0.0.1" and second.found == first.found
+
+
+def test_what_never_ends_is_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_module, "LONGEST_BYTES", 1000)
+    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as other:
+        line = Line(door.accept()[0], "a machine")
+        other.sendall(b'{"over": true}\n' + b"x" * 1001)
+        until = time.monotonic() + 5
+        while not line.listen() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert line.listen() and line.said == {"over": True}
+        line.socket.close()
+
+
+def test_a_machine_that_is_typed_again_has_its_number_back(tmp_path: Path, port: int) -> None:
+    spec = spec_of(1, port, "parallelism.timeout_s=10", nodes=3)
+    first = Machine(spec_of(0, port, "parallelism.timeout_s=10", nodes=3), tmp_path)
+    interrupted, twin = (Line(module._connected(spec), "machine 0") for _ in range(2))
+    for line in (interrupted, twin):
+        line.send({"hello": [1, "host", spec.model_dump(mode="json")]})
+        time.sleep(0.1)
+    while "refused" not in twin.said:
+        assert not twin.listen()
+    interrupted.socket.close()
+    twin.socket.close()
+    again = Machine(spec, tmp_path)
+    third = Machine(spec_of(2, port, "parallelism.timeout_s=10", nodes=3), tmp_path)
+    stores = ended(first, again, third)
+    assert all(tuple(store) == stores[0] for store in stores), stores
 
 
 def test_a_folder_that_is_not_shared_is_said(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
