@@ -11,20 +11,24 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.cli.compose import compose_job
-from runner.errors import EnvironmentProblem, RankLost, SpecError
+from runner.errors import EnvironmentProblem, Interrupted, RankLost, RunnerError, SpecError
 from runner.folder import RunFolder
 from runner.launch import member
 from runner.launch.link import Ear
 from runner.launch.member import Order
+from runner.launch.ray import child as children
+from runner.launch.ray.attempt import closed
 from runner.launch.ray.child import CHUNK, Child, packed, surroundings, unpacked
 from runner.launch.ray.seats import Seat, Taken, grouped, refuse_too_many, seats, table
+from runner.launch.verdict import JobFailed, is_final
 from runner.place import Place
 from runner.ray.link import Link, need_ray
 from tests.launch.several import ROOT, alive
@@ -220,6 +224,27 @@ def test_what_an_actor_kills_is_gone(toys: Path) -> None:
     assert heard(child, Ear()) == -signal.SIGKILL and not alive([pid])
 
 
+def test_what_is_killed_before_it_begins_ends_as_it_does(toys: Path) -> None:
+    child = begun("long", toys)
+    child.kill()
+    assert heard(child, Ear()) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("place, lacking", [(children, "Janitor"), (Child, "_relay")])
+def test_an_actor_that_cannot_start_its_process_says_why(
+    place: object, lacking: str, toys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(place, lacking, refuse)
+    ear, child = Ear(), begun("long", toys)
+    assert heard(child, ear) == 1
+    assert child._member is None or child._member.process.wait(10) == -signal.SIGKILL
+    assert ear.report is not None and "OSError: [Errno 24] Too many open files" in ear.report.message
+    assert ear.report.message.startswith(f"rank 0 of 2, on {socket.gethostname()}: ")
+
+
 def test_a_folder_that_a_node_does_not_see_is_said(tmp_path: Path) -> None:
     ear = Ear()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -265,6 +290,109 @@ def test_a_driver_that_is_killed_or_too_slow_is_worth_another_attempt(
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     with pytest.raises(kind, match=words), Link("a_driver", {"address": None}):
         pass
+
+
+class Closing:
+    """A line that takes Ctrl-C while it ends."""
+
+    ended = False
+
+    def __exit__(self, *_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        self.ended = True
+
+
+@pytest.mark.parametrize("error", [None, Interrupted(signal.SIGINT, "saved"), RankLost("gone"), RunnerError("a bug")])
+def test_ctrl_c_while_ray_ends_leaves_the_end_as_it_is_and_makes_it_the_last(error: RunnerError | None) -> None:
+    link, found = Closing(), None
+    try:
+        with closed(cast(Link, link)):
+            if error is not None:
+                raise error
+    except RunnerError as raised:
+        found = raised
+    assert link.ended
+    if not isinstance(error, RankLost):
+        assert found is error
+    else:
+        assert isinstance(found, JobFailed) and is_final(found)
+        assert (str(found), found.exit_code) == ("gone", error.exit_code)
+
+
+class Actor:
+    """What Ray has in an actor's place; `asked`: what of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __getattr__(self, what: str) -> Any:
+        def remote(*_: object) -> tuple[str, int]:
+            self.asked.append(what)
+            return what, len(self.asked)
+
+        return SimpleNamespace(remote=remote)
+
+
+@pytest.fixture
+def seated(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Actor, list[dict[str, Any]]]:
+    """A driver with one actor, that, and what the driver tells."""
+    pytest.importorskip("ray")
+    import ray
+
+    from runner.launch.ray import driver
+
+    told: list[dict[str, Any]] = []
+    actor, desk = Actor(), SimpleNamespace(tell=lambda **event: told.append(event))
+    monkeypatch.setattr(ray, "kill", lambda actor: actor.asked.append("end"))
+    one = driver.Driver(cast(Any, desk))
+    one._seats = [driver.Seat("sampler", "CPU", 1, actor=actor, taken=("10.0.0.3", "left", []))]
+    return one, actor, told
+
+
+def test_an_actor_that_is_told_to_kill_what_it_has_yet_to_start_is_told_again(
+    seated: tuple[Any, Actor, list[dict[str, Any]]],
+) -> None:
+    driver, actor, _ = seated
+    driver._start(0, {})
+    driver._kill(0)
+    driver._take("start", 0, None)
+    assert actor.asked == ["start", "kill", "hear", "kill"]
+    driver._start(0, {})
+    driver._take("start", 0, None)
+    assert actor.asked[4:] == ["start", "hear"], "who follows is another one"
+
+
+def test_who_follows_a_process_whose_actor_is_dismissed_has_another_actor(
+    seated: tuple[Any, Actor, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, actor, told = seated
+    hired: list[int] = []
+    monkeypatch.setattr(driver, "_hire", hired.append)
+    driver._start(0, {})
+    driver._dismiss(0)
+    driver._dismiss(0)
+    driver._start(0, {"role": "sampler"})
+    assert actor.asked == ["start", "end"] and hired == [0]
+    driver._look()
+    assert told == [] and driver._seats[0].order == {"role": "sampler"}
+
+
+def test_an_actor_is_lost_once_however_much_it_was_asked(
+    seated: tuple[Any, Actor, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, _, told = seated
+    import ray
+    from ray.exceptions import RayError
+
+    def gone(answer: object) -> None:
+        raise RayError("The actor is dead because its node has died.")
+
+    monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls, []))
+    monkeypatch.setattr(ray, "get", gone)
+    driver._ask("hear", 0)
+    driver._kill(0)
+    driver._look()
+    assert [(event["is"], event["why"]) for event in told] == [("lost", "its node left (10.0.0.3) is lost")]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -23,6 +24,7 @@ from runner.errors import DataError, EnvironmentProblem, SpecError
 from runner.launch.ray import arrival
 from runner.launch.ray.parcel import LIMIT_BYTES, Parcel, packed
 from runner.launch.ray.submission import fit_to_travel, knock, need_client
+from runner.launch.verdict import JobFailed
 from runner.registry import default_registry
 from runner.spec.decode import decode
 from tests.ray_head import free_ports
@@ -142,13 +144,48 @@ def test_neither_secrets_nor_what_is_of_this_machine_goes() -> None:
     environment = {
         "NCCL_DEBUG": "INFO", "TOKENIZERS_PARALLELISM": "false", "WANDB_PROJECT": "p", "OMP_NUM_THREADS": "2",
         "WANDB_API_KEY": "k", "HF_TOKEN": "t", "HUGGINGFACE_HUB_TOKEN": "t", "WANDB_BASE_URL": "https://me:pw@host",
+        "WANDB_X_EXTRA_HTTP_HEADERS": "{}", "HF_HUB_COOKIE": "c", "HF_HUB_AUTH": "a", "WANDB_NOTES": "a basic run",
+        "WANDB_HTTP": '{"Authorization": "Bearer abcdef0123"}', "HF_HUB": "authorization=Basic%20dXNlcjpwdw==",
+        "WANDB_AUTHOR": "me",
         "HF_HOME": "/data/hf", "HTTPS_PROXY": "http://proxy:1", "PYTHONPATH": "lib", "PATH": "/bin", "MY_KEY": "x",
     }  # fmt: skip
     goes, stays = fit_to_travel(environment)
-    assert set(goes) == {"NCCL_DEBUG", "TOKENIZERS_PARALLELISM", "WANDB_PROJECT", "OMP_NUM_THREADS"}
+    harmless = {"NCCL_DEBUG", "TOKENIZERS_PARALLELISM", "WANDB_PROJECT", "OMP_NUM_THREADS"}
+    assert set(goes) == harmless | {"WANDB_NOTES", "WANDB_AUTHOR"}
     secrets = {name for name, why in stays.items() if "secret" in why}
-    assert secrets == {"WANDB_API_KEY", "HF_TOKEN", "HUGGINGFACE_HUB_TOKEN", "WANDB_BASE_URL"}
+    plain = {"WANDB_API_KEY", "HF_TOKEN", "HUGGINGFACE_HUB_TOKEN", "WANDB_BASE_URL"}
+    in_headers = {"WANDB_X_EXTRA_HTTP_HEADERS", "HF_HUB_COOKIE", "HF_HUB_AUTH", "WANDB_HTTP", "HF_HUB"}
+    assert secrets == plain | in_headers
     assert set(stays) - secrets == {"HF_HOME", "HTTPS_PROXY", "PYTHONPATH"}, "PATH and MY_KEY are no job's at all"
+
+
+@pytest.mark.parametrize(
+    ("code", "ends", "words"),
+    [
+        (3, 3, "ended with exit code 3; what"),
+        (-9, 75, "was killed .SIGKILL.; what it said is above"),
+        (-99, 75, "was killed .signal 99.; what"),
+        (None, 75, "no more room"),
+    ],
+)
+def test_a_job_that_was_killed_ends_with_75(
+    code: int | None, ends: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    pytest.importorskip("aiohttp")
+    from ray.job_submission import JobStatus
+
+    from runner.launch.ray import jobs
+
+    found = SimpleNamespace(status=JobStatus.FAILED, driver_exit_code=code, message="no more room")
+
+    async def followed(self: object, job: str) -> object:
+        return found
+
+    monkeypatch.setattr(jobs.Jobs, "_followed", followed)
+    with pytest.raises(JobFailed, match=words) as caught:
+        jobs.Jobs(cast(Any, None), "http://head:8265").follow("raysubmit_1", "/shared")
+    assert caught.value.exit_code == ends
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 
 from runner.carried import carried
 from runner.device.kinds import CPU, CUDA
-from runner.errors import DeadlineExceeded, EnvironmentProblem
+from runner.errors import DeadlineExceeded, EnvironmentProblem, Interrupted, RunnerError
 from runner.folder import RunFolder
 from runner.launch.attempt import attempts
 from runner.launch.member import Order
@@ -25,10 +25,11 @@ from runner.launch.ray.link import RayLink, RayProcess
 from runner.launch.ray.seats import Seat, described, free, refuse_too_many, seats, table
 from runner.launch.service import HOST
 from runner.launch.team import Team
+from runner.launch.verdict import JobFailed, is_final
 from runner.place import Place
 from runner.ray.knock import ADDRESS
-from runner.ray.link import need_ray
-from runner.signals import StopSignal
+from runner.ray.link import Link, need_ray
+from runner.signals import Interrupts, StopSignal
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
 
@@ -62,13 +63,28 @@ def reserved(spec: JobSpec, say: Callable[[str], None]) -> Iterator[RayStarter]:
     own = _of_this_machine(spec, wanted) if address is None else {}
     with stop.installed(), stop.at_once():
         link = RayLink({"address": address, "resources": own}).__enter__()
-    try:
+    with closed(link):
         with stop.installed(), stop.at_once():
             starter = RayStarter(spec, link, wanted)
             say(starter.reserve(say))
         yield starter
-    finally:
-        link.__exit__(None, None, None)
+
+
+@contextmanager
+def closed(link: Link) -> Iterator[None]:
+    """End Ray after the block, which takes seconds, and a bounded time. A signal meanwhile changes nothing about how
+    the block has ended, but no other attempt follows it. Raises JobFailed for an error that one would follow."""
+    held = Interrupts()
+    try:
+        try:
+            yield
+        finally:
+            with held.noted():
+                link.__exit__(None, None, None)
+    except RunnerError as error:
+        if not held.received or isinstance(error, Interrupted) or is_final(error):
+            raise
+        raise JobFailed(str(error), error.exit_code, stopped=True) from error
 
 
 class RayStarter:

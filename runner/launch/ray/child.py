@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ class Child:
         self._order, self._environment, self._listener = order, environment, listener
         self._said: dict[str, bytes] = {"pipe": b"", "out": b"", "err": b""}
         self._member: Member | None = None
+        self._doomed = False  # it was killed, maybe before it began
         self._code: int | None = None
         self._news = threading.Condition()
         threading.Thread(target=self._stand_by, name="child", daemon=True).start()
@@ -95,24 +97,31 @@ class Child:
             self._member.signal(number)
 
     def kill(self) -> None:
-        """End it and what it started."""
+        """End it and what it started; one that is yet to begin ends as it does."""
+        self._doomed = True
         if self._member is not None and self._code is None:
             self._member.signal(signal.SIGKILL)  # what it has started: at once after it, by its thread
 
     def _stand_by(self) -> None:
-        janitor = Janitor()  # where this actor is killed, too, nothing is left of what the process has started
-        janitor.remove(*self._order.scratch)
+        code = RunnerError.exit_code
         try:
-            code = self._run(janitor)
-        except RunnerError as error:
-            report = json.dumps({"report": Report.of(error)}).encode() + b"\n"
-            self._add("pipe", report)
-            code = error.exit_code
-        finally:
-            janitor.close()
-        with self._news:
-            self._code = code
-            self._news.notify_all()
+            with closing(Janitor()) as janitor:  # where this actor is killed, too, nothing is left of it
+                janitor.remove(*self._order.scratch)
+                code = self._run(janitor)
+        except Exception as error:
+            code = self._report(error)
+        finally:  # whatever happened: somebody waits to hear that it has ended
+            with self._news:
+                self._code = code
+                self._news.notify_all()
+
+    def _report(self, error: Exception) -> int:
+        """Say in the process's place why it cannot run; its exit code."""
+        if not isinstance(error, RunnerError):
+            where = f"{self._order.name}, on {socket.gethostname()}"
+            error = RunnerError(f"{where}: {type(error).__name__}: {error}")
+        self._add("pipe", json.dumps({"report": Report.of(error)}).encode() + b"\n")
+        return error.exit_code
 
     def _run(self, janitor: Janitor) -> int:
         folder = self._order.folder
@@ -127,6 +136,8 @@ class Child:
                 environment = {**met_at(environment[HOST]), **environment}
             screen = (telling_out, telling_err)
             member = self._member = Member.start(self._order, environment, self._listener, janitor, screen)
+            if self._doomed:  # before there was anybody to kill: `kill` sets this first, and looks for a member then
+                member.signal(signal.SIGKILL)
         finally:
             for handle in given:
                 os.close(handle)

@@ -96,7 +96,7 @@ class Attendant:
 
 @dataclass(slots=True)
 class Seat:
-    """A seat as the driver knows it. `order`: what waits for its actor; `node`: where that is."""
+    """A seat as the driver knows it. `order`: what waits for its actor; `doomed`: what sits there is to end."""
 
     role: Role
     resource: str
@@ -105,6 +105,7 @@ class Seat:
     actor: Any = None
     taken: tuple[str, str, list[str]] | None = None
     order: dict[str, Any] | None = None
+    doomed: bool = False
 
     @property
     def bundle_of(self) -> dict[str, float]:
@@ -187,7 +188,7 @@ class Driver:
     def _start(self, seat: int, order: dict[str, Any]) -> None:
         """Start a process; in place of an actor that is lost, another one is hired first."""
         own = self._seats[seat]
-        own.order = order
+        own.order, own.doomed = order, False
         if own.actor is None:
             self._hire(seat)
         else:
@@ -205,17 +206,20 @@ class Driver:
         self._ask("signal", seat, number)
 
     def _kill(self, seat: int) -> None:
+        self._seats[seat].doomed = True
         self._ask("kill", seat)
 
     def _dismiss(self, seat: int) -> None:
-        """End an actor that does not answer."""
-        if (actor := self._seats[seat].actor) is not None:
-            ray.kill(actor)
+        """End an actor that does not answer; who follows on this seat has another one."""
+        if self._seats[seat].actor is not None:
+            self._release(seat)
 
     def _look(self) -> None:
         """Take in what the actors answer."""
         ready = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)[0] if self._calls else []
         for answer in ready:
+            if answer not in self._calls:
+                continue  # its actor was found to be lost by another answer
             what, at = self._calls.pop(answer)
             try:
                 self._take(what, at, ray.get(answer))
@@ -234,6 +238,8 @@ class Driver:
             self._desk.tell(**{"is": "met", "host": answer[0], "port": answer[1]})
         elif what == "start":
             self._ask("hear", at)
+            if seat.doomed:  # an actor does several things at a time: it may have been told so before it had a process
+                self._ask("kill", at)
         elif what == "hear":
             code = answer.pop("code")
             self._desk.tell(**{"is": "said", "seat": at, **answer})
@@ -247,11 +253,16 @@ class Driver:
         seat = self._seats[at]
         if seat.actor is None:
             return
+        self._release(at)
+        unfit = getattr(error, "cause", None) is not None
+        self._desk.tell(**{"is": "lost", "seat": at, "why": why(error, seat.taken), "unfit": unfit})
+
+    def _release(self, at: int) -> None:
+        """End an actor; what it was asked needs no answer any more."""
+        seat = self._seats[at]
         ray.kill(seat.actor)
         seat.actor, seat.order = None, None
         self._calls = {call: asked for call, asked in self._calls.items() if asked[1] != at}
-        unfit = getattr(error, "cause", None) is not None
-        self._desk.tell(**{"is": "lost", "seat": at, "why": why(error, seat.taken), "unfit": unfit})
 
 
 def why(error: RayError, taken: Sequence[Any] | None) -> str:

@@ -25,7 +25,7 @@ ANSWER_S = 60.0  # for one answer of the head
 QUIET_S = 30.0  # without a word of the job, after which the head is asked whether it is there
 LOST_S = 60.0  # for a connection to come back
 AGAIN_S = 3.0
-LOST = 75  # exit code of a job that ended without one
+LOST = 75  # exit code of a job that ended without one, or was killed
 NO_PYTHON = 127  # a shell's
 CHATTY = ("ray.dashboard.modules.job.sdk", "ray.dashboard.modules.dashboard_sdk")
 CONNECTION = (OSError, RuntimeError, aiohttp.ClientError, asyncio.TimeoutError)
@@ -79,7 +79,7 @@ class Jobs:
         if found.status == JobStatus.STOPPED and self._asked:
             go_on = f"on a node of the cluster: cd {folder} && run resume latest"
             raise Interrupted(signal.SIGINT, f"job {job} has stopped; to go on, {go_on}")
-        raise JobFailed(self._verdict(job, found), found.driver_exit_code or LOST)
+        raise JobFailed(self._verdict(job, found), code if (code := found.driver_exit_code) and code > 0 else LOST)
 
     async def _followed(self, job: str) -> JobDetails:
         """The job's end. Ctrl-C asks the job to stop; once more cancels this."""
@@ -132,6 +132,9 @@ class Jobs:
         code = found.driver_exit_code
         if code == NO_PYTHON:
             return f"job {job}: there is no `python` where `ray start` was typed; start Ray in the runner's environment"
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            return f"job {job} was killed ({name}); what it said is above"
         if code is not None:
             return f"job {job} ended with exit code {code}; what it said is above"
         if found.status == JobStatus.STOPPED:

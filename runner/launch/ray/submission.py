@@ -35,8 +35,9 @@ SAVE_S = 600  # that a job which is asked to stop has to save, before Ray kills 
 OLDEST = Version("2.60")
 INSTALL = "pip install 'posttrain-run[ray-jobs]'"
 MISLEADING = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")  # Ray would take these for the address
-SECRET = re.compile(r"(^|_)(API|ACCESS)?_?(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
-LOGIN = re.compile(r"://[^/]*@")
+NAMES = "KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH|AUTHORIZATION|BEARER|HEADERS?|COOKIES?"
+SECRET = re.compile(rf"(^|_)(API|ACCESS)?_?({NAMES})(_|$)", re.IGNORECASE)
+LOGIN = re.compile(r"://[^/]*@|\b(Bearer|Basic)(\s|%20)+\S{6}", re.IGNORECASE)
 OF_HERE = ("PYTHONPATH", "RUNNER_CACHE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "http_proxy", "https_proxy", "no_proxy")
 
 
