@@ -29,11 +29,12 @@ from runner.sampler.remote.backends import Collectives, hosted, joined
 from runner.sampler.remote.fetch import Get, over_http
 from runner.sampler.remote.listening import SILENCE_S, refuse_the_gone
 from runner.sampler.remote.offer import FileHandler, Server
-from runner.sampler.remote.pair import Pair
+from runner.sampler.remote.pair import Pair, stages_on
 from runner.sampler.remote.wire import authorization
 
 PAIR = "/pair"
 CLOSE_S = 5.0  # for pairs to be given up
+TURN_S = 45.0  # for other samplers; one that was stopped is given up before (STALL_S), and who asks waits for SILENCE_S
 log = logging.getLogger("runner")
 
 
@@ -68,6 +69,8 @@ class Joined:
                 size = int(self._asked(line, "HEAD", parts.path)[0])
                 os.ftruncate(handle, size)
                 pair.move(_mapped(handle, mmap.ACCESS_WRITE), partial(refuse_the_gone, line.sock))
+            except _BusyError:
+                raise  # the pair is as good as before
             except BaseException:
                 self.close()
                 raise
@@ -84,10 +87,11 @@ class Joined:
         if self._with is not None and (self._with[0].host, self._with[0].port) != (host, port):
             self.close()  # rank 0 is another one
         if self._with is None:
+            stages = stages_on(self._collectives.device)
             line = HTTPConnection(host, port, timeout=SILENCE_S)
             try:
                 store = int(self._asked(line, "GET", PAIR)[1])
-                pair = Pair(self._collectives, 1, partial(joined, host, store), self._own)
+                pair = Pair(self._collectives, 1, partial(joined, host, store), self._own, stages)
             except BaseException:
                 line.close()
                 raise
@@ -95,21 +99,29 @@ class Joined:
         return self._with
 
     def _asked(self, line: HTTPConnection, method: str, path: str) -> tuple[str, bytes]:
-        """The length that the answer names, and the answer. Raises OSError, HTTPException."""
+        """The length that the answer names, and the answer. Raises OSError, HTTPException, _BusyError of these."""
         line.request(method, path, headers=self._headers)
         response = line.getresponse()
         content = response.read()
+        if response.status == 503:
+            raise _BusyError("others are sent weights")
         if response.status != 200:
             raise HTTPException(f"status {response.status}")
         return response.headers["Content-Length"], content
+
+
+class _BusyError(HTTPException):
+    """Rank 0 is to be asked again, on the same connection."""
 
 
 class PairServer(Server):
     """Rank 0's side: a pair for each connection that asks for one."""
 
     def __init__(self, collectives: Collectives, host: str, token: str, files: dict[str, Path]) -> None:
+        """Raises OSError where the address cannot be had, OutOfMemory."""
         self.collectives, self.host = collectives, host
         self.turn = threading.Lock()  # of one transfer: the network card is one
+        self.stages = stages_on(collectives.device)  # of whose turn it is
         self.lines: set[socket.socket] = set()
         super().__init__(host, token, files, _PairHandler)
 
@@ -151,8 +163,8 @@ class _PairHandler(FileHandler):
         listener = socket.create_server(address, family=server.address_family)
         self.say(200, str(listener.getsockname()[1]).encode(), "text/plain", last=False)
         try:
-            self.pair = Pair(server.collectives, 0, partial(hosted, listener), server.host)
-        except OSError as error:
+            self.pair = Pair(server.collectives, 0, partial(hosted, listener), server.host, server.stages)
+        except (OSError, torch.OutOfMemoryError) as error:
             return self._end(error)
         finally:
             listener.close()
@@ -168,8 +180,8 @@ class _PairHandler(FileHandler):
             return self.say(409, b"GET /pair comes first\n", "text/plain")
         with path.open("rb") as file:
             content = _mapped(file.fileno(), mmap.ACCESS_COPY)
-        if not self.server.turn.acquire(timeout=SILENCE_S / 2):
-            return self.say(503, b"others are in its way\n", "text/plain")
+        if not self.server.turn.acquire(timeout=TURN_S):
+            return self.head(503, {"Content-Length": "0"}, last=False)
         try:
             self.head(200, {"Content-Length": str(len(content))}, last=False)
             self.pair.move(content, partial(refuse_the_gone, self.connection))
@@ -178,7 +190,7 @@ class _PairHandler(FileHandler):
         finally:
             self.server.turn.release()
 
-    def _end(self, error: OSError) -> None:
+    def _end(self, error: Exception) -> None:
         log.warning("the pair with %s is given up: %s", self.client_address[0], str(error) or type(error).__name__)
         self.close_connection = True
 

@@ -42,11 +42,11 @@ class Fetched:
         """What is behind the addresses, in their order; all else is dropped. Raises UnfetchedError."""
         self._drop([url for url in self._handles if url not in urls])
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            pending = [pool.submit(self._fetch, url) for url in dict.fromkeys(urls) if url not in self._handles]
             try:
+                pending = [pool.submit(self._fetch, url) for url in dict.fromkeys(urls) if url not in self._handles]
                 for one in pending:
                     one.result()
-            except UnfetchedError:
+            except BaseException:  # a signal, too
                 pool.shutdown(wait=False, cancel_futures=True)  # those that have not begun
                 raise
         return [Path(f"/proc/{os.getpid()}/fd/{self._handles[url]}") for url in urls]
@@ -67,10 +67,12 @@ class Fetched:
         handle = os.memfd_create("weights")
         try:
             self._get(url, handle)
+            self._handles[url] = handle
         except (OSError, HTTPException) as error:
-            os.close(handle)
             raise UnfetchedError(f"{url} cannot be fetched: {str(error) or type(error).__name__}") from error
-        self._handles[url] = handle
+        finally:
+            if url not in self._handles:
+                os.close(handle)
 
 
 def over_http(token: str, url: str, handle: int) -> None:
@@ -79,12 +81,12 @@ def over_http(token: str, url: str, handle: int) -> None:
     connection = HTTPConnection(parts.hostname or "", parts.port, timeout=SILENCE_S)
     try:
         connection.request("GET", parts.path, headers={"Authorization": authorization(token)})
-        response = connection.getresponse()
-        if response.status != 200:
-            raise HTTPException(f"status {response.status}")
-        wanted, block = response.length, memoryview(bytearray(BLOCK_BYTES))
-        while size := response.readinto(block):
-            _write(handle, block[:size])
+        with connection.getresponse() as response:  # which has the socket, where the connection ends after it
+            if response.status != 200:
+                raise HTTPException(f"status {response.status}")
+            wanted, block = response.length, memoryview(bytearray(BLOCK_BYTES))
+            while size := response.readinto(block):
+                _write(handle, block[:size])
         if wanted != os.fstat(handle).st_size:
             raise HTTPException(f"{os.fstat(handle).st_size} of {wanted} bytes arrived")
     finally:

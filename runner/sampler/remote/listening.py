@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from select import select
+from select import POLLIN, poll
 from socket import AF_INET6, MSG_PEEK, socket
 from socketserver import TCPServer
 from typing import Any
@@ -87,6 +87,7 @@ class Handler(BaseHTTPRequestHandler):
 
 def refuse_the_gone(connection: socket) -> None:
     """Raise ConnectionResetError where the other side has closed its end, which writing to it tells only later."""
-    readable, _, _ = select([connection], [], [], 0)  # recv itself would wait for as long as the time-out is
-    if readable and connection.recv(1, MSG_PEEK) == b"":
+    readable = poll()  # recv itself would wait for as long as the time-out is
+    readable.register(connection, POLLIN)
+    if readable.poll(0) and connection.recv(1, MSG_PEEK) == b"":
         raise ConnectionResetError("the other side has gone")

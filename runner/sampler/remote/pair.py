@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
+from runner.errors import OutOfMemory
 from runner.sampler.remote.backends import FORM_S, STALL_S, Collectives, ended, group_of
 
 T = TypeVar("T")
@@ -27,28 +28,60 @@ POLL_S = 2e-4
 Alive = Callable[[], None]  # raises OSError where the other side is gone
 
 
+class Stage:
+    """Where a piece is on its way to or from a card: pinned memory and the card's, on a stream beside the trainer's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.module: Any = torch.get_device_module(device)
+        self.stream = self.module.Stream(device)
+        self.staged = torch.empty(PIECE_BYTES, dtype=torch.uint8, device=device)
+        self.pinned = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+
+
+Stages = Sequence[Stage | None]  # one for each piece that is under way; the CPU needs none
+
+
+def stages_on(device: torch.device) -> Stages:
+    """Those of one transfer at a time. Raises OutOfMemory."""
+    if device.type == "cpu":
+        return None, None
+    try:
+        with _current(device):
+            return Stage(device), Stage(device)
+    except RuntimeError as error:  # that of pinned memory is of no kind of its own
+        if "out of memory" not in str(error):
+            raise
+        need = f"{2 * PIECE_BYTES >> 20} MiB on {device} and as much pinned memory"
+        raise OutOfMemory(
+            f"weights cannot go by collective, which takes {need}: {_first_line(error)}\n"
+            "  sampler.transport=http takes neither"
+        ) from error
+
+
 class Pair:
     """One side of it, for one thread at a time; after an error it is only good to be given up."""
 
-    def __init__(self, collectives: Collectives, rank: int, store: Callable[[], Any], own: str) -> None:
+    def __init__(self, collectives: Collectives, rank: int, store: Callable[[], Any], own: str, stages: Stages) -> None:
         """Wait for the other side, at most FORM_S.
 
         rank: 0 sends, 1 receives; store: makes that of the two (`backends`); own: the address of this machine towards
-        the other. Raises OSError.
+        the other; stages: those on the device, which pairs may share that never move anything at once. Raises OSError.
         """
         self._device = collectives.device
         self._group: Any = None
-        self._lanes: list[_Lane] = []
+        self._given_up = False
+        self._lanes = [_Lane(stage, sends=rank == 0) for stage in stages]
 
         def form() -> None:
             with _current(self._device):
                 self._group = group_of(collectives, store(), rank, own)
-                self._lanes = [_Lane(self._device, sends=rank == 0) for _ in range(2)]
+                if self._given_up:
+                    return self.give_up()  # nobody else knows of this group
                 _settle(self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self._device)), lambda: None, FORM_S)
 
         try:
             _in_time(form, FORM_S)
-        except OSError:
+        except BaseException:
             self.give_up()
             raise
 
@@ -63,6 +96,7 @@ class Pair:
 
     def give_up(self) -> None:
         """End it, whatever is under way: behind the caller's back, as a library may take its time for that."""
+        self._given_up = True
         group, self._group = self._group, None
         works = [lane.work for lane in self._lanes if lane.work is not None]
         self._lanes.clear()
@@ -73,29 +107,26 @@ class Pair:
         options = distributed.BroadcastOptions()
         options.rootRank = 0
         options.asyncOp = True
-        return _told(lambda: self._group.broadcast([tensor], options))
+        signed = tensor.view(torch.int8)  # of the types of one byte the one that HCCL documents
+        return _told(lambda: self._group.broadcast([signed], options))
 
 
 class _Lane:
-    """Where a piece is on its way: for a card in pinned memory and on the card, on a stream beside the trainer's."""
+    """A piece on its way."""
 
-    def __init__(self, device: torch.device, *, sends: bool) -> None:
+    def __init__(self, stage: Stage | None, *, sends: bool) -> None:
         self.work: Any = None
         self._piece: Tensor | None = None
-        self._sends, self._module = sends, None if device.type == "cpu" else torch.get_device_module(device)
-        if self._module is not None:
-            self._stream = self._module.Stream(device)
-            self._staged = torch.empty(PIECE_BYTES, dtype=torch.uint8, device=device)
-            self._pinned = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._stage, self._sends = stage, sends
 
     def begin(self, piece: Tensor, broadcast: Callable[[Tensor], Any]) -> None:
         """Put it on its way."""
-        self._piece, moved = piece, piece
-        if self._module is None:
-            self.work = broadcast(moved)
+        self._piece, stage = piece, self._stage
+        if stage is None:
+            self.work = broadcast(piece)
             return
-        with self._module.stream(self._stream):
-            moved, pinned = self._staged[: len(piece)], self._pinned[: len(piece)]
+        with stage.module.stream(stage.stream):
+            moved, pinned = stage.staged[: len(piece)], stage.pinned[: len(piece)]
             if self._sends:
                 moved.copy_(pinned.copy_(piece), non_blocking=True)
             self.work = broadcast(moved)
@@ -105,11 +136,12 @@ class _Lane:
         if self.work is None or self._piece is None:
             return
         _settle(self.work, alive, STALL_S)
-        if self._module is not None and not self._sends:
-            pinned = self._pinned[: len(self._piece)]
-            with self._module.stream(self._stream):
-                pinned.copy_(self._staged[: len(pinned)], non_blocking=True)
-            self._stream.synchronize()
+        stage = self._stage
+        if stage is not None and not self._sends:
+            pinned = stage.pinned[: len(self._piece)]
+            with stage.module.stream(stage.stream):
+                pinned.copy_(stage.staged[: len(pinned)], non_blocking=True)
+            stage.stream.synchronize()
             self._piece.copy_(pinned)
         self.work = self._piece = None
 
@@ -126,11 +158,17 @@ def _settle(work: Any, alive: Alive, within_s: float) -> None:
 
 
 def _told(work: Callable[[], T]) -> T:
-    """What it gives; what a library raises, as OSError of one line."""
+    """What it gives; what a library raises, as OSError of one line, but for memory that is exhausted."""
     try:
         return work()
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
-        raise ConnectionError((str(error).splitlines() or [type(error).__name__])[0]) from error
+        raise ConnectionError(_first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _in_time(work: Callable[[], None], within_s: float) -> None:

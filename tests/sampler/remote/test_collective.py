@@ -10,9 +10,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +23,12 @@ from torch import Tensor
 
 from runner.build.samplers import collectives_of
 from runner.cli.compose import compose_job
-from runner.errors import SamplerFault, SpecError
-from runner.sampler.remote import backends, pair
+from runner.errors import OutOfMemory, SamplerFault, SpecError
+from runner.sampler.remote import backends, collective, pair
 from runner.sampler.remote.backends import hosted, joined
-from runner.sampler.remote.collective import PairServer
-from runner.sampler.remote.pair import Pair
+from runner.sampler.remote.collective import Joined, PairServer
+from runner.sampler.remote.listening import SILENCE_S
+from runner.sampler.remote.pair import Pair, stages_on
 from runner.sampler.remote.remotes import Remotes
 from runner.sampler.remote.wire import authorization
 from runner.shelf import Shelf
@@ -275,7 +276,7 @@ def test_a_pair_without_another_side_is_an_error_in_time(store: str) -> None:
             silent.close()
         begin = time.monotonic()
         with pytest.raises(OSError):
-            Pair(GLOO, 1, partial(joined, LOOPBACK, port), LOOPBACK)
+            Pair(GLOO, 1, partial(joined, LOOPBACK, port), LOOPBACK, stages_on(GLOO.device))
         assert time.monotonic() - begin < 5
 
 
@@ -323,7 +324,7 @@ def test_two_sides_in_one_process_move_bytes_both_of_which_are_waited_for() -> N
 
     def side(rank: int) -> None:
         content, store = ends[rank]
-        one = Pair(GLOO, rank, store, LOOPBACK)
+        one = Pair(GLOO, rank, store, LOOPBACK, stages_on(GLOO.device))
         one.move(content, lambda: None)
         one.give_up()
 
@@ -333,3 +334,119 @@ def test_two_sides_in_one_process_move_bytes_both_of_which_are_waited_for() -> N
     for one in sides:
         one.join(DEADLINE_S)
     assert torch.equal(found, sent)
+
+
+@contextmanager
+def two_sides(content: bytes, folder: Path, count: int = 1) -> Iterator[tuple[PairServer, str, list[Joined]]]:
+    """Rank 0's side with one file, where that is, and so many samplers' sides, all in this process."""
+    (folder / "weights").write_bytes(content)
+    server = PairServer(GLOO, LOOPBACK, TOKEN, {"/weights": folder / "weights"})
+    sides = [Joined(TOKEN, LOOPBACK, GLOO) for _ in range(count)]
+    with server.running():
+        yield server, f"{server.url}/weights", sides
+        for side in sides:
+            side.close()
+
+
+def got(side: Joined, url: str) -> bytes:
+    """What it gets."""
+    with memory() as handle:
+        side.get(url, handle)
+        return os.pread(handle, os.fstat(handle).st_size, 0)
+
+
+@contextmanager
+def memory() -> Iterator[int]:
+    handle = os.memfd_create("got")
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def test_who_waits_for_others_in_vain_asks_again_and_keeps_its_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert backends.STALL_S < collective.TURN_S < SILENCE_S
+    caplog.set_level("INFO", "runner")
+    monkeypatch.setattr(collective, "TURN_S", 0.1)
+    with two_sides(b"weights" * PIECE, tmp_path) as (server, url, [side]):
+        assert got(side, url) == b"weights" * PIECE
+        with server.turn, pytest.raises(HTTPException, match="others are sent weights"):
+            got(side, url)
+        assert got(side, url) == b"weights" * PIECE
+    assert caplog.text.count("weights go to 127.0.0.1 by gloo") == 1
+
+
+class OnCard:
+    """A stage of a card that is the CPU."""
+
+    made = 0
+
+    def __init__(self, device: torch.device) -> None:
+        OnCard.made += 1
+        self.module = SimpleNamespace(stream=lambda _: nullcontext())
+        self.stream = SimpleNamespace(synchronize=lambda: None)
+        self.staged, self.pinned = torch.empty(2, PIECE, dtype=torch.uint8)
+
+
+def test_all_samplers_are_sent_weights_by_way_of_the_same_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OnCard, "made", 0)
+    monkeypatch.setattr(collective, "stages_on", lambda device: (OnCard(device), OnCard(device)))
+    content = os.urandom(3 * PIECE + 11)
+    with two_sides(content, tmp_path, 3) as (_, url, sides):
+        assert [got(side, url) for side in [*sides, *sides]] == 6 * [content]
+    assert OnCard.made == 2 * (1 + len(sides))
+
+
+def no_room(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("NPU out of memory.\nand a long table")
+
+
+def test_a_card_without_room_is_said_at_once(tmp_path: Path, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair, "Stage", no_room)
+    monkeypatch.setattr(pair, "PIECE_BYTES", 64 << 20)
+    monkeypatch.setattr(pair, "_current", lambda _: nullcontext())
+    monkeypatch.setattr(collective, "stages_on", lambda _: stages_on(torch.device("cuda:1")))
+    words = r"128 MiB on cuda:1 and as much .*: NPU out of memory\.\n.*sampler\.transport=http"
+    with far(tmp_path) as (_, remotes), pytest.raises(OutOfMemory, match=words):
+        remotes.load(shelf.get(1), 1)
+
+
+def test_memory_that_is_exhausted_as_a_pair_forms_is_no_broken_connection() -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        Pair(GLOO, 1, no_room, LOOPBACK, stages_on(GLOO.device))
+
+
+@pytest.mark.usefixtures("short")
+def test_a_group_that_forms_too_late_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, given_up = list[tuple[Any, list[Any]]](), threading.Event()
+
+    def late(*_: Any) -> str:
+        assert given_up.wait(DEADLINE_S)
+        return "a group"
+
+    monkeypatch.setattr(pair, "group_of", late)
+    monkeypatch.setattr(pair, "ended", lambda *of: left.append(of))
+    with pytest.raises(TimeoutError, match="no group in 1 s"):
+        Pair(GLOO, 1, lambda: None, LOOPBACK, stages_on(GLOO.device))
+    given_up.set()
+    until(lambda: left)
+    assert left == [("a group", [])]
+
+
+def test_bytes_go_as_a_type_that_every_library_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    types: list[torch.dtype] = []
+
+    def broadcast(tensors: list[Tensor], _: Any) -> Any:
+        types.extend(tensor.dtype for tensor in tensors)
+        return SimpleNamespace(is_completed=lambda: True, wait=lambda: True)
+
+    group = SimpleNamespace(broadcast=broadcast, abort=lambda: None)
+    monkeypatch.setattr(pair, "group_of", lambda *_: group)
+    one = Pair(GLOO, 0, lambda: None, LOOPBACK, stages_on(GLOO.device))
+    one.move(torch.zeros(PIECE, dtype=torch.uint8), lambda: None)
+    one.give_up()
+    assert types == [torch.int8, torch.int8], "HCCL documents no uint8"

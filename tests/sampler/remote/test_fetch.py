@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
+from http.client import HTTPException
 
 import pytest
 
 from runner.sampler.remote import fetch
-from runner.sampler.remote.fetch import Fetched, UnfetchedError
+from runner.sampler.remote.fetch import Fetched, UnfetchedError, over_http
+from runner.sampler.remote.offer import Server
+from tests.sampler.remote.processes import until
 
 URLS = [f"http://trainer/1-1/v1-{at:04d}.safetensors" for at in range(40)]
 
@@ -73,3 +77,39 @@ def test_what_has_not_begun_when_one_fails_is_left(monkeypatch: pytest.MonkeyPat
     with pytest.raises(UnfetchedError, match="v1-0000"):
         Fetched(get).files(URLS)
     assert len(source.asked) < 5
+
+
+def test_a_signal_leaves_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "AT_ONCE", 1)
+    asked, interrupted = list[str](), threading.Event()
+
+    def get(url: str, handle: int) -> None:
+        asked.append(url)
+        if len(asked) == 1:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        interrupted.wait(0.2)  # while it is noticed
+
+    before, fetched = handles(), Fetched(get)
+    with pytest.raises(KeyboardInterrupt):
+        fetched.files(URLS)
+    assert len(asked) < 5
+    fetched.close()
+    assert handles() == before
+
+
+def test_what_nobody_has_thought_of_leaves_no_handle() -> None:
+    def get(url: str, handle: int) -> None:
+        raise TypeError("no length")
+
+    before = handles()
+    with pytest.raises(TypeError, match="no length"):
+        Fetched(get).files(URLS)
+    assert handles() == before
+
+
+def test_a_refusal_leaves_no_connection() -> None:
+    before, server = handles(), Server("127.0.0.1", "token", {})
+    with server.running(), pytest.raises(HTTPException, match="status 404") as raised:
+        over_http("token", f"{server.url}/none", -1)
+    until(lambda: handles() == before)  # the server's thread has its end
+    del raised  # whose frames have what was open

@@ -51,7 +51,7 @@ def test_a_connection_does_not_live_as_long_as_the_error_that_it_ends_with(
 ) -> None:
     caplog.set_level("INFO", "runner")  # what is logged of it is kept, too
     remote = Remote(0, silent, "token", Counts(), silence_s=0.1)
-    with pytest.raises(SamplerFault, match="gave no answer in 0.5 s") as raised:
+    with pytest.raises(SamplerFault, match="gave no answer in") as raised:
         remote.ask("/load", lambda _: {}, Patience(0.5))
     port = int(Note.read(path_of(silent, 0)).url.rpartition(":")[2])
     assert raised.value is not None and connected(port) == 0

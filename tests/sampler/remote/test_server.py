@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import resource
 import signal
 import socket
 import time
@@ -21,6 +23,7 @@ from runner.sampler.remote import notes as places
 from runner.sampler.remote import secret
 from runner.sampler.remote.desk import Desk
 from runner.sampler.remote.keeper import Keeper
+from runner.sampler.remote.listening import refuse_the_gone
 from runner.sampler.remote.notes import Note, path_of
 from runner.sampler.remote.secret import take, token
 from runner.sampler.remote.server import serve
@@ -219,3 +222,20 @@ def test_the_token_is_taken_out_of_the_environment(monkeypatch: pytest.MonkeyPat
     take()
     assert "RUN_SAMPLER_TOKEN" not in os.environ, "what the process starts is not to have it"
     assert token() == token() == "found"
+
+
+def test_who_has_gone_is_noticed_where_many_files_are_open() -> None:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most[1] != resource.RLIM_INFINITY and most[1] < 2048:
+        pytest.skip("so many files are not allowed here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(most[0], 2048), most[1]))
+    try:
+        one, other = socket.socketpair()
+        with one, other, socket.socket(fileno=fcntl.fcntl(one, fcntl.F_DUPFD, 1500)) as high:
+            high.settimeout(60)
+            refuse_the_gone(high)
+            other.close()
+            with pytest.raises(ConnectionResetError):
+                refuse_the_gone(high)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
