@@ -18,6 +18,7 @@ from runner.publisher import Publisher
 from runner.routes import Copied, Route, Shared, Shelving, Weights
 from runner.sampler.base import DrawingConfig
 from runner.sampler.probed import COARSE, EXACT, Probe
+from runner.sampler.server.config import VllmServerConfig
 from runner.shelf import Shelf
 from runner.shelf_folder import claim
 from runner.spec.job import JobSpec
@@ -36,7 +37,7 @@ def build_publisher(
 
 
 def _sending(spec: JobSpec, learner: Learner, policy: Any, world: World, folder: RunFolder) -> Route:
-    lag, place = spec.algorithm.steps_ahead(), world.place
+    place = world.place
     apart = spec.launch.samplers > 0 or spec.sampler.served  # rank 0 alone speaks to it
     pieces = policy.whole.sharded or isinstance(world.config, ZeroConfig)
     own = not pieces and policy.module is policy.inner  # whole here, with nothing to be merged
@@ -44,9 +45,15 @@ def _sending(spec: JobSpec, learner: Learner, policy: Any, world: World, folder:
         return Copied(partial(policy.published, "all"), handed=True)
     first = 0 if apart else _first_here(world)
     changed, fixed, size = _sent(spec, learner, policy, keep=place.rank == first)
-    shelf = Shelf(claim(folder.root, (lag + 1) * size[0] + size[1])) if place.rank == first else None
+    shelf = Shelf(claim(folder.root, _room(spec, size))) if place.rank == first else None
     source = None if apart and not place.leads else first
     return Shelving(changed, fixed, peers=world.everyone, shelf=shelf, source=source)
+
+
+def _room(spec: JobSpec, size: tuple[int, int]) -> int:
+    """Bytes for versions of which size[0] differ and size[1] do not: as many as the lag needs, and a server's own."""
+    beside = spec.sampler.copies() if isinstance(spec.sampler, VllmServerConfig) else 0
+    return (spec.algorithm.steps_ahead() + 1 + beside) * size[0] + size[1]
 
 
 def _first_here(world: World) -> int:

@@ -22,6 +22,7 @@ from runner.plan.term import Term
 from runner.plan.traffic import computing, head_size, multiplying, size_of
 from runner.plan.weights import Part, Weights
 from runner.sampler.base import DrawingConfig
+from runner.sampler.server.config import VllmServerConfig
 from runner.sampler.vllm.arguments import ALONE, BESIDE
 from runner.sampler.vllm.config import VllmSamplerConfig
 from runner.spec.job import JobSpec
@@ -146,7 +147,8 @@ def _adapted(spec: JobSpec, model: Weights) -> int:
 
 def shelf_of(spec: JobSpec, whole: Mapping[str, Weights], spread: Spread) -> list[Term]:
     """What lies in the memory of rank 0's machine for samplers to read, or of every machine whose ranks have engines:
-    what all versions share, and as many versions as the lag needs. Nothing where they read the rank's own tensors."""
+    what all versions share, and as many versions as the lag, and a server, need. Nothing where they read the rank's own
+    tensors."""
     apart, ahead = spec.launch.samplers > 0 or spec.sampler.served, spec.algorithm.steps_ahead()
     ways = spec.sampler.sent()
     by_reference = not apart and spread.mesh.world == spread.mesh.data and not spread.sharded
@@ -154,8 +156,10 @@ def shelf_of(spec: JobSpec, whole: Mapping[str, Weights], spread: Spread) -> lis
         return []
     model, size = next(iter(whole.values())), _sent_size(spec)
     changed, fixed = (_sent(spec, model, size, way) for way in (*(ways or ("adapter",)), None)[:2])
+    beside = spec.sampler.copies() if isinstance(spec.sampler, VllmServerConfig) else 0
     said = "the weights after a step" if ahead == 0 else f"the weights after each of {ahead + 1} steps"
-    return [Term(said + (", and those that none changes" if fixed else ""), fixed + (ahead + 1) * changed)]
+    said += ", and what the server has of them" if beside else ""
+    return [Term(said + (", and those that none changes" if fixed else ""), fixed + (ahead + 1 + beside) * changed)]
 
 
 def _sent_size(spec: JobSpec) -> int | None:

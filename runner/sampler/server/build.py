@@ -26,6 +26,9 @@ from runner.sampler.server.wire import Asking
 from runner.sampler.stops import Stops
 
 FIXED_TOKENS = 16
+UNTOLD = (
+    "it does not say when its process began (/metrics): started anew with nearly the same weights, it is not noticed"
+)
 UNSENT = "nothing is sent to it (sampler.sync=none): what it draws is of the weights that it was started with"
 
 
@@ -63,6 +66,8 @@ def _built(config: VllmServerConfig, model: Described, decide: Decide, folder: P
     server = Server(Client(config.url, key, config.retries), config.model, config.patience_s)
     rule = Rule(config.temperature, config.top_k, config.top_p, config.min_p)
     decide.state("sampler", f"{server}, model {server.model}", "sampler.url")
+    if not server.tells:
+        decide.state("sampler restarts", "known by what it says of fixed tokens alone", UNTOLD)
     _judge(mode_of(server, bounds.vocabulary), server, rule, recomputed, decide)
     if config.sync == "none":
         decide.state("sampler weights", "not the trainer's", UNSENT)

@@ -45,7 +45,7 @@ class Client:
     """Asks one server, from any number of threads; each request has a connection of its own.
 
     url: with or without a closing /v1; key: sent with each request; retries: further tries, each after a wait twice as
-    long as the one before; `retried` counts them
+    long as the one before; `retried` counts those that were made
     """
 
     def __init__(self, url: str, key: str | None, retries: int) -> None:
@@ -54,27 +54,28 @@ class Client:
         self._make = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self._host, self._port, self._path = parts.hostname or "", parts.port, urlsplit(self.url).path
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self._keyed, self._retries, self.retried = key is not None, retries, 0
+        self._keyed, self.retries, self.retried = key is not None, retries, 0
         self._open: set[HTTPConnection] = set()
         self._told = float("-inf")
         self._lock, self._closed = threading.Lock(), threading.Event()
 
     def get(self, path: str, until: float) -> Any:
         """The answer to a question without a body; see `post`."""
-        return self._patiently("GET", path, None, until, self._retries)
+        return _decoded(self._patiently("GET", path, None, until, again=True))
 
     def text(self, path: str, until: float) -> str:
         """The same where it is text."""
-        return self._once("GET", path, None, until).decode(errors="replace")
+        return self._patiently("GET", path, None, until, again=True).decode(errors="replace")
 
     def post(self, path: str, body: Mapping[str, Any], until: float, *, again: bool = True) -> Any:
         """The answer, decoded; None for an empty one.
 
-        until: time.monotonic() at which patience ends; again: a status of 500 and above may pass. Raises StatusError
-        for one that does not, GarbledError, SamplerFault if there is no answer, EnvironmentProblem if the key is wrong.
+        until: time.monotonic() at which patience ends; again: it may be sent twice, and a status of 500 and above may
+        pass; else it is sent again only where nobody listened. Raises StatusError for one that does not pass,
+        GarbledError, SamplerFault if there is no answer, EnvironmentProblem if the key is wrong.
         """
         content = json.dumps(body, allow_nan=False).encode()
-        return self._patiently("POST", path, content, until, self._retries if again else 0)
+        return _decoded(self._patiently("POST", path, content, until, again=again))
 
     def close(self) -> None:
         """End what is under way: it raises SamplerFault at once, wherever it waits."""
@@ -84,21 +85,22 @@ class Client:
         for connection in live:
             _cut(connection)
 
-    def _patiently(self, method: str, path: str, content: bytes | None, until: float, retries: int) -> Any:
+    def _patiently(self, method: str, path: str, content: bytes | None, until: float, *, again: bool) -> bytes:
         tried = 0
         while True:
             failure: Exception
             try:
-                return _decoded(self._once(method, path, content, until))
+                return self._once(method, path, content, until)
             except StatusError as error:
                 if error.status in (401, 403):
                     raise self._locked_out(error) from None
-                if not error.passing or tried == retries:
+                if not error.passing or not again or tried >= self.retries:
                     raise
                 failure = error
             except (OSError, HTTPException) as error:
                 failure = error
-            self._wait(failure, tried, retries, until)
+            unsent = isinstance(failure, ConnectionRefusedError)
+            self._wait(failure, tried, self.retries if again or unsent else 0, until)
             tried += 1
 
     def _wait(self, failure: Exception, tried: int, retries: int, until: float) -> None:
@@ -106,7 +108,7 @@ class Client:
         if self._closed.is_set():
             raise SamplerFault(f"{self.url}: the sampler was closed while it waited for an answer") from failure
         pause = min(FIRST_WAIT_S * 2**tried, LONGEST_WAIT_S)
-        if tried == retries or time.monotonic() + pause >= until:
+        if tried >= retries or time.monotonic() + pause >= until:
             text = f"{self.url} does not answer, asked {tried + 1} times: {reason}"
             raise SamplerFault(
                 f"{text}; look after the server, or raise sampler.retries, sampler.timeout_s"

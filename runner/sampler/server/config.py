@@ -50,6 +50,11 @@ class VllmServerConfig(DrawingConfig):
         sent: dict[str, tuple[Sent, ...]] = {"none": (), "adapter": ("adapter",), "reload": ("changed", "fixed")}
         return sent[self.sync]
 
+    def copies(self) -> int:
+        """Versions that lie in this machine's memory for the server, beside those that the lag needs: an adapter is
+        copied, and the one before goes once it was read; all weights are linked, and those before go then."""
+        return 0 if self.folder else {"none": 0, "adapter": 2, "reload": 1}[self.sync]
+
     def preflight(self) -> None:
         """Raise EnvironmentProblem where the key is not there."""
         if self.key_variable is not None and not os.environ.get(self.key_variable):

@@ -19,7 +19,7 @@ import numpy as np
 from runner.errors import EnvironmentProblem
 from runner.sampler.draw import Rule
 from runner.sampler.remote.check import InvalidError
-from runner.sampler.server.client import StatusError
+from runner.sampler.server.client import GarbledError, StatusError
 from runner.sampler.server.server import Server
 from runner.sampler.server.wire import Asking, drawn
 
@@ -55,7 +55,7 @@ def _asked(server: Server, prompt: Sequence[int], temperature: float) -> list[fl
         if len(found.ids) != ANSWER or len(found.logprobs) != ANSWER:
             raise InvalidError(f"{ANSWER} tokens were asked for, and {len(found.ids)} came")
         return [float(value) for value in found.logprobs]
-    except (InvalidError, StatusError, TypeError) as error:
+    except (InvalidError, StatusError, GarbledError, TypeError) as error:
         raise EnvironmentProblem(f"nothing can be sampled from {server}: {error}") from error
 
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,14 +141,14 @@ class ServerSampler:
     def close(self) -> None:
         """End what is under way, and remove what was written; the server goes on."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        try:
+        self._server.part()
+        with ExitStack() as ends:  # each of them, whatever comes of the others
+            ends.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            ends.callback(self._pool.shutdown)
+            ends.callback(self._server.client.close)
+            ends.callback(self._sync.close)
             if self._asleep:
-                self._server.wake(parting=True)
-            self._sync.close()
-        finally:
-            self._server.client.close()
-            self._pool.shutdown()
-            shutil.rmtree(self._folder, ignore_errors=True)
+                self._server.wake()
 
     def _wake(self) -> None:
         if self._asleep:
@@ -164,9 +165,9 @@ class ServerSampler:
             raise SamplerFault(f"{self._server} {text}; start it with the same ones, then: run resume")
         log.warning("%s has lost version %d: it is sent again", self._server, self._version)
         self._counts["resyncs"] += 1
-        before = replace(self._mark, started="")
+        before = self._mark
         self.load(self._weights, self._version)
-        if before.is_other(self._mark):
+        if before.scores is not None and replace(before, started=self._mark.started).is_other(self._mark):
             raise SamplerFault(
                 f"{self._server} was sent its weights again, and does not say what it said with them before"
             )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from runner.errors import EnvironmentProblem, SamplerFault
@@ -27,7 +28,8 @@ DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1, where nobody else can reach
 
 
 class Server:
-    """One server, one model of it. version: "" where it does not say; longest: tokens of a prompt and its answer."""
+    """One server, one model of it. version: "" where it does not say; longest: tokens of a prompt and its answer;
+    tells: whether it says when its process began."""
 
     def __init__(self, client: Client, model: str | None, timeout_s: float) -> None:
         """Ask who it is. Raises EnvironmentProblem where it has not the model, SamplerFault if it does not answer."""
@@ -38,6 +40,7 @@ class Server:
         self.model: str = card["id"]
         self.longest: int | None = card.get("max_model_len")
         self._at_once = True
+        self.tells = bool(self._began())
 
     def __str__(self) -> str:
         return f"vLLM {self.version} at {self.url}" if self.version else self.url
@@ -52,12 +55,9 @@ class Server:
         return scored(answer, row)
 
     def started(self) -> str:
-        """When its process began, "" where it does not say: another one has not the weights that this one was given."""
-        try:
-            found = STARTED.search(self.client.text("/metrics", self.until()))
-        except (StatusError, OSError):
-            return ""
-        return found[1] if found else ""
+        """When its process began, "" where it does not say: another one has not the weights that this one was given.
+        One that did not say so at first is not asked again. Raises SamplerFault if it does not answer."""
+        return self._began() if self.tells else ""
 
     def check_adapters(self) -> None:
         """Raise EnvironmentProblem where no adapter can be loaded."""
@@ -74,8 +74,7 @@ class Server:
     def unload_adapter(self, name: str) -> None:
         """Have it forget an adapter; one that was started anew has forgotten already."""
         try:
-            until = min(self.until(), time.monotonic() + PARTING_S)
-            self.client.post("/v1/unload_lora_adapter", {"lora_name": name}, until, again=False)
+            self.client.post("/v1/unload_lora_adapter", {"lora_name": name}, self.until(), again=False)
         except GarbledError:
             return  # words, after a success
         except StatusError as error:
@@ -98,10 +97,20 @@ class Server:
         """Have it give up its cache and keep its weights in the host's memory."""
         self._do("/sleep?level=1", {}, DEVELOPMENT)
 
-    def wake(self, *, parting: bool = False) -> None:
-        """Have it take its memory again; parting: it is waited for no longer than a goodbye may take."""
-        until = min(self.until(), time.monotonic() + PARTING_S) if parting else None
-        self._do("/wake_up", {}, DEVELOPMENT, until)
+    def wake(self) -> None:
+        """Have it take its memory again."""
+        self._do("/wake_up", {}, DEVELOPMENT)
+
+    def part(self) -> None:
+        """From here on it is asked once, and waited for no longer than a goodbye may take."""
+        self._timeout_s, self.client.retries = min(self._timeout_s, PARTING_S), 0
+
+    def _began(self) -> str:
+        try:
+            found = STARTED.search(self.client.text("/metrics", self.until()))
+        except (StatusError, EnvironmentProblem):  # what stands before it may keep this page, and no other, to itself
+            return ""
+        return found[1] if found else ""
 
     def _version(self) -> str:
         try:
@@ -133,7 +142,8 @@ class Server:
             ) from error
 
     def _call(self, method: str, options: Json) -> None:
-        self.client.post("/collective_rpc", {"method": method, "kwargs": options}, self.until(), again=False)
+        with suppress(GarbledError):  # words, after a success
+            self.client.post("/collective_rpc", {"method": method, "kwargs": options}, self.until(), again=False)
 
     def _reset_cache(self) -> None:
         """What older weights have computed is not to be used; old versions say nothing, newer ones whether they did."""
@@ -145,9 +155,9 @@ class Server:
         text = "keeps its prefix cache, which older weights have computed: other requests are under way"
         raise SamplerFault(f"{self} {text}; let nobody else use it, or start it with --no-enable-prefix-caching")
 
-    def _do(self, path: str, body: Json, instead: str, until: float | None = None) -> object:
+    def _do(self, path: str, body: Json, instead: str) -> object:
         try:
-            return self.client.post(path, body, until or self.until(), again=False)
+            return self.client.post(path, body, self.until(), again=False)
         except GarbledError:
             return None  # words, as old versions say them after a success
         except StatusError as error:

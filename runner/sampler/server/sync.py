@@ -4,11 +4,12 @@
 
 Each load has a name and a folder of its own, so that no cache of the server's takes new weights for old ones. Where the
 server is on this machine that folder is on the shelf, whose files are linked, not copied, and which no end of a run
-leaves behind.
+leaves behind. In another one a run always has the same place, and clears it before its first load.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import secrets
@@ -58,7 +59,7 @@ class Adapter:
     def __init__(self, server: Server, folder: Path | None, blueprint: Path) -> None:
         """Raises EnvironmentProblem where the server takes no adapters."""
         server.check_adapters()
-        self._server, self._places = server, Places(folder)
+        self._server, self._places = server, Places(folder, blueprint)
         self._settings = blueprint / "adapter" / "adapter_config.json"
         self.model = server.model  # until the first one is there
 
@@ -80,7 +81,8 @@ class Adapter:
             self._forget()
         except SamplerFault as error:
             log.warning("the adapter %s stays with the server: %s", self.model, error)
-        self._places.close()
+        finally:
+            self._places.close()
 
     def _forget(self) -> None:
         if self.model != self._server.model:
@@ -94,7 +96,7 @@ class Reload:
     def __init__(self, server: Server, folder: Path | None, blueprint: Path) -> None:
         """Raises EnvironmentProblem where the server reads none anew."""
         server.check_development()
-        self._server, self._places, self._blueprint = server, Places(folder), blueprint
+        self._server, self._places, self._blueprint = server, Places(folder, blueprint), blueprint
         self.model = server.model
 
     def load(self, weights: Shelved) -> None:
@@ -114,16 +116,22 @@ class Reload:
 
 
 class Places:
-    """A folder for each load, below `shared`, None = beside the weights; `newest`: the last one that was read."""
+    """A folder for each load, below `shared`, None = beside the weights; `newest`: the last one that was read.
 
-    def __init__(self, shared: Path | None) -> None:
-        self._stem = f"run-{secrets.token_hex(4)}"
+    own: a folder of this run's, the same one after a resume, by which its place below `shared` is known
+    """
+
+    def __init__(self, shared: Path | None, own: Path) -> None:
+        self._of_run = f"run-{hashlib.blake2b(os.fsencode(own.resolve()), digest_size=8).hexdigest()}"
+        self._stem = f"run-{secrets.token_hex(4)}"  # another one after a resume: the server may know the old names
         self._shared, self._root, self._loads = shared, Path(), 0
         self.newest: Path | None = None
 
     def new(self, weights: Shelved) -> tuple[str, Path]:
         """A name that no load has had, and its folder, empty."""
-        self._root = (self._shared or weights.files[0].parent) / self._stem
+        self._root = (self._shared or weights.files[0].parent) / self._of_run
+        if not self._loads:
+            shutil.rmtree(self._root, ignore_errors=True)  # of a process that was killed
         self._loads += 1
         name = f"{self._stem}-v{weights.version}-{self._loads}"
         place = self._root / name

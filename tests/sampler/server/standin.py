@@ -34,6 +34,7 @@ class Version:
     at_once: bool = True  # reload_weights takes a path
     silent_reset: bool = False  # /reset_prefix_cache does not say whether it did
     hottest: float = 100.0  # a higher temperature is refused
+    metrics: bool = True  # it says when its process began
 
 
 V10 = Version("0.10.1", token_ids=False, at_once=False, silent_reset=True)
@@ -66,6 +67,7 @@ class StandIn:
     max_model_len: int | None = 128
     keeps_old_weights: bool = False  # reports success, and does nothing
     faults: list[Fault] = field(default_factory=list)
+    broken: dict[str, list[str]] = field(default_factory=dict)  # path, or "score" → what happens to the next requests
     calls: list[str] = field(default_factory=list)
     bodies: list[Json] = field(default_factory=list)
     most: int = 0  # requests under way at once
@@ -80,6 +82,11 @@ class StandIn:
         """As it is after its process has begun."""
         self.model, self.adapters, self.started = deepcopy(self.base), {}, 1000.0 + len(self.calls)
         self.asleep, self.path = False, ""
+
+    def breaks(self, what: str) -> str:
+        """What happens to this request, "" = nothing."""
+        kinds = self.broken.get(what)
+        return kinds.pop(0) if kinds else ""
 
     def at_work(self, change: int) -> None:
         with self.held:
@@ -232,6 +239,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         s = self.stand_in
         s.calls.append(self.path)
+        kind = s.breaks(self.path)
+        if kind.isdigit():
+            self.answer(int(kind), {"detail": "broken"})
+            return
         known: dict[str, Callable[[], Any]] = {
             "/v1/models": lambda: {
                 "data": [
@@ -242,16 +253,25 @@ class Handler(BaseHTTPRequestHandler):
         }
         if s.version.name:
             known["/version"] = lambda: {"version": s.version.name}
+        if s.version.name and s.version.metrics:
             known["/metrics"] = lambda: f"# HELP x\nprocess_start_time_seconds {s.started}\n"
         if self.path.startswith("/v1") and self.locked():
             return
-        self.answer(200, known[self.path]()) if self.path in known else self.answer(404, {"detail": "Not Found"})
+        if self.path not in known:
+            self.answer(404, {"detail": "Not Found"})
+        elif kind == "cut":
+            self.raw(200, b"# HELP x", less=3)
+        else:
+            self.answer(200, known[self.path]())
 
     def do_POST(self) -> None:
         s = self.stand_in
         s.calls.append(self.path)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path.startswith("/v1") and self.locked():
+            return
+        if kind := s.breaks(self.path):
+            self.answer(int(kind), {"detail": "broken"})
             return
         if self.path != "/v1/completions":
             self.answer(*s.manage(self.path, body))
@@ -262,7 +282,7 @@ class Handler(BaseHTTPRequestHandler):
     def complete(self, body: Json) -> None:
         s = self.stand_in
         rollout = "prompt_logprobs" not in body and body["max_tokens"] != 2  # neither a score nor the first questions
-        kind = ""
+        kind = s.breaks("score") if "prompt_logprobs" in body else ""
         with s.held:
             if rollout:
                 s.bodies.append(body)
@@ -326,9 +346,9 @@ class Listening(ThreadingHTTPServer):
 
 
 @contextmanager
-def served(stand_in: StandIn) -> Iterator[str]:
-    """Its address, while it listens."""
-    listening = Listening(("127.0.0.1", 0), type("Handler", (Handler,), {"stand_in": stand_in}))
+def served(stand_in: StandIn, port: int = 0) -> Iterator[str]:
+    """Its address, while it listens; port: 0 = any free one."""
+    listening = Listening(("127.0.0.1", port), type("Handler", (Handler,), {"stand_in": stand_in}))
     thread = threading.Thread(target=listening.serve_forever, args=(0.02,))
     thread.start()
     try:
