@@ -104,9 +104,9 @@ def test_gradients_equal_those_of_the_plain_peft_model(options: dict[str, Any]) 
 
 def test_tied_embeddings() -> None:
     tied = {"tie_word_embeddings": True}
-    model = adapted(model=tied)
+    model = adapted(double=True, model=tied)
     assert model.causal.lm_head.weight is model.causal.model.embed_tokens.weight
-    wanted = gradients(adapted(model=tied | {"layout": "padded"}), True, batch())
+    wanted = gradients(adapted(double=True, model=tied | {"layout": "padded"}), True, batch())
     assert relative(gradients(model, True, batch()), wanted) < 1e-6
 
 

@@ -105,7 +105,7 @@ def compare(shape: tuple[int, int], build: Callable[[], Any], reshard: bool = Tr
     first, *others = ranks(shape[0] * shape[1], on_rank, shape, reshard, build)
     losses = [sum(values) for values in zip(first["losses"], *others, strict=True)]
     assert losses == pytest.approx(wanted["losses"], rel=2e-5)
-    assert first["norms"] == pytest.approx(wanted["norms"], rel=2e-4)
+    assert first["norms"] == pytest.approx(wanted["norms"], rel=5e-4)  # of the last steps; processors round differently
     close(first["gradients"], wanted["gradients"], 1e-5)
     close(first["weights"], wanted["weights"], 1e-3)
 
