@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,11 +19,15 @@ from runner.errors import EnvironmentProblem, Interrupted, Problem, SpecError, S
 from runner.folder import RunFolder, shown
 from runner.launch.child import bound
 from runner.launch.preflight import is_hub_id
+from runner.launch.slurm.task import obeyed
 from runner.launch.stage import RECIPE, StageFailed, environment, folder_of, go_on, layout_of, words_of
+from runner.signals import Interrupts
+from runner.slurm.commands import count_stage
 from runner.spec.job import JobSpec
 
 TRUSTED = "model.trust_remote_code=true"  # what no spec.yaml may say for the user
 TOKENIZERS = ("tokenizer*", "vocab.*", "*.model")
+POLL_S = 0.2
 
 
 def with_first_weights(spec: JobSpec) -> JobSpec:
@@ -102,7 +105,8 @@ def _run_first(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> Path
             )
             return folder.root
         layout = _layout_of(recipe, key, words, spec)
-        _run(folder, recipe, key, words, layout, lock, own_model=own_model)
+        with obeyed(spec):
+            _run(folder, recipe, key, words, layout, lock, own_model=own_model)
     return folder.root
 
 
@@ -129,18 +133,36 @@ def _run(
     typed = ["resume", str(folder.root), *trust] if begun else [*words, "--folder", str(folder.root)]
     typed += layout
     command = bound([sys.executable, "-P", "-m", "runner", *typed])
-    process = subprocess.Popen(command, env=environment(), pass_fds=(lock,))  # held until the stage has saved, too
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:  # the terminal interrupted both: the first run saves, then this one ends
-        code = process.wait()
-        code = code or 128 + signal.SIGINT
+    count_stage(folder)
+    interrupts = Interrupts()
+    with interrupts.noted():
+        code = _ended(command, lock, interrupts.received)
+    if interrupts.received and code <= 0:  # it was done by then, or had not yet begun to listen
+        code = 128 + interrupts.received[0]
     if code in (130, 143):
         raise Interrupted(code - 128, f"while running +recipe={recipe} first; this job was not begun{go_on(recipe)}")
     if code:
         raise StageFailed(f"+recipe={recipe}, which {key} asks for, ended with exit code {code}", code)
     if not _is_done(folder):
         raise EnvironmentProblem(f"+recipe={recipe} ended well, but left no finished run in {shown(folder.root)}")
+
+
+def _ended(command: Sequence[str], lock: int, received: Sequence[int]) -> int:
+    """The exit code of the stage, which is told what this process is told: the first signal makes it save and end."""
+    process = subprocess.Popen(
+        command,
+        env=environment(),
+        pass_fds=(lock,),  # held until the stage has saved, too
+        start_new_session=True,  # Ctrl-C, and what a sweep tells a job, is for this process, which tells it once
+    )
+    told = 0
+    while True:
+        try:
+            return process.wait(POLL_S)
+        except subprocess.TimeoutExpired:
+            for number in received[told:]:
+                process.send_signal(number)
+                told += 1
 
 
 def _is_done(folder: RunFolder) -> bool:

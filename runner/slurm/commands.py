@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+from pathlib import Path
 
-from runner.errors import EnvironmentProblem
-from runner.folder import RunFolder
+from runner.errors import EnvironmentProblem, StorageError
+from runner.folder import OUTPUTS, RunFolder
 
 # What a job does not come back from. PREEMPTED is such a state only where preempted jobs are not requeued.
 OVER = frozenset({
@@ -19,6 +21,7 @@ USUAL = frozenset({
     "None", "Priority", "Resources", "JobArrayTaskLimit", "Dependency", "BeginTime", "Prolog", "Cleaning",
 })  # fmt: skip
 GRES = {"cuda": "gpu", "npu": "npu"}  # what Slurm usually calls the cards of a device
+FOLDERS = OUTPUTS / ".slurm"  # <job>: the run folder that a Slurm job has made; <job>.stages: what it ran first
 TIMEOUT_S = 60.0
 LINE_BYTES = 2**16  # no line of metrics.jsonl is longer
 
@@ -55,8 +58,33 @@ def state_of(job: str) -> tuple[str, str] | None:
     return (state, reason) if state else None
 
 
+def count_stage(stage: RunFolder) -> None:
+    """Have the steps of a recipe that is run first counted as steps of the Slurm job that this process is in, if any.
+
+    Raises StorageError.
+    """
+    if "SLURM_JOB_ID" not in os.environ:
+        return
+    try:
+        FOLDERS.mkdir(parents=True, exist_ok=True)
+        with _stages().open("a", encoding="utf-8") as file:
+            file.write(f"{stage.root}\n")
+    except OSError as error:
+        raise StorageError(f"cannot write {_stages()}: {error.strerror}") from error
+
+
+def _stages() -> Path:
+    return FOLDERS / f"{os.environ['SLURM_JOB_ID']}.stages"
+
+
 def steps_of(run: RunFolder) -> int:
-    """Finished steps of a run; a job that came no further since it began is not worth a requeue."""
+    """Finished steps of a run, and of the recipes that this Slurm job ran first; a job that came no further since it
+    began is not worth a requeue."""
+    first = _stages().read_text(encoding="utf-8").splitlines() if _stages().is_file() else []
+    return sum(map(_steps_of, {run, *(RunFolder(Path(root)) for root in first)}))
+
+
+def _steps_of(run: RunFolder) -> int:
     try:
         with run.metrics.open("rb") as file:
             file.seek(max(file.seek(0, 2) - LINE_BYTES, 0))

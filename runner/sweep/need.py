@@ -14,17 +14,27 @@ from runner.launch.ray.config import RayConfig
 ORDER = ("npu", "cuda")  # which kind device=auto takes where there are several, like the device itself
 Cards = Sequence[str] | None  # the kinds of card where jobs run; None: not known
 WORDS = {"core": "core", "cuda": "GPU", "npu": "NPU"}
+LOWER_CARDS = "lower launch.devices or launch.samplers"
+LOWER_SCORING = "lower launch.rewarders or reward.workers"
+LOWER_CORES = "lower device.threads, launch.devices, launch.samplers, launch.rewarders or reward.workers"
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Cores of a machine, GPUs or NPUs, and how many of them."""
+    """Cores of a machine, GPUs or NPUs, and how many of them. `cores`: beside cards, for what scores."""
 
     kind: Literal["core", "cuda", "npu"] = "core"
     count: int = 1
+    cores: int = 0
 
     def __str__(self) -> str:
-        return f"{self.count} {WORDS[self.kind]}{'s' if self.count > 1 else ''}"
+        beside = f" and {counted(self.cores, 'core')}" if self.cores else ""
+        return counted(self.count, self.kind) + beside
+
+
+def counted(count: int, kind: str) -> str:
+    """`1 GPU`, `2 cores`"""
+    return f"{count} {WORDS[kind]}{'s' if count > 1 else ''}"
 
 
 def placed(need: Need, devices: Sequence[str]) -> str:
@@ -41,8 +51,9 @@ def need_of(spec: Any, cards: Cards) -> Need:
     if isinstance(spec.launch, StartedConfig):
         text = f"{spec.launch.name}: the sweep starts its jobs; on Slurm with sweep.on=slurm and launch=local"
         raise SpecError([Problem("launch", text)])
-    if isinstance(spec.launch, RayConfig) and spec.launch.handed_over:
-        text = "the sweep starts its jobs itself; sweep.on=ray and launch=local, typed on a node of the cluster"
+    if isinstance(spec.launch, RayConfig) and spec.launch.address is not None:
+        where = "auto, on a node of the cluster" if spec.launch.handed_over else spec.launch.address
+        text = f"the sweep itself gives its jobs their devices; type launch=local sweep.on=ray sweep.address={where}"
         raise SpecError([Problem("launch.address", text)])
     if (nodes := spec.launch.machines) > 1:
         text = f"is {nodes}, and a job of a sweep has one machine; leave it out"
@@ -54,6 +65,7 @@ def need_of(spec: Any, cards: Cards) -> Need:
             raise SpecError([Problem("device", text)])
         kind = next((k for k in ORDER if k in cards), "cpu")
     processes = spec.launch.devices + spec.launch.samplers
+    cores = spec.launch.rewarders * spec.reward.workers_in_all()
     if kind in VARIABLES:
-        return Need(kind, processes)
-    return Need("core", getattr(spec.device, "threads", 1) * processes)
+        return Need(kind, processes, cores)
+    return Need("core", getattr(spec.device, "threads", 1) * processes + cores)

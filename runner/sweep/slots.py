@@ -13,7 +13,7 @@ from runner.device import visible
 from runner.device.kinds import KINDS
 from runner.device.visible import VARIABLES
 from runner.errors import EnvironmentProblem, Problem, SpecError
-from runner.sweep.need import WORDS, Need
+from runner.sweep.need import LOWER_CARDS, LOWER_CORES, WORDS, Need, counted
 
 
 def present(kind: str) -> tuple[str, ...]:
@@ -88,11 +88,10 @@ def environment(need: Need, devices: tuple[str, ...]) -> dict[str, str]:
 def _refuse(need: Need, there: tuple[str, ...]) -> None:
     if need.count <= len(there):
         return
-    word = WORDS[need.kind] + ("s" if need.count > 1 else "")
+    wants = f"a job wants {counted(need.count, need.kind)}"
     if need.kind == "core":
-        text = f"a job wants {need.count} {word}, and this machine has {len(there)}"
-        raise SpecError([Problem("device.threads", text)])
+        raise EnvironmentProblem(f"{wants}, and this machine has {len(there)}; {LOWER_CORES}")
     kind = KINDS[need.kind]
     said = os.environ.get(VARIABLES[need.kind])
     why = f"those of {kind.nodes}" if said is None else f"{kind.visible}={said}"
-    raise EnvironmentProblem(f"a job wants {need.count} {word}, and {len(there)} can be used here ({why})")
+    raise EnvironmentProblem(f"{wants}, and {len(there)} can be used here ({why}); {LOWER_CARDS}")

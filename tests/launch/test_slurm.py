@@ -18,6 +18,7 @@ from runner.launch.slurm import job as slurm_job
 from runner.launch.slurm import submission, task
 from runner.launch.slurm.task import Task
 from runner.slurm.cards import handed_out
+from runner.slurm.commands import count_stage, steps_of
 from tests.launch import slurm_stand_in
 from tests.launch.several import DEADLINE_S, Job, wait_until
 
@@ -31,6 +32,7 @@ STEP = {
 }
 DEFAULTS = {name: task.DEFAULT for name in ("launch.name", "launch.devices", "launch.nodes")}
 OWN = {"name": "slurm", "devices": 1, "samplers": 0, "nodes": 1, "node": None, "address": None}
+SCORED = ("+recipe=grpo_demo", "launch=slurm", "reward=math", "reward.workers=4", "launch.rewarders=2")
 WORDS = ("+recipe=sft_demo", "launch=slurm", "parallelism=ddp", "evaluation.every=0")
 
 
@@ -114,9 +116,63 @@ def test_what_is_asked_of_slurm() -> None:
     assert lines >= {"exclusive", "requeue", "signal=B:USR2@120", "output='/run folder/slurm/%j.log'"}
     assert not any(line.startswith("gres") for line in lines)
     cards = compose_job([*WORDS, *words, "device=npu", "launch.gres=npu:910b"]).spec
-    assert "#SBATCH --gres=npu:910b:4\n" in submission.script(cards, Path("x"), "true")
+    text = submission.script(cards, Path("x"), "true")
+    assert "#SBATCH --gres=npu:910b:4\n" in text and "cpus-per-task" not in text
     with pytest.raises(SpecError, match="auto is not known"):
         submission.script(compose_job([*WORDS, *words[:2], "device=auto"]).spec, Path("x"), "true")
+
+
+@pytest.mark.parametrize(("more", "cores"), [("device=npu", 1 + 8), ("launch.cpus=30", 30), ("device.threads=3", 11)])
+def test_what_scores_is_asked_of_slurm_as_cores(more: str, cores: int) -> None:
+    text = submission.script(compose_job([*SCORED, more]).spec, Path("x"), "true")
+    assert f"#SBATCH --cpus-per-task={cores}\n" in text
+
+
+def test_too_few_cores_for_what_scores_are_said(
+    step: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    task.through_srun(compose_job([*SCORED, "device=npu"]).spec)
+    said = capsys.readouterr().out
+    assert "1 process on cards and 8 that score have 8 cores in all" in said and "launch.cpus=16" in said
+
+
+@pytest.fixture
+def followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run whose Slurm job has ended well, of which Slurm is asked without a pause."""
+    monkeypatch.setattr(submission, "ASK_S", 0.0)
+    folder = RunFolder(tmp_path)
+    folder.status.write_text(json.dumps({"state": "done", "exit_code": 0, "error": None}))
+    return folder
+
+
+def test_a_slurm_that_does_not_answer_for_a_while_is_asked_again(
+    followed: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter([None, ("RUNNING", "None"), None, None, ("COMPLETED", "None")])
+
+    def state_of(job: str) -> tuple[str, str]:
+        if (answer := next(answers)) is None:
+            raise EnvironmentProblem("squeue: Unable to contact slurm controller")
+        return answer
+
+    monkeypatch.setattr(submission, "state_of", state_of)
+    assert submission.follow(followed, "17", followed.slurm / "17.log") == 0
+    said = "slurm    squeue: Unable to contact slurm controller; asking again\n"
+    assert capsys.readouterr().out == said * 2, "once each time"
+
+
+def test_a_slurm_that_never_answers_is_given_up_and_the_job_left_alone(
+    followed: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def state_of(job: str) -> tuple[str, str]:
+        raise EnvironmentProblem("squeue: Unable to contact slurm controller")
+
+    monkeypatch.setattr(submission, "state_of", state_of)
+    monkeypatch.setattr(submission, "SILENT_S", 0.05)
+    said = r"slurm controller, for 0.05 s now; job 17 goes on without being followed; to end it: scancel 17"
+    with pytest.raises(EnvironmentProblem, match=said):
+        submission.follow(followed, "17", followed.slurm / "17.log")
 
 
 @pytest.mark.parametrize(
@@ -175,6 +231,27 @@ def test_near_the_limit_it_saves_and_goes_on_where_it_was(cluster: Path, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S)
+def test_near_the_limit_a_recipe_that_is_run_first_saves_and_goes_on(cluster: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    first = "# @package _global_\ndefaults:\n  - override /algorithm: sft\nsteps: 16\ncheckpoint:\n  every: 1000\n"
+    (tmp_path / "recipes" / "quick.yaml").write_text(first)
+    job = Job(tmp_path)
+    words = ("+recipe=sft_demo", "launch=slurm", "evaluation.every=0", "init_from=recipe:quick", "steps=2")
+    process = job.start(*words, "launch.wait=true")
+
+    def steps() -> int:
+        return sum(path.read_bytes().count(b"\n") for path in tmp_path.glob("outputs/stages/quick/*/metrics.jsonl"))
+
+    wait_until(lambda: steps() > 2, process)
+    os.kill(slurm_stand_in_job(cluster)["pid"], signal.SIGUSR2)
+    assert process.wait(DEADLINE_S) == 0, job.said()
+    said = job.said()
+    assert "requeued: Slurm starts the job again" in said and "init_from: going on with +recipe=quick" in said
+    assert (slurm_stand_in_job(cluster)["starts"], job.status()["attempt"], steps(), job.steps()) == (2, 1, 16, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(DEADLINE_S)
 def test_a_script_of_ones_own_is_requeued_into_the_same_folder(cluster: Path, tmp_path: Path) -> None:
     job = Job(tmp_path)
     own = {"SLURM_JOB_ID": "40", "SLURM_JOB_NUM_NODES": "2"}
@@ -215,3 +292,18 @@ def test_a_job_that_came_no_further_is_not_requeued(
     run.metrics.write_text('{"step": 7, "x": 1}\n{"step": 8, "x": 1}\n{"st')
     assert slurm_job.requeued(run, 8) == 75 and not (cluster / "40.told").exists()
     assert slurm_job.requeued(run, 7) == 0 and (cluster / "40.told").read_text() == "requeue"
+
+
+def test_steps_of_recipes_that_are_run_first_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, first = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "first")
+    for folder, step in ((run, 7), (first, 30)):
+        folder.root.mkdir()
+        folder.metrics.write_text(f'{{"step": {step}}}\n')
+    count_stage(first)
+    assert not (tmp_path / "outputs").exists(), "no Slurm job"
+    monkeypatch.setenv("SLURM_JOB_ID", "40")
+    assert steps_of(run) == 7
+    count_stage(first)
+    count_stage(first)  # in the next turn
+    assert steps_of(run) == 37

@@ -163,6 +163,34 @@ def test_an_interrupted_stage_tells_how_its_job_goes_on(tmp_path: Path) -> None:
     assert status["state"] == "interrupted"
 
 
+@pytest.mark.parametrize(
+    ("number", "code", "said", "words"),
+    [(signal.SIGTERM, 143, "this job was not begun", ()), (signal.SIGUSR2, 75, "a requeue goes on", ("launch=slurm",))],
+    ids=["terminated", "near Slurm's limit"],
+)
+def test_a_job_that_is_told_to_end_waits_for_its_stage_to_save(
+    tmp_path: Path, number: int, code: int, said: str, words: tuple[str, ...]
+) -> None:
+    step = {"STEP_ID": "0", "NODEID": "0", "STEP_NODELIST": "here", "STEP_NUM_NODES": "1", "STEP_NUM_TASKS": "1"}
+    slurm = {"SLURM_JOB_ID": "40", **{f"SLURM_{name}": value for name, value in step.items()}} if words else {}
+    typed = ["+recipe=grpo_demo", *SMALL[:-1], "init_from=recipe:sft_demo", *words]
+    job = subprocess.Popen(
+        [sys.executable, "-m", "runner", *typed],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | slurm,
+    )
+    stage = wait_for(tmp_path, "outputs/stages/sft_demo/*/metrics.jsonl").parent
+    job.send_signal(number)
+    err = job.communicate(timeout=60)[1]
+    assert job.returncode == code and said in err, err
+    assert json.loads((stage / "status.json").read_text())["state"] == "interrupted"
+    assert list(stage.glob("checkpoints/step-*/MANIFEST.json"))
+    counted = tmp_path / "outputs" / ".slurm" / "40.stages"
+    assert counted.read_text().split() == [str(stage)] if words else not counted.exists()
+
+
 def test_an_interrupted_stage_of_a_stage_says_nothing_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert go_on("one", ["steps=2"]).count("\n") == 1
     monkeypatch.setenv("RUNNER_STAGE", "1")

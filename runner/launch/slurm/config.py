@@ -28,7 +28,10 @@ class SlurmConfig(StartedConfig):
         default=None, description="What Slurm calls a machine's cards, e.g. gpu:a100 or npu:910b; null = gpu or npu."
     )
     cpus: int | None = Field(
-        default=None, ge=1, description="Cores per machine; null = device.threads per device, with cards the cluster's."
+        default=None,
+        ge=1,
+        description="Cores per machine; null = device.threads per device and reward.workers per rewarder; on cards "
+        "alone, the cluster's.",
     )
     time: str | int | None = Field(
         default=None, description="Time limit as sbatch has it: 2:00:00, 1-12, minutes; null = the partition's."

@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ WAITING = "waiting"  # the state of a run that was submitted, and has not begun
 SUBMITTED = re.compile(r"Submitted batch job (\d+)")
 LOST = 75  # exit code of a job that ended without a word
 ASK_S = 3.0  # between two questions to Slurm
+SILENT_S = 600.0  # after which a Slurm that does not answer is asked no more
 LATE_S = 10.0  # for what a job has written to come through a shared disk
 UNITS = {"cuda": "GPU", "npu": "NPU"}
 
@@ -110,7 +111,7 @@ def _options(spec: JobSpec) -> list[tuple[str, str | int | bool]]:
         "qos": config.qos,
         "time": config.time,
         "gres": f"{config.gres or GRES[_kind(spec)]}:{cards}" if _kind(spec) in GRES else None,
-        "cpus-per-task": config.cpus or (None if _kind(spec) in GRES else _cores(spec)),
+        "cpus-per-task": config.cpus or _cores(spec),
         "requeue": True,
         "open-mode": "append",  # a job that is requeued writes to the same log
         "signal": f"B:USR2@{config.grace_s}",
@@ -118,10 +119,13 @@ def _options(spec: JobSpec) -> list[tuple[str, str | int | bool]]:
     return [(name, value) for name, value in {**asked, **config.sbatch}.items() if value is not None]
 
 
-def _cores(spec: JobSpec) -> int:
-    """Those of a machine, without cards."""
+def _cores(spec: JobSpec) -> int | None:
+    """Those of a machine; None for a job of which all is on cards: the cluster's number."""
     processes = spec.launch.devices + spec.launch.samplers
-    return getattr(spec.device, "threads", 1) * processes + spec.launch.rewarders * spec.reward.workers_in_all()
+    scoring = spec.launch.rewarders * spec.reward.workers_in_all()
+    if _kind(spec) in GRES and not scoring:
+        return None
+    return getattr(spec.device, "threads", 1) * processes + scoring
 
 
 def _kind(spec: JobSpec) -> str:
@@ -145,12 +149,12 @@ def _asked(spec: JobSpec) -> str:
 def follow(folder: RunFolder, job: str, log: Path) -> int:
     """Print what a job prints until it has ended; returns 0 where it ends well.
 
-    Raises JobFailed with its words and exit code, Interrupted at Ctrl-C, which leaves the job alone.
+    Raises JobFailed with its words and exit code, Interrupted at Ctrl-C and EnvironmentProblem where Slurm does not
+    answer for SILENT_S, which leave the job alone.
     """
     at, waits_for, last = 0, "", ("", "")
     try:
-        while True:
-            found = state_of(job)
+        for found in _answers(job):
             at = _print_more(log, at)
             if found is None or found[0] in OVER:
                 break
@@ -159,10 +163,33 @@ def follow(folder: RunFolder, job: str, log: Path) -> int:
                 waits_for = found[1]
                 hint = "" if waits_for in USUAL else "; it may never start so"
                 print(f"slurm    job {job} waits: {waits_for}{hint}", flush=True)
-            time.sleep(ASK_S)
     except KeyboardInterrupt:
-        raise Interrupted(2, f"job {job} goes on without being followed; to end it: scancel {job}") from None
+        raise Interrupted(2, _left(job)) from None
     return _ended(folder, job, found or last)
+
+
+def _answers(job: str) -> Iterator[tuple[str, str] | None]:
+    """A job's state and reason, each time that Slurm is asked; the one before where it does not answer, once said.
+
+    Raises EnvironmentProblem where it does not answer for SILENT_S.
+    """
+    found: tuple[str, str] | None = ("", "")
+    heard, is_silent = time.monotonic(), False
+    while True:
+        try:
+            found, heard, is_silent = state_of(job), time.monotonic(), False
+        except EnvironmentProblem as error:
+            if time.monotonic() - heard > SILENT_S:
+                raise EnvironmentProblem(f"{error}, for {SILENT_S:g} s now; {_left(job)}") from error
+            if not is_silent:
+                print(f"slurm    {error}; asking again", flush=True)
+            is_silent = True
+        yield found
+        time.sleep(ASK_S)
+
+
+def _left(job: str) -> str:
+    return f"job {job} goes on without being followed; to end it: scancel {job}"
 
 
 def _print_more(log: Path, at: int) -> int:

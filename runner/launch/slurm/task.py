@@ -22,9 +22,9 @@ from typing import Any, NoReturn
 
 from runner.device.kinds import CPU, NPU
 from runner.errors import EnvironmentProblem, Interrupted
-from runner.folder import OUTPUTS, RunFolder, write_atomic
+from runner.folder import RunFolder, write_atomic
 from runner.slurm.cards import handed_out
-from runner.slurm.commands import GRES
+from runner.slurm.commands import FOLDERS, GRES
 from runner.slurm.nodes import address_of, hosts
 from runner.spec.job import JobSpec
 from runner.spec.origin import COMMAND_LINE
@@ -36,7 +36,6 @@ SPECIAL_STEPS = 2**32 - 256  # numbers from here are no srun of the user's: a jo
 OF_SUBMISSION = {"partition", "account", "qos", "cpus", "time", "grace_s", "sbatch", "wait"}
 AGAIN = 75  # exit code: worth a requeue
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
-FOLDERS = OUTPUTS / ".slurm"  # <job>: the run folder that a Slurm job has made
 
 
 class Preempted(Interrupted):
@@ -163,10 +162,14 @@ def through_srun(spec: JobSpec) -> None:
 
 def _say_few_cores(spec: JobSpec) -> None:
     """Where processes on cards share cores: most clusters give a task that asks for cards alone a single one."""
-    wanted, cores = spec.launch.devices + spec.launch.samplers, len(os.sched_getaffinity(0))
-    if spec.device.kind is not CPU and cores < wanted:
-        text = f"{wanted} processes on cards have {cores} core{'' if cores == 1 else 's'} in all, and will be slow"
-        print(f"slurm    {text}; launch.cpus={8 * wanted}, in your own script --cpus-per-task, is more", flush=True)
+    processes, cores = spec.launch.devices + spec.launch.samplers, len(os.sched_getaffinity(0))
+    scoring = spec.launch.rewarders * spec.reward.workers_in_all()
+    if spec.device.kind is not CPU and cores < processes + scoring:
+        who = f"{processes} process{'' if processes == 1 else 'es'} on cards"
+        who += f" and {scoring} that score" if scoring else ""
+        text = f"{who} have {cores} core{'' if cores == 1 else 's'} in all, and will be slow"
+        more = f"launch.cpus={8 * processes + scoring}, in your own script --cpus-per-task, is more"
+        print(f"slurm    {text}; {more}", flush=True)
 
 
 def srun(command: Sequence[str], machines: int) -> list[str]:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -19,7 +19,7 @@ from runner.device.kinds import KINDS
 from runner.errors import EnvironmentProblem
 from runner.ray.link import need_ray
 from runner.sweep.config import SweepConfig
-from runner.sweep.need import ORDER, WORDS, Need
+from runner.sweep.need import LOWER_CARDS, LOWER_CORES, LOWER_SCORING, ORDER, WORDS, Need, counted
 from runner.sweep.order import Order
 from runner.sweep.outcome import Told
 from runner.sweep.ray.link import Link
@@ -57,15 +57,24 @@ class RaySite:
         self._needs = list(needs)
         for need in self._needs:
             self._refuse(need)
-        least = {kind: min(n.count for n in self._needs if n.kind == kind) for kind in {n.kind for n in self._needs}}
-        fit = sum(there // count for kind, count in least.items() for there in self._on_nodes(kind))
+        fit = sum(self._fit([need for need in self._needs if need.kind == kind]) for kind in self._kinds())
         self.parallel = min(self._limit or fit, len(self._needs))
+
+    def _fit(self, alike: Sequence[Need]) -> int:
+        """How many jobs of a kind of device all nodes hold at once, if they were as small as the smallest."""
+        count, cores = min(need.count for need in alike), min(need.cores for need in alike)
+        nodes = self._beside_cores(alike[0].kind)
+        return sum(min(devices // count, there // cores if cores else devices) for devices, there in nodes)
+
+    def _kinds(self) -> list[str]:
+        return list(dict.fromkeys(need.kind for need in self._needs))
 
     def describe(self) -> str:
         parts = []
-        for kind in dict.fromkeys(need.kind for need in self._needs):
-            counts = sorted({need.count for need in self._needs if need.kind == kind})
-            each = Need(kind, counts[-1]) if len(counts) == 1 else f"{counts[0]} to {Need(kind, counts[-1])}"
+        for kind in self._kinds():
+            own = [need for need in self._needs if need.kind == kind]
+            least, most = min(need.count for need in own), max(own, key=lambda need: (need.count, need.cores))
+            each = str(most) if least == most.count else f"{least} to {most}"
             parts.append(f"{each} each, of {self._total(kind)}")
         at_once = f"{self.parallel} job{'s' if self.parallel > 1 else ''} at once"
         return f"{', '.join(parts)} on {self._nodes()}; {at_once}"
@@ -114,6 +123,10 @@ class RaySite:
         name = "CPU" if kind == "core" else KINDS[kind].resource
         return [int(node.get(name, 0)) for node in self._link.nodes]
 
+    def _beside_cores(self, kind: str) -> list[tuple[int, int]]:
+        """Devices of this kind, and cores, of each node."""
+        return list(zip(self._on_nodes(kind), self._on_nodes("core"), strict=True))
+
     def _total(self, kind: str) -> int:
         return sum(self._on_nodes(kind))
 
@@ -126,11 +139,15 @@ class RaySite:
         """A job runs on one node; Ray would wait for ever for a node that has more than any."""
         most = max(self._on_nodes(need.kind), default=0)
         if need.count > most:
-            option = "device.threads" if need.kind == "core" else "launch.devices"
             word = WORDS[need.kind] + "s"
             has = f"{most} {word} at most, {self._total(need.kind)} in all" if most else f"no {word}"
-            advice = f"{option}={most} fits" if most else "`ray status` lists what there is"
+            lower = LOWER_CORES if need.kind == "core" else LOWER_CARDS
+            advice = lower if most else "`ray status` lists what there is"
             raise EnvironmentProblem(f"a job wants {need} of one node; {self._nodes()}: {has}; {advice}")
+        if not self._fit([need]):
+            beside = max(cores for devices, cores in self._beside_cores(need.kind) if devices >= need.count)
+            has = f"{beside} cores at most beside {counted(need.count, need.kind)}"
+            raise EnvironmentProblem(f"a job wants {need} of one node; {self._nodes()}: {has}; {LOWER_SCORING}")
 
 
 class RayJob(Noted):
@@ -182,12 +199,12 @@ class RayJob(Noted):
 
 
 def _resources(need: Need) -> dict[str, Any]:
-    """What its actor asks of Ray. A job on cards asks for no cores, as on one machine: cards are what is scarce."""
+    """What its actor asks of Ray. What is on cards asks for no cores, as on one machine: cards are what is scarce."""
     if need.kind == "core":
         return {"num_cpus": need.count}
     if need.kind == "cuda":
-        return {"num_cpus": 0, "num_gpus": need.count}
-    return {"num_cpus": 0, "resources": {KINDS[need.kind].resource: need.count}}
+        return {"num_cpus": need.cores, "num_gpus": need.count}
+    return {"num_cpus": need.cores, "resources": {KINDS[need.kind].resource: need.count}}
 
 
 def _of_this_machine() -> dict[str, Any]:
