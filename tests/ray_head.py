@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 180.0
@@ -53,7 +54,7 @@ class Head:
 def head(cores: int = 4) -> Iterator[Head]:
     """A cluster of one node, heard on this machine only, whose `python` is this one."""
     folder, token = tempfile.mkdtemp(prefix="ray-", dir="/tmp"), secrets.token_hex(32)
-    ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+    ports = {name: free_port() for name in PORTS}
     asked = {"folder": folder, "cores": cores, "ports": ports}
     own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "WANDB_", "HF_"))}
@@ -84,15 +85,6 @@ def until_it_answers(one: Head, process: subprocess.Popen[bytes]) -> None:
         except (URLError, OSError):
             assert process.poll() is None and time.monotonic() < end, "Ray's dashboard does not answer"
             time.sleep(0.5)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody has now."""
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in held]
-    for one in held:
-        one.close()
-    return ports
 
 
 def main(asked: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from runner.launch.machines import Machines, gathered, joined
 from runner.launch.verdict import KILLED, OWN, WAITED, Verdict
 from runner.signals import StopSignal
 from runner.spec.job import JobSpec
+from tests.ports import free_port
 
 KILL = Verdict(KILLED, "rank 3 of 4 was killed (SIGKILL)", 75)
 DATA = Verdict(OWN, "rank 0 of 4: line 7", 3)
@@ -40,8 +41,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    return free_port()
 
 
 def spec_of(node: int, port: int, *words: str, nodes: int = 2) -> JobSpec:

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 import yaml
 
 from tests.launch.several import DDP, DEADLINE_S, Job, gone, wait_until
+from tests.ports import free_port
 from tests.small import UNJUDGED
 
 pytestmark = pytest.mark.timeout(400)  # several processes share few cores
@@ -119,11 +119,6 @@ def test_data_that_is_wrong_is_said_once(job: Job) -> None:
     words = ("+recipe=sft_demo", "data=file", "data.path=data.jsonl", "tracker=none", *DDP, "launch.devices=2")
     out = job.run(*words, code=3)
     assert out.count("error: ") == 1 and "data.jsonl" in out and "rank " not in out
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from runner.launch.ray.submission import fit_to_travel, knock, need_client
 from runner.launch.verdict import JobFailed
 from runner.registry import default_registry
 from runner.spec.decode import decode
-from tests.ray_head import free_ports
+from tests.ports import free_port
 
 HERE = ("device=cpu", "launch=ray", "launch.address=http://head:8265")
 PAIRS = "".join(json.dumps({"prompt": f"say {n}", "completion": str(n)}) + "\n" for n in range(40))
@@ -230,7 +230,7 @@ def test_who_is_no_cluster_of_ours_is_said(
     with somebody(code, said) as address, pytest.raises(EnvironmentProblem, match=text):
         knock(address)
     with pytest.raises(EnvironmentProblem, match=r"nobody answers .*--dashboard-host"):
-        knock(f"http://127.0.0.1:{free_ports(1)[0]}")
+        knock(f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("NO_PROXY", "")
     monkeypatch.setenv("no_proxy", "")
     with somebody(502, b"") as proxy, pytest.raises(EnvironmentProblem, match="by way of http_proxy; no_proxy=head"):

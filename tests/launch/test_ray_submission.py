@@ -14,7 +14,8 @@ import pytest
 
 from tests.launch.several import Job, wait_until
 from tests.launch.test_ray_parcel import REWARD
-from tests.ray_head import Head, free_ports, head
+from tests.ports import free_port
+from tests.ray_head import Head, head
 
 pytest.importorskip("ray")
 pytest.importorskip("aiohttp")
@@ -99,7 +100,7 @@ def test_ctrl_c_makes_the_job_save_and_twice_leaves_it_to_itself(presses: int, t
 @contextmanager
 def wire(to: int) -> Iterator[tuple[int, threading.Event]]:
     """A port that leads to another one; while the event is set, it hangs up on everybody."""
-    port, cut, done = free_ports(1)[0], threading.Event(), threading.Event()
+    port, cut, done = free_port(), threading.Event(), threading.Event()
     held: list[socket.socket] = []
 
     def carry(source: socket.socket, target: socket.socket) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from runner.signals import StopSignal
 from runner.spec.job import JobSpec
 from tests.parallelism.forked import ranks
 from tests.parallelism.zero_gradients import noting
+from tests.ports import free_port
 
 TIMES = ("perf/", "time/", "device/")  # what no two runs have in common
 
@@ -41,10 +41,7 @@ def in_one(words: Sequence[str], root: Path) -> dict[str, Any]:
 def on_ranks(size: int, words: Sequence[str], root: Path) -> list[dict[str, Any]]:
     """What it comes to on each of several ranks."""
     (root / "ranks").mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return ranks(size, _rank, spec_of(words, size), root, size, port, join=False)
+    return ranks(size, _rank, spec_of(words, size), root, size, free_port(), join=False)
 
 
 def _rank(rank: int, spec: JobSpec, root: Path, size: int, port: int) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tests.model import zoo
 from tests.parallelism.forked import ranks
 from tests.parallelism.jobs import spec_of
 from tests.parallelism.worlds import on_ranks
+from tests.ports import free_port
 
 JOB = "algorithm=sft data=demo steps=1 tracker=none evaluation.every=0 model=hf"
 
@@ -41,10 +41,7 @@ def begun(rank: int, words: Sequence[str], root: Path, port: int) -> tuple[str, 
 
 
 def together(words: Sequence[str], root: Path) -> list[tuple[str, str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return ranks(2, begun, words, root, port, join=False)
+    return ranks(2, begun, words, root, free_port(), join=False)
 
 
 @pytest.mark.parametrize(

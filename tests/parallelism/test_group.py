@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import time
 from typing import Any
 
@@ -21,6 +20,7 @@ from runner.place import Place
 from runner.sharing import sum_gradients
 from tests.parallelism.forked import ranks
 from tests.parallelism.worlds import device, on_ranks
+from tests.ports import free_port
 
 
 def tensors(rank: int) -> list[Tensor]:
@@ -124,10 +124,7 @@ def met(rank: int, port: int) -> int:
 
 
 def test_ranks_meet_at_the_address_of_the_environment_and_part() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    assert ranks(2, met, port, join=False) == [3, 3]
+    assert ranks(2, met, free_port(), join=False) == [3, 3]
 
 
 def warm(rank: int, port: int) -> tuple[int, int]:
@@ -147,10 +144,7 @@ def warm(rank: int, port: int) -> tuple[int, int]:
 
 
 def test_every_group_has_met_before_the_job_begins() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for groups, cold in ranks(4, warm, port, join=False):
+    for groups, cold in ranks(4, warm, free_port(), join=False):
         assert groups > 3
         assert cold == 0
 

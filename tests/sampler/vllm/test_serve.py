@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -34,6 +33,7 @@ from runner.sampler.server.sampler import ServerSampler
 from runner.shelf import Shelf
 from runner.shelf_folder import claim
 from tests.model.zoo import module
+from tests.ports import free_port
 from tests.sampler.vllm.engines import LENGTH, MEAN, NEEDED, PROMPTS, SHAPE, model
 
 pytestmark = [*NEEDED, pytest.mark.timeout(600)]
@@ -58,9 +58,7 @@ class Served:
     def __init__(self, folder: Path) -> None:
         self.folder, self.log = folder, folder / "log"
         model().save(folder / "model")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.start()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.sampler.vllm.engines import NEEDED
 
 pytestmark = [*NEEDED, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -86,10 +86,7 @@ def test_an_engine_over_two_workers_follows_the_policy(tmp_path: Path) -> None:
 def test_each_rank_has_an_engine_and_keeps_its_process_group(tmp_path: Path) -> None:
     program = tmp_path / "ranks.py"
     program.write_text(IN_TWO_RANKS)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    meeting: Mapping[str, str] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    meeting: Mapping[str, str] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
         start(program, tmp_path, RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", **meeting)
         for rank in range(2)

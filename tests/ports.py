@@ -1,0 +1,28 @@
+"""Ports at which something is to listen later: chosen where the kernel takes none for a connection meanwhile."""
+
+from __future__ import annotations
+
+import random
+import socket
+from pathlib import Path
+
+LOWEST = 10_000
+RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")  # of what connects, and of what listens at port 0
+_given: set[int] = set()
+_draw = random.SystemRandom()  # tests seed the other one
+
+
+def free_port() -> int:
+    """A port of the loopback device that nobody has, below those that the kernel gives away; another one each time."""
+    highest = int(RANGE.read_text().split()[0]) - 1
+    while True:
+        port = _draw.randint(LOWEST, highest)
+        if port in _given:
+            continue
+        with socket.socket() as tried:
+            try:
+                tried.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        _given.add(port)
+        return port
