@@ -173,7 +173,11 @@ def test_the_documentation_has_every_variable_with_its_reason() -> None:
 
 
 @pytest.mark.skipif(bool(glob("/dev/nvidia[0-9]*")), reason="a GPU is present")
-@pytest.mark.parametrize("layout", [(), ("parallelism=ddp", "launch.devices=2")], ids=["one process", "two"])
+@pytest.mark.parametrize(
+    "layout",
+    [(), pytest.param(("parallelism=ddp", "launch.devices=2"), marks=pytest.mark.slow)],
+    ids=["one process", "two"],
+)
 def test_a_command_sets_it_before_torch_is_imported(layout: tuple[str, ...], tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "runner", "+recipe=sft_demo", "device=cuda", "tracker=none", *layout],

@@ -115,6 +115,7 @@ def test_an_export_of_an_earlier_checkpoint_leaves_the_last_one_alone(finished: 
     assert "not an empty folder" in runner(finished, "export", "latest", "--out", str(run), code=2)
 
 
+@pytest.mark.slow
 def test_a_spec_edited_by_hand_is_refused_by_resume_and_infer(finished: Path) -> None:
     copy = finished / "edited"
     shutil.copytree((finished / "outputs/latest").resolve(), copy)
@@ -222,6 +223,7 @@ def test_interrupted_and_resumed_is_the_same_run_bit_for_bit(
     assert curve(run) == curve(straight) and weights(run, 60) == weights(straight, 60)
 
 
+@pytest.mark.slow
 def test_a_second_process_may_not_enter_a_running_job(tmp_path: Path) -> None:
     from runner.folder import RunFolder, lock
 

@@ -140,6 +140,7 @@ def test_a_recipe_that_is_run_first_ends_with_its_job(tmp_path: Path) -> None:
     assert json.loads(status.read_text())["state"] == "interrupted"  # by the kernel's SIGTERM, and it saved
 
 
+@pytest.mark.slow
 def test_an_interrupted_stage_tells_how_its_job_goes_on(tmp_path: Path) -> None:
     words = ["+recipe=grpo_demo", *SMALL, "init_from=recipe:sft_demo", "evaluation.every=0", "name=ab"]
     job = subprocess.Popen(
@@ -165,8 +166,10 @@ def test_an_interrupted_stage_tells_how_its_job_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "code", "said", "words"),
-    [(signal.SIGTERM, 143, "this job was not begun", ()), (signal.SIGUSR2, 75, "a requeue goes on", ("launch=slurm",))],
-    ids=["terminated", "near Slurm's limit"],
+    [
+        pytest.param(signal.SIGTERM, 143, "this job was not begun", (), marks=pytest.mark.slow, id="terminated"),
+        pytest.param(signal.SIGUSR2, 75, "a requeue goes on", ("launch=slurm",), id="near Slurm's limit"),
+    ],
 )
 def test_a_job_that_is_told_to_end_waits_for_its_stage_to_save(
     tmp_path: Path, number: int, code: int, said: str, words: tuple[str, ...]
