@@ -6,7 +6,7 @@ import random
 import socket
 from pathlib import Path
 
-LOWEST = 10_000
+LOWEST = 20_000  # below, Ray takes ports for its workers
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")  # of what connects, and of what listens at port 0
 _given: set[int] = set()
 _draw = random.SystemRandom()  # tests seed the other one
