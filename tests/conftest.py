@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+pytest_plugins = ["tests.run_record"]
+
 # Libraries read these once, when they are imported, so they are set before any test module is.
 _SCRATCH = tempfile.TemporaryDirectory(prefix="runner-tests-", ignore_cleanup_errors=True)
 _FIXED = {

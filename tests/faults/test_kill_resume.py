@@ -8,11 +8,8 @@ killed:    start ──✗  resume ────✗  resume ─✗ … resume ─
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +17,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.command import Command
+
 SMALL = (
     "checkpoint.every=3",
     "evaluation.every=8",
@@ -65,17 +63,8 @@ class Run:
         self.latest = cwd / "outputs" / "latest"
         self.printed = cwd / "printed.txt"
 
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        with self.printed.open("ab") as output:
-            return subprocess.Popen(
-                [sys.executable, "-m", "runner", *arguments],
-                cwd=self.cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ
-                | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RUNNER_CACHE": str(self.cwd / "cache")},
-            )
+    def start(self, *arguments: str) -> Command:
+        return Command(*arguments, cwd=self.cwd, printed=self.printed, RUNNER_CACHE=str(self.cwd / "cache"))
 
     def steps_logged(self) -> int:
         """Lines of metrics.jsonl, which are the steps done."""
@@ -98,7 +87,7 @@ class Run:
         return [{k: v for k, v in record.items() if not k.startswith(VOLATILE)} for record in records]
 
 
-def wait_until(happened: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+def wait_until(happened: Callable[[], bool], process: Command) -> None:
     """Return when `happened`, or when the process has ended by itself."""
     end = time.monotonic() + DEADLINE_S
     while not happened() and process.poll() is None:
@@ -106,7 +95,7 @@ def wait_until(happened: Callable[[], bool], process: subprocess.Popen[bytes]) -
         time.sleep(0.002)
 
 
-def kill_somewhere(run: Run, process: subprocess.Popen[bytes], jump: int, moments: random.Random) -> bool:
+def kill_somewhere(run: Run, process: Command, jump: int, moments: random.Random) -> bool:
     """Kill the process while it starts up, or up to `jump` steps further on; False if it ended before."""
     wait_until(lambda: (run.latest / "spec.yaml").exists(), process)  # before that there is nothing to resume
     if moments.random() < 0.25:

@@ -18,6 +18,7 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from tests import command
 from tests.small import JUDGED
 
 VOLATILE = ("perf/", "time/", "device/")
@@ -25,17 +26,7 @@ VOLATILE = ("perf/", "time/", "device/")
 
 def runner(cwd: Path, *arguments: str, code: int = 0, **environment: str) -> str:
     """Run the command line in `cwd`; returns what it printed and checks its exit code."""
-    done = subprocess.run(
-        [sys.executable, "-m", "runner", *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        stdin=subprocess.DEVNULL,
-        env=os.environ | environment,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    return command.run(*arguments, cwd=cwd, code=code, **environment)
 
 
 def curve(run: Path) -> list[dict[str, float]]:
@@ -181,17 +172,14 @@ def test_a_signal_during_the_build_is_obeyed_at_once(tmp_path: Path) -> None:
 
 def interrupted(cwd: Path, number: int, after: int, *arguments: str) -> tuple[int, Path]:
     """Start a run, send a signal once `after` steps are on record; returns its exit code and folder."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "runner", *arguments], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    process = command.Command(*arguments, cwd=cwd, printed=cwd / "printed.txt")
     metrics, deadline = cwd / "outputs/latest/metrics.jsonl", time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
         if metrics.exists() and metrics.read_text().count("\n") >= after:
             break
         time.sleep(0.01)
-    os.kill(process.pid, number)
-    process.communicate(timeout=60)
-    return process.returncode, (cwd / "outputs/latest").resolve()
+    process.send_signal(number)
+    return process.wait(timeout=60), (cwd / "outputs/latest").resolve()
 
 
 LONGER = {"steps": 60, "checkpoint.every": 7, "evaluation.every": 60, "checkpoint.export": "false"}

@@ -1,0 +1,119 @@
+"""The command `run` in a process of its own, forked from a server that has imported torch and transformers once.
+
+What a user sees is real: arguments, folder, environment, output, signals, exit code. Only the four seconds of imports
+are shared, so a test of what happens before or during them starts `python -m runner` itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PRELOAD = [
+    "runner.cli.main",
+    "runner.build",
+    "runner.model.tiny",
+    "runner.algorithm.sft",
+    "runner.launch.local",
+]
+TIMEOUT_S = 110.0
+
+
+class Command:
+    """A started command; the methods are those of subprocess.Popen. Output goes to the end of the file `printed`."""
+
+    def __init__(self, *words: str, cwd: Path, printed: Path, **environment: str) -> None:
+        own = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+        self._printed, self._begin = printed, printed.stat().st_size if printed.exists() else 0
+        self._process = _context().Process(target=_serve, args=(words, str(cwd), own, str(printed)))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired("run", timeout)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def said(self) -> str:
+        """What it has printed so far."""
+        with self._printed.open("rb") as file:
+            file.seek(self._begin)
+            return file.read().decode()
+
+
+def run(*words: str, cwd: Path, code: int = 0, **environment: str) -> str:
+    """Run a command to its end, which must be with `code`; returns what it printed."""
+    with tempfile.NamedTemporaryFile() as printed:
+        command = Command(*words, cwd=cwd, printed=Path(printed.name), **environment)
+        try:
+            returned = command.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            command.kill()
+            raise AssertionError(f"it did not end within {TIMEOUT_S:.0f} s:\n{command.said()}") from None
+        assert returned == code, command.said()
+        return command.said()
+
+
+@cache
+def _context() -> ForkServerContext:
+    """Fork server of this process, which ends with it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *PRELOAD])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(ROOT)
+    try:
+        context.Process(target=_nothing).start()
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+    return context
+
+
+def _nothing() -> None:
+    """Start the server."""
+
+
+def _serve(words: tuple[str, ...], cwd: str, environment: dict[str, str], printed: str) -> None:
+    """Become the command: its folder, environment, output and signals, then its exit code."""
+    from runner.cli.main import main
+
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    output = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    sys.argv = ["run", *words]
+    try:
+        sys.exit(main())
+    finally:
+        atexit._run_exitfuncs()
