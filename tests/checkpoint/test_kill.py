@@ -103,7 +103,9 @@ def test_killed_in_the_middle_of_its_first_save(victim: Victim, tmp_path: Path) 
     assert reader.load(tmp_path, report=pytest.fail) is None, "nothing was committed: a fresh start, not an error"
 
 
-@BACKGROUND
+@pytest.mark.parametrize(
+    "background", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["at once", "in the background"]
+)
 def test_fifteen_random_kills(victim: Victim, tmp_path: Path, background: bool) -> None:
     moments = random.Random(0)
     step, progress = 0, 0

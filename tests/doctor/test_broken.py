@@ -90,6 +90,7 @@ def test_a_job_on_an_npu_names_the_cann_that_is_there(broken: Path, workdir: Pat
     assert done.returncode == 2 and f"source {script}" in done.stderr and "no CANN in" not in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_a_job_on_the_cpu_runs_and_says_what_it_left_out(broken: Path, workdir: Path) -> None:
     done = run(broken, workdir, "device=cpu", *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -18,18 +18,17 @@ from runner.cli.compose import compose_job
 from runner.errors import SpecError
 from runner.launch.stage import go_on, key_of, layout_of, words_of
 from runner.launch.stages import StageFailed, with_first_weights
+from tests import command
 
 SMALL = ("model.hidden_size=32", "model.intermediate_size=48", "model.layers=2", "tracker=none", "steps=2")
 
 
-def run(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "runner", *words], cwd=cwd, capture_output=True, text=True, check=False
-    )
+def run(cwd: Path, *words: str, code: int = 0) -> str:
+    return command.run(*words, cwd=cwd, code=code)
 
 
 def test_a_recipe_is_run_first_on_this_jobs_model(tmp_path: Path) -> None:
-    done = run(
+    said = run(
         tmp_path,
         "+recipe=grpo_demo",
         *SMALL,
@@ -42,10 +41,9 @@ def test_a_recipe_is_run_first_on_this_jobs_model(tmp_path: Path) -> None:
         "device.threads=2",
         f"--config-dir={_with_recipe(tmp_path)}",
     )
-    assert done.returncode == 0, done.stderr
-    assert "init_from: running +recipe=quick first" in done.stderr
-    said = [done.stdout.count(f"\n{word}  ") for word in ("done", "try it", "go on")]
-    assert said == [2, 1, 1], "what to type next is said of the job alone"
+    assert "init_from: running +recipe=quick first" in said
+    counts = [said.count(f"\n{word}  ") for word in ("done", "try it", "go on")]
+    assert counts == [2, 1, 1], "what to type next is said of the job alone"
     spec = (tmp_path / "outputs/latest/spec.yaml").read_text()
     [stage] = [path.parent for path in (tmp_path / "outputs").glob("stages/quick/*/spec.yaml")]
     assert f"init_from: {stage.resolve()}/export" in spec
@@ -68,12 +66,10 @@ def _with_recipe(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_the_weights_of_an_export_are_the_first_ones(tmp_path: Path) -> None:
-    first = run(tmp_path, "+recipe=sft_demo", *SMALL, "evaluation.every=0", "data.items=64", "data.held_out=8")
-    assert first.returncode == 0, first.stderr
+    run(tmp_path, "+recipe=sft_demo", *SMALL, "evaluation.every=0", "data.items=64", "data.held_out=8")
     export = (tmp_path / "outputs/latest/export").resolve()
     words = ("+recipe=sft_demo", *SMALL, "optimizer.lr=1e-30", "evaluation.every=0", "data.items=64")
-    again = run(tmp_path, *words, "data.held_out=8", "init_from=outputs/latest", "seed=5")
-    assert again.returncode == 0, again.stderr
+    run(tmp_path, *words, "data.held_out=8", "init_from=outputs/latest", "seed=5")
     one, two = (load_file(p / "model.safetensors") for p in (export, tmp_path / "outputs/latest/export"))
     assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=1e-7) for n in one)
 
@@ -93,9 +89,8 @@ def test_a_folder_without_weights_is_named(tmp_path: Path, what: str, monkeypatc
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     save_file({"model.embed_tokens.weight": torch.zeros(3, 3)}, tmp_path / "model.safetensors")
-    done = run(tmp_path, "+recipe=sft_demo", *SMALL, f"init_from={tmp_path}")
-    assert done.returncode == 2
-    assert "model.embed_tokens.weight has no place in this model" in done.stderr
+    said = run(tmp_path, "+recipe=sft_demo", *SMALL, f"init_from={tmp_path}", code=2)
+    assert "model.embed_tokens.weight has no place in this model" in said
 
 
 def test_a_recipe_that_fails_ends_this_job_with_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,11 +159,12 @@ def test_an_interrupted_stage_tells_how_its_job_goes_on(tmp_path: Path) -> None:
     assert status["state"] == "interrupted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "said", "words"),
     [
-        pytest.param(signal.SIGTERM, 143, "this job was not begun", (), marks=pytest.mark.slow, id="terminated"),
-        pytest.param(signal.SIGUSR2, 75, "a requeue goes on", ("launch=slurm",), id="near Slurm's limit"),
+        pytest.param(signal.SIGTERM, 143, "this job was not begun", (), id="terminated"),
+        pytest.param(signal.SIGUSR2, 75, "a requeue goes on", ("launch=slurm",), id="near-the-limit"),
     ],
 )
 def test_a_job_that_is_told_to_end_waits_for_its_stage_to_save(
@@ -259,11 +255,11 @@ def test_jobs_that_want_the_same_stage_share_it(stages: Path) -> None:
         "data.items=64",
         "data.held_out=8",
     ]
-    command = [sys.executable, "-m", "runner", *words]
-    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    typed = [sys.executable, "-m", "runner", *words]
+    killed = subprocess.Popen(typed, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     wait_for(stages, "outputs/stages/quick/*/checkpoints/step-*/MANIFEST.json")
     killed.kill()  # the stage gets the kernel's SIGTERM, and saves; until it has, nobody else may run it
-    both = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [subprocess.Popen(typed, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     said = [job.communicate(timeout=120)[1] for job in both]
     assert [job.returncode for job in both] == [0, 0], said
     going_on = [line for text in said for line in text.splitlines() if "init_from: going on with +recipe=quick" in line]
@@ -273,8 +269,7 @@ def test_jobs_that_want_the_same_stage_share_it(stages: Path) -> None:
     rows = [json.loads(line)["step"] for line in (stage.parent / "metrics.jsonl").read_text().splitlines()]
     assert rows == list(range(1, 13)), "every step once"
     third = run(stages, *words, "optimizer.lr=1e-5")
-    assert third.returncode == 0
-    assert f"taking its weights (to run it anew: rm -r {stage.parent.relative_to(stages)})" in third.stderr
+    assert f"taking its weights (to run it anew: rm -r {stage.parent.relative_to(stages)})" in third
     killed.communicate()
 
 
@@ -292,8 +287,8 @@ def test_a_stage_has_the_layout_of_its_job_and_is_the_same_under_any(stages: Pat
     path = stages / "recipes" / "quick.yaml"
     path.write_text(path.read_text().replace("steps: 2", "steps: 300\ncheckpoint:\n  every: 5"))
     words = ("+recipe=sft_demo", *SMALL, "init_from=recipe:quick")
-    command = [sys.executable, "-m", "runner", *words, *SPREAD]
-    job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    typed = [sys.executable, "-m", "runner", *words, *SPREAD]
+    job = subprocess.Popen(typed, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     wait_for(stages, "outputs/stages/quick/*/checkpoints/step-*/MANIFEST.json")
     [stage] = [found.parent for found in stages.glob("outputs/stages/quick/*/manifest.json")]
     assert ranks_of(stage) == 2
@@ -305,7 +300,7 @@ def test_a_stage_has_the_layout_of_its_job_and_is_the_same_under_any(stages: Pat
     spec = stage / "spec.yaml"
     spec.write_text(spec.read_text().replace("steps: 300", f"steps: {kept + 2}"))
     again = run(stages, *words, "launch.devices=1", *SPREAD[2:])
-    assert again.returncode == 0 and "init_from: going on with +recipe=quick" in again.stderr, again.stderr
+    assert "init_from: going on with +recipe=quick" in again
     assert ranks_of(stage) == 1
     rows = [json.loads(line)["step"] for line in (stage / "metrics.jsonl").read_text().splitlines()]
     assert rows == list(range(1, kept + 3)), "every step once"
@@ -314,9 +309,8 @@ def test_a_stage_has_the_layout_of_its_job_and_is_the_same_under_any(stages: Pat
 @pytest.mark.slow
 def test_a_stage_of_several_ranks_is_taken_by_a_job_of_one(stages: Path) -> None:
     words = ("+recipe=sft_demo", *SMALL, "init_from=recipe:quick")
-    first, second = run(stages, *words, *SPREAD), run(stages, *words, *SPREAD[2:])
-    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    assert "was run before, with this spec and code" in second.stderr
+    run(stages, *words, *SPREAD)
+    assert "was run before, with this spec and code" in run(stages, *words, *SPREAD[2:])
     [stage] = [found.parent for found in stages.glob("outputs/stages/quick/*/manifest.json")]
     assert ranks_of(stage) == 2 and ranks_of(stages / "outputs" / "latest") == 1
 

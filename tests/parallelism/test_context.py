@@ -105,8 +105,9 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "style"), [("tp", "ring"), ("pieces", "ulysses"), *(pytest.param("copies", s, marks=SLOW) for s in STYLE)]
+    ("mesh", "style"), [("tp", "ring"), ("pieces", "ulysses"), *(("copies", style) for style in STYLE)]
 )
 def test_two_ranks_beside_others(mesh: str, style: str) -> None:
     compare(MESHES[mesh], style, lambda: made("qwen2", True))

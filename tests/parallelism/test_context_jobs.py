@@ -11,7 +11,7 @@ from tests.parallelism.test_jobs import FAST, GRADIENTS, SLOW, UNSTEADY, compare
 MORE = ("dpo_lora", "copied", "ahead", "lora", "ppo", "opd", "distill", "shared", "rm", "kto", "resampled", "cpt")
 
 
-@pytest.mark.parametrize(("name", "style"), [("sft", "ring"), ("tools", "ulysses")])
+@pytest.mark.parametrize(("name", "style"), [("sft", "ring"), pytest.param("tools", "ulysses", marks=pytest.mark.slow)])
 def test_two_ranks_do_what_one_process_does(name: str, style: str, workdir: Path) -> None:
     compare(2, FAST[name], workdir, "parallelism=cp", f"parallelism.cp_style={style}")
 

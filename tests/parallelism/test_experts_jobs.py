@@ -16,7 +16,7 @@ def spread(size: int, words: str, root: Path, *layout: str) -> None:
     compare(size, words + beside, root, *layout, kind="tiny_moe")
 
 
-@pytest.mark.parametrize("name", ["sft", "tools"])
+@pytest.mark.parametrize("name", ["sft", pytest.param("tools", marks=pytest.mark.slow)])
 def test_two_ranks_of_experts_do_what_one_process_does(name: str, workdir: Path) -> None:
     spread(2, FAST[name], workdir, "parallelism=ep")
 

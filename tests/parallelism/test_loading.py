@@ -216,8 +216,9 @@ def status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks of memory are read from Linux")
-@pytest.mark.parametrize(("layout", "most"), [("fsdp", 0.75), pytest.param("tp", 0.75, marks=SLOW)])
+@pytest.mark.parametrize(("layout", "most"), [("fsdp", 0.75), ("tp", 0.75)])
 def test_the_host_of_another_rank_never_holds_the_model(layout: str, most: float) -> None:
     config = TinyConfig(hidden_size=512, intermediate_size=1536, layers=16)
     given: dict[str, Any] = {"tokenizer": tiny.tokenizer(config), "seed": 0, "decide": Decisions()}

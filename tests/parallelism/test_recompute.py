@@ -22,6 +22,7 @@ def test_in_pieces(way: int | str, adapter: bool) -> None:
     pieces.compare((1, 2), lambda: pieces.made("qwen3", adapter, gradient_checkpointing=way))
 
 
+@SLOW
 @BOTH
 @pytest.mark.parametrize("way", WAYS)
 def test_in_slices(way: int | str, adapter: bool) -> None:

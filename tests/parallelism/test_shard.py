@@ -115,7 +115,13 @@ BOTH = pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
 
 
 @pytest.mark.parametrize(
-    ("kind", "adapter"), [("qwen2", True), ("qwen3", False), ("llama", True), ("qwen3_moe", False)]
+    ("kind", "adapter"),
+    [
+        ("qwen2", True),
+        pytest.param("qwen3", False, marks=pytest.mark.slow),
+        pytest.param("llama", True, marks=pytest.mark.slow),
+        ("qwen3_moe", False),
+    ],
 )
 def test_two_shards_learn_as_one_process(kind: str, adapter: bool) -> None:
     compare((1, 2), lambda: made(kind, adapter))
@@ -137,6 +143,7 @@ def test_four_ranks_learn_as_one_process(kind: str, shape: tuple[int, int], adap
     compare(shape, lambda: made(kind, adapter))
 
 
+@pytest.mark.slow
 def test_two_copies_of_two_shards_learn_as_one_process() -> None:
     compare((2, 2), lambda: made("qwen2", True))
 

@@ -8,13 +8,12 @@ import pytest
 
 from tests.parallelism.test_jobs import SLOW, compare
 
-FAST = ("sft", "tools")
 MORE = ("padded", "dpo_lora", "copied", "ahead", "lora", "ppo", "opd", "distill", "shared", "rm")
 
 
-@pytest.mark.parametrize("words", [SLOW[name] for name in FAST], ids=FAST)
-def test_two_shards_do_what_one_process_does(words: str, workdir: Path) -> None:
-    compare(2, words, workdir, "parallelism=fsdp")
+@pytest.mark.parametrize("name", ["sft", pytest.param("tools", marks=pytest.mark.slow)])
+def test_two_shards_do_what_one_process_does(name: str, workdir: Path) -> None:
+    compare(2, SLOW[name], workdir, "parallelism=fsdp")
 
 
 @pytest.mark.slow

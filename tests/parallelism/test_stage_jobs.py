@@ -12,7 +12,7 @@ from tests.parallelism.test_jobs import FAST, SLOW, compare
 MORE = [name for name in SLOW if name not in ("sft", "tools")]
 
 
-@pytest.mark.parametrize("name", ["sft", "tools"])
+@pytest.mark.parametrize("name", ["sft", pytest.param("tools", marks=pytest.mark.slow)])
 def test_two_stages_do_what_one_process_does(name: str, workdir: Path) -> None:
     compare(2, FAST[name], workdir, "parallelism=pp")
 

@@ -69,7 +69,13 @@ def doubled(model: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "adapter"), [("qwen2", False), ("qwen3", True), ("llama", True), ("qwen3_moe", False)]
+    ("kind", "adapter"),
+    [
+        ("qwen2", False),
+        ("qwen3", True),
+        pytest.param("llama", True, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", False, marks=pytest.mark.slow),
+    ],
 )
 def test_two_slices_learn_as_one_process_in_float32(kind: str, adapter: bool) -> None:
     compare((1, 1, 2), lambda: made(kind, adapter), 1e-5)
@@ -82,6 +88,7 @@ def test_two_slices_of_each_family(kind: str, adapter: bool) -> None:
     compare((1, 1, 2), lambda: made(kind, adapter), 1e-5 if kind == "qwen3_moe" else 1e-6)  # has no float64
 
 
+@pytest.mark.slow
 def test_two_slices_of_two_pieces() -> None:
     compare((1, 2, 2), lambda: made("qwen3", True))
 

@@ -11,7 +11,7 @@ from tests.parallelism.test_jobs import FAST, GRADIENTS, SLOW, compare
 MORE = ("padded", "copied", "ahead", "lora", "ppo", "opd", "distill", "shared", "rm", "kto", "resampled")
 
 
-@pytest.mark.parametrize("name", ["sft", "tools"])
+@pytest.mark.parametrize("name", ["sft", pytest.param("tools", marks=pytest.mark.slow)])
 def test_two_slices_do_what_one_process_does(name: str, workdir: Path) -> None:
     compare(2, FAST[name], workdir, "parallelism=tp")
 

@@ -57,11 +57,11 @@ def with_device(monkeypatch: pytest.MonkeyPatch, fuse: Fuse) -> None:
 @pytest.mark.parametrize(
     "job",
     [
-        ("algorithm=sft",),
+        pytest.param(("algorithm=sft",), marks=pytest.mark.slow),
         ("algorithm=sft", "adapter=lora", "adapter.dropout=0.5", "algorithm.micro_batch_tokens=64"),
         ("algorithm=dpo",),
-        ("algorithm=rm",),
-        GRPO,
+        pytest.param(("algorithm=rm",), marks=pytest.mark.slow),
+        pytest.param(GRPO, marks=pytest.mark.slow),
         (*GRPO, "algorithm.lag=1", "algorithm.correction=tis"),
         ("algorithm=ppo", "algorithm.mini_batches=2", *SAMPLED),
     ],

@@ -123,6 +123,7 @@ def test_two_ranks_talk_over_hccl_and_train_as_one_copied_or_sharded(child: Any,
     assert "contiguous" in wrong["not contiguous"]
 
 
+@pytest.mark.slow
 def test_ranks_without_a_card_and_lists_that_name_too_many_are_refused(child: Any) -> None:
     program = (
         "from runner.device.config import NpuSimConfig; c = NpuSimConfig(cards=2, memory_gib=1.0); c.enter()\n"

@@ -49,6 +49,7 @@ def assert_agrees(said: str) -> None:
     assert largest is not None and float(largest[1]) < 2e-5, "float32 on both sides, in another order"
 
 
+@pytest.mark.slow
 def test_the_simulated_npu_agrees_and_each_wrong_operator_is_named(child: Any, tmp_path: Path) -> None:
     right, *wrong = compared(child, tmp_path, ("right", SFT), *((what, SFT) for what in WRONG))
     assert_agrees(right)

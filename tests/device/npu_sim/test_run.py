@@ -86,6 +86,7 @@ def test_sft_gives_the_processors_curve_and_resumes_to_the_bit(child: Any, tmp_p
     assert all(1e6 < peak < 100e6 for peak in peaks), "what tensors held on the card, not this process's memory"
 
 
+@pytest.mark.slow
 def test_grpo_npu_can_be_rehearsed(child: Any, tmp_path: Path) -> None:
     grpo = ("+recipe=grpo_npu", *SMALL, *SAMPLED, *ONE, "steps=2", "optimizer.lr=0.01")
     cpu, sim = jobs(child, tmp_path, (*grpo, "device=npu_sim", "name=sim"), (*grpo, "device=cpu", "name=cpu"))
