@@ -1,6 +1,6 @@
 """What a device is doing now: how busy, warm and full it is, by name. Nothing here imports torch.
 
-    this process   os.times, /proc/self/statm
+    this process   psutil
     a GPU          nvidia-smi --query-gpu …, the line with its uuid
     an NPU         npu-smi info, the chip that npu-smi info -m gives for the number that programs use
 
@@ -9,11 +9,10 @@ A name ends in its unit: `_percent`, `_c`, `_w`, `_bytes`. What a product does n
 
 from __future__ import annotations
 
-import os
 import subprocess
-import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
+
+import psutil
 
 from runner.device import npu_smi, nvidia_smi
 from runner.device.visible import parse
@@ -26,21 +25,13 @@ Reading = Callable[[], Mapping[str, float]]
 
 def own_process() -> Reading:
     """Of this process: percent of one core since the last reading, and the memory that it occupies."""
-    before = [time.perf_counter(), _cpu_seconds()]
+    process = psutil.Process()
+    process.cpu_percent()  # the first call begins the first interval
 
     def read() -> Mapping[str, float]:
-        now = [time.perf_counter(), _cpu_seconds()]
-        passed, busy = (a - b for a, b in zip(now, before, strict=True))
-        before[:] = now
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return {"busy_percent": 100 * busy / max(passed, 1e-9), "resident_bytes": float(resident)}
+        return {"busy_percent": process.cpu_percent(), "resident_bytes": float(process.memory_info().rss)}
 
     return read
-
-
-def _cpu_seconds() -> float:
-    spent = os.times()
-    return spent.user + spent.system
 
 
 def gpu(uuid: str) -> Reading:

@@ -10,13 +10,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from runner.launch.member import Process
 
 DUMP_S = 1.0  # for processes to write their stacks
 HEAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*most recent call first.*:$", re.MULTILINE)
 FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {"<frozen"})
-STOPPED = {"T": "stopped (SIGSTOP)", "t": "stopped by a debugger", "D": "in the kernel, waiting for a disk or a device"}
+STOPPED = {
+    psutil.STATUS_STOPPED: "stopped (SIGSTOP)",
+    psutil.STATUS_TRACING_STOP: "stopped by a debugger",
+    psutil.STATUS_DISK_SLEEP: "in the kernel, waiting for a disk or a device",
+}
 
 
 def watch_stacks(handle: int) -> None:
@@ -42,7 +48,7 @@ def size(log: Path) -> int:
 def _where(member: Process, before: int) -> str:
     """What a process does, as the kernel and its main thread's stack tell; of a rank, in which step."""
     step = [f"in step {member.ear.step + 1}"] if member.order.role == "rank" else []
-    if stopped := STOPPED.get(member.letter()):
+    if stopped := STOPPED.get(member.status()):
         return " and ".join(f"is {words}" for words in (*step, stopped))
     log = member.order.folder.log
     found = place_of(log.read_bytes()[before:].decode(errors="replace")) if log.exists() else ""

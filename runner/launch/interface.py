@@ -1,25 +1,18 @@
-"""Where the other machines of a job find this one (Linux): gloo takes the address of the host's own name, unless it is
+"""Where the other machines of a job find this one: gloo takes the address of the host's own name, unless it is
 told an interface, and on many machines that is a loopback one."""
 
 from __future__ import annotations
 
-import fcntl
 import socket
-import struct
-from contextlib import suppress
 
-SIOCGIFADDR = 0x8915
-NAME_BYTES = 15
+import psutil
 
 
 def interface_of(address: str) -> str | None:
     """The name of the interface with this IPv4 address, None where there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no IPv4 address
-                found = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()[:NAME_BYTES]))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.family == socket.AF_INET and one.address == address for one in addresses):
+            return name
     return None
 
 

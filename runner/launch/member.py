@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+import psutil
+
 from runner.errors import EnvironmentProblem, StorageError
 from runner.folder import RunFolder, shown
 from runner.launch.child import bound
@@ -95,7 +97,7 @@ class Process(Protocol):
 
     def ended(self) -> Ended: ...  # how; waits for one that was killed just now
 
-    def letter(self) -> str: ...  # the kernel's for what it does, as in /proc; empty where that is not known
+    def status(self) -> str: ...  # one of psutil.STATUS_*; empty where it is not known
 
 
 class Starter(Protocol):
@@ -198,9 +200,9 @@ class Member:
         log = shown(self.order.folder.log)
         return Ended(self.order.name, self.process.returncode, self.ear.report, log, self.killed)
 
-    def letter(self) -> str:
-        """The kernel's letter for what the process does."""
+    def status(self) -> str:
+        """What the process does, one of psutil.STATUS_*; empty where it is gone."""
         try:
-            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
+            return psutil.Process(self.process.pid).status()
+        except psutil.NoSuchProcess:
             return ""

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import psutil
 import yaml
 
 from runner.errors import EnvironmentProblem
@@ -166,10 +167,12 @@ def _member(one: Mapping[str, Any], age: float) -> Member:
 def _state_here(pid: int) -> str:
     """What the kernel says of a process of this machine."""
     try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
+        status = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
         return "gone"
-    return "gone" if letter in "ZX" else "stopped" if letter in "Tt" else "runs"
+    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        return "gone"
+    return "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "runs"
 
 
 def _tail(path: Path) -> list[dict[str, Any]]:

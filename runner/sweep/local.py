@@ -80,7 +80,7 @@ class LocalJob:
     @property
     def identity(self) -> Identity:
         process = self._process.identity
-        return {} if process is None else {"pid": process.pid, "started": process.started}
+        return {} if process is None else {"pid": process[0], "started": process[1]}
 
     @property
     def told(self) -> None:

@@ -60,12 +60,12 @@ class JobProcess:
             os.killpg(self._process.pid, number)
 
 
-def is_alive(identity: tuple[int, int]) -> bool:
+def is_alive(identity: processes.Identity) -> bool:
     """Whether the process with this number and start time still runs."""
-    return processes.identify(identity[0]) == processes.Process(*identity)
+    return processes.identify(identity[0]) == tuple(identity)
 
 
-def end_orphan(identity: tuple[int, int], number: int) -> bool:
+def end_orphan(identity: processes.Identity, number: int) -> bool:
     """Signal the group of a job that outlived its sweep; False when it is gone."""
     if not is_alive(identity):
         return False

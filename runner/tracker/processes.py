@@ -1,73 +1,73 @@
-"""Finds and ends the processes below another one, those in sessions of their own included (Linux)."""
+"""Finds and ends the processes below another one, those in sessions of their own included."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+
+import psutil
 
 # Programs that clear away what other processes leave, as soon as these are dead; then they end by themselves
-CLEANERS = (b"multiprocessing.resource_tracker", b"runner.launch.janitor")
+CLEANERS = ("multiprocessing.resource_tracker", "runner.launch.janitor")
 SETTLE_S = 2.0  # for them to do so
-TICK_S = 0.01
 
 
-class Process(NamedTuple):
-    """A process, told apart from a later one with the same number by its start time (clock ticks since boot)."""
-
-    pid: int
-    started: int
+Identity = tuple[int, int]  # number and start time, in clock ticks since boot: no later process has both
 
 
-def descendants(pid: int) -> list[Process]:
+def identify(pid: int) -> Identity | None:
+    """What tells a living process from a later one with its number, also for another process to read; None of one that
+    has ended. Not psutil's create_time, which moves when the clock is set."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else (pid, int(fields[19]))
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process has not ended; a zombie has, and a later process with the same number is another one."""
+    try:
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def descendants(pid: int) -> list[psutil.Process]:
     """Every living process below `pid`, parents before children."""
-    children: dict[int, list[Process]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (fields := _stat(int(entry.name))):
-            children.setdefault(fields[0], []).append(Process(int(entry.name), fields[1]))
-    found, queue = [], [pid]
-    while queue:
-        below = children.get(queue.pop(0), [])
-        found += below
-        queue += [process.pid for process in below]
-    return found
+    try:
+        return [process for process in psutil.Process(pid).children(recursive=True) if is_alive(process)]
+    except psutil.NoSuchProcess:
+        return []
 
 
-def identify(pid: int) -> Process | None:
-    """The process with this number, None if there is none or it has ended."""
-    fields = _stat(pid)
-    return Process(pid, fields[1]) if fields else None
-
-
-def kill(processes: list[Process]) -> None:
+def kill(processes: list[psutil.Process]) -> None:
     """SIGKILL each that is still the process it was; a stopped one dies too."""
     for process in processes:
-        if identify(process.pid) == process:
-            with suppress(ProcessLookupError):  # it ended by itself just now
-                os.kill(process.pid, signal.SIGKILL)
+        with suppress(psutil.NoSuchProcess):  # it ended by itself
+            process.kill()
 
 
 def end_group(group: int) -> None:
     """SIGKILL to all processes of a group; to those that clear away what the others leave last, if they have not ended
     by then."""
-    members = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    mine = [one for pid in members if _group(pid) == group and (one := identify(pid)) is not None]
-    cleaners = [one for one in mine if cleans(one)]
-    with suppress(PermissionError):
-        kill([one for one in mine if one not in cleaners])
-    end = time.monotonic() + SETTLE_S
-    while any(identify(one.pid) == one for one in cleaners) and time.monotonic() < end:
-        time.sleep(TICK_S)
+    mine = [process for process in psutil.process_iter() if _group(process.pid) == group and is_alive(process)]
+    cleaners = [process for process in mine if cleans(process)]
+    with suppress(psutil.AccessDenied):
+        kill([process for process in mine if process not in cleaners])
+    psutil.wait_procs(cleaners, timeout=SETTLE_S)
     with suppress(ProcessLookupError, PermissionError):  # nobody is left in it
         os.killpg(group, signal.SIGKILL)
 
 
-def cleans(process: Process) -> bool:
+def cleans(process: psutil.Process) -> bool:
     """Whether it only clears away what others leave."""
-    words = _words(process.pid)
+    try:
+        words = " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
     return any(program in words for program in CLEANERS)
 
 
@@ -77,21 +77,3 @@ def _group(pid: int) -> int | None:
         return os.getpgid(pid)
     except ProcessLookupError:
         return None
-
-
-def _words(pid: int) -> bytes:
-    """What a process was started with; empty where it has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
-
-
-def _stat(pid: int) -> tuple[int, int] | None:
-    """(parent, start time) of a process that has not ended; a zombie has."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold spaces and brackets
-    return None if fields[0] in "ZX" else (int(fields[1]), int(fields[19]))

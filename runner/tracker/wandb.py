@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from runner.errors import EnvironmentProblem
 from runner.folder import RunFolder, shown, write_json
 from runner.manifest import redacted
@@ -173,7 +175,8 @@ class WandbTracker:
             self._process.stdin.close()
         os.close(self._report)
         reported = self._events.get("open", {}).get("processes", [])
-        processes.kill([*below, *(processes.Process(*p) for p in reported)])
+        alive = [psutil.Process(pid) for pid, started in reported if processes.identify(pid) == (pid, started)]
+        processes.kill([*below, *alive])
         self._process = None
 
     def _lost(self, reason: str) -> None:

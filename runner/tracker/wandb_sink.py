@@ -91,7 +91,8 @@ class Sink:
         with self._calling("wandb.init", START_S):
             run = wandb_feed.open_run(self._settings, self._folder, mode, self._options.parent or os.getpid())
         where = os.path.relpath(run.settings.sync_dir, self._folder)
-        ours = processes.descendants(os.getpid())
+        below = [processes.identify(process.pid) for process in processes.descendants(os.getpid())]
+        ours = [identity for identity in below if identity is not None]
         self._report("open", mode=mode, why=why, folder=where, url=run.url if mode == "online" else "", processes=ours)
         feed = wandb_feed.Feed(run, self._folder)
         while True:

@@ -10,10 +10,12 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from runner.tracker.processes import Process, descendants, identify
+import psutil
+
+from runner.tracker.processes import descendants, is_alive
 
 MARK = "TEST_TRACES"
 FILES = re.compile(r"/tmp/run-ray-\w+|/dev/shm/[^ \0\n]+")
@@ -34,19 +36,20 @@ class Traces:
             "TMPDIR": str(temporary),
             "TORCHINDUCTOR_CACHE_DIR": str(self.cache),
         }
-        self.files, self.sockets, self.known = set[Path](), set[str](), set[Process]()
+        self.files, self.sockets, self.known = set[Path](), set[str](), set[psutil.Process]()
 
     def processes(self, name: str = "") -> list[int]:
         """Those that run now; those that have `name` among their words."""
         self._find()
-        alive = [one.pid for one in self.known if identify(one.pid) == one]
+        alive = [one.pid for one in self.known if is_alive(one)]
         return sorted(pid for pid in alive if name in _words(pid))
 
     def _find(self) -> None:
         """Take in those that have the mark, and all below them: Ray's workers write their names over it."""
         numbers = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
         for pid in [pid for pid in numbers if f"{MARK}={self.environment[MARK]}" in _read(pid, "environ").split("\0")]:
-            self.known |= {one for one in (identify(pid), *descendants(pid)) if one is not None}
+            with suppress(psutil.NoSuchProcess):
+                self.known |= {psutil.Process(pid), *descendants(pid)}
 
     def look(self) -> None:
         """Remember what the processes have now."""

@@ -18,8 +18,11 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from runner.folder import write_json
 from runner.tracker import processes
@@ -247,8 +250,10 @@ def end_all(state: Path) -> None:
     for path in state.glob("*.json"):
         for task in json.loads(path.read_text())["tasks"].values():
             if task["state"] in ("RUNNING", "COMPLETING"):
-                found = processes.identify(task["pid"])
-                processes.kill([*processes.descendants(task["pid"]), *([found] if found else [])])
+                below = processes.descendants(task["pid"])
+                with suppress(psutil.NoSuchProcess):
+                    below.append(psutil.Process(task["pid"]))
+                processes.kill(below)
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def survivors(root: Path) -> list[str]:
 def gone(pids: Sequence[Sequence[int]], seconds: float = 5.0) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if all(processes.identify(pid) != processes.Process(pid, started) for pid, started in pids):
+        if all(processes.identify(pid) != (pid, started) for pid, started in pids):
             return True
         time.sleep(0.05)
     return False

@@ -88,8 +88,8 @@ class Child:
             self._news.wait_for(lambda: self._code is not None or any(self._said.values()), wait_s)
             news = {name: content[:CHUNK].decode("latin-1") for name, content in self._said.items()}
             self._said = {name: content[CHUNK:] for name, content in self._said.items()}
-            letter = "" if self._member is None else self._member.letter()
-            return {**news, "letter": letter, "code": None if any(self._said.values()) else self._code}
+            status = "" if self._member is None else self._member.status()
+            return {**news, "status": status, "code": None if any(self._said.values()) else self._code}
 
     def signal(self, number: int) -> None:
         """Send the process, and nothing that it started, a signal."""

@@ -8,7 +8,7 @@
             {"is": "placed"}, and once the actors are there
             {"is": "reserved", "taken": [[node, host, [device, …]], …]}
             {"is": "met", "host", "port"}
-            {"is": "said", "seat", "pipe", "out", "err", "letter"} latin-1 for bytes
+            {"is": "said", "seat", "pipe", "out", "err", "status"} latin-1 for bytes
             {"is": "ended", "seat", "code"}                        its process
             {"is": "lost", "seat", "why", "unfit"}                 its actor; unfit: which cannot do what it is for
 

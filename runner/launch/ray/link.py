@@ -84,7 +84,7 @@ class RayProcess:
         self.order, self.ear = order, Ear()
         self.code: int | None = None
         self._link, self._seat = link, seat
-        self._letter, self._lost, self._killed = "", "", False
+        self._status, self._lost, self._killed = "", "", False
 
     def runs(self) -> bool:
         """Whether it still does. Once it does not, all that it said was heard."""
@@ -114,14 +114,14 @@ class RayProcess:
         log = shown(self.order.folder.log)
         return Ended(self.order.name, self.code, self.ear.report, log, self._killed, self._lost)
 
-    def letter(self) -> str:
-        """The kernel's letter for what it does, as its actor said last."""
+    def status(self) -> str:
+        """What the process does, one of psutil.STATUS_*, as its actor said last."""
         self._link.follow()
-        return self._letter
+        return self._status
 
     def take(self, said: Mapping[str, str]) -> None:
         """What it said: to its launcher, to the user."""
-        self._letter = said["letter"]
+        self._status = said["status"]
         if said["pipe"]:
             self.ear.take(said["pipe"].encode("latin-1"))
         _show(sys.stdout, said["out"])
