@@ -172,6 +172,7 @@ def test_the_documentation_has_every_variable_with_its_reason() -> None:
     assert wanted - rows == set()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(glob("/dev/nvidia[0-9]*")), reason="a GPU is present")
 @pytest.mark.parametrize(
     "layout",

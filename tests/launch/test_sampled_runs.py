@@ -83,6 +83,7 @@ def begun(job: Sampled, *words: str, steps: int = 2) -> tuple[subprocess.Popen[b
     return process, job.pids(), job.samplers()
 
 
+@pytest.mark.slow
 def test_a_sampler_of_its_own_that_is_killed_changes_no_bit(job: Sampled, peaceful: Sampled) -> None:
     process, ranks, [sampler] = begun(job, *SAMPLED, SHORT)
     os.kill(sampler, signal.SIGKILL)

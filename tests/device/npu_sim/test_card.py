@@ -97,6 +97,7 @@ def test_the_schemas_are_those_of_the_snapshot(found: dict[str, Any]) -> None:
     assert json.loads(SCHEMAS.read_text()) == found["schemas"], f"refresh it: python {HERE.name}/snapshot.py"
 
 
+@pytest.mark.slow
 def test_two_ranks_talk_over_hccl_and_train_as_one_copied_or_sharded(child: Any, tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(child, HERE / "ranks.py", str(rank), str(tmp_path / "meeting")) for rank in range(2)]

@@ -201,6 +201,7 @@ def test_the_documented_rehearsal_runs_as_it_stands(child: Any, tmp_path: Path) 
     assert len(lines(folder)) == 2
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_ends_with_its_own_code_and_advice(child: Any, tmp_path: Path) -> None:
     words = (
         "+recipe=sft_demo",
