@@ -6,13 +6,16 @@ response:  {"scores": [1.0, null, ...]}, or the list alone
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
-from urllib.parse import urlsplit
+
+from aiohttp import ClientError, ClientSession, ClientTimeout
+from yarl import URL
 
 from runner.errors import EnvironmentProblem
 from runner.reward.base import OWN
@@ -35,7 +38,7 @@ class _Failure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where to ask, and how patiently."""
+    """Where to send requests; timeout_s is one deadline for connection, headers and body of a request."""
 
     url: str
     timeout_s: float
@@ -54,36 +57,44 @@ class Endpoint:
         raise AssertionError("the last try returns or raises")
 
     def _post(self, body: bytes) -> Any:
-        parts = urlsplit(self.url)
-        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        make = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        connection = make(parts.hostname or "", parts.port, timeout=self.timeout_s)
         try:
-            connection.request("POST", target, body, {"Content-Type": "application/json"})
-            return self._read(connection)
-        except (OSError, HTTPException) as error:
-            reason = str(error) or type(error).__name__
+            status, content = asyncio.run(self._exchange(body))
+        except (OSError, ClientError) as error:  # TimeoutError is an OSError
+            reason = self._reason(error)
             raise _Failure(f"no answer ({type(error).__name__})", f"{self.url}: {reason}", again=True) from error
-        finally:
-            connection.close()
-
-    def _read(self, connection: HTTPConnection) -> Any:
-        end = time.monotonic() + self.timeout_s
-        response, content = connection.getresponse(), bytearray()
-        while part := response.read1(1 << 16):
-            content += part
-            if len(content) > LARGEST_BYTES:
-                raise _Failure("answer too large", f"{self.url}: above {LARGEST_BYTES >> 20} MiB", again=False)
-            if time.monotonic() > end:
-                raise TimeoutError(f"the answer takes longer than {self.timeout_s:g} s")
-        if response.status != 200:
-            again = response.status == 429 or response.status >= 500
-            said = bytes(content[:200]).decode(errors="replace")
-            raise _Failure(f"status {response.status}", f"{self.url}: status {response.status}: {said!r}", again)
+        if status != 200:
+            again = status == 429 or status >= 500
+            said = content[:200].decode(errors="replace")
+            raise _Failure(f"status {status}", f"{self.url}: status {status}: {said!r}", again)
         try:
             return json.loads(content)
         except ValueError as error:
             raise _Failure("no JSON", f"{self.url}: the answer is no JSON: {error}", again=False) from error
+
+    async def _exchange(self, body: bytes) -> tuple[int, bytes]:
+        """Status and body of the response. Raises TimeoutError after timeout_s, wherever the request is by then."""
+        async with (
+            ClientSession(timeout=ClientTimeout(total=self.timeout_s)) as session,
+            session.post(
+                URL(self.url, encoded=True),
+                data=body,
+                headers={"Content-Type": "application/json"},
+                allow_redirects=False,
+            ) as response,
+        ):
+            content = bytearray()
+            async for part in response.content.iter_any():
+                content += part
+                if len(content) > LARGEST_BYTES:
+                    raise _Failure("answer too large", f"{self.url}: above {LARGEST_BYTES >> 20} MiB", again=False)
+            return response.status, bytes(content)
+
+    def _reason(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            return f"no whole answer within {self.timeout_s:g} s"
+        if isinstance(error, OSError) and error.errno:
+            return os.strerror(error.errno)
+        return str(error) or type(error).__name__
 
 
 def build(config: HttpConfig, **_: Any) -> Scorer:

@@ -120,23 +120,29 @@ def test_waits_double() -> None:
     assert time.monotonic() - begin >= 0.05 + 0.1 + 0.2
 
 
-@pytest.mark.parametrize("drips", [False, True], ids=["silent", "a byte now and then"])
-def test_a_service_that_takes_too_long_has_no_score(drips: bool, caplog: pytest.LogCaptureFixture) -> None:
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "drop"),
+    [(b"", b""), (HEAD + b"\r\n", b" "), (HEAD, b"X-Wait: 1\r\n")],
+    ids=["silent", "dripped body", "dripped headers"],
+)
+def test_a_service_that_takes_too_long_has_no_score(sent: bytes, drop: bytes, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def accept() -> None:
             connection, _ = server.accept()
             with connection:
                 connection.recv(65536)
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n" if drips else b"")
+                connection.sendall(sent)
                 end = time.monotonic() + 0.8
                 while time.monotonic() < end:
                     time.sleep(0.02)
-                    if drips:
-                        try:
-                            connection.sendall(b" ")
-                        except OSError:  # the client has gone
-                            return
+                    try:
+                        connection.sendall(drop)
+                    except OSError:  # the client has gone
+                        return
 
         thread = Thread(target=accept)
         thread.start()
