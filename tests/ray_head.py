@@ -47,7 +47,7 @@ class Head:
     @property
     def environment(self) -> dict[str, str]:
         """What a user of it has exported."""
-        return {"RAY_AUTH_TOKEN": self.token}
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
 
 
 @contextmanager

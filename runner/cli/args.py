@@ -152,7 +152,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
     _resume(parser)
     _config_dir(parser)
     parser.add_argument("--spec", type=Path, help="a run's folder or its spec.yaml: that job again")
-    parser.add_argument("--folder", type=Path, help="where the run leaves its files (a new folder below outputs/)")
+    parser.add_argument("--folder", type=_path, help="where the run leaves its files (a new folder below outputs/)")
     about = "a sweep: a job for each combination of values, e.g. -m seed=1,2,3; see run sweep --help"
     parser.add_argument("--multirun", "-m", action="store_true", help=about)
 
@@ -217,6 +217,11 @@ def _report(parser: argparse.ArgumentParser) -> None:
 
 def _diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="also an HTML page, with the curves of both in one chart")
+
+
+def _path(text: str) -> Path:
+    """A path; one that begins with ~ is of the home folder, also where no shell has seen it."""
+    return Path(text).expanduser()
 
 
 def _jobs(text: str) -> tuple[int, ...]:

@@ -41,11 +41,8 @@ def run(args: Namespace) -> int:
 def _start(args: Namespace, words: Sequence[str]) -> int:
     composed = _composed(args, words, _of_slurm)
     from runner.launch import local
-    from runner.launch.ray import submission
     from runner.launch.slurm import task
 
-    if submission.is_handed_over(composed.spec):
-        return submission.submit(composed.spec, composed.overrides, args.folder)
     if composed.spec.launch.name == task.NAME and (before := task.begun(args.folder)) is not None:
         print(f"requeued {shown(before)} was begun by this Slurm job: going on there", file=sys.stderr)
         return _go_on(str(before), _trust(words))
@@ -94,10 +91,8 @@ def _go_on(where: str, overrides: Sequence[str]) -> int:
     before = re_decode(folder.spec, _trust(overrides))
     after = re_decode(folder.spec, overrides, more=_of_slurm)
     from runner.launch import local
-    from runner.launch.ray import submission
     from runner.launch.slurm import task
 
-    submission.refuse_resume(after.spec)
     with task.obeyed(after.spec):
         task.through_srun(after.spec)
         return local.resume(folder, before.spec, after.spec, after.overrides)

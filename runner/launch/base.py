@@ -1,6 +1,8 @@
 """What every way to start a job's processes has in its config: on one machine, on several, on those that are told."""
 
 import re
+import shlex
+import sys
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -121,14 +123,16 @@ class MachinesConfig(LaunchConfig):
         return found["host"].strip("[]"), int(found["port"])
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        return super().problems(job) + self._about_machines()
+        return super().problems(job) + self._about_machines(job)
 
-    def _about_machines(self) -> list[tuple[str, str]]:
+    def _about_machines(self, job: Any) -> list[tuple[str, str]]:
         given = {"node": self.node, "address": self.address}
         if self.nodes == 1:
             text = "is about several machines, and launch.nodes is 1; leave it out, or set launch.nodes"
-            if self.address == "auto" or (self.address or "").startswith(("http://", "https://")):
-                return [("launch.address", f"{self.address} is a Ray cluster; type launch=ray, too")]
+            if self.address == "auto":
+                return [("launch.address", "auto is a Ray cluster; type launch=ray, too")]
+            if is_web_address(self.address or ""):
+                return [("launch.address", submit_command(job))]
             return [(f"launch.{name}", text) for name, value in given.items() if value is not None]
         found = []
         text = (
@@ -152,7 +156,31 @@ class StartedConfig(MachinesConfig):
     node: int | None = Field(default=None, ge=0, description="This machine's number; not to be set, it is told.")
     address: str | None = Field(default=None, description="HOST:PORT of machine 0; not to be set, it is told.")
 
-    def _about_machines(self) -> list[tuple[str, str]]:
+    def _about_machines(self, job: Any) -> list[tuple[str, str]]:
         told = self.node is not None or self.address is not None
         later = () if told else ("launch.node", "launch.address")
-        return [(key, text) for key, text in super()._about_machines() if key not in later]
+        return [(key, text) for key, text in super()._about_machines(job) if key not in later]
+
+
+def is_web_address(address: str) -> bool:
+    """Whether an address is that of a Ray cluster's dashboard."""
+    return address.startswith(("http://", "https://"))
+
+
+def submit_command(job: Any) -> str:
+    """What to type where launch.address is a web address: for a job `ray job submit` with the words of this command."""
+    words = sys.argv[1:]
+    is_job = not words or words[0].startswith("-") or "=" in words[0]
+    if not is_job or {"-m", "--multirun"} & set(words):
+        return "is a Ray cluster's web address; type this command on a node of the cluster, with launch.address=auto"
+    words = [word for word in words if not word.lstrip("+").startswith("launch.address=")]
+    if job.launch.name != "ray":
+        words = [*(word for word in words if not word.startswith("launch=")), "launch=ray"]
+    if not any(word.partition("=")[0] == "--folder" for word in words):
+        words += ["--folder", f"~/outputs/{job.name}"]  # Ray removes the folder that it runs in
+    submit = ["ray", "job", "submit", "--address", job.launch.address, "--working-dir", ".", "--", "run"]
+    return (
+        "is a Ray cluster's web address; from outside of the cluster, Ray submits the job. Type\n"
+        f"    {shlex.join([*submit, *words, 'launch.address=auto'])}\n"
+        "  --folder is the run folder, on a disk that all nodes of the cluster share"
+    )

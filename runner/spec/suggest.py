@@ -150,7 +150,11 @@ NAMES = {
 }
 
 _ON_RAY = "Ray takes as many nodes as it needs; leave it out: launch.devices counts the ranks of all of them"
-OF_OTHERS = {("launch", "ray", "nodes"): _ON_RAY, ("launch", "ray", "node"): _ON_RAY}  # done otherwise
+OF_OTHERS = {  # done otherwise
+    ("launch", "ray", "nodes"): _ON_RAY,
+    ("launch", "ray", "node"): _ON_RAY,
+    ("launch", "ray", "folder"): "a job is submitted to a cluster by `ray job submit`, with --folder: docs/launch.md",
+}
 
 CLOSEST = 0.85  # a slip of one letter: an option of the component itself is meant, not another's of that very name
 MOST_OWNERS = 3  # that are named of those that have an option

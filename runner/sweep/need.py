@@ -52,8 +52,8 @@ def need_of(spec: Any, cards: Cards) -> Need:
         text = f"{spec.launch.name}: the sweep starts its jobs; on Slurm with sweep.on=slurm and launch=local"
         raise SpecError([Problem("launch", text)])
     if isinstance(spec.launch, RayConfig) and spec.launch.address is not None:
-        where = "auto, on a node of the cluster" if spec.launch.handed_over else spec.launch.address
-        text = f"the sweep itself gives its jobs their devices; type launch=local sweep.on=ray sweep.address={where}"
+        typed = f"launch=local sweep.on=ray sweep.address={spec.launch.address}"
+        text = f"the sweep itself gives its jobs their devices; type {typed}"
         raise SpecError([Problem("launch.address", text)])
     if (nodes := spec.launch.machines) > 1:
         text = f"is {nodes}, and a job of a sweep has one machine; leave it out"

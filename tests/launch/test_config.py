@@ -24,7 +24,6 @@ def test_the_processes_of_a_job_are_those_of_all_machines() -> None:
         ((*TWO, "launch.node=0"), "launch.node: is about several machines, and launch.nodes is 1"),
         ((*TWO, "launch.address=a:1"), "launch.address: is about several machines"),
         ((*TWO, "launch.address=auto"), "launch.address: auto is a Ray cluster; type launch=ray, too"),
-        ((*TWO, "launch.address=http://a:1"), "launch.address: http://a:1 is a Ray cluster; type launch=ray, too"),
         ((*MACHINES, "launch.node=2"), "launch.node: the machines of launch.nodes=2 are 0 to 1"),
         ((*TWO, "launch.nodes=2", "launch.address=a:1"), "launch.node: the machines of launch.nodes=2 are 0 to 1"),
         ((*TWO, "launch.nodes=2", "launch.node=0"), "launch.address: machine 0's HOST:PORT is expected"),

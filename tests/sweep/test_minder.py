@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.carried import carried
+from runner.carried import RAY_JOB, carried
 from runner.sweep import note as notes
 from runner.sweep.order import Order
 from runner.sweep.remote import Noted
@@ -135,6 +135,13 @@ def test_a_silent_note_is_known_as_such(tmp_path: Path) -> None:
 def test_only_what_is_listed_leaves_this_machine() -> None:
     here = {"HF_TOKEN": "a", "WANDB_MODE": "b", "PATH": "c", "AWS_SECRET_ACCESS_KEY": "d", "RUNNER_CACHE": "e"}
     assert carried(here) == {"HF_TOKEN": "a", "WANDB_MODE": "b", "RUNNER_CACHE": "e"}
+
+
+def test_of_a_ray_job_its_threads_go_where_its_user_has_set_them() -> None:
+    """Ray sets one thread in what `ray job submit` starts, which is not the number of a rank's."""
+    of_ray = {"OMP_NUM_THREADS": "1", RAY_JOB: "{}"}
+    by_user = {"OMP_NUM_THREADS": "4", RAY_JOB: json.dumps({"runtime_env": {"env_vars": {"OMP_NUM_THREADS": "4"}}})}
+    assert carried(of_ray) == {} and carried(by_user) == {"OMP_NUM_THREADS": "4"}
 
 
 def test_a_status_tells_what_the_notes_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

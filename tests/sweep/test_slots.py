@@ -85,18 +85,11 @@ def test_what_scores_wants_cores(device: str, need: Need, said: str) -> None:
     assert (found, str(found)) == (need, said)
 
 
-@pytest.mark.parametrize(
-    ("address", "where"),
-    [
-        ("auto", "auto"),
-        ("10.0.0.1:6379", "10.0.0.1:6379"),
-        ("http://10.0.0.1:8265", "auto, on a node of the cluster"),
-    ],
-)
-def test_a_job_on_a_cluster_of_its_own_choice_is_no_job_of_a_sweep(address: str, where: str) -> None:
+@pytest.mark.parametrize("address", ["auto", "10.0.0.1:6379"])
+def test_a_job_on_a_cluster_of_its_own_choice_is_no_job_of_a_sweep(address: str) -> None:
     spec = compose_job(["+recipe=sft_demo", "device=cpu", "launch=ray", f"launch.address={address}"]).spec
     with pytest.raises(SpecError) as caught:
         need_of(spec, ())
     [problem] = caught.value.problems
     assert problem.key == "launch.address"
-    assert problem.message.endswith(f"; type launch=local sweep.on=ray sweep.address={where}")
+    assert problem.message.endswith(f"; type launch=local sweep.on=ray sweep.address={address}")

@@ -4,8 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from runner.launch.base import ADDRESS, LaunchConfig
-from runner.spec.base import address_problem
+from runner.launch.base import ADDRESS, LaunchConfig, is_web_address, submit_command
 
 
 class RayConfig(LaunchConfig):
@@ -17,30 +16,15 @@ class RayConfig(LaunchConfig):
         default=3, ge=1, description="Times that the job may begin: after a lost process it goes on by itself."
     )
     address: str | None = Field(
-        default=None,
-        description="Of the Ray cluster: auto or HOST:PORT on a node of it, http://HOST:8265 from anywhere; "
-        "null = one on this machine for this job.",
-    )
-    folder: str | None = Field(
-        default=None,
-        description="Folder on the cluster's shared disk for a job that is handed over (address=http://…); "
-        "null = ~/posttrain-run there.",
+        default=None, description="Of the Ray cluster: auto or HOST:PORT; null = one on this machine for this job."
     )
 
     @property
     def here(self) -> bool:
         return self.address is None
 
-    @property
-    def handed_over(self) -> bool:
-        """Whether the job is given to the cluster's head by its web address, and the command typed there by it."""
-        return (self.address or "").startswith(("http://", "https://"))
-
     def preflight(self) -> None:
-        """Raise EnvironmentProblem where Ray is not installed, or its cluster not there; one that takes the job over
-        says so itself."""
-        if self.handed_over:
-            return
+        """Raise EnvironmentProblem where Ray is not installed, or its cluster not there."""
         from runner.ray.knock import knock  # here, because every command reads this module
         from runner.ray.link import need_ray
 
@@ -50,16 +34,10 @@ class RayConfig(LaunchConfig):
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
-        if self.folder is not None and not self.handed_over:
-            text = "is for launch.address=http://…; leave it out, a job runs in the folder in which it is typed"
-            found.append(("launch.folder", text))
-        elif self.folder is not None and not self.folder.startswith(("/", "~/")):
-            found.append(("launch.folder", "begins with / or ~/, and is a folder of the cluster"))
         if self.address is None:
             return found
-        if self.handed_over:
-            wrong = address_problem(self.address or "", ":8265")
-            found += [("launch.address", wrong)] if wrong else []
+        if is_web_address(self.address):
+            found.append(("launch.address", submit_command(job)))
         elif self.address != "auto" and ADDRESS.fullmatch(self.address) is None:
             text = "auto or HOST:PORT is expected, as `ray start --head` says it; http://HOST:8265 from elsewhere"
             if self.address.startswith("ray://"):
