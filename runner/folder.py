@@ -30,7 +30,7 @@ class RunFolder:
 
     root: Path
     rank: int = 0
-    service: str = ""  # samplers/0, rewarders/1: of a process that serves the ranks
+    service: str = ""  # samplers/0: of a process that serves the ranks
 
     def of_rank(self, rank: int) -> RunFolder:
         """The same folder for another rank of the job."""
@@ -39,10 +39,6 @@ class RunFolder:
     def of_sampler(self, index: int) -> RunFolder:
         """The same folder for a process that only samples."""
         return RunFolder(self.root, service=f"samplers/{index}")
-
-    def of_rewarder(self, index: int) -> RunFolder:
-        """The same folder for a process that only scores."""
-        return RunFolder(self.root, service=f"rewarders/{index}")
 
     @property
     def ranks(self) -> Path:
@@ -53,16 +49,6 @@ class RunFolder:
     def samplers(self) -> Path:
         """samplers/N.json: where sampler N is reached; samplers/N.log: all that it said."""
         return self.root / "samplers"
-
-    @property
-    def rewarders(self) -> Path:
-        """rewarders/N.json: where rewarder N is reached; rewarders/N.log: all that it said."""
-        return self.root / "rewarders"
-
-    @property
-    def printed(self) -> Path:
-        """Where reward.log is, which has what a reward's own code prints in this process's care."""
-        return self.root / self.service
 
     @property
     def members(self) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from runner.build.parts import fitting
-from runner.build.rewarders import Rewarders
 from runner.decisions import Decisions
 from runner.errors import Problem, SpecError
 from runner.folder import RunFolder
@@ -13,8 +12,6 @@ from runner.parallelism.shared import SharedEnvironments, shared_reward
 from runner.parallelism.world import World
 from runner.protocols import Data, Device, Environments, Peers, Reward
 from runner.registry import default_registry
-from runner.reward.pool import Make, Pool
-from runner.sampler.remote.secret import token
 from runner.spec.job import JobSpec
 from runner.spec.suggest import nearest
 
@@ -47,9 +44,6 @@ def build_reward(
     """The reward; user code keeps its log in the run's folder."""
     if not spec.algorithm.samples:
         return None
-    make: Make = Pool
-    if spec.launch.rewarders:
-        make = Rewarders(spec.launch.rewarders, folder.rewarders, token(), world.feed_peers)
     reward: Reward | None = default_registry().factory(spec.reward)(
         spec.reward,
         device=device.torch_device,
@@ -57,7 +51,6 @@ def build_reward(
         seed=spec.seed,
         decide=decide,
         folder=folder.root,
-        make=make,
         fit=fitting(device, decide),
     )
     return None if reward is None else shared_reward(reward, world.feed_peers)

@@ -4,7 +4,7 @@
 attempt ────┤
             └─ several ──▶ Team ──┬──▶ rank 0: Session, Records
                                   ├──▶ rank 1 …: Session, NoRecords
-                                  └──▶ sampler 0 …, rewarder 0 …
+                                  └──▶ sampler 0 …
 """
 
 from __future__ import annotations

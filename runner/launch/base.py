@@ -20,14 +20,11 @@ class LaunchConfig(ComponentConfig):
     samplers: int = Field(
         default=0, ge=0, description="Devices beside those that only sample; 0 = the ranks sample on their own."
     )
-    rewarders: int = Field(
-        default=0, ge=0, description="Processes that only score, reward.workers groups at a time; 0 = the ranks do."
-    )
     attempts: int = Field(
         default=1, ge=1, description="Times that the job may begin: after a lost process it goes on by itself."
     )
     replacements: int | None = Field(
-        default=None, ge=0, description="Times that a sampler or rewarder that is lost is started anew; null = 3."
+        default=None, ge=0, description="Times that a sampler that is lost is started anew; null = 3."
     )
 
     @property
@@ -58,7 +55,7 @@ class LaunchConfig(ComponentConfig):
     @property
     def alone(self) -> bool:
         """Whether the job is one process."""
-        return self.world == 1 and not self.samplers and not self.rewarders
+        return self.world == 1 and not self.samplers
 
     def preflight(self) -> None:
         """Raise EnvironmentProblem for what is missing on this machine."""
@@ -75,26 +72,10 @@ class LaunchConfig(ComponentConfig):
         if (self.samplers or job.sampler.served) and waits is not None and job.sampler.patience_s >= waits:
             text = f"the ranks wait {waits:g} s for one another (parallelism.timeout_s), and rank 0 for samplers; less"
             found.append(("sampler.timeout_s", f"{text} than that is expected"))
-        if self.rewarders and (why := _unscored(job)):
-            found.append(("launch.rewarders", f"{why}; leave it out"))
-        if self.replacements is not None and not self.samplers and not self.rewarders:
-            text = "is about launch.samplers and launch.rewarders, which are 0; leave it out, or set one of them"
+        if self.replacements is not None and not self.samplers:
+            text = "is about launch.samplers, which is 0; leave it out, or set that"
             found.append(("launch.replacements", text))
         return found
-
-
-def _unscored(job: Any) -> str:
-    """Why processes that only score would have nothing to do; empty if they have."""
-    name = job.reward.name
-    if not job.algorithm.rewarded:
-        return f"algorithm={job.algorithm.name} asks no reward"
-    if job.reward.pooled():
-        return ""
-    if name == "http":
-        return "reward=http is scored by its service, which may be anywhere"
-    if name == "model":
-        return "reward=model is scored on the ranks' devices"
-    return f"reward={name} has no processes of its own, as function and math have: the ranks score in microseconds"
 
 
 class MachinesConfig(LaunchConfig):
@@ -138,7 +119,7 @@ class MachinesConfig(LaunchConfig):
         text = (
             f"with launch.nodes={self.nodes} is for launch=ray, which has one launcher for all machines; leave it out"
         )
-        given = {"samplers": self.samplers > 0, "rewarders": self.rewarders > 0, "attempts": self.attempts > 1}
+        given = {"samplers": self.samplers > 0, "attempts": self.attempts > 1}
         found += [(f"launch.{name}", text) for name, is_set in given.items() if is_set]
         if self.node is None or self.node >= self.nodes:
             text = f"the machines of launch.nodes={self.nodes} are 0 to {self.nodes - 1}; give each its number"

@@ -23,9 +23,8 @@ class TorchrunConfig(StartedConfig):
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
-        for name in ("samplers", "rewarders"):
-            if getattr(self, name):
-                found.append((f"launch.{name}", "torchrun starts ranks alone; leave it out, or take launch=local"))
+        if self.samplers:
+            found.append(("launch.samplers", "torchrun starts ranks alone; leave it out, or take launch=local"))
         if self.attempts > 1:
             text = "what torchrun ends, nobody here begins again; leave it out, or take launch=local"
             found.append(("launch.attempts", text))

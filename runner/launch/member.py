@@ -30,12 +30,11 @@ from runner.shelf_folder import places
 from runner.temporary import temporary_of
 from runner.tracker.processes import end_group
 
-Role = Literal["rank", "sampler", "rewarder"]
+Role = Literal["rank", "sampler"]
 # What a process of each role runs, after the interpreter
 PROGRAMS: dict[Role, tuple[str, ...]] = {
     "rank": ("-P", "-m", "runner.launch.rank"),
     "sampler": ("-P", "-m", "runner.launch.sampling"),
-    "rewarder": ("-P", "-m", "runner.launch.rewarding"),
 }
 
 

@@ -1,5 +1,4 @@
-"""The processes of a job that serve its ranks, samplers and rewarders: one that is lost is started anew, so many times;
-then the job ends.
+"""The samplers of a job, which serve its ranks: one that is lost is started anew, so many times; then the job ends.
 
 start ─▶ ended, killed, silent ─▶ a line that says so ─▶ the same again, what it was asked is asked of it again
                                └▶ too often, or it is the job that is wrong ─▶ failed: why the job ends
@@ -45,7 +44,7 @@ class Services:
 
     def start(self) -> None:
         """Start all. Raises StorageError, EnvironmentProblem."""
-        orders = [*self._samplers(), *self._rewarders()]
+        orders = list(self._samplers())
         for place in {order.folder.log.parent for order in orders}:
             place.mkdir(exist_ok=True)
             for note in place.glob(NOTES):
@@ -89,17 +88,6 @@ class Services:
                 environment=self.environment,
             )
 
-    def _rewarders(self) -> Iterator[Order]:
-        for index in range(self.spec.launch.rewarders):
-            yield Order(
-                role="rewarder",
-                index=index,
-                folder=self.folder.of_rewarder(index),
-                attempt=self.attempt,
-                cards=(),
-                environment=self.environment,
-            )
-
     def _lost(self, member: Process) -> Verdict | None:
         """Why it is lost, None if it is not."""
         if not member.runs():
@@ -107,7 +95,7 @@ class Services:
             text = f"{member.order.name} ended, and nobody told it to; see {ended.log}"
             return judge([ended]) or Verdict(OWN, text, LOST)
         member.ear.listen()
-        limit = silence_s(self.spec) if member.order.role == "sampler" else SILENT_S
+        limit = silence_s(self.spec)
         if time.monotonic() - member.ear.heard <= limit:
             return None
         [where] = hang.dump([member], [member])

@@ -71,12 +71,10 @@ class Local:
         return found
 
     def _seen(self, order: Order) -> Mapping[str, str]:
-        """The cards that a process is to see: a rank sees all, and takes the one of its place; a rewarder none."""
+        """The cards that a process is to see: a rank sees all, and takes the one of its place."""
         variable = self._spec.device.kind.visible
-        if order.role == "rank" or variable is None:
+        if order.role == "rank" or variable is None or self._cards is None:
             return {}
-        if self._cards is None:
-            return {} if order.cards else {variable: ""}
         return {variable: ",".join(self._cards[number] for number in order.cards)}
 
 

@@ -3,7 +3,7 @@
 start ─▶ all ranks end well                             ─▶ done: what serves them is told to end
       ├▶ a rank ends otherwise ─▶ the others have 5 s   ─▶ its error, once
       ├▶ a rank is silent, or waited for too long       ─▶ every rank's stacks, who lags, the end
-      ├▶ a sampler, a rewarder is lost                  ─▶ another one in its place (services.py)
+      ├▶ a sampler is lost                              ─▶ another one in its place (services.py)
       └▶ SIGINT, SIGTERM, passed on to each rank once   ─▶ they save together; again: they end at once
 """
 
@@ -37,7 +37,7 @@ SHOW_CURSOR = "\x1b[?25h"
 
 @dataclass(slots=True)
 class Team:
-    """The ranks, samplers and rewarders that `starter` starts, in attempt `attempt` at a job."""
+    """The ranks and samplers that `starter` starts, in attempt `attempt` at a job."""
 
     spec: JobSpec
     folder: RunFolder
@@ -54,8 +54,7 @@ class Team:
     hung: Verdict | None = None
 
     def __post_init__(self) -> None:
-        served = self.spec.launch.samplers or self.spec.launch.rewarders
-        shared = {TOKEN: secrets.token_urlsafe(32)} if served else {}
+        shared = {TOKEN: secrets.token_urlsafe(32)} if self.spec.launch.samplers else {}
         say = Console(self.folder.log).message
         self.roster = Roster(self.folder, self.attempt, self.spec.launch.machine)
         self.services = Services(self.spec, self.folder, self.attempt, self.starter, shared, say)
@@ -81,14 +80,13 @@ class Team:
         self.folder.ranks.mkdir(exist_ok=True)
         meeting, secret = self.starter.meeting(), self.services.environment
         for place in self.starter.places():
-            asks = place.leads or self.spec.launch.rewarders  # samplers: rank 0 alone
             order = Order(
                 role="rank",
                 index=place.rank,
                 folder=self.folder.of_rank(place.rank),
                 attempt=self.attempt,
                 cards=(place.local_rank,),
-                environment={**environment(meeting), **(secret if asks else {}), **place.variables()},
+                environment={**environment(meeting), **(secret if place.leads else {}), **place.variables()},
                 place=place,
                 meets=place.leads and place.size > 1,
             )

@@ -87,10 +87,9 @@ def refuse_misfit(spec: JobSpec) -> None:
         raise EnvironmentProblem(f"{text}\n  {command(own.devices, own.machines)}\n  or take launch=local")
     if is_rank() and own.name not in ("torchrun", "local"):
         raise EnvironmentProblem(f"launch={own.name}: torchrun has started this process already; leave it out")
-    for name, count in (("samplers", own.samplers), ("rewarders", own.rewarders)):
-        if is_rank() and count:
-            text = f"launch.{name}={count}: torchrun starts ranks alone; leave it out, or start without torchrun"
-            raise EnvironmentProblem(text)
+    if is_rank() and own.samplers:
+        text = f"launch.samplers={own.samplers}: torchrun starts ranks alone; leave it out, or start without torchrun"
+        raise EnvironmentProblem(text)
 
 
 def command(devices: int, machines: int) -> str:

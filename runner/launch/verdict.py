@@ -17,7 +17,7 @@ from runner.errors import DeadlineExceeded, Interrupted, RunnerError
 from runner.launch.link import Report
 from runner.place import Place
 
-NAMED = re.compile(r"(?:rank|sampler|rewarder) \d+\b")  # how a message begins that says whose it is: it is passed on
+NAMED = re.compile(r"(?:rank|sampler) \d+\b")  # how a message begins that says whose it is: it is passed on
 LOST = 75  # exit code of a job of which a process, or a machine, is gone
 LASTING = (2, 3, 4, 5, 7, 8)  # exit codes of what is wrong with the job, its data or its disk: it would come again
 KILLED, OWN, LAGGED, INTERRUPTED, WAITED = range(5)  # the order in which they explain the end of a job

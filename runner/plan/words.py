@@ -54,9 +54,6 @@ def _elsewhere(spec: JobSpec, plan: Estimate) -> Iterator[str]:
     where = "rank 0's machine" if spec.launch.samplers or spec.sampler.served else "each machine"
     for term in plan.shelf:
         yield f"shelf    {_gib(term.bytes)} GiB of /dev/shm on {where}: {term.name}"
-    if rewarders := spec.launch.rewarders:
-        many = f"{rewarders} process{'es' if rewarders > 1 else ''}"
-        yield f"cores    {rewarders * spec.reward.workers_in_all()} to score: {many} beside, with no device (rewarders)"
     if plan.mesh.ep > 1:
         yield "note     experts are taken to be chosen evenly; where they are not, some ranks compute and hold more"
     for part in plan.left_out:

@@ -23,25 +23,14 @@ class RewardConfig(ComponentConfig):
         """(option, column) of each column of the data that it cannot score without; nothing of the user's is run."""
         return []
 
-    def pooled(self) -> "tuple[PooledConfig, ...]":
-        """What of it scores in processes of its own, in the order in which it is built."""
-        return ()
-
-    def workers_in_all(self) -> int:
-        """Processes that it has where it is scored."""
-        return sum(one.workers for one in self.pooled())
-
     def preflight(self) -> None:
         """Raise for what is wrong outside the spec (files, packages); imports nothing heavy."""
 
 
 class PooledConfig(RewardConfig):
-    """A reward that scores in processes of its own: the ranks', or those of launch.rewarders."""
+    """A reward that scores in worker processes of each rank."""
 
     workers: int = Field(default=1, ge=1, description="Processes that score groups at the same time.")
     timeout_s: float = Field(
         default=30.0, gt=0, description="Seconds for one group; then the process is killed, the group unscored."
     )
-
-    def pooled(self) -> "tuple[PooledConfig, ...]":
-        return (self,)

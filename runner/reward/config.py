@@ -249,9 +249,6 @@ class SumConfig(RewardConfig):
         parts = tuple(record(part.config.absolute(), part.weight) for part in members(self.parts))
         return self.model_copy(update={"parts": parts})
 
-    def pooled(self) -> tuple[PooledConfig, ...]:
-        return tuple(one for _, part in decoded(self.parts)[0] for one in part.config.pooled())
-
     def columns(self) -> list[tuple[str, str]]:
         parts = members(self.parts)
         return [entry for i, part in enumerate(parts) for entry in renamed(part.config.columns(), i)]

@@ -15,26 +15,24 @@ from runner.reward.config import FunctionConfig
 from runner.reward.faults import Faults, Scored
 from runner.reward.output import Output
 from runner.reward.payload import arguments, encoded
-from runner.reward.pool import CannotStart, Make, Pool, Target
+from runner.reward.pool import CannotStart, Pool, Target
 from runner.reward.scorer import Group, Scorer
 
 if TYPE_CHECKING:
     from runner.protocols import Decide
 
 
-def build(
-    config: FunctionConfig, *, seed: int, decide: Decide, folder: Path | None = None, make: Make = Pool, **_: Any
-) -> Scorer:
+def build(config: FunctionConfig, *, seed: int, decide: Decide, folder: Path | None = None, **_: Any) -> Scorer:
     """Start the first process. Raises SpecError if the file or the function is missing or cannot be imported.
 
-    folder: where reward.log is kept, with what the function prints and full tracebacks; make: makes the processes.
+    folder: where reward.log is kept, with what the function prints and full tracebacks
     """
     config.preflight()
     file = config.file.resolve()
     digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     decide("reward.path", config.path, config.path, f"sha256 {digest}")
     label = f"{file.name}:{config.function}"
-    pool = make(Target(file, config.function), config.workers, config.timeout_s, Output(label, folder))
+    pool = Pool(Target(file, config.function), config.workers, config.timeout_s, Output(label, folder))
     try:
         pool.start()
     except CannotStart as error:

@@ -9,7 +9,7 @@ from runner.errors import EnvironmentProblem
 from runner.reward.config import MathConfig
 from runner.reward.faults import Fault, Faults, Scored, Unscorable
 from runner.reward.output import Output
-from runner.reward.pool import CannotStart, Make, Pool, Target
+from runner.reward.pool import CannotStart, Pool, Target
 from runner.reward.scorer import Group, Scorer, column
 
 if TYPE_CHECKING:
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 EQUALITY = Target(Path(__file__).with_name("equality.py"), "score", here=False)
 
 
-def build(config: MathConfig, *, folder: Path | None = None, make: Make = Pool, **_: Any) -> Scorer:
+def build(config: MathConfig, *, folder: Path | None = None, **_: Any) -> Scorer:
     """Start the first process. Raises EnvironmentProblem if math-verify is missing or broken."""
     config.preflight()
-    pool = make(EQUALITY, config.workers, config.timeout_s, Output("reward=math", folder))
+    pool = Pool(EQUALITY, config.workers, config.timeout_s, Output("reward=math", folder))
     try:
         pool.start()
     except CannotStart as error:

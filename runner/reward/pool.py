@@ -5,7 +5,7 @@
                                           ├─▶ it was killed (SIGKILL)    ─▶ asked once more, of a new one
                                           └─▶ it died: buried            ─▶ nothing scored, said
 
-See `worker.py` for what happens on the other side. With launch.rewarders a pool is in another process (`calls.py`).
+See `worker.py` for what happens on the other side.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,6 @@ from threading import Thread
 from typing import IO, Any
 
 from runner.reward import worker
-from runner.reward.calls import Calls
 from runner.reward.faults import Fault, Scored, unscored
 from runner.reward.output import Output
 from runner.reward.payload import encoded
@@ -209,9 +208,6 @@ class Pool:
         if "trace" in answer:
             self._output.keep(answer["trace"])
         return Scored(answer["values"], tuple(Fault(*fault) for fault in answer["faults"]))
-
-
-Make = Callable[[Target, int, float, Output], Calls]  # of target, workers, timeout_s and output, as `Pool`
 
 
 def _read(stream: IO[bytes], output: Output) -> None:

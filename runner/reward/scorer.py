@@ -2,8 +2,8 @@
 
     groups ──▶ ask(group), `workers` at a time ──▶ Scored ──▶ Faults ──▶ scores in the order of the groups
 
-The factory of every reward is called with the keywords device, tokenizer, seed, decide, folder, make and fit, and names
-those that it needs. `make` makes a pool of processes (`pool.py`); `fit` gives a transformers model that is on the
+The factory of every reward is called with the keywords device, tokenizer, seed, decide, folder and fit, and names those
+that it needs. `fit` gives a transformers model that is on the
 device the device's own operators and attention.
 """
 

@@ -108,6 +108,10 @@ ELSEWHERE = {
         "launch.devices=N counts all ranks, and data-parallel ones are what the other sizes leave: copies "
         "(parallelism=ddp), pieces (parallelism=fsdp), or both (parallelism=hsdp parallelism.dp_replicate=N)",
     ),
+    **dict.fromkeys(
+        ("rewarders", "launch.rewarders"),
+        "each rank scores in reward.workers processes; to score elsewhere: reward=http and a service (docs/rewards.md)",
+    ),
     "sequence_parallel": "beside tp there is none; the tokens of rows on several devices: parallelism.cp=N",
     **dict.fromkeys(("visible", "visible_devices", "device_id", "device_ids", "gpu_ids"), _CARDS),
     **dict.fromkeys(("device.id", "device.ids", "device.index", "device.card", "device.rank"), _CARDS),

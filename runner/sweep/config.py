@@ -37,8 +37,7 @@ class SweepConfig(Config):
     cpus: int | None = Field(
         default=None,
         ge=1,
-        description="Cores of a job on Slurm; null = device.threads and those of rewarders; on cards alone, what the "
-        "cluster gives.",
+        description="Cores of a job on Slurm; null = device.threads; on cards, what the cluster gives.",
     )
     sbatch: dict[str, str | int | bool] = Field(
         default_factory=dict, description="More options of sbatch: {mem: 64G, constraint: a100, exclusive: true}."

@@ -15,21 +15,18 @@ ORDER = ("npu", "cuda")  # which kind device=auto takes where there are several,
 Cards = Sequence[str] | None  # the kinds of card where jobs run; None: not known
 WORDS = {"core": "core", "cuda": "GPU", "npu": "NPU"}
 LOWER_CARDS = "lower launch.devices or launch.samplers"
-LOWER_SCORING = "lower launch.rewarders or reward.workers"
-LOWER_CORES = "lower device.threads, launch.devices, launch.samplers, launch.rewarders or reward.workers"
+LOWER_CORES = "lower device.threads, launch.devices or launch.samplers"
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Cores of a machine, GPUs or NPUs, and how many of them. `cores`: beside cards, for what scores."""
+    """Cores of a machine, GPUs or NPUs, and how many of them."""
 
     kind: Literal["core", "cuda", "npu"] = "core"
     count: int = 1
-    cores: int = 0
 
     def __str__(self) -> str:
-        beside = f" and {counted(self.cores, 'core')}" if self.cores else ""
-        return counted(self.count, self.kind) + beside
+        return counted(self.count, self.kind)
 
 
 def counted(count: int, kind: str) -> str:
@@ -65,7 +62,6 @@ def need_of(spec: Any, cards: Cards) -> Need:
             raise SpecError([Problem("device", text)])
         kind = next((k for k in ORDER if k in cards), "cpu")
     processes = spec.launch.devices + spec.launch.samplers
-    cores = spec.launch.rewarders * spec.reward.workers_in_all()
     if kind in VARIABLES:
-        return Need(kind, processes, cores)
-    return Need("core", getattr(spec.device, "threads", 1) * processes + cores)
+        return Need(kind, processes)
+    return Need("core", getattr(spec.device, "threads", 1) * processes)

@@ -27,7 +27,7 @@ from runner.launch.member import Order
 from runner.launch.ray import child as children
 from runner.launch.ray.attempt import closed
 from runner.launch.ray.child import CHUNK, Child, packed, surroundings, unpacked
-from runner.launch.ray.seats import Seat, Taken, grouped, refuse_too_many, seats, table
+from runner.launch.ray.seats import Seat, Taken, described, free, grouped, refuse_too_many, seats, table
 from runner.launch.verdict import JobFailed, is_final
 from runner.place import Place
 from runner.ray.link import Link, need_ray
@@ -102,6 +102,11 @@ def fits(there: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
         for at in {there.index(count) for count in there}
         if there[at] >= first
     )
+
+
+def test_what_others_have_taken_is_counted() -> None:
+    assert described(SIX_AND_TWO) == "8 NPUs (6 to train, 2 to sample)"
+    assert free(SIX_AND_TWO, [*npus(5, 3), {"CPU": 4.0}], {"NPU": 3.0, "CPU": 1.0}) == "3 of 8 NPUs"
 
 
 def test_ranks_on_a_node_are_neighbours_and_the_fullest_node_is_first() -> None:

@@ -32,7 +32,6 @@ STEP = {
 }
 DEFAULTS = {name: task.DEFAULT for name in ("launch.name", "launch.devices", "launch.nodes")}
 OWN = {"name": "slurm", "devices": 1, "samplers": 0, "nodes": 1, "node": None, "address": None}
-SCORED = ("+recipe=grpo_demo", "launch=slurm", "reward=math", "reward.workers=4", "launch.rewarders=2")
 WORDS = ("+recipe=sft_demo", "launch=slurm", "parallelism=ddp", "evaluation.every=0")
 
 
@@ -122,19 +121,10 @@ def test_what_is_asked_of_slurm() -> None:
         submission.script(compose_job([*WORDS, *words[:2], "device=auto"]).spec, Path("x"), "true")
 
 
-@pytest.mark.parametrize(("more", "cores"), [("device=npu", 1 + 8), ("launch.cpus=30", 30), ("device.threads=3", 11)])
-def test_what_scores_is_asked_of_slurm_as_cores(more: str, cores: int) -> None:
-    text = submission.script(compose_job([*SCORED, more]).spec, Path("x"), "true")
+@pytest.mark.parametrize(("more", "cores"), [("launch.cpus=30", 30), ("device.threads=3", 6)])
+def test_cores_are_asked_of_slurm_where_there_are_no_cards(more: str, cores: int) -> None:
+    text = submission.script(compose_job([*WORDS, "launch.devices=2", more]).spec, Path("x"), "true")
     assert f"#SBATCH --cpus-per-task={cores}\n" in text
-
-
-def test_too_few_cores_for_what_scores_are_said(
-    step: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    task.through_srun(compose_job([*SCORED, "device=npu"]).spec)
-    said = capsys.readouterr().out
-    assert "1 process on cards and 8 that score have 8 cores in all" in said and "launch.cpus=16" in said
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """A rank without torch, which does what TOY asks of its rank: {"1": "kill"}; the others go through the steps.
 
-"until 5": it ends well when samplers and rewarders were started five times.
+"until 5": it ends well when samplers were started five times.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def misbehave(asked: str, link: Link, place: Place) -> int:
 
 
 def lives(root: Path) -> int:
-    """How many samplers and rewarders were started."""
-    return sum(len(path.read_text().splitlines()) for path in root.glob("*ers/*.lives"))
+    """How many samplers were started."""
+    return sum(len(path.read_text().splitlines()) for path in root.glob("samplers/*.lives"))
 
 
 def main(root: str, attempt: str, pipe: str, listener: str) -> int:

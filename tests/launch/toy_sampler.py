@@ -1,4 +1,4 @@
-"""A process that would sample, or score, without torch: TOY asks {"sampler 1": ["kill", "data"]} of its first lives."""
+"""A process that would sample, without torch: TOY asks {"sampler 1": ["kill", "data"]} of its first lives."""
 
 from __future__ import annotations
 

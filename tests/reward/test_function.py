@@ -169,7 +169,7 @@ def test_text_of_megabytes_passes(function: Write) -> None:
 
 
 def test_the_example_of_the_documentation_works(function: Write) -> None:
-    [source] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "rewards.md").read_text(), re.DOTALL)
+    [source] = re.findall(r"```python\n(# my_reward.py\n.*?)```", (ROOT / "docs" / "rewards.md").read_text(), re.DOTALL)
     chat = [answer(text, messages=[{"role": "user", "content": "2+2?"}], answer="4", other=1) for text in ("4", "5")]
     assert one(function(source)) == one(function(source), *chat) == [1.1, 0.1]
 

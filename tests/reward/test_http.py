@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 
 from runner.errors import EnvironmentProblem
 from runner.reward.config import HttpConfig
+from tests.ports import free_port
 from tests.reward.samples import answer, made
 
 Reply = tuple[int, bytes | Any]
@@ -152,6 +156,20 @@ def test_a_service_that_takes_too_long_has_no_score(sent: bytes, drop: bytes, ca
         assert time.monotonic() - begin < 0.7
         thread.join()
     assert "no answer (TimeoutError)" in caplog.text
+
+
+def test_the_service_of_the_page_scores(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    code, port = page.split("```python\n# reward_service.py\n")[1].split("```")[0], free_port()
+    (tmp_path / "reward_service.py").write_text(code)
+    command = [sys.executable, "reward_service.py", "127.0.0.1", str(port)]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
+        try:
+            chat = [answer("4", messages=[{"role": "user", "content": "2+2?"}], answer="4")]
+            found = scored(f"http://127.0.0.1:{port}", GROUP, chat, retries=9, backoff_s=0.05)
+            assert found == [[1.0, 0.0], [1.0]]
+        finally:
+            process.kill()
 
 
 def test_a_service_that_is_not_there_stops_the_run() -> None:

@@ -86,6 +86,7 @@ def test_keys(section: str, chosen: str, wrong: str, hint: str) -> None:
         ("model.dtype=fp8", "an Ascend A2 or A3 has no FP8"),
         ("model.use_liger_kernel=true", "device.fused has CANN's operators in Liger's places"),
         ("model.load_in_4bit=true", "no base in 4 bits"),
+        ("launch.rewarders=2", "to score elsewhere: reward=http and a service"),
     ],
 )
 def test_what_others_have_and_this_does_not_is_refused_with_the_reason(word: str, why: str, workdir: Path) -> None:

@@ -29,9 +29,7 @@ def test_a_job_that_never_fits_is_refused_with_the_reason(monkeypatch: pytest.Mo
         match=r"wants 8 NPUs, and 4 can be used here \(ASCEND_RT_VISIBLE_DEVICES=0,1,2,3\); lower launch.devices or",
     ):
         Slots([Need("npu", 8)], None)
-    with pytest.raises(
-        EnvironmentProblem, match=r"this machine has \d+; lower device.threads, .*, launch.rewarders or"
-    ):
+    with pytest.raises(EnvironmentProblem, match=r"this machine has \d+; lower device.threads, launch.devices or"):
         Slots([Need("core", 10**6)], None)
     with pytest.raises(EnvironmentProblem, match="0,1,,3: an empty entry"), pytest.MonkeyPatch.context() as patch:
         patch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,,3")
@@ -68,21 +66,6 @@ def test_what_a_job_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert need_of(compose_job(["device=auto"]).spec, cards_here()) == Need("core", 1)
-
-
-SCORED = ("+recipe=grpo_demo", "reward=math", "reward.workers=4", "launch.rewarders=2")
-
-
-@pytest.mark.parametrize(
-    ("device", "need", "said"),
-    [
-        ("device.threads=3", Need("core", 3 + 8), "11 cores"),
-        ("device=cuda", Need("cuda", 1, 8), "1 GPU and 8 cores"),
-    ],
-)
-def test_what_scores_wants_cores(device: str, need: Need, said: str) -> None:
-    found = need_of(compose_job([*SCORED, device]).spec, ())
-    assert (found, str(found)) == (need, said)
 
 
 @pytest.mark.parametrize("address", ["auto", "10.0.0.1:6379"])

@@ -2,7 +2,7 @@
 
                   ┌─▶ runner.ray.guard ▷ runner.launch.ray.driver ─▶ actor 0 ─▶ rank 0
 attempt ─▶ Team ──┤                                               ├▶ actor 1 ─▶ rank 1 …
-                  └◀── what they say, how they end ───────────────┴▶ actor N ─▶ sampler 0 …, rewarder 0 …
+                  └◀── what they say, how they end ───────────────┴▶ actor N ─▶ sampler 0 …
 """
 
 from __future__ import annotations
@@ -153,12 +153,11 @@ class RayStarter:
 
 def _of_this_machine(spec: JobSpec, wanted: Sequence[Seat]) -> dict[str, Any]:
     """What a cluster of our own declares: what the job needs. Raises EnvironmentProblem where this machine lacks it."""
-    cores = sum(seat.count for seat in wanted if seat.role == "rewarder")
-    count = sum(seat.count for seat in wanted) - cores
+    count = sum(seat.count for seat in wanted)
     kind, cards = spec.device.kind, spec.device.visible()
     if kind is CPU or cards is None:  # which any number of processes share
-        return {"num_cpus": count + cores, "num_gpus": 0}
-    refuse_too_many(wanted, [{kind.resource: len(cards), CPU.resource: cores}], "this machine")
+        return {"num_cpus": count, "num_gpus": 0}
+    refuse_too_many(wanted, [{kind.resource: len(cards)}], "this machine")
     if kind is CUDA:
-        return {"num_cpus": max(cores, 1), "num_gpus": count}
-    return {"num_cpus": max(cores, 1), "num_gpus": 0, "resources": {kind.resource: count}}
+        return {"num_cpus": 1, "num_gpus": count}
+    return {"num_cpus": 1, "num_gpus": 0, "resources": {kind.resource: count}}

@@ -197,9 +197,8 @@ class Driver:
     def _begin(self, at: int) -> None:
         seat = self._seats[at]
         assert seat.taken is not None
-        threaded = [other.taken for other in self._seats if other.role != "rewarder" and other.taken is not None]
-        alike = sum(taken[0] == seat.taken[0] for taken in threaded)
-        self._ask("start", at, seat.order, *self._brought, max(alike, 1))
+        alike = sum(other.taken[0] == seat.taken[0] for other in self._seats if other.taken is not None)
+        self._ask("start", at, seat.order, *self._brought, alike)
         seat.order = None
 
     def _signal(self, seat: int, number: int) -> None:

@@ -20,8 +20,8 @@ from runner.launch.services import count_of
 from runner.spec.job import JobSpec
 
 WORDS = {"CPU": "core", "GPU": "GPU", "NPU": "NPU"}  # of what Ray counts
-TASKS: dict[Role, str] = {"rank": "to train", "sampler": "to sample", "rewarder": "to score"}  # in the order of seats
-OPTIONS: dict[Role, str] = {"rank": "devices", "sampler": "samplers", "rewarder": "rewarders"}  # of launch
+TASKS: dict[Role, str] = {"rank": "to train", "sampler": "to sample"}  # in the order of seats
+OPTIONS: dict[Role, str] = {"rank": "devices", "sampler": "samplers"}  # of launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,37 +43,32 @@ class Taken(NamedTuple):
 
 
 def seats(spec: JobSpec) -> list[Seat]:
-    """The ranks, the samplers, the rewarders. A process on cards asks for no cores: cards are what is scarce."""
+    """The ranks, the samplers, all of one resource. A process on cards asks for no cores: cards are what is scarce."""
     kind = spec.device.kind
     each = getattr(spec.device, "threads", 1) if kind is CPU else 1
     ranks = [Seat("rank", rank, kind.resource, each) for rank in range(spec.launch.world)]
-    cards, workers = spec.sampler.cards(), spec.reward.workers_in_all()
-    samplers = [Seat("sampler", index, kind.resource, each * cards) for index in range(count_of(spec))]
-    rewarders = [Seat("rewarder", index, CPU.resource, workers) for index in range(spec.launch.rewarders)]
-    return ranks + samplers + rewarders
+    cards = spec.sampler.cards()
+    return ranks + [Seat("sampler", index, kind.resource, each * cards) for index in range(count_of(spec))]
 
 
 def refuse_too_many(wanted: Sequence[Seat], nodes: Sequence[Mapping[str, float]], where: str) -> None:
     """Raise EnvironmentProblem where these nodes could not hold all seats at once if nobody else were there.
 
-    A sampler's seat is as large as several ranks', so that counting is exact: the larger ones go first. Where rewarders
-    have cores of the ranks' kind, what passes may still have no room.
+    A sampler's seat is as large as several ranks', so that counting is exact: the larger ones go first.
     """
-    for resource in resources(wanted):
-        own = [seat for seat in wanted if seat.resource == resource]
-        there = [int(node.get(resource, 0)) for node in nodes]
-        unit, asked = gcd(*(seat.count for seat in own)), sum(seat.count for seat in own)
-        text = f"the job wants {described(wanted)}, and {where} has {_total(there, resource)}"
-        if asked > (room := sum(there)):
-            raise EnvironmentProblem(f"{text}: {asked - room} too few; {_advice(room, own)}")
-        _refuse_large(own, there, where)
-        if asked > (room := sum(count // unit * unit for count in there)):
-            text = f"{text}, {room} of them in pieces of {unit}"
-            raise EnvironmentProblem(f"{text}: {asked - room} too few; {_advice(room, own)}")
+    there = [int(node.get(wanted[0].resource, 0)) for node in nodes]
+    unit, asked = gcd(*(seat.count for seat in wanted)), sum(seat.count for seat in wanted)
+    text = f"the job wants {described(wanted)}, and {where} has {_total(there, wanted[0].resource)}"
+    if asked > (room := sum(there)):
+        raise EnvironmentProblem(f"{text}: {asked - room} too few; {_advice(room, wanted)}")
+    _refuse_large(wanted, there, where)
+    if asked > (room := sum(count // unit * unit for count in there)):
+        text = f"{text}, {room} of them in pieces of {unit}"
+        raise EnvironmentProblem(f"{text}: {asked - room} too few; {_advice(room, wanted)}")
 
 
 def _refuse_large(wanted: Sequence[Seat], there: Sequence[int], where: str) -> None:
-    """Raise EnvironmentProblem where the largest seats, of one resource, have no room on single nodes."""
+    """Raise EnvironmentProblem where the largest seats have no room on single nodes."""
     resource, largest = wanted[0].resource, max(seat.count for seat in wanted)
     alike = [seat for seat in wanted if seat.count == largest]
     if len(alike) > (fit := sum(count // largest for count in there)):
@@ -85,18 +80,9 @@ def _refuse_large(wanted: Sequence[Seat], there: Sequence[int], where: str) -> N
         raise EnvironmentProblem(f"{text}; {_advice(sum(there), wanted)}")
 
 
-def resources(wanted: Sequence[Seat]) -> list[str]:
-    """What Ray is asked for."""
-    return list(dict.fromkeys(seat.resource for seat in wanted))
-
-
 def described(wanted: Sequence[Seat]) -> str:
-    """All that is wanted, in words: 8 NPUs (6 to train, 2 to sample), 4 cores (4 to score)."""
-    return ", ".join(_described([seat for seat in wanted if seat.resource == one], one) for one in resources(wanted))
-
-
-def _described(wanted: Sequence[Seat], resource: str) -> str:
-    total = _counted(sum(seat.count for seat in wanted), resource)
+    """All that is wanted, in words: 8 NPUs (6 to train, 2 to sample)."""
+    total = _counted(sum(seat.count for seat in wanted), wanted[0].resource)
     tasks = [
         f"{sum(seat.count for seat in wanted if seat.role == role)} {task}"
         for role, task in TASKS.items()
@@ -106,11 +92,9 @@ def _described(wanted: Sequence[Seat], resource: str) -> str:
 
 
 def free(wanted: Sequence[Seat], nodes: Sequence[Mapping[str, float]], left: Mapping[str, float]) -> str:
-    """How much of what is wanted nobody has: 3 of 8 NPUs, 2 of 4 cores."""
-    return ", ".join(
-        f"{int(left.get(one, 0))} of {_counted(sum(int(node.get(one, 0)) for node in nodes), one)}"
-        for one in resources(wanted)
-    )
+    """How much of what is wanted nobody has: 3 of 8 NPUs."""
+    resource = wanted[0].resource
+    return f"{int(left.get(resource, 0))} of {_counted(sum(int(node.get(resource, 0)) for node in nodes), resource)}"
 
 
 def table(wanted: Sequence[Seat], taken: Sequence[Taken]) -> Iterator[str]:

@@ -30,8 +30,7 @@ class SlurmConfig(StartedConfig):
     cpus: int | None = Field(
         default=None,
         ge=1,
-        description="Cores per machine; null = device.threads per device and reward.workers per rewarder; on cards "
-        "alone, the cluster's.",
+        description="Cores per machine; null = device.threads per device; on cards, the cluster's.",
     )
     time: str | int | None = Field(
         default=None, description="Time limit as sbatch has it: 2:00:00, 1-12, minutes; null = the partition's."

@@ -120,12 +120,10 @@ def _options(spec: JobSpec) -> list[tuple[str, str | int | bool]]:
 
 
 def _cores(spec: JobSpec) -> int | None:
-    """Those of a machine; None for a job of which all is on cards: the cluster's number."""
-    processes = spec.launch.devices + spec.launch.samplers
-    scoring = spec.launch.rewarders * spec.reward.workers_in_all()
-    if _kind(spec) in GRES and not scoring:
+    """Those of a machine; None for a job on cards: the cluster's number."""
+    if _kind(spec) in GRES:
         return None
-    return getattr(spec.device, "threads", 1) * processes + scoring
+    return getattr(spec.device, "threads", 1) * (spec.launch.devices + spec.launch.samplers)
 
 
 def _kind(spec: JobSpec) -> str:

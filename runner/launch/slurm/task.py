@@ -163,12 +163,10 @@ def through_srun(spec: JobSpec) -> None:
 def _say_few_cores(spec: JobSpec) -> None:
     """Where processes on cards share cores: most clusters give a task that asks for cards alone a single one."""
     processes, cores = spec.launch.devices + spec.launch.samplers, len(os.sched_getaffinity(0))
-    scoring = spec.launch.rewarders * spec.reward.workers_in_all()
-    if spec.device.kind is not CPU and cores < processes + scoring:
+    if spec.device.kind is not CPU and cores < processes:
         who = f"{processes} process{'' if processes == 1 else 'es'} on cards"
-        who += f" and {scoring} that score" if scoring else ""
         text = f"{who} have {cores} core{'' if cores == 1 else 's'} in all, and will be slow"
-        more = f"launch.cpus={8 * processes + scoring}, in your own script --cpus-per-task, is more"
+        more = f"launch.cpus={8 * processes}, in your own script --cpus-per-task, is more"
         print(f"slurm    {text}; {more}", flush=True)
 
 

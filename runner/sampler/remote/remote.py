@@ -1,4 +1,4 @@
-"""One sampler, or rewarder, as a rank sees it: asked over HTTP, looked for again where it does not answer.
+"""One sampler as a rank sees it: asked over HTTP, looked for again where it does not answer.
 
 its note ─▶ connect ─▶ ask ─▶ signs of life … answer
     ▲ again, after a pause ◀── refused, cut, silent, no JSON ──┘     until the patience is at its end: SamplerFault
@@ -54,29 +54,15 @@ class Reply:
 
 
 class Remote:
-    """The sampler `index` of a job, whichever process that is at the time.
+    """The sampler `index` of a job, whichever process that is at the time."""
 
-    role: what it is called; remedy: what more to do, beside reading its log, where it gives no answer in time
-    """
-
-    def __init__(
-        self,
-        index: int,
-        notes: Path,
-        token: str,
-        counts: Counts,
-        *,
-        silence_s: float,
-        role: str = "sampler",
-        remedy: str = ", or give it longer: sampler.timeout_s",
-    ) -> None:
+    def __init__(self, index: int, notes: Path, token: str, counts: Counts, *, silence_s: float) -> None:
         self.index, self._path, self._token, self._silence_s = index, path_of(notes, index), token, silence_s
-        self._role, self._remedy = role, remedy
         self._counts = counts
         self._session, self._where = "", "not started"
 
     def __str__(self) -> str:
-        return f"{self._role} {self.index} ({self._where})"
+        return f"sampler {self.index} ({self._where})"
 
     @property
     def log(self) -> str:
@@ -111,7 +97,7 @@ class Remote:
 
     def _miss(self, error: UnansweredError, tries: int, level: int, patience: Patience) -> None:
         if not patience.left():
-            remedy = f"look into {self.log}{self._remedy}"
+            remedy = f"look into {self.log}, or give it longer: sampler.timeout_s"
             raise SamplerFault(f"{self} gave no answer in {patience.timeout_s:g} s: {error}; {remedy}") from error
         if not tries:
             log.log(level, "%s does not answer, and is waited for: %s", self, str(error))  # without its frames

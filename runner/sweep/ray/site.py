@@ -19,7 +19,7 @@ from runner.device.kinds import KINDS
 from runner.errors import EnvironmentProblem
 from runner.ray.link import need_ray
 from runner.sweep.config import SweepConfig
-from runner.sweep.need import LOWER_CARDS, LOWER_CORES, LOWER_SCORING, ORDER, WORDS, Need, counted
+from runner.sweep.need import LOWER_CARDS, LOWER_CORES, ORDER, WORDS, Need
 from runner.sweep.order import Order
 from runner.sweep.outcome import Told
 from runner.sweep.ray.link import Link
@@ -62,9 +62,8 @@ class RaySite:
 
     def _fit(self, alike: Sequence[Need]) -> int:
         """How many jobs of a kind of device all nodes hold at once, if they were as small as the smallest."""
-        count, cores = min(need.count for need in alike), min(need.cores for need in alike)
-        nodes = self._beside_cores(alike[0].kind)
-        return sum(min(devices // count, there // cores if cores else devices) for devices, there in nodes)
+        count = min(need.count for need in alike)
+        return sum(devices // count for devices in self._on_nodes(alike[0].kind))
 
     def _kinds(self) -> list[str]:
         return list(dict.fromkeys(need.kind for need in self._needs))
@@ -73,7 +72,7 @@ class RaySite:
         parts = []
         for kind in self._kinds():
             own = [need for need in self._needs if need.kind == kind]
-            least, most = min(need.count for need in own), max(own, key=lambda need: (need.count, need.cores))
+            least, most = min(need.count for need in own), max(own, key=lambda need: need.count)
             each = str(most) if least == most.count else f"{least} to {most}"
             parts.append(f"{each} each, of {self._total(kind)}")
         at_once = f"{self.parallel} job{'s' if self.parallel > 1 else ''} at once"
@@ -123,10 +122,6 @@ class RaySite:
         name = "CPU" if kind == "core" else KINDS[kind].resource
         return [int(node.get(name, 0)) for node in self._link.nodes]
 
-    def _beside_cores(self, kind: str) -> list[tuple[int, int]]:
-        """Devices of this kind, and cores, of each node."""
-        return list(zip(self._on_nodes(kind), self._on_nodes("core"), strict=True))
-
     def _total(self, kind: str) -> int:
         return sum(self._on_nodes(kind))
 
@@ -144,10 +139,6 @@ class RaySite:
             lower = LOWER_CORES if need.kind == "core" else LOWER_CARDS
             advice = lower if most else "`ray status` lists what there is"
             raise EnvironmentProblem(f"a job wants {need} of one node; {self._nodes()}: {has}; {advice}")
-        if not self._fit([need]):
-            beside = max(cores for devices, cores in self._beside_cores(need.kind) if devices >= need.count)
-            has = f"{beside} cores at most beside {counted(need.count, need.kind)}"
-            raise EnvironmentProblem(f"a job wants {need} of one node; {self._nodes()}: {has}; {LOWER_SCORING}")
 
 
 class RayJob(Noted):
@@ -203,8 +194,8 @@ def _resources(need: Need) -> dict[str, Any]:
     if need.kind == "core":
         return {"num_cpus": need.count}
     if need.kind == "cuda":
-        return {"num_cpus": need.cores, "num_gpus": need.count}
-    return {"num_cpus": need.cores, "resources": {KINDS[need.kind].resource: need.count}}
+        return {"num_cpus": 0, "num_gpus": need.count}
+    return {"num_cpus": 0, "resources": {KINDS[need.kind].resource: need.count}}
 
 
 def _of_this_machine() -> dict[str, Any]:

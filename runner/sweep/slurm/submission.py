@@ -33,7 +33,7 @@ def resources(options: SweepConfig, need: Need) -> dict[str, Any]:
         "qos": options.qos,
         "nodes": 1,
         "ntasks_per_node": 1,
-        "cpus_per_task": options.cpus or (need.count + need.cores if need.kind == "core" or need.cores else None),
+        "cpus_per_task": options.cpus or (need.count if need.kind == "core" else None),
         "gres": None if need.kind == "core" else f"{gres_of(options, need)}:{need.count}",
         "time": time_min(options),
         "wckey": None,
