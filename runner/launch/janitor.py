@@ -17,11 +17,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from runner.temporary import remove
 from runner.tracker.processes import end_group
 
 # The module by its path: whatever an environment has in store for Python's start is not for this process
-PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from runner.launch.janitor import main; main(sys.stdin.buffer)"
+PROGRAM = "import sys; sys.path += sys.argv[1:]; from runner.launch.janitor import main; main(sys.stdin.buffer)"
+PATHS = [str(Path(__file__).resolve().parents[2]), str(Path(psutil.__file__).resolve().parents[1])]
 SETTLE_S = 0.2  # for killed processes to be gone before the folders that they might write in
 
 
@@ -30,7 +33,7 @@ class Janitor:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", PROGRAM, str(Path(__file__).resolve().parents[2])],
+            [sys.executable, "-I", "-S", "-c", PROGRAM, *PATHS],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
