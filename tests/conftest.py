@@ -43,6 +43,7 @@ def _is_foreign(name: str) -> bool:
     return name.startswith(_FOREIGN) or name.upper().endswith(_SECRET)
 
 
+CARDS = os.environ.get("CUDA_VISIBLE_DEVICES")  # as the shell has it
 for _name in [name for name in os.environ if _is_foreign(name)]:
     del os.environ[_name]
 os.environ.update(_FIXED)
