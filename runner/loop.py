@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from runner.batch import Batch
 from runner.feed import Feed
 from runner.metrics import Metrics
 from runner.protocols import Algorithm, Callback, Device, Learner, Model, Peers, Role, StepEnd
@@ -23,7 +24,8 @@ from runner.signals import StopSignal
 @dataclass(frozen=True, slots=True)
 class Job:
     """Everything a run needs, built; `models` holds the learners too, under their roles. `peers` run the same job, and
-    all of them stop at the same step."""
+    all of them stop at the same step. `flops`: of each learner's update with a batch; `peak_flops`: the most that one
+    device computes per second."""
 
     steps: int
     device: Device
@@ -35,6 +37,8 @@ class Job:
     models: Mapping[Role, Model]
     callbacks: Sequence[Callback]
     stop: StopSignal
+    flops: Mapping[Role, Callable[[Batch], float]]
+    peak_flops: float
     closing: Sequence[Callable[[], None]] = ()  # what holds processes or connections, ended with the run
 
 
@@ -67,7 +71,7 @@ def _one_step(job: Job, step: int) -> StepEnd:
     begin = time.perf_counter()
     experience = job.feed.take(step)
     collected = time.perf_counter()
-    metrics, tokens, learnt = Metrics(), 0, 0
+    metrics, tokens, learnt, flops = Metrics(), 0, 0, 0.0
     for learner in job.learners.values():
         learner.begin_step(step)
     for batch in job.algorithm.prepare(experience, job.models):
@@ -76,14 +80,18 @@ def _one_step(job: Job, step: int) -> StepEnd:
         for role, loss in job.algorithm.losses.items():
             metrics.merge(job.learners[role].forward_backward(batch, loss)[0])
             metrics.merge(job.learners[role].optim_step())
+            flops += job.flops[role](batch)
     job.device.synchronize()
     end = time.perf_counter()
+    device_s = (end - begin) * job.peers.size
     described, samples = job.algorithm.describe(step, experience)
     values = {
         **metrics.result(),
         **described,
         "train/tokens": float(learnt),
-        "perf/tokens_per_s": tokens / (end - begin),
+        "perf/tokens_per_s": tokens / device_s,
+        "perf/model_flops": flops,
+        "perf/mfu": flops / device_s / job.peak_flops,
         "perf/step_s": end - begin,
         "perf/peak_memory_bytes": float(max(job.peers.gather(job.device.peak_memory_bytes()))),
         "time/collect_s": collected - begin,

@@ -50,6 +50,8 @@ def job(callbacks: list[Callback], steps: int = 6, stop: StopSignal | None = Non
         models={"policy": learner},
         callbacks=callbacks,
         stop=stop or StopSignal(),
+        flops={"policy": lambda batch: 100.0 * batch.num_tokens},
+        peak_flops=1e9,
     )
 
 
@@ -69,12 +71,17 @@ def test_the_numbers_of_a_step() -> None:
         "train/lr",
         "train/tokens",
         "perf/tokens_per_s",
+        "perf/model_flops",
+        "perf/mfu",
         "perf/step_s",
         "perf/peak_memory_bytes",
         "time/collect_s",
         "time/update_s",
     }
     assert seen["train/tokens"] == 3.0
+    tokens = seen["perf/tokens_per_s"] * seen["perf/step_s"]
+    assert seen["perf/model_flops"] == pytest.approx(100 * tokens)
+    assert seen["perf/mfu"] == pytest.approx(1e-7 * seen["perf/tokens_per_s"])
 
 
 class Kill(NoOp):

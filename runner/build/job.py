@@ -33,6 +33,7 @@ from runner.callback.stall import StallWatch
 from runner.callback.sync import Sync
 from runner.checkpoint.store import CheckpointStore
 from runner.decisions import Decisions
+from runner.device.peak import peak
 from runner.errors import CheckpointError
 from runner.evaluator import Report
 from runner.feed import Feed
@@ -134,6 +135,8 @@ def build(
         models=models.all,
         callbacks=callbacks,
         stop=stop,
+        flops={role: one.update_of for role, one in models.flops.items()},
+        peak_flops=peak(device, model.compute_type, decide).flops,
         closing=(activity.close, store.close, *(one.close for one in (reward, publisher, sampler) if one is not None)),
     )
     built = Built(job, model, store, _sections(job), _identity(spec, data, models, world), data, world)

@@ -10,6 +10,7 @@ from runner.build.parts import build_frozen, build_learner, build_model
 from runner.decisions import Decisions
 from runner.frozen import FrozenModel
 from runner.learner import LocalLearner
+from runner.model.flops import ModelFlops
 from runner.parallelism.world import World
 from runner.protocols import Device, Model, Role
 from runner.spec.job import JobSpec
@@ -17,11 +18,13 @@ from runner.spec.job import JobSpec
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What a job computes with. model: what the first learner, `main`, trains: the policy, where there is one."""
+    """What a job computes with. model: what the first learner, `main`, trains: the policy, where there is one; flops:
+    of what learns."""
 
     learners: Mapping[Role, LocalLearner]
     frozen: Mapping[Role, FrozenModel]
     model: Any
+    flops: Mapping[Role, ModelFlops]
 
     @property
     def main(self) -> LocalLearner:
@@ -46,4 +49,4 @@ def build_models(spec: JobSpec, tokenizer: Any, device: Device, world: World, de
         role: build_frozen(spec, role, one, model, tokenizer, device, world, decide)
         for role, one in spec.algorithm.frozen().items()
     }
-    return Models(learners, frozen, model)
+    return Models(learners, frozen, model, {role: one.flops for role, one in made.items()})

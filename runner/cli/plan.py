@@ -8,7 +8,7 @@ from argparse import Namespace
 
 from runner.cli.args import UsageError
 from runner.cli.compose import SPEC, compose_job, re_decode
-from runner.plan.cards import CARDS, USUAL, Card
+from runner.device.cards import CARDS, USUAL, Card
 from runner.spec.job import JobSpec
 
 

@@ -42,6 +42,10 @@ class DeviceConfig(ComponentConfig):
     def preflight(self) -> None:
         """Raise EnvironmentProblem if the device cannot work; answers without importing torch."""
 
+    def matmul_precision(self, dtype: str) -> str:
+        """What matrix products of tensors of `dtype` are computed in: a data type, or tf32."""
+        return dtype
+
     def environment(self, job: Any) -> Sequence[Preset]:
         """The environment variables that a job on this device wants, to be set before torch is imported."""
         return ()
@@ -77,6 +81,9 @@ class CudaConfig(DeviceConfig):
     @property
     def kind(self) -> Kind:
         return CUDA
+
+    def matmul_precision(self, dtype: str) -> str:
+        return "tf32" if dtype == "float32" and self.tf32 else dtype
 
     def environment(self, job: Any) -> Sequence[Preset]:
         return (*((CUDA_DETERMINISTIC,) if self.deterministic else ()), *engine(job))

@@ -51,6 +51,10 @@ class Cpu:
         """Of this process."""
         return (own_process(),)
 
+    def matmul_precision(self, dtype: torch.dtype) -> str:
+        """As the options say."""
+        return self.config.matmul_precision(str(dtype).removeprefix("torch."))
+
     def lacks(self, dtype: torch.dtype) -> str | None:
         """Nothing."""
         return None

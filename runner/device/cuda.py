@@ -58,6 +58,10 @@ class Cuda:
         uuid = str(torch.cuda.get_device_properties(self.torch_device).uuid)
         return gpu(uuid), partial(allocator, self.torch_device)
 
+    def matmul_precision(self, dtype: torch.dtype) -> str:
+        """As the options say."""
+        return self.config.matmul_precision(str(dtype).removeprefix("torch."))
+
     def lacks(self, dtype: torch.dtype) -> str | None:
         """Nothing: what an old card does not have, torch computes in float32."""
         return None

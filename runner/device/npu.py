@@ -66,6 +66,10 @@ class Npu:
         index = self.torch_device.index
         return npu(index, os.environ.get(VARIABLES["npu"])), partial(allocator, self.torch_device)
 
+    def matmul_precision(self, dtype: torch.dtype) -> str:
+        """As the options say."""
+        return self.config.matmul_precision(str(dtype).removeprefix("torch."))
+
     def lacks(self, dtype: torch.dtype) -> str | None:
         """bfloat16, where the card is older than A2."""
         if dtype != torch.bfloat16 or self._operators.npu.is_bf16_supported():

@@ -26,6 +26,7 @@ from runner.model.compiled import Compiled, refuse_without_compiler
 from runner.model.config import ModelConfig
 from runner.model.context import Ranks, Sharing, Style, Tokens
 from runner.model.dropout import largest, switch_off
+from runner.model.flops import model_flops
 from runner.model.positions import check_rows, longest_row
 from runner.model.probe import PROBE_ROWS, close, kernel_objection, packed_objection
 from runner.model.published import Published, Way
@@ -73,6 +74,7 @@ class RaggedModel:
         self.longest = longest_row(self.inner.config)  # row in tokens, and why; None = no limit
         self.device: torch.device = self.inner.device
         self.stage: Stage = UNDIVIDED
+        self.flops = model_flops(module, self.inner)  # while it is whole
         self._training = True
         self._kernel: VarlenAttention | None = None
         self._compiled: Compiled | None = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from runner.device.cards import Card
 from runner.errors import SpecError
-from runner.plan.cards import Card
 from runner.plan.changes import STEPS, Change, Step
 from runner.plan.estimate import Band, estimate
 from runner.spec.job import JobSpec

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from runner.device.cards import HCCL_BUFFERS, Card
 from runner.errors import Problem, SpecError
 from runner.parallelism.mesh import Mesh
 from runner.plan.architecture import architecture
-from runner.plan.cards import HCCL_BUFFERS, Card
 from runner.plan.measure import Passes
 from runner.plan.model import of_experts, sliced
 from runner.plan.sampling import Engine, Samplers, asleep, engine_of, least_seconds, samplers_of, shelf_of
@@ -132,7 +132,7 @@ def estimate(spec: JobSpec, card: Card | None = None) -> Estimate:
     engine = engine_of(spec, shape, whole, card)
     beside = None if spec.launch.samplers else engine
     samplers = samplers_of(spec, shape, whole, engine)
-    least = least_seconds(spec, shape, whole, card) if spec.algorithm.samples else None
+    least = least_seconds(spec, whole, card) if spec.algorithm.samples else None
     shelf = shelf_of(spec, whole, spread)
     plans = []
     for stage in spread.stages(shape.get_text_config().num_hidden_layers):

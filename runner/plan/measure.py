@@ -21,11 +21,11 @@ from torch.utils.hooks import RemovableHandle
 
 from runner.batch import Batch, pack
 from runner.decisions import Decisions
+from runner.model.flops import is_expert
 from runner.plan.model import cut, layers, made, mix, period, samples, unmixed
 from runner.plan.operators import fused_attention
 from runner.plan.spread import Spread
 from runner.plan.tracking import META, Kind, Tracker, keep_gradients
-from runner.plan.weights import is_expert
 from runner.spec.base import Head
 from runner.spec.job import JobSpec
 

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from math import ceil, lcm
 from typing import Any
 
+from runner.device.cards import GIB, Card
 from runner.model.build import DTYPES
-from runner.plan.cards import GIB, Card
+from runner.model.flops import head_size
 from runner.plan.measure import longest
 from runner.plan.spread import Spread
 from runner.plan.term import Term
-from runner.plan.traffic import computing, head_size, multiplying, size_of
+from runner.plan.traffic import computing, peak_flops, size_of
 from runner.plan.weights import Part, Weights
 from runner.sampler.base import DrawingConfig
 from runner.sampler.server.config import VllmServerConfig
@@ -187,16 +188,17 @@ def _sent(spec: JobSpec, model: Weights, size: int | None, way: str | None) -> i
     return part.bytes if size is None else size * (part.trained + part.frozen)
 
 
-def least_seconds(spec: JobSpec, shape: Any, whole: Mapping[str, Weights], card: Card | None) -> float | None:
+def least_seconds(spec: JobSpec, whole: Mapping[str, Weights], card: Card | None) -> float | None:
     """Below this many seconds no card samples a step whose answers are all of the greatest length: every token after
     the first reads all weights that multiply, once for the answers in work at once, and computes with each of them.
     None where the card's figures are not known, or a server samples (Kwon et al., 2309.06180, section 2.2: reading is
     what takes time)."""
-    if card is None or card.bandwidth is None or card.flops is None or spec.sampler.served:
+    peak = peak_flops(spec, card)
+    if card is None or card.bandwidth is None or peak is None or spec.sampler.served:
         return None
     many = drawing(spec)
     rows, share = at_once(spec, many), ceil(answers(spec) / many)
-    numbers = multiplying(shape.get_text_config(), next(iter(whole.values()))) / spec.sampler.cards()
+    numbers = next(iter(whole.values())).flops.weights.total / spec.sampler.cards()
     reading = numbers * size_of(computing(spec)) / card.bandwidth
     tokens = spec.sampler.answer_tokens() - 1
-    return tokens * max(share // rows * reading, 2 * numbers * share / card.flops)
+    return tokens * max(share // rows * reading, 2 * numbers * share / peak)

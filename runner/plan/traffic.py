@@ -6,7 +6,7 @@ reduce-scatter and an all-to-all n·(p−1)/p.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, lcm
@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from runner.device.cards import Card
 from runner.model.build import DTYPES
+from runner.model.flops import head_size, row_pairs
 from runner.plan.measure import longest
 from runner.plan.spread import Spread, Stage
 from runner.plan.weights import Weights
@@ -23,11 +25,13 @@ from runner.spec.job import JobSpec
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of one rank and step: tokens (of which cp ranks each have their share), floating-point operations of the update,
-    micro-batches, and bytes sent, by what for. bubble: the share of the step for which a stage waits."""
+    """Of one rank and step: tokens (of which cp ranks each have their share), floating-point operations of the update
+    (see `model.flops`), those that are done again, micro-batches, and bytes sent, by what for. bubble: the share of the
+    step for which a stage waits."""
 
     tokens: int
     flops: float
+    recomputed_flops: float
     micro_batches: int
     sending: Mapping[str, int]
     bubble: float
@@ -48,8 +52,9 @@ def work_of(
     tokens = ceil(rows * longest(spec) / mesh.data)
     cuts = ceil(tokens / spec.algorithm.micro_batch_tokens)
     traffic = Traffic(spec, shape, spread, stage, tokens, cuts, len(whole))
-    flops = tokens * flops_per_token(spec, shape, whole) / (mesh.tp * mesh.cp * mesh.pp)
-    return Work(tokens, flops, cuts, traffic.sending(own), spread.bubble(cuts))
+    together = mesh.tp * mesh.cp * mesh.pp
+    flops, again = (count / together for count in flops_of(spec, whole.values(), tokens))
+    return Work(tokens, flops, again, cuts, traffic.sending(own), spread.bubble(cuts))
 
 
 @dataclass(frozen=True)
@@ -159,19 +164,21 @@ def attending(inner: Any, spread: Spread) -> tuple[int, int]:
     return heads, kv if spread.ring else lcm(kv, spread.mesh.cp)
 
 
-def flops_per_token(spec: JobSpec, shape: Any, models: Mapping[str, Weights]) -> float:
-    """Operations of the update for one token of a row of the greatest length: 2 per weight that multiplies and pass
-    (Kaplan et al., 2001.08361, section 2.1), and those of causal attention; a frozen weight has no gradient."""
-    inner = shape.get_text_config()
-    width = inner.num_attention_heads * head_size(inner)
-    attention = 2.0 * inner.num_hidden_layers * width * longest(spec)  # 4·width per pair, and half of the pairs
+def flops_of(spec: JobSpec, models: Iterable[Weights], tokens: int) -> tuple[float, float]:
+    """Operations of the update for so many tokens in rows of the greatest length, all of them predicted; and those of
+    what is computed again."""
+    row = longest(spec)
     products, attending = _recomputed(spec)
-    total = 0.0
-    for model in models.values():
-        used = multiplying(inner, model)
-        backward = 2 if model.all.trained > model.all.frozen else 1
-        total += 2 * used * (1 + backward + products) + attention * (3 + attending)
-    return total
+    update = again = 0.0
+
+    def pairs(window: int | None) -> float:
+        return tokens / row * row_pairs(row, window)
+
+    for model in models:
+        weights = model.flops.weights
+        update += model.flops.update(tokens, tokens, pairs)
+        again += products * 2 * tokens * (weights.trained + weights.frozen) + attending * model.flops.attending(pairs)
+    return update, again
 
 
 def _recomputed(spec: JobSpec) -> tuple[float, float]:
@@ -182,14 +189,15 @@ def _recomputed(spec: JobSpec) -> tuple[float, float]:
     return (1 / int(way), 1 / int(way)) if way else (0.0, 0.0)  # true is 1: every layer
 
 
-def multiplying(inner: Any, model: Weights) -> float:
-    """Weights that a token is multiplied with: no embedding that is only looked up, and of experts those it takes."""
-    looked_up = 0 if inner.tie_word_embeddings else inner.vocab_size * inner.hidden_size
-    experts = getattr(inner, "num_experts", 0) or 0
-    if not experts:
-        return float(model.total - looked_up)
-    one = 3 * inner.hidden_size * inner.moe_intermediate_size * inner.num_hidden_layers
-    return float(model.total - looked_up - one * (experts - inner.num_experts_per_tok))
+def peak_flops(spec: JobSpec, card: Card | None) -> float | None:
+    """The most that a card computes per second in what the job's products are computed in; None where no figure is
+    known."""
+    return None if card is None else card.flops.get(matmul_precision(spec))
+
+
+def matmul_precision(spec: JobSpec) -> str:
+    """What the job's products are computed in: a data type, or tf32."""
+    return spec.device.matmul_precision(str(computing(spec)).removeprefix("torch."))
 
 
 def computing(spec: JobSpec) -> torch.dtype:
@@ -200,8 +208,3 @@ def computing(spec: JobSpec) -> torch.dtype:
 def size_of(dtype: torch.dtype) -> int:
     """Bytes of a number."""
     return torch.empty((), dtype=dtype).element_size()
-
-
-def head_size(inner: Any) -> int:
-    """Features of an attention head."""
-    return int(getattr(inner, "head_dim", None) or inner.hidden_size // inner.num_attention_heads)

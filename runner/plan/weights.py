@@ -5,13 +5,14 @@ architecture ──meta──▶ model with its adapter ──by layer──▶ 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
 from torch import Tensor, nn
 
+from runner.model.flops import MatmulWeights, ModelFlops, attention_widths, is_expert, matmul_weights
 from runner.parallelism.experts import refuse_adapters
 from runner.plan.model import cut, layers, made, period, samples
 from runner.spec.base import Head
@@ -53,13 +54,15 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Weights:
     """A model's parameters by where they lie: of each decoder layer, without its experts, and those; `first`: the
-    embedding; `last`: all else; `tied`: what the head shares with the embedding, and has to have where that is not."""
+    embedding; `last`: all else; `tied`: what the head shares with the embedding, and has to have where that is not;
+    `flops`: what its operations follow from."""
 
     layers: tuple[Part, ...]
     experts: tuple[Part, ...]
     first: Part
     last: Part
     tied: Part
+    flops: ModelFlops
 
     @property
     def all(self) -> Part:
@@ -91,12 +94,15 @@ def weights(spec: JobSpec, head: Head, architecture: Any, trains: bool = True) -
         first=first,
         last=last,
         tied=first if shared else Part(),
+        flops=ModelFlops(_matmul_weights(model, places), attention_widths(architecture)),
     )
 
 
-def is_expert(name: str) -> bool:
-    """Whether a parameter of this name is of a layer's experts, of which each token takes some."""
-    return "experts" in name.split(".")
+def _matmul_weights(model: Any, places: Sequence[int]) -> MatmulWeights:
+    """Those of a model whose layers are, in this order, the ones at `places` of `model`."""
+    counted = [matmul_weights(layer, model.inner) for layer in layers(model)]
+    rest = matmul_weights(model.module, model.inner) + sum(counted, MatmulWeights()) * -1
+    return sum((counted[at] for at in places), rest)
 
 
 def _part(layer: nn.Module, trains: bool, experts: bool) -> Part:

@@ -7,16 +7,17 @@ from dataclasses import asdict
 from itertools import product
 from typing import Any
 
+from runner.device.cards import GIB, Card
 from runner.parallelism.mesh import Mesh
 from runner.plan.advice import Advice
-from runner.plan.cards import GIB, Card
 from runner.plan.drawing import drawn
 from runner.plan.estimate import FRAGMENTATION, Band, Estimate
 from runner.plan.sampling import Engine
 from runner.plan.term import Phase
+from runner.plan.traffic import matmul_precision, peak_flops
 from runner.spec.job import JobSpec
 
-FORMAT = 1  # of the JSON; grows when a field changes its meaning or goes
+FORMAT = 2  # of the JSON; grows when a field changes its meaning or goes
 FITS = {"fits": "it fits", "may fit": "it may fit", "does not fit": "it does not fit"}
 
 
@@ -42,7 +43,7 @@ def lines(spec: JobSpec, plan: Estimate, card: Card | None, advice: Advice | Non
         yield f"engine   {_room(plan.engine)}"
     if card:
         yield from _verdict(plan, card, advice)
-    yield from _work(plan, card)
+    yield from _work(spec, plan, card)
     yield from _sampling(spec, plan, card)
     yield from _elsewhere(spec, plan)
 
@@ -129,16 +130,19 @@ def _stage(plan: Estimate) -> str:
     return f"stage {plan.stage.number} ({', '.join([*runs, *ends])})"
 
 
-def _work(plan: Estimate, card: Card | None) -> Iterator[str]:
+def _work(spec: JobSpec, plan: Estimate, card: Card | None) -> Iterator[str]:
     work = plan.work
     of = "a rank" if plan.mesh.world == plan.mesh.data else "for the ranks that work together"
     cuts = f"{work.tokens} tokens {of} if every row is of the greatest length, in {work.micro_batches} micro-batches"
-    if card is None or card.flops is None:
-        yield f"step     {cuts}: {work.flops / 1e12:.3g} TFLOP a rank; how long that takes is not known of this device"
+    again = f" and {work.recomputed_flops / 1e12:.3g} to recompute" if work.recomputed_flops else ""
+    flops = f"{work.flops / 1e12:.3g} TFLOP{again} a rank"
+    peak = peak_flops(spec, card)
+    if card is None or peak is None:
+        yield f"step     {cuts}: {flops}; how long that takes is not known of this device"
     else:
-        least = work.flops / card.flops / (1 - work.bubble)
-        at = f"at least {least:.2g} s at the {card.flops / 1e12:.0f} TFLOP/s of a {card.name}"
-        yield f"step     {cuts}: {work.flops / 1e12:.3g} TFLOP a rank, {at}"
+        least = (work.flops + work.recomputed_flops) / peak / (1 - work.bubble)
+        at = f"at least {least:.2g} s at the {peak / 1e12:.3g} TFLOP/s of a {card.name} in {matmul_precision(spec)}"
+        yield f"step     {cuts}: {flops}, {at}"
         yield "         a bound for the update alone: no card reaches it; sampling and waiting are not in it"
     if work.bubble:
         yield f"bubble   a stage waits for {100 * work.bubble:.0f} % of it; more micro-batches, or chunks, make it less"
@@ -203,7 +207,8 @@ def _places(mesh: Mesh) -> list[dict[str, int]]:
 
 def _step(plan: Estimate) -> Mapping[str, Any]:
     work = plan.work
-    found = {"tokens": work.tokens, "flops": work.flops, "micro_batches": work.micro_batches, "sent_bytes": work.sent}
+    found = {"tokens": work.tokens, "flops": work.flops, "recomputed_flops": work.recomputed_flops}
+    found |= {"micro_batches": work.micro_batches, "sent_bytes": work.sent}
     return found | {"sending": dict(work.sending), "bubble": work.bubble, "sampling_s": plan.sampling_s}
 
 

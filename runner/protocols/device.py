@@ -70,6 +70,9 @@ class Device(Protocol):
     # each tells, by name, what the device is doing now: busy, temperature, memory; may take a second
     def readings(self) -> Sequence[Callable[[], Mapping[str, float]]]: ...
 
+    # what matrix products of `dtype` are computed in: a data type, or tf32
+    def matmul_precision(self, dtype: torch.dtype) -> str: ...
+
     def lacks(self, dtype: torch.dtype) -> str | None: ...  # why it cannot compute with it; None where it can
 
     def attention(self, dtype: torch.dtype) -> VarlenAttention | None: ...  # None: torch's own, row by row

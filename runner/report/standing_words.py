@@ -12,7 +12,7 @@ from runner.tracker.text import counted, duration, number, size, visible
 # Lines of numbers: what each is about, and how the names begin that stand in it, in their order.
 LINES = {
     "learns": ("reward/mean", "train/loss", "train/grad_norm", "eval/"),
-    "times": ("perf/step_s", "perf/tokens_per_s", "time/"),
+    "times": ("perf/step_s", "perf/tokens_per_s", "perf/mfu", "time/"),
     "samples": (
         "rollout/length",
         "rollout/cut_off",

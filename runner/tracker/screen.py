@@ -31,7 +31,7 @@ CURVES: tuple[tuple[str, str, Better], ...] = (
 )
 # Metrics that a plain line shows, in this order.
 PLAIN = (
-    *(name for name, _, _ in CURVES), "train/grad_norm", "train/lr", "perf/tokens_per_s",
+    *(name for name, _, _ in CURVES), "train/grad_norm", "train/lr", "perf/tokens_per_s", "perf/mfu",
 )  # fmt: skip
 EQUAL = "reward/zero_variance"  # share of the groups that teach nothing; shown where there is any
 SAMPLE_CHARACTERS = 400
@@ -171,6 +171,7 @@ def _figure_rows(progress: Progress) -> list[Text]:
 
     shown = (
         ("speed", "perf/tokens_per_s", lambda v: f"{rate(v)} tok/s"),
+        ("MFU", "perf/mfu", lambda v: f"{v:.1%}"),
         ("step time", "perf/step_s", lambda v: f"{number(v)} s"),
         ("memory", "perf/peak_memory_bytes", size),
         ("lr", "train/lr", number),

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from runner.device.cards import CARDS, GIB, HCCL_BUFFERS, Card
 from runner.errors import SpecError
+from runner.model.flops import ModelFlops
 from runner.parallelism.mesh import Mesh
 from runner.plan.advice import advise
-from runner.plan.cards import CARDS, GIB, HCCL_BUFFERS, Card
 from runner.plan.changes import engine_s_share, sharding, sharing_rows, spreading_experts
 from runner.plan.drawing import drawn
 from runner.plan.estimate import FRAGMENTATION, Estimate, estimate
@@ -50,10 +51,20 @@ def test_copies_of_a_model_hold_what_one_holds(compose: Any) -> None:
 
 def test_the_arithmetic_of_an_update(compose: Any) -> None:
     plan = estimate(compose("+recipe=sft_demo", *SMALL, "algorithm.batch_size=8"))
-    numbers = plan.models["policy"].total - 512 * 64  # the embedding is looked up
-    attention = 2 * 2 * 64 * 64  # layers × width × length, halved for causality
+    matrices = 2 * (4 * 64 * 64 + 3 * 64 * 128) + 512 * 64  # layers, LM head; the embedding is looked up
+    attention = 2 * 4 * 64 * 64 * 65 // 2  # layers · 4 · width, for each pair that the causal mask leaves of a row
     assert plan.work.tokens == 8 * 64
-    assert plan.work.flops == plan.work.tokens * 3 * (2 * numbers + attention)
+    assert plan.work.flops == 3 * (plan.work.tokens * 2 * matrices + 8 * attention)
+    assert plan.work.recomputed_flops == 0
+
+
+def test_what_is_recomputed_is_counted_apart(compose: Any) -> None:
+    words = ("+recipe=sft_demo", *SMALL, "algorithm.batch_size=8")
+    whole, half = (estimate(compose(*words, f"model.gradient_checkpointing={way}")) for way in ("true", "selective"))
+    layers = 2 * (4 * 64 * 64 + 3 * 64 * 128)
+    assert half.work.recomputed_flops == whole.work.tokens * layers
+    assert whole.work.recomputed_flops == whole.work.tokens * 2 * layers + 8 * 2 * 4 * 64 * 64 * 65 // 2
+    assert whole.work.flops == half.work.flops == estimate(compose(*words)).work.flops
 
 
 def test_sampling_holds_keys_and_values_of_its_rows(compose: Any) -> None:
@@ -90,10 +101,10 @@ def test_versions_of_a_lag_wait_on_the_host_where_others_sample(compose: Any) ->
 
 def test_the_least_that_sampling_takes(compose: Any) -> None:
     spec = compose("+recipe=grpo_demo", *OWN, "algorithm.batch_size=4")  # 32 answers of 8 tokens, 16 at once
-    numbers = estimate(spec).models["policy"].total - 512 * spec.model.hidden_size  # the embedding is looked up
-    slow = Card("toy", "cuda", GIB, 1e30, (0, 0), bandwidth=1.0)
+    numbers = 2 * (4 * 128 * 128 + 3 * 128 * 384) + 512 * 128  # layers, LM head; the embedding is looked up
+    slow = Card("toy", "cuda", GIB, {"float32": 1e30}, (0, 0), bandwidth=1.0)
     assert estimate(spec, slow).sampling_s == 7 * 2 * numbers * 4
-    busy = Card("toy", "cuda", GIB, 1.0, (0, 0), bandwidth=1e30)
+    busy = Card("toy", "cuda", GIB, {"float32": 1.0}, (0, 0), bandwidth=1e30)
     assert estimate(spec, busy).sampling_s == 7 * 2 * numbers * 32
     assert estimate(spec, CARDS["910B"]).sampling_s is None
 
@@ -104,7 +115,7 @@ def engine(plan: Estimate) -> Engine:
 
 
 VLLM = (*OWN, "sampler=vllm")
-TOY = Card("toy", "cuda", GIB, 1.0, (0, 0), bandwidth=1.0)
+TOY = Card("toy", "cuda", GIB, {"float32": 1.0}, (0, 0), bandwidth=1.0)
 
 
 def test_an_engine_beside_a_rank_takes_its_share_of_the_card_while_it_is_awake(compose: Any) -> None:
@@ -141,7 +152,7 @@ def test_an_engine_over_two_devices_has_half_of_the_model_on_each(compose: Any) 
 def test_an_engine_without_room_for_an_answer_does_not_fit(compose: Any) -> None:
     words = ("+recipe=grpo_demo", *VLLM, "device=cuda", "launch.samplers=1")
     model = estimate(compose(*words), TOY).models["policy"].all.bytes
-    small = Card("toy", "cuda", round(model * 1.2), None, (0, 0))
+    small = Card("toy", "cuda", round(model * 1.2), {}, (0, 0))
     spec = compose(*words, "sampler.memory=0.5")
     plan = estimate(spec, small)
     assert engine(plan).rows == 0 and verdict(plan, small) == "does not fit"
@@ -281,7 +292,7 @@ def test_what_a_stage_has_of_tied_weights_and_of_several_runs() -> None:
         Part(trained=3, trained_bytes=12),
         Part(trained=2, trained_bytes=8),
     )
-    model = Weights((layer,) * 7, (Part(),) * 7, first=tied, last=end, tied=tied)
+    model = Weights((layer,) * 7, (Part(),) * 7, first=tied, last=end, tied=tied, flops=ModelFlops())
     first, last = (spread := on(Mesh(pp=2), chunks=2)).stages(7)
     assert (first.runs, last.runs) == ([(0, 2), (4, 6)], [(2, 4), (6, 7)])
     assert spread.held(model, first) == tied + layer * 4 and spread.held(model, last) == end + tied + layer * 3

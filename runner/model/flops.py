@@ -1,0 +1,152 @@
+"""Floating-point operations of a model's update: the one count that a run's metrics, a plan and a benchmark share.
+
+    matrix products   2 per weight and token, forward; as many for the gradient of what goes into it; as many for the
+                      gradient of the weight, unless it is frozen
+    attention         2 · (d of keys + d of values) per head and pair of tokens of which one sees the other, forward;
+                      twice as many backward
+    LM head           as a matrix product, for the tokens with weight alone
+
+Counted is what a model needs, whatever computes it: a shared prompt once, a pair that the causal mask or a window hides
+not at all, nothing for padding or for what is computed again (activation checkpointing). Left out are norms, activation
+functions, softmax and the optimizer (less than a hundredth of it in models of ordinary width), and the recurrence of
+layers that are no attention. The gradient of inputs is counted of every layer, though the first one's has no reader
+where the embedding is frozen. Of experts a token pays for those that it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from torch import nn
+
+from runner.batch import Batch
+
+NOT_ATTENTION = (
+    "linear",
+    "mamba",
+    "conv",
+    "recurrent",
+)  # how the kinds of layers begin that no pair of tokens meets in
+UNUSED = "original_module"  # what peft keeps of a module of which it trains a copy
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulWeights:
+    """Numbers of weights that a token is multiplied with, by whether they learn: the layers', and the head's."""
+
+    trained: float = 0
+    frozen: float = 0
+    head_trained: float = 0
+    head_frozen: float = 0
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.trained + self.frozen + self.head_trained + self.head_frozen
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __mul__(self, times: int) -> Self:
+        return type(self)(*(getattr(self, f.name) * times for f in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFlops:
+    """What the operations of one model's passes follow from. attention: of each window (None: every earlier token is
+    seen) the sum over its layers of heads · (d of keys + d of values)."""
+
+    weights: MatmulWeights = MatmulWeights()
+    attention: tuple[tuple[int | None, int], ...] = ()
+
+    def update(self, tokens: float, predicted: float, pairs: Callable[[int | None], float]) -> float:
+        """A forward and backward pass over so many tokens, of which so many are predicted; pairs: by window, how many
+        pairs of tokens see each other."""
+        weights = self.weights
+        layers = tokens * (4 * weights.frozen + 6 * weights.trained)
+        head = predicted * (4 * weights.head_frozen + 6 * weights.head_trained)
+        return layers + head + 3 * self.attending(pairs)
+
+    def attending(self, pairs: Callable[[int | None], float]) -> float:
+        """Attention of a forward pass."""
+        return 2 * sum(width * pairs(window) for window, width in self.attention)
+
+    def update_of(self, batch: Batch) -> float:
+        """The same of a batch that knows its totals."""
+        seen = batch.structure.tokens["positions"] + 1
+
+        def pairs(window: int | None) -> int:
+            return int((seen if window is None else seen.clamp(max=window)).sum())
+
+        return self.update(batch.num_tokens, batch.totals["tokens"], pairs)
+
+
+def row_pairs(length: int, window: int | None) -> int:
+    """The pairs of tokens of a row that see each other, each with itself included."""
+    reach = length if window is None else min(length, window)
+    return reach * (reach + 1) // 2 + (length - reach) * reach
+
+
+def model_flops(module: nn.Module, inner: Any) -> ModelFlops:
+    """Those of a whole model, before it is sharded: `inner`, a transformers model, inside `module` with its adapter."""
+    return ModelFlops(matmul_weights(module, inner), attention_widths(inner.config))
+
+
+def matmul_weights(part: nn.Module, inner: Any) -> MatmulWeights:
+    """Those of a part of `inner`: its matrices, without embeddings that are looked up alone."""
+    output = inner.get_output_embeddings()
+    head = {id(p) for p in output.parameters()} if output is not None else set()
+    embeddings = (m for m in part.modules() if isinstance(m, nn.Embedding))
+    looked_up = {id(p) for m in embeddings for p in m.parameters(recurse=False)}
+    share = taken_share(inner.config.get_text_config())
+    found = MatmulWeights()
+    for name, p in part.named_parameters():
+        if p.ndim < 2 or UNUSED in name.split("."):
+            continue
+        if id(p) in head:
+            found += MatmulWeights(**{"head_trained" if p.requires_grad else "head_frozen": p.numel()})
+        elif id(p) not in looked_up:
+            taken = p.numel() * (share if is_expert(name) else 1)
+            found += MatmulWeights(**{"trained" if p.requires_grad else "frozen": taken})
+    return found
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter of this name is of a layer's experts, of which each token takes some."""
+    return "experts" in name.split(".")
+
+
+def taken_share(config: Any) -> float:
+    """The share of a layer's experts that a token goes through."""
+    experts = next(
+        (n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := _of(config, key))), 0
+    )
+    return _of(config, "num_experts_per_tok") / experts if experts else 1.0
+
+
+def attention_widths(config: Any) -> tuple[tuple[int | None, int], ...]:
+    """See `ModelFlops`; of a transformers config."""
+    inner = config.get_text_config()
+    size = head_size(inner)
+    latent = _of(inner, "qk_nope_head_dim") + _of(inner, "qk_rope_head_dim")  # of multi-head latent attention
+    width = _of(inner, "num_attention_heads") * ((latent or size) + (_of(inner, "v_head_dim") or size))
+    window = getattr(inner, "sliding_window", None)
+    kinds = getattr(inner, "layer_types", None)
+    windows = [window] * inner.num_hidden_layers
+    if kinds:
+        reach = {"sliding_attention": window, "chunked_attention": getattr(inner, "attention_chunk_size", None)}
+        windows = [reach.get(kind) for kind in kinds if not kind.startswith(NOT_ATTENTION)]
+    elif not getattr(inner, "use_sliding_window", True):
+        windows = [None] * inner.num_hidden_layers
+    return tuple((one, width * windows.count(one)) for one in dict.fromkeys(windows))
+
+
+def head_size(inner: Any) -> int:
+    """Features of an attention head."""
+    return int(getattr(inner, "head_dim", None) or inner.hidden_size // inner.num_attention_heads)
+
+
+def _of(config: Any, name: str) -> int:
+    return int(getattr(config, name, None) or 0)
