@@ -7,7 +7,7 @@
     ├── DataError                   3   the data cannot be used as it is
     ├── CheckpointError             4   checkpoints exist and none is whole, or one does not fit
     ├── TrainingDiverged            5   a numeric guard stopped the run
-    ├── Disagreement                5   `run parity`: another device does not compute the same
+    ├── Disagreement                5   `run parity`: another device does not compute the same; a bound of `run bench`
     ├── DeadlineExceeded            6   something hung
     ├── StorageError                7   disk full, read-only, I/O error
     ├── SecurityRefusal             8   something asked to run code or to leak a secret
@@ -80,7 +80,7 @@ class TrainingDiverged(RunnerError):
 
 
 class Disagreement(RunnerError):
-    """A device does not compute what another one did."""
+    """A device does not compute what another one did, or less than a bound asks for."""
 
     exit_code = 5
 

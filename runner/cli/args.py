@@ -29,6 +29,7 @@ VERBS = {
     "diff": "what differs between two runs in config, code, versions and data, and both curves; `run diff A B`",
     "doctor": "what this machine has, what is wrong with it, and what to type; `run doctor device=npu`",
     "plan": "what a job takes on which cards, without one, in seconds; `run plan +recipe=sft_npu launch.devices=8`",
+    "bench": "tokens/s, MFU and memory on this device beside bare loops; `run bench device=cuda --compare FILE`",
     "parity": "whether another device computes the same; `run parity --record cpu`, then `--compare FILE device=npu`",
 }
 WORDS = {
@@ -45,6 +46,7 @@ WORDS = {
     "diff": "two runs, each latest or a folder",
     "doctor": "device=NAME (all that are there)",
     "plan": "a job as for run",
+    "bench": "device=NAME, and what else every case is to have",
     "parity": "with --record a job as for run; with --compare device=NAME and what else a machine has of its own",
 }
 ACTIONS = ("resume", "status", "report")  # of run sweep
@@ -193,6 +195,14 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     _config_dir(parser)
 
 
+def _bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the JSON (bench-<date>-<time>.json)")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="show ratios against an earlier JSON")
+    parser.add_argument(
+        "--min-mfu", type=_share, metavar="SHARE", help="exit with 5 if an SFT case has less, e.g. 20%%"
+    )
+
+
 def _parity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--record", metavar="FILE", help="run a job's first steps and keep them; or a device")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="run the recorded steps here, and compare")
@@ -269,5 +279,6 @@ _OPTIONS = {
     "diff": _diff,
     "doctor": _doctor,
     "plan": _plan,
+    "bench": _bench,
     "parity": _parity,
 }

@@ -25,6 +25,7 @@ HANDLERS = {
     "export": "runner.cli.job:export",
     "doctor": "runner.cli.doctor:show",
     "plan": "runner.cli.plan:show",
+    "bench": "runner.cli.bench:run",
     "parity": "runner.cli.parity:run",
     "sweep": "runner.cli.sweep:go",
     "report": "runner.cli.report:report",

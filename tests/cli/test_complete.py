@@ -41,6 +41,7 @@ def completed(
         ("run infer latest --te", ["--temperature"]),
         ("run --sp", ["--spec"]),
         ("run parity --com", ["--compare"]),
+        ("run bench --min", ["--min-mfu"]),
         ("run parity --record cpu optimizer.l", ["optimizer.lr="]),
         ("run --mul", ["--multirun"]),
         ("run sweep re", ["report", "resume"]),

@@ -151,7 +151,7 @@ def test_usage_errors_exit_2_and_say_what_to_type(
 
 def test_an_unknown_verb_is_answered_with_the_list(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, _, err = in_process(["surgeon"], capsys)
-    for verb in ("list", "explain", "schema", "resume", "infer", "export", "doctor", "parity"):
+    for verb in ("list", "explain", "schema", "resume", "infer", "export", "doctor", "parity", "bench"):
         assert f"\n  {verb} " in err
 
 

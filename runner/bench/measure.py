@@ -1,0 +1,202 @@
+"""Measures a device, and jobs on it beside their bare loops, all in this process.
+
+peak, copy  ──▶ for each case: job ──loop's own metrics──▶ speed, memory ──its batches──▶ bare loop ──▶ speed
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from runner import __version__, build, loop
+from runner.batch import Batch
+from runner.bench.bare import BareLoop
+from runner.callback.record import Record
+from runner.decisions import Decisions
+from runner.device.peak import Peak, measured, peak
+from runner.folder import RunFolder
+from runner.identity import LIBRARIES
+from runner.plan.estimate import estimate
+from runner.plan.traffic import computing
+from runner.protocols import Device
+from runner.signals import StopSignal
+from runner.spec.job import JobSpec
+
+WARM_UP = 1  # steps that do not count
+GIB = 2**30
+COPIED_BYTES = {"cpu": 64 * 2**20}  # elsewhere a quarter of a GiB
+RESET_PEAK = Path("/proc/self/clear_refs")  # Linux: the largest resident set begins anew
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One case. step_s: the median; bare_s: the bare loop's step on the same tokens; peak_bytes: above what was held
+    before the case; planned_bytes: of tensors, by `run plan`; left_out: why there are no numbers, of the job or of the
+    bare loop."""
+
+    name: str
+    tokens: float = 0.0
+    flops: float = 0.0
+    step_s: float | None = None
+    mfu: float | None = None
+    bare_s: float | None = None
+    peak_bytes: int | None = None
+    planned_bytes: int | None = None
+    left_out: str | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as fast as the bare loop."""
+        return self.bare_s / self.step_s if self.bare_s and self.step_s else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of one device."""
+        return self.tokens / self.step_s if self.step_s else None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What was measured of the device itself. peak: what perf/mfu is a share of; matmul_flops: by a product in the
+    precision of the first case; copy_bytes: of its memory per second, read and written."""
+
+    device: Mapping[str, Any]
+    versions: Mapping[str, str]
+    precision: str
+    peak: Peak
+    matmul_flops: float
+    copy_bytes: float
+
+
+def measure_machine(spec: JobSpec, device: Device, decide: Decisions) -> Machine:
+    """Measure the device of a job."""
+    dtype = computing(spec)
+    found = {"name": device.name, **device.describe()}
+    versions = {"runner": __version__} | {name: version(name) for name in LIBRARIES}
+    matmul = measured(device.torch_device, dtype)
+    best = peak(device, dtype, decide)
+    return Machine(found, versions, device.matmul_precision(dtype), best, matmul, copy_bandwidth(device))
+
+
+def copy_bandwidth(device: Device) -> float:
+    """Bytes of the device's memory that the fastest of some copies read and wrote per second."""
+    size = COPIED_BYTES.get(device.torch_device.type, 2**28)
+    source = torch.ones(size // 4, device=device.torch_device)
+    target = torch.zeros_like(source)
+
+    def seconds() -> float:
+        device.synchronize()
+        begin = time.perf_counter()
+        target.copy_(source)
+        device.synchronize()
+        return time.perf_counter() - begin
+
+    return 2 * size / min(seconds() for _ in range(8))
+
+
+def measure(name: str, spec: JobSpec, folder: Path, device: Device, decide: Decisions) -> Measured:
+    """Run one case: the job of `spec`, whose steps but the first count, then the bare loop on the same batches."""
+    planned = estimate(spec).peak.bytes
+    found = Measured(name, planned_bytes=planned)
+    if (lack := _lack(planned, device)) is not None:
+        return replace(found, left_out=lack)
+    _free()
+    _reset_peak(device)
+    before = device.peak_memory_bytes()
+    try:
+        found, batches = _job(found, spec, folder, decide)
+    except torch.OutOfMemoryError:
+        return replace(found, left_out="out of memory")
+    found = replace(found, peak_bytes=device.peak_memory_bytes() - before if _can_reset_peak(device) else None)
+    _free()
+    try:
+        return replace(found, bare_s=_bare(spec, batches, device))
+    except torch.OutOfMemoryError:
+        return replace(found, left_out="bare loop: out of memory")
+    finally:
+        _free()
+
+
+def _lack(planned: int, device: Device) -> str | None:
+    """Why a case with so many bytes of tensors is not tried."""
+    if device.torch_device.type == "cpu":
+        return None
+    free, _ = torch.get_device_module(device.torch_device).mem_get_info(device.torch_device)
+    if planned <= free:
+        return None
+    return f"left out: {planned / GIB:.1f} GiB of tensors by run plan, {free / GIB:.1f} GiB are free"
+
+
+def _job(found: Measured, spec: JobSpec, folder: Path, decide: Decisions) -> tuple[Measured, list[Batch]]:
+    lines: list[Mapping[str, float]] = []
+    batches: list[Batch] = []
+    outlets = build.Outlets(step=(), samples=_drop, rollouts=_drop, say=_say_nothing)
+    run_folder = RunFolder(folder)
+    built = build.build(spec, run_folder, build.build_store(spec, run_folder), decide, StopSignal(), outlets)
+    count = built.job.flops["policy"]
+
+    def counted(batch: Batch) -> float:
+        batches.append(batch)
+        return count(batch)
+
+    record = Record([lambda step, values: lines.append(dict(values))])
+    job = replace(built.job, callbacks=[record], flops={"policy": counted})
+    loop.run(job, 0)
+    counted_lines = lines[WARM_UP:]
+    step_s = median(line["perf/step_s"] for line in counted_lines)
+    flops = median(line["perf/model_flops"] for line in counted_lines)
+    tokens = median(float(batch.num_tokens) for batch in batches[WARM_UP:])
+    mfu = flops / step_s / job.peak_flops
+    return replace(found, tokens=tokens, flops=flops, step_s=step_s, mfu=mfu), batches
+
+
+def _bare(spec: JobSpec, batches: Sequence[Batch], device: Device) -> float:
+    """Seconds of the bare loop's step, the median."""
+    torch.set_deterministic_debug_mode("default")  # nobody asks a bare loop for more; the next job sets its own
+    bare, seconds = BareLoop(spec, device.torch_device), []
+    for batch in batches:
+        device.synchronize()
+        begin = time.perf_counter()
+        bare.step(batch)
+        device.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return median(seconds[WARM_UP:])
+
+
+def _drop(step: int, rows: Any) -> None:
+    """Nobody reads the samples."""
+
+
+def _say_nothing(text: str) -> None:
+    """The table says it."""
+
+
+def _free() -> None:
+    """Give back what the case before held."""
+    gc.collect()
+    with suppress(AttributeError):  # of other C libraries than GNU's, which keeps what was freed
+        ctypes.CDLL(None).malloc_trim(0)
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def _can_reset_peak(device: Device) -> bool:
+    return device.torch_device.type != "cpu" or RESET_PEAK.exists()
+
+
+def _reset_peak(device: Device) -> None:
+    """Let the largest number of bytes held begin anew."""
+    if device.torch_device.type != "cpu":
+        torch.get_device_module(device.torch_device).reset_peak_memory_stats(device.torch_device)
+    elif RESET_PEAK.exists():
+        RESET_PEAK.write_text("5")

@@ -1,0 +1,43 @@
+"""`run bench`: how fast this device is, and the jobs on it beside bare loops. torch is imported on the way."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from runner.bench.cases import cases
+from runner.bench.go import STEPS, bench, read_earlier
+from runner.cli.compose import compose_job
+from runner.device.kinds import CPU
+from runner.errors import EnvironmentProblem
+from runner.folder import shown
+
+
+def run(args: Namespace) -> int:
+    """Measure, print the table, write the JSON; returns 0. Raises Disagreement below --min-mfu."""
+    device = compose_job([word for word in args.words if word.startswith("device")]).spec.device
+    toy = device.kind is CPU or device.name.endswith("_sim")
+    out = args.out or Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}.json")
+    if out.is_dir() or not out.parent.is_dir():
+        raise EnvironmentProblem(f"--out {out}: a file in a folder that exists is expected")
+    earlier = read_earlier(args.compare) if args.compare else None
+    with TemporaryDirectory(prefix="run-bench-") as name:
+        jobs = []
+        for number, case in enumerate(cases(toy)):
+            folder = Path(name) / str(number)
+            folder.mkdir()
+            jobs.append((case, compose_job([*case.job(folder, STEPS[toy]), *args.words]).spec, folder))
+        result = bench(jobs, partial(print, flush=True))
+    out.write_text(json.dumps(result.as_json(), indent=1) + "\n", encoding="utf-8")
+    from runner.bench import report  # torch is there by now
+
+    if earlier is not None:
+        print("\n" + "\n".join(report.compared(result, earlier)))
+    print(f"\nwritten  {shown(out)}")
+    if args.min_mfu is not None:
+        report.refuse_below(result, args.min_mfu)
+    return 0
