@@ -165,8 +165,8 @@ def attending(inner: Any, spread: Spread) -> tuple[int, int]:
 
 
 def flops_of(spec: JobSpec, models: Iterable[Weights], tokens: int) -> tuple[float, float]:
-    """Operations of the update for so many tokens in rows of the greatest length, all of them predicted; and those of
-    what is computed again."""
+    """Operations of the update for so many tokens in rows of the greatest length, all but each row's first of them
+    predicted; and those of what is computed again."""
     row = longest(spec)
     products, attending = _recomputed(spec)
     update = again = 0.0
@@ -176,7 +176,7 @@ def flops_of(spec: JobSpec, models: Iterable[Weights], tokens: int) -> tuple[flo
 
     for model in models:
         weights = model.flops.weights
-        update += model.flops.update(tokens, tokens, pairs)
+        update += model.flops.update(tokens, tokens - tokens / row, pairs)
         again += products * 2 * tokens * (weights.trained + weights.frozen) + attending * model.flops.attending(pairs)
     return update, again
 

@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 
+from runner.batch import pack, with_totals
 from runner.device.cards import CARDS, GIB, HCCL_BUFFERS, Card
 from runner.errors import SpecError
 from runner.model.flops import ModelFlops
 from runner.parallelism.mesh import Mesh
 from runner.plan.advice import advise
+from runner.plan.architecture import architecture
 from runner.plan.changes import engine_s_share, sharding, sharing_rows, spreading_experts
 from runner.plan.drawing import drawn
 from runner.plan.estimate import FRAGMENTATION, Estimate, estimate
+from runner.plan.model import made
 from runner.plan.sampling import ENGINE, POOL, Engine, Samplers
 from runner.plan.weights import Part, Weights
 from runner.plan.words import lines, verdict
@@ -51,11 +54,23 @@ def test_copies_of_a_model_hold_what_one_holds(compose: Any) -> None:
 
 def test_the_arithmetic_of_an_update(compose: Any) -> None:
     plan = estimate(compose("+recipe=sft_demo", *SMALL, "algorithm.batch_size=8"))
-    matrices = 2 * (4 * 64 * 64 + 3 * 64 * 128) + 512 * 64  # layers, LM head; the embedding is looked up
+    layers, head = 2 * (4 * 64 * 64 + 3 * 64 * 128), 512 * 64  # the embedding is looked up
     attention = 2 * 4 * 64 * 64 * 65 // 2  # layers · 4 · width, for each pair that the causal mask leaves of a row
     assert plan.work.tokens == 8 * 64
-    assert plan.work.flops == 3 * (plan.work.tokens * 2 * matrices + 8 * attention)
+    assert plan.work.flops == 3 * (2 * layers * 8 * 64 + 2 * head * 8 * 63 + 8 * attention)
     assert plan.work.recomputed_flops == 0
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+@pytest.mark.parametrize("kind", ["tiny", "tiny_moe"])
+def test_a_plan_counts_what_a_run_counts(compose: Any, kind: str, adapter: str) -> None:
+    own = (f"model={kind}", f"adapter={adapter}", "model.layers=7", "algorithm.batch_size=8")
+    words = (*(word for word in SMALL if "layers" not in word), *own)
+    spec = compose("+recipe=sft_demo", *words)
+    batch = pack([[0] * 64] * 8, [[1.0] * 64] * 8)
+    model = made(spec, "lm", architecture(spec.model)[0])
+    counted = model.flops.update_of(with_totals(batch, batch.count()))
+    assert estimate(spec).work.flops == pytest.approx(counted, rel=1e-12)
 
 
 def test_what_is_recomputed_is_counted_apart(compose: Any) -> None:
