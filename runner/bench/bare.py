@@ -45,7 +45,7 @@ class BareLoop:
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
         if spec.adapter.name != "none":
-            model = _adapted(spec, model)
+            model = _with_adapter(spec, model)
         self.model = model.train()
         self._learning = [p for p in model.parameters() if p.requires_grad]
         own = spec.optimizer
@@ -94,7 +94,7 @@ class BareLoop:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._spec.model.autocast == "bfloat16")
 
 
-def _adapted(spec: JobSpec, model: Any) -> Any:
+def _with_adapter(spec: JobSpec, model: Any) -> Any:
     """With the job's adapter, by peft."""
     import peft
 

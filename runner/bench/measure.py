@@ -23,7 +23,7 @@ from runner.batch import Batch
 from runner.bench.bare import BareLoop
 from runner.callback.record import Record
 from runner.decisions import Decisions
-from runner.device.peak import Peak, measured, peak
+from runner.device.peak import Peak, measure_matmul, peak
 from runner.folder import RunFolder
 from runner.identity import LIBRARIES
 from runner.plan.estimate import estimate
@@ -39,7 +39,7 @@ RESET_PEAK = Path("/proc/self/clear_refs")  # Linux: the largest resident set be
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class CaseResult:
     """One case. step_s: the median; bare_s: the bare loop's step on the same tokens; peak_bytes: above what was held
     before the case; planned_bytes: of tensors, by `run plan`; left_out: why there are no numbers, of the job or of the
     bare loop."""
@@ -66,7 +66,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class DeviceSpeed:
     """What was measured of the device itself. peak: what perf/mfu is a share of; matmul_flops: by a product in the
     precision of the first case; copy_bytes: of its memory per second, read and written."""
 
@@ -78,14 +78,14 @@ class Machine:
     copy_bytes: float
 
 
-def measure_machine(spec: JobSpec, device: Device, decide: Decisions) -> Machine:
+def measure_device(spec: JobSpec, device: Device, decide: Decisions) -> DeviceSpeed:
     """Measure the device of a job."""
     dtype = computing(spec)
     found = {"name": device.name, **device.describe()}
     versions = {"runner": __version__} | {name: version(name) for name in LIBRARIES}
-    matmul = measured(device.torch_device, dtype)
+    matmul = measure_matmul(device.torch_device, dtype)
     best = peak(device, dtype, decide)
-    return Machine(found, versions, device.matmul_precision(dtype), best, matmul, copy_bandwidth(device))
+    return DeviceSpeed(found, versions, device.matmul_precision(dtype), best, matmul, copy_bandwidth(device))
 
 
 def copy_bandwidth(device: Device) -> float:
@@ -104,12 +104,12 @@ def copy_bandwidth(device: Device) -> float:
     return 2 * size / min(seconds() for _ in range(8))
 
 
-def measure(name: str, spec: JobSpec, folder: Path, device: Device, decide: Decisions) -> Measured:
+def measure(name: str, spec: JobSpec, folder: Path, device: Device, decide: Decisions) -> CaseResult:
     """Run one case: the job of `spec`, whose steps but the first count, then the bare loop on the same batches."""
     planned = estimate(spec).peak.bytes
-    found = Measured(name, planned_bytes=planned)
-    if (lack := _lack(planned, device)) is not None:
-        return replace(found, left_out=lack)
+    found = CaseResult(name, planned_bytes=planned)
+    if (shortage := _shortage(planned, device)) is not None:
+        return replace(found, left_out=shortage)
     _free()
     _reset_peak(device)
     before = device.peak_memory_bytes()
@@ -127,7 +127,7 @@ def measure(name: str, spec: JobSpec, folder: Path, device: Device, decide: Deci
         _free()
 
 
-def _lack(planned: int, device: Device) -> str | None:
+def _shortage(planned: int, device: Device) -> str | None:
     """Why a case with so many bytes of tensors is not tried."""
     if device.torch_device.type == "cpu":
         return None
@@ -137,7 +137,7 @@ def _lack(planned: int, device: Device) -> str | None:
     return f"left out: {planned / GIB:.1f} GiB of tensors by run plan, {free / GIB:.1f} GiB are free"
 
 
-def _job(found: Measured, spec: JobSpec, folder: Path, decide: Decisions) -> tuple[Measured, list[Batch]]:
+def _job(found: CaseResult, spec: JobSpec, folder: Path, decide: Decisions) -> tuple[CaseResult, list[Batch]]:
     lines: list[Mapping[str, float]] = []
     batches: list[Batch] = []
     outlets = build.Outlets(step=(), samples=_drop, rollouts=_drop, say=_say_nothing)
@@ -145,16 +145,16 @@ def _job(found: Measured, spec: JobSpec, folder: Path, decide: Decisions) -> tup
     built = build.build(spec, run_folder, build.build_store(spec, run_folder), decide, StopSignal(), outlets)
     count = built.job.flops["policy"]
 
-    def counted(batch: Batch) -> float:
+    def count_and_keep(batch: Batch) -> float:
         batches.append(batch)
         return count(batch)
 
     record = Record([lambda step, values: lines.append(dict(values))])
-    job = replace(built.job, callbacks=[record], flops={"policy": counted})
+    job = replace(built.job, callbacks=[record], flops={"policy": count_and_keep})
     loop.run(job, 0)
-    counted_lines = lines[WARM_UP:]
-    step_s = median(line["perf/step_s"] for line in counted_lines)
-    flops = median(line["perf/model_flops"] for line in counted_lines)
+    measured_lines = lines[WARM_UP:]
+    step_s = median(line["perf/step_s"] for line in measured_lines)
+    flops = median(line["perf/model_flops"] for line in measured_lines)
     tokens = median(float(batch.num_tokens) for batch in batches[WARM_UP:])
     mfu = flops / step_s / job.peak_flops
     return replace(found, tokens=tokens, flops=flops, step_s=step_s, mfu=mfu), batches

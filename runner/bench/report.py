@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from runner.bench.go import FORMAT
-from runner.bench.measure import Machine, Measured
+from runner.bench.measure import CaseResult, DeviceSpeed
+from runner.bench.suite import FORMAT
 from runner.errors import Disagreement
 
 HEAD = ("case", "tokens", "step s", "tokens/s", "MFU", "bare s", "times bare", "peak GiB", "planned")
@@ -16,11 +16,11 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class BenchResult:
     """The device, every case on it, and what was decided and found on the way."""
 
-    machine: Machine
-    cases: Sequence[Measured]
+    machine: DeviceSpeed
+    cases: Sequence[CaseResult]
     records: Mapping[str, Sequence[Mapping[str, str]]]
 
     def as_json(self) -> dict[str, Any]:
@@ -29,7 +29,7 @@ class Result:
         return {"format": FORMAT, "machine": asdict(self.machine), "cases": cases, **self.records}
 
 
-def head(machine: Machine) -> Iterator[str]:
+def head(machine: DeviceSpeed) -> Iterator[str]:
     """What stands above the cases."""
     name = machine.device.get("card", machine.device["name"])
     versions = ", ".join(f"{package} {number}" for package, number in machine.versions.items())
@@ -41,7 +41,7 @@ def head(machine: Machine) -> Iterator[str]:
     yield _line(HEAD)
 
 
-def row(one: Measured) -> str:
+def row(one: CaseResult) -> str:
     """A case as a line of the table."""
     if one.step_s is None or one.mfu is None:
         return f"{one.name.ljust(WIDTHS[0])} {one.left_out}"
@@ -59,7 +59,7 @@ def row(one: Measured) -> str:
     return _line(cells) + (f"  {one.left_out}" if one.left_out else "")
 
 
-def compared(result: Result, earlier: Mapping[str, Any]) -> Iterator[str]:
+def comparison(result: BenchResult, earlier: Mapping[str, Any]) -> Iterator[str]:
     """Each case beside the one of the same name in an earlier JSON."""
     before = {one["name"]: one for one in earlier["cases"]}
     was, now = earlier["machine"]["device"], dict(result.machine.device)
@@ -76,7 +76,7 @@ def compared(result: Result, earlier: Mapping[str, Any]) -> Iterator[str]:
         yield _line((one.name, *speeds, f"{one.mfu:.1%}", f"{old['mfu']:.1%}"))
 
 
-def refuse_below(result: Result, least: float) -> None:
+def refuse_below(result: BenchResult, least: float) -> None:
     """Raise Disagreement where an SFT case has a smaller MFU, or none was measured."""
     sft = [one for one in result.cases if one.name.startswith("sft")]
     low = [f"{one.name} {one.mfu:.1%}" for one in sft if one.mfu is not None and one.mfu < least]

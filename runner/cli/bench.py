@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from runner.bench.cases import cases
-from runner.bench.go import STEPS, bench, read_earlier
+from runner.bench.suite import STEPS, bench, read_earlier
 from runner.cli.compose import compose_job
 from runner.device.kinds import CPU
 from runner.errors import EnvironmentProblem
@@ -36,7 +36,7 @@ def run(args: Namespace) -> int:
     from runner.bench import report  # torch is there by now
 
     if earlier is not None:
-        print("\n" + "\n".join(report.compared(result, earlier)))
+        print("\n" + "\n".join(report.comparison(result, earlier)))
     print(f"\nwritten  {shown(out)}")
     if args.min_mfu is not None:
         report.refuse_below(result, args.min_mfu)

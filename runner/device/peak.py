@@ -31,14 +31,14 @@ def peak(device: Device, dtype: torch.dtype, decide: Decide) -> Peak:
     if card is not None and device.name == card.device and precision in card.flops:
         found = Peak(card.flops[precision], f"a {card.name} in {precision}, from the table of cards")
     else:
-        found = Peak(measured(device.torch_device, dtype), f"measured on this device in {precision}")
+        found = Peak(measure_matmul(device.torch_device, dtype), f"measured on this device in {precision}")
     if device.torch_device.type != "cpu":
         decide.state("perf/mfu", f"a share of {found.flops / 1e12:.4g} TFLOP/s", found.source)
     return found
 
 
 @cache
-def measured(device: torch.device, dtype: torch.dtype) -> float:
+def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
     """Operations per second of the fastest of some products of random matrices; once in a process. Draws from a
     generator of its own."""
     generator = torch.Generator(device).manual_seed(0)

@@ -13,8 +13,8 @@ import torch
 from runner.bench import measure, report
 from runner.bench.bare import side_by_side
 from runner.bench.cases import Case, cases
-from runner.bench.go import bench, read_earlier
-from runner.bench.report import Result
+from runner.bench.report import BenchResult
+from runner.bench.suite import bench, read_earlier
 from runner.cli.args import parse
 from runner.cli.compose import compose_job
 from runner.errors import DataError, Disagreement, SpecError
@@ -40,12 +40,12 @@ def jobs(given: tuple[Case, ...], folder: Path, *words: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, list[str]]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[BenchResult, list[str]]:
     said: list[str] = []
     return bench(jobs(SMALL, tmp_path_factory.mktemp("bench")), said.append), said
 
 
-def test_every_case_is_measured_beside_its_bare_loop(measured: tuple[Result, list[str]]) -> None:
+def test_every_case_is_measured_beside_its_bare_loop(measured: tuple[BenchResult, list[str]]) -> None:
     result, said = measured
     assert [one.name for one in result.cases] == ["sft", "dpo", "grpo"]
     for one in result.cases:
@@ -61,21 +61,21 @@ def test_every_case_is_measured_beside_its_bare_loop(measured: tuple[Result, lis
 
 
 def test_what_was_measured_is_compared_with_what_was_written(
-    measured: tuple[Result, list[str]], tmp_path: Path
+    measured: tuple[BenchResult, list[str]], tmp_path: Path
 ) -> None:
     result, _ = measured
     whole = result.as_json()
     for one in whole["cases"]:
         one["tokens_per_s"] /= 2
     (path := tmp_path / "b.json").write_text(json.dumps(whole))
-    lines = list(report.compared(result, read_earlier(path)))
+    lines = list(report.comparison(result, read_earlier(path)))
     assert len(lines) == 4 and all(" 2.00 " in line for line in lines[1:])
     path.write_text("{}")
     with pytest.raises(DataError, match="what run bench writes"):
         read_earlier(path)
 
 
-def test_a_bound_on_mfu(measured: tuple[Result, list[str]]) -> None:
+def test_a_bound_on_mfu(measured: tuple[BenchResult, list[str]]) -> None:
     result, _ = measured
     report.refuse_below(result, 0.0)
     with pytest.raises(Disagreement, match=r"--min-mfu 99.0%: sft"):

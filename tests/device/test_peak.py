@@ -12,7 +12,7 @@ from runner.decisions import Decisions
 from runner.device.cards import card_of
 from runner.device.config import CpuConfig, CudaConfig
 from runner.device.cpu import Cpu
-from runner.device.peak import measured, peak
+from runner.device.peak import measure_matmul, peak
 from runner.protocols import Device
 
 
@@ -56,11 +56,11 @@ def test_the_peak_of_a_card_is_that_of_what_it_computes_in() -> None:
     assert peak(card(tf32=True), torch.float32, decide).flops == 495e12
     assert peak(card(tf32=False), torch.float32, decide).flops == 67e12
     unknown = peak(card(tf32=False, name="another"), torch.float32, decide)
-    assert unknown.flops == measured(torch.device("cpu"), torch.float32) and "measured" in unknown.source
+    assert unknown.flops == measure_matmul(torch.device("cpu"), torch.float32) and "measured" in unknown.source
 
 
 def test_measuring_draws_nothing_from_the_stream_of_the_process_and_is_done_once() -> None:
-    measured.cache_clear()
+    measure_matmul.cache_clear()
     before = torch.get_rng_state()
     cpu = Cpu(CpuConfig(), decide=Decisions(strict=True))
     found = peak(cpu, torch.float32, Decisions(strict=True))

@@ -1,6 +1,6 @@
 """Runs the cases of `run bench`; torch is imported on the way, not before.
 
-specs ─▶ environment ─▶ torch ─▶ the device itself ─▶ each case: job, bare loop ─▶ Result
+specs ─▶ environment ─▶ torch ─▶ the device itself ─▶ each case: job, bare loop ─▶ BenchResult
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from runner.launch.surroundings import load_torch, set_environment
 from runner.spec.job import JobSpec
 
 if TYPE_CHECKING:
-    from runner.bench.report import Result
+    from runner.bench.report import BenchResult
 
 FORMAT = 1  # of the JSON; grows when a field changes its meaning or goes
 STEPS = {True: 3, False: 6}  # of a case, by whether it is at toy size; the first one does not count
@@ -36,7 +36,7 @@ def read_earlier(path: Path) -> dict[str, Any]:
     return found
 
 
-def bench(jobs: Sequence[tuple[Case, JobSpec, Path]], say: Callable[[str], None]) -> Result:
+def bench(jobs: Sequence[tuple[Case, JobSpec, Path]], say: Callable[[str], None]) -> BenchResult:
     """Measure the device, and every case with its job's spec and the folder for its files; `say` gets the table, a line
     as soon as it is known. Raises SpecError for jobs of several processes."""
     first = jobs[0][1]
@@ -49,12 +49,12 @@ def bench(jobs: Sequence[tuple[Case, JobSpec, Path]], say: Callable[[str], None]
         decide = Decisions(first.strict)
         set_environment(first, decide)
         load_torch(first.device.name)
-        from runner.bench.measure import measure, measure_machine  # torch is imported here
-        from runner.bench.report import Result, head, row
+        from runner.bench.measure import measure, measure_device  # torch is imported here
+        from runner.bench.report import BenchResult, head, row
         from runner.build import build_device
 
         device = build_device(first, decide)
-        machine = measure_machine(first, device, decide)
+        machine = measure_device(first, device, decide)
         say("\n".join(head(machine)))
         found = []
         for case, spec, folder in jobs:
@@ -63,4 +63,4 @@ def bench(jobs: Sequence[tuple[Case, JobSpec, Path]], say: Callable[[str], None]
         for decision in decide.made:
             if not decision.is_fact:
                 say(f"decided  {decision}")
-        return Result(machine, found, decide.records())
+        return BenchResult(machine, found, decide.records())
