@@ -43,8 +43,7 @@ def bench(jobs: Sequence[tuple[Case, JobSpec, Path]], say: Callable[[str], None]
     if first.launch.world > 1:
         text = f"run bench is one process, and this job is {first.launch.world}"
         raise SpecError([Problem("launch.devices", f"{text}; type launch.devices=1 parallelism=single")])
-    for case, _, folder in jobs:
-        case.write(folder)
+    first.device.preflight()
     with on_screen(jobs[0][2] / "run.log", silent=True):
         decide = Decisions(first.strict)
         set_environment(first, decide)
@@ -58,6 +57,7 @@ def bench(jobs: Sequence[tuple[Case, JobSpec, Path]], say: Callable[[str], None]
         say("\n".join(head(machine)))
         found = []
         for case, spec, folder in jobs:
+            case.write(folder)
             found.append(measure(case.name, ready(spec), folder, device, decide))
             say(row(found[-1]))
         for decision in decide.made:

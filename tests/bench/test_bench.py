@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.bench import measure, report
+from runner.bench import measure, report, suite
 from runner.bench.bare import side_by_side
 from runner.bench.cases import Case, cases
 from runner.bench.report import BenchResult
@@ -95,6 +95,22 @@ def test_what_a_card_has_no_room_for_is_left_out(monkeypatch: pytest.MonkeyPatch
 def test_several_processes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="run bench is one process"):
         bench(jobs(SMALL[:1], tmp_path, "parallelism=ddp", "launch.devices=2"), print)
+
+
+def test_the_environment_is_set_before_anything_can_import_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Reached(Exception):
+        pass
+
+    def stop(*given: object) -> None:
+        raise Reached
+
+    monkeypatch.setattr(suite, "set_environment", stop)
+    [(case, spec, folder)] = jobs(SMALL[:1], tmp_path)
+    with pytest.raises(Reached):
+        bench([(case, spec, folder)], print)
+    assert not (folder / "model").exists(), "whose tokenizer and config transformers writes"
 
 
 def test_a_bare_loop_repeats_shared_prompts_and_learns_the_same_tokens() -> None:
