@@ -69,11 +69,10 @@ def serve(listener: int) -> object:
 
     It imports torch, so the environment is set before.
     """
-    from torch import distributed
+    from runner import compat
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    own = distributed.TCPStore  # type: ignore[attr-defined]
-    return own(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+    return compat.listening_store(host, port, listener, wait_for_workers=False)
 
 
 def read_spec(folder: RunFolder) -> JobSpec:

@@ -20,6 +20,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from runner import compat
+
 T = TypeVar("T")
 
 
@@ -53,10 +55,8 @@ class Whole(nn.Module):
         return made
 
     def _forget(self) -> None:
-        """Free what is gathered, and the order in which layers ran: the next backward pass gathers ahead by it, which
-        has to be the same on all ranks."""
         if isinstance(self, FSDPModule):
-            self.reset_iter_state()
+            compat.forget_iteration(self)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -66,7 +66,7 @@ class Whole(nn.Module):
         self._inside += 1
         try:
             for part in parts:
-                part.set_reshard_after_forward(False, recurse=False)
+                compat.reshard_after_forward(part, False)
                 part.unshard()
             with joined():
                 yield
@@ -75,7 +75,7 @@ class Whole(nn.Module):
             if parts:
                 self._forget()
             for part in parts:
-                part.set_reshard_after_forward(self.frees and not isinstance(part, Whole), recurse=False)
+                compat.reshard_after_forward(part, self.frees and not isinstance(part, Whole))
 
     def _parts(self) -> list[FSDPModule]:
         return [part for part in self.modules() if isinstance(part, FSDPModule)]

@@ -15,14 +15,12 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import Shard
 
-from runner.errors import EnvironmentProblem
+from runner import compat
 from runner.parallelism.experts import layers as spread_layers
 from runner.protocols import Decide
 from runner.shards import local
@@ -57,9 +55,6 @@ def shard(
     offload: whether pieces will lie on the CPU. The model's parameters are other objects afterwards. Raises
     EnvironmentProblem for a torch whose fully_shard lacks what is used.
     """
-    if not hasattr(FSDPModule, "reset_iter_state"):
-        text = f"torch {torch.__version__} cannot shard as it is done here"
-        raise EnvironmentProblem(f"{text}; install torch 2.13 or newer, or type parallelism=ddp")
     blocks = model.blocks()
     if not blocks:
         name = type(model.inner).__name__
@@ -77,7 +72,7 @@ def shard(
     model.whole.frees = reshard
     for part in model.whole.modules():
         if isinstance(part, FSDPModule):
-            _as_sums(part)
+            compat.sum_gradients(part)
     where = "on the host" if offload else "on the device"
     reason = "rank 0 has the whole model in its host's memory, and hands it out tensor by tensor"
     decide.state("parallelism", f"{mesh['dp_shard'].size()} pieces of {len(blocks)} layers, {where}", reason)
@@ -108,21 +103,3 @@ def _data(mesh: DeviceMesh) -> DeviceMesh:
     """The dimensions over which gradients are added: those of copies, if there are any, and those of pieces."""
     copies = "dp_replicate" in (mesh.mesh_dim_names or ()) and mesh["dp_replicate"].size() > 1
     return mesh["dp_replicate", "dp_shard"] if copies else mesh["dp_shard"]
-
-
-def _as_sums(part: FSDPModule) -> None:
-    part.set_gradient_divide_factor(1.0)
-    part.set_force_sum_reduction_for_comms(True)  # gloo and HCCL have no sum that multiplies
-    part.set_reduce_scatter_unused_params(True)  # an expert that no token of this rank met
-    part.set_custom_all_gather(Gather())
-
-
-class Gather(DefaultAllGather):
-    """All-gather in which tensors of several data types travel as signed bytes; HCCL knows no others."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
-    ) -> Work | None:
-        if input_tensor.dtype == torch.uint8:
-            output_tensor, input_tensor = output_tensor.view(torch.int8), input_tensor.view(torch.int8)
-        return super().__call__(output_tensor, input_tensor, group, async_op)

@@ -89,7 +89,7 @@ class Spreading:
 
             shard(
                 model,
-                groups.weights["dp_replicate", "dp_shard"],
+                groups.weights,
                 groups.experts if self.mesh.ep > 1 else None,
                 device=self.device.torch_device,
                 reshard=self.config.reshard_after_forward,

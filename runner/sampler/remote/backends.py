@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from runner import compat
+
 library: Any = distributed  # of which much that is used here has no types
 FORM_S = 60.0  # for both to be there, and to know one another
 STALL_S = 30.0  # for one piece of what is sent
@@ -39,7 +41,8 @@ def hosted(listener: socket.socket) -> Any:
     """The store by which two find one another, behind a socket that listens, and is the store's from now on."""
     host, port = listener.getsockname()[:2]
     within = timedelta(seconds=FORM_S)
-    return library.TCPStore(host, port, 2, True, within, False, master_listen_fd=listener.detach())
+    options = {"world_size": 2, "timeout": within, "wait_for_workers": False}
+    return compat.listening_store(host, port, listener.detach(), **options)
 
 
 def joined(host: str, port: int) -> Any:
