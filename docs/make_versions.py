@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from runner.doctor.versions import AS_OF, CANN, OLDEST_TORCH, PYTHON, SETS, VersionSet
+from runner.doctor.versions import AS_OF, CANN, CPU_BUILD, OLDEST_TORCH, OLDEST_VLLM, PYTHON, SETS, VersionSet
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "npu-versions.md"
@@ -18,14 +18,18 @@ Three rules stand behind the tables. torch_npu X.Y.Z, with or without a post num
 selects the CANN it was built for, which pip cannot know. vllm-ascend X.Y.Z serves vLLM X.Y.Z.
 """
 FOOT = f"""
-*This project* needs torch {OLDEST_TORCH} or newer. The older sets stand here because the doctor meets them, and names
-them. vLLM's own wheel demands another torch than vllm-ascend: `VLLM_TARGET_DEVICE=empty pip install --no-binary vllm
+*This project* needs torch {OLDEST_TORCH} or newer, and transformers 5: it spreads experts and exchanges weights by
+interfaces that 4.57 does not have, and installs beside vLLM {OLDEST_VLLM} or newer. The sets of older vLLM stand here
+because the doctor meets them, and names them; such a vLLM runs as a server of its own, in its own environment
+(`sampler=vllm_server`), beside a job in the set of the same CANN.
+
+vLLM's own wheel demands another torch than vllm-ascend: `VLLM_TARGET_DEVICE=empty pip install --no-binary vllm
 vllm==X`.
 
 torch's CPU build is the one for an NPU; torch has an index of its own for these builds, to name to pip with
-`--extra-index-url`. On x86_64 torch_npu 2.10.0 demands that build by its name, which no other index has:
-`torch==2.10.0+cpu`. On aarch64 the usual torch 2.10.0 is a CPU build; the usual 2.13.0 is for CUDA, and brings
-gigabytes.
+`--extra-index-url`. On x86_64 torch_npu {", ".join(CPU_BUILD)} demand that build by its name, which no
+other index has: `torch==2.10.0+cpu`. On aarch64 the usual torch 2.7.1, 2.9.0 and 2.10.0 are CPU builds; the usual
+2.13.0 is for CUDA, and brings gigabytes.
 
 ## How far they were checked
 
@@ -41,6 +45,28 @@ CHECKED = (
         "resolves; conditions on the processor were judged as x86_64, which pip cannot exchange",
     ),
     ("cann-9.0", "the same for x86_64, from the usual index alone", "fails: there is no torch 2.10.0+cpu"),
+    (
+        "cann-8.3, cann-8.5, cann-9.0",
+        "what pip would install for aarch64, Python 3.11, with what this project depends on (without Hydra); "
+        "conditions on the processor judged as aarch64",
+        "resolves: 70 packages, transformers 5.23.0; torch without packages for CUDA",
+    ),
+    (
+        "cann-8.3, cann-8.5",
+        "torch_npu's wheels for Python 3.11, 3.12, 3.13, aarch64 and x86_64: looked up, for 3.11 fetched, demands read",
+        "2.7.1 is there for 3.11, 2.9.0 for 3.11 and 3.12; they demand torch 2.7.1 and 2.9.0, on x86_64 as +cpu",
+    ),
+    (
+        "cann-8.3, cann-9.0",
+        "torch of these releases, in a build for CUDA on x86_64, without torch_npu: training on the CPU",
+        "the tests of `make test-torch` ([support](support.md))",
+    ),
+    (
+        "cann-8.3, cann-9.0",
+        "torch_npu's wheels of 2.7.1 and 2.10.0.post2, aarch64: what they exchange in fully_shard, read",
+        "nothing that this project exchanges there, too",
+    ),
+    ("guides, vllm-ascend-0.11", "vllm-ascend 0.11.0 looked up", "there, as source only"),
     ("cann-9.0, vllm-ascend-0.23", FETCHED, "aarch64: torch 2.10.0; x86_64: torch 2.10.0+cpu"),
     (
         "vllm-ascend-0.23",

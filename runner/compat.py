@@ -1,12 +1,14 @@
-"""What this project uses of torch.distributed that torch 2.7.1 to 2.12 lack: found by trying, and done by other means.
+"""What this project uses of torch that releases from 2.7.1 on lack: found by trying, and done by other means.
 
 In every other file torch is as the newest. What no means stands in for is refused, with the version and what to type.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
@@ -23,7 +25,36 @@ from runner.errors import EnvironmentProblem
 library: Any = distributed  # of which much that is used here has no types
 
 
-# --- the store at which ranks meet -------------------------------------------------------------------------------------
+def operators(*names: str) -> list[Any]:
+    """Those of torch's own operators by these names that there are."""
+    return [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def varlen_attention() -> Callable[..., Any] | None:
+    """`varlen_attn` of torch.nn.attention, called as torch 2.13 takes it; None where it knows no scale or no window."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:  # torch 2.9 and older
+        return None
+    function: Callable[..., Any] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    known = inspect.signature(function).parameters
+    if not {"scale", "window_size"} <= known.keys():  # torch 2.10
+        return None
+    return function if "enable_gqa" in known else partial(_with_all_heads, function)
+
+
+def _with_all_heads(
+    function: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, *rest: Any, enable_gqa: bool, **named: Any
+) -> Any:
+    """For torch 2.11: keys and values, [K, fewer heads, D], are repeated for the queries, [Q, heads, D]."""
+    if enable_gqa:
+        times = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+    return function(query, key, value, *rest, **named)
+
+
+# --- the store at which ranks meet -----------------------------------------------------------------------------------
 
 
 def listening_store(host: str, port: int, listener: int, **options: Any) -> Any:
@@ -50,15 +81,15 @@ def _no_errors_of_cpp() -> Iterator[None]:
         os.close(nowhere)
 
 
-# --- fully_shard (FSDP2) ------------------------------------------------------------------------------------------------
+# --- fully_shard (FSDP2) ---------------------------------------------------------------------------------------------
 
 
 def sum_gradients(part: FSDPModule) -> None:
     """Let `part`, sharded, add gradients over the ranks without a mean, by plain sums: gloo and HCCL have no sum that
     multiplies. Parameters that this rank's tokens did not meet count as zeros: all ranks add the same ones.
 
-    Tensors of several data types are gathered as signed bytes, since HCCL knows no others. Raises EnvironmentProblem for
-    a torch whose fully_shard is built otherwise.
+    Tensors of several data types are gathered as signed bytes, since HCCL knows no others. Raises EnvironmentProblem
+    for a torch whose fully_shard is built otherwise.
     """
     if hasattr(part, "set_force_sum_reduction_for_comms"):
         part.set_gradient_divide_factor(1.0)

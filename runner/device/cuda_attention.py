@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runner import compat
 from runner.device.config import CudaConfig
 from runner.errors import EnvironmentProblem
 from runner.protocols import Decide, VarlenAttention
@@ -120,10 +120,8 @@ def choose(deterministic: bool) -> tuple[VarlenAttention, str] | str:
         except ImportError as error:
             return f"flash-attn is installed and cannot be loaded: {str(error).splitlines()[0]}"
         return FlashAttention(package.flash_attn_varlen_func, deterministic), f"flash-attn {package.__version__}"
-    if importlib.util.find_spec("torch.nn.attention.varlen") is not None:
-        function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-        if {"scale", "window_size", "enable_gqa"} <= inspect.signature(function).parameters.keys():
-            return TorchFlashAttention(function), "the flash kernel in torch"
+    if (function := compat.varlen_attention()) is not None:
+        return TorchFlashAttention(function), "the flash kernel in torch"
     return f"flash-attn is not installed, and torch {torch.__version__} has no such kernel"
 
 

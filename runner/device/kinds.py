@@ -12,8 +12,9 @@ class Kind:
     collectives: torch's name of what sums its tensors over processes
     resource: what Ray counts it as
     visible: the variable that lists the cards a process may use; names: how an entry may begin that is no number
+    unread: a variable of another project's that looks as if it did, which no driver reads
     nodes: the device files of its cards; allocator: the variable that sets its memory up
-    The processor has none of the last four.
+    The processor has none of the last six.
     """
 
     name: str
@@ -21,6 +22,7 @@ class Kind:
     resource: str
     visible: str | None = None
     names: tuple[str, ...] = ()
+    unread: str | None = None
     nodes: str | None = None
     allocator: str | None = None
 
@@ -45,6 +47,7 @@ NPU = Kind(
     collectives="hccl",
     resource="NPU",
     visible="ASCEND_RT_VISIBLE_DEVICES",
+    unread="NPU_VISIBLE_DEVICES",  # of AReaL
     nodes="/dev/davinci[0-9]*",
     allocator="PYTORCH_NPU_ALLOC_CONF",
 )

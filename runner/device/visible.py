@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from runner.device.kinds import KINDS, Kind
@@ -43,11 +43,22 @@ def parse(text: str, names: Sequence[str] = ()) -> Visible:
     return Visible(tuple(ids), (*faults, *(f"{number} stands twice" for number in repeated)))
 
 
+def unread(kind: Kind, environment: Mapping[str, str]) -> tuple[str, str] | None:
+    """What is wrong, and what to type, where only a variable that no driver reads lists the cards."""
+    if kind.unread is None or kind.unread not in environment or kind.visible in environment:
+        return None
+    said = environment[kind.unread]
+    text = f"{kind.unread}={said} hides no card: the driver reads {kind.visible}, which is not set"
+    return text, f"export {kind.visible}={said}; unset {kind.unread}"
+
+
 def listed(kind: Kind) -> tuple[str, ...] | None:
     """The cards that this process's environment lists; None where it has no list. Raises EnvironmentProblem for a list
-    that is none."""
+    that is none, and for one in a variable that no driver reads."""
     said = os.environ.get(kind.visible) if kind.visible else None
     if said is None:
+        if fault := unread(kind, os.environ):
+            raise EnvironmentProblem("\n  ".join(fault))
         return None
     found = parse(said, kind.names)
     if found.faults:

@@ -8,7 +8,7 @@ from packaging.version import Version
 
 from runner.device.kinds import CUDA, NPU, Kind
 from runner.device.presets import QUEUES
-from runner.device.visible import parse
+from runner.device.visible import parse, unread
 from runner.doctor.finding import Finding, ok, problem, skipped, warning
 from runner.doctor.machine import Machine
 from runner.doctor.versions import release
@@ -109,6 +109,8 @@ def cuda_visible(machine: Machine, count: Callable[[Machine], int]) -> Finding:
 def _visible(machine: Machine, kind: Kind, count: int) -> Finding:
     variable = str(kind.visible)
     text = machine.environment.get(variable)
+    if fault := unread(kind, machine.environment):
+        return problem(*fault)
     if text is None:
         return ok(f"{variable} is not set: all {count}" if count else f"{variable} is not set")
     asked = parse(text, kind.names)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from packaging.version import InvalidVersion, Version
 
 AS_OF = "2026-11"
-OLDEST_TORCH = Version("2.10")  # what this project takes
+OLDEST_TORCH = Version("2.7.1")  # what this project takes
 SAFE_VLLM = Version("0.14")  # the first without the holes that were known then
 OLDEST_VLLM, NEWEST_VLLM = Version("0.23"), Version("0.33")  # what sampler=vllm takes, and the newest that it knows
 
@@ -27,7 +27,7 @@ CANN: dict[str, tuple[str, ...]] = {
     "8.5.1": ("2.9.0",),
     "8.5.0": ("2.9.0", "2.8.0.post2", "2.7.1.post2", "2.6.0.post5"),
     "8.3.RC2": ("2.7.1.post1",),
-    "8.3.RC1": ("2.8.0", "2.7.1", "2.6.0.post3"),
+    "8.3.RC1": ("2.7.1", "2.8.0", "2.6.0.post3"),
     "8.2.RC1": ("2.6.0", "2.5.1.post1"),
     "8.1.RC1": ("2.5.1",),
     "8.0.0": ("2.4.0.post2",),
@@ -48,7 +48,7 @@ PYTHON: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
 
 
 # Releases of torch whose torch_npu demands, in its wheels for x86_64, torch's CPU build by its name: torch==2.10.0+cpu.
-CPU_BUILD = ("2.10.0",)
+CPU_BUILD = ("2.7.1", "2.8.0", "2.9.0", "2.10.0", "2.11.0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,8 @@ class VersionSet:
     @property
     def usable(self) -> bool:
         """Whether this project installs beside it."""
-        return Version(self.torch) >= OLDEST_TORCH
+        serves = self.vllm is None or Version(self.vllm) >= OLDEST_VLLM
+        return serves and Version(self.torch) >= OLDEST_TORCH
 
     def pins(self) -> dict[str, str]:
         """Distribution → version."""
@@ -107,6 +108,20 @@ SETS = (
         torch="2.10.0",
         torch_npu="2.10.0.post2",
         cann="9.0.0",
+    ),
+    VersionSet(
+        name="cann-8.5",
+        about="CANN 8.5, for training without vLLM",
+        torch="2.9.0",
+        torch_npu="2.9.0",
+        cann="8.5.0",
+    ),
+    VersionSet(
+        name="cann-8.3",
+        about="CANN 8.3, for training; vllm-ascend 0.11 (the set guides) runs as a server, in its own environment",
+        torch="2.7.1",
+        torch_npu="2.7.1",
+        cann="8.3.RC1",
     ),
     VersionSet(
         name="vllm-ascend-0.18",

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runner import compat
+
 
 class _Kept(torch.autograd.Function):
     """Makes an empty output of `shape`, keeps its inputs and `more` float32 numbers; gradients are as the inputs."""
@@ -62,7 +64,7 @@ def grouped_product(left: Tensor, right: Tensor, offs: Tensor, *_: Any) -> Tenso
     return left.new_empty(len(offs), left.shape[0], right.shape[1])
 
 
-MEANINGS: dict[Any, Callable[..., Tensor]] = {torch.ops.aten._grouped_mm.default: grouped_product}
+MEANINGS: dict[Any, Callable[..., Tensor]] = dict.fromkeys(compat.operators("_grouped_mm"), grouped_product)
 
 
 class _Attention(torch.autograd.Function):

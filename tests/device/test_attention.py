@@ -6,7 +6,9 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
+from runner import compat
 from runner.decisions import Decisions
 from runner.device.config import CudaConfig
 from runner.device.cuda_attention import FlashAttention, TorchFlashAttention, edges, kernel
@@ -241,9 +245,29 @@ def test_a_flash_attn_that_does_not_load_is_said(package: Path) -> None:
     assert found is None and "libcudart.so.11" in str(decisions.made[0])
 
 
+def test_a_kernel_without_grouped_queries_is_given_keys_and_values_for_each_query(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of_torch_2_11(query: Tensor, key: Tensor, value: Tensor, scale: float, window_size: tuple[int, int]) -> Tensor:
+        assert query.shape == key.shape == value.shape
+        return scaled_dot_product_attention(*(one.transpose(0, 1) for one in (query, key, value)), scale=scale)
+
+    torch.manual_seed(0)
+    query, key, value = torch.randn(5, 6, 4), torch.randn(5, 2, 4), torch.randn(5, 2, 4)
+    module = ModuleType("torch.nn.attention.varlen")
+    module.__spec__, module.varlen_attn = ModuleSpec(module.__name__, None), of_torch_2_11
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    found = compat.varlen_attention()(query, key, value, scale=0.3, window_size=(-1, 0), enable_gqa=True)
+    heads = (one.transpose(0, 1) for one in (query, key, value))
+    torch.testing.assert_close(found, scaled_dot_product_attention(*heads, scale=0.3, enable_gqa=True))
+
+
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
 def test_else_it_takes_torchs_own_kernel_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     found, decisions = chosen()
+    if compat.varlen_attention() is None:  # torch 2.10 and older
+        assert found is None and f"torch {torch.__version__} has no such kernel" in decisions.made[0].reason
+        return
     assert isinstance(found, TorchFlashAttention) and decisions.made[0].is_fact
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value: None)  # that of an older torch

@@ -54,6 +54,16 @@ def test_the_cards_are_those_of_the_list_or_else_the_device_files(cards: Kind, m
         visible.present(cards)
 
 
+def test_a_list_in_a_variable_that_no_driver_reads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_VISIBLE_DEVICES", "2,3")
+    with pytest.raises(
+        EnvironmentProblem, match=r"hides no card: .*\n  export ASCEND_RT_VISIBLE_DEVICES=2,3; unset NPU"
+    ):
+        visible.listed(NPU)
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1")
+    assert visible.listed(NPU) == ("1",) and visible.listed(CUDA) is None
+
+
 def test_the_processor_has_none_and_a_simulated_npu_those_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CpuConfig().visible() is None
     assert NpuSimConfig(cards=3).visible() == ("0", "1", "2")

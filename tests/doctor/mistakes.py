@@ -239,6 +239,10 @@ MISTAKES = {
         variables(ASCEND_RT_VISIBLE_DEVICES=""),
         ("visible devices", PROBLEM, "no device is visible", "unset ASCEND_RT_VISIBLE_DEVICES"),
     ),
+    "visible devices in a variable that nobody reads": (
+        variables(NPU_VISIBLE_DEVICES="2,3"),
+        ("visible devices", PROBLEM, "NPU_VISIBLE_DEVICES=2,3 hides no card", "export ASCEND_RT_VISIBLE_DEVICES=2,3"),
+    ),
     "no CANN": (
         both(
             lambda machine: shutil.rmtree(machine.path("/usr/local/Ascend/cann-9.1.0")) or machine,

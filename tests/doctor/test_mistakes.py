@@ -66,7 +66,7 @@ def test_what_packages_demand_of_one_another(tmp_path: Path) -> None:
     found = findings(dataclasses.replace(machine(tmp_path), packages=there))["any device", "demands"]
     assert found.verdict is WARNING
     assert "torch==2.11.0, not 2.10.0" in found.evidence and "transformers<5.21, not 5.23.0" in found.evidence
-    own = {"posttrain-run": Package("posttrain-run", "0.1.0", ("torch>=2.10",)), **packages(torch="2.7.1")}
+    own = {"posttrain-run": Package("posttrain-run", "0.1.0", ("torch>=2.7.1",)), **packages(torch="2.6.0")}
     assert (
         findings(dataclasses.replace(machine(tmp_path / "own"), packages=own))["any device", "demands"].verdict
         is PROBLEM

@@ -11,6 +11,7 @@ from packaging.version import Version
 from runner.doctor.versions import (
     CANN,
     NEWEST_VLLM,
+    OLDEST_TORCH,
     OLDEST_VLLM,
     PYTHON,
     SAFE_VLLM,
@@ -51,11 +52,13 @@ def test_the_line_of_the_guides_is_there() -> None:
     guides = next(one for one in SETS if one.name == "guides")
     assert guides.pins() == {"torch": "2.7.1", "torch_npu": "2.7.1", "vllm": "0.11.0", "vllm-ascend": "0.11.0rc3"}
     assert guides.cann == "8.3.RC1" and not guides.usable
+    [beside] = [one for one in SETS if one.cann == guides.cann and one.usable]
+    assert beside.torch == guides.torch, "a job beside the guides' server has its torch"
 
 
 def test_the_first_torch_npu_of_a_cann_is_of_the_oldest_torch_that_this_project_takes_if_it_has_one() -> None:
     for cann, built in CANN.items():
-        usable = [npu for npu in built if Version(npu) >= Version("2.10")]
+        usable = [npu for npu in built if Version(npu) >= OLDEST_TORCH]
         assert not usable or built[0] in usable, cann
 
 

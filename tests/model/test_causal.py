@@ -74,8 +74,8 @@ def test_gradients_equal_the_plain_model(kind: str) -> None:
 def test_gradients_do_not_depend_on_how_it_is_run(tied: bool, other: dict[str, object]) -> None:
     data = batch()
     wanted = gradients(causal("qwen2", tie_word_embeddings=tied), True, data)
-    assert relative(gradients(causal("qwen2", tie_word_embeddings=tied, **other), True, data), wanted) < 1e-6
-    assert relative(gradients(causal("qwen2", tie_word_embeddings=tied, **other), False, data), wanted) < 1e-6
+    assert relative(gradients(causal("qwen2", tie_word_embeddings=tied, **other), True, data), wanted) < 2e-6
+    assert relative(gradients(causal("qwen2", tie_word_embeddings=tied, **other), False, data), wanted) < 2e-6
     double = gradients(causal("qwen2", double=True, tie_word_embeddings=tied), True, data)
     again = gradients(causal("qwen2", double=True, tie_word_embeddings=tied, **other), True, data)
     assert relative(again, double) < 1e-12

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
@@ -116,7 +117,8 @@ def run_again(way: bool | int | str, adapter: float | None = None) -> dict[str, 
 def test_selective_runs_half_of_the_products_again_and_no_attention() -> None:
     """Of seven products of a layer the last is read by nothing; of the other six three are kept. Six rows each."""
     attention = "_scaled_dot_product_flash_attention_for_cpu"
-    assert run_again(True) == {"product": 6 * LAYERS, attention: 6 * LAYERS}
+    calls = 6 * LAYERS if Version(torch.__version__) >= Version("2.10") else 0  # 2.7's kernel has no grouped queries
+    assert run_again(True) == {"product": 6 * LAYERS, attention: calls}
     assert run_again("selective") == {"product": 3 * LAYERS, attention: 0}
 
 
