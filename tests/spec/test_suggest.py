@@ -81,7 +81,7 @@ def test_keys(section: str, chosen: str, wrong: str, hint: str) -> None:
 @pytest.mark.parametrize(
     ("word", "why"),
     [
-        ("adapter=qlora", "no operator for one on an NPU; LoRA on 16: adapter=lora model.dtype=bfloat16"),
+        ("adapter=qlora", "no operator for one on an NPU; LoRA on 16: adapter=lora"),
         ("sampler=SGLang", "the engine that answers are written by is vLLM"),
         ("model.dtype=fp8", "an Ascend A2 or A3 has no FP8"),
         ("model.use_liger_kernel=true", "device.fused has CANN's operators in Liger's places"),
