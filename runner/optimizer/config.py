@@ -1,6 +1,6 @@
 """What a user can set of an optimizer."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -59,4 +59,72 @@ class SgdConfig(OptimizerConfig):
         return True
 
 
-COMPONENTS = (AdamWConfig, SgdConfig)
+class WholeConfig(OptimizerConfig):
+    """An optimizer that takes parameters whole."""
+
+    layouts: ClassVar[tuple[str, ...]] = ("single", "ddp", "cp")
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        if job.parallelism.name in self.layouts:
+            return []
+        known = " or ".join(self.layouts[:2])
+        text = (
+            f"optimizer={self.name} takes parameters whole, and parallelism={job.parallelism.name} cuts or moves them"
+        )
+        return [("optimizer.name", f"{text}; type optimizer=adamw, or parallelism={known}")]
+
+
+class AdamW8bitConfig(WholeConfig):
+    """AdamW with moments in 8 bits (Dettmers et al., 2110.02861; torchao), for all weights of a model on one card."""
+
+    factory: ClassVar[str] = "runner.optimizer.adamw8bit:build"
+    name: Literal["adamw8bit"] = "adamw8bit"
+    betas: Annotated[Pair, Field(description="Decay rates of the first and second moment.")] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
+    stochastic_rounding: bool = Field(
+        default=False,
+        description="Store trainable weights and their gradients in bfloat16 too, and round updates up or down at "
+        "random, in proportion: 6 bytes a number in place of 10. One process, model.dtype=bfloat16, adapter=none.",
+    )
+
+    @property
+    def weights_dtype(self) -> Dtype:
+        return "bfloat16" if self.stochastic_rounding else "float32"
+
+    def state_bytes(self, weight: int, *, end: bool = False) -> float:
+        return 2 * (1 + 4 / 256)  # a code each, and a scale for a block of 256
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        found, key = super().problems(job), "optimizer.stochastic_rounding"
+        if not self.stochastic_rounding:
+            return found
+        if not job.adapter.trains_base:
+            text = f"adapter={job.adapter.name} trains few weights, in float32; leave it out"
+            found.append((key, text))
+        if job.model.dtype == "float32":
+            found.append((key, "is for weights in bfloat16; type model.dtype=bfloat16, or leave it out"))
+        if job.launch.world > 1:
+            text = "gradients in bfloat16 are not summed over ranks; leave it out, or type launch.devices=1"
+            found.append((key, text))
+        return found
+
+
+class MuonConfig(WholeConfig):
+    """Muon (Jordan et al., 2024) for matrices inside of layers, AdamW for all else; needs torch 2.9."""
+
+    factory: ClassVar[str] = "runner.optimizer.muon:build"
+    name: Literal["muon"] = "muon"
+    momentum: float = Field(default=0.95, ge=0, lt=1, description="Share of the previous momentum that is kept.")
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = Field(
+        default="match_rms_adamw",
+        description="How the rate follows a matrix's shape: match_rms_adamw = updates as large as AdamW's "
+        "(2502.16982), so that its rates fit; original = Jordan's.",
+    )
+    betas: Annotated[Pair, Field(description="Of AdamW: decay rates of the first and second moment.")] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0, description="Of AdamW: added to the root of the second moment.")
+
+    def state_bytes(self, weight: int, *, end: bool = False) -> float:
+        return float(weight * (2 if end else 1))
+
+
+COMPONENTS = (AdamWConfig, SgdConfig, AdamW8bitConfig, MuonConfig)

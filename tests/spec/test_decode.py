@@ -74,7 +74,7 @@ def test_defaults_decode_to_the_classes_of_their_names() -> None:
         (
             {"optimizer": {"momentum": 0.9}},
             "optimizer.momentum",
-            "not an option of optimizer=adamw; an option of optimizer=sgd",
+            "not an option of optimizer=adamw; an option of optimizer=sgd, optimizer=muon",
         ),
         (
             {"device": {"name": "gpu"}},
@@ -304,7 +304,7 @@ def test_a_registered_component_is_decoded_and_in_the_schema() -> None:
     registry.register(Lion)
     assert decode(job(optimizer={"name": "lion", "beta": 0.5}), {}, registry).optimizer == Lion(beta=0.5)
     union = job_schema(registry)["properties"]["optimizer"]
-    assert union["discriminator"]["mapping"].keys() == {"adamw", "sgd", "lion"}
+    assert union["discriminator"]["mapping"].keys() == {"adamw", "adamw8bit", "muon", "sgd", "lion"}
     with pytest.raises(SpecError, match="did you mean 'beta'"):
         decode(job(optimizer={"name": "lion", "betta": 0.5}), {}, registry)
 

@@ -49,7 +49,7 @@ def test_names(group: str, wrong: str, right: str | None) -> None:
         ("data", "demo", "epochs", "did you mean 'steps' (steps = epochs × items / algorithm.batch_size)?"),
         ("optimizer", "adamw", "learning_rate", "did you mean 'lr'?"),
         ("algorithm", "sft", "learning_rate", "did you mean 'optimizer.lr'?"),
-        ("optimizer", "adamw", "momentum", "an option of optimizer=sgd"),
+        ("optimizer", "adamw", "momentum", "an option of optimizer=sgd, optimizer=muon"),
         ("model", "tiny", "every", "did you mean 'checkpoint.every' or 'evaluation.every'?"),
         ("", "", "num_epochs", "did you mean 'steps' (steps = epochs × items / algorithm.batch_size)?"),
         ("", "", "deepspeed", "several devices: launch.devices=N with one of these: run list parallelism"),
