@@ -163,7 +163,7 @@ class LocalLearner:
         """Begin the dropout stream of a micro-batch, in the layers that it passes next."""
         stream = (self._micro + micro) * self._drawing.size + self._drawing.rank
         deeper = [self._stage.depth] if self._stage.depth else []
-        torch.manual_seed(derive(self._seed, "dropout", self._step, stream, *deeper))
+        _seed_generators(derive(self._seed, "dropout", self._step, stream, *deeper), self._device)
 
     def _differentiate(self, total: Tensor) -> None:
         """Add the gradient of a micro-batch, whose backward pass begins at `total`."""
@@ -289,6 +289,14 @@ class LocalLearner:
     def load_state_dict(self, state: State) -> None:
         """Restore `state_dict`. Raises CheckpointError unless names and shapes are exactly this model's."""
         restore(self._parameters, self.optimizer, state)
+
+
+def _seed_generators(seed: int, device: torch.device) -> None:
+    """As torch.manual_seed, but only where this process computes: that looks for backends which are not there, at 200
+    times the cost."""
+    torch.default_generator.manual_seed(seed)
+    if device.type not in ("cpu", "meta"):
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def score(

@@ -131,7 +131,7 @@ def test_a_second_run_computes_nothing_and_more_epochs_use_the_same(cache: Path)
     assert more.startswith("cached: 14 items scored"), "another structure is another unit"
 
 
-@pytest.mark.parametrize("words", [["seed=1"], ["model.layout=padded"], ["model.autocast=bfloat16"]])
+@pytest.mark.parametrize("words", [["seed=1"], ["model.layout=padded"], ["model.dtype=bfloat16"]])
 def test_a_model_that_computes_otherwise_has_a_cache_of_its_own(words: list[str], cache: Path) -> None:
     for where, more in (("one", []), ("two", words)):
         [said] = Attempt(where, "algorithm=dpo", "steps=1", "evaluation.every=0", CACHED, *more).words
@@ -156,7 +156,7 @@ def test_what_the_device_computes_with_is_in_the_key_and_what_moves_the_last_bit
     one = key_of("device=cuda")
     assert key_of("device=cuda", facts={"device": "cuda", "card": "A", "threads": 3}) == one
     others = [
-        key_of("device=cuda", "device.tf32=true"),
+        key_of("device=cuda", "device.tf32=false"),
         key_of("device=cuda", "device.attention=sdpa"),
         key_of("device=cuda", facts={"device": "cuda", "card": "B"}),
         key_of("device=npu", "device.fused=[]"),

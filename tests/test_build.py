@@ -14,10 +14,12 @@ import torch
 
 from runner.build import parts
 from runner.build.job import _feed
-from runner.build.parts import build_data, build_device, build_learner, build_model, build_tokenizer
+from runner.build.parts import build_data, build_device, build_learner, build_model, build_tokenizer, say_float32
 from runner.build.rollouts import refuse_missing_columns
 from runner.cli.compose import compose_job
 from runner.decisions import Decisions
+from runner.device.config import CpuConfig
+from runner.device.cpu import Cpu
 from runner.errors import SpecError
 from runner.parallelism.mesh import Mesh
 from tests.model.zoo import LOGPROBS, batch, causal
@@ -144,3 +146,27 @@ def test_a_teacher_in_pieces_has_rows_as_the_model_has_them(mesh: Mesh) -> None:
     parts._refuse_unlike_passes(padded, packed, alone(), "teacher")
     with pytest.raises(SpecError, match=r"algorithm\.teacher takes padded rows and the model packed ones"):
         parts._refuse_unlike_passes(padded, packed, world, "teacher")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["device=cuda", "model.dtype=float32"], "at most 1/2 of the peak in bfloat16 (TF32)"),
+        (["device=cuda", "model.dtype=float32", "device.tf32=false"], "at most 1/15 of the peak in bfloat16"),
+        (["device=npu", "model.dtype=float32"], "about 1/4 of the peak in bfloat16"),
+        (["device=cuda"], None),
+        (["device=cpu"], None),
+    ],
+)
+def test_a_card_that_computes_in_float32_is_told_what_it_gives_up(words: list[str], said: str | None) -> None:
+    decisions = Decisions(strict=True)
+    say_float32(compose_job(["+recipe=sft_demo", *words]).spec, decisions)
+    facts = [fact["reason"] for fact in decisions.records()["facts"]]
+    assert [said in reason for reason in facts] == ([True] if said else [])
+
+
+def test_memory_that_nobody_wrote_is_not_filled_where_kernels_are_deterministic() -> None:
+    """One write of every gather buffer, and more of each temporary."""
+    Cpu(CpuConfig(), decide=Decisions()).prepare()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory

@@ -56,7 +56,7 @@ def test_weights_may_go_to_samplers_in_another_way() -> None:
 
 
 def test_a_use_may_change_the_device_and_nothing_else() -> None:
-    refuse_changed_spec(job("device=cuda"), saved(job()), free=("device",))
+    refuse_changed_spec(job("device=cuda", "model.dtype=float32"), saved(job()), free=("device",))
     with pytest.raises(SpecError, match=r"adapter\.name"):
         refuse_changed_spec(job("adapter=lora"), saved(job()), free=("device",))
 

@@ -1,6 +1,6 @@
 """What of the model is trained: all of it, or a low-rank adapter."""
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,6 +11,7 @@ class AdapterConfig(ComponentConfig):
     """Which parameters learn."""
 
     group: ClassVar[str] = "adapter"
+    trains_base: ClassVar[bool] = False  # whether the model's own weights are trainable
 
 
 class NoAdapterConfig(AdapterConfig):
@@ -18,12 +19,7 @@ class NoAdapterConfig(AdapterConfig):
 
     factory: ClassVar[str] = "runner.adapter.full:attach"
     name: Literal["none"] = "none"
-
-    def problems(self, job: Any) -> list[tuple[str, str]]:
-        if job.model.dtype == "float32":
-            return []
-        text = f"{job.model.dtype} weights round most updates of full fine-tuning away"
-        return [("model.dtype", f"{text}; type model.dtype=float32 model.autocast=bfloat16, or adapter=lora")]
+    trains_base: ClassVar[bool] = True
 
 
 class LoraConfig(AdapterConfig):
@@ -45,12 +41,6 @@ class LoraConfig(AdapterConfig):
     )
     dora: bool = Field(default=False, description="Weight-decomposed adaptation (Liu et al., 2402.09353).")
     rslora: bool = Field(default=False, description="Rank-stabilised scale alpha/√rank (Kalajdzievski, 2312.03732).")
-
-    def problems(self, job: Any) -> list[tuple[str, str]]:
-        if job.model.dtype == "float32" or not self.modules_to_save:
-            return []
-        text = f"these are trained in full, and {job.model.dtype} weights round most of their updates away"
-        return [("adapter.modules_to_save", f"{text}; type model.dtype=float32 model.autocast=bfloat16")]
 
 
 COMPONENTS = (NoAdapterConfig, LoraConfig)

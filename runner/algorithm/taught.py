@@ -21,7 +21,7 @@ class TaughtConfig(AlgorithmConfig):
     )
     teacher_dtype: Dtype | None = Field(
         default=None,
-        description="Data type of its weights; null = bfloat16 with model.autocast=bfloat16, else model.dtype.",
+        description="Data type of its weights, and that it computes in; null = model.dtype.",
     )
 
     def frozen(self) -> Mapping[str, Frozen]:

@@ -36,7 +36,7 @@ class BareLoop:
         config = AutoConfig.from_pretrained(spec.model.path, local_files_only=True)
         make: Any = AutoModelForCausalLM.from_config
         with torch.device(device):
-            model = make(config, dtype=DTYPES[spec.model.dtype])
+            model = make(config, dtype=DTYPES[spec.stored_dtype()])
         self._reference: Any = None
         if spec.algorithm.frozen():
             self._reference = deepcopy(model).requires_grad_(False)
@@ -91,7 +91,7 @@ class BareLoop:
         self.model.train()
 
     def _precision(self) -> Any:
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._spec.model.autocast == "bfloat16")
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._spec.model.compute_dtype == "bfloat16")
 
 
 def _with_adapter(spec: JobSpec, model: Any) -> Any:

@@ -83,7 +83,7 @@ def _key(spec: JobSpec, policy: Any, origin: Mapping[str, str], device: Device) 
         "weights": origin,
         "architecture": {k: v for k, v in architecture.items() if k not in UNCOMPUTED},
         "attention": (policy.layout, policy.own_attention),
-        "types": (spec.model.dtype, spec.model.autocast),
+        "types": (spec.model.compute_dtype, spec.stored_dtype()),
         "device": {k: v for k, v in device.describe().items() if k not in ROUNDING},
         "kernels": spec.device.model_dump(mode="json", exclude=ROUNDING),
     }

@@ -40,6 +40,7 @@ def build_device(spec: JobSpec, decide: Decisions) -> Device:
     device: Device = default_registry().factory(spec.device)(spec.device, decide=decide)
     device.prepare()
     _refuse_types(spec, device)
+    say_float32(spec, decide)
     if spec.model.activation_offloading and device.torch_device.type == "cpu":  # which device=auto has become
         text = f"device={spec.device.name} is the CPU here, whose activations are in the host's memory already"
         raise SpecError([Problem("model.activation_offloading", f"{text}; leave it out")])
@@ -48,22 +49,22 @@ def build_device(spec: JobSpec, decide: Decisions) -> Device:
 
 def _refuse_types(spec: JobSpec, device: Device) -> None:
     """Raise SpecError for every data type that is asked for and that the device cannot compute with."""
-    asked = {"model.dtype": spec.model.dtype, "model.autocast": spec.model.autocast}
+    asked: dict[str, str] = {"model.dtype": spec.model.compute_dtype}
     if spec.algorithm.rewarded and (reward := getattr(spec.reward, "dtype", None)):
         asked["reward.dtype"] = reward
     asked |= {f"algorithm.{role}_dtype": one.dtype for role, one in spec.algorithm.frozen().items() if one.dtype}
-    instead = {"model.autocast": "none"}
     found = [
-        Problem(key, f"{why}; type {key}={instead.get(key, 'float32')}")
-        for key, name in asked.items()
-        if (why := _lack(device, name))
+        Problem(key, f"{why}; type {key}=float32") for key, name in asked.items() if (why := device.lacks(DTYPES[name]))
     ]
     if found:
         raise SpecError(found)
 
 
-def _lack(device: Device, name: str) -> str | None:
-    return device.lacks(DTYPES[name]) if name in DTYPES else None  # autocast=none is no type
+def say_float32(spec: JobSpec, decide: Decisions) -> None:
+    """Say what a card gives up that computes in float32."""
+    reached = spec.device.float32_peak
+    if spec.model.compute_dtype == "float32" and reached is not None:
+        decide.state("model.dtype", "float32", f"{reached}; model.dtype=bfloat16 computes at all of it")
 
 
 def build_tokenizer(spec: JobSpec) -> Any:
@@ -88,10 +89,17 @@ def build_data(spec: JobSpec, tokenizer: Any, decide: Decisions) -> Data:
 
 
 def build_model(
-    spec: JobSpec, tokenizer: Any, device: Device, decide: Decisions, head: Head = "lm", world: World | None = None
+    spec: JobSpec,
+    tokenizer: Any,
+    device: Device,
+    decide: Decisions,
+    head: Head = "lm",
+    world: World | None = None,
+    trains: bool = True,
 ) -> Any:
-    """The model with its adapter, on the device; what each rank of `world` has of it, where there are several."""
-    model = _at_home(_making(spec, tokenizer, decide, head, world), world, device, decide)
+    """The model with its adapter, on the device; what each rank of `world` has of it, where there are several. Without
+    `trains`, stored like a model that only scores."""
+    model = _at_home(_making(spec, tokenizer, decide, head, world, trains), world, device, decide)
     if spec.model.compile:
         model.compile(decide)
     return model
@@ -104,7 +112,7 @@ def build_blank_model(spec: JobSpec, tokenizer: Any, decide: Decisions, head: He
 
 
 def _making(
-    spec: JobSpec, tokenizer: Any, decide: Decisions, head: Head, world: World | None
+    spec: JobSpec, tokenizer: Any, decide: Decisions, head: Head, world: World | None, trains: bool = True
 ) -> Callable[[torch.device, Fit | None], Any]:
     """What makes the model with its adapter on a device. It raises SpecError for one that cannot have this head."""
     registry = default_registry()
@@ -122,6 +130,7 @@ def _making(
                 longest=longest_row(spec),
                 fit=fit,
                 admit=None if world is None else world.admit,
+                stored=spec.stored_dtype(trains=trains),
             )
         except UnfitModel as error:
             raise SpecError([Problem(*spec.algorithm.instead(head, str(error)))]) from error
@@ -225,7 +234,7 @@ def build_frozen(
     elif way == "adapter":
         during = policy.module.disable_adapter
     else:
-        model = build_model(spec, tokenizer, device, decide, world=world)
+        model = build_model(spec, tokenizer, device, decide, world=world, trains=False)
         model.module.requires_grad_(False)
     budget = spec.algorithm.micro_batch_tokens
     options: dict[str, Any] = {"peers": world.peers, "stage": model.stage}

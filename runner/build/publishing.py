@@ -17,11 +17,12 @@ from runner.protocols import Learner, Sampler
 from runner.publisher import Publisher
 from runner.routes import Copied, Route, Shared, Shelving, Weights
 from runner.sampler.base import DrawingConfig
-from runner.sampler.probed import COARSE, EXACT, Probe
+from runner.sampler.probed import Probe
 from runner.sampler.server.config import VllmServerConfig
 from runner.shelf import Shelf
 from runner.shelf_folder import claim
 from runner.spec.job import JobSpec
+from runner.tolerance import tolerance
 
 
 def build_publisher(
@@ -85,6 +86,7 @@ def _engine_type(spec: JobSpec, policy: Any) -> torch.dtype | None:
 
 def _probe(spec: JobSpec, policy: Any) -> Probe:
     types = {policy.compute_type, _engine_type(spec, policy) or policy.inner.dtype}
-    usual = EXACT if types == {torch.float32} else COARSE
+    names = {"tf32" if one == torch.float32 and spec.device.name == "cuda" else str(one) for one in types}
+    usual = tolerance(*(name.removeprefix("torch.") for name in names)).logprobs
     given = spec.sampler.probe if isinstance(spec.sampler, DrawingConfig) else None
     return Probe.of(spec.seed, policy.bounds().vocabulary, usual if given is None else given)

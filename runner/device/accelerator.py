@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.utils import deterministic
 
 from runner.device.kinds import Kind
 from runner.device.visible import listed
@@ -73,3 +74,11 @@ def own_card(kind: Kind, count: int) -> torch.device:
     with starting(kind.name):
         torch.accelerator.set_device_index(place.local_rank)
     return torch.device(kind.name, place.local_rank)
+
+
+def use_deterministic(wanted: bool) -> None:
+    """Let torch use deterministic kernels only, or fail; without `wanted`, any. Memory that `torch.empty` gives is not
+    filled: nothing here reads what nobody wrote, and every gather would pay for it."""
+    # the same switch as use_deterministic_algorithms, which would import the whole of torch's compiler for it
+    torch.set_deterministic_debug_mode("error" if wanted else "default")
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a module in disguise

@@ -19,7 +19,7 @@ def pick(config: AutoConfig, *, decide: Decide) -> Device:
         from runner.device.npu import Npu
 
         try:
-            npu = Npu(NpuConfig(deterministic=config.deterministic), decide=decide)
+            npu = Npu(NpuConfig.model_validate(config.given), decide=decide)
         except (EnvironmentProblem, ImportError) as error:
             decide("device", "npu", "the next one", f"torch_npu is installed and cannot be used: {error}")
         else:
@@ -27,6 +27,6 @@ def pick(config: AutoConfig, *, decide: Decide) -> Device:
             return npu
     if torch.cuda.is_available():
         decide("device", "auto", "cuda", "torch finds a GPU")
-        return Cuda(CudaConfig(deterministic=config.deterministic), decide=decide)
+        return Cuda(CudaConfig.model_validate(config.given), decide=decide)
     decide("device", "auto", "cpu", "no accelerator found")
-    return Cpu(CpuConfig(deterministic=config.deterministic), decide=decide)
+    return Cpu(CpuConfig.model_validate(config.given), decide=decide)

@@ -14,10 +14,13 @@ from runner.device.kinds import CPU, CUDA, NPU, Kind
 from runner.device.presets import CUDA_DETERMINISTIC, PRESETS, Preset, engine, ports
 from runner.device.visible import listed, present
 from runner.errors import EnvironmentProblem
-from runner.spec.base import ComponentConfig
+from runner.spec.base import ComponentConfig, Dtype
 
 Attention = Literal["fused", "sdpa"]
 Fused = Literal["rms_norm", "rotary", "swiglu", "grouped_matmul"]
+ON_CARD: Any = Field(
+    default=False, description="Use deterministic kernels only, or fail; slower, and exact resume is not claimed here."
+)
 
 
 class DeviceConfig(ComponentConfig):
@@ -25,9 +28,19 @@ class DeviceConfig(ComponentConfig):
 
     group: ClassVar[str] = "device"
 
-    deterministic: bool = Field(
-        default=True, description="Ask torch for deterministic kernels; needed for exact resume."
+    deterministic: bool | None = Field(
+        default=None, description="Use deterministic kernels only, or fail; null = true for cpu, false for cards."
     )
+
+    @property
+    def default_dtype(self) -> Dtype:
+        """The data type that a model computes in where `model.dtype` is left out."""
+        return "float32"
+
+    @property
+    def float32_peak(self) -> str | None:
+        """What of its peak in bfloat16 a card reaches in float32, in words; None = there is nothing to say."""
+        return None
 
     @property
     def kind(self) -> Kind:
@@ -59,6 +72,9 @@ class CpuConfig(DeviceConfig):
 
     factory: ClassVar[str] = "runner.device.cpu:Cpu"
     name: Literal["cpu"] = "cpu"
+    deterministic: bool = Field(
+        default=True, description="Use deterministic kernels only, or fail; needed for exact resume."
+    )
     threads: int = Field(
         default=1, ge=1, description="Intra-op threads of torch; 1 is fastest for tiny models, and bits depend on it."
     )
@@ -72,11 +88,12 @@ class CudaConfig(DeviceConfig):
 
     factory: ClassVar[str] = "runner.device.cuda:Cuda"
     name: Literal["cuda"] = "cuda"
+    deterministic: bool = ON_CARD
     attention: Attention = Field(
         default="fused",
         description="Attention of packed rows: fused = one call of a flash kernel; sdpa = torch's, in buckets of rows.",
     )
-    tf32: bool = Field(default=False, description="Let float32 matrix products run in TF32: faster, about 3 digits.")
+    tf32: bool = Field(default=True, description="Let float32 matrix products run in TF32: faster, about 3 digits.")
 
     @property
     def kind(self) -> Kind:
@@ -84,6 +101,15 @@ class CudaConfig(DeviceConfig):
 
     def matmul_precision(self, dtype: str) -> str:
         return "tf32" if dtype == "float32" and self.tf32 else dtype
+
+    @property
+    def default_dtype(self) -> Dtype:
+        return "bfloat16"
+
+    @property
+    def float32_peak(self) -> str:
+        reached = "1/2 of the peak in bfloat16 (TF32)" if self.tf32 else "1/15 of the peak in bfloat16"
+        return f"at most {reached} on an A100, H100 or H200, and no flash kernel"
 
     def environment(self, job: Any) -> Sequence[Preset]:
         return (*((CUDA_DETERMINISTIC,) if self.deterministic else ()), *engine(job))
@@ -94,6 +120,7 @@ class NpuConfig(DeviceConfig):
 
     factory: ClassVar[str] = "runner.device.npu:Npu"
     name: Literal["npu"] = "npu"
+    deterministic: bool = ON_CARD
     attention: Attention = Field(
         default="fused",
         description="fused = npu_fusion_attention, of packed and of padded rows; sdpa = torch's, in buckets of rows.",
@@ -111,6 +138,14 @@ class NpuConfig(DeviceConfig):
     @property
     def kind(self) -> Kind:
         return NPU
+
+    @property
+    def default_dtype(self) -> Dtype:
+        return "bfloat16"
+
+    @property
+    def float32_peak(self) -> str:
+        return "about 1/4 of the peak in bfloat16 on a 910B"
 
     def environment(self, job: Any) -> Sequence[Preset]:
         sampling = "disaggregated_rl" if job.launch.samplers else "colocated_rl"
@@ -204,6 +239,11 @@ class AutoConfig(DeviceConfig):
     name: Literal["auto"] = "auto"
 
     @property
+    def default_dtype(self) -> Dtype:
+        """That of the device that will probably be picked."""
+        return self._probable().default_dtype
+
+    @property
     def kind(self) -> Kind:
         """That of the device that will probably be picked: which one it is is known when torch has been imported."""
         return self._probable().kind
@@ -214,10 +254,15 @@ class AutoConfig(DeviceConfig):
 
     def _probable(self) -> DeviceConfig:
         if all(there for there, _ in _npu_requirements()):
-            return NpuConfig(deterministic=self.deterministic)
+            return NpuConfig.model_validate(self.given)
         if glob.glob(str(CUDA.nodes)):
-            return CudaConfig(deterministic=self.deterministic)
-        return CpuConfig(deterministic=self.deterministic)
+            return CudaConfig.model_validate(self.given)
+        return CpuConfig.model_validate(self.given)
+
+    @property
+    def given(self) -> dict[str, bool]:
+        """What is set of the device that is picked."""
+        return {} if self.deterministic is None else {"deterministic": self.deterministic}
 
 
 COMPONENTS = (CpuConfig, CudaConfig, NpuConfig, NpuSimConfig, AutoConfig)

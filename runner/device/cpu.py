@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from runner.device.accelerator import use_deterministic
 from runner.device.activity import Reading, own_process
 from runner.device.config import CpuConfig
 from runner.protocols import Decide, DenseAttention, VarlenAttention
@@ -28,8 +29,7 @@ class Cpu:
     def prepare(self) -> None:
         """Fix what results depend on."""
         torch.set_num_threads(self.config.threads)
-        # the same switch as use_deterministic_algorithms, which would import the whole of torch's compiler for it
-        torch.set_deterministic_debug_mode("error" if self.config.deterministic else "default")
+        use_deterministic(self.config.deterministic)
 
     def synchronize(self) -> None:
         """Nothing runs behind the processor's back."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.device.accelerator import allocator, own_card, peak_bytes
+from runner.device.accelerator import allocator, own_card, peak_bytes, use_deterministic
 from runner.device.activity import Reading, gpu
 from runner.device.config import CudaConfig
 from runner.device.cuda_attention import kernel
@@ -37,7 +37,7 @@ class Cuda:
 
     def prepare(self) -> None:
         """Choose precision and determinism."""
-        torch.set_deterministic_debug_mode("error" if self.config.deterministic else "default")
+        use_deterministic(self.config.deterministic)
         torch.backends.cuda.matmul.allow_tf32 = self.config.tf32
         torch.backends.cudnn.allow_tf32 = self.config.tf32
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.device.accelerator import allocator, own_card, peak_bytes, refuse_hidden
+from runner.device.accelerator import allocator, own_card, peak_bytes, refuse_hidden, use_deterministic
 from runner.device.activity import Reading, npu
 from runner.device.config import NpuConfig
 from runner.device.npu_attention import DenseFusionAttention, FusionAttention
@@ -46,7 +46,7 @@ class Npu:
 
     def prepare(self) -> None:
         """Choose determinism."""
-        torch.set_deterministic_debug_mode("error" if self.config.deterministic else "default")
+        use_deterministic(self.config.deterministic)
 
     def synchronize(self) -> None:
         """Wait for the NPU, so that times mean something."""

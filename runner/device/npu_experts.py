@@ -60,14 +60,16 @@ def mixed(
     down_proj [E, H, I]. Nothing waits for the device.
     """
     tokens, choices = chosen.shape
-    dtype = _compute_type(hidden, experts.down_proj)
+    gate_up: Any = experts.gate_up_proj
+    down: Any = experts.down_proj
+    dtype: torch.dtype = down.dtype
     of_expert, order = torch.sort(chosen.flatten(), stable=True)
     every = torch.arange(experts.num_experts, device=hidden.device)  # type: ignore[call-overload]
     ends = torch.searchsorted(of_expert, every, right=True)
     # repeated and then permuted, so that the gradient of the permutation adds nothing up in an order of its own
     rows = hidden.to(dtype)[:, None].expand(-1, choices, -1).flatten(0, 1).index_select(0, order)
-    inner = swiglu(_apply(rows, experts.gate_up_proj, ends, dtype, grouped_matmul))
-    out = _apply(inner, experts.down_proj, ends, dtype, grouped_matmul)
+    inner = swiglu(_apply(rows, gate_up, ends, dtype, grouped_matmul))
+    out = _apply(inner, down, ends, dtype, grouped_matmul)
     out = out * weights.flatten().index_select(0, order)[:, None]
     return out.index_select(0, torch.argsort(order)).unflatten(0, (tokens, choices)).sum(1).to(hidden.dtype)
 
@@ -75,10 +77,3 @@ def mixed(
 def _apply(x: Tensor, weight: Any, ends: Tensor, dtype: torch.dtype, operator: GroupedMatmul) -> Tensor:
     out: Tensor = _Grouped.apply(x, weight.to(dtype).transpose(1, 2), ends, operator)
     return out
-
-
-def _compute_type(hidden: Tensor, weight: Any) -> torch.dtype:
-    kind = hidden.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return weight.dtype

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from runner.device.npu_experts import mixed
 from runner.protocols import Decide
+from runner.tolerance import tolerance
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; 0.05 for anything coarser
 ROTARY = "apply_rotary_pos_emb"  # what the attention of every family calls
 
 
@@ -117,7 +117,7 @@ def _objection(kind: Kind, part: Any, operators: Operators) -> str | None:
 
 
 def _agree(own: Tensor, fused: Tensor) -> bool:
-    limit = TOLERANCE.get(own.dtype, 0.05) * float(own.abs().max())
+    limit = tolerance(str(own.dtype).removeprefix("torch.")).values * float(own.abs().max())
     return own.dtype == fused.dtype and own.shape == fused.shape and float((own - fused).abs().max()) <= limit
 
 
@@ -128,8 +128,9 @@ def _numbers(like: Tensor, *shape: int) -> Tensor:
 
 def _norm(part: Any, operators: Operators) -> Callable[..., Any]:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        wide = torch.promote_types(hidden_states.dtype, self.weight.dtype)  # the operator wants one type
-        return operators.npu_rms_norm(hidden_states.to(wide), self.weight.to(wide), self.variance_epsilon)[0]
+        weight = self.weight
+        wide = torch.promote_types(hidden_states.dtype, weight.dtype)  # the operator wants one type
+        return operators.npu_rms_norm(hidden_states.to(wide), weight.to(wide), self.variance_epsilon)[0]
 
     return forward
 
@@ -140,7 +141,7 @@ def _norm_objection(part: Any) -> str | None:
 
 def _norm_tried(part: Any, forward: Callable[..., Any], _: Operators) -> Tried:
     x = (_numbers(part.weight, 3, len(part.weight)) * 3).requires_grad_()
-    return Tried(part(x), forward(part, x), (x, part.weight))
+    return Tried(part(x), forward(part, x), (x, part._parameters["weight"]))
 
 
 def _swiglu(part: Any, operators: Operators) -> Callable[..., Any]:

@@ -192,10 +192,7 @@ def _by_kernel(
 
 
 def of_one_type(*tensors: Tensor) -> list[Tensor]:
-    """As torch's own attention makes them under autocast; rotary positions may have left some in float32."""
-    kind = tensors[0].device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return [tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors]
+    """All in the widest type among them: rotary positions may have left some in float32."""
     wide = max((tensor.dtype for tensor in tensors), key=lambda dtype: torch.finfo(dtype).bits)
     return [tensor.to(wide) for tensor in tensors]
 

@@ -9,7 +9,7 @@ Legend: N rows, T tokens, W of them on this rank (all, or see `context`), S pred
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from runner.model.config import ModelConfig
 from runner.model.context import Tokens
 from runner.model.folded import folded
 from runner.model.positions import longest_row
+from runner.model.precision import casts_kept
 from runner.model.probe import head_objection
 from runner.model.ragged import RaggedModel
 from runner.model.terms import summed
@@ -102,11 +103,12 @@ class CausalLM(RaggedModel):
 
         lm_head = self.causal.get_output_embeddings()
         parameters = {name: whole(p) for name, p in lm_head.named_parameters()}
+        if self._compute is not None:
+            parameters = {name: p.to(self._compute) for name, p in parameters.items()}
 
         @torch.no_grad()
         def logits(hidden: Tensor) -> Tensor:
-            with self._precision():
-                made: Tensor = functional_call(lm_head, parameters, (hidden.to(parameters["weight"].dtype),))
+            made: Tensor = functional_call(lm_head, parameters, (hidden.to(parameters["weight"].dtype),))
             return made
 
         return logits
@@ -228,16 +230,16 @@ class CausalLM(RaggedModel):
     def _writing(self) -> Iterator[None]:
         """Evaluation mode, no gradient, the model's own attention, and no trace of it afterwards."""
         self._set_mode(False)
-        with self.gathered(), self._plain(), self._own_attention(), torch.no_grad(), self._precision():
+        with self.gathered(), self._plain(), self._own_attention(), torch.no_grad():
             yield
 
     @contextmanager
     def _writing_much(self) -> Iterator[None]:
-        """The same, with adapters folded in where products are as exact as the weights."""
+        """The same, with adapters folded in where products are in float32, and weights cast once where they are not."""
         training = self.module.training
-        fold = folded(self.module) if self._compute is None else nullcontext()
+        prepared = folded(self.module) if self._compute is None else casts_kept(self.module)
         try:
-            with self.gathered(), fold, self._writing():
+            with self.gathered(), prepared, self._writing():
                 yield
         finally:
             self._set_mode(training)

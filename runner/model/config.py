@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field
 
 from runner.errors import SpecError
-from runner.spec.base import ComponentConfig, absolute_if_local
+from runner.spec.base import ComponentConfig, Dtype, absolute_if_local
 
 
 class ModelConfig(ComponentConfig):
@@ -14,12 +14,10 @@ class ModelConfig(ComponentConfig):
 
     group: ClassVar[str] = "model"
     tokenizer_factory: ClassVar[str]  # "module:attribute" of config -> tokenizer, needed before the weights are
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="Data type of the stored weights; bfloat16 only beside an adapter, which learns in float32.",
-    )
-    autocast: Literal["none", "bfloat16"] = Field(
-        default="none", description="Data type that matrix products are computed in; none = that of the weights."
+    dtype: Dtype | None = Field(
+        default=None,
+        description="Data type that the model computes in, and that frozen weights are stored in; trainable ones are "
+        "stored in float32. null = bfloat16 on cuda and npu, float32 on cpu.",
     )
     layout: Literal["packed", "padded"] = Field(
         default="packed",
@@ -41,6 +39,11 @@ class ModelConfig(ComponentConfig):
     head_chunk_tokens: int = Field(
         default=2048, ge=1, description="Tokens whose logits exist at once in the chunked LM head."
     )
+
+    @property
+    def compute_dtype(self) -> Dtype:
+        """`dtype`; of a config that no job was decoded with, and that leaves it out, that of the CPU."""
+        return self.dtype or "float32"
 
     def absolute(self) -> Self:
         """The same config with the paths of local folders made absolute."""

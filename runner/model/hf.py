@@ -25,7 +25,7 @@ from runner.model.source import Source
 from runner.model.valued import ValuedLM
 from runner.protocols import Decide
 from runner.quiet import no_progress_bar
-from runner.spec.base import Head
+from runner.spec.base import Dtype, Head
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 SAFE_ENDINGS = (".safetensors", ".safetensors.index.json")
@@ -56,17 +56,20 @@ def build(
     key: str = "model.path",
     fit: Fit | None = None,
     admit: Admit | None = None,
+    stored: Dtype | None = None,
 ) -> RaggedModel:
     """The model with its own weights, those of the folder `init_from`, or, with from_scratch, drawn from `seed`.
 
     head="scalar" makes a sequence classifier with one label; a head that the weights lack is drawn from `seed`.
     head="lm+value" is a causal LM with a value head beside it. `key` is the option that says the path; `fit` sees the
-    module first (see `placed`), `admit` its config before that. On the meta device no weights are read, nor checked.
+    module first (see `placed`), `admit` its config before that; `stored` is the data type of its weights, None = that
+    it computes in. On the meta device no weights are read, nor checked.
     Raises SpecError if rows of `longest` tokens are too long for it, EnvironmentProblem if it cannot be had or does not
     fit the tokenizer, SecurityRefusal if its weights are pickles or it is code.
     """
     key = key if init_from is None else "init_from"
     path = _checked(init_from or config.path, key)
+    kept = DTYPES[stored or config.compute_dtype]
     auto, scratch = _AUTO[head], config.from_scratch and init_from is None
     with _worded(path, key):
         source = _source(path, key, config.revision, f"from seed {seed}" if scratch else None)
@@ -78,15 +81,15 @@ def build(
         if admit is not None:
             admit(architecture)
         if scratch or device.type == "meta":
-            dtype = torch.float32 if scratch else DTYPES[config.dtype]
+            dtype = torch.float32 if scratch else kept
             module = drawn(lambda: _from_scratch(auto, config, architecture, dtype), seed)
         else:
-            module = drawn(lambda: _pretrained(auto, path, key, config, architecture, decide), seed)
+            module = drawn(lambda: _pretrained(auto, path, key, config, architecture, kept, decide), seed)
     _check_vocabulary(module, tokenizer)
     if head != "scalar" and device.type != "meta":  # where the config is not the published one
         _mend_generation_config(path, module.generation_config, decide)
     made = _MADE[head]
-    module = placed(module, DTYPES[config.dtype], device, fit)
+    module = placed(module, kept, device, fit)
     return made(module, tokenizer, config, seed=seed, decide=decide, source=source)
 
 
@@ -131,14 +134,16 @@ def _from_scratch(auto: Any, config: HfConfig, architecture: Any, dtype: torch.d
     return auto.from_config(architecture, dtype=dtype, trust_remote_code=config.trust_remote_code)
 
 
-def _pretrained(auto: Any, path: str, key: str, config: HfConfig, architecture: Any, decide: Decide) -> Any:
+def _pretrained(
+    auto: Any, path: str, key: str, config: HfConfig, architecture: Any, dtype: torch.dtype, decide: Decide
+) -> Any:
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # or transformers asks a service of the hub to convert pickles
     with no_progress_bar():
         loaded: Any = auto.from_pretrained(
             path,
             config=architecture,
             revision=config.revision,
-            dtype=DTYPES[config.dtype],
+            dtype=dtype,
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,

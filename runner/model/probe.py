@@ -20,16 +20,22 @@ from runner.batch import pack
 from runner.model.attention import NAME, UnsupportedAttention
 from runner.model.layout import packed
 from runner.protocols import DenseAttention, VarlenAttention
+from runner.tolerance import tolerance
 
 PROBE_ROWS = ([3, 1, 4, 1, 5], [2, 6, 5])
 CUTTABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; 0.05 for anything coarser
 
 
 def close(got: Tensor, wanted: Tensor) -> bool:
     """Whether `got` is `wanted` but for the rounding of its data type."""
-    limit = TOLERANCE.get(wanted.dtype, 0.05) * float(wanted.abs().max())
+    limit = tolerance(_rounding(wanted)).values * float(wanted.abs().max())
     return got.shape == wanted.shape and float((got - wanted).abs().max()) <= limit
+
+
+def _rounding(tensor: Tensor) -> str:
+    """The data type that what gave a tensor has multiplied in."""
+    low = tensor.is_cuda and tensor.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return "tf32" if low else str(tensor.dtype).removeprefix("torch.")
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ from runner.model.context import Ranks, Sharing, Style, Tokens
 from runner.model.dropout import largest, switch_off
 from runner.model.flops import model_flops
 from runner.model.positions import check_rows, longest_row
+from runner.model.precision import cast_on_read, float32_modules, tied
 from runner.model.probe import PROBE_ROWS, close, kernel_objection, packed_objection
 from runner.model.published import Published, Way
 from runner.model.recompute import recompute
@@ -60,7 +61,7 @@ class RaggedModel:
         decide: Decide,
         source: Source | None = None,
     ) -> None:
-        """Look at the model and decide how it runs. `module` is on its device and in its data type; `seed` is that
+        """Look at the model and decide how it runs. `module` is on its device; `seed` is that
         of its initial weights, adapters included."""
         self.module = module
         self.whole = Whole(module)
@@ -83,6 +84,8 @@ class RaggedModel:
         self._choose_layout(decide)
         self._choose_checkpointing(decide)
         self._choose_export(decide)
+        if self._compute is not None:
+            cast_on_read(self.module, self._compute)
 
     def _choose_layout(self, decide: Decide) -> None:
         self.layout: layout.Layout = self.config.layout
@@ -181,6 +184,10 @@ class RaggedModel:
     def compute_type(self) -> torch.dtype:
         """Data type that matrix products are computed in."""
         return self._compute or self.inner.dtype
+
+    def float32_modules(self) -> list[nn.Module]:
+        """The modules that compute in float32 where `compute_type` is another."""
+        return float32_modules(self.whole)
 
     @property
     def padded(self) -> bool:
@@ -288,8 +295,8 @@ class RaggedModel:
 
     @property
     def _compute(self) -> torch.dtype | None:
-        """Data type of matrix products where it is not that of the weights."""
-        return torch.bfloat16 if self.config.autocast == "bfloat16" else None
+        """Data type of matrix products where it may not be that of the stored weights; see `precision`."""
+        return torch.bfloat16 if self.config.dtype == "bfloat16" else None
 
     def _plain(self) -> AbstractContextManager[None]:
         """While nothing compiled runs: with keys and values of earlier tokens every pass would be compiled anew."""
@@ -300,15 +307,9 @@ class RaggedModel:
             self.module.train(training)
 
     def _pass(self, work: Callable[[], T]) -> T:
-        """What `work` gives in the mode and in the data type of a pass, with the parameters there."""
+        """What `work` gives in the mode of a pass, with the parameters there."""
         self._set_mode(self._training and torch.is_grad_enabled())
-        with self._precision():
-            return self.whole.run(work)
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        if self._compute is None or self.device.type == "meta":  # which has none: whoever plans there sees to it
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self._compute)
+        return self.whole.run(work)
 
     def _backbone(self, tokens: Tokens) -> Tensor:
         """The hidden states [W, H] of this rank's tokens of a batch."""
@@ -347,7 +348,7 @@ class RaggedModel:
         share their weight that is so of both or of none."""
         embedding, head = self.inner.get_input_embeddings(), self._matrix()
         plain = type(embedding) is nn.Embedding and embedding.max_norm is None
-        shared = getattr(self.inner.get_output_embeddings(), "weight", None) is getattr(embedding, "weight", embedding)
+        shared = tied(self.inner.get_output_embeddings(), embedding)
         if shared and not (plain and head):
             return []
         return [*([embedding] if plain else []), *([head] if head else [])]

@@ -48,9 +48,8 @@ class Ring:
             raise SpecError([Problem("parallelism.cp_style", text)])
         query, key, value = of_one_type(query, key, value)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        with torch.autocast(query.device.type, enabled=False):
-            pair = torch.cat([key[0], value[0]], -1)
-            out: Tensor = _Attention.apply(query[0], pair, self._route(window), scale)
+        pair = torch.cat([key[0], value[0]], -1)
+        out: Tensor = _Attention.apply(query[0], pair, self._route(window), scale)
         return out[None]
 
     def _route(self, window: int | None) -> Route:
@@ -121,10 +120,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, pair, out, sums = ctx.saved_tensors
         grad = grad.transpose(0, 1).unflatten(0, (len(pair), -1))
-        with torch.autocast(query.device.type, enabled=False):
-            d_query, d_pair = _gradients(
-                query.unflatten(0, grad.shape[:2]), pair, out, sums, grad, ctx.route, ctx.scale
-            )
+        d_query, d_pair = _gradients(query.unflatten(0, grad.shape[:2]), pair, out, sums, grad, ctx.route, ctx.scale)
         return d_query.flatten(0, 1).to(query.dtype), d_pair.to(pair.dtype), None, None
 
 

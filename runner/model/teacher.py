@@ -33,23 +33,19 @@ def build(
     """The model at `path`, a folder or hub id, which runs (matrix products, layout, chunks) like the student's config
     `like` says; none of its parameters learns.
 
-    tokenizer: the student's; key: the option that says the path; dtype: of its weights, None = bfloat16 where products
-    are computed in it, which reads them so anyway, else that of the student's. Raises what `hf.build` does, and
+    tokenizer: the student's; key: the option that says the path; dtype: that it computes in and
+    is stored in, None = that the student computes in. Raises what `hf.build` does, and
     EnvironmentProblem for another vocabulary.
     """
     how = {name: getattr(like, name) for name in ModelConfig.model_fields if name != "name"}
     how |= {"gradient_checkpointing": False, "activation_offloading": False, "compile": False}
-    how |= {"dtype": dtype or _least(like)}
+    how |= {"dtype": dtype or like.compute_dtype}
     config = HfConfig(path=path, revision=revision, **how)
     refuse_other_vocabulary(path, key, hf.tokenizer(config, key), tokenizer)
     given = {"tokenizer": tokenizer, "device": device, "seed": seed, "decide": decide, "longest": longest}
     model = hf.build(config, key=key, fit=fit, admit=admit, **given)
     model.module.requires_grad_(False)
     return model
-
-
-def _least(like: ModelConfig) -> Dtype:
-    return "bfloat16" if like.autocast == "bfloat16" else like.dtype
 
 
 def refuse_other_vocabulary(path: str, key: str, teachers: Any, students: Any) -> None:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from runner.model import vocabulary
 from runner.model.head import Operands, is_plain, spans
+from runner.model.precision import stored
 from runner.model.vocabulary import Vocabulary
 from runner.protocols import Terms
 
@@ -48,7 +49,9 @@ def summed(
     found: list[Mapping[str, Tensor]] = []
     if is_plain(head) and torch.is_grad_enabled():
         weight, ids = vocabulary.of(head)
-        total: Tensor = _Summed.apply(hidden, weight, head.bias, coefficients, piece, cuts, compute, found, ids)
+        total: Tensor = _Summed.apply(
+            hidden, weight, stored(head, "bias"), coefficients, piece, cuts, compute, found, ids
+        )
     else:
         total = _called(_whole_rows(head), hidden, coefficients, piece, cuts, found)
     return total, {name: torch.cat([one[name] for one in found]) for name in found[0]}
@@ -56,10 +59,10 @@ def summed(
 
 def _whole_rows(head: nn.Module) -> Callable[[Tensor], Tensor]:
     """What makes logits of all ids, whoever has them."""
-    if not (is_plain(head) and isinstance(head.weight, DTensor)):
+    if not (is_plain(head) and isinstance(stored(head, "weight"), DTensor)):
         return head
     weight, ids = vocabulary.of(head)
-    return lambda states: ids.joined(F.linear(states, weight))
+    return lambda states: ids.joined(F.linear(states, weight.to(states.dtype)))
 
 
 def _called(

@@ -20,7 +20,7 @@ from runner.model.source import Source
 from runner.model.tokenizer import byte_tokenizer
 from runner.model.valued import ValuedLM
 from runner.protocols import Decide
-from runner.spec.base import Head
+from runner.spec.base import Dtype, Head
 
 
 def tokenizer(config: SmallConfig) -> PreTrainedTokenizerFast:
@@ -66,10 +66,11 @@ def build(
     longest: int = 0,
     fit: Fit | None = None,
     admit: Admit | None = None,
+    stored: Dtype | None = None,
 ) -> RaggedModel:
     """The model with weights drawn from `seed`, or those of the folder `init_from`; head="scalar" scores rows,
     head="lm+value" is a language model with a value head beside it. `fit` sees the module first (see `placed`),
-    `admit` its config before that.
+    `admit` its config before that; `stored` is the data type of its weights, None = that it computes in.
 
     Raises SpecError if rows of `longest` tokens are too long for it.
     """
@@ -85,7 +86,7 @@ def build(
     if init_from is not None:
         load_folder(module, init_from)
         source = Source(folder=Path(init_from))
-    module = placed(module, DTYPES[config.dtype], device, fit)
+    module = placed(module, DTYPES[stored or config.compute_dtype], device, fit)
     return made(module, tokenizer, config, seed=seed, decide=decide, source=source)
 
 

@@ -38,14 +38,13 @@ class ValuedLM(CausalLM):
             text = f"values beside a language model need one that shows its backbone: {type(self.causal).__name__}"
             raise UnfitModel(f"{text} does not")
         size = self.causal.config.get_text_config().hidden_size
-        zeros = torch.zeros(size, device=self.device, dtype=torch.float32)
-        self.whole.register_parameter("value_head", nn.Parameter(zeros))
+        self.whole.register_module("value_head", ValueHead(size, self.device))
 
     @property
     def value_head(self) -> nn.Parameter:
         """The weights [H] of the value head."""
         head: Any = self.whole.value_head
-        return cast(nn.Parameter, head)
+        return cast(nn.Parameter, head.weight)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """What learns of the module, and the value head under the name `value_head`."""
@@ -95,6 +94,19 @@ class ValuedLM(CausalLM):
         return both[:, :size], both[:, size:]
 
     def _values(self, states: Tensor) -> Tensor:
-        """Values [S] of hidden states [S, H], outside of autocast."""
-        with torch.autocast(self.device.type, enabled=False):
-            return states.to(self.value_head.dtype) @ self.value_head
+        """Values [S] of hidden states [S, H]."""
+        head: Any = self.whole.value_head
+        values: Tensor = head(states)
+        return values
+
+
+class ValueHead(nn.Module):
+    """Values of hidden states by one vector of weights [H], in float32."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size, device=device, dtype=torch.float32))
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Values [S] of hidden states [S, H]."""
+        return states.to(self.weight.dtype) @ self.weight

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
+from runner.model.precision import stored
 from runner.shards import span
 
 
@@ -105,8 +106,9 @@ ALL = Vocabulary()
 
 
 def of(head: nn.Module) -> tuple[Tensor, Vocabulary]:
-    """What this rank holds of a plain head's weight [V, H], differentiable, and the ids that it makes logits of."""
-    weight: Any = head.weight
+    """What this rank holds of a plain head's weight [V, H], differentiable, as it is stored, and the ids
+    that it makes logits of."""
+    weight: Any = stored(head, "weight")
     if not isinstance(weight, DTensor):
         return weight, ALL
     rows, mesh = span(weight)[0], weight.device_mesh

@@ -1,10 +1,10 @@
 """What a user can set of an optimizer."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from runner.spec.base import ComponentConfig, Pair
+from runner.spec.base import ComponentConfig, Dtype, Pair
 
 
 class OptimizerConfig(ComponentConfig):
@@ -14,6 +14,20 @@ class OptimizerConfig(ComponentConfig):
     lr: float = Field(default=1e-5, gt=0, description="Peak learning rate; the schedule multiplies it.")
     weight_decay: float = Field(default=0.0, ge=0, description="Decay of matrices; biases and norms are not decayed.")
     clip_norm: float | None = Field(default=1.0, gt=0, description="Largest global gradient norm; null = no clipping.")
+
+    @property
+    def weights_dtype(self) -> Dtype:
+        """The data type that it wants trainable weights of the model stored in."""
+        return "float32"
+
+    def state_bytes(self, weight: int, *, end: bool = False) -> float:
+        """Bytes that it keeps of a trained number that takes `weight` bytes; end: of embedding or head."""
+        return 2.0 * weight
+
+    @property
+    def steps_at_once(self) -> bool:
+        """Whether a step takes temporaries of all that is trained, and not of a tensor at a time."""
+        return False
 
 
 class AdamWConfig(OptimizerConfig):
@@ -25,6 +39,10 @@ class AdamWConfig(OptimizerConfig):
     eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
     fused: bool = Field(default=True, description="Use torch's fused kernel where the device has one.")
 
+    @property
+    def steps_at_once(self) -> bool:
+        return not self.fused
+
 
 class SgdConfig(OptimizerConfig):
     """Stochastic gradient descent."""
@@ -33,5 +51,80 @@ class SgdConfig(OptimizerConfig):
     name: Literal["sgd"] = "sgd"
     momentum: float = Field(default=0.0, ge=0, lt=1, description="Share of the previous update that is kept.")
 
+    def state_bytes(self, weight: int, *, end: bool = False) -> float:
+        return float(weight) if self.momentum else 0.0
 
-COMPONENTS = (AdamWConfig, SgdConfig)
+    @property
+    def steps_at_once(self) -> bool:
+        return True
+
+
+class WholeConfig(OptimizerConfig):
+    """An optimizer that takes parameters whole."""
+
+    layouts: ClassVar[tuple[str, ...]] = ("single", "ddp", "cp")
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        if job.parallelism.name in self.layouts:
+            return []
+        known = " or ".join(self.layouts[:2])
+        text = (
+            f"optimizer={self.name} takes parameters whole, and parallelism={job.parallelism.name} cuts or moves them"
+        )
+        return [("optimizer.name", f"{text}; type optimizer=adamw, or parallelism={known}")]
+
+
+class AdamW8bitConfig(WholeConfig):
+    """AdamW with moments in 8 bits (Dettmers et al., 2110.02861; torchao), for all weights of a model on one card."""
+
+    factory: ClassVar[str] = "runner.optimizer.adamw8bit:build"
+    name: Literal["adamw8bit"] = "adamw8bit"
+    betas: Annotated[Pair, Field(description="Decay rates of the first and second moment.")] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
+    stochastic_rounding: bool = Field(
+        default=False,
+        description="Store trainable weights and their gradients in bfloat16 too, and round updates up or down at "
+        "random, in proportion: 6 bytes a number in place of 10. One process, model.dtype=bfloat16, adapter=none.",
+    )
+
+    @property
+    def weights_dtype(self) -> Dtype:
+        return "bfloat16" if self.stochastic_rounding else "float32"
+
+    def state_bytes(self, weight: int, *, end: bool = False) -> float:
+        return 2 * (1 + 4 / 256)  # a code each, and a scale for a block of 256
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        found, key = super().problems(job), "optimizer.stochastic_rounding"
+        if not self.stochastic_rounding:
+            return found
+        if not job.adapter.trains_base:
+            text = f"adapter={job.adapter.name} trains few weights, in float32; leave it out"
+            found.append((key, text))
+        if job.model.dtype == "float32":
+            found.append((key, "is for weights in bfloat16; type model.dtype=bfloat16, or leave it out"))
+        if job.launch.world > 1:
+            text = "gradients in bfloat16 are not summed over ranks; leave it out, or type launch.devices=1"
+            found.append((key, text))
+        return found
+
+
+class MuonConfig(WholeConfig):
+    """Muon (Jordan et al., 2024) for matrices inside of layers, AdamW for all else; needs torch 2.9."""
+
+    factory: ClassVar[str] = "runner.optimizer.muon:build"
+    name: Literal["muon"] = "muon"
+    momentum: float = Field(default=0.95, ge=0, lt=1, description="Share of the previous momentum that is kept.")
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = Field(
+        default="match_rms_adamw",
+        description="How the rate follows a matrix's shape: match_rms_adamw = updates as large as AdamW's "
+        "(2502.16982), so that its rates fit; original = Jordan's.",
+    )
+    betas: Annotated[Pair, Field(description="Of AdamW: decay rates of the first and second moment.")] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0, description="Of AdamW: added to the root of the second moment.")
+
+    def state_bytes(self, weight: int, *, end: bool = False) -> float:
+        return float(weight * (2 if end else 1))
+
+
+COMPONENTS = (AdamWConfig, SgdConfig, AdamW8bitConfig, MuonConfig)

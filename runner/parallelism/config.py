@@ -253,8 +253,8 @@ class ZeroConfig(SeveralConfig):
             found.append(
                 ("device.name", f"{own} knows no device={job.device.name}, only {known}; type parallelism=fsdp")
             )
-        if self.stage == 3 and job.model.dtype == "bfloat16":
-            text = f"{own} finds other gradients beside such a base; type parallelism=fsdp, or deepspeed_zero2"
+        if self.stage == 3 and job.model.dtype == "bfloat16" and not job.adapter.trains_base:
+            text = f"{own} finds other gradients beside a base in bfloat16; type parallelism=fsdp, or deepspeed_zero2"
             found.append(("model.dtype", text))
         if self.stage == 2 and len(job.algorithm.learners()) > 1:
             text = f"two models that learn did not end under {own}; type parallelism=ddp, or deepspeed_zero3"

@@ -5,8 +5,8 @@
 
 Layers are gathered one after the other, each freed when it has been used; embedding, norm, head and whatever else there
 is are one group, in which tied weights stay tied. Gradients are sums over all ranks, as everywhere here, and are summed
-in float32. Each tensor is gathered in its own data type: a frozen bfloat16 base beside float32 adapters stays as small
-as it is, in one message per layer (Zhao et al., 2304.11277, demands one data type, and so doubles such a base).
+in float32. Weights are gathered in what the model computes in, whatever they are stored in: no layer casts them again,
+and no cast is kept for the backward pass. Routers, score heads and value heads are groups of their own, in float32.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ class Shardable(Protocol):
     whole: Any
     inner: Any
     stage: Any
+
+    @property
+    def compute_type(self) -> torch.dtype: ...
+
+    def float32_modules(self) -> list[nn.Module]: ...
 
     def blocks(self) -> list[nn.Module]: ...
 
@@ -60,12 +65,17 @@ def shard(
         name = type(model.inner).__name__
         decide("parallelism", "sharded layer by layer", "sharded as one", f"{name} does not say what its layers are")
     policy: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
+        "mp_policy": _precision(model.compute_type),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy(),
     }
     policy["ignored_params"] = {one for one in model.stage.elsewhere if isinstance(one, nn.Parameter)}
     if experts is not None:
         policy["ignored_params"] |= _shard_experts(model, experts, reshard, policy, decide)
+    if model.compute_type == torch.bfloat16:
+        for part in model.float32_modules():
+            if policy["ignored_params"].isdisjoint(part.parameters()):
+                wide = policy | {"mp_policy": _precision(torch.float32)}
+                fully_shard(part, mesh=_data(mesh), reshard_after_forward=reshard, **wide)
     for block in blocks:
         fully_shard(block, mesh=_data(mesh), reshard_after_forward=reshard, **policy)
     fully_shard(model.whole, mesh=_data(mesh), reshard_after_forward=False, **policy)
@@ -76,6 +86,12 @@ def shard(
     where = "on the host" if offload else "on the device"
     reason = "rank 0 has the whole model in its host's memory, and hands it out tensor by tensor"
     decide.state("parallelism", f"{mesh['dp_shard'].size()} pieces of {len(blocks)} layers, {where}", reason)
+
+
+def _precision(compute: torch.dtype) -> MixedPrecisionPolicy:
+    """Gather in what a model computes in, bfloat16 or what is stored, and sum gradients in float32."""
+    low = compute if compute == torch.bfloat16 else None
+    return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def _shard_experts(

@@ -40,6 +40,9 @@ class Divisible(Protocol):
     inner: Any
     stage: Any
 
+    @property
+    def compute_type(self) -> torch.dtype: ...
+
     def blocks(self) -> list[nn.Module]: ...
 
 
@@ -78,7 +81,7 @@ class Staged:
         homes = {id(layer): self._home(place) for place, layer in enumerate(layers)}
         parent._modules[name] = Layers(layers, self)
         self._width: int = model.inner.config.get_text_config().hidden_size
-        self._dtype = next(model.inner.get_input_embeddings().parameters()).dtype
+        self._dtype = model.compute_type
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._tensors = self._homes(model, homes)
         absent = {slot.tensor for holders, places in self._tensors if self.rank not in holders for slot in places}

@@ -50,7 +50,7 @@ def cut(model: Sliceable, mesh: DeviceMesh, *, decide: Decide) -> None:
     for layer, dims in _layers(model.inner):
         _cut_layer(layer, dims, slices, plan)
     ends = _ends(model, slices, decide)
-    plan |= {id(end.weight): OUTPUTS for end in ends}
+    plan |= {id(end._parameters["weight"]): OUTPUTS for end in ends}
     distribute(model.whole.modules(), slices, plan)
     for part in model.whole.modules():
         if isinstance(part, nn.ParameterDict | nn.ParameterList) and part._parameters:
@@ -80,9 +80,9 @@ def _cut_layer(layer: nn.Module, dims: dict[str, int], slices: Slices, plan: Pla
         linear = getattr(layer, name)
         for one, cut in _weights(linear, dim):
             if cut is not None:
-                plan[id(one.weight)] = cut
+                plan[id(one._parameters["weight"])] = cut
             if one.bias is not None and cut == OUTPUTS:
-                plan[id(one.bias)] = 0
+                plan[id(one._parameters["bias"])] = 0
             elif one.bias is not None:
                 slices.once.add((one, "bias"))
         if dim == INPUTS:
@@ -96,7 +96,7 @@ def _cut_layer(layer: nn.Module, dims: dict[str, int], slices: Slices, plan: Pla
 def _weights(linear: nn.Module, dim: int) -> Iterator[tuple[Any, int | None]]:
     """The matrices of a linear layer, its adapters among them, and the dimension in which each is cut."""
     base = getattr(linear, "base_layer", linear)
-    if type(base) is not nn.Linear:
+    if getattr(type(base), "forward", None) is not nn.Linear.forward:  # of its own class, or one that casts weights
         raise refused(f"a layer of type {type(base).__name__} is not known to be cut")
     yield base, dim
     if base is not linear:

@@ -15,6 +15,7 @@ from runner.errors import CheckpointError, DataError, Problem, SpecError
 from runner.parity.recording import Print, Recording
 from runner.spec.job import JobSpec
 from runner.spec.origin import COMMAND_LINE, leaves
+from runner.tolerance import Tolerance, tolerance
 
 # What a device or machine may have of its own: kernels, data types, where the same files lie.
 OWN = (
@@ -22,7 +23,7 @@ OWN = (
     "strict",
     "init_from",
     "model.dtype",
-    "model.autocast",
+    "reward.dtype",
     "model.gradient_checkpointing",
     "model.activation_offloading",
     "model.head_chunk_tokens",
@@ -34,17 +35,6 @@ OWN = (
 )
 SAME_WEIGHTS = {False: 1e-9, True: 2.0**-8}  # largest relative distance; of different data types: bfloat16's rounding
 SMALL_GRADIENT = 0.1  # of the root mean square of the gradients' norms: below it a gradient is judged by that
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Largest relative distances that rounding explains; docs/parity.md says what was measured."""
-
-    output: float
-    gradient: float
-
-
-FLOAT32, TF32, BFLOAT16 = Bounds(1e-3, 1e-2), Bounds(1e-2, 5e-2), Bounds(5e-2, 6e-2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +69,7 @@ class Comparison:
 
     series: str
     steps: tuple[StepGap, ...]
-    bounds: Bounds
+    bounds: Tolerance
     outputs: tuple[Gap, ...]
     gradients: tuple[Gap, ...]
     unmatched: int
@@ -137,7 +127,7 @@ def refuse_other_start(recorded: Recording, here: Recording) -> None:
         if other := [name for name, value in origin.items() if before.get(name, value) != value]:
             raise CheckpointError(f"the {role} is not that of the recording: another {', '.join(other)}; copy it here")
     weights, now = recorded.of_kind("weight"), here.of_kind("weight")
-    rounded = recorded.spec["model"]["dtype"] != here.spec["model"]["dtype"]
+    rounded = recorded.spec["model"]["dtype"] != here.spec["model"]["dtype"]  # which frozen weights are stored in
     apart = [
         name
         for name in {**weights, **now}
@@ -211,8 +201,10 @@ def _distance(one: Print, other: Print) -> float:
     return apart / one.norm if one.norm else apart
 
 
-def _bounds(*recordings: Recording) -> Bounds:
-    models = [one.spec["model"] for one in recordings]
-    if any("bfloat16" in (model["dtype"], model["autocast"]) for model in models):
-        return BFLOAT16
-    return TF32 if any(one.spec["device"].get("tf32") for one in recordings) else FLOAT32
+def _bounds(*recordings: Recording) -> Tolerance:
+    """Of the coarsest data type; docs/parity.md says what was measured."""
+    return tolerance(*(_multiplied_in(one.spec["model"]["dtype"], one.spec["device"]) for one in recordings))
+
+
+def _multiplied_in(dtype: str, device: Mapping[str, object]) -> str:
+    return "tf32" if dtype == "float32" and device.get("tf32") else dtype

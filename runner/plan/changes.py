@@ -118,6 +118,21 @@ def offloading(spec: JobSpec) -> Iterator[Change]:
             yield Change(f"{key}=true", changed, "the same update; layers' inputs travel to the host and back")
 
 
+def smaller_states(spec: JobSpec) -> Iterator[Change]:
+    """Fewer bytes of optimizer state, and then of weights and gradients, for each trained number."""
+    if spec.adapter.name != "none" or spec.optimizer.name not in ("adamw", "adamw8bit"):
+        return
+    kind = default_registry().classes("optimizer")["adamw8bit"]
+    kept = {name: value for name, value in spec.optimizer.model_dump().items() if name in kind.model_fields}
+    for rounding in (False, True):
+        section: Any = kind.model_validate(kept | {"name": "adamw8bit", "stochastic_rounding": rounding})
+        changed = spec.model_copy(update={"optimizer": section})
+        words = "optimizer=adamw8bit" + " optimizer.stochastic_rounding=true" * rounding
+        cost = "another update: weights in bfloat16, rounded at random" if rounding else "nearly the same update"
+        if section != spec.optimizer and not section.problems(changed):
+            yield Change(words, changed, f"{cost}; moments in 8 bits, by torchao")
+
+
 def adapting(spec: JobSpec) -> Iterator[Change]:
     """Few weights that learn."""
     if spec.adapter.name == "none":
@@ -137,6 +152,7 @@ STEPS: tuple[Step, ...] = (
     sharing_rows,
     recomputing,
     offloading,
+    smaller_states,
     adapting,
 )
 

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from runner.batch import Batch, pack
 from runner.decisions import Decisions
 from runner.model.flops import is_expert
-from runner.plan.model import cut, layers, made, mix, period, samples, unmixed
+from runner.plan.model import cut, layers, made, period, samples, unmixed
 from runner.plan.operators import fused_attention
 from runner.plan.spread import Spread
 from runner.plan.tracking import META, Kind, Tracker, keep_gradients
@@ -86,22 +86,23 @@ class Passes:
 
 def _run(spec: JobSpec, head: Head, shape: Any, spread: Spread, headed: bool) -> Pass:
     model = made(spec, head, shape)
-    forget = mix(model.module, model.compute_type) if spec.model.autocast != "none" else None
     model.attend_with(partial(fused_attention, dtype=model.compute_type), decide=Decisions())
     batch = micro_batch(spec, spread.mesh.cp)
     learning = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+    stored = {name: p.element_size() for name, p in learning.items()}
+    if spread.sharded:  # layers come from other ranks in what they compute in
+        for parameter in model.module.parameters():
+            parameter.data = parameter.data.to(model.compute_type)
     tracker = Tracker([*model.module.parameters(), *model.module.buffers()], shape.get_text_config().vocab_size)
     with ExitStack() as during:
         for name, parameter in learning.items():
             parts = spread.experts if is_expert(name) else spread.pieces
-            during.callback(keep_gradients([parameter], tracker, parts)[0].remove)
+            during.callback(keep_gradients([parameter], tracker, parts, stored[name])[0].remove)
         for handle in _moments(layers(model), tracker, period(shape, spec.model.gradient_checkpointing)):
             during.callback(handle.remove)
         during.enter_context(unmixed())
         during.enter_context(tracker)
         total = _total(spec, head, model, batch) if headed else _through_layers(model, batch)
-        if forget is not None:
-            forget()
         kept = tracker.now
         total.backward()
     return Pass(tracker.peaks, kept)

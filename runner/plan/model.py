@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from functools import partial
 from math import lcm
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from runner.decisions import Decisions
@@ -42,7 +40,7 @@ def made(spec: JobSpec, head: Head, architecture: Any, adapted: bool = True) -> 
     if head == "scalar":
         shape.num_labels = 1
     with torch.device(META):
-        module = auto.from_config(shape, dtype=DTYPES[spec.model.dtype])
+        module = auto.from_config(shape, dtype=DTYPES[spec.stored_dtype(trains=adapted)])
     quiet = Decisions()
     if fused := getattr(spec.device, "fused", ()):
         fuse(module, fused, MetaOperators(), quiet)
@@ -126,31 +124,3 @@ def unmixed() -> Iterator[None]:
         yield
     finally:
         torch.autocast = known  # type: ignore[misc]
-
-
-def mix(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """Let the linear layers compute in `dtype`, as automatic mixed precision does, which torch has none of for the meta
-    device: a layer's weight is cast once for the forward pass. Returns what is to be called at its end, after which a
-    layer that is recomputed casts its own again."""
-    cast: dict[int, Tensor] = {}
-    keeping = True
-
-    def low(parameter: Tensor) -> Tensor:
-        if not keeping:
-            return parameter.to(dtype)
-        if id(parameter) not in cast:
-            cast[id(parameter)] = parameter.to(dtype)
-        return cast[id(parameter)]
-
-    def product(layer: nn.Linear, given: Tensor) -> Tensor:
-        return F.linear(given.to(dtype), low(layer.weight), None if layer.bias is None else low(layer.bias))
-
-    def forget() -> None:
-        nonlocal keeping
-        keeping = False
-        cast.clear()
-
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear):
-            layer.forward = partial(product, layer)  # type: ignore[method-assign]
-    return forget

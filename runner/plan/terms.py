@@ -25,8 +25,6 @@ from runner.plan.traffic import attending, computing, size_of
 from runner.plan.weights import Part, Weights, weights
 from runner.spec.job import JobSpec
 
-STATES = {"adamw": 2, "sgd": 0}  # copies of what learns that an optimizer keeps
-
 
 @dataclass(frozen=True)
 class Terms:
@@ -66,8 +64,8 @@ class Terms:
     def host(self) -> list[Term]:
         """What a rank keeps in its host's memory meanwhile, as far as it follows from the job's options."""
         learnt, size = self._learnt(), size_of(computing(self.spec))
-        states = learnt * (1 + self._states())
-        pieces = sum(part.bytes for part in self._parts().values()) + learnt * (1 + self._states())
+        states = learnt + self._state_bytes()
+        pieces = sum(part.bytes for part in self._parts().values()) + states
         inputs = len(self.stage.layers) * self._tokens() * self.shape.get_text_config().hidden_size * size
         found = [
             Term("pieces, their gradients and optimizer state", pieces if self.spread.offloaded else 0),
@@ -87,9 +85,15 @@ class Terms:
     def _learnt(self) -> int:
         return sum(part.trained_bytes for part in self._parts().values())
 
-    def _states(self) -> int:
-        """Copies of what learns that the optimizer keeps."""
-        return STATES.get(self.spec.optimizer.name, 2) or int(getattr(self.spec.optimizer, "momentum", 0) > 0)
+    def _state_bytes(self) -> int:
+        """Bytes that the optimizer keeps of what learns."""
+        optimizer, found = self.spec.optimizer, 0.0
+        for role, part in self._parts().items():
+            size = part.trained_bytes // max(part.trained, 1)
+            ends = (self.spread.part(self.own[role], self.stage).ends / self.spread.pieces).trained
+            inside = max(0, part.trained - ends)
+            found += inside * optimizer.state_bytes(size) + ends * optimizer.state_bytes(size, end=True)
+        return round(found)
 
     def _held(self) -> list[Term]:
         """What a rank holds from the first step to the last."""
@@ -103,7 +107,7 @@ class Terms:
         return [
             Term("weights that learn", learnt),
             Term("weights that do not", sum(part.frozen_bytes for part in self._parts().values())),
-            Term("optimizer state", self._states() * learnt),
+            Term("optimizer state", self._state_bytes()),
             versions,
         ]
 
@@ -125,7 +129,7 @@ class Terms:
             Term("activations of micro-batches in flight", waiting),
             Term("logits", taken["logits"]),
             Term("gradients", 0 if self.spread.offloaded else taken["gradients"]),
-            Term("layers gathered from other ranks", gathered.bytes),
+            Term("layers gathered from other ranks", gathered.gathered(size_of(computing(self.spec)))),
             Term("gradients on their way to other ranks", gathered.trained_bytes),
             *self._exchanged(),
         ]
@@ -155,8 +159,8 @@ class Terms:
         if self.spread.offloaded:
             return []
         largest = max(part.trained_bytes for part in self._parts().values())
-        fused = getattr(self.spec.optimizer, "fused", False)
-        return [Term("gradients", largest), Term("temporaries of the optimizer", 0 if fused else largest)]
+        beside = largest if self.spec.optimizer.steps_at_once else 0
+        return [Term("gradients", largest), Term("temporaries of the optimizer", beside)]
 
     def _sampling(self) -> list[Term]:
         """What drawing rollouts takes by the model itself, whose parts are gathered for it; each rank draws a share."""
@@ -175,7 +179,7 @@ def frozen_of(spec: JobSpec, shape: Any, spread: Spread, number: int) -> tuple[l
             left_out.append(f"the {role} of {one.path}, which is not there yet")
         elif one.path is not None:
             other = weights(spec, "lm", published(one.path, one.revision)[0], trains=False)
-            size = size_of(DTYPES[one.dtype or spec.model.dtype])
+            size = size_of(DTYPES[one.dtype or spec.model.compute_dtype])
             terms.append(Term(role, _scoring(other, spread, number).frozen * size // spread.mesh.tp))
         elif way == "copy":
             terms.append(Term(role, _scoring(weights(spec, "lm", shape, trains=False), spread, number).frozen_bytes))

@@ -86,13 +86,15 @@ class Tracker(TorchDispatchMode):
         weakref.finalize(storage, self.add, -taken, kind)
 
 
-def keep_gradients(parameters: Iterable[nn.Parameter], tracker: Tracker, parts: int) -> list[RemovableHandle]:
+def keep_gradients(
+    parameters: Iterable[nn.Parameter], tracker: Tracker, parts: int, size: int
+) -> list[RemovableHandle]:
     """Count each parameter's gradient, from its making to the end of the pass, as the one part in `parts` that a rank
-    keeps of it; the whole one is let go, as sharding lets it go."""
+    keeps of it, with `size` bytes a number; the whole one is let go, as sharding lets it go."""
 
     def kept(parameter: Tensor) -> None:
         assert parameter.grad is not None
-        whole = parameter.grad.numel() * parameter.grad.element_size()
+        whole = parameter.grad.numel() * size
         parameter.grad = None
         tracker.add(rounded(-(-whole // parts)), "gradients")
 

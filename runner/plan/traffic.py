@@ -109,14 +109,14 @@ class Traffic:
         spread, r = self.spread, self.spread.copies
         part = spread.part(model, self.stage)
         plain = part.plain
-        gathered = (2 if spread.resharded else 1) * plain.bytes
+        gathered = (2 if spread.resharded else 1) * plain.gathered(self._size)
         sharding = self.cuts * (gathered + plain.trained_bytes) * (spread.pieces - 1) // spread.pieces
         alike = max(1, spread.mesh.copies // spread.experts)
         experts = part.experts.trained_bytes // spread.experts
         return (
             sharding
             + 2 * (plain.trained_bytes // spread.pieces) * (r - 1) // r
-            + self._of_experts(part.experts.bytes, part.experts.trained_bytes)
+            + self._of_experts(part.experts.gathered(self._size), part.experts.trained_bytes)
             + 2 * experts * (alike - 1) // alike
         )
 
@@ -202,7 +202,7 @@ def matmul_precision(spec: JobSpec) -> str:
 
 def computing(spec: JobSpec) -> torch.dtype:
     """The data type of hidden states."""
-    return DTYPES[spec.model.dtype if spec.model.autocast == "none" else spec.model.autocast]
+    return DTYPES[spec.model.compute_dtype]
 
 
 def size_of(dtype: torch.dtype) -> int:

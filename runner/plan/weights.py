@@ -33,6 +33,10 @@ class Part:
         """All its bytes."""
         return self.trained_bytes + self.frozen_bytes
 
+    def gathered(self, size: int) -> int:
+        """Bytes of all its numbers where they are gathered to compute with, in a type of so many bytes."""
+        return (self.trained + self.frozen) * size
+
     @property
     def _all(self) -> tuple[int, int, int, int]:
         return self.trained, self.frozen, self.trained_bytes, self.frozen_bytes

@@ -4,7 +4,7 @@ from typing import ClassVar, Self
 
 from pydantic import Field
 
-from runner.spec.base import ComponentConfig
+from runner.spec.base import ComponentConfig, Dtype
 
 OWN = ("prompts", "completions", "completion_ids")  # what a function or service gets beside the columns
 
@@ -17,6 +17,10 @@ class RewardConfig(ComponentConfig):
 
     def absolute(self) -> Self:
         """The same config with the paths of local files made absolute."""
+        return self
+
+    def with_dtype(self, dtype: Dtype) -> Self:
+        """The same config; where it leaves the data type of a model open, with `dtype`."""
         return self
 
     def columns(self) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from runner.errors import EnvironmentProblem, Problem, SpecError
 from runner.reward.base import PooledConfig
 from runner.reward.base import RewardConfig as RewardConfig
 from runner.reward.parts import decoded, dumped, members, record, renamed, with_own_keys
-from runner.spec.base import absolute_if_local, address_problem
+from runner.spec.base import Dtype, absolute_if_local, address_problem
 
 # YAML and command lines have lists only; what a part may hold is decided by the component that it names.
 Parts = Annotated[tuple[dict[str, Any], ...], Field(strict=False, min_length=1)]
@@ -212,8 +212,13 @@ class ModelRewardConfig(FallibleConfig):
     factory: ClassVar[str] = "runner.reward.model:build"
     name: Literal["model"] = "model"
     path: str = Field(min_length=1, description="Folder or hub id of the reward model; safetensors only.")
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Data type of its weights.")
+    dtype: Dtype | None = Field(
+        default=None, description="Data type of its weights, and that it computes in; null = model.dtype."
+    )
     batch_size: int = Field(default=16, ge=1, description="Answers scored at once.")
+
+    def with_dtype(self, dtype: Dtype) -> Self:
+        return self.model_copy(update={"dtype": self.dtype or dtype})
 
     def absolute(self) -> Self:
         return self.model_copy(update={"path": absolute_if_local(self.path)})
@@ -244,6 +249,12 @@ class SumConfig(RewardConfig):
     def problems(self, job: Any) -> list[tuple[str, str]]:
         parts, found = decoded(self.parts)
         return found + [entry for i, part in parts for entry in renamed(part.config.problems(job), i)]
+
+    def with_dtype(self, dtype: Dtype) -> Self:
+        if decoded(self.parts)[1]:  # which `problems` says
+            return self
+        parts = tuple(record(part.config.with_dtype(dtype), part.weight) for part in members(self.parts))
+        return self.model_copy(update={"parts": parts})
 
     def absolute(self) -> Self:
         parts = tuple(record(part.config.absolute(), part.weight) for part in members(self.parts))

@@ -145,7 +145,7 @@ def _loaded(config: ModelRewardConfig) -> tuple[Any, Any]:
             )
         with no_progress_bar():
             loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-                path, dtype=DTYPES[config.dtype], use_safetensors=True, output_loading_info=True
+                path, dtype=DTYPES[config.dtype or "float32"], use_safetensors=True, output_loading_info=True
             )
         own = AutoTokenizer.from_pretrained(path)
     except (OSError, ImportError, ValueError) as error:

@@ -43,6 +43,7 @@ def decode(data: Mapping[str, Any], origins: Mapping[str, str], registry: Regist
     job, wrong = _validate(data, chosen, keys)
     found += missing + wrong
     if job is not None:
+        job = _with_device_defaults(job)
         found += _contradictions(job)
     if found:
         raise SpecError(_with_way_out(with_origins(found, origins), chosen, keys))
@@ -56,7 +57,8 @@ def unjudged(data: Mapping[str, Any], origins: Mapping[str, str], registry: Regi
     known = registry or default_registry()
     refuse_code(data, origins)
     chosen, _ = _choose(data, known)
-    return _validate(data, chosen, Keys(known))[0]
+    job = _validate(data, chosen, Keys(known))[0]
+    return None if job is None else _with_device_defaults(job)
 
 
 def refuse_code(data: Mapping[str, Any], origins: Mapping[str, str]) -> None:
@@ -217,6 +219,15 @@ def _left_over(problem: Problem, chosen: Classes, keys: Keys) -> bool:
     others = {option for options in keys.options.get(group, {}).values() for option in options}
     known = others - cls.model_fields.keys() if cls else set[str]()
     return problem.origin.startswith("recipe/") and leaf in known
+
+
+def _with_device_defaults(job: JobSpec) -> JobSpec:
+    """The job with the data types that its device computes in, where they were left out."""
+    model = job.model
+    if model.dtype is None:
+        model = model.model_copy(update={"dtype": job.device.default_dtype})
+    reward = job.reward.with_dtype(model.compute_dtype)
+    return job.model_copy(update={"model": model, "reward": reward})
 
 
 def _contradictions(job: JobSpec) -> list[Found]:

@@ -20,7 +20,7 @@ from runner.parallelism.config import ParallelismConfig
 from runner.reward.config import RewardConfig
 from runner.sampler.config import SamplerConfig
 from runner.schedule.config import ScheduleConfig
-from runner.spec.base import Config
+from runner.spec.base import Config, Dtype
 from runner.tracker.config import TrackerConfig
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
@@ -86,3 +86,9 @@ class JobSpec(Config):
     checkpoint: CheckpointConfig
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Held-out evaluation.")
     watch: WatchConfig = Field(default_factory=WatchConfig, description="Guards.")
+
+    def stored_dtype(self, *, trains: bool = True) -> Dtype:
+        """The data type that a model's own weights are stored in; without `trains`, of a copy that only scores."""
+        if trains and self.adapter.trains_base:
+            return self.optimizer.weights_dtype
+        return self.model.compute_dtype

@@ -47,7 +47,7 @@ KEYS = {
         "algorithm.micro_batch_tokens",
     ),
     **dict.fromkeys(("model_name_or_path", "model_name", "model_path", "pretrained"), "model.path"),
-    **dict.fromkeys(("bf16", "fp16", "torch_dtype", "precision"), "model.dtype"),
+    **dict.fromkeys(("bf16", "torch_dtype", "precision", "compute_dtype", "autocast"), "model.dtype"),
     "packing": "model.layout",
     **dict.fromkeys(
         ("activation_checkpointing", "activation_checkpoint", "recompute", "recompute_granularity", "every_n_layers"),
@@ -95,6 +95,8 @@ _CARDS = (
     "CUDA_VISIBLE_DEVICES for GPUs"
 )
 ELSEWHERE = {
+    "model.autocast": "model.dtype is what the model computes in, bfloat16 or float32; trainable weights are stored in "
+    "float32 all the same",
     **dict.fromkeys(
         ("output_dir", "out_dir", "outputs", "save_dir", "logging_dir"),
         "runs go to ./outputs of the folder you start from; start elsewhere, or make outputs a link",
@@ -120,11 +122,13 @@ ELSEWHERE = {
         "the device brings its attention: device.attention=fused or sdpa, on cuda and npu",
     ),
 }
-_NO_4_BITS = (
-    "no base in 4 bits, on any device, and no operator for one on an NPU; LoRA on 16: adapter=lora model.dtype=bfloat16"
-)
+_NO_4_BITS = "no base in 4 bits, on any device, and no operator for one on an NPU; LoRA on 16: adapter=lora"
 _NO_LIGER = "on an NPU device.fused has CANN's operators in Liger's places; the LM head is chunked on every device"
-_NO_FP8 = "no 8 bits here, and an Ascend A2 or A3 has no FP8; model.dtype and model.autocast know float32 and bfloat16"
+_NO_FP8 = "no 8 bits here, and an Ascend A2 or A3 has no FP8; model.dtype knows float32 and bfloat16"
+_NO_FP16 = (
+    "float16 ends at 65,504: gradients and logits overflow without loss scaling, which is not here; type "
+    "model.dtype=bfloat16, which has the range of float32 and is as fast"
+)
 _NO_ENGINE = "the engine that answers are written by is vLLM: sampler=vllm, or sampler=torch without one"
 ABSENT = {  # what others have and this does not: why, and what to take instead
     **dict.fromkeys(
@@ -132,6 +136,7 @@ ABSENT = {  # what others have and this does not: why, and what to take instead
     ),
     **dict.fromkeys(("liger", "use_liger", "use_liger_kernel", "liger_kernel"), _NO_LIGER),
     **dict.fromkeys(("fp8", "float8", "float8_e4m3fn", "float8_e5m2", "e4m3", "hifloat8"), _NO_FP8),
+    **dict.fromkeys(("fp16", "float16", "half"), _NO_FP16),
     "sglang": _NO_ENGINE,
 }
 NAMES = {
@@ -139,7 +144,10 @@ NAMES = {
     "adapter": {"full": "none", "null": "none"},
     "tracker": {"null": "none", "off": "none", "tb": "tensorboard", "wb": "wandb"},
     "sampler": {"null": "none"},
-    "optimizer": {"adam": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw"},
+    "optimizer": {
+        **dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused"), "adamw"),
+        **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw8bit"),
+    },
     "data": {"jsonl": "file", "json": "file", "csv": "file", "parquet": "file", "local": "file", "huggingface": "hub"},
     "model": {"huggingface": "hf", "transformers": "hf", "auto": "hf", "qwen3": "qwen3_0_6b"},
     "algorithm": {"pt": "cpt", "pretrain": "cpt", "finetune": "sft"},

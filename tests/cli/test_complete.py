@@ -35,7 +35,7 @@ def completed(
         ("run res", ["resume"]),
         ("run resume la", ["latest"]),
         ("run resume latest step", ["steps="]),
-        ("run model.dtype=", ["model.dtype=bfloat16", "model.dtype=float32"]),
+        ("run model.dtype=", ["model.dtype=bfloat16", "model.dtype=float32", "model.dtype=null"]),
         ("run checkpoint.best_mode=m", ["checkpoint.best_mode=max", "checkpoint.best_mode=min"]),
         ("run strict=", ["strict=false", "strict=true"]),
         ("run infer latest --te", ["--temperature"]),

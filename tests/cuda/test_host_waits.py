@@ -31,7 +31,7 @@ JOBS = {
     "ppo": ("+recipe=ppo_demo", *SAMPLED),
     "ppo, shared critic": ("+recipe=ppo_demo", "algorithm.critic=shared", *SAMPLED),
 }
-NO_META = ("experts", "ppo, shared critic")  # grouped products and autocast, which meta has not
+NO_META = ("experts", "ppo, shared critic")  # grouped products and a read of the values, which meta has not
 CASES = [
     *((job, "meta") for job in JOBS if job not in NO_META),
     *(pytest.param(job, "cuda", marks=pytest.mark.cuda) for job in JOBS),

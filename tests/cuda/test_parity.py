@@ -14,6 +14,7 @@ from runner.model.config import TinyConfig
 from runner.model.ring import _product
 from runner.model.tokenizer import byte_tokenizer
 from runner.protocols import Device
+from runner.spec.base import Dtype
 from runner.tree import pack_trees
 from tests.device.cases import trees
 from tests.model import zoo
@@ -59,10 +60,10 @@ def test_the_flash_kernel_of_a_job_is_attention(heads: tuple[int, int], window: 
         torch.testing.assert_close(gradient.double(), exact, rtol=LIMIT, atol=limit)
 
 
-def causal(family: str, device: torch.device, autocast: str, decisions: Decisions) -> CausalLM:
+def causal(family: str, device: torch.device, dtype: Dtype, decisions: Decisions) -> CausalLM:
     """A small model of this family on a device."""
     module = zoo.module(family, **NEAR_REAL).to(device).requires_grad_(True)
-    config = TinyConfig(autocast=autocast, head_chunk_tokens=16)
+    config = TinyConfig(dtype=dtype, head_chunk_tokens=16)
     return CausalLM(module, byte_tokenizer(512), config, seed=0, decide=decisions)
 
 
@@ -71,7 +72,7 @@ def test_a_model_in_bfloat16_is_near_the_one_in_float32(family: str, device: Dev
     decisions, batch = Decisions(), pack_trees(trees())
     model, exact = (
         causal(family, device.torch_device, "bfloat16", decisions),
-        causal(family, zoo.CPU, "none", decisions),
+        causal(family, zoo.CPU, "float32", decisions),
     )
     if found := device.attention(torch.bfloat16):
         model.attend_with(found, decide=decisions)

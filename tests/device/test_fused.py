@@ -91,12 +91,12 @@ def test_a_copy_runs_on_its_own_weights() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_checkpointing_adapters_and_autocast_go_on_working(family: str) -> None:
+def test_checkpointing_adapters_and_bfloat16_go_on_working(family: str) -> None:
     """The whole way: packed rows, the fused attention, LoRA around the patched modules, recomputation in bfloat16."""
     data = zoo.batch()
     outcomes = []
     for operators_in in (False, True):
-        model = zoo.causal(family, gradient_checkpointing=True, autocast="bfloat16")
+        model = zoo.causal(family, gradient_checkpointing=True, dtype="bfloat16")
         model.module.requires_grad_(False)
         if operators_in:
             fuse(model.inner, tuple(KINDS), operators, Decisions())

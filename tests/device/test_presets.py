@@ -93,15 +93,15 @@ def test_what_hccl_or_torch_npu_would_end_the_process_over_is_refused_before(
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        (["device=npu"], ["train", "deterministic"]),
-        (["device=npu", "device.deterministic=false"], ["train"]),
-        (["device=npu", "+recipe=grpo_demo"], ["colocated_rl", "deterministic"]),
-        (["device=npu", "+recipe=grpo_demo", "launch.samplers=2"], ["disaggregated_rl", "deterministic"]),
-        (["device=npu", "+recipe=grpo_demo", "sampler=vllm"], ["colocated_rl", "deterministic", "vllm"]),
+        (["device=npu"], ["train"]),
+        (["device=npu", "device.deterministic=true"], ["train", "deterministic"]),
+        (["device=npu", "+recipe=grpo_demo"], ["colocated_rl"]),
+        (["device=npu", "+recipe=grpo_demo", "launch.samplers=2"], ["disaggregated_rl"]),
+        (["device=npu", "+recipe=grpo_demo", "sampler=vllm"], ["colocated_rl", "vllm"]),
         (["device=cpu", "+recipe=grpo_demo", "sampler=vllm"], ["vllm"]),
-        (["device=npu", "device.preset=debug", "device.deterministic=false"], ["debug"]),
-        (["device=cuda"], ["deterministic"]),
-        (["device=cuda", "device.deterministic=false"], []),
+        (["device=npu", "device.preset=debug"], ["debug"]),
+        (["device=cuda"], []),
+        (["device=cuda", "device.deterministic=true"], ["deterministic"]),
         (["device=cpu"], []),
     ],
 )
@@ -141,7 +141,7 @@ def test_few_jobs_share_the_spare_block_and_one_process_needs_none() -> None:
 def test_ports_are_said_and_the_users_stand(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in rank(29500).items():
         monkeypatch.setenv(name, value)
-    spec = job(workdir, "device=npu", "device.deterministic=false")
+    spec = job(workdir, "device=npu")
     found = resolve(spec.device.environment(spec), {})
     assert found.set["HCCL_IF_BASE_PORT"].value == str(20000 + 16 * (29500 % 797))
     for own in ("HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE"):
@@ -152,7 +152,7 @@ def test_ports_are_said_and_the_users_stand(workdir: Path, monkeypatch: pytest.M
 def test_it_is_set_said_and_strict_allows_it(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "0")
     decisions = Decisions(strict=True)
-    set_environment(job(workdir, "device=npu"), decisions)
+    set_environment(job(workdir, "device=npu", "device.deterministic=true"), decisions)
     assert os.environ["TASK_QUEUE_ENABLE"] == "0" and os.environ["HCCL_DETERMINISTIC"] == "strict"
     facts = {fact["feature"]: fact for fact in decisions.records()["facts"]}
     assert facts["environment.TASK_QUEUE_ENABLE"]["value"] == "0"
@@ -172,6 +172,9 @@ def test_the_documentation_has_every_variable_with_its_reason() -> None:
     assert wanted - rows == set()
 
 
+CARD = ("device=cuda", "device.deterministic=true")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(bool(glob("/dev/nvidia[0-9]*")), reason="a GPU is present")
 @pytest.mark.parametrize(
@@ -181,7 +184,7 @@ def test_the_documentation_has_every_variable_with_its_reason() -> None:
 )
 def test_a_command_sets_it_before_torch_is_imported(layout: tuple[str, ...], tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "runner", "+recipe=sft_demo", "device=cuda", "tracker=none", *layout],
+        [sys.executable, "-m", "runner", "+recipe=sft_demo", *CARD, "tracker=none", *layout],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "CUDA_VISIBLE_DEVICES": "0,1"},
         capture_output=True,

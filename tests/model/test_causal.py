@@ -150,9 +150,9 @@ def test_an_unknown_output_is_named() -> None:
         causal("llama").outputs(batch(), frozenset({"logprobs", "scores"}))
 
 
-def test_autocast_is_near_and_its_gradients_are_in_the_weights_type() -> None:
+def test_bfloat16_is_near_and_its_gradients_are_in_the_stored_type() -> None:
     wanted = causal("qwen2", initializer_range=0.05).outputs(batch(), LOGPROBS)["logprobs"]
-    model = causal("qwen2", autocast="bfloat16", initializer_range=0.05)
+    model = causal("qwen2", dtype="bfloat16", initializer_range=0.05)
     got = model.outputs(batch(), LOGPROBS)["logprobs"]
     assert got.dtype == torch.float32 and not torch.equal(got, wanted)
     torch.testing.assert_close(got, wanted, atol=0.02, rtol=0.02)

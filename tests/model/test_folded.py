@@ -78,10 +78,10 @@ def test_a_model_without_adapters_is_left_alone() -> None:
         assert [p.data_ptr() for p in model.module.parameters()] == weights
 
 
-@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
-def test_a_writer_folds_unless_products_are_coarse(autocast: str) -> None:
-    model = adapted(causal("qwen2", autocast=autocast))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_writer_folds_unless_products_are_coarse(dtype: str) -> None:
+    model = adapted(causal("qwen2", dtype=dtype))
     writer = model.writer(decide=Decisions())
     calls = calls_of_adapters(model)
     writer.write([(1, 2, 3)], lambda logits, rows: [None] * len(rows), rows=1)
-    assert bool(calls) == (autocast == "bfloat16")
+    assert bool(calls) == (dtype == "bfloat16")

@@ -50,12 +50,12 @@ def found(model: CausalLM) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("qwen2", {"autocast": "bfloat16"}),
+        ("qwen2", {"dtype": "bfloat16"}),
         ("qwen3_moe", {}),
         ("mistral", {"layout": "padded"}),
         ("gpt2", {"attn_pdrop": 0.3, "resid_pdrop": 0.3}),
     ],
-    ids=["autocast", "experts", "padded", "dropout"],
+    ids=["bfloat16", "experts", "padded", "dropout"],
 )
 def test_gradients_are_equal_bit_for_bit(kind: str, options: dict[str, Any], way: bool | int | str) -> None:
     layers = {} if kind == "gpt2" else {"num_hidden_layers": LAYERS}

@@ -43,18 +43,18 @@ def test_it_has_its_own_weights_and_runs_as_the_student_does(folder: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("autocast", "dtype", "wanted"),
+    ("students", "dtype", "wanted"),
     [
-        ("none", None, torch.float32),
+        ("float32", None, torch.float32),
         ("bfloat16", None, torch.bfloat16),
-        ("none", "bfloat16", torch.bfloat16),
+        ("float32", "bfloat16", torch.bfloat16),
         ("bfloat16", "float32", torch.float32),
     ],
 )
-def test_its_weights_are_as_small_as_its_products_allow_or_as_is_asked(
-    autocast: Any, dtype: Any, wanted: torch.dtype, folder: Path
+def test_it_computes_and_is_stored_in_what_the_student_computes_in_or_as_is_asked(
+    students: Any, dtype: Any, wanted: torch.dtype, folder: Path
 ) -> None:
-    made = build(folder, like=LIKE.model_copy(update={"autocast": autocast}), dtype=dtype)
+    made = build(folder, like=LIKE.model_copy(update={"dtype": students}), dtype=dtype)
     assert {p.dtype for p in made.module.parameters()} == {wanted}
     assert made.outputs(batch(), LOGPROBS)["logprobs"].dtype == torch.float32
 

@@ -163,8 +163,8 @@ def test_beside_an_adapter_the_value_head_learns_in_float32() -> None:
     assert all(p.grad is not None for p in model.trainable().values())
 
 
-def test_values_are_float32_under_autocast() -> None:
-    model = valued(autocast="bfloat16")
+def test_values_are_float32_in_a_model_that_computes_in_bfloat16() -> None:
+    model = valued(dtype="bfloat16")
     with torch.no_grad():
         values = model.outputs(pack_trees(trees()), VALUES)["values"]
     assert values.dtype == torch.float32 and not torch.equal(values, values.bfloat16().float())

@@ -253,8 +253,8 @@ def test_bfloat16_products_of_float32_weights(style: str) -> None:
         model.linear(part(0, 1), part(0, 1).tokens["weight"])[0].backward()
         return {name: p.grad.clone() for name, p in model.trainable().items() if p.grad is not None}
 
-    wanted = gradients(made("qwen2", False, autocast="bfloat16"))
-    first, second = ranks(2, lambda rank: gradients(spread(made("qwen2", False, autocast="bfloat16"), 2, style)))
+    wanted = gradients(made("qwen2", False, dtype="bfloat16"))
+    first, second = ranks(2, lambda rank: gradients(spread(made("qwen2", False, dtype="bfloat16"), 2, style)))
     got = {name: first[name] + second[name] for name in wanted}
     away = sum(float((got[n] - w).square().sum()) for n, w in wanted.items())
     assert away < 0.03**2 * sum(float(w.square().sum()) for w in wanted.values())

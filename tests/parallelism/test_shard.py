@@ -24,6 +24,7 @@ from runner.parallelism.config import FsdpConfig, HsdpConfig
 from runner.parallelism.mesh import Mesh
 from runner.protocols import Peers
 from runner.sharing import ALONE, sum_gradients
+from runner.tolerance import tolerance
 from tests.model import zoo
 from tests.parallelism.forked import ranks
 from tests.parallelism.worlds import meshed
@@ -259,3 +260,55 @@ def test_the_head_of_a_sharded_teacher() -> None:
     wanted = logits(zoo.causal("qwen2"), part(0, 1))
     for got in ranks(2, lambda rank: logits(sharded(zoo.causal("qwen2"), (1, 2)), part(0, 1))):
         assert torch.allclose(got, wanted, atol=1e-4)
+
+
+def test_weights_are_gathered_in_bfloat16_and_no_cast_of_them_is_kept() -> None:
+    """Float32 weights that are cast in the pass are kept for the backward one, whatever is freed of what was gathered:
+    as much as resharding frees."""
+
+    def work(rank: int) -> tuple[int, set[str], dict[str, Any]]:
+        model = sharded(made("qwen3", False, dtype="bfloat16", initializer_range=0.05), (1, 2))
+        shapes = {tuple(p.shape) for block in model.blocks() for p in block.parameters() if p.ndim == 2}
+        kept: list[Tensor] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            total, _ = model.linear(part(rank, 2), part(rank, 2).tokens["weight"])
+        weights = [t for t in kept if tuple(t.shape) in shapes or tuple(t.shape)[::-1] in shapes]
+        types = {str(t.dtype) for t in weights}
+        held = sum(t.untyped_storage().nbytes() for t in weights)
+        kept.clear()
+        weights.clear()
+        total.backward()
+        return held, types, {name: shards.whole(p.grad) for name, p in model.trainable().items() if p.grad is not None}
+
+    plain = made("qwen3", False, dtype="bfloat16", initializer_range=0.05)
+    plain.linear(part(0, 1), part(0, 1).tokens["weight"])[0].backward()
+    wanted = {name: p.grad for name, p in plain.trainable().items() if p.grad is not None}
+    for held, types, gradients in ranks(2, work):
+        assert held == 0 and types == {"torch.bfloat16"}, "what was gathered, and is freed by now"
+        assert {g.dtype for g in gradients.values()} == {torch.float32}
+        close(gradients, wanted, tolerance("bfloat16").gradient)
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+def test_routers_are_gathered_in_float32_where_all_else_is_in_bfloat16(adapter: bool) -> None:
+    def work(rank: int) -> set[tuple[bool, str]]:
+        model = sharded(made("qwen3_moe", adapter, dtype="bfloat16", initializer_range=0.05), (1, 2))
+        found = set()
+        for name, module in model.inner.named_modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and "embed" not in name:
+
+                    def note(part: Any, *_: Any, key: str = key, router: bool = name.endswith("mlp.gate")) -> None:
+                        found.add((router, str(getattr(part, key).dtype)))
+
+                    module.register_forward_hook(note)
+        model.linear(part(rank, 2), part(rank, 2).tokens["weight"])[0].backward()
+        return found
+
+    for found in ranks(2, work):
+        assert found == {(True, "torch.float32"), (False, "torch.bfloat16")}

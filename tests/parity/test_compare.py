@@ -11,17 +11,18 @@ import pytest
 from runner.cli.compose import compose_job
 from runner.errors import SpecError
 from runner.parity import report
-from runner.parity.compare import BFLOAT16, FLOAT32, TF32, compare, refuse_other_job, relative
+from runner.parity.compare import compare, refuse_other_job, relative
 from runner.parity.recording import Print, Recording
+from runner.tolerance import TOLERANCES
 
 NAMES = ("embed", "layers.0.norm", "layers.0.o_proj", "layers.0", "norm")
 
 
-def recorded(autocast: str = "none", **device: object) -> Recording:
+def recorded(dtype: str = "float32", **device: object) -> Recording:
     one = Print((4,), 2.0, np.ones(4))
     kinds = ("input", "output", "gradient")
     return Recording(
-        {"model": {"dtype": "float32", "autocast": autocast}, "device": device},
+        {"model": {"dtype": dtype}, "device": device},
         {"device": {"name": "cpu"}, "versions": {"torch": "2"}},
         [{"train/loss": 2.0, "nll": 1.0, "train/grad_norm": 4.0}, {"train/loss": 4.0, "train/grad_norm": 4.0}],
         {f"{kind}/policy/{name}": one for kind in kinds for name in NAMES},
@@ -129,19 +130,21 @@ def test_steps_that_end_early_never_agree() -> None:
 
 def test_bounds_are_those_of_the_coarser_side() -> None:
     pairs = [
-        (recorded(), recorded(), FLOAT32),
-        (recorded(), recorded(tf32=True), TF32),
-        (recorded("bfloat16"), recorded(tf32=True), BFLOAT16),
+        (recorded(), recorded(), "float32"),
+        (recorded(), recorded(tf32=True), "tf32"),
+        (recorded("bfloat16"), recorded(tf32=True), "bfloat16"),
     ]
     for one, other, bounds in pairs:
-        assert compare(one, other, sampled=False).bounds is compare(other, one, sampled=False).bounds is bounds
+        assert (
+            compare(one, other, sampled=False).bounds is compare(other, one, sampled=False).bounds is TOLERANCES[bounds]
+        )
 
 
 def test_a_device_and_its_kernels_may_differ_and_nothing_that_is_learnt() -> None:
     words = ["+recipe=sft_demo", "device=cpu"]
     before = compose_job(words).spec.model_dump(mode="json")
     refuse_other_job(before, compose_job([*words, "device.threads=2", "model.gradient_checkpointing=true"]).spec)
-    refuse_other_job(before, compose_job(["+recipe=sft_demo", "device=npu", "model.autocast=bfloat16"]).spec)
+    refuse_other_job(before, compose_job(["+recipe=sft_demo", "device=npu", "model.dtype=bfloat16"]).spec)
     with pytest.raises(SpecError) as caught:
         refuse_other_job(before, compose_job([*words, "seed=1", "model.layers=2", "optimizer=sgd"]).spec)
     keys = {problem.key for problem in caught.value.problems}

@@ -176,7 +176,7 @@ def test_a_recording_that_learnt_nothing_is_said(workdir: Path, capsys: pytest.C
 
 def test_another_data_type_is_within_the_bounds_of_that_type(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parity(capsys, "--record", FILE, "device=cpu", *SMALL, "algorithm=sft")
-    said = parity(capsys, "--compare", FILE, "model.autocast=bfloat16", "model.gradient_checkpointing=true")
+    said = parity(capsys, "--compare", FILE, "model.dtype=bfloat16", "model.gradient_checkpointing=true")
     assert "0 beyond the bound 0.05" in said and "equal to the bit" not in said
 
 
@@ -192,7 +192,7 @@ def test_wrong_rotary_positions_are_named_in_bfloat16_where_only_gradients_show_
     workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parity(capsys, "--record", FILE, "--steps", "1", "device=cpu", *SMALL, "algorithm=sft")
-    rounded = ("--compare", FILE, "model.autocast=bfloat16")
+    rounded = ("--compare", FILE, "model.dtype=bfloat16")
     assert "0 beyond the bound 0.06" in parity(capsys, *rounded)
 
     def wrong(module: Any) -> None:

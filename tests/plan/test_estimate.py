@@ -134,7 +134,7 @@ TOY = Card("toy", "cuda", GIB, {"float32": 1.0}, (0, 0), bandwidth=1.0)
 
 
 def test_an_engine_beside_a_rank_takes_its_share_of_the_card_while_it_is_awake(compose: Any) -> None:
-    words = ("+recipe=grpo_demo", *VLLM, "device=cuda", "sampler.memory=0.5")
+    words = ("+recipe=grpo_demo", *VLLM, "device=cuda", "model.dtype=float32", "sampler.memory=0.5")
     asleep, awake = (estimate(compose(*words, f"sampler.sleep={level}"), TOY) for level in (1, 0))
     model = asleep.models["policy"].all.bytes
     pool = GIB // 2 - model
@@ -350,7 +350,13 @@ def test_adapters_on_experts_are_planned_for_but_not_where_experts_lie_apart(com
 
 
 def test_what_waits_on_the_host_is_said(compose: Any) -> None:
-    words = ("device=npu", "parallelism=fsdp", "parallelism.cpu_offload=true", "launch.devices=2")
+    words = (
+        "device=npu",
+        "model.dtype=float32",
+        "parallelism=fsdp",
+        "parallelism.cpu_offload=true",
+        "launch.devices=2",
+    )
     more = ("model.gradient_checkpointing=true", "model.activation_offloading=true", "checkpoint.asynchronous=true")
     plan = estimate(compose("+recipe=sft_demo", *SMALL, *words, *more))
     assert "weights that learn" not in terms(plan, "update") and terms(plan, "optimizer") == {}

@@ -77,7 +77,7 @@ def test_experts_are_counted_beside_their_layer(compose: Any) -> None:
 DEEP = ((), ("model.vocab_size=8192", "model.gradient_checkpointing=2"), ("adapter=lora",))
 OTHERS = (
     ("model=tiny_moe",),
-    ("model.autocast=bfloat16",),
+    ("model.dtype=bfloat16",),
     ("model.vocab_size=8192",),
     *((f"model.gradient_checkpointing={way}",) for way in ("true", "3", "selective")),
 )
@@ -138,7 +138,7 @@ def test_storages_are_counted_once_and_until_nobody_holds_them() -> None:
 def test_of_a_gradient_its_part_stays() -> None:
     weight = torch.nn.Parameter(torch.empty(64, 64, device=META))
     tracker = Tracker([weight], vocabulary=7)
-    handles = keep_gradients([weight], tracker, parts=4)
+    handles = keep_gradients([weight], tracker, parts=4, size=4)
     with tracker:
         (weight * 2).sum().backward()  # type: ignore[no-untyped-call]
         torch.empty(128, 64, device=META)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from runner.sampler.probed import COARSE, Probe
+from runner.sampler.probed import Probe
+from runner.tolerance import TOLERANCES
 
 VOCABULARY, SPREAD = 2000, 3.0  # of logits, as a trained model's
 
@@ -32,9 +33,9 @@ def said(policy: Qwen2ForCausalLM, rows: Sequence[Sequence[int]], attention: str
 
 
 def test_an_engine_in_bfloat16_may_round_as_it_likes_and_not_have_other_weights() -> None:
-    policy, probe = trained(), Probe.of(1, VOCABULARY, COARSE)
+    policy, probe = trained(), Probe.of(1, VOCABULARY, TOLERANCES["bfloat16"].logprobs)
     probe.expect(0, said(policy, probe.rows, "eager"))
     rounded = probe.difference([said(policy, probe.rows, "sdpa")], 0)
     policy.lm_head.weight.data = policy.lm_head.weight.roll(1, 0)  # as of a head that was not exchanged
     other = probe.difference([said(policy, probe.rows, "sdpa")], 0)
-    assert 0.01 < rounded < COARSE / 2 and other > 5 * COARSE
+    assert 0.01 < rounded < TOLERANCES["bfloat16"].logprobs / 2 and other > 5 * TOLERANCES["bfloat16"].logprobs

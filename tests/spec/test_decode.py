@@ -74,7 +74,7 @@ def test_defaults_decode_to_the_classes_of_their_names() -> None:
         (
             {"optimizer": {"momentum": 0.9}},
             "optimizer.momentum",
-            "not an option of optimizer=adamw; an option of optimizer=sgd",
+            "not an option of optimizer=adamw; an option of optimizer=sgd, optimizer=muon",
         ),
         (
             {"device": {"name": "gpu"}},
@@ -115,18 +115,6 @@ def test_defaults_decode_to_the_classes_of_their_names() -> None:
             {"launch": {"devices": 2}},
             "launch.devices",
             "parallelism=single runs one process, not 2; set launch.devices=1, or parallelism=ddp",
-        ),
-        (
-            {"model": {"dtype": "bfloat16"}},
-            "model.dtype",
-            "bfloat16 weights round most updates of full fine-tuning away; type model.dtype=float32 "
-            "model.autocast=bfloat16, or adapter=lora",
-        ),
-        (
-            {"model": {"dtype": "bfloat16"}, "adapter": {"name": "lora", "modules_to_save": ["lm_head"]}},
-            "adapter.modules_to_save",
-            "these are trained in full, and bfloat16 weights round most of their updates away; type "
-            "model.dtype=float32 model.autocast=bfloat16",
         ),
         (
             {"model": {"max_positions": 512}},
@@ -170,11 +158,19 @@ def test_an_option_that_the_rest_does_not_use_is_an_error(
     assert set(said(**changes)) == {f"{section}.{name}"}
 
 
+@pytest.mark.parametrize(
+    ("device", "wanted"),
+    [("cpu", "float32"), ("cuda", "bfloat16"), ("npu", "bfloat16")],
+)
 @pytest.mark.parametrize("adapter", ["none", "lora"])
-def test_the_problems_that_have_a_way_out_have_it(adapter: str) -> None:
-    """What the messages about bfloat16 say to type is accepted."""
-    assert decode(job(model={"autocast": "bfloat16"}, adapter={"name": adapter}), {})
-    assert decode(job(model={"dtype": "bfloat16"}, adapter={"name": "lora"}), {})
+def test_a_model_computes_in_what_suits_its_device_unless_it_is_said(device: str, wanted: str, adapter: str) -> None:
+    parts = {"device": {"name": device}, "adapter": {"name": adapter}}
+    spec = decode(job(**parts), {})
+    assert spec.model.dtype == wanted and spec.device.deterministic is (device == "cpu")
+    assert spec.stored_dtype() == ("float32" if adapter == "none" else wanted)
+    assert spec.stored_dtype(trains=False) == wanted
+    said_so = decode(job(model={"dtype": "float32"}, **parts), {})
+    assert said_so.model.dtype == said_so.stored_dtype() == "float32"
 
 
 def test_all_problems_come_at_once_contradictions_among_them() -> None:
@@ -308,7 +304,7 @@ def test_a_registered_component_is_decoded_and_in_the_schema() -> None:
     registry.register(Lion)
     assert decode(job(optimizer={"name": "lion", "beta": 0.5}), {}, registry).optimizer == Lion(beta=0.5)
     union = job_schema(registry)["properties"]["optimizer"]
-    assert union["discriminator"]["mapping"].keys() == {"adamw", "sgd", "lion"}
+    assert union["discriminator"]["mapping"].keys() == {"adamw", "adamw8bit", "muon", "sgd", "lion"}
     with pytest.raises(SpecError, match="did you mean 'beta'"):
         decode(job(optimizer={"name": "lion", "betta": 0.5}), {}, registry)
 

@@ -49,7 +49,7 @@ def test_names(group: str, wrong: str, right: str | None) -> None:
         ("data", "demo", "epochs", "did you mean 'steps' (steps = epochs × items / algorithm.batch_size)?"),
         ("optimizer", "adamw", "learning_rate", "did you mean 'lr'?"),
         ("algorithm", "sft", "learning_rate", "did you mean 'optimizer.lr'?"),
-        ("optimizer", "adamw", "momentum", "an option of optimizer=sgd"),
+        ("optimizer", "adamw", "momentum", "an option of optimizer=sgd, optimizer=muon"),
         ("model", "tiny", "every", "did you mean 'checkpoint.every' or 'evaluation.every'?"),
         ("", "", "num_epochs", "did you mean 'steps' (steps = epochs × items / algorithm.batch_size)?"),
         ("", "", "deepspeed", "several devices: launch.devices=N with one of these: run list parallelism"),
@@ -81,7 +81,7 @@ def test_keys(section: str, chosen: str, wrong: str, hint: str) -> None:
 @pytest.mark.parametrize(
     ("word", "why"),
     [
-        ("adapter=qlora", "no operator for one on an NPU; LoRA on 16: adapter=lora model.dtype=bfloat16"),
+        ("adapter=qlora", "no operator for one on an NPU; LoRA on 16: adapter=lora"),
         ("sampler=SGLang", "the engine that answers are written by is vLLM"),
         ("model.dtype=fp8", "an Ascend A2 or A3 has no FP8"),
         ("model.use_liger_kernel=true", "device.fused has CANN's operators in Liger's places"),

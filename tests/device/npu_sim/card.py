@@ -12,7 +12,7 @@ from typing import Any
 
 from runner.device.config import NpuSimConfig
 
-CONFIG = NpuSimConfig(cards=2, memory_gib=1.0, soc="Ascend910B2")
+CONFIG = NpuSimConfig(cards=2, deterministic=True, memory_gib=1.0, soc="Ascend910B2")
 CONFIG.enter()
 
 import pytest  # noqa: E402

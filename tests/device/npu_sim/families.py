@@ -77,7 +77,7 @@ def kernels() -> dict[str, str | None]:
 
 if __name__ == "__main__":
     found = {f"{kind} {share}": gap(kind, share) for kind in FAMILIES for share in (True, False)}
-    found["qwen2 bfloat16"] = gap("qwen2", True, autocast="bfloat16")
+    found["qwen2 bfloat16"] = gap("qwen2", True, dtype="bfloat16")
     found["qwen3_moe checkpointing"] = gap("qwen3_moe", True, gradient_checkpointing=True)
     found["unfused qwen3_moe"] = gap("qwen3_moe", True, fused=False)
     found["padded llama"] = gap("llama", True, layout="padded")

@@ -15,6 +15,7 @@ PROGRAM = (
 )
 SMALL = (
     "model=tiny",
+    "model.dtype=float32",  # as the processor computes, with which it is compared
     "model.hidden_size=32",
     "model.intermediate_size=32",
     "model.layers=2",
@@ -63,7 +64,7 @@ def assert_close(one: Path, two: Path) -> None:
 
 def test_sft_gives_the_processors_curve_and_resumes_to_the_bit(child: Any, tmp_path: Path) -> None:
     sft = ("+recipe=sft_demo", *SMALL, "schedule=constant", "checkpoint.every=2")
-    card = ("device=npu_sim", "device.memory_gib=8")
+    card = ("device=npu_sim", "device.memory_gib=8", "device.deterministic=true")
     cpu, cut, whole = jobs(
         child,
         tmp_path,
@@ -186,11 +187,11 @@ def test_bfloat16_on_a_card_that_has_none_is_refused(child: Any, tmp_path: Path)
         *SMALL,
         "device=npu_sim",
         "device.soc=Ascend910A",
-        "model.autocast=bfloat16",
+        "model.dtype=bfloat16",
         "steps=1",
     )
     said = child(program, *words, folder=tmp_path, code=2)
-    assert "model.autocast: an Ascend910A has no bfloat16; type model.autocast=none" in said
+    assert "model.dtype: an Ascend910A has no bfloat16; type model.dtype=float32" in said
 
 
 @pytest.mark.slow

@@ -1,0 +1,134 @@
+"""Which parameter of a model is stored in which data type, and which it computes in.
+
+                          stored                            computes in
+    frozen                compute type                      compute type
+    trainable             float32                           compute type
+    routers, score heads  as the others                     float32
+
+A parameter that is stored in another type than it computes in is cast each time a module reads it (`module.weight`),
+differentiably; its gradient comes back in the type that it is stored in. Nothing keeps the cast beyond the operator
+that reads it, but for what that operator itself saves for its backward pass: layers that are recomputed save none, and
+fully_shard gathers in the compute type, so that there is nothing to cast. An embedding looks its rows up as they are
+stored and casts those.
+
+Nothing happens here to a model that computes in what it is stored in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+ROUTERS = ("router", "gate")  # names of routers beside a layer's `experts`
+HEADS = ("score", "value_head")  # of one number
+
+
+def cast_on_read(module: nn.Module, compute: torch.dtype) -> None:
+    """Let the modules of `module` compute in `compute`, whatever their parameters are stored in; in float32 those of
+    `float32_modules`. A module that has been given this before is looked at afresh."""
+    wide = {id(inner) for part in float32_modules(module) for inner in part.modules()}
+    for part in module.modules():
+        names = tuple(name for name, p in part._parameters.items() if p is not None and p.is_floating_point())
+        dtype = torch.float32 if id(part) in wide else compute
+        types = {part._parameters[name].dtype for name in names}  # type: ignore[union-attr]
+        if not names or types == {dtype}:
+            continue
+        if isinstance(part, nn.Embedding):
+            if not any(hook is _cast_rows for hook in part._forward_hooks.values()):
+                part.register_forward_hook(_cast_rows)
+            part._compute_type = dtype  # type: ignore[assignment]
+        else:
+            kind: Any = plain_class(part)
+            part.__class__ = _casting(kind, names, dtype)
+    for part in float32_modules(module):
+        if not any(hook is _widen for hook in part._forward_pre_hooks.values()):
+            part.register_forward_pre_hook(_widen)
+    for part in module.modules():
+        experts = part._modules.get("experts")
+        if experts is not None and not any(hook is _narrow for hook in experts._forward_pre_hooks.values()):
+            experts._compute_type = compute  # type: ignore[assignment]
+            experts.register_forward_pre_hook(_narrow)
+
+
+def float32_modules(module: nn.Module) -> list[nn.Module]:
+    """What computes in float32 in every model: the routers of mixtures of experts and heads of one number."""
+    found: list[nn.Module] = []
+    for part in module.modules():
+        children = part._modules
+        names = [*(ROUTERS if "experts" in children else ()), *HEADS]
+        found += [child for name in names if (child := children.get(name)) is not None]
+    return found
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, without what `cast_on_read` made of it."""
+    kind = type(module)
+    return getattr(kind, "_stored_class", kind)
+
+
+def stored(module: nn.Module, name: str) -> Any:
+    """A module's parameter as it is stored; None = it has none."""
+    return module._parameters[name]
+
+
+def tied(one: nn.Module | None, other: nn.Module) -> bool:
+    """Whether two modules store the same parameter."""
+    return one is not None and any(p is not None and p is q for p in one.parameters() for q in other.parameters())
+
+
+@contextmanager
+def casts_kept(module: nn.Module) -> Iterator[None]:
+    """Keep what is cast for as long as the block lasts: for many passes without gradient between which no parameter
+    changes."""
+    casting = [part for part in module.modules() if hasattr(type(part), "_stored_class")]
+    with torch.no_grad():
+        for part in casting:
+            part.__dict__["_casts"] = {name: getattr(part, name) for name in type(part)._cast_names}  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for part in casting:
+            part.__dict__.pop("_casts", None)
+
+
+@cache
+def _casting(kind: Any, names: tuple[str, ...], dtype: torch.dtype) -> type[nn.Module]:
+    """A class like `kind` whose parameters `names` are read in `dtype`."""
+    members: dict[str, Any] = {name: _reader(name, dtype) for name in names}
+    members |= {"__module__": kind.__module__, "_stored_class": kind, "_cast_names": names}
+    return type(kind.__name__, (kind,), members)
+
+
+def _reader(name: str, dtype: torch.dtype) -> property:
+    def read(module: nn.Module) -> Tensor | None:
+        if (kept := module.__dict__.get("_casts")) is not None:
+            found: Tensor | None = kept[name]
+            return found
+        parameter = module._parameters[name]
+        if parameter is None or isinstance(parameter, DTensor):  # which fully_shard reads; nothing computes with it
+            return parameter
+        return parameter.to(dtype)
+
+    return property(read)
+
+
+def _cast_rows(embedding: nn.Module, inputs: Any, rows: Tensor) -> Tensor:
+    dtype: Any = embedding._compute_type
+    return rows.to(dtype)
+
+
+def _widen(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Inputs of floating-point numbers in float32."""
+    return tuple(one.float() if isinstance(one, Tensor) and one.is_floating_point() else one for one in inputs)
+
+
+def _narrow(experts: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Hidden states, the first input, in the compute type: some families weigh them with the router's scores before."""
+    dtype: Any = experts._compute_type
+    return (inputs[0].to(dtype), *inputs[1:]) if inputs else inputs

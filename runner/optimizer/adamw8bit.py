@@ -1,0 +1,110 @@
+"""AdamW with its moments in 8 bits, by torchao (Dettmers et al., 2110.02861), for the whole of a model on one card.
+
+    bytes of a trained number     weight    gradient    moments
+    optimizer=adamw               4         4           8
+    optimizer=adamw8bit           4         4           2
+      stochastic_rounding=true    2         2           2
+
+Departures from torchao's class: the learning rate is a number; a checkpoint holds codes and scales as plain tensors;
+random bits for rounding follow from the count of steps, so that a resumed run draws those of one that was not stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from runner.errors import EnvironmentProblem
+from runner.optimizer.config import AdamW8bitConfig
+from runner.optimizer.groups import decay_groups
+from runner.protocols import Decide
+from runner.randomness import derive
+
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # of the moments that torchao may keep in 8 bits
+CODES, SCALE = "codes", "scale"
+COMPILED = frozenset({"cuda"})  # where torchao's update is compiled; elsewhere its operators run one by one
+
+
+def build(config: AdamW8bitConfig, *, parameters: Mapping[str, nn.Parameter], decide: Decide) -> torch.optim.Optimizer:
+    """The optimizer over `parameters` (name → parameter). Raises EnvironmentProblem without torchao."""
+    kind = _optimizer_class()
+    found: torch.optim.Optimizer = kind(
+        decay_groups(parameters, config.weight_decay),
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        bf16_stochastic_round=config.stochastic_rounding,
+    )
+    return found
+
+
+def _optimizer_class() -> Any:
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        text = f"optimizer=adamw8bit needs torchao: {error}"
+        raise EnvironmentProblem(f'{text}\n  pip install "posttrain-run[low-bit]", or type optimizer=adamw') from error
+
+    class PlainAdamW8bit(AdamW8bit):
+        """torchao's AdamW8bit behind the interface of torch's optimizers."""
+
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            super().add_param_group(param_group)
+            self.param_groups[-1]["lr"] = float(self.param_groups[-1]["lr"])
+
+        def step(self, closure: Callable[[], float] | None = None) -> Any:
+            rates = [group["lr"] for group in self.param_groups]
+            if self.bf16_stochastic_round:
+                steps = [int(entry["step"]) for entry in self.state.values()]
+                torch.manual_seed(derive(0, "stochastic rounding", max(steps, default=0)))
+            try:
+                for group, rate in zip(self.param_groups, rates, strict=True):
+                    group["lr"] = torch.tensor(float(rate), dtype=torch.float32)
+                with self._compiling():
+                    return super().step(closure)
+            finally:
+                for group, rate in zip(self.param_groups, rates, strict=True):
+                    group["lr"] = rate
+
+        def _compiling(self) -> AbstractContextManager[Any]:
+            kinds = {p.device.type for group in self.param_groups for p in group["params"]}
+            return nullcontext() if kinds <= COMPILED else torch.compiler.set_stance("force_eager")
+
+        def state_dict(self) -> dict[str, Any]:
+            found: dict[str, Any] = super().state_dict()
+            return found | {"state": {index: _as_plain(entry) for index, entry in found["state"].items()}}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            state = {index: _as_8bit(entry) for index, entry in state_dict["state"].items()}
+            super().load_state_dict({**state_dict, "state": state})
+
+    return PlainAdamW8bit
+
+
+def _as_plain(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a parameter, with codes and scales in the place of moments in 8 bits."""
+    found: dict[str, Any] = {}
+    for key, value in entry.items():
+        if is_traceable_wrapper_subclass(value):
+            found |= {f"{key}.{inner}": getattr(value, inner) for inner in (CODES, SCALE)}
+        else:
+            found[key] = value
+    return found
+
+
+def _as_8bit(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What `_as_plain` was made of."""
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    found = {key: value for key, value in entry.items() if "." not in key}
+    for key, signed in SIGNED.items():
+        if (codes := entry.get(f"{key}.{CODES}")) is not None:
+            table = OptimState8bit.zeros((1, 256), signed, device=codes.device).qmap
+            scale = entry[f"{key}.{SCALE}"].to(codes.device)
+            found[key] = OptimState8bit(codes, scale, table, signed, torch.float32)
+    return found

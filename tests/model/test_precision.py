@@ -1,0 +1,172 @@
+"""What a model that computes in bfloat16 multiplies in, stores and keeps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.models.qwen2 import Qwen2Config, Qwen2ForSequenceClassification
+
+from runner.adapter import lora
+from runner.adapter.config import LoraConfig
+from runner.algorithm.sft import CrossEntropy
+from runner.batch import with_totals
+from runner.decisions import Decisions
+from runner.learner import LocalLearner
+from runner.model.build import placed
+from runner.model.causal import CausalLM
+from runner.model.config import TinyConfig
+from runner.model.precision import plain_class
+from runner.model.scalar import ScalarModel
+from runner.model.tokenizer import byte_tokenizer
+from runner.tolerance import tolerance
+from tests.model.zoo import CPU, LOGPROBS, SHAPE, batch, causal, gradients, greedy, module, relative, rows
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "grouped_mm_fallback", "linear")
+BFLOAT16 = tolerance("bfloat16")
+
+
+class Products(TorchDispatchMode):
+    """The shapes of the operands of each matrix product, by whether one of them is in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide: list[tuple[tuple[int, ...], ...]] = []
+        self.narrow = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(function).split(".")[1] in PRODUCTS:
+            operands = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            if any(one.dtype == torch.float32 for one in operands):
+                self.wide.append(tuple(tuple(one.shape) for one in operands))
+            else:
+                self.narrow += 1
+        return function(*args, **(kwargs or {}))
+
+
+def stored(kind: str, dtype: torch.dtype, **options: Any) -> CausalLM:
+    """A model that computes in bfloat16, of weights that are stored in `dtype`."""
+    ours = {key: options.pop(key) for key in list(options) if key in TinyConfig.model_fields}
+    made = placed(module(kind, initializer_range=0.05, **options), dtype, CPU).requires_grad_(True)
+    config = TinyConfig(dtype="bfloat16", **ours)
+    return CausalLM(made, byte_tokenizer(512), config, seed=0, decide=Decisions(strict=True))
+
+
+def adapted(kind: str, **options: Any) -> Any:
+    found: Any = stored(kind, torch.bfloat16, **options)
+    found.module.requires_grad_(False)
+    targets = ("q_proj", "v_proj") if kind == "qwen3_moe" else "all-linear"
+    return lora.attach(LoraConfig(rank=4, targets=targets), found, decide=Decisions(strict=True))
+
+
+def full(kind: str, **options: Any) -> Any:
+    return stored(kind, torch.float32, **options)
+
+
+def one_step(model: Any) -> Products:
+    """Train a step; the matrix products that it took."""
+    learner = LocalLearner(
+        model,
+        torch.optim.AdamW(model.trainable().values(), lr=1e-2),
+        lr=1e-2,
+        clip_norm=1.0,
+        factor=lambda step: 1.0,
+        budget=1000,
+        seed=0,
+        device=CPU,
+    )
+    data = batch()
+    learner.begin_step(0)
+    with Products() as products:
+        learner.forward_backward(with_totals(data, data.count()), CrossEntropy())
+        learner.optim_step()
+    return products
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("build", [adapted, full], ids=["lora", "full"])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_no_product_of_a_step_is_in_float32_but_the_routers(
+    kind: str, build: Callable[..., Any], recomputed: bool
+) -> None:
+    products = one_step(build(kind, gradient_checkpointing=recomputed))
+    experts = 4  # of the router, whose products are the only ones with such a side
+    assert [shapes for shapes in products.wide if not any(experts in shape for shape in shapes)] == []
+    assert bool(products.wide) == (kind == "qwen3_moe") and products.narrow > 20
+
+
+def test_trainable_weights_are_stored_in_float32_and_frozen_ones_in_bfloat16() -> None:
+    for model, frozen in ((adapted("qwen3"), {torch.bfloat16}), (full("qwen3"), set())):
+        one_step(model)
+        assert {p.dtype for p in model.trainable().values()} == {torch.float32}
+        assert {p.dtype for p in model.module.parameters() if not p.requires_grad} == frozen
+        assert model.compute_type == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gpt_oss", "gemma2", "gpt2", "llama4", "mistral", "granite"])
+def test_it_is_the_model_of_float32_up_to_rounding(kind: str) -> None:
+    options = {} if kind in ("gpt2",) else {"initializer_range": 0.05}
+    wanted, model = causal(kind, **options), causal(kind, dtype="bfloat16", **options)
+    exact, got = (one.outputs(batch(), LOGPROBS)["logprobs"].detach() for one in (wanted, model))
+    assert got.dtype == torch.float32 and not torch.equal(got, exact)
+    assert float((got - exact).abs().mean()) < BFLOAT16.logprobs
+    found = gradients(model, True, batch())
+    assert {g.dtype for g in found.values()} == {torch.float32}
+    assert relative(found, gradients(wanted, True, batch())) < 3 * BFLOAT16.gradient
+
+
+def test_a_model_that_computes_in_float32_is_left_as_it_is() -> None:
+    model = causal("qwen3_moe")
+    assert all(plain_class(part) is type(part) for part in model.module.modules())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.module.modules())
+
+
+def test_a_layer_that_is_recomputed_keeps_no_cast_of_a_weight() -> None:
+    """As automatic mixed precision does: it keeps one of every weight until the forward pass is over, and longer."""
+    model = full("qwen3", gradient_checkpointing=True)
+    shapes = {tuple(p.shape) for block in model.blocks() for p in block.parameters() if p.ndim == 2}
+    shapes |= {shape[::-1] for shape in shapes}
+    kept = Counter[tuple[int, ...]]()
+
+    def note(tensor: Tensor) -> Tensor:
+        kept[tuple(tensor.shape)] += tensor.dtype == torch.bfloat16
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        total, _ = model.linear(batch(), batch().tokens["weight"])
+    assert kept and not any(kept[shape] for shape in shapes)
+    total.backward()
+
+
+def test_what_is_written_is_written_with_weights_that_are_cast_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = full("qwen3")
+    wanted = greedy(model, rows((5, 3)), 6)
+    casts = Counter[tuple[int, ...]]()
+    plain = Tensor.to
+
+    def count(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        if isinstance(tensor, nn.Parameter) and arguments[:1] == (torch.bfloat16,):
+            casts[tuple(tensor.shape)] += 1
+        return plain(tensor, *arguments, **options)
+
+    monkeypatch.setattr(Tensor, "to", count)
+    assert greedy(model, rows((5, 3)), 6) == wanted
+    several = Counter(tuple(p.shape) for p in model.module.parameters())
+    assert casts and all(times <= several[shape] for shape, times in casts.items())
+
+
+def test_a_score_head_computes_in_float32() -> None:
+    torch.manual_seed(0)
+    classifier = Qwen2ForSequenceClassification(Qwen2Config(**SHAPE, num_labels=1)).requires_grad_(True)
+    config = TinyConfig(dtype="bfloat16")
+    scalar = ScalarModel(classifier, byte_tokenizer(512), config, seed=0, decide=Decisions())
+    values = scalar.outputs(batch(), frozenset({"values"}))["values"]
+    assert values.dtype == torch.float32 and not torch.equal(values, values.bfloat16().float())
+    values.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in scalar.trainable().values())
