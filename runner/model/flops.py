@@ -129,6 +129,8 @@ def taken_share(config: Any) -> float:
 def attention_widths(config: Any) -> tuple[tuple[int | None, int], ...]:
     """See `ModelFlops`; of a transformers config."""
     inner = config.get_text_config()
+    if not _of(inner, "num_attention_heads"):  # a state-space model
+        return ()
     size = head_size(inner)
     latent = _of(inner, "qk_nope_head_dim") + _of(inner, "qk_rope_head_dim")  # of multi-head latent attention
     width = _of(inner, "num_attention_heads") * ((latent or size) + (_of(inner, "v_head_dim") or size))
