@@ -71,7 +71,7 @@ test-torch: $(TORCH_VENV)/.installed  ## what meets torch, with another release 
 # Machines with a GPU bring a torch of their own, so this installs nothing.
 test-cuda:  ## the tests for an NVIDIA GPU, in the environment that is there (CUDA_PYTHON=python3)
 	@$(CUDA_PYTHON) -c 'import sys; from importlib.util import find_spec; \
-	  lacks = [name for name in ("torch", "transformers", "hydra", "pytest", "pytest_timeout", "hypothesis") if not find_spec(name)]; \
+	  lacks = [name for name in ("torch", "transformers", "hydra", "pytest", "pytest_timeout", "hypothesis", "psutil") if not find_spec(name)]; \
 	  sys.exit(f"make test-cuda installs nothing, and {sys.executable} lacks {lacks}: see docs/devices.md" if lacks else 0)'
 	OMP_NUM_THREADS=1 $(CUDA_PYTHON) -m pytest -m cuda tests/cuda $(ARGS)
 

@@ -9,6 +9,8 @@ from pydantic import Field
 
 from runner.spec.base import ComponentConfig
 
+# `ray job submit` puts double quotes around words with spaces, and a shell on the cluster reads the line.
+SPACE, IN_QUOTES, IN_SHELL = re.compile(r"\s"), re.compile(r'["$`\\]'), re.compile(r"[&;|<>()$`\\'\"*?#!{}\[\]]")
 ADDRESS = re.compile(r"(?P<host>[^\s:]+|\[[^\]\s]+\]):(?P<port>\d{1,5})")
 
 
@@ -150,7 +152,9 @@ def is_web_address(address: str) -> bool:
 
 def submit_command(job: Any) -> str:
     """What to type where launch.address is a web address: for a job `ray job submit` with the words of this command."""
-    words = sys.argv[1:]
+    words = sys.argv[2:] if sys.argv[1:2] == ["run"] else sys.argv[1:]
+    if words[:1] == ["plan"]:
+        return "is a Ray cluster's web address; run plan needs no cluster, leave launch.address out"
     is_job = not words or words[0].startswith("-") or "=" in words[0]
     if not is_job or {"-m", "--multirun"} & set(words):
         return "is a Ray cluster's web address; type this command on a node of the cluster, with launch.address=auto"
@@ -159,6 +163,10 @@ def submit_command(job: Any) -> str:
         words = [*(word for word in words if not word.startswith("launch=")), "launch=ray"]
     if not any(word.partition("=")[0] == "--folder" for word in words):
         words += ["--folder", f"~/outputs/{job.name}"]  # Ray removes the folder that it runs in
+    if unsafe := [word for word in words if SPACE.search(word) and IN_QUOTES.search(word)]:
+        text = "is a Ray cluster's web address; `ray job submit` cannot carry spaces beside shell characters"
+        return f"{text}; put the values into a recipe: {shlex.join(unsafe)}"
+    words = [shlex.quote(word) if IN_SHELL.search(word) and not SPACE.search(word) else word for word in words]
     submit = ["ray", "job", "submit", "--address", job.launch.address, "--working-dir", ".", "--", "run"]
     return (
         "is a Ray cluster's web address; from outside of the cluster, Ray submits the job. Type\n"

@@ -68,6 +68,7 @@ def ready(spec: JobSpec) -> JobSpec:
     if spec.launch.here:
         spec.device.preflight()
         spec.sampler.preflight_here()
+        spec.optimizer.preflight()
     return with_other_models(with_first_weights(checked(spec)))
 
 

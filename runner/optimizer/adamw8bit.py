@@ -31,7 +31,7 @@ COMPILED = frozenset({"cuda"})  # where torchao's update is compiled; elsewhere 
 
 
 def build(config: AdamW8bitConfig, *, parameters: Mapping[str, nn.Parameter], decide: Decide) -> torch.optim.Optimizer:
-    """The optimizer over `parameters` (name → parameter). Raises EnvironmentProblem without torchao."""
+    """The optimizer over `parameters` (name → parameter). Raises EnvironmentProblem where torchao fails on import."""
     kind = _optimizer_class()
     found: torch.optim.Optimizer = kind(
         decay_groups(parameters, config.weight_decay),
@@ -47,8 +47,8 @@ def _optimizer_class() -> Any:
     try:
         from torchao.optim import AdamW8bit
     except ImportError as error:
-        text = f"optimizer=adamw8bit needs torchao: {error}"
-        raise EnvironmentProblem(f'{text}\n  pip install "posttrain-run[low-bit]", or type optimizer=adamw') from error
+        text = f"optimizer=adamw8bit: torchao cannot be imported: {error}"
+        raise EnvironmentProblem(f"{text}\n  pip install 'torchao>=0.13', or type optimizer=adamw") from error
 
     class PlainAdamW8bit(AdamW8bit):
         """torchao's AdamW8bit behind the interface of torch's optimizers."""

@@ -1,9 +1,12 @@
 """What a user can set of an optimizer."""
 
+import importlib.util
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from runner.errors import EnvironmentProblem
 from runner.spec.base import ComponentConfig, Dtype, Pair
 
 
@@ -14,6 +17,9 @@ class OptimizerConfig(ComponentConfig):
     lr: float = Field(default=1e-5, gt=0, description="Peak learning rate; the schedule multiplies it.")
     weight_decay: float = Field(default=0.0, ge=0, description="Decay of matrices; biases and norms are not decayed.")
     clip_norm: float | None = Field(default=1.0, gt=0, description="Largest global gradient norm; null = no clipping.")
+
+    def preflight(self) -> None:
+        """Raise EnvironmentProblem where a package that the optimizer needs is missing."""
 
     @property
     def weights_dtype(self) -> Dtype:
@@ -87,6 +93,11 @@ class AdamW8bitConfig(WholeConfig):
         "random, in proportion: 6 bytes a number in place of 10. One process, model.dtype=bfloat16, adapter=none.",
     )
 
+    def preflight(self) -> None:
+        if importlib.util.find_spec("torchao") is None:
+            text = "optimizer=adamw8bit needs torchao, which is not installed"
+            raise EnvironmentProblem(f"{text}\n  pip install 'torchao>=0.13', or type optimizer=adamw")
+
     @property
     def weights_dtype(self) -> Dtype:
         return "bfloat16" if self.stochastic_rounding else "float32"
@@ -122,6 +133,12 @@ class MuonConfig(WholeConfig):
     )
     betas: Annotated[Pair, Field(description="Of AdamW: decay rates of the first and second moment.")] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0, description="Of AdamW: added to the root of the second moment.")
+
+    def preflight(self) -> None:
+        torch = importlib.util.find_spec("torch")
+        if torch is None or not (Path(torch.origin or "").parent / "optim" / "_muon.py").exists():
+            text = "optimizer=muon needs torch.optim.Muon, which the installed torch lacks"
+            raise EnvironmentProblem(f"{text}\n  install torch 2.9 or newer, or type optimizer=adamw")
 
     def state_bytes(self, weight: int, *, end: bool = False) -> float:
         return float(weight * (2 if end else 1))

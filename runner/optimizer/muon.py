@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.errors import EnvironmentProblem
 from runner.optimizer.config import MuonConfig
 from runner.optimizer.groups import decay_groups
 from runner.protocols import Decide
@@ -22,9 +21,7 @@ ENDS = ("embed", "lm_head", "wte", "wpe", "score", "value_head")  # in names of 
 
 def build(config: MuonConfig, *, parameters: Mapping[str, nn.Parameter], decide: Decide) -> torch.optim.Optimizer:
     """The optimizer over `parameters` (name → parameter). Raises EnvironmentProblem for a torch without Muon."""
-    if not hasattr(torch.optim, "Muon"):
-        text = f"optimizer=muon: torch {torch.__version__} has no torch.optim.Muon"
-        raise EnvironmentProblem(f"{text}\n  install torch 2.9 or newer, or type optimizer=adamw")
+    config.preflight()
     matrices = {name: p for name, p in parameters.items() if p.ndim == 2 and not any(end in name for end in ENDS)}
     others = {name: p for name, p in parameters.items() if name not in matrices}
     decide.state("optimizer", f"Muon for {len(matrices)} matrices", f"AdamW for {len(others)} other parameters")

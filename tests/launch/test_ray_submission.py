@@ -6,12 +6,14 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from runner.cli.args import parse
 from runner.cli.compose import compose_job
 from runner.errors import SpecError
+from runner.launch.base import submit_command
 from tests.launch.several import Job
 from tests.ray_head import head
 
@@ -44,6 +46,21 @@ def test_the_answer_is_the_command_with_all_that_was_typed(
     own = "ray job submit --address http://head:8265 --working-dir . -- run +recipe=sft_demo device=cpu"
     expected = f"{own} {submitted.format('~/outputs/')} launch.address=auto"
     assert shlex.split(command) == shlex.split(expected)
+
+
+WORDS = ["name=a b", "data.path=x&y", "optimizer.betas=[0.9,0.99]", "init_from=$HOME", "data.columns={a: b}"]
+
+
+def test_every_word_arrives_through_the_shell_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray joins the words as list2cmdline does and has a shell run the line."""
+    monkeypatch.setattr("sys.argv", ["run", "run", *WORDS, AT])
+    job = SimpleNamespace(name="mine", launch=SimpleNamespace(name="ray", address="http://head:8265"))
+    command = next(line for line in submit_command(job).splitlines() if "ray job submit" in line)
+    entrypoint = subprocess.list2cmdline(["printf", "%s/", *shlex.split(command)[9:-3]])
+    read = subprocess.run(["sh", "-c", entrypoint], capture_output=True, text=True, check=True).stdout
+    assert read.split("/")[:-1] == WORDS
+    monkeypatch.setattr("sys.argv", ["run", "name=a $b", AT])
+    assert "put the values into a recipe: 'name=a $b'" in submit_command(job)
 
 
 def test_a_verb_and_a_sweep_are_for_a_node_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

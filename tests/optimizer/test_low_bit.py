@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from runner.build.parts import default_registry
 from runner.cli.compose import compose_job
 from runner.decisions import Decisions
 from runner.errors import EnvironmentProblem, SpecError
+from runner.launch.local import ready
 from runner.learner_state import restore, state_of
 from runner.optimizer.config import AdamW8bitConfig, AdamWConfig, MuonConfig, OptimizerConfig
 
@@ -25,8 +27,11 @@ KINDS = [
 
 
 def needed(config: OptimizerConfig) -> None:
+    """Skip a test where what the optimizer is made of is not here."""
     if config.name == "adamw8bit":
         pytest.importorskip("torchao")
+    if config.name == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch.optim.Muon: torch 2.9 and newer")
 
 
 class Job:
@@ -103,6 +108,7 @@ def test_updates_that_bfloat16_would_round_away_arrive_on_average() -> None:
 
 def test_muon_is_near_a_step_of_adamw_in_size() -> None:
     """With its default, so that AdamW's rates can be kept."""
+    needed(MuonConfig())
     jobs = [Job(config) for config in (MuonConfig(lr=1e-2), AdamWConfig(lr=1e-2))]
     before = jobs[0].parameters["layer.weight"].detach().clone()
     for job in jobs:
@@ -111,10 +117,21 @@ def test_muon_is_near_a_step_of_adamw_in_size() -> None:
     assert 0.1 < sizes[0] / sizes[1] < 1.0
 
 
-def test_a_torch_without_muon_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(EnvironmentProblem, match=r"install torch 2\.9 or newer, or type optimizer=adamw"):
-        Job(MuonConfig())
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (MuonConfig(), r"install torch 2\.9 or newer, or type optimizer=adamw"),
+        (AdamW8bitConfig(), "pip install 'torchao>=0.13', or type optimizer=adamw"),
+    ],
+    ids=["muon", "8 bits"],
+)
+def test_what_is_not_installed_is_named_before_a_model_is_read(
+    config: OptimizerConfig, said: str, monkeypatch: pytest.MonkeyPatch, workdir: Path
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    spec = compose_job(["+recipe=sft_demo", f"optimizer={config.name}"]).spec
+    with pytest.raises(EnvironmentProblem, match=said):
+        ready(spec)
 
 
 @pytest.mark.parametrize(
