@@ -36,9 +36,12 @@ def read_earlier(path: Path) -> dict[str, Any]:
     return found
 
 
-def bench(jobs: Sequence[tuple[Case, JobSpec, Path]], say: Callable[[str], None]) -> BenchResult:
+def bench(
+    jobs: Sequence[tuple[Case, JobSpec, Path]], say: Callable[[str], None], save: Callable[[BenchResult], None]
+) -> BenchResult:
     """Measure the device, and every case with its job's spec and the folder for its files; `say` gets the table, a line
-    as soon as it is known. Raises SpecError for jobs of several processes."""
+    as soon as it is known, and `save` after each case all results so far. Raises SpecError for jobs of several
+    processes."""
     first = jobs[0][1]
     if first.launch.world > 1:
         text = f"run bench is one process, and this job is {first.launch.world}"
@@ -60,7 +63,9 @@ def bench(jobs: Sequence[tuple[Case, JobSpec, Path]], say: Callable[[str], None]
             case.write(folder)
             found.append(measure(case.name, ready(spec), folder, device, decide))
             say(row(found[-1]))
+            result = BenchResult(machine, tuple(found), decide.records())
+            save(result)
         for decision in decide.made:
             if not decision.is_fact:
                 say(f"decided  {decision}")
-        return BenchResult(machine, found, decide.records())
+        return result

@@ -8,6 +8,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from runner.bench.cases import cases
 from runner.bench.suite import STEPS, bench, read_earlier
@@ -15,6 +16,9 @@ from runner.cli.compose import compose_job
 from runner.device.kinds import CPU
 from runner.errors import EnvironmentProblem
 from runner.folder import shown
+
+if TYPE_CHECKING:
+    from runner.bench.report import BenchResult
 
 
 def run(args: Namespace) -> int:
@@ -31,8 +35,7 @@ def run(args: Namespace) -> int:
             folder = Path(name) / str(number)
             folder.mkdir()
             jobs.append((case, compose_job([*case.job(folder, STEPS[toy]), *args.words]).spec, folder))
-        result = bench(jobs, partial(print, flush=True))
-    out.write_text(json.dumps(result.as_json(), indent=1) + "\n", encoding="utf-8")
+        result = bench(jobs, partial(print, flush=True), partial(_write, out))
     from runner.bench import report  # torch is there by now
 
     if earlier is not None:
@@ -41,3 +44,8 @@ def run(args: Namespace) -> int:
     if args.min_mfu is not None:
         report.refuse_below(result, args.min_mfu)
     return 0
+
+
+def _write(path: Path, result: BenchResult) -> None:
+    """Write the results so far: an error in a later case loses none of them."""
+    path.write_text(json.dumps(result.as_json(), indent=1) + "\n", encoding="utf-8")

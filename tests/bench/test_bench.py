@@ -42,7 +42,12 @@ def jobs(given: tuple[Case, ...], folder: Path, *words: str) -> list[Any]:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[BenchResult, list[str]]:
     said: list[str] = []
-    return bench(jobs(SMALL, tmp_path_factory.mktemp("bench")), said.append), said
+    saved: list[int] = []
+    result = bench(
+        jobs(SMALL, tmp_path_factory.mktemp("bench")), said.append, lambda so_far: saved.append(len(so_far.cases))
+    )
+    assert saved == list(range(1, len(SMALL) + 1)), "what is measured is kept after each case"
+    return result, said
 
 
 def test_every_case_is_measured_beside_its_bare_loop(measured: tuple[BenchResult, list[str]]) -> None:
@@ -94,7 +99,7 @@ def test_what_a_card_has_no_room_for_is_left_out(monkeypatch: pytest.MonkeyPatch
 
 def test_several_processes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="run bench is one process"):
-        bench(jobs(SMALL[:1], tmp_path, "parallelism=ddp", "launch.devices=2"), print)
+        bench(jobs(SMALL[:1], tmp_path, "parallelism=ddp", "launch.devices=2"), print, print)
 
 
 def test_the_environment_is_set_before_anything_can_import_torch(
@@ -109,7 +114,7 @@ def test_the_environment_is_set_before_anything_can_import_torch(
     monkeypatch.setattr(suite, "set_environment", stop)
     [(case, spec, folder)] = jobs(SMALL[:1], tmp_path)
     with pytest.raises(Reached):
-        bench([(case, spec, folder)], print)
+        bench([(case, spec, folder)], print, print)
     assert not (folder / "model").exists(), "whose tokenizer and config transformers writes"
 
 
