@@ -1,6 +1,7 @@
 """Compiled layers: the numbers of plain ones, compiled once for batches of any shape, and refused where they cannot be.
 
-Fast tests trace and differentiate, and leave out the code that inductor writes; the slow ones compile it.
+Tests that compile are slow (`make test-all`): some only trace and differentiate, the others run inductor as well.
+The fast tests check refusals, and a model that does not name its layers.
 """
 
 from __future__ import annotations
