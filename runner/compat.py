@@ -113,7 +113,7 @@ def sum_gradients(part: FSDPModule) -> None:
 def _repair_reduction() -> None:
     """For torch 2.7, whose own reduction is a mean, which gloo has not, and wants events of a CPU that has none."""
     if not hasattr(collectives, "_get_gradient_divide_factors"):
-        text = f"torch {torch.__version__} adds gradients of pieces in a way that is not known here"
+        text = f"torch {torch.__version__}: the FSDP gradient reduction of this release is not supported"
         raise EnvironmentProblem(f"{text}; install torch 2.7.1 or 2.10 to 2.13, or type parallelism=ddp")
     collectives._get_gradient_divide_factors = lambda *_: (1.0, 1.0)  # what divides before the sum, and after it
     if cpu.Stream().record_event() is None:

@@ -10,8 +10,10 @@ from runner.bench.measure import CaseResult, DeviceSpeed
 from runner.bench.suite import FORMAT
 from runner.errors import Disagreement
 
-HEAD = ("case", "tokens", "step s", "tokens/s", "MFU", "bare s", "times bare", "peak GiB", "planned")
-WIDTHS = (18, 8, 9, 10, 8, 9, 12, 10, 9)
+HEAD = ("case", "tokens", "step s", "tokens/s", "MFU", "baseline s", "speedup", "peak GiB", "plan GiB")
+WIDTHS = (18, 8, 9, 10, 8, 12, 9, 10, 10)
+COMPARED = ("case", "tokens/s", "tokens/s before", "ratio", "MFU", "MFU before")
+COMPARED_WIDTHS = (18, 10, 17, 8, 8, 12)
 GIB = 2**30
 
 
@@ -36,7 +38,7 @@ def head(machine: DeviceSpeed) -> Iterator[str]:
     yield f"device   {name}; {versions}"
     matmul = f"{rate(machine.matmul_flops)} in {machine.precision}"
     yield f"measured {matmul} of a square matrix product, {machine.copy_bytes / 1e9:.3g} GB/s of a copy"
-    yield f"peak     {rate(machine.peak.flops)}, {machine.peak.source}: what MFU is a share of"
+    yield f"peak     {rate(machine.peak.flops)} ({machine.peak.source}); MFU = achieved / this"
     yield ""
     yield _line(HEAD)
 
@@ -65,7 +67,7 @@ def comparison(result: BenchResult, earlier: Mapping[str, Any]) -> Iterator[str]
     was, now = earlier["machine"]["device"], dict(result.machine.device)
     if (was.get("card"), was["name"]) != (now.get("card"), now["name"]):
         yield f"note     measured on {was.get('card', was['name'])}, and now on {now.get('card', now['name'])}"
-    yield _line(("case", "tokens/s", "before", "ratio", "MFU", "before"))
+    yield _line(COMPARED, COMPARED_WIDTHS)
     for one in result.cases:
         old = before.get(one.name)
         if one.tokens_per_s is None or one.mfu is None or old is None or not old["tokens_per_s"]:
@@ -73,7 +75,7 @@ def comparison(result: BenchResult, earlier: Mapping[str, Any]) -> Iterator[str]
             continue
         ratio = one.tokens_per_s / old["tokens_per_s"]
         speeds = (f"{one.tokens_per_s:.0f}", f"{old['tokens_per_s']:.0f}", f"{ratio:.2f}")
-        yield _line((one.name, *speeds, f"{one.mfu:.1%}", f"{old['mfu']:.1%}"))
+        yield _line((one.name, *speeds, f"{one.mfu:.1%}", f"{old['mfu']:.1%}"), COMPARED_WIDTHS)
 
 
 def refuse_below(result: BenchResult, least: float) -> None:
@@ -89,6 +91,6 @@ def rate(flops: float) -> str:
     return f"{flops / 1e12:.3g} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.3g} GFLOP/s"
 
 
-def _line(cells: Sequence[str]) -> str:
+def _line(cells: Sequence[str], widths: Sequence[int] = WIDTHS) -> str:
     first, *others = cells
-    return first.ljust(WIDTHS[0]) + "".join(cell.rjust(width) for cell, width in zip(others, WIDTHS[1:], strict=False))
+    return first.ljust(widths[0]) + "".join(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))

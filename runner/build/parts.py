@@ -64,7 +64,7 @@ def say_float32(spec: JobSpec, decide: Decisions) -> None:
     """Say what a card gives up that computes in float32."""
     reached = spec.device.float32_peak
     if spec.model.compute_dtype == "float32" and reached is not None:
-        decide.state("model.dtype", "float32", f"{reached}; model.dtype=bfloat16 computes at all of it")
+        decide.state("model.dtype", "float32", f"{reached}; model.dtype=bfloat16 can reach the full peak")
 
 
 def build_tokenizer(spec: JobSpec) -> Any:

@@ -29,7 +29,8 @@ VERBS = {
     "diff": "what differs between two runs in config, code, versions and data, and both curves; `run diff A B`",
     "doctor": "what this machine has, what is wrong with it, and what to type; `run doctor device=npu`",
     "plan": "what a job takes on which cards, without one, in seconds; `run plan +recipe=sft_npu launch.devices=8`",
-    "bench": "tokens/s, MFU and memory on this device beside bare loops; `run bench device=cuda --compare FILE`",
+    "bench": "measure tokens/s, MFU and memory of this device, and compare with plain transformers; "
+    "`run bench device=cuda`",
     "parity": "whether another device computes the same; `run parity --record cpu`, then `--compare FILE device=npu`",
 }
 WORDS = {
@@ -46,7 +47,7 @@ WORDS = {
     "diff": "two runs, each latest or a folder",
     "doctor": "device=NAME (all that are there)",
     "plan": "a job as for run",
-    "bench": "device=NAME, and what else every case is to have",
+    "bench": "options of a job (key=value), applied to every case",
     "parity": "with --record a job as for run; with --compare device=NAME and what else a machine has of its own",
 }
 ACTIONS = ("resume", "status", "report")  # of run sweep

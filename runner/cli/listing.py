@@ -49,6 +49,8 @@ export   --checkpoint STEP|best, --merge, --out FOLDER, device=NAME
 sweep    resume [latest|FOLDER] --retry-failed, --only 3,7, sweep.parallel=N …; status, report [latest|FOLDER]
 report, diff   --out FILE.html
 doctor   --json, --no-trial, device=NAME
+plan     --card NAME, --spec FILE, --json
+bench    --out FILE, --compare FILE, --min-mfu SHARE, device=NAME
 parity   --record FILE|DEVICE --steps N +recipe=… …; --compare FILE --tolerance 0.5% device=NAME
 list, explain  --config-dir FOLDER"""
 

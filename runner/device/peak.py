@@ -29,7 +29,7 @@ def peak(device: Device, dtype: torch.dtype, decide: Decide) -> Peak:
     precision = device.matmul_precision(dtype)
     card = card_of(device.describe().get("card", ""))
     if card is not None and device.name == card.device and precision in card.flops:
-        found = Peak(card.flops[precision], f"a {card.name} in {precision}, from the table of cards")
+        found = Peak(card.flops[precision], f"{card.name} in {precision}, from the table of cards")
     else:
         found = Peak(measure_matmul(device.torch_device, dtype), f"measured on this device in {precision}")
     if device.torch_device.type != "cpu":

@@ -75,7 +75,7 @@ class LaunchConfig(ComponentConfig):
             text = f"the ranks wait {waits:g} s for one another (parallelism.timeout_s), and rank 0 for samplers; less"
             found.append(("sampler.timeout_s", f"{text} than that is expected"))
         if self.replacements is not None and not self.samplers:
-            text = "is about launch.samplers, which is 0; leave it out, or set that"
+            text = "has no effect with launch.samplers=0; remove it, or set launch.samplers"
             found.append(("launch.replacements", text))
         return found
 

@@ -66,18 +66,17 @@ class SgdConfig(OptimizerConfig):
 
 
 class WholeConfig(OptimizerConfig):
-    """An optimizer that takes parameters whole."""
+    """An optimizer that does not support sharded parameters."""
 
     layouts: ClassVar[tuple[str, ...]] = ("single", "ddp", "cp")
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         if job.parallelism.name in self.layouts:
             return []
-        known = " or ".join(self.layouts[:2])
-        text = (
-            f"optimizer={self.name} takes parameters whole, and parallelism={job.parallelism.name} cuts or moves them"
-        )
-        return [("optimizer.name", f"{text}; type optimizer=adamw, or parallelism={known}")]
+        *known, last = self.layouts
+        text = f"optimizer={self.name} does not support sharded parameters (parallelism={job.parallelism.name})"
+        remedy = f"type parallelism={', '.join(known)} or {last}, or optimizer=adamw"
+        return [("optimizer.name", f"{text}; {remedy}")]
 
 
 class AdamW8bitConfig(WholeConfig):
@@ -110,10 +109,13 @@ class AdamW8bitConfig(WholeConfig):
         if not self.stochastic_rounding:
             return found
         if not job.adapter.trains_base:
-            text = f"adapter={job.adapter.name} trains few weights, in float32; leave it out"
-            found.append((key, text))
+            text = (
+                f"adapter={job.adapter.name} keeps its trainable weights in float32; stochastic rounding does not apply"
+            )
+            found.append((key, f"{text}; remove the option"))
         if job.model.dtype == "float32":
-            found.append((key, "is for weights in bfloat16; type model.dtype=bfloat16, or leave it out"))
+            text = "stochastic rounding needs model.dtype=bfloat16 (here float32)"
+            found.append((key, f"{text}; type model.dtype=bfloat16, or remove the option"))
         if job.launch.world > 1:
             text = "gradients in bfloat16 are not summed over ranks; leave it out, or type launch.devices=1"
             found.append((key, text))

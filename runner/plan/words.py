@@ -134,14 +134,15 @@ def _work(spec: JobSpec, plan: Estimate, card: Card | None) -> Iterator[str]:
     work = plan.work
     of = "a rank" if plan.mesh.world == plan.mesh.data else "for the ranks that work together"
     cuts = f"{work.tokens} tokens {of} if every row is of the greatest length, in {work.micro_batches} micro-batches"
-    again = f" and {work.recomputed_flops / 1e12:.3g} to recompute" if work.recomputed_flops else ""
-    flops = f"{work.flops / 1e12:.3g} TFLOP{again} a rank"
+    again = f" and {_tera(work.recomputed_flops)} to recompute" if work.recomputed_flops else ""
+    flops = f"{_tera(work.flops)} TFLOP{again} a rank"
     peak = peak_flops(spec, card)
     if card is None or peak is None:
         yield f"step     {cuts}: {flops}; how long that takes is not known of this device"
     else:
         least = (work.flops + work.recomputed_flops) / peak / (1 - work.bubble)
-        at = f"at least {least:.2g} s at the {peak / 1e12:.3g} TFLOP/s of a {card.name} in {matmul_precision(spec)}"
+        device = f"one device ({card.name}, {matmul_precision(spec)})"
+        at = f"at least {least:.2g} s at the {_tera(peak)} TFLOP/s of {device}"
         yield f"step     {cuts}: {flops}, {at}"
         yield "         a bound for the update alone: no card reaches it; sampling and waiting are not in it"
     if work.bubble:
@@ -210,6 +211,10 @@ def _step(plan: Estimate) -> Mapping[str, Any]:
     found = {"tokens": work.tokens, "flops": work.flops, "recomputed_flops": work.recomputed_flops}
     found |= {"micro_batches": work.micro_batches, "sent_bytes": work.sent}
     return found | {"sending": dict(work.sending), "bubble": work.bubble, "sampling_s": plan.sampling_s}
+
+
+def _tera(flops: float) -> str:
+    return f"{flops / 1e12:,.0f}" if flops >= 1e14 else f"{flops / 1e12:.3g}"
 
 
 def _gib(num_bytes: int) -> str:

@@ -95,8 +95,8 @@ _CARDS = (
     "CUDA_VISIBLE_DEVICES for GPUs"
 )
 ELSEWHERE = {
-    "model.autocast": "model.dtype is what the model computes in, bfloat16 or float32; trainable weights are stored in "
-    "float32 all the same",
+    "model.autocast": "removed; model.dtype sets the compute data type (bfloat16 or float32); trainable weights stay "
+    "in float32",
     **dict.fromkeys(
         ("output_dir", "out_dir", "outputs", "save_dir", "logging_dir"),
         "runs go to ./outputs of the folder you start from; start elsewhere, or make outputs a link",

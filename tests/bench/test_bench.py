@@ -61,7 +61,7 @@ def test_every_case_is_measured_beside_its_bare_loop(measured: tuple[BenchResult
     sft, dpo, grpo = result.cases
     assert sft.tokens == 4 * 24 and dpo.tokens == 2 * (16 + 8 + 8) and grpo.tokens <= 2 * (16 + 8 * 8)
     text = "\n".join(said)
-    assert "GB/s of a copy" in text and "times bare" in text and f"{dpo.mfu:.1%}" in text
+    assert "GB/s of a copy" in text and "speedup" in text and f"{dpo.mfu:.1%}" in text
     assert "decided  export" in text, "what was decided on the way is said"
 
 
