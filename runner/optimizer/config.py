@@ -89,7 +89,7 @@ class AdamW8bitConfig(WholeConfig):
     stochastic_rounding: bool = Field(
         default=False,
         description="Store trainable weights and their gradients in bfloat16 too, and round updates up or down at "
-        "random, in proportion: 6 bytes a number in place of 10. One process, model.dtype=bfloat16, adapter=none.",
+        "random, in proportion: 6 bytes per parameter instead of 10. One process, model.dtype=bfloat16, adapter=none.",
     )
 
     def preflight(self) -> None:
