@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from runner.errors import EnvironmentProblem
+from runner.model.precision import float32_modules
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HEADS = frozenset({"lm_head.weight", "score.weight"})  # what a model with the other head has instead
@@ -33,10 +34,11 @@ def drawn(make: Callable[[], M], seed: int) -> M:
 
 
 def placed(module: M, dtype: torch.dtype, device: torch.device, fit: Fit | None = None) -> M:
-    """The same module with its parameters in `dtype` on `device`; buffers (rotary frequencies) keep their type. There
-    `fit` may exchange parts of it for the device's own."""
+    """The same module with its parameters in `dtype` on `device`, those of `float32_modules` in float32; buffers
+    (rotary frequencies) keep their type. There `fit` may exchange parts of it for the device's own."""
+    wide = {id(parameter) for part in float32_modules(module) for parameter in part.parameters()}
     for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.to(torch.float32 if id(parameter) in wide else dtype)
     module.config.dtype = dtype
     module = module.to(device)
     if fit is not None:

@@ -10,6 +10,7 @@ from typing import Any
 from safetensors import safe_open
 
 from runner.errors import RunnerError
+from runner.model.precision import read_as_stored
 from runner.quiet import no_progress_bar
 
 
@@ -20,7 +21,9 @@ def write(module: Any, folder: Path, *, merged: bool, used: bool) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     if merged:  # in float32, or little of the adapter would stay
-        module = (deepcopy(module) if used else module).float().merge_and_unload()
+        module = (deepcopy(module) if used else module).float()
+        read_as_stored(module)
+        module = module.merge_and_unload()
     # or peft would ask the hub whether the embedding was resized
     options = {"save_embedding_layers": False} if hasattr(module, "get_base_model") else {}
     with no_progress_bar():

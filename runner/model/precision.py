@@ -3,7 +3,7 @@
                           stored                            computes in
     frozen                compute type                      compute type
     trainable             float32                           compute type
-    routers, score heads  as the others                     float32
+    routers, score heads  float32                           float32
 
 A parameter that is stored in another type than it computes in is cast each time a module reads it (`module.weight`),
 differentiably; its gradient comes back in the type that it is stored in. Nothing keeps the cast beyond the operator
@@ -49,11 +49,13 @@ def cast_on_read(module: nn.Module, compute: torch.dtype) -> None:
     for part in float32_modules(module):
         if not any(hook is _widen for hook in part._forward_pre_hooks.values()):
             part.register_forward_pre_hook(_widen)
-    for part in module.modules():
-        experts = part._modules.get("experts")
-        if experts is not None and not any(hook is _narrow for hook in experts._forward_pre_hooks.values()):
-            experts._compute_type = compute  # type: ignore[assignment]
-            experts.register_forward_pre_hook(_narrow)
+    for name, part in module.named_modules():
+        # peft casts what goes into an adapter's matrices to what these are stored in where they are sharded
+        matrices = part.children() if name.endswith((".lora_A", ".lora_B")) else ()
+        for inner in (part._modules.get("experts"), *matrices):
+            if inner is not None and not any(hook is _narrow for hook in inner._forward_pre_hooks.values()):
+                inner._compute_type = compute  # type: ignore[assignment]
+                inner.register_forward_pre_hook(_narrow)
 
 
 def float32_modules(module: nn.Module) -> list[nn.Module]:
@@ -70,6 +72,12 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module, without what `cast_on_read` made of it."""
     kind = type(module)
     return getattr(kind, "_stored_class", kind)
+
+
+def read_as_stored(module: nn.Module) -> None:
+    """Undo the casts of `cast_on_read`, for who computes with the parameters themselves."""
+    for part in module.modules():
+        part.__class__ = plain_class(part)
 
 
 def stored(module: nn.Module, name: str) -> Any:
@@ -128,7 +136,8 @@ def _widen(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(one.float() if isinstance(one, Tensor) and one.is_floating_point() else one for one in inputs)
 
 
-def _narrow(experts: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Hidden states, the first input, in the compute type: some families weigh them with the router's scores before."""
-    dtype: Any = experts._compute_type
+def _narrow(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Hidden states, the first input, in the compute type: some families weigh what goes into experts with the router's
+    scores before."""
+    dtype: Any = part._compute_type
     return (inputs[0].to(dtype), *inputs[1:]) if inputs else inputs

@@ -81,11 +81,11 @@ class RaggedModel:
         self._compiled: Compiled | None = None
         self.tokens_of: Sharing = Tokens
         self.module.eval()
+        if self._compute is not None:
+            cast_on_read(self.module, self._compute)
         self._choose_layout(decide)
         self._choose_checkpointing(decide)
         self._choose_export(decide)
-        if self._compute is not None:
-            cast_on_read(self.module, self._compute)
 
     def _choose_layout(self, decide: Decide) -> None:
         self.layout: layout.Layout = self.config.layout

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from packaging.version import Version
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,6 +25,7 @@ from runner.learner import LocalLearner
 from runner.model.build import placed
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
+from runner.model.export import write
 from runner.model.precision import plain_class
 from runner.model.scalar import ScalarModel
 from runner.model.tokenizer import byte_tokenizer
@@ -177,3 +180,22 @@ def test_a_score_head_computes_in_float32() -> None:
     assert values.dtype == torch.float32 and not torch.equal(values, values.bfloat16().float())
     values.sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in scalar.trainable().values())
+
+
+def test_a_frozen_copy_says_what_a_trainable_model_says() -> None:
+    """Of a mixture of experts, too, whose routers would choose other experts after rounding."""
+    policy, reference = (stored("qwen3_moe", dtype) for dtype in (torch.float32, torch.bfloat16))
+    said = [model.outputs(batch(), LOGPROBS)["logprobs"] for model in (policy, reference)]
+    assert torch.equal(*said)
+
+
+def test_a_merged_export_has_the_weights_that_are_published(tmp_path: Path) -> None:
+    model = adapted("qwen3")
+    with torch.no_grad():
+        for name, parameter in model.trainable().items():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1)
+    published = dict(model.published("all", dtype=torch.float32))
+    write(model.module, tmp_path, merged=True, used=True)
+    exported = load_file(tmp_path / "model.safetensors")
+    for name, wanted in exported.items():
+        assert torch.allclose(published[name].float(), wanted, rtol=1e-6, atol=1e-7), name

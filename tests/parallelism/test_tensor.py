@@ -21,6 +21,7 @@ from runner.model.config import TinyConfig
 from runner.model.tokenizer import byte_tokenizer
 from runner.parallelism.config import FsdpConfig, TpConfig
 from runner.parallelism.mesh import Mesh
+from runner.tolerance import tolerance
 from tests.model import zoo
 from tests.parallelism.forked import ranks
 from tests.parallelism.test_shard import BOTH, FAMILIES, close, made, part, scalar, trained, valued
@@ -242,6 +243,21 @@ def test_bfloat16_products_of_float32_weights_round_and_are_not_refused() -> Non
         return all(p.grad is not None for p in model.trainable().values())
 
     assert ranks(2, work) == [True, True]
+
+
+def test_an_adapter_that_computes_in_bfloat16() -> None:
+    """peft reads the type of matrices that are sharded: what goes into them is cast for them."""
+
+    def gradients(model: Any) -> dict[str, Tensor]:
+        model.linear(part(0, 1), part(0, 1).tokens["weight"])[0].backward()
+        return {name: shards.whole(p.grad) for name, p in model.trainable().items() if p.grad is not None}
+
+    def build() -> Any:
+        return made("qwen3", True, dtype="bfloat16", initializer_range=0.05)
+
+    wanted = gradients(build())
+    for found in ranks(2, lambda rank: gradients(sliced(build(), (1, 1, 2)))):
+        close(found, wanted, tolerance("bfloat16").gradient)
 
 
 def test_a_bfloat16_base_beside_a_float32_adapter_stays_as_small_as_it_is() -> None:
