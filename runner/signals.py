@@ -18,6 +18,12 @@ from runner.errors import Interrupted
 log = logging.getLogger("runner")
 
 
+class StopNow(BaseException):
+    """Ends what runs at once. No `except Exception` on its way takes it for a fault. Not KeyboardInterrupt: one that
+    passes through the execution of a string (namedtuple, dataclass) makes CPython end by SIGINT, whatever exit code
+    the program gives."""
+
+
 class StopSignal:
     """Remembers the first signal; the loop asks between steps."""
 
@@ -55,7 +61,7 @@ class StopSignal:
             os._exit(128 + number)
         self.number = number
         if self._at_once:
-            raise KeyboardInterrupt  # as Python does by itself; no `except Exception` on its way takes it for a fault
+            raise StopNow
         said = f"\n{_name(number)}: finishing this step, then saving; once more ends at once\n"
         with suppress(OSError):  # nobody may be left to read it
             os.write(2, said.encode())  # no logging, no stream: what the signal interrupted may hold their locks
@@ -66,9 +72,8 @@ class StopSignal:
         self._at_once = True
         try:
             yield
-        except KeyboardInterrupt:
-            if self.number is None:
-                raise
+        except StopNow:
+            assert self.number is not None
         finally:
             self._at_once = False
         if self.number is not None:  # also one that came before the block, or that a library swallowed

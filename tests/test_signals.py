@@ -47,11 +47,30 @@ def test_it_is_obeyed_also_where_a_library_swallows_it_or_where_it_came_before(s
     with pytest.raises(Interrupted), stop.at_once():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
-        except KeyboardInterrupt:
+        except BaseException:
             done = True
     assert done
     with pytest.raises(Interrupted), stop.at_once():
         pass
+
+
+def test_the_exit_code_is_kept_where_a_signal_comes_while_a_string_is_executed(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys
+from runner.errors import Interrupted
+from runner.signals import StopSignal
+stop = StopSignal()
+stop.install()
+try:
+    with stop.at_once():
+        exec("os.kill(os.getpid(), signal.SIGTERM)")
+except Interrupted as error:
+    sys.exit(error.exit_code)
+"""
+    (tmp_path / "stopped.py").write_text(program)
+    path = os.pathsep.join((str(ROOT), str(tmp_path)))
+    done = subprocess.run([sys.executable, "-m", "stopped"], env=os.environ | {"PYTHONPATH": path}, check=False)
+    assert done.returncode == 143
 
 
 def test_after_its_block_a_signal_goes_to_who_had_it_before() -> None:
