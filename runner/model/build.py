@@ -33,16 +33,24 @@ def drawn(make: Callable[[], M], seed: int) -> M:
         return make()
 
 
-def placed(module: M, dtype: torch.dtype, device: torch.device, fit: Fit | None = None) -> M:
+def placed(
+    module: M, dtype: torch.dtype, device: torch.device, fit: Fit | None = None, compute: torch.dtype | None = None
+) -> M:
     """The same module with its parameters in `dtype` on `device`, those of `float32_modules` in float32; buffers
-    (rotary frequencies) keep their type. There `fit` may exchange parts of it for the device's own."""
+    (rotary frequencies) keep their type. There `fit` may exchange parts of it for the device's own, which it tries in
+    `compute`, the data type that the module will compute in (None: `dtype`)."""
     wide = {id(parameter) for part in float32_modules(module) for parameter in part.parameters()}
     for parameter in module.parameters():
         parameter.data = parameter.data.to(torch.float32 if id(parameter) in wide else dtype)
     module.config.dtype = dtype
     module = module.to(device)
     if fit is not None:
+        kept = [(parameter, parameter.data) for parameter in module.parameters()]
+        for parameter, data in kept:
+            parameter.data = data.to(compute or data.dtype)
         fit(module)
+        for parameter, data in kept:
+            parameter.data = data
     return module
 
 

@@ -89,7 +89,7 @@ def build(
     if head != "scalar" and device.type != "meta":  # where the config is not the published one
         _mend_generation_config(path, module.generation_config, decide)
     made = _MADE[head]
-    module = placed(module, kept, device, fit)
+    module = placed(module, kept, device, fit, DTYPES[config.compute_dtype])
     return made(module, tokenizer, config, seed=seed, decide=decide, source=source)
 
 

@@ -54,7 +54,7 @@ def cast_on_read(module: nn.Module, compute: torch.dtype) -> None:
         matrices = part.children() if name.endswith((".lora_A", ".lora_B")) else ()
         for inner in (part._modules.get("experts"), *matrices):
             if inner is not None and not any(hook is _narrow for hook in inner._forward_pre_hooks.values()):
-                inner._compute_type = compute  # type: ignore[assignment]
+                inner._compute_type = compute
                 inner.register_forward_pre_hook(_narrow)
 
 

@@ -86,7 +86,8 @@ def build(
     if init_from is not None:
         load_folder(module, init_from)
         source = Source(folder=Path(init_from))
-    module = placed(module, DTYPES[stored or config.compute_dtype], device, fit)
+    compute = DTYPES[config.compute_dtype]
+    module = placed(module, DTYPES[stored] if stored else compute, device, fit, compute)
     return made(module, tokenizer, config, seed=seed, decide=decide, source=source)
 
 

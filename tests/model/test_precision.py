@@ -199,3 +199,13 @@ def test_a_merged_export_has_the_weights_that_are_published(tmp_path: Path) -> N
     exported = load_file(tmp_path / "model.safetensors")
     for name, wanted in exported.items():
         assert torch.allclose(published[name].float(), wanted, rtol=1e-6, atol=1e-7), name
+
+
+def test_a_devices_operators_are_tried_in_what_a_model_computes_in() -> None:
+    seen: list[set[torch.dtype]] = []
+
+    def fit(part: nn.Module) -> None:
+        seen.append({p.dtype for p in part.parameters()})
+
+    made = placed(module("qwen3"), torch.float32, CPU, fit, torch.bfloat16)
+    assert seen == [{torch.bfloat16}] and {p.dtype for p in made.parameters()} == {torch.float32}
