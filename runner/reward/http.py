@@ -14,7 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from aiohttp import ClientError, ClientSession, ClientTimeout
+from aiohttp import (
+    ClientConnectorDNSError,
+    ClientConnectorError,
+    ClientError,
+    ClientSession,
+    ClientSSLError,
+    ClientTimeout,
+)
 from yarl import URL
 
 from runner.errors import EnvironmentProblem
@@ -34,6 +41,13 @@ class _Failure(Exception):
     def __init__(self, kind: str, message: str, again: bool) -> None:
         super().__init__(message)
         self.kind, self.again = kind, again
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Event loop that does not wait at its end for a name lookup, which no timeout can interrupt."""
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """Nothing: close() ends the executor without joining its threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +72,8 @@ class Endpoint:
 
     def _post(self, body: bytes) -> Any:
         try:
-            status, content = asyncio.run(self._exchange(body))
+            with asyncio.Runner(loop_factory=_Loop) as runner:
+                status, content = runner.run(self._exchange(body))
         except (OSError, ClientError) as error:  # TimeoutError is an OSError
             reason = self._reason(error)
             raise _Failure(f"no answer ({type(error).__name__})", f"{self.url}: {reason}", again=True) from error
@@ -92,8 +107,9 @@ class Endpoint:
     def _reason(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
             return f"no whole answer within {self.timeout_s:g} s"
-        if isinstance(error, OSError) and error.errno:
-            return os.strerror(error.errno)
+        if isinstance(error, ClientConnectorError) and not isinstance(error, ClientConnectorDNSError | ClientSSLError):
+            number = error.os_error.errno or 0
+            return os.strerror(number) if number > 0 else str(error)
         return str(error) or type(error).__name__
 
 

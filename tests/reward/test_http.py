@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -156,6 +156,35 @@ def test_a_service_that_takes_too_long_has_no_score(sent: bytes, drop: bytes, ca
         assert time.monotonic() - begin < 0.7
         thread.join()
     assert "no answer (TimeoutError)" in caplog.text
+
+
+def test_a_name_lookup_ends_with_the_timeout(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    answered, ended = Event(), Event()
+
+    def look_up(*_: Any, **__: Any) -> Any:
+        answered.wait(5)
+        ended.set()
+        raise socket.gaierror(socket.EAI_NONAME, "unknown")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    assert scored("http://rewards.test:80", timeout_s=0.1, retries=0) == [[None, None]]
+    assert not ended.is_set() and "no whole answer within 0.1 s" in caplog.text
+    answered.set()
+
+
+def test_a_failed_connection_is_described_by_its_cause(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with service(lambda _: (200, [1, 1])) as (url, _):
+        assert scored(url.replace("http:", "https:"), retries=0) == [[None, None]]
+    assert "ssl" in caplog.text.lower() and "Operation not permitted" not in caplog.text
+
+    def look_up(*_: Any, **__: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    assert scored("http://rewards.test:80", retries=0) == [[None, None]]
+    assert "Name or service not known" in caplog.text and "Unknown error" not in caplog.text
 
 
 def test_the_service_of_the_page_scores(tmp_path: Path) -> None:
