@@ -48,7 +48,7 @@ def _optimizer_class() -> Any:
         from torchao.optim import AdamW8bit
     except ImportError as error:
         text = f"optimizer=adamw8bit: torchao cannot be imported: {error}"
-        raise EnvironmentProblem(f"{text}\n  pip install 'torchao>=0.13', or type optimizer=adamw") from error
+        raise EnvironmentProblem(f"{text}\n  pip install 'torchao>=0.18', or type optimizer=adamw") from error
 
     class PlainAdamW8bit(AdamW8bit):
         """torchao's AdamW8bit behind the interface of torch's optimizers."""

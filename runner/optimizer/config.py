@@ -95,7 +95,7 @@ class AdamW8bitConfig(WholeConfig):
     def preflight(self) -> None:
         if importlib.util.find_spec("torchao") is None:
             text = "optimizer=adamw8bit needs torchao, which is not installed"
-            raise EnvironmentProblem(f"{text}\n  pip install 'torchao>=0.13', or type optimizer=adamw")
+            raise EnvironmentProblem(f"{text}\n  pip install 'torchao>=0.18', or type optimizer=adamw")
 
     @property
     def weights_dtype(self) -> Dtype:

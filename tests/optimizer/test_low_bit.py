@@ -121,7 +121,7 @@ def test_muon_is_near_a_step_of_adamw_in_size() -> None:
     ("config", "said"),
     [
         (MuonConfig(), r"install torch 2\.9 or newer, or type optimizer=adamw"),
-        (AdamW8bitConfig(), "pip install 'torchao>=0.13', or type optimizer=adamw"),
+        (AdamW8bitConfig(), "pip install 'torchao>=0.18', or type optimizer=adamw"),
     ],
     ids=["muon", "8 bits"],
 )
