@@ -80,7 +80,8 @@ class LocalLearner:
 
     factor:  the schedule, step (0-based) → factor on the learning rate
     budget:  tokens of one micro-batch on the device
-    seed:    every dropout stream is derived from (seed, step, micro-batch, rank, layers before those of this rank)
+    seed:    every dropout stream is derived from (seed, step, micro-batch, rank, layers before those of this rank), and
+             the `seed` of an optimizer that has one from (seed, prefix)
     prefix:  of the names of its metrics
     peers:   who the work is shared with; all ranks call every verb, with the same arguments
     gradients: how those of all ranks become one; None = each of the peers has all parameters, or a piece of each
@@ -112,6 +113,8 @@ class LocalLearner:
         self._peers, self._gradients, self._stage = peers, gradients or Summed(peers), stage
         self._drawing = drawing or peers
         self._parameters = model.trainable()
+        if hasattr(optimizer, "seed"):  # it draws random bits
+            optimizer.seed = derive(seed, "optimizer", prefix)
         self._step = self._micro = 0
         self._said_oversized = self._said_few = False
 

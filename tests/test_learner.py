@@ -20,6 +20,12 @@ from runner.protocols import Loss, Outputs, State
 from tests.toys import Bigram
 
 
+class Rounding(torch.optim.SGD):
+    """Has a seed, as an optimizer that draws random bits."""
+
+    seed = 0
+
+
 class Counting(torch.optim.Optimizer):
     """Keeps plain values, as schedule-free and distance-adaptive optimizers do: in its group and of each parameter."""
 
@@ -37,10 +43,21 @@ class Counting(torch.optim.Optimizer):
 
 
 def learner(
-    model: Bigram | None = None, *, budget: int = 1000, kind: str = "adamw", clip: float | None = 1.0
+    model: Bigram | None = None,
+    *,
+    budget: int = 1000,
+    kind: str = "adamw",
+    clip: float | None = 1.0,
+    seed: int = 3,
+    prefix: str = "train",
 ) -> LocalLearner:
     model = model or Bigram()
-    kinds: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "counting": Counting}
+    kinds: dict[str, Any] = {
+        "adamw": torch.optim.AdamW,
+        "sgd": torch.optim.SGD,
+        "counting": Counting,
+        "rounding": Rounding,
+    }
     optimizer = kinds[kind](list(model.trainable().values()), lr=0.1)
     return LocalLearner(
         model,
@@ -49,8 +66,9 @@ def learner(
         clip_norm=clip,
         factor=lambda step: 1.0 / (step + 1),
         budget=budget,
-        seed=3,
+        seed=seed,
         device=torch.device("cpu"),
+        prefix=prefix,
     )
 
 
@@ -123,6 +141,12 @@ def test_the_learning_rate_is_a_function_of_the_step() -> None:
     subject.begin_step(4)
     subject.forward_backward(batch(), CrossEntropy())
     assert subject.optim_step().result()["train/lr"] == pytest.approx(0.1 / 5)
+
+
+def test_an_optimizer_that_draws_has_a_seed_of_its_job_and_role() -> None:
+    options = [{"seed": 3}, {"seed": 4}, {"seed": 3, "prefix": "critic"}]
+    optimizers: list[Any] = [learner(kind="rounding", **one).optimizer for one in options]  # type: ignore[arg-type]
+    assert len({one.seed for one in optimizers} | {0}) == 4
 
 
 def test_kept_outputs_cover_the_mini_batch_in_order() -> None:

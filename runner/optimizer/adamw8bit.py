@@ -6,13 +6,14 @@
       stochastic_rounding=true    2         2           2
 
 Departures from torchao's class: the learning rate is a number; a checkpoint holds codes and scales as plain tensors;
-random bits for rounding follow from the count of steps, so that a resumed run draws those of one that was not stopped.
+random bits for rounding follow from `seed`, which the learner sets, and the count of steps, so that a resumed run draws
+those of one that was not stopped; torch's generators are left as they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -53,19 +54,18 @@ def _optimizer_class() -> Any:
     class PlainAdamW8bit(AdamW8bit):
         """torchao's AdamW8bit behind the interface of torch's optimizers."""
 
+        seed: int = 0
+
         def add_param_group(self, param_group: dict[str, Any]) -> None:
             super().add_param_group(param_group)
             self.param_groups[-1]["lr"] = float(self.param_groups[-1]["lr"])
 
         def step(self, closure: Callable[[], float] | None = None) -> Any:
             rates = [group["lr"] for group in self.param_groups]
-            if self.bf16_stochastic_round:
-                steps = [int(entry["step"]) for entry in self.state.values()]
-                torch.manual_seed(derive(0, "stochastic rounding", max(steps, default=0)))
             try:
                 for group, rate in zip(self.param_groups, rates, strict=True):
                     group["lr"] = torch.tensor(float(rate), dtype=torch.float32)
-                with self._compiling():
+                with self._compiling(), self._random_bits():
                     return super().step(closure)
             finally:
                 for group, rate in zip(self.param_groups, rates, strict=True):
@@ -74,6 +74,22 @@ def _optimizer_class() -> Any:
         def _compiling(self) -> AbstractContextManager[Any]:
             kinds = {p.device.type for group in self.param_groups for p in group["params"]}
             return nullcontext() if kinds <= COMPILED else torch.compiler.set_stance("force_eager")
+
+        @contextmanager
+        def _random_bits(self) -> Iterator[None]:
+            """Draw those of this step, where any are, on the device of the parameters."""
+            if not self.bf16_stochastic_round:
+                yield
+                return
+            steps = [int(entry["step"]) for entry in self.state.values()]
+            seed = derive(self.seed, "stochastic rounding", max(steps, default=0))
+            device = self.param_groups[0]["params"][0].device  # of all of them
+            cards = [] if device.type == "cpu" else [device]
+            with torch.random.fork_rng(cards, device_type=device.type):
+                torch.default_generator.manual_seed(seed)
+                for card in cards:
+                    torch.get_device_module(card).manual_seed(seed)
+                yield
 
         def state_dict(self) -> dict[str, Any]:
             found: dict[str, Any] = super().state_dict()

@@ -106,6 +106,23 @@ def test_updates_that_bfloat16_would_round_away_arrive_on_average() -> None:
     assert moved[0] == 0.0 and moved[1] == pytest.approx(5e-4, rel=0.1)
 
 
+def test_random_bits_follow_the_seed_and_leave_the_process_its_own() -> None:
+    pytest.importorskip("torchao")
+    built = default_registry().factory(AdamW8bitConfig())
+    weights = []
+    for seed in (1, 1, 2):
+        weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+        config = AdamW8bitConfig(lr=1e-3, stochastic_rounding=True)
+        optimizer: Any = built(config, parameters={"weight": weight}, decide=Decisions())
+        optimizer.seed = seed
+        weight.grad = torch.ones_like(weight)
+        before = torch.get_rng_state()
+        optimizer.step()
+        assert torch.equal(torch.get_rng_state(), before)
+        weights.append(weight.detach())
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
 def test_muon_is_near_a_step_of_adamw_in_size() -> None:
     """With its default, so that AdamW's rates can be kept."""
     needed(MuonConfig())
