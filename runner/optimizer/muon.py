@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from runner.optimizer.adamw import FUSED_DEVICES
 from runner.optimizer.config import MuonConfig
 from runner.optimizer.groups import decay_groups
 from runner.protocols import Decide
@@ -31,7 +32,9 @@ def build(config: MuonConfig, *, parameters: Mapping[str, nn.Parameter], decide:
         parts.append(torch.optim.Muon(decay_groups(matrices, config.weight_decay), lr=config.lr, **options))
     if others:
         groups = decay_groups(others, config.weight_decay)
-        parts.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps))
+        # unfused, a step on a card takes temporaries of all of them, which run plan does not count
+        fused = {p.device.type for p in others.values() if not p.is_meta} <= FUSED_DEVICES or None
+        parts.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused))
     return Together(parts)
 
 

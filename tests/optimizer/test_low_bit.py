@@ -134,6 +134,12 @@ def test_muon_is_near_a_step_of_adamw_in_size() -> None:
     assert 0.1 < sizes[0] / sizes[1] < 1.0
 
 
+def test_adamw_beside_muon_is_fused() -> None:
+    needed(MuonConfig())
+    groups = Job(MuonConfig()).optimizer.param_groups
+    assert [group.get("fused") for group in groups if "betas" in group] == [True, True]
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
