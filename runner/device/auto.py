@@ -14,19 +14,32 @@ from runner.protocols import Decide, Device
 
 
 def pick(config: AutoConfig, *, decide: Decide) -> Device:
-    """Build the first device that is there, and say which."""
+    """Build the first device that is there, and say which, and where its data type is not the one that a job got which
+    left it out."""
+    own, device = _first(config, decide)
+    if own.default_dtype != config.default_dtype:
+        text = f"model.dtype, where it is left out, is that of device={config.kind.name}, whose device files are here"
+        decide("device", own.default_dtype, config.default_dtype, f"{text}; type device={own.name}, or model.dtype=…")
+    return device
+
+
+def _first(config: AutoConfig, decide: Decide) -> tuple[NpuConfig | CudaConfig | CpuConfig, Device]:
+    """The first device that is there, and its options."""
     if importlib.util.find_spec("torch_npu") is not None:
         from runner.device.npu import Npu
 
+        own = NpuConfig.model_validate(config.given)
         try:
-            npu = Npu(NpuConfig.model_validate(config.given), decide=decide)
+            npu = Npu(own, decide=decide)
         except (EnvironmentProblem, ImportError) as error:
             decide("device", "npu", "the next one", f"torch_npu is installed and cannot be used: {error}")
         else:
             decide("device", "auto", "npu", "torch_npu finds a card")
-            return npu
+            return own, npu
     if torch.cuda.is_available():
         decide("device", "auto", "cuda", "torch finds a GPU")
-        return Cuda(CudaConfig.model_validate(config.given), decide=decide)
+        gpu = CudaConfig.model_validate(config.given)
+        return gpu, Cuda(gpu, decide=decide)
     decide("device", "auto", "cpu", "no accelerator found")
-    return Cpu(CpuConfig.model_validate(config.given), decide=decide)
+    cpu = CpuConfig.model_validate(config.given)
+    return cpu, Cpu(cpu, decide=decide)

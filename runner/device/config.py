@@ -244,6 +244,15 @@ class AutoConfig(DeviceConfig):
         return self._probable().default_dtype
 
     @property
+    def float32_peak(self) -> str | None:
+        """That of the device that will probably be picked."""
+        return self._probable().float32_peak
+
+    def matmul_precision(self, dtype: str) -> str:
+        """That of the device that will probably be picked."""
+        return self._probable().matmul_precision(dtype)
+
+    @property
     def kind(self) -> Kind:
         """That of the device that will probably be picked: which one it is is known when torch has been imported."""
         return self._probable().kind

@@ -43,6 +43,15 @@ def test_auto_says_what_it_chose() -> None:
     assert [d.got for d in decisions.made] == ["cpu"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
+def test_auto_says_that_a_data_type_was_chosen_for_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AutoConfig, "_probable", lambda _: CudaConfig())
+    decisions = Decisions()
+    assert pick(AutoConfig(), decide=decisions).name == "cpu"
+    said = decisions.made[-1]
+    assert (said.wanted, said.got) == ("float32", "bfloat16") and "type device=cpu" in said.reason
+
+
 def test_strict_refuses_a_fallback_and_not_a_confirmation() -> None:
     decide = Decisions(strict=True)
     decide("attention", "packed", "packed", "supported")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,11 @@ def test_every_device_has_a_kind(config: CpuConfig, backend: str, variable: str 
 def test_auto_is_of_the_kind_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {config.component_name() for config in COMPONENTS} == {"cpu", "cuda", "npu", "npu_sim", "auto"}
     assert AutoConfig().kind in (CPU, CUDA, NPU)
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr("runner.device.config._npu_requirements", lambda: [(False, "none")])
+    monkeypatch.setattr("runner.device.config.CUDA", replace(CUDA, nodes=f"{tmp_path}/nvidia*"))
+    assert AutoConfig().float32_peak == CudaConfig().float32_peak
+    assert AutoConfig().matmul_precision("float32") == "tf32"
 
 
 @pytest.fixture
