@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from runner.build.publishing import _first_here, _sent
+from runner.build.publishing import _first_here, _probe, _sent
 from runner.cli.compose import compose_job
+from runner.device.config import CudaConfig
 from runner.errors import RunnerError, SamplerFault, StorageError
 from runner.feed import Feed
 from runner.learner import LocalLearner
@@ -28,8 +30,22 @@ from runner.sampler.probed import ROWS, TOKENS, Probe
 from runner.sharing import ALONE
 from runner.shelf import Shelf, Shelved
 from runner.shelf_folder import claim
+from runner.tolerance import TOLERANCES
 from tests.model import zoo
 from tests.parallelism.worlds import on_ranks
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_the_probe_allows_what_the_device_that_was_built_computes_in(tf32: bool, workdir: Path) -> None:
+    config = CudaConfig(tf32=tf32)
+    device: Any = SimpleNamespace(matmul_precision=lambda dtype: config.matmul_precision(str(dtype)[len("torch.") :]))
+    policy = SimpleNamespace(
+        compute_type=torch.float32,
+        inner=SimpleNamespace(dtype=torch.float32),
+        bounds=lambda: SimpleNamespace(vocabulary=8),
+    )
+    spec = compose_job(["+recipe=grpo_demo", "device=auto"]).spec
+    assert _probe(spec, policy, device).limit == TOLERANCES["tf32" if tf32 else "float32"].logprobs
 
 
 class Remembers:

@@ -13,7 +13,7 @@ from runner.model.build import DTYPES
 from runner.parallelism.config import ZeroConfig
 from runner.parallelism.world import World
 from runner.place import Machine
-from runner.protocols import Learner, Sampler
+from runner.protocols import Device, Learner, Sampler
 from runner.publisher import Publisher
 from runner.routes import Copied, Route, Shared, Shelving, Weights
 from runner.sampler.base import DrawingConfig
@@ -34,7 +34,9 @@ def build_publisher(
         route: Route = Copied(learner.weights) if lag and not spec.sampler.served else Shared()
         return Publisher(route, sampler, lag, peers=world.feed_peers)
     route = _sending(spec, learner, policy, world, folder)
-    return Publisher(route, sampler, lag, probe=_probe(spec, policy), learner=learner, peers=world.feed_peers)
+    return Publisher(
+        route, sampler, lag, probe=_probe(spec, policy, world.device), learner=learner, peers=world.feed_peers
+    )
 
 
 def _sending(spec: JobSpec, learner: Learner, policy: Any, world: World, folder: RunFolder) -> Route:
@@ -84,9 +86,8 @@ def _engine_type(spec: JobSpec, policy: Any) -> torch.dtype | None:
     return DTYPES[spec.sampler.dtype] if spec.sampler.dtype else cast(torch.dtype, policy.compute_type)
 
 
-def _probe(spec: JobSpec, policy: Any) -> Probe:
+def _probe(spec: JobSpec, policy: Any, device: Device) -> Probe:
     types = {policy.compute_type, _engine_type(spec, policy) or policy.inner.dtype}
-    names = {"tf32" if one == torch.float32 and spec.device.name == "cuda" else str(one) for one in types}
-    usual = tolerance(*(name.removeprefix("torch.") for name in names)).logprobs
+    usual = tolerance(*map(device.matmul_precision, types)).logprobs
     given = spec.sampler.probe if isinstance(spec.sampler, DrawingConfig) else None
     return Probe.of(spec.seed, policy.bounds().vocabulary, usual if given is None else given)

@@ -203,8 +203,4 @@ def _distance(one: Print, other: Print) -> float:
 
 def _bounds(*recordings: Recording) -> Tolerance:
     """Of the coarsest data type; docs/parity.md says what was measured."""
-    return tolerance(*(_multiplied_in(one.spec["model"]["dtype"], one.spec["device"]) for one in recordings))
-
-
-def _multiplied_in(dtype: str, device: Mapping[str, object]) -> str:
-    return "tf32" if dtype == "float32" and device.get("tf32") else dtype
+    return tolerance(*(one.made["device"]["matmul_precision"] for one in recordings))

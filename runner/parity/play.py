@@ -123,7 +123,8 @@ def _made(built: Built) -> dict[str, Any]:
     versions = {"runner": __version__} | {name: version(name) for name in LIBRARIES}
     with suppress(ModuleNotFoundError):  # only where there is an NPU, or what stands in for one
         versions["torch_npu"] = version("torch_npu")
-    device = {"name": built.job.device.name, **built.job.device.describe()}
+    own, model = built.job.device, built.model
+    device = {"name": own.name, "matmul_precision": own.matmul_precision(model.compute_type), **own.describe()}
     return {"device": device, "versions": versions, "data": built.data.fingerprint, "frozen": built.identity["frozen"]}
 
 

@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 
 from runner.errors import DataError, EnvironmentProblem, StorageError
 
-FORMAT = 1
+FORMAT = 2
 ENTRY, DIGEST = "parity", "sha256"  # of the header
 
 
@@ -47,7 +47,8 @@ class Print:
 class Recording:
     """Everything that two devices are compared by.
 
-    spec: of the job, as plain data; made: device, versions, fingerprint of the data, where frozen models come from
+    spec: of the job, as plain data; made: device and what it multiplies in, versions, fingerprint of the data, where
+          frozen models come from
     steps: the numbers of each step; experiences: what sampled algorithms learnt from, as `Algorithm.encode` gives it
     prints: by `KIND/ROLE/NAME`, each kind in the order in which it was computed (see `runner.parity.watch`)
     ended: why it has fewer steps than were asked for

@@ -18,12 +18,12 @@ from runner.tolerance import TOLERANCES
 NAMES = ("embed", "layers.0.norm", "layers.0.o_proj", "layers.0", "norm")
 
 
-def recorded(dtype: str = "float32", **device: object) -> Recording:
+def recorded(precision: str = "float32") -> Recording:
     one = Print((4,), 2.0, np.ones(4))
     kinds = ("input", "output", "gradient")
     return Recording(
-        {"model": {"dtype": dtype}, "device": device},
-        {"device": {"name": "cpu"}, "versions": {"torch": "2"}},
+        {},
+        {"device": {"name": "cpu", "matmul_precision": precision}, "versions": {"torch": "2"}},
         [{"train/loss": 2.0, "nll": 1.0, "train/grad_norm": 4.0}, {"train/loss": 4.0, "train/grad_norm": 4.0}],
         {f"{kind}/policy/{name}": one for kind in kinds for name in NAMES},
     )
@@ -131,8 +131,8 @@ def test_steps_that_end_early_never_agree() -> None:
 def test_bounds_are_those_of_the_coarser_side() -> None:
     pairs = [
         (recorded(), recorded(), "float32"),
-        (recorded(), recorded(tf32=True), "tf32"),
-        (recorded("bfloat16"), recorded(tf32=True), "bfloat16"),
+        (recorded(), recorded("tf32"), "tf32"),
+        (recorded("bfloat16"), recorded("tf32"), "bfloat16"),
     ]
     for one, other, bounds in pairs:
         assert (

@@ -88,10 +88,10 @@ def test_no_file_another_file_and_another_format_are_told_apart(
     save_file({"weight": np.zeros(3)}, tmp_path / "model.safetensors")
     with pytest.raises(DataError, match="safetensors, and no recording"):
         read(tmp_path / "model.safetensors")
-    monkeypatch.setattr(recording, "FORMAT", 2)
+    monkeypatch.setattr(recording, "FORMAT", 3)
     write(tmp_path / "newer", SAMPLE)
     monkeypatch.undo()
-    with pytest.raises(DataError, match="has format 2, this version reads 1"):
+    with pytest.raises(DataError, match="has format 3, this version reads 2"):
         read(tmp_path / "newer")
 
 
