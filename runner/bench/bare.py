@@ -39,7 +39,7 @@ class BareLoop:
             model = make(config, dtype=DTYPES[spec.stored_dtype()])
         self._reference: Any = None
         if spec.algorithm.frozen():
-            self._reference = deepcopy(model).requires_grad_(False)
+            self._reference = deepcopy(model).requires_grad_(False).to(DTYPES[spec.stored_dtype(trains=False)])
         if spec.model.gradient_checkpointing:
             # the older name, until transformers 5.5 is no longer supported
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
