@@ -63,7 +63,12 @@ class Cuda:
         return self.config.matmul_precision(str(dtype).removeprefix("torch."))
 
     def lacks(self, dtype: torch.dtype) -> str | None:
-        """Nothing: what an old card does not have, torch computes in float32."""
+        """Nothing: what an old card does not have, torch computes in float32, which is said."""
+        major, minor = torch.cuda.get_device_capability(self.torch_device)
+        if dtype == torch.bfloat16 and major < 8:
+            text = f"{torch.cuda.get_device_name(self.torch_device)} has compute capability {major}.{minor}"
+            text = f"{text}; bfloat16 in hardware needs 8.0, and emulation is slow; model.dtype=float32 may be faster"
+            self._decide.state("device", "bfloat16 is emulated", text)
         return None
 
     def attention(self, dtype: torch.dtype) -> VarlenAttention | None:

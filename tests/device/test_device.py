@@ -27,6 +27,20 @@ def test_cuda_without_a_gpu_says_what_to_do() -> None:
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize(("capability", "emulates"), [((7, 5), True), ((8, 0), False)])
+def test_a_card_that_emulates_bfloat16_says_so(
+    capability: tuple[int, int], emulates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("runner.device.cuda.own_card", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
+    decisions = Decisions(strict=True)
+    device = Cuda(CudaConfig(), decide=decisions)
+    assert device.lacks(torch.bfloat16) is device.lacks(torch.float32) is None
+    assert [d.got for d in decisions.made] == ["bfloat16 is emulated"] * emulates
+
+
 def test_npu_without_a_card_lists_what_is_missing_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASCEND_TOOLKIT_HOME", "/nowhere")
     with pytest.raises(EnvironmentProblem) as caught:
