@@ -1,7 +1,8 @@
 """The command `run` in a process of its own, forked from a server that has imported torch and transformers once.
 
 What a user sees is real: arguments, folder, environment, output, signals, exit code. Only the four seconds of imports
-are shared, so a test of what happens before or during them starts `python -m runner` itself.
+are shared, so a test of what happens before or during them starts `python -m runner` itself. Variables that libraries
+read while they are imported come too late here, and are refused.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,12 +28,15 @@ PRELOAD = [
     "runner.launch.local",
 ]
 TIMEOUT_S = 110.0
+READ_AT_IMPORT = re.compile(r"(HF|TRANSFORMERS|OMP|MKL|CUBLAS|TORCH)_|PYTORCH_.*ALLOC_CONF")
 
 
 class Command:
     """A started command; the methods are those of subprocess.Popen. Output goes to the end of the file `printed`."""
 
     def __init__(self, *words: str, cwd: Path, printed: Path, **environment: str) -> None:
+        late = list(filter(READ_AT_IMPORT.match, environment))
+        assert not late, f"{late} are read at import: start python -m runner"
         own = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
         self._printed, self._begin = printed, printed.stat().st_size if printed.exists() else 0
         self._process = _context().Process(target=_serve, args=(words, str(cwd), own, str(printed)))
