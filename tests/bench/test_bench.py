@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from runner.bench import measure, report, suite
-from runner.bench.bare import side_by_side
+from runner.bench.bare import BareLoop, side_by_side
 from runner.bench.cases import Case, cases
 from runner.bench.report import BenchResult
 from runner.bench.suite import bench, read_earlier
@@ -48,6 +48,15 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[BenchResult, lis
     )
     assert saved == list(range(1, len(SMALL) + 1)), "what is measured is kept after each case"
     return result, said
+
+
+def test_the_reference_of_the_bare_loop_is_stored_as_in_the_job(tmp_path: Path) -> None:
+    ((case, spec, folder),) = jobs(SMALL[1:2], tmp_path, "model.dtype=bfloat16")
+    case.write(folder)
+    loop = BareLoop(spec, torch.device("cpu"))
+    assert (loop.model.dtype, loop._reference.dtype) == (torch.float32, torch.bfloat16)
+    ids = torch.arange(8).view(1, 8)
+    assert loop._nll(loop._reference, ids, torch.ones_like(ids)).isfinite().all()
 
 
 def test_every_case_is_measured_beside_its_bare_loop(measured: tuple[BenchResult, list[str]]) -> None:
