@@ -85,7 +85,7 @@ def _no_errors_of_cpp() -> Iterator[None]:
 # --- fully_shard (FSDP2) ---------------------------------------------------------------------------------------------
 
 
-def sum_gradients(part: FSDPModule) -> None:
+def set_gradient_sum_reduction(part: FSDPModule) -> None:
     """Let `part`, sharded, add gradients over the ranks without a mean, by plain sums: gloo and HCCL have no sum that
     multiplies. Parameters that this rank's tokens did not meet count as zeros: all ranks add the same ones.
 
@@ -96,9 +96,9 @@ def sum_gradients(part: FSDPModule) -> None:
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
     else:  # torch 2.7
-        _repair_reduction()
+        _patch_gradient_division()
         for group in _groups(part):
-            group._init_mp_dtypes = partial(_of_what_learns, group, group._init_mp_dtypes)
+            group._init_mp_dtypes = partial(_init_trainable_dtypes, group, group._init_mp_dtypes)
     if hasattr(part, "set_custom_all_gather"):
         part.set_custom_all_gather(_gather())
     elif not isinstance(collectives.dist, _SignedBytes):  # torch 2.8 and older
@@ -110,7 +110,7 @@ def sum_gradients(part: FSDPModule) -> None:
             group.post_backward = partial(_with_zeros, group, group.post_backward)
 
 
-def _repair_reduction() -> None:
+def _patch_gradient_division() -> None:
     """For torch 2.7, whose own reduction is a mean, which gloo has not, and wants events of a CPU that has none."""
     if not hasattr(collectives, "_get_gradient_divide_factors"):
         text = f"torch {torch.__version__}: the FSDP gradient reduction of this release is not supported"
@@ -160,7 +160,7 @@ def _with_zeros(group: Any, post_backward: Any, *unused: Any) -> None:
     post_backward()
 
 
-def _of_what_learns(group: Any, init: Any) -> None:
+def _init_trainable_dtypes(group: Any, init: Any) -> None:
     """Demand one data type of the parameters that learn, not of frozen ones beside them."""
     every = group.fsdp_params
     try:
@@ -184,7 +184,7 @@ def reshard_after_forward(part: FSDPModule, reshard: bool) -> None:
         group.post_forward_mesh_info = group.mesh_info if reshard else None
 
 
-def forget_iteration(root: FSDPModule) -> None:
+def reset_iteration_state(root: FSDPModule) -> None:
     """Free what is gathered, and the order in which layers ran: the next backward pass gathers ahead by it, which has
     to be the same on all ranks."""
     if hasattr(root, "reset_iter_state"):

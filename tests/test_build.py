@@ -14,7 +14,7 @@ import torch
 
 from runner.build import parts
 from runner.build.job import _feed
-from runner.build.parts import build_data, build_device, build_learner, build_model, build_tokenizer, say_float32
+from runner.build.parts import build_data, build_device, build_learner, build_model, build_tokenizer, report_float32
 from runner.build.rollouts import refuse_missing_columns
 from runner.cli.compose import compose_job
 from runner.decisions import Decisions
@@ -160,7 +160,7 @@ def test_a_teacher_in_pieces_has_rows_as_the_model_has_them(mesh: Mesh) -> None:
 )
 def test_a_card_that_computes_in_float32_is_told_what_it_gives_up(words: list[str], said: str | None) -> None:
     decisions = Decisions(strict=True)
-    say_float32(compose_job(["+recipe=sft_demo", *words]).spec, decisions)
+    report_float32(compose_job(["+recipe=sft_demo", *words]).spec, decisions)
     facts = [fact["reason"] for fact in decisions.records()["facts"]]
     assert [said in reason for reason in facts] == ([True] if said else [])
 

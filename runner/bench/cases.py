@@ -25,7 +25,7 @@ COMMON = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A job, and the same as a bare loop. rows: of a step; length: tokens of each, answers included; words: of the job,
+    """A job, and the same as a baseline. rows: of a step; length: tokens of each, answers included; words: of the job,
     beside what follows from these."""
 
     name: str

@@ -1,6 +1,6 @@
-"""Measures a device, and jobs on it beside their bare loops, all in this process.
+"""Measures a device, and jobs on it beside their baselines, all in this process.
 
-peak, copy  ──▶ for each case: job ──loop's own metrics──▶ speed, memory ──its batches──▶ bare loop ──▶ speed
+peak, copy  ──▶ for each case: job ──loop's own metrics──▶ speed, memory ──its batches──▶ baseline ──▶ speed
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 
 from runner import __version__, build, loop
 from runner.batch import Batch
-from runner.bench.bare import BareLoop
+from runner.bench.baseline import BaselineLoop
 from runner.callback.record import Record
 from runner.decisions import Decisions
 from runner.device.peak import Peak, measure_matmul, peak
 from runner.folder import RunFolder
 from runner.identity import LIBRARIES
 from runner.plan.estimate import estimate
-from runner.plan.traffic import computing
+from runner.plan.traffic import compute_dtype
 from runner.protocols import Device
 from runner.signals import StopSignal
 from runner.spec.job import JobSpec
@@ -40,24 +40,24 @@ RESET_PEAK = Path("/proc/self/clear_refs")  # Linux: the largest resident set be
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """One case. step_s: the median; bare_s: the bare loop's step on the same tokens; peak_bytes: above what was held
-    before the case; planned_bytes: of tensors, by `run plan`; left_out: why there are no numbers, of the job or of the
-    bare loop."""
+    """One case. step_s: the median; baseline_s: the baseline's step on the same tokens; peak_bytes: above what was held
+    before the case; planned_bytes: of tensors, by `run plan`; skip_reason: why there are no numbers, of the
+    job or of the baseline."""
 
     name: str
     tokens: float = 0.0
     flops: float = 0.0
     step_s: float | None = None
     mfu: float | None = None
-    bare_s: float | None = None
+    baseline_s: float | None = None
     peak_bytes: int | None = None
     planned_bytes: int | None = None
-    left_out: str | None = None
+    skip_reason: str | None = None
 
     @property
     def ratio(self) -> float | None:
-        """How many times as fast as the bare loop."""
-        return self.bare_s / self.step_s if self.bare_s and self.step_s else None
+        """How many times as fast as the baseline."""
+        return self.baseline_s / self.step_s if self.baseline_s and self.step_s else None
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -80,7 +80,7 @@ class DeviceSpeed:
 
 def measure_device(spec: JobSpec, device: Device, decide: Decisions) -> DeviceSpeed:
     """Measure the device of a job."""
-    dtype = computing(spec)
+    dtype = compute_dtype(spec)
     found = {"name": device.name, **device.describe()}
     versions = {"runner": __version__} | {name: version(name) for name in LIBRARIES}
     matmul = measure_matmul(device.torch_device, dtype)
@@ -105,24 +105,24 @@ def copy_bandwidth(device: Device) -> float:
 
 
 def measure(name: str, spec: JobSpec, folder: Path, device: Device, decide: Decisions) -> CaseResult:
-    """Run one case: the job of `spec`, whose steps but the first count, then the bare loop on the same batches."""
+    """Run one case: the job of `spec`, whose steps but the first count, then the baseline on the same batches."""
     planned = estimate(spec).peak.bytes
     found = CaseResult(name, planned_bytes=planned)
     if (shortage := _shortage(planned, device)) is not None:
-        return replace(found, left_out=shortage)
+        return replace(found, skip_reason=shortage)
     _free()
     _reset_peak(device)
     before = device.peak_memory_bytes()
     try:
         found, batches = _job(found, spec, folder, decide)
     except torch.OutOfMemoryError:
-        return replace(found, left_out="out of memory")
+        return replace(found, skip_reason="out of memory")
     found = replace(found, peak_bytes=device.peak_memory_bytes() - before if _can_reset_peak(device) else None)
     _free()
     try:
-        return replace(found, bare_s=_bare(spec, batches, device))
+        return replace(found, baseline_s=_measure_baseline(spec, batches, device))
     except torch.OutOfMemoryError:
-        return replace(found, left_out="bare loop: out of memory")
+        return replace(found, skip_reason="baseline: out of memory")
     finally:
         _free()
 
@@ -160,14 +160,14 @@ def _job(found: CaseResult, spec: JobSpec, folder: Path, decide: Decisions) -> t
     return replace(found, tokens=tokens, flops=flops, step_s=step_s, mfu=mfu), batches
 
 
-def _bare(spec: JobSpec, batches: Sequence[Batch], device: Device) -> float:
-    """Seconds of the bare loop's step, the median."""
-    torch.set_deterministic_debug_mode("default")  # nobody asks a bare loop for more; the next job sets its own
-    bare, seconds = BareLoop(spec, device.torch_device), []
+def _measure_baseline(spec: JobSpec, batches: Sequence[Batch], device: Device) -> float:
+    """Seconds of the baseline's step, the median."""
+    torch.set_deterministic_debug_mode("default")  # nobody asks a baseline for more; the next job sets its own
+    baseline, seconds = BaselineLoop(spec, device.torch_device), []
     for batch in batches:
         device.synchronize()
         begin = time.perf_counter()
-        bare.step(batch)
+        baseline.step(batch)
         device.synchronize()
         seconds.append(time.perf_counter() - begin)
     return median(seconds[WARM_UP:])

@@ -27,11 +27,11 @@ class BenchResult:
 
     def as_json(self) -> dict[str, Any]:
         """For programs: seconds, bytes, operations."""
-        cases = [asdict(one) | {"tokens_per_s": one.tokens_per_s, "times_bare": one.ratio} for one in self.cases]
+        cases = [asdict(one) | {"tokens_per_s": one.tokens_per_s, "speedup": one.ratio} for one in self.cases]
         return {"format": FORMAT, "machine": asdict(self.machine), "cases": cases, **self.records}
 
 
-def head(machine: DeviceSpeed) -> Iterator[str]:
+def format_header(machine: DeviceSpeed) -> Iterator[str]:
     """What stands above the cases."""
     name = machine.device.get("card", machine.device["name"])
     versions = ", ".join(f"{package} {number}" for package, number in machine.versions.items())
@@ -43,25 +43,25 @@ def head(machine: DeviceSpeed) -> Iterator[str]:
     yield _line(HEAD)
 
 
-def row(one: CaseResult) -> str:
+def format_row(one: CaseResult) -> str:
     """A case as a line of the table."""
     if one.step_s is None or one.mfu is None:
-        return f"{one.name.ljust(WIDTHS[0])} {one.left_out}"
+        return f"{one.name.ljust(WIDTHS[0])} {one.skip_reason}"
     cells = (
         one.name,
         f"{one.tokens:.0f}",
         f"{one.step_s:.3f}",
         f"{one.tokens_per_s:.0f}",
         f"{one.mfu:.1%}",
-        f"{one.bare_s:.3f}" if one.bare_s else "-",
+        f"{one.baseline_s:.3f}" if one.baseline_s else "-",
         f"{one.ratio:.2f}" if one.ratio else "-",
         "-" if one.peak_bytes is None else f"{one.peak_bytes / GIB:.2f}",
         f"{(one.planned_bytes or 0) / GIB:.2f}",
     )
-    return _line(cells) + (f"  {one.left_out}" if one.left_out else "")
+    return _line(cells) + (f"  {one.skip_reason}" if one.skip_reason else "")
 
 
-def comparison(result: BenchResult, earlier: Mapping[str, Any]) -> Iterator[str]:
+def format_comparison(result: BenchResult, earlier: Mapping[str, Any]) -> Iterator[str]:
     """Each case beside the one of the same name in an earlier JSON."""
     before = {one["name"]: one for one in earlier["cases"]}
     was, now = earlier["machine"]["device"], dict(result.machine.device)
@@ -78,7 +78,7 @@ def comparison(result: BenchResult, earlier: Mapping[str, Any]) -> Iterator[str]
         yield _line((one.name, *speeds, f"{one.mfu:.1%}", f"{old['mfu']:.1%}"), COMPARED_WIDTHS)
 
 
-def refuse_below(result: BenchResult, least: float) -> None:
+def check_min_mfu(result: BenchResult, least: float) -> None:
     """Raise Disagreement where an SFT case has a smaller MFU, or none was measured."""
     sft = [one for one in result.cases if one.name.startswith("sft")]
     low = [f"{one.name} {one.mfu:.1%}" for one in sft if one.mfu is not None and one.mfu < least]

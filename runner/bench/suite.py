@@ -1,6 +1,6 @@
 """Runs the cases of `run bench`; torch is imported on the way, not before.
 
-specs ─▶ environment ─▶ torch ─▶ the device itself ─▶ each case: job, bare loop ─▶ BenchResult
+specs ─▶ environment ─▶ torch ─▶ the device itself ─▶ each case: job, baseline ─▶ BenchResult
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ def bench(
         set_environment(first, decide)
         load_torch(first.device.name)
         from runner.bench.measure import measure, measure_device  # torch is imported here
-        from runner.bench.report import BenchResult, head, row
+        from runner.bench.report import BenchResult, format_header, format_row
         from runner.build import build_device
 
         device = build_device(first, decide)
         machine = measure_device(first, device, decide)
-        say("\n".join(head(machine)))
+        say("\n".join(format_header(machine)))
         found = []
         for case, spec, folder in jobs:
             case.write(folder)
             found.append(measure(case.name, ready(spec), folder, device, decide))
-            say(row(found[-1]))
+            say(format_row(found[-1]))
             result = BenchResult(machine, tuple(found), decide.records())
             save(result)
         for decision in decide.made:

@@ -135,7 +135,7 @@ def build(
         models=models.all,
         callbacks=callbacks,
         stop=stop,
-        flops={role: one.update_of for role, one in models.flops.items()},
+        flops={role: one.batch_flops for role, one in models.flops.items()},
         peak_flops=peak(device, model.compute_type, decide).flops,
         closing=(activity.close, store.close, *(one.close for one in (reward, publisher, sampler) if one is not None)),
     )

@@ -40,7 +40,7 @@ def build_device(spec: JobSpec, decide: Decisions) -> Device:
     device: Device = default_registry().factory(spec.device)(spec.device, decide=decide)
     device.prepare()
     _refuse_types(spec, device)
-    say_float32(spec, decide)
+    report_float32(spec, decide)
     if spec.model.activation_offloading and device.torch_device.type == "cpu":  # which device=auto has become
         text = f"device={spec.device.name} is the CPU here, whose activations are in the host's memory already"
         raise SpecError([Problem("model.activation_offloading", f"{text}; leave it out")])
@@ -60,7 +60,7 @@ def _refuse_types(spec: JobSpec, device: Device) -> None:
         raise SpecError(found)
 
 
-def say_float32(spec: JobSpec, decide: Decisions) -> None:
+def report_float32(spec: JobSpec, decide: Decisions) -> None:
     """Say what a card gives up that computes in float32."""
     reached = spec.device.float32_peak
     if spec.model.compute_dtype == "float32" and reached is not None:
@@ -149,8 +149,8 @@ def _at_home(
     else:
         model = world.load(lambda where: make(where, None))
         world.shard(model, decide)
-        if (side_by_side := device.dense_attention()) is not None:
-            model.attend_anew(partial(dense.attend, kernel=side_by_side, decide=decide))
+        if (pad_batch := device.dense_attention()) is not None:
+            model.attend_anew(partial(dense.attend, kernel=pad_batch, decide=decide))
     if isinstance(model, RaggedModel) and not model.padded and (kernel := device.attention(model.compute_type)):
         model.attend_with(kernel, decide=decide)
     return model

@@ -1,4 +1,4 @@
-"""`run bench`: how fast this device is, and the jobs on it beside bare loops. torch is imported on the way."""
+"""`run bench`: how fast this device is, and the jobs on it beside baselines. torch is imported on the way."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def run(args: Namespace) -> int:
     from runner.bench import report  # torch is there by now
 
     if earlier is not None:
-        print("\n" + "\n".join(report.comparison(result, earlier)))
+        print("\n" + "\n".join(report.format_comparison(result, earlier)))
     print(f"\nwritten  {shown(out)}")
     if args.min_mfu is not None:
-        report.refuse_below(result, args.min_mfu)
+        report.check_min_mfu(result, args.min_mfu)
     return 0
 
 

@@ -60,6 +60,6 @@ USUAL = {"npu": "910B", "npu_sim": "910B", "cuda": "H100"}  # what is planned fo
 HCCL_BUFFERS = 2 * 200 * 10**6
 
 
-def card_of(driver_name: str) -> Card | None:
+def find_card(driver_name: str) -> Card | None:
     """The card that a driver calls so; None for one that is not in the table."""
     return next((card for card in CARDS.values() if re.fullmatch(card.pattern, driver_name)), None)

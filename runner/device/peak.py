@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from runner.device.cards import card_of
+from runner.device.cards import find_card
 from runner.protocols import Decide, Device
 
 SMALLEST, LARGEST = 512, 8192  # of square matrices
@@ -27,7 +27,7 @@ class Peak:
 def peak(device: Device, dtype: torch.dtype, decide: Decide) -> Peak:
     """That of a device in what it computes products of `dtype` in. `decide` hears of an accelerator's."""
     precision = device.matmul_precision(dtype)
-    card = card_of(device.describe().get("card", ""))
+    card = find_card(device.describe().get("card", ""))
     if card is not None and device.name == card.device and precision in card.flops:
         found = Peak(card.flops[precision], f"{card.name} in {precision}, from the table of cards")
     else:

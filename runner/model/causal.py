@@ -24,7 +24,7 @@ from runner.model.config import ModelConfig
 from runner.model.context import Tokens
 from runner.model.folded import folded
 from runner.model.positions import longest_row
-from runner.model.precision import casts_kept
+from runner.model.precision import cache_casts
 from runner.model.probe import head_objection
 from runner.model.ragged import RaggedModel
 from runner.model.terms import summed
@@ -237,7 +237,7 @@ class CausalLM(RaggedModel):
     def _writing_much(self) -> Iterator[None]:
         """The same, with adapters folded in where products are in float32, and weights cast once where they are not."""
         training = self.module.training
-        prepared = folded(self.module) if self._compute is None else casts_kept(self.module)
+        prepared = folded(self.module) if self._compute is None else cache_casts(self.module)
         try:
             with self.gathered(), prepared, self._writing():
                 yield

@@ -67,13 +67,13 @@ class ModelFlops:
         weights = self.weights
         layers = tokens * (4 * weights.frozen + 6 * weights.trained)
         head = predicted * (4 * weights.head_frozen + 6 * weights.head_trained)
-        return layers + head + 3 * self.attending(pairs)
+        return layers + head + 3 * self.attention_flops(pairs)
 
-    def attending(self, pairs: Callable[[int | None], float]) -> float:
+    def attention_flops(self, pairs: Callable[[int | None], float]) -> float:
         """Attention of a forward pass."""
         return 2 * sum(width * pairs(window) for window, width in self.attention)
 
-    def update_of(self, batch: Batch) -> float:
+    def batch_flops(self, batch: Batch) -> float:
         """The same of a batch that knows its totals."""
         seen = batch.structure.tokens["positions"] + 1
 
@@ -83,7 +83,7 @@ class ModelFlops:
         return self.update(batch.num_tokens, batch.totals["tokens"], pairs)
 
 
-def row_pairs(length: int, window: int | None) -> int:
+def attention_pairs(length: int, window: int | None) -> int:
     """The pairs of tokens of a row that see each other, each with itself included."""
     reach = length if window is None else min(length, window)
     return reach * (reach + 1) // 2 + (length - reach) * reach
@@ -100,7 +100,7 @@ def matmul_weights(part: nn.Module, inner: Any) -> MatmulWeights:
     head = {id(p) for p in output.parameters()} if output is not None else set()
     embeddings = (m for m in part.modules() if isinstance(m, nn.Embedding))
     looked_up = {id(p) for m in embeddings for p in m.parameters(recurse=False)}
-    share = taken_share(inner.config.get_text_config())
+    share = active_expert_fraction(inner.config.get_text_config())
     found = MatmulWeights()
     for name, p in part.named_parameters():
         if p.ndim < 2 or UNUSED in name.split("."):
@@ -118,7 +118,7 @@ def is_expert(name: str) -> bool:
     return "experts" in name.split(".")
 
 
-def taken_share(config: Any) -> float:
+def active_expert_fraction(config: Any) -> float:
     """The share of a layer's experts that a token goes through."""
     experts = next(
         (n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := _of(config, key))), 0

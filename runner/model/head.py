@@ -21,13 +21,13 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from runner.model import vocabulary
-from runner.model.precision import plain_class, stored
+from runner.model.precision import original_class, stored_parameter
 from runner.model.vocabulary import Vocabulary
 
 
 def is_plain(head: nn.Module) -> bool:
     """Whether the head is nothing but hidden · weightᵀ + bias, so that its gradient can be written down."""
-    return plain_class(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
+    return original_class(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
 
 
 class Tempered(nn.Module):
@@ -56,7 +56,9 @@ def score(
     if not is_plain(head):
         return _called_in_chunks(head, hidden, targets, chunk)
     weight, ids = vocabulary.of(head)
-    values: tuple[Tensor, Tensor] = _Score.apply(hidden, weight, stored(head, "bias"), targets, chunk, compute, ids)
+    values: tuple[Tensor, Tensor] = _Score.apply(
+        hidden, weight, stored_parameter(head, "bias"), targets, chunk, compute, ids
+    )
     return values
 
 
@@ -76,7 +78,9 @@ def linear(
         values, _ = score(head, hidden, targets, chunk, compute)
         return (values * coefficients).sum(), values.detach()
     weight, ids = vocabulary.of(head)
-    total, values = _Linear.apply(hidden, weight, stored(head, "bias"), targets, coefficients, chunk, compute, ids)
+    total, values = _Linear.apply(
+        hidden, weight, stored_parameter(head, "bias"), targets, coefficients, chunk, compute, ids
+    )
     return total, values
 
 

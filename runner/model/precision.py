@@ -44,18 +44,18 @@ def cast_on_read(module: nn.Module, compute: torch.dtype) -> None:
                 part.register_forward_hook(_cast_rows)
             part._compute_type = dtype  # type: ignore[assignment]
         else:
-            kind: Any = plain_class(part)
+            kind: Any = original_class(part)
             part.__class__ = _casting(kind, names, dtype)
     for part in float32_modules(module):
-        if not any(hook is _widen for hook in part._forward_pre_hooks.values()):
-            part.register_forward_pre_hook(_widen)
+        if not any(hook is _cast_to_float32 for hook in part._forward_pre_hooks.values()):
+            part.register_forward_pre_hook(_cast_to_float32)
     for name, part in module.named_modules():
         # peft casts what goes into an adapter's matrices to what these are stored in where they are sharded
         matrices = part.children() if name.endswith((".lora_A", ".lora_B")) else ()
         for inner in (part._modules.get("experts"), *matrices):
-            if inner is not None and not any(hook is _narrow for hook in inner._forward_pre_hooks.values()):
+            if inner is not None and not any(hook is _cast_input for hook in inner._forward_pre_hooks.values()):
                 inner._compute_type = compute
-                inner.register_forward_pre_hook(_narrow)
+                inner.register_forward_pre_hook(_cast_input)
 
 
 def float32_modules(module: nn.Module) -> list[nn.Module]:
@@ -68,33 +68,33 @@ def float32_modules(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def plain_class(module: nn.Module) -> type[nn.Module]:
+def original_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module, without what `cast_on_read` made of it."""
     kind = type(module)
-    return getattr(kind, "_stored_class", kind)
+    return getattr(kind, "_original_class", kind)
 
 
 def read_as_stored(module: nn.Module) -> None:
     """Undo the casts of `cast_on_read`, for who computes with the parameters themselves."""
     for part in module.modules():
-        part.__class__ = plain_class(part)
+        part.__class__ = original_class(part)
 
 
-def stored(module: nn.Module, name: str) -> Any:
+def stored_parameter(module: nn.Module, name: str) -> Any:
     """A module's parameter as it is stored; None = it has none."""
     return module._parameters[name]
 
 
-def tied(one: nn.Module | None, other: nn.Module) -> bool:
+def is_tied(one: nn.Module | None, other: nn.Module) -> bool:
     """Whether two modules store the same parameter."""
     return one is not None and any(p is not None and p is q for p in one.parameters() for q in other.parameters())
 
 
 @contextmanager
-def casts_kept(module: nn.Module) -> Iterator[None]:
+def cache_casts(module: nn.Module) -> Iterator[None]:
     """Keep what is cast for as long as the block lasts: for many passes without gradient between which no parameter
     changes."""
-    casting = [part for part in module.modules() if hasattr(type(part), "_stored_class")]
+    casting = [part for part in module.modules() if hasattr(type(part), "_original_class")]
     with torch.no_grad():
         for part in casting:
             part.__dict__["_casts"] = {name: getattr(part, name) for name in type(part)._cast_names}  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ def casts_kept(module: nn.Module) -> Iterator[None]:
 def _casting(kind: Any, names: tuple[str, ...], dtype: torch.dtype) -> type[nn.Module]:
     """A class like `kind` whose parameters `names` are read in `dtype`."""
     members: dict[str, Any] = {name: _reader(name, dtype) for name in names}
-    members |= {"__module__": kind.__module__, "_stored_class": kind, "_cast_names": names}
+    members |= {"__module__": kind.__module__, "_original_class": kind, "_cast_names": names}
     return type(kind.__name__, (kind,), members)
 
 
@@ -131,12 +131,12 @@ def _cast_rows(embedding: nn.Module, inputs: Any, rows: Tensor) -> Tensor:
     return rows.to(dtype)
 
 
-def _widen(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _cast_to_float32(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Inputs of floating-point numbers in float32."""
     return tuple(one.float() if isinstance(one, Tensor) and one.is_floating_point() else one for one in inputs)
 
 
-def _narrow(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _cast_input(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Hidden states, the first input, in the compute type: some families weigh what goes into experts with the router's
     scores before."""
     dtype: Any = part._compute_type

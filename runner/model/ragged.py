@@ -28,7 +28,7 @@ from runner.model.context import Ranks, Sharing, Style, Tokens
 from runner.model.dropout import largest, switch_off
 from runner.model.flops import model_flops
 from runner.model.positions import check_rows, longest_row
-from runner.model.precision import cast_on_read, float32_modules, tied
+from runner.model.precision import cast_on_read, float32_modules, is_tied
 from runner.model.probe import PROBE_ROWS, close, kernel_objection, packed_objection
 from runner.model.published import Published, Way
 from runner.model.recompute import recompute
@@ -348,7 +348,7 @@ class RaggedModel:
         share their weight that is so of both or of none."""
         embedding, head = self.inner.get_input_embeddings(), self._matrix()
         plain = type(embedding) is nn.Embedding and embedding.max_norm is None
-        shared = tied(self.inner.get_output_embeddings(), embedding)
+        shared = is_tied(self.inner.get_output_embeddings(), embedding)
         if shared and not (plain and head):
             return []
         return [*([embedding] if plain else []), *([head] if head else [])]

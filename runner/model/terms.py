@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from runner.model import vocabulary
 from runner.model.head import Operands, is_plain, spans
-from runner.model.precision import stored
+from runner.model.precision import stored_parameter
 from runner.model.vocabulary import Vocabulary
 from runner.protocols import Terms
 
@@ -50,7 +50,7 @@ def summed(
     if is_plain(head) and torch.is_grad_enabled():
         weight, ids = vocabulary.of(head)
         total: Tensor = _Summed.apply(
-            hidden, weight, stored(head, "bias"), coefficients, piece, cuts, compute, found, ids
+            hidden, weight, stored_parameter(head, "bias"), coefficients, piece, cuts, compute, found, ids
         )
     else:
         total = _called(_whole_rows(head), hidden, coefficients, piece, cuts, found)
@@ -59,7 +59,7 @@ def summed(
 
 def _whole_rows(head: nn.Module) -> Callable[[Tensor], Tensor]:
     """What makes logits of all ids, whoever has them."""
-    if not (is_plain(head) and isinstance(stored(head, "weight"), DTensor)):
+    if not (is_plain(head) and isinstance(stored_parameter(head, "weight"), DTensor)):
         return head
     weight, ids = vocabulary.of(head)
     return lambda states: ids.joined(F.linear(states, weight.to(states.dtype)))

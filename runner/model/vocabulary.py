@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
-from runner.model.precision import stored
+from runner.model.precision import stored_parameter
 from runner.shards import span
 
 
@@ -108,7 +108,7 @@ ALL = Vocabulary()
 def of(head: nn.Module) -> tuple[Tensor, Vocabulary]:
     """What this rank holds of a plain head's weight [V, H], differentiable, as it is stored, and the ids
     that it makes logits of."""
-    weight: Any = stored(head, "weight")
+    weight: Any = stored_parameter(head, "weight")
     if not isinstance(weight, DTensor):
         return weight, ALL
     rows, mesh = span(weight)[0], weight.device_mesh

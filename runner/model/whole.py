@@ -56,7 +56,7 @@ class Whole(nn.Module):
 
     def _forget(self) -> None:
         if isinstance(self, FSDPModule):
-            compat.forget_iteration(self)
+            compat.reset_iteration_state(self)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

@@ -65,7 +65,7 @@ class SgdConfig(OptimizerConfig):
         return True
 
 
-class WholeConfig(OptimizerConfig):
+class UnshardedOptimizerConfig(OptimizerConfig):
     """An optimizer that does not support sharded parameters."""
 
     layouts: ClassVar[tuple[str, ...]] = ("single", "ddp", "cp")
@@ -79,7 +79,7 @@ class WholeConfig(OptimizerConfig):
         return [("optimizer.name", f"{text}; {remedy}")]
 
 
-class AdamW8bitConfig(WholeConfig):
+class AdamW8bitConfig(UnshardedOptimizerConfig):
     """AdamW with moments in 8 bits (Dettmers et al., 2110.02861; torchao), for all weights of a model on one card."""
 
     factory: ClassVar[str] = "runner.optimizer.adamw8bit:build"
@@ -122,7 +122,7 @@ class AdamW8bitConfig(WholeConfig):
         return found
 
 
-class MuonConfig(WholeConfig):
+class MuonConfig(UnshardedOptimizerConfig):
     """Muon (Jordan et al., 2024) for matrices inside of layers, AdamW for all else; needs torch 2.9."""
 
     factory: ClassVar[str] = "runner.optimizer.muon:build"

@@ -35,10 +35,10 @@ def build(config: MuonConfig, *, parameters: Mapping[str, nn.Parameter], decide:
         # unfused, a step on a card takes temporaries of all of them, which run plan does not count
         fused = {p.device.type for p in others.values() if not p.is_meta} <= FUSED_DEVICES or None
         parts.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused))
-    return Together(parts)
+    return CombinedOptimizer(parts)
 
 
-class Together(torch.optim.Optimizer):
+class CombinedOptimizer(torch.optim.Optimizer):
     """Several optimizers as one: their groups one after the other, one state."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:

@@ -82,7 +82,7 @@ def shard(
     model.whole.frees = reshard
     for part in model.whole.modules():
         if isinstance(part, FSDPModule):
-            compat.sum_gradients(part)
+            compat.set_gradient_sum_reduction(part)
     where = "on the host" if offload else "on the device"
     reason = "rank 0 has the whole model in its host's memory, and hands it out tensor by tensor"
     decide.state("parallelism", f"{mesh['dp_shard'].size()} pieces of {len(blocks)} layers, {where}", reason)

@@ -118,7 +118,7 @@ def offloading(spec: JobSpec) -> Iterator[Change]:
             yield Change(f"{key}=true", changed, "the same update; layers' inputs travel to the host and back")
 
 
-def smaller_states(spec: JobSpec) -> Iterator[Change]:
+def suggest_low_bit_optimizers(spec: JobSpec) -> Iterator[Change]:
     """Fewer bytes of optimizer state, and then of weights and gradients, for each trained number."""
     if spec.adapter.name != "none" or spec.optimizer.name not in ("adamw", "adamw8bit"):
         return
@@ -152,7 +152,7 @@ STEPS: tuple[Step, ...] = (
     sharing_rows,
     recomputing,
     offloading,
-    smaller_states,
+    suggest_low_bit_optimizers,
     adapting,
 )
 

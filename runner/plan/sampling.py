@@ -20,7 +20,7 @@ from runner.model.flops import head_size
 from runner.plan.measure import longest
 from runner.plan.spread import Spread
 from runner.plan.term import Term
-from runner.plan.traffic import computing, peak_flops, size_of
+from runner.plan.traffic import compute_dtype, peak_flops, size_of
 from runner.plan.weights import Part, Weights
 from runner.sampler.base import DrawingConfig
 from runner.sampler.server.config import VllmServerConfig
@@ -70,7 +70,7 @@ class Samplers:
 
 def by_the_model(spec: JobSpec, shape: Any, drawing: int) -> list[Term]:
     """What the model itself needs beside its weights, as one of so many that draw."""
-    rows, inner, dtype = at_once(spec, drawing), shape.get_text_config(), computing(spec)
+    rows, inner, dtype = at_once(spec, drawing), shape.get_text_config(), compute_dtype(spec)
     return [
         Term("keys and values", rows * longest(spec) * token_bytes(shape, size_of(dtype))),
         Term("logits", rows * inner.vocab_size * (size_of(dtype) + 4)),
@@ -82,7 +82,7 @@ def engine_of(spec: JobSpec, shape: Any, whole: Mapping[str, Weights], card: Car
     config = spec.sampler
     if not isinstance(config, VllmSamplerConfig):
         return None
-    cards, size = config.cards(), size_of(DTYPES[config.dtype] if config.dtype else computing(spec))
+    cards, size = config.cards(), size_of(DTYPES[config.dtype] if config.dtype else compute_dtype(spec))
     kept = next(iter(whole.values()))
     numbers = kept.all.frozen if config.sync == "adapter" else kept.total - _adapted(spec, kept)
     weights = ceil(numbers * size / cards) + (kept.all.trained * size if config.sync == "adapter" else 0)
@@ -168,7 +168,7 @@ def _sent_size(spec: JobSpec) -> int | None:
     config = spec.sampler
     if not isinstance(config, VllmSamplerConfig):
         return None
-    return size_of(DTYPES[config.dtype] if config.dtype else computing(spec))
+    return size_of(DTYPES[config.dtype] if config.dtype else compute_dtype(spec))
 
 
 def _sent(spec: JobSpec, model: Weights, size: int | None, way: str | None) -> int:
@@ -199,6 +199,6 @@ def least_seconds(spec: JobSpec, whole: Mapping[str, Weights], card: Card | None
     many = drawing(spec)
     rows, share = at_once(spec, many), ceil(answers(spec) / many)
     numbers = next(iter(whole.values())).flops.weights.total / spec.sampler.cards()
-    reading = numbers * size_of(computing(spec)) / card.bandwidth
+    reading = numbers * size_of(compute_dtype(spec)) / card.bandwidth
     tokens = spec.sampler.answer_tokens() - 1
     return tokens * max(share // rows * reading, 2 * numbers * share / peak)

@@ -21,7 +21,7 @@ from runner.plan.sampling import Engine, asleep, by_the_model
 from runner.plan.spread import Spread, Stage
 from runner.plan.term import Phase, Term
 from runner.plan.tracking import Kind
-from runner.plan.traffic import attending, computing, size_of
+from runner.plan.traffic import attending, compute_dtype, size_of
 from runner.plan.weights import Part, Weights, weights
 from runner.spec.job import JobSpec
 
@@ -63,7 +63,7 @@ class Terms:
 
     def host(self) -> list[Term]:
         """What a rank keeps in its host's memory meanwhile, as far as it follows from the job's options."""
-        learnt, size = self._learnt(), size_of(computing(self.spec))
+        learnt, size = self._learnt(), size_of(compute_dtype(self.spec))
         states = learnt + self._state_bytes()
         pieces = sum(part.bytes for part in self._parts().values()) + states
         inputs = len(self.stage.layers) * self._tokens() * self.shape.get_text_config().hidden_size * size
@@ -129,7 +129,7 @@ class Terms:
             Term("activations of micro-batches in flight", waiting),
             Term("logits", taken["logits"]),
             Term("gradients", 0 if self.spread.offloaded else taken["gradients"]),
-            Term("layers gathered from other ranks", gathered.gathered(size_of(computing(self.spec)))),
+            Term("layers gathered from other ranks", gathered.gathered(size_of(compute_dtype(self.spec)))),
             Term("gradients on their way to other ranks", gathered.trained_bytes),
             *self._exchanged(),
         ]
@@ -143,7 +143,7 @@ class Terms:
         """Messages that leave and arrive in a pass: of rows whose tokens are shared out, between stages, to experts if
         they are chosen evenly."""
         mesh, inner = self.spread.mesh, self.shape.get_text_config()
-        numbers = self._tokens() * size_of(computing(self.spec))
+        numbers = self._tokens() * size_of(compute_dtype(self.spec))
         heads, kv = attending(inner, self.spread)
         travelling = 2 * kv if self.spread.ring else heads + 2 * kv
         taken = getattr(inner, "num_experts_per_tok", 0) or 0

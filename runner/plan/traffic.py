@@ -16,7 +16,7 @@ import torch
 
 from runner.device.cards import Card
 from runner.model.build import DTYPES
-from runner.model.flops import head_size, row_pairs
+from runner.model.flops import attention_pairs, head_size
 from runner.plan.measure import longest
 from runner.plan.spread import Spread, Stage
 from runner.plan.weights import Weights
@@ -87,7 +87,7 @@ class Traffic:
     @property
     def _size(self) -> int:
         """Bytes of a number of the hidden states."""
-        return size_of(computing(self.spec))
+        return size_of(compute_dtype(self.spec))
 
     @property
     def _hidden(self) -> int:
@@ -172,12 +172,13 @@ def flops_of(spec: JobSpec, models: Iterable[Weights], tokens: int) -> tuple[flo
     update = again = 0.0
 
     def pairs(window: int | None) -> float:
-        return tokens / row * row_pairs(row, window)
+        return tokens / row * attention_pairs(row, window)
 
     for model in models:
         weights = model.flops.weights
         update += model.flops.update(tokens, tokens - tokens / row, pairs)
-        again += products * 2 * tokens * (weights.trained + weights.frozen) + attending * model.flops.attending(pairs)
+        again += products * 2 * tokens * (weights.trained + weights.frozen)
+        again += attending * model.flops.attention_flops(pairs)
     return update, again
 
 
@@ -197,10 +198,10 @@ def peak_flops(spec: JobSpec, card: Card | None) -> float | None:
 
 def matmul_precision(spec: JobSpec) -> str:
     """What the job's products are computed in: a data type, or tf32."""
-    return spec.device.matmul_precision(str(computing(spec)).removeprefix("torch."))
+    return spec.device.matmul_precision(str(compute_dtype(spec)).removeprefix("torch."))
 
 
-def computing(spec: JobSpec) -> torch.dtype:
+def compute_dtype(spec: JobSpec) -> torch.dtype:
     """The data type of hidden states."""
     return DTYPES[spec.model.compute_dtype]
 

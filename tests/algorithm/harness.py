@@ -158,6 +158,6 @@ def job_of(
         models={**learners, **frozen},
         callbacks=callbacks,
         stop=StopSignal(),
-        flops={role: one.model.flops.update_of for role, one in learners.items()},
+        flops={role: one.model.flops.batch_flops for role, one in learners.items()},
         peak_flops=1e9,
     )

@@ -1,4 +1,4 @@
-"""`run bench`: jobs of a few thousand weights beside their bare loops, and what is made of the numbers."""
+"""`run bench`: jobs of a few thousand weights beside their baselines, and what is made of the numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from runner.bench import measure, report, suite
-from runner.bench.bare import BareLoop, side_by_side
+from runner.bench.baseline import BaselineLoop, pad_batch
 from runner.bench.cases import Case, cases
 from runner.bench.report import BenchResult
 from runner.bench.suite import bench, read_earlier
@@ -50,21 +50,21 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[BenchResult, lis
     return result, said
 
 
-def test_the_reference_of_the_bare_loop_is_stored_as_in_the_job(tmp_path: Path) -> None:
+def test_the_reference_of_the_baseline_is_stored_as_in_the_job(tmp_path: Path) -> None:
     ((case, spec, folder),) = jobs(SMALL[1:2], tmp_path, "model.dtype=bfloat16")
     case.write(folder)
-    loop = BareLoop(spec, torch.device("cpu"))
+    loop = BaselineLoop(spec, torch.device("cpu"))
     assert (loop.model.dtype, loop._reference.dtype) == (torch.float32, torch.bfloat16)
     ids = torch.arange(8).view(1, 8)
     assert loop._nll(loop._reference, ids, torch.ones_like(ids)).isfinite().all()
 
 
-def test_every_case_is_measured_beside_its_bare_loop(measured: tuple[BenchResult, list[str]]) -> None:
+def test_every_case_is_measured_beside_its_baseline(measured: tuple[BenchResult, list[str]]) -> None:
     result, said = measured
     assert [one.name for one in result.cases] == ["sft", "dpo", "grpo"]
     for one in result.cases:
-        assert one.left_out is None and one.planned_bytes
-        assert one.step_s and one.bare_s and one.ratio == one.bare_s / one.step_s
+        assert one.skip_reason is None and one.planned_bytes
+        assert one.step_s and one.baseline_s and one.ratio == one.baseline_s / one.step_s
         assert one.mfu == pytest.approx(one.flops / one.step_s / result.machine.peak.flops)
         assert one.tokens_per_s == one.tokens / one.step_s
     sft, dpo, grpo = result.cases
@@ -82,7 +82,7 @@ def test_what_was_measured_is_compared_with_what_was_written(
     for one in whole["cases"]:
         one["tokens_per_s"] /= 2
     (path := tmp_path / "b.json").write_text(json.dumps(whole))
-    lines = list(report.comparison(result, read_earlier(path)))
+    lines = list(report.format_comparison(result, read_earlier(path)))
     assert len(lines) == 4 and all(" 2.00 " in line for line in lines[1:])
     path.write_text("{}")
     with pytest.raises(DataError, match="what run bench writes"):
@@ -91,9 +91,9 @@ def test_what_was_measured_is_compared_with_what_was_written(
 
 def test_a_bound_on_mfu(measured: tuple[BenchResult, list[str]]) -> None:
     result, _ = measured
-    report.refuse_below(result, 0.0)
+    report.check_min_mfu(result, 0.0)
     with pytest.raises(Disagreement, match=r"--min-mfu 99.0%: sft"):
-        report.refuse_below(result, 0.99)
+        report.check_min_mfu(result, 0.99)
 
 
 def test_what_a_card_has_no_room_for_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_what_a_card_has_no_room_for_is_left_out(monkeypatch: pytest.MonkeyPatch
     room = SimpleNamespace(mem_get_info=lambda device: (2**10, 2**30))
     monkeypatch.setattr(torch, "get_device_module", lambda device: room)
     found = measure.measure("sft", spec, folder, card, decide=None)  # type: ignore[arg-type]
-    assert found.step_s is None and "0.0 GiB are free" in report.row(found)
+    assert found.step_s is None and "0.0 GiB are free" in report.format_row(found)
 
 
 def test_several_processes_are_refused(tmp_path: Path) -> None:
@@ -127,9 +127,9 @@ def test_the_environment_is_set_before_anything_can_import_torch(
     assert not (folder / "model").exists(), "whose tokenizer and config transformers writes"
 
 
-def test_a_bare_loop_repeats_shared_prompts_and_learns_the_same_tokens() -> None:
+def test_a_baseline_repeats_shared_prompts_and_learns_the_same_tokens() -> None:
     branches = [Branch(ids, {"weight": [1.0] * len(ids)}) for ids in ([7, 8], [9])]
-    ids, mask, weight = side_by_side(pack_trees([Tree([1, 2, 3], branches)]))
+    ids, mask, weight = pad_batch(pack_trees([Tree([1, 2, 3], branches)]))
     assert ids[mask.bool()].tolist() == [1, 2, 3, 7, 8, 1, 2, 3, 9]
     assert weight.tolist() == [[0, 0, 0, 1, 1], [0, 0, 0, 1, 0]] and mask.sum(1).tolist() == [5, 4]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runner.decisions import Decisions
-from runner.device.cards import card_of
+from runner.device.cards import find_card
 from runner.device.config import CpuConfig, CudaConfig
 from runner.device.cpu import Cpu
 from runner.device.peak import measure_matmul, peak
@@ -34,7 +34,7 @@ from runner.protocols import Device
     ],
 )
 def test_a_driver_s_name_is_a_card_of_the_table_or_none(name: str, card: str | None) -> None:
-    found = card_of(name)
+    found = find_card(name)
     assert (found and found.name) == card
 
 

@@ -55,9 +55,9 @@ def test_an_update_is_counted_as_by_hand(
     kind: str, options: dict[str, Any], weights: int, adapters: int, pairs: int
 ) -> None:
     head, attention = VOCAB * 32, 2 * 4 * 32 * pairs  # layers · 4 · width
-    full = model(kind, adapter=False, **options).flops.update_of(rows())
+    full = model(kind, adapter=False, **options).flops.batch_flops(rows())
     assert full == 6 * weights * TOKENS + 6 * head * LEARNT + 3 * attention
-    adapted = model(kind, adapter=True, **options).flops.update_of(rows())
+    adapted = model(kind, adapter=True, **options).flops.batch_flops(rows())
     assert adapted == (4 * weights + 6 * adapters) * TOKENS + 4 * head * LEARNT + 3 * attention
 
 
@@ -72,8 +72,8 @@ def test_torch_counts_the_same_products(kind: str, adapter: bool) -> None:
         made.linear(batch, -batch.tokens["weight"])[0].backward()
     found = counter.get_flop_counts()["Global"]
     products = sum(count for operator, count in found.items() if str(operator) in PRODUCTS)
-    attention = 3 * made.flops.attending(lambda window: ALL_PAIRS)
-    assert products == made.flops.update_of(batch) - attention
+    attention = 3 * made.flops.attention_flops(lambda window: ALL_PAIRS)
+    assert products == made.flops.batch_flops(batch) - attention
 
 
 def test_a_shared_prompt_is_counted_once() -> None:
@@ -83,9 +83,9 @@ def test_a_shared_prompt_is_counted_once() -> None:
     flops = zoo.causal("qwen3").flops
     pairs = 10 * 11 // 2 + sum(11 + i for i in range(3)) + sum(11 + i for i in range(5))
     wanted = 6 * 2 * LAYER * 18 + 6 * VOCAB * 32 * 8 + 3 * 2 * 4 * 32 * pairs
-    assert flops.update_of(with_totals(shared, shared.count())) == wanted
+    assert flops.batch_flops(with_totals(shared, shared.count())) == wanted
     again = 6 * 2 * LAYER * 10 + 3 * 2 * 4 * 32 * (10 * 11 // 2)
-    assert flops.update_of(with_totals(alone, alone.count())) == wanted + again
+    assert flops.batch_flops(with_totals(alone, alone.count())) == wanted + again
 
 
 @pytest.mark.parametrize("kind", sorted(zoo.ZOO))
@@ -93,4 +93,4 @@ def test_every_architecture_is_counted(kind: str) -> None:
     made = zoo.causal(kind).flops
     assert made.weights.head_trained == VOCAB * 32 and made.weights.trained > 2 * 4 * 32 * 16
     assert sum(width for _, width in made.attention) == 2 * 2 * 32
-    assert torch.isfinite(torch.tensor(made.update_of(rows())))
+    assert torch.isfinite(torch.tensor(made.batch_flops(rows())))

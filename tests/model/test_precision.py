@@ -26,7 +26,7 @@ from runner.model.build import placed
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.export import write
-from runner.model.precision import plain_class
+from runner.model.precision import original_class
 from runner.model.scalar import ScalarModel
 from runner.model.tokenizer import byte_tokenizer
 from runner.tolerance import tolerance
@@ -133,7 +133,7 @@ def test_it_is_the_model_of_float32_up_to_rounding(kind: str) -> None:
 
 def test_a_model_that_computes_in_float32_is_left_as_it_is() -> None:
     model = causal("qwen3_moe")
-    assert all(plain_class(part) is type(part) for part in model.module.modules())
+    assert all(original_class(part) is type(part) for part in model.module.modules())
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.module.modules())
 
 

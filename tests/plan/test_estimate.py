@@ -69,7 +69,7 @@ def test_a_plan_counts_what_a_run_counts(compose: Any, kind: str, adapter: str) 
     spec = compose("+recipe=sft_demo", *words)
     batch = pack([[0] * 64] * 8, [[1.0] * 64] * 8)
     model = made(spec, "lm", architecture(spec.model)[0])
-    counted = model.flops.update_of(with_totals(batch, batch.count()))
+    counted = model.flops.batch_flops(with_totals(batch, batch.count()))
     assert estimate(spec).work.flops == pytest.approx(counted, rel=1e-12)
 
 

@@ -49,9 +49,9 @@ def gap(kind: str, share: bool, fused: bool = True, **how: Any) -> Any:
         module = family(kind).to(device)
         if device == "npu":
             (DEVICE if fused else PLAIN).fuse(module)
-            side_by_side = DEVICE.dense_attention()
-            assert side_by_side is not None
-            dense.attend(module, side_by_side, said)
+            pad_batch = DEVICE.dense_attention()
+            assert pad_batch is not None
+            dense.attend(module, pad_batch, said)
         models.append(CausalLM(module, byte_tokenizer(512), TinyConfig(**how), seed=0, decide=said))
     if not models[1].padded:
         kernel = DEVICE.attention(models[1].compute_type)

@@ -1,4 +1,4 @@
-"""The bare loop: what one writes by hand for the same model and micro-batches, in plain transformers and torch.
+"""The baseline: what one writes by hand for the same model and micro-batches, in plain transformers and torch.
 
     micro-batch ──rows side by side──▶ model(ids).logits ──cross-entropy──▶ backward  …  clip, AdamW
 
@@ -25,7 +25,7 @@ from runner.spec.job import JobSpec
 from runner.tree import paths, rows_alone
 
 
-class BareLoop:
+class BaselineLoop:
     """One model and its optimizer; `step` does what a step of the job does with a batch that it learnt from."""
 
     def __init__(self, spec: JobSpec, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class BareLoop:
             self._generate(batch)
         total = max(batch.totals["tokens"], 1)
         for micro in micro_batches(batch, self._spec.algorithm.micro_batch_tokens):
-            ids, mask, weight = side_by_side(micro)
+            ids, mask, weight = pad_batch(micro)
             ids, mask, weight = (tensor.to(self._device, non_blocking=True) for tensor in (ids, mask, weight))
             if self._reference is not None:
                 with torch.no_grad():
@@ -108,7 +108,7 @@ def _with_adapter(spec: JobSpec, model: Any) -> Any:
         return peft.get_peft_model(model, settings)
 
 
-def side_by_side(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+def pad_batch(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """The sequences of a batch on the CPU, padded on the right: ids, mask and weights, each [N, L]."""
     tree = paths(batch) or rows_alone(batch)
     lengths = list(tree.lengths)
