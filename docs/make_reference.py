@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from runner.cli.conf import BESIDE, scalar
 from runner.cli.sources import plain
-from runner.registry import Registry, default_registry
+from runner.registry import Registry, built_in_registry
 from runner.spec.base import ComponentConfig
 from runner.spec.job import JobSpec
 from runner.spec.schema import groups_of, model_schema, sections
@@ -46,7 +46,7 @@ def table(cls: type[BaseModel], without: Collection[str]) -> list[str]:
 
 def group(name: str, registry: Registry) -> Iterator[str]:
     """One group: the options that all its components have, then each component's own."""
-    classes = [c for c in registry.classes(name).values() if c.__module__.startswith("runner.")]
+    classes = list(registry.classes(name).values())
     common = next(
         c for c in reversed(classes[0].__mro__) if issubclass(c, ComponentConfig) and c is not ComponentConfig
     )
@@ -57,7 +57,7 @@ def group(name: str, registry: Registry) -> Iterator[str]:
 
 def reference() -> str:
     """The whole page."""
-    registry = default_registry()
+    registry = built_in_registry()
     groups, parts = groups_of(registry), sections()
     lines = [HEAD, "## The job", *table(JobSpec, {*groups, *parts})]
     for name, cls in (parts | BESIDE).items():

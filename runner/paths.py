@@ -19,7 +19,7 @@ def recipes_dir() -> Path:
 
 
 def cache_folder() -> Path:
-    """For tokens, reference log-probabilities, the simulated NPU: $RUNNER_CACHE, else a folder in the user's cache."""
+    """For tokens, reference log-probabilities, what plug-ins keep: $RUNNER_CACHE, else a folder in the user's cache."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(os.environ.get("RUNNER_CACHE") or Path(base) / "runner")
 

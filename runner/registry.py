@@ -83,13 +83,15 @@ def _load(point: EntryPoint) -> type[ComponentConfig]:
     return cls
 
 
+def built_in_registry() -> Registry:
+    """Every component of this package."""
+    return Registry(cls for group in BUILT_IN for cls in importlib.import_module(f"runner.{group}.config").COMPONENTS)
+
+
 @cache
 def default_registry() -> Registry:
     """Every built-in component and every installed plug-in's."""
-    registry = Registry()
-    for group in BUILT_IN:
-        for cls in importlib.import_module(f"runner.{group}.config").COMPONENTS:
-            registry.register(cls)
+    registry = built_in_registry()
     for point in entry_points(group=ENTRY_POINT_GROUP):
         registry.register(_load(point))
     return registry

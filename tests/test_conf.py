@@ -17,12 +17,12 @@ from runner.cli.conf import files, main
 from runner.cli.main import main as run
 from runner.cli.sources import session
 from runner.paths import conf_dir, recipes_dir
-from runner.registry import default_registry
+from runner.registry import built_in_registry, default_registry
 from runner.spec.job import EvaluationConfig, JobSpec, WatchConfig
 from runner.spec.origin import leaves
 from runner.spec.schema import groups_of
 
-GROUPS = groups_of(default_registry())
+GROUPS = groups_of(built_in_registry())
 CONF = sorted((p.parent.name, p.stem) for p in conf_dir().glob("*/*.yaml"))
 RECIPES = sorted(p.relative_to(recipes_dir()).with_suffix("").as_posix() for p in recipes_dir().rglob("*.yaml"))
 REQUIRED = {"path": "some/where", "pattern": "a+b", "url": "http://localhost:1/score", "parts": "[{name: exact}]"}
@@ -69,13 +69,13 @@ def plain(path: Path) -> dict[str, Any]:
 
 def test_the_generated_files_are_up_to_date() -> None:
     """To mend: python -m runner.cli.conf --write"""
-    assert [str(p) for p, text in files(default_registry()) if p.read_text(encoding="utf-8") != text] == []
+    assert [str(p) for p, text in files() if p.read_text(encoding="utf-8") != text] == []
     assert main(["--check"]) == 0
 
 
 @pytest.mark.parametrize(
     ("group", "cls"),
-    [(g, c) for g in GROUPS for c in default_registry().classes(g).values()],
+    [(g, c) for g in GROUPS for c in built_in_registry().classes(g).values()],
     ids=lambda v: getattr(v, "__name__", v),
 )
 def test_a_components_file_lists_every_option_with_its_default(group: str, cls: Any) -> None:
@@ -124,11 +124,21 @@ def test_a_recipe_composes_is_short_and_says_what_to_expect(recipe: str, workdir
     assert lines[2].startswith("# ")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_is_what_its_schema_says(recipe: str, capsys: pytest.CaptureFixture[str], workdir: Path) -> None:
+def test_the_printed_schema_is_the_shipped_one_with_the_plug_ins(
+    capsys: pytest.CaptureFixture[str], workdir: Path
+) -> None:
     assert run(["schema", "recipe"]) == 0
-    schema = json.loads(capsys.readouterr().out)
-    assert schema == json.loads((recipes_dir() / ".schema.json").read_text(encoding="utf-8"))
+    printed = json.loads(capsys.readouterr().out)["$defs"]
+    shipped = json.loads((recipes_dir() / ".schema.json").read_text(encoding="utf-8"))["$defs"]
+    own, every = built_in_registry(), default_registry()
+    theirs = {cls.__name__ for g in GROUPS for name, cls in every.classes(g).items() if name not in own.classes(g)}
+    assert printed.items() >= shipped.items()
+    assert printed.keys() - shipped.keys() == theirs
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_what_its_schema_says(recipe: str) -> None:
+    schema = json.loads((recipes_dir() / ".schema.json").read_text(encoding="utf-8"))
     content = plain(recipes_dir() / f"{recipe}.yaml")
     [choices] = [o["properties"] for o in schema["properties"]["defaults"]["items"]["anyOf"] if o["type"] == "object"]
     for entry in content.pop("defaults"):

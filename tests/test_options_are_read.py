@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from runner.registry import default_registry
+from runner.registry import built_in_registry
 from runner.spec.job import JobSpec
 from runner.spec.schema import groups_of, sections
 
@@ -53,7 +53,7 @@ READS: set[tuple[str, str, str]] = {
 
 def is_read(section: str, field: str) -> bool:
     """Whether some code reads `field` from something that is called like a config of this section."""
-    folders = {group for group in groups_of(default_registry())}
+    folders = {group for group in groups_of(built_in_registry())}
     for folder, holder, attribute in READS:
         of_this = holder == section or (holder in CALLED | {"self"} and (folder == section or folder not in folders))
         if attribute == field and of_this:
@@ -65,7 +65,7 @@ def options() -> list[tuple[str, str]]:
     """Every (section, option), once."""
     found: dict[tuple[str, str], None] = {}
     classes: list[tuple[str, type[BaseModel]]] = [("", JobSpec), *sections().items()]
-    classes += [(g, c) for g in groups_of(default_registry()) for c in default_registry().classes(g).values()]
+    classes += [(g, c) for g in groups_of(built_in_registry()) for c in built_in_registry().classes(g).values()]
     for section, cls in classes:
         found |= {(section, name): None for name in cls.model_fields if section == "" or name != "name"}
     return list(found)

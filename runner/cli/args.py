@@ -186,7 +186,7 @@ def _export(parser: argparse.ArgumentParser) -> None:
 def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the report for programs")
     parser.add_argument("--no-trial", action="store_true", help="leave out the tiny real run on each device")
-    parser.add_argument("--prepare", choices=("npu_sim",), help="fetch and build the simulated NPU, and do no more")
+    parser.add_argument("--prepare", metavar="DEVICE", help="fetch and build what a device needs, and do no more")
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:

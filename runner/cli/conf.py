@@ -1,6 +1,7 @@
 """Writes conf/<group>/<name>.yaml and the recipes' editor schema from the config classes, so that they cannot differ.
 
-python -m runner.cli.conf --write | --check
+python -m runner.cli.conf --write | --check             # the shipped files
+python -m runner.cli.conf --write | --check PACKAGE     # the files of an installed plug-in's components
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.resources import files as files_of
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from pydantic import BaseModel
 
 from runner.cli.sources import options, plain, session
 from runner.paths import conf_dir, recipes_dir
-from runner.registry import Registry, default_registry
+from runner.registry import Registry, built_in_registry, default_registry
 from runner.spec.base import ComponentConfig
 from runner.spec.schema import groups_of, model_schema, recipe_schema
 from runner.spec.words import expectation
@@ -43,13 +45,17 @@ def scalar(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
 
 
-def files(registry: Registry) -> Iterator[tuple[Path, str]]:
-    """(path, content) of everything that is generated."""
-    for group in groups_of(registry):
-        for name, cls in registry.classes(group).items():
-            if cls.__module__.startswith("runner."):
-                yield conf_dir() / group / f"{name}.yaml", component_file(cls)
-    yield recipes_dir() / SCHEMA, json.dumps(recipe_schema(choices(registry), BESIDE, registry), indent=1) + "\n"
+def files(package: str = "runner") -> Iterator[tuple[Path, str]]:
+    """(path, content) of everything that is generated for the components of an importable package."""
+    own = built_in_registry() if package == "runner" else default_registry()
+    conf = conf_dir() if package == "runner" else Path(str(files_of(package)), "conf")
+    for group in groups_of(own):
+        for name, cls in own.classes(group).items():
+            if cls.__module__.partition(".")[0] == package:
+                yield conf / group / f"{name}.yaml", component_file(cls)
+    if package == "runner":
+        shipped = {group: sorted(path.stem for path in (conf / group).glob("*.yaml")) for group in groups_of(own)}
+        yield recipes_dir() / SCHEMA, json.dumps(recipe_schema(shipped, BESIDE, own), indent=1) + "\n"
 
 
 def choices(registry: Registry) -> dict[str, list[str]]:
@@ -60,16 +66,17 @@ def choices(registry: Registry) -> dict[str, list[str]]:
 
 def main(argv: Sequence[str]) -> int:
     """Write the files, or say which are out of date."""
-    if list(argv) not in (["--write"], ["--check"]):
-        print("usage: python -m runner.cli.conf --write | --check", file=sys.stderr)
+    mode, *package = argv or [""]
+    if mode not in ("--write", "--check") or len(package) > 1:
+        print("usage: python -m runner.cli.conf --write | --check [PACKAGE]", file=sys.stderr)
         return 2
-    stale = [(p, t) for p, t in files(default_registry()) if not p.is_file() or p.read_text(encoding="utf-8") != t]
+    stale = [(p, t) for p, t in files(*package) if not p.is_file() or p.read_text(encoding="utf-8") != t]
     for path, text in stale:
-        print(f"{path}: {'written' if argv[0] == '--write' else 'differs from its schema'}")
-        if argv[0] == "--write":
+        print(f"{path}: {'written' if mode == '--write' else 'differs from its schema'}")
+        if mode == "--write":
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-    return 1 if stale and argv[0] == "--check" else 0
+    return 1 if stale and mode == "--check" else 0
 
 
 if __name__ == "__main__":

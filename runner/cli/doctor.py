@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import get_args
 
 from runner.cli.args import UsageError
-from runner.device.npu_sim.prepare import prepare
 from runner.doctor import report
 from runner.doctor.examine import examine, looked_at
-from runner.doctor.machine import Wanted, of_this_process
+from runner.doctor.machine import device_config, of_this_process, trial_simulator
 from runner.registry import default_registry
+from runner.spec.decode import unknown_name
+from runner.spec.suggest import absent
+
+OWN = ("auto", "cpu", "cuda", "npu")  # devices that the doctor itself has checks of
 
 
 def show(args: Namespace) -> int:
@@ -30,24 +32,30 @@ def show(args: Namespace) -> int:
 
 
 def _prepare(args: Namespace) -> int:
-    """Make the simulated NPU ahead of its first use. Raises EnvironmentProblem, UsageError."""
+    """Do ahead what the first use of a device does. Raises EnvironmentProblem, UsageError."""
     if args.words or args.json or args.no_trial:
         raise UsageError(f"run doctor --prepare {args.prepare}: it examines nothing, and takes nothing else")
-    parts = prepare(lambda text: print(text, file=sys.stderr, flush=True))
-    print(f"{args.prepare} is ready: {parts.built}")
+    known = default_registry().classes("device")
+    if args.prepare not in known:
+        raise UsageError(f"run doctor --prepare: {unknown_name('device', args.prepare, known)}")
+    device_config(args.prepare).preflight()
+    print(f"{args.prepare} is ready")
     return 0
 
 
-def _wanted(words: Sequence[str]) -> tuple[Wanted, str | None, str | None]:
+def _wanted(words: Sequence[str]) -> tuple[str, str | None, str | None]:
     """The device, the sampler and the launcher that are named, auto and None where they are not. Raises UsageError."""
     classes = default_registry().classes
     known = {
-        "device": get_args(Wanted),
+        "device": tuple(sorted(name for name in classes("device") if name in OWN or trial_simulator(name))),
         **{group: tuple(one for one in classes(group) if one != "none") for group in ("sampler", "launch")},
     }
     named = dict(word.partition("=")[::2] for word in words)
-    if len(named) < len(words) or any(value not in known.get(key, ()) for key, value in named.items()):
+    wrong = [(key, value) for key, value in named.items() if value not in known.get(key, ())]
+    for key, value in wrong:
+        if key in known and absent(key, value):
+            raise UsageError(f"run doctor: {unknown_name(key, value, known[key])}")
+    if wrong or len(named) < len(words):
         said = " ".join(f"[{key}={'|'.join(values)}]" for key, values in known.items())
         raise UsageError(f"run doctor: {said} are expected, each once, not {' '.join(words)}")
-    device: Wanted = next((one for one in get_args(Wanted) if one == named.get("device")), "auto")
-    return device, named.get("sampler"), named.get("launch")
+    return named.get("device", "auto"), named.get("sampler"), named.get("launch")

@@ -35,14 +35,13 @@ def show(args: Namespace) -> int:
 
 def _card(name: str | None, spec: JobSpec) -> Card | None:
     """The card that was named, or the usual one of the job's device; None for the CPU. Raises UsageError."""
-    device = spec.device.name
+    device = "auto" if spec.device.name == "auto" else spec.device.kind.name
     if name is None:
         return CARDS[USUAL[device]] if device in USUAL else None
     if name not in CARDS:
         raise UsageError(f"run plan: no card named '{name}'; known are {', '.join(CARDS)}")
-    own = {"npu_sim": "npu"}.get(device, device)
-    if own not in ("auto", "cpu") and CARDS[name].device != own:
+    if device not in ("auto", "cpu", CARDS[name].device):
         raise UsageError(
-            f"run plan: a {name} is a card of device={CARDS[name].device}, and the job has device={device}"
+            f"run plan: a {name} is a card of device={CARDS[name].device}, and the job has device={spec.device.name}"
         )
     return CARDS[name]

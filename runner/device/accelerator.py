@@ -55,8 +55,7 @@ def starting(device: str) -> Iterator[None]:
         raise
     except (RuntimeError, ValueError) as error:
         said = str(error).splitlines()[0]
-        asked = device.removesuffix("_sim")
-        raise EnvironmentProblem(f"device={device}: {said}\n  what is wrong: run doctor device={asked}") from error
+        raise EnvironmentProblem(f"device={device}: {said}\n  what is wrong: run doctor device={device}") from error
 
 
 def own_card(kind: Kind, count: int) -> torch.device:

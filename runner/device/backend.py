@@ -12,18 +12,21 @@ import importlib.util
 import os
 import sys
 
+from runner.device.kinds import NPU, Kind
+
 MODULE = "torch_npu"
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 LIBRARY = "libhccl.so"  # CANN's library for sums over cards, the first that torch_npu needs
 
 
-def leave_out(device: str) -> str | None:
-    """Before torch is imported: hide torch_npu from this process if `device` has no use for it.
+def leave_out(device: str, kind: Kind) -> str | None:
+    """Before torch is imported: hide torch_npu from this process if `device`, of this kind, has no use for it.
 
     `auto` has, unless torch_npu cannot be loaded. Returns the reason, None where there is nothing to hide. Processes
     started from here inherit that torch does not load it by itself.
     """
-    if device in ("npu", "npu_sim") or MODULE in sys.modules or importlib.util.find_spec(MODULE) is None:
+    uses = kind is NPU and device != "auto"
+    if uses or MODULE in sys.modules or importlib.util.find_spec(MODULE) is None:
         return None
     fault = why_broken()
     if device == "auto" and fault is None:

@@ -55,7 +55,7 @@ CARDS = {
         Card("4090", "cuda", 24 * GIB, _4090, _CUDA, 1.008e12, r"NVIDIA GeForce RTX 4090"),
     )
 }
-USUAL = {"npu": "910B", "npu_sim": "910B", "cuda": "H100"}  # what is planned for where nobody said
+USUAL = {"npu": "910B", "cuda": "H100"}  # what is planned for where nobody said
 # One communicator of HCCL keeps a buffer for sending and one for receiving, each of HCCL_BUFFSIZE (200 MB by default).
 HCCL_BUFFERS = 2 * 200 * 10**6
 

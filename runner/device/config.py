@@ -3,7 +3,6 @@
 import glob
 import importlib.util
 import os
-import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,9 +11,10 @@ from pydantic import Field
 from runner.device import cann
 from runner.device.kinds import CPU, CUDA, NPU, Kind
 from runner.device.presets import CUDA_DETERMINISTIC, PRESETS, Preset, engine, ports
-from runner.device.visible import listed, present
+from runner.device.visible import present
 from runner.errors import EnvironmentProblem
 from runner.spec.base import ComponentConfig, Dtype
+from runner.spec.suggest import NPU_SIMULATOR
 
 Attention = Literal["fused", "sdpa"]
 Fused = Literal["rms_norm", "rotary", "swiglu", "grouped_matmul"]
@@ -27,6 +27,9 @@ class DeviceConfig(ComponentConfig):
     """Where tensors live and which kernels run."""
 
     group: ClassVar[str] = "device"
+    checks: ClassVar[str | None] = None
+    """What `run doctor device=NAME` looks at, as "module:attribute": (name, function from Machine to Finding) pairs;
+    None = the doctor's own."""
 
     deterministic: bool | None = Field(
         default=None, description="Use deterministic kernels only, or fail; null = true for cpu, false for cards."
@@ -65,6 +68,10 @@ class DeviceConfig(ComponentConfig):
 
     def enter(self) -> None:
         """Make this process one that has the device, before torch is imported. Raises EnvironmentProblem."""
+
+    def simulator(self, cards: int) -> "DeviceConfig | None":
+        """This device with so many simulated cards, on which the doctor tries it; None for a real device."""
+        return None
 
 
 class CpuConfig(DeviceConfig):
@@ -161,7 +168,8 @@ class NpuConfig(DeviceConfig):
             raise EnvironmentProblem(
                 f"device=npu: this machine is not ready for an Ascend NPU; in this order:\n{steps}\n"
                 "  with evidence: run doctor device=npu\n"
-                "  without one: device=cuda or device=cpu; to rehearse: +recipe=[NAME,rehearse], device=npu_sim"
+                "  without one: device=cuda or device=cpu; to rehearse: +recipe=[NAME,rehearse], "
+                f"device={NPU_SIMULATOR}"
             )
 
 
@@ -186,50 +194,6 @@ def _npu_requirements() -> list[tuple[bool, str]]:
             "no torch_npu: pip install the one of torch's version that is built for that CANN (docs/npu-versions.md)",
         ),
     ]
-
-
-class NpuSimConfig(NpuConfig):
-    """Simulated NPUs: the real torch_npu on the processor, for rehearsals; fetched and built at its first use."""
-
-    factory: ClassVar[str] = "runner.device.npu_sim.device:NpuSim"
-    name: Literal["npu_sim"] = "npu_sim"  # type: ignore[assignment]
-    cards: int = Field(default=1, ge=1, le=64, description="How many cards the process is to see.")
-    memory_gib: float = Field(
-        default=64.0, gt=0, le=1024, description="Memory of a card in GiB; what does not fit is refused as on a card."
-    )
-    soc: str = Field(default="Ascend910B3", pattern=r"^Ascend\w+$", description="The model that a card says it is.")
-
-    def visible(self) -> tuple[str, ...]:
-        there = tuple(map(str, range(self.cards)))
-        asked = listed(self.kind)
-        return there if asked is None else tuple(card for card in asked if card in there)
-
-    def problems(self, job: Any) -> list[tuple[str, str]]:
-        many = job.launch.devices + job.launch.samplers
-        if many <= self.cards:
-            return []
-        return [
-            (
-                "device.cards",
-                f"{many} processes want a card each, and {self.cards} is simulated; type device.cards={many}",
-            )
-        ]
-
-    def preflight(self) -> None:
-        """Fetch and build what is missing of the simulator, and say so. Raises EnvironmentProblem where that fails."""
-        from runner.device.npu_sim.prepare import prepare
-
-        prepare(_say)
-
-    def enter(self) -> None:
-        from runner.device.npu_sim.prepare import prepare  # here, because every command reads this module
-        from runner.device.npu_sim.process import Pretence, enter
-
-        enter(prepare(_say), Pretence(self.cards, int(self.memory_gib * 2**30), self.soc))
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 class AutoConfig(DeviceConfig):
@@ -274,4 +238,4 @@ class AutoConfig(DeviceConfig):
         return {} if self.deterministic is None else {"deterministic": self.deterministic}
 
 
-COMPONENTS = (CpuConfig, CudaConfig, NpuConfig, NpuSimConfig, AutoConfig)
+COMPONENTS = (CpuConfig, CudaConfig, NpuConfig, AutoConfig)

@@ -1,6 +1,6 @@
 """The examination: which checks there are, in which order, and which apply to this machine.
 
-machine ─▶ npu ─▶ npu_sim ─▶ cuda ─▶ any device ─▶ a tiny real run on each device
+machine ─▶ npu ─▶ cuda ─▶ a plug-in's device ─▶ any device ─▶ a tiny real run on each device
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from runner.doctor import (
     operators,
     packages,
     serving,
-    simulated,
     trials,
     variables,
 )
 from runner.doctor.finding import ANY_DEVICE, Entry, Finding, Verdict, skipped
-from runner.doctor.machine import Machine
+from runner.doctor.machine import SIMULATED_CARDS, Machine, trial_simulator
 
-SIMULATED = {"cpu": 1, "npu_sim": simulated.CARDS}  # as many as the trial makes
 Check = tuple[str, Callable[[Machine], Finding]]
 
 HOST: tuple[Check, ...] = (("platform", host.platform),)
@@ -63,12 +61,6 @@ NPU: tuple[Check, ...] = (
     ("container mounts", driver.container_mounts),
     ("import torch", imports.torch_with_npu),
 )
-NPU_SIM: tuple[Check, ...] = (
-    ("compiler", simulated.compiler),
-    ("simulator", simulated.parts_made),
-    ("CANN", simulated.no_cann),
-    *NPU_VARIABLES,
-)
 CUDA: tuple[Check, ...] = (
     ("device files", nvidia.device_nodes),
     ("nvidia-smi", nvidia.products),
@@ -96,14 +88,14 @@ def examine(machine: Machine, *, trial: bool = True, debug: bool = False) -> Ite
     yield from _group("machine", HOST, machine, debug)
     for name, checks, is_present, sign in (
         ("npu", NPU, driver.is_present, "no sign of an Ascend NPU (device files, driver, CANN, torch_npu)"),
-        ("npu_sim", NPU_SIM, None, ""),
         ("cuda", CUDA, nvidia.is_present, "no sign of an NVIDIA GPU (device files, driver)"),
     ):
-        if machine.wanted == name or (machine.wanted == "auto" and is_present is not None and is_present(machine)):
+        if machine.wanted == name or (machine.wanted == "auto" and is_present(machine)):
             yield from _group(name, checks, machine, debug)
-        elif is_present is not None:
+        else:
             asked = f"device={machine.wanted} was asked for"
             yield Entry(name, "", skipped(sign if machine.wanted == "auto" else asked))
+    yield from _group(machine.wanted, trials.own_checks(machine.wanted), machine, debug)
     yield from _group(ANY_DEVICE, ANY, machine, debug)
     for device in trials.devices(machine) if trial else ():
         yield from _group(f"trial on {device}", tuple(trials.of_device(device, count(machine, device))), machine, debug)
@@ -125,8 +117,10 @@ def npu_count(machine: Machine) -> int:
 
 def count(machine: Machine, device: str) -> int:
     """How many devices of this kind a process sees."""
-    if device in SIMULATED:
-        return SIMULATED[device]
+    if device == "cpu":
+        return 1
+    if trial_simulator(device):
+        return SIMULATED_CARDS
     there = npu_count(machine) if device == "npu" else nvidia.count(machine)
     text = machine.environment.get(VARIABLES[device])
     return there if text is None else min(there, len([entry for entry in text.split(",") if entry.strip()]))

@@ -18,11 +18,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Literal
+from typing import cast
 
+from runner.device.config import DeviceConfig
 from runner.device.kinds import NPU
+from runner.registry import default_registry
 
-Wanted = Literal["auto", "cpu", "cuda", "npu", "npu_sim"]
+SIMULATED_CARDS = 2  # that the trial of a simulated device has
 COMMAND_DEADLINE_S = 30.0
 IMPORT_DEADLINE_S = 180.0
 
@@ -60,7 +62,7 @@ Ask = Callable[[Sequence[str], float, Mapping[str, str]], Answer]
 class Machine:
     """A frozen view of one machine. Tests make one from a folder of fixtures; `of_this_process` is the one in life."""
 
-    wanted: Wanted = "auto"
+    wanted: str = "auto"  # the name of a device
     sampler: str | None = None  # what a job is meant to sample with, and to be launched by; None = nobody said
     launch: str | None = None
     root: Path = Path("/")
@@ -128,7 +130,17 @@ class Machine:
         )
 
 
-def of_this_process(wanted: Wanted, sampler: str | None = None, launch: str | None = None) -> Machine:
+def device_config(name: str) -> DeviceConfig:
+    """The config of a device, built-in or a plug-in's, with its defaults."""
+    return cast(DeviceConfig, default_registry().classes("device")[name](name=name))
+
+
+def trial_simulator(name: str) -> DeviceConfig | None:
+    """The same with the cards that its trial has; None for a real device."""
+    return device_config(name).simulator(SIMULATED_CARDS)
+
+
+def of_this_process(wanted: str, sampler: str | None = None, launch: str | None = None) -> Machine:
     """The machine that this process runs on. Each command is run once, however many checks ask it."""
     found: dict[str, Package] = {}
     for one in distributions():

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from packaging.version import Version
 
+from runner.device.kinds import NPU
 from runner.doctor.finding import Finding, ok, problem, skipped, unknown, warning
-from runner.doctor.machine import Machine
+from runner.doctor.machine import Machine, device_config
 from runner.doctor.packages import unmet
 from runner.doctor.variables import SHARED_ALLOCATOR
 from runner.doctor.versions import AS_OF, NEWEST_VLLM, OLDEST_VLLM, SAFE_VLLM, TORCH_OF_VLLM, release, vllm_for
@@ -53,7 +54,7 @@ def _absent(machine: Machine) -> tuple[str, str]:
 
 def _install(machine: Machine) -> str:
     """What to type, on this device and beside this torch."""
-    if machine.wanted in ("npu", "npu_sim"):
+    if machine.wanted != "auto" and device_config(machine.wanted).kind is NPU:
         return "install vllm and vllm-ascend of one set: docs/npu.md, part 2 (docs/npu-versions.md has the sets)"
     if machine.wanted == "cpu":
         return "make test-vllm VLLM_VENV=.venv-vllm (an environment of its own)"

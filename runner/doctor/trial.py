@@ -22,8 +22,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from runner.device.backend import leave_out
-from runner.device.kinds import KINDS, NPU
-from runner.doctor.simulated import CARDS
+from runner.device.kinds import KINDS
+from runner.doctor.machine import device_config, trial_simulator
+from runner.registry import default_registry
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +50,8 @@ def main(words: Sequence[str]) -> int:
     """Do what the words ask for."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # ends with the doctor, and survives exec
     what, device, *rest = words
-    if device == "npu_sim":
-        os.environ.pop(str(NPU.visible), None)  # the cards are the trial's own
+    if (own := trial_simulator(device)) is not None:
+        os.environ.pop(str(own.kind.visible), None)  # the cards are the trial's own
     if what == "train":
         os.chdir(rest[0])
         os.execv(sys.executable, [sys.executable, "-P", "-m", "runner", f"device={device}", *JOB, *JOB_REST])
@@ -66,18 +67,14 @@ def main(words: Sequence[str]) -> int:
 
 def _begin(device: str) -> str:
     """Make this process one that has the device; returns torch's name for it."""
-    leave_out(device)
-    if device != "npu_sim":
+    leave_out(device, device_config(device).kind)
+    if (own := trial_simulator(device)) is None:
         return device
     from runner.decisions import Decisions
-    from runner.device.config import NpuSimConfig
 
-    config = NpuSimConfig(cards=CARDS)
-    config.enter()  # before the next line imports torch
-    from runner.device.npu_sim.device import NpuSim
-
-    NpuSim(config, decide=Decisions())
-    return config.kind.name
+    own.enter()  # before the factory imports torch
+    default_registry().factory(own)(own, decide=Decisions())
+    return own.kind.name
 
 
 def _kernels(device: str) -> Iterator[dict[str, object]]:

@@ -10,20 +10,19 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from runner.device.backend import AUTOLOAD
-from runner.device.npu_sim.prepare import COMMAND
 from runner.device.visible import VARIABLES
-from runner.doctor import ascend, driver, imports, nvidia, simulated
+from runner.doctor import ascend, driver, imports, nvidia
 from runner.doctor.finding import Finding, Verdict, ok, problem, skipped, warning
-from runner.doctor.machine import Answer, Machine
+from runner.doctor.machine import Answer, Machine, device_config, trial_simulator
+from runner.registry import resolve
 
 KERNELS_DEADLINE_S = 300.0  # an NPU compiles each operator at its first use
 REDUCE_DEADLINE_S = 150.0
 STEP_DEADLINE_S = 300.0
-MAKE_DEADLINE_S = 900.0  # 45 MB over the network, and a minute of g++
-SIMULATED = ("cpu", "npu_sim")  # of which there are as many as a process asks for
+PREPARE_DEADLINE_S = 900.0  # what a simulator is made of is fetched and built
 LOGS = {"npu": "; CANN's own log: ls -t ~/ascend/log/debug/plog"}
 
 Trial = tuple[str, Callable[[Machine], Finding]]
@@ -40,13 +39,25 @@ def devices(machine: Machine) -> list[str]:
 def of_device(device: str, count: int) -> Iterator[Trial]:
     """The trials of one kind of device, of which there are `count`."""
     world = 2 if device == "cpu" else count
-    if device == "npu_sim":
-        yield "simulator", _unless_hopeless(device, count, _make)
+    if trial_simulator(device):
+        yield "preparation", _unless_hopeless(device, count, partial(_prepare, device=device))
     yield "kernels", _unless_hopeless(device, count, lambda machine: _kernels(machine, device, count))
     yield "all-reduce", _unless_hopeless(device, count, lambda machine: _all_reduce(machine, device, world))
-    for index in range(1 if device in SIMULATED else count):
-        name = "training step" if device in SIMULATED or count == 1 else f"step on {device}:{index}"
+    steps = 1 if _is_unlimited(device) else count
+    for index in range(steps):
+        name = "training step" if steps == 1 else f"step on {device}:{index}"
         yield name, _unless_hopeless(device, count, partial(_step, device=device, index=index))
+
+
+def own_checks(device: str) -> tuple[Trial, ...]:
+    """The checks that a plug-in's device brings."""
+    path = device_config(device).checks
+    return () if path is None else cast(tuple[Trial, ...], resolve(path))
+
+
+def _is_unlimited(device: str) -> bool:
+    """Whether there are as many of the device as a process asks for."""
+    return device == "cpu" or trial_simulator(device) is not None
 
 
 def _unless_hopeless(device: str, count: int, trial: Callable[[Machine], Finding]) -> Callable[[Machine], Finding]:
@@ -62,21 +73,19 @@ def _can_begin(machine: Machine, device: str) -> bool:
         "cpu": (imports.torch_alone,),
         "cuda": (imports.torch_alone, nvidia.products, nvidia.driver),
         "npu": (driver.device_nodes, ascend.products, imports.torch_with_npu),
-        "npu_sim": (imports.torch_alone, simulated.compiler, simulated.no_cann),
     }
-    return all(check(machine).verdict is not Verdict.PROBLEM for check in needed[device])
+    own = (imports.torch_alone, *(look for _, look in own_checks(device)))
+    return all(check(machine).verdict is not Verdict.PROBLEM for check in needed.get(device, own))
 
 
-def _make(machine: Machine) -> Finding:
-    """Build the simulated NPU, as its first use does."""
-    if simulated.is_built(machine):
-        return skipped("built already")
-    begin = time.perf_counter()
-    words = (sys.executable, "-P", "-m", "runner", "doctor", "--prepare", "npu_sim")
-    answer = machine.ask(*words, deadline_s=MAKE_DEADLINE_S)
+def _prepare(machine: Machine, device: str) -> Finding:
+    """Fetch and build what the device is made of, as its first use does."""
+    begin, command = time.perf_counter(), f"run doctor --prepare {device}"
+    words = (sys.executable, "-P", "-m", "runner", *command.split()[1:])
+    answer = machine.ask(*words, deadline_s=PREPARE_DEADLINE_S)
     if answer.code != 0:
-        return problem(f"it cannot be built: {_said(answer)}", COMMAND)
-    return ok(f"fetched and built in {time.perf_counter() - begin:.0f} s")
+        return problem(f"it cannot be built: {_said(answer)}", command)
+    return ok(f"{answer.out.strip()}, after {time.perf_counter() - begin:.0f} s")
 
 
 def _kernels(machine: Machine, device: str, expected: int) -> Finding:
@@ -110,7 +119,7 @@ def _all_reduce(machine: Machine, device: str, world: int) -> Finding:
 
 def _step(machine: Machine, device: str, index: int) -> Finding:
     """One training step by the command `run`, in a folder that is removed."""
-    visible = {} if device in SIMULATED else {VARIABLES[device]: _nth(machine, device, index)}
+    visible = {} if _is_unlimited(device) else {VARIABLES[device]: _nth(machine, device, index)}
     with tempfile.TemporaryDirectory(prefix="run-doctor-") as folder:
         begin = time.perf_counter()
         answer = _child(machine, "train", device, folder, deadline_s=STEP_DEADLINE_S, **visible)

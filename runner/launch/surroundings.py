@@ -31,7 +31,7 @@ def set_environment(spec: JobSpec, decide: Decisions) -> None:
         late = "; too late for what torch reads at its import" if "torch" in sys.modules else ""
         words = " ".join(f"{name}={variable.value}" for name, variable in found.set.items())
         decide.state("environment", " + ".join(preset.name for preset in presets), words + late)
-    if left_out := leave_out(spec.device.name):
+    if left_out := leave_out(spec.device.name, spec.device.kind):
         decide.state("environment.torch_npu", "left out of this process", left_out)
     if spec.device.kind is NPU and (objection := npu_objection(os.environ)):
         raise EnvironmentProblem(f"device={spec.device.name}: {objection}")
@@ -44,5 +44,4 @@ def load_torch(device: str) -> None:
         import torch  # noqa: F401
     except (ImportError, OSError, RuntimeError) as error:
         cause = f"{error} (from {type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ else str(error)
-        asked = device.removesuffix("_sim")
-        raise EnvironmentProblem(f"import torch fails: {cause}\n  what is wrong: run doctor device={asked}") from error
+        raise EnvironmentProblem(f"import torch fails: {cause}\n  what is wrong: run doctor device={device}") from error

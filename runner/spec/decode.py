@@ -116,10 +116,10 @@ def _choose(data: Mapping[str, Any], registry: Registry) -> tuple[Classes, list[
 
 
 def unknown_name(group: str, name: str, members: Iterable[str]) -> str:
-    """`no device named 'gpu'; did you mean 'cuda'? (auto, cpu, cuda, npu, npu_sim)`."""
+    """`no device named 'gpu'; did you mean 'cuda'? (auto, cpu, cuda, npu)`."""
     members = sorted(members)
     if (why := suggest.absent(group, name)) is not None:
-        return f"no {group} named '{name}': {why} ({', '.join(members)})"
+        return f"no {group} named '{name}' ({', '.join(members)}): {why}"
     meant = suggest.name(group, name, members)
     hint = f"; did you mean '{meant}'?" if meant else ""
     return f"no {group} named '{name}'{hint} ({', '.join(members)})"

@@ -130,7 +130,9 @@ _NO_FP16 = (
     "model.dtype=bfloat16, which has the range of float32 and is as fast"
 )
 _NO_ENGINE = "the engine that answers are written by is vLLM: sampler=vllm, or sampler=torch without one"
-ABSENT = {  # what others have and this does not: why, and what to take instead
+NPU_SIMULATOR = "npu_sim"
+ABSENT = {  # what others have and this does not, or not by itself: why, and what to take instead
+    NPU_SIMULATOR: "it is a package of its own; in a checkout of this project type: pip install ./simulators/npu",
     **dict.fromkeys(
         ("qlora", "load_in_4bit", "load_in_8bit", "quantization", "quantization_config", "bnb"), _NO_4_BITS
     ),

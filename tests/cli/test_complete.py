@@ -8,6 +8,7 @@ import pytest
 
 from runner.cli.args import VERBS
 from runner.cli.main import main
+from runner.registry import default_registry
 
 
 def completed(
@@ -21,7 +22,7 @@ def completed(
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("run device=", ["device=auto", "device=cpu", "device=cuda", "device=npu", "device=npu_sim"]),
+        ("run device=", [f"device={name}" for name in sorted(default_registry().classes("device"))]),
         ("run device=c", ["device=cpu", "device=cuda"]),
         ("run +rec", ["+recipe="]),
         ("run recipe=sft_n", ["recipe=sft_npu"]),

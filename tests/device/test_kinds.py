@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli.compose import compose_job
 from runner.device import visible
-from runner.device.config import COMPONENTS, AutoConfig, CpuConfig, CudaConfig, NpuConfig, NpuSimConfig
+from runner.device.config import COMPONENTS, AutoConfig, CpuConfig, CudaConfig, NpuConfig
 from runner.device.kinds import CPU, CUDA, KINDS, NPU, Kind
-from runner.errors import EnvironmentProblem, SpecError
+from runner.errors import EnvironmentProblem
 
 
 @pytest.mark.parametrize(
@@ -22,7 +21,6 @@ from runner.errors import EnvironmentProblem, SpecError
         (CpuConfig(), "gloo", None, "CPU"),
         (CudaConfig(), "cpu:gloo,cuda:nccl", "CUDA_VISIBLE_DEVICES", "GPU"),
         (NpuConfig(), "cpu:gloo,npu:hccl", "ASCEND_RT_VISIBLE_DEVICES", "NPU"),
-        (NpuSimConfig(), "cpu:gloo,npu:hccl", "ASCEND_RT_VISIBLE_DEVICES", "NPU"),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
@@ -32,7 +30,7 @@ def test_every_device_has_a_kind(config: CpuConfig, backend: str, variable: str 
 
 
 def test_auto_is_of_the_kind_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {config.component_name() for config in COMPONENTS} == {"cpu", "cuda", "npu", "npu_sim", "auto"}
+    assert {config.component_name() for config in COMPONENTS} == {"cpu", "cuda", "npu", "auto"}
     assert AutoConfig().kind in (CPU, CUDA, NPU)
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr("runner.device.config._npu_requirements", lambda: [(False, "none")])
@@ -70,18 +68,10 @@ def test_a_list_in_a_variable_that_no_driver_reads_is_refused(monkeypatch: pytes
     assert visible.listed(NPU) == ("1",) and visible.listed(CUDA) is None
 
 
-def test_the_processor_has_none_and_a_simulated_npu_those_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_processor_has_none_and_an_npu_those_of_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CpuConfig().visible() is None
-    assert NpuSimConfig(cards=3).visible() == ("0", "1", "2")
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1,7")
-    assert NpuSimConfig(cards=3).visible() == ("1",), "a driver leaves out what it does not have"
     assert NpuConfig().visible() == ("1", "7")
-
-
-def test_more_processes_than_simulated_cards_are_refused(workdir: Path) -> None:
-    words = ["+recipe=sft_demo", "device=npu_sim", "launch.devices=2"]
-    with pytest.raises(SpecError, match=r"type device\.cards=2"):
-        compose_job(words)
 
 
 def test_none_of_it_imports_torch() -> None:

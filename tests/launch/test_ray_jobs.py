@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from runner.tracker.processes import descendants
-from tests.device.npu_sim.conftest import simulator as simulator
 from tests.launch.several import DDP, Job, gone, wait_until
 from tests.launch.test_sampled_runs import SMALL, Sampled
 from tests.ray_cluster import Cluster, cluster
@@ -125,21 +124,6 @@ def test_what_cannot_be_placed_is_refused_at_once(npus: Cluster, tmp_path: Path)
     said = Job(tmp_path, "auto.txt").run(*found, code=2, RAY_ADDRESS=npus.address)
     assert "wants 8 GPUs (6 to train, 2 to sample), and Ray at auto has no GPU on 2 nodes" in said
     assert "in one placement group" not in said
-
-
-@pytest.mark.soak
-def test_two_and_one_simulated_npus_make_two_steps(npus: Cluster, simulator: Path, tmp_path: Path) -> None:
-    simulated = (
-        "device=npu_sim",
-        "device.cards=5",
-        "parallelism=ddp",
-        "reward=rehearsal",
-        "sampler=torch",
-        "tracker=none",
-    )
-    where = ("launch=ray", f"launch.address={npus.address}", "launch.devices=2", "launch.samplers=1")
-    said = Job(tmp_path).run("+recipe=[grpo_npu,rehearse]", *simulated, *where, RUNNER_CACHE=str(simulator))
-    assert "3 NPUs (2 to train, 1 to sample) in one placement group" in said and "done     2 steps" in said
 
 
 def test_a_full_object_store_is_no_matter_and_a_node_that_is_lost_is_said(npus: Cluster, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from runner.cli.compose import compose_job
 from runner.errors import SpecError
-from runner.registry import default_registry
+from runner.registry import built_in_registry, default_registry
 from runner.spec import suggest
 from runner.spec.schema import Keys
 
@@ -96,7 +96,7 @@ def test_what_others_have_and_this_does_not_is_refused_with_the_reason(word: str
 
 
 def test_nothing_that_is_there_counts_as_absent() -> None:
-    registry = default_registry()
+    registry = built_in_registry()
     members = {name for group in ("adapter", "sampler", "device", "model") for name in registry.classes(group)}
     options = {name for names in OPTIONS.values() for own in names.values() for name in own}
     assert not (members | options) & suggest.ABSENT.keys()

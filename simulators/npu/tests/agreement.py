@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from runner.device.config import NpuSimConfig
+from npu_simulator.config import NpuSimConfig
 
 CONFIG = NpuSimConfig(memory_gib=8.0)
 CONFIG.enter()
@@ -23,10 +23,10 @@ import torch  # noqa: E402
 import torch_npu  # noqa: E402
 from torch import nn  # noqa: E402
 
+from npu_simulator.device import NpuSim  # noqa: E402
 from runner.cli.main import main  # noqa: E402
 from runner.device import npu_fused  # noqa: E402
 from runner.device.npu_attention import FusionAttention  # noqa: E402
-from runner.device.npu_sim.device import NpuSim  # noqa: E402
 
 PROBED = 10  # queries of the trial
 

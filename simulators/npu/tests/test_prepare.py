@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from npu_simulator import prepare as module
+from npu_simulator.config import NpuSimConfig
+from npu_simulator.prepare import COMMAND, NotFetched, parts, prepare
+from npu_simulator.process import Pretence, enter
 from runner.cli.main import main
-from runner.device.config import NpuSimConfig
-from runner.device.npu_sim import prepare as module
-from runner.device.npu_sim.prepare import COMMAND, NotFetched, parts, prepare
-from runner.device.npu_sim.process import Pretence, enter
 from runner.errors import EnvironmentProblem
 
 
@@ -65,7 +65,7 @@ def test_what_gpp_says_is_shown(bare: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_second_of_two_processes_waits_and_finds_it_made(bare: Path) -> None:
     program = (
         "import sys, time\n"
-        "from runner.device.npu_sim import prepare as module\n"
+        "from npu_simulator import prepare as module\n"
         "def make(name):\n"
         "    def made(*arguments):\n"
         "        time.sleep(0.5); print('made', name); (arguments[-1] / name).touch()\n"
@@ -129,7 +129,7 @@ def test_doctor_prepares_it_ahead_and_examines_nothing(
     monkeypatch.setenv("RUNNER_CACHE", str(simulator))
     assert main(COMMAND.split()[1:]) == 0
     said = capsys.readouterr()
-    assert said.out == f"npu_sim is ready: {parts().built}\n" and said.err == "", "it is there already"
+    assert said.out == "npu_sim is ready\n" and said.err == "", "it is there already"
     assert main(["doctor", "--prepare", "npu_sim", "device=cpu"]) == 2
 
 

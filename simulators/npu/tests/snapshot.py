@@ -1,6 +1,6 @@
-"""Writes tests/device/npu_schemas.json from the wheel: the signatures of the operators that the simulator has.
+"""Writes npu_schemas.json from the wheel: the signatures of the operators that the simulator has.
 
-python tests/device/npu_sim/snapshot.py, from the root of the checkout; it is the newest torch_npu that fits torch.
+python simulators/npu/tests/snapshot.py, from the root of the checkout; it is the newest torch_npu that fits torch.
 """
 
 from __future__ import annotations
@@ -17,4 +17,4 @@ if __name__ == "__main__":
         [sys.executable, str(HERE / "card.py"), "schemas"], check=True, stdout=subprocess.PIPE, text=True
     )
     found = json.loads(done.stdout.splitlines()[-1])["schemas"]
-    (HERE.parent / "npu_schemas.json").write_text(json.dumps(found, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (HERE / "npu_schemas.json").write_text(json.dumps(found, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -11,8 +11,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.device.npu_sim.prepare import Parts
-from runner.device.npu_sim.stub import HOME, SONAMES
+from npu_simulator.prepare import Parts
+from npu_simulator.stub import HOME, SONAMES
 from runner.device.visible import VARIABLES, parse
 from runner.errors import EnvironmentProblem
 

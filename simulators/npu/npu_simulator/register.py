@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from npu_simulator import attention
+from npu_simulator.draw import STEP
+from npu_simulator.operators import OPERATORS
+from npu_simulator.schema import bound
+from npu_simulator.strict import need
 from runner.device.accelerator import starting
-from runner.device.npu_sim import attention
-from runner.device.npu_sim.draw import STEP
-from runner.device.npu_sim.operators import OPERATORS
-from runner.device.npu_sim.schema import bound
-from runner.device.npu_sim.strict import need
 
 PADDING = "32 padding size"  # torch_npu's remark, at the first memory, on every card of this kind
 _LIBRARIES: list[torch.library.Library] = []  # a registration lives as long as its library

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from runner.device.config import NpuSimConfig
+from npu_simulator.config import NpuSimConfig
 
 CONFIG = NpuSimConfig(cards=2, memory_gib=1.0)
 CONFIG.enter()
@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
+from npu_simulator.device import NpuSim  # noqa: E402
 from runner.decisions import Decisions  # noqa: E402
-from runner.device.npu_sim.device import NpuSim  # noqa: E402
 from runner.place import Place  # noqa: E402
 
 

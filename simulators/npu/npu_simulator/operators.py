@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runner.device.npu_sim.strict import need, need_absent, need_floats
+from npu_simulator.strict import need, need_absent, need_floats
 
 Given = Mapping[str, Any]
 LARGEST_ROTATED = 896

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from npu_simulator import process, register
+from npu_simulator.config import NpuSimConfig
 from runner.device.accelerator import allocator, refuse_hidden
 from runner.device.activity import Reading, own_process
-from runner.device.config import NpuSimConfig
 from runner.device.npu import Npu
-from runner.device.npu_sim import process, register
 from runner.errors import EnvironmentProblem
 from runner.protocols import Decide
 

@@ -11,7 +11,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 pytestmark = pytest.mark.timeout(600)  # the first test builds the simulator
-SCHEMAS = HERE.parent / "npu_schemas.json"
+SCHEMAS = HERE / "npu_schemas.json"
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_the_doctors_trial_finds_both_cards_good(found: dict[str, Any]) -> None:
 
 
 def test_the_schemas_are_those_of_the_snapshot(found: dict[str, Any]) -> None:
-    assert json.loads(SCHEMAS.read_text()) == found["schemas"], f"refresh it: python {HERE.name}/snapshot.py"
+    assert json.loads(SCHEMAS.read_text()) == found["schemas"], "refresh it: python simulators/npu/tests/snapshot.py"
 
 
 @pytest.mark.slow
@@ -127,8 +127,8 @@ def test_two_ranks_talk_over_hccl_and_train_as_one_copied_or_sharded(child: Any,
 @pytest.mark.slow
 def test_ranks_without_a_card_and_lists_that_name_too_many_are_refused(child: Any) -> None:
     program = (
-        "from runner.device.config import NpuSimConfig; c = NpuSimConfig(cards=2, memory_gib=1.0); c.enter()\n"
-        "from runner.decisions import Decisions; from runner.device.npu_sim.device import NpuSim\n"
+        "from npu_simulator.config import NpuSimConfig; c = NpuSimConfig(cards=2, memory_gib=1.0); c.enter()\n"
+        "from runner.decisions import Decisions; from npu_simulator.device import NpuSim\n"
         "from runner.errors import EnvironmentProblem\n"
         "try: NpuSim(c, decide=Decisions())\n"
         "except EnvironmentProblem as error: print(error)"

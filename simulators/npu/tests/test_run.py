@@ -222,7 +222,7 @@ def test_memory_that_runs_out_ends_with_its_own_code_and_advice(child: Any, tmp_
 def test_a_list_of_visible_cards_hides_some_and_one_with_a_wrong_number_ends_the_job(
     child: Any, tmp_path: Path
 ) -> None:
-    count = "from runner.device.config import NpuSimConfig; NpuSimConfig(cards=4).enter(); import torch; "
+    count = "from npu_simulator.config import NpuSimConfig; NpuSimConfig(cards=4).enter(); import torch; "
     assert child(count + "print(torch.npu.device_count())", ASCEND_RT_VISIBLE_DEVICES="1,3").split()[-1] == "2"
     program = "import sys; from runner.cli.main import main; sys.exit(main(sys.argv[1:]))"
     words = ("+recipe=sft_demo", *SMALL, "device=npu_sim", "device.cards=4", "steps=1")

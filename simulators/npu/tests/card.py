@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from runner.device.config import NpuSimConfig
+from npu_simulator.config import NpuSimConfig
 
 CONFIG = NpuSimConfig(cards=2, deterministic=True, memory_gib=1.0, soc="Ascend910B2")
 CONFIG.enter()
@@ -19,10 +19,10 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
+from npu_simulator.device import NpuSim  # noqa: E402
+from npu_simulator.operators import OPERATORS  # noqa: E402
 from runner.decisions import Decisions  # noqa: E402
 from runner.device.accelerator import allocator  # noqa: E402
-from runner.device.npu_sim.device import NpuSim  # noqa: E402
-from runner.device.npu_sim.operators import OPERATORS  # noqa: E402
 from runner.doctor import trial  # noqa: E402
 
 DEVICE = NpuSim(CONFIG, decide=Decisions())

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from runner.device.npu_sim.stub import SONAMES, build_stub
+from npu_simulator.stub import SONAMES, build_stub
 from runner.errors import EnvironmentProblem
 from runner.paths import cache_folder
 

@@ -12,9 +12,9 @@ from hypothesis import given as drawn_from
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runner.device.npu_sim import attention, operators
-from runner.device.npu_sim.draw import stream
-from runner.device.npu_sim.strict import Refused
+from npu_simulator import attention, operators
+from npu_simulator.draw import stream
+from npu_simulator.strict import Refused
 
 INFINITE = 2147483647
 COMPRESSED = torch.ones(2048, 2048, dtype=torch.bool).triu(1)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from runner.device.npu_sim.prepare import COMMAND, TOOLS, parts
-from runner.device.npu_sim.process import OPERATORS
+from npu_simulator.prepare import COMMAND, TOOLS, parts
+from npu_simulator.process import OPERATORS
+from runner.doctor.examine import NPU_VARIABLES, Check
 from runner.doctor.finding import Finding, ok, problem, skipped, warning
 from runner.doctor.machine import Machine
 
-CARDS = 2  # that the trial simulates
 OLDEST_GCC = 11
 
 
@@ -47,3 +47,11 @@ def no_cann(machine: Machine) -> Finding:
 def is_built(machine: Machine) -> bool:
     """Whether its parts for the installed torch are there."""
     return machine.version("torch") is not None and parts().whole
+
+
+CHECKS: tuple[Check, ...] = (
+    ("compiler", compiler),
+    ("simulator", parts_made),
+    ("CANN", no_cann),
+    *NPU_VARIABLES,
+)

@@ -7,15 +7,15 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-from runner.device.config import NpuSimConfig
+from npu_simulator.config import NpuSimConfig
 
 CONFIG = NpuSimConfig(memory_gib=1.0)
 CONFIG.enter()
 
 import torch  # noqa: E402
 
+from npu_simulator.device import NpuSim  # noqa: E402
 from runner.decisions import Decisions  # noqa: E402
-from runner.device.npu_sim.device import NpuSim  # noqa: E402
 from runner.model import dense  # noqa: E402
 from runner.model.causal import CausalLM  # noqa: E402
 from runner.model.config import TinyConfig  # noqa: E402

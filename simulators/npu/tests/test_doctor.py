@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from runner.device.npu_sim.process import OPERATORS
+from npu_simulator.process import OPERATORS
 from runner.doctor import trials
 from runner.doctor.examine import count, examine, looked_at
 from runner.doctor.finding import Finding, Verdict
 from runner.doctor.machine import Answer, Machine, of_this_process
-from tests.device.npu_sim.conftest import simulator  # noqa: F401
 from tests.doctor.changes import variables
 from tests.doctor.machines import findings, packages
 
@@ -89,16 +88,13 @@ def test_what_making_it_said_is_shown(bare: Machine) -> None:
             Answer(2, "", "npu_sim: first use\nerror: pip cannot fetch torch_npu\n") if made else Answer(0, "13.2.0\n")
         )
 
-    found = dict(trials.of_device("npu_sim", 2))["simulator"](dataclasses.replace(bare, run=run))
+    found = dict(trials.of_device("npu_sim", 2))["preparation"](dataclasses.replace(bare, run=run))
     assert found.verdict is Verdict.PROBLEM and found.evidence == "it cannot be built: pip cannot fetch torch_npu"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_matmul_attention_a_sum_over_two_ranks_and_a_step(
-    simulator: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_matmul_attention_a_sum_over_two_ranks_and_a_step(simulator: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUNNER_CACHE", str(simulator))
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "5")  # the cards of the trial are its own
     here = of_this_process("npu_sim")

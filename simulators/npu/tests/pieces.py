@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from runner.device.config import NpuSimConfig
+from npu_simulator.config import NpuSimConfig
 
 CONFIG = NpuSimConfig(cards=2, memory_gib=1.0)
 CONFIG.enter()
@@ -19,12 +19,12 @@ CONFIG.enter()
 import torch  # noqa: E402
 from torch import distributed  # noqa: E402
 
+from npu_simulator.device import NpuSim  # noqa: E402
 from runner import shards  # noqa: E402
 from runner.adapter import lora  # noqa: E402
 from runner.adapter.config import LoraConfig  # noqa: E402
 from runner.batch import Batch, pack  # noqa: E402
 from runner.decisions import Decisions  # noqa: E402
-from runner.device.npu_sim.device import NpuSim  # noqa: E402
 from runner.parallelism.config import FsdpConfig  # noqa: E402
 from runner.parallelism.mesh import Mesh  # noqa: E402
 from tests.model import zoo  # noqa: E402

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.device.npu_sim.draw import stream
-from runner.device.npu_sim.strict import need, need_absent, need_ends, need_floats, need_heads, need_mask, need_rows
+from npu_simulator.draw import stream
+from npu_simulator.strict import need, need_absent, need_ends, need_floats, need_heads, need_mask, need_rows
 
 OPERATOR = "npu_fusion_attention"
 STATISTICS = 8  # the card writes each maximum and each sum this many times

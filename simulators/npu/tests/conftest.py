@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from runner.device.npu_sim.prepare import TOOLS, NotFetched, prepare
+from npu_simulator.prepare import TOOLS, NotFetched, prepare
+
+# The rules of every test: nothing of the user's environment, nothing of the last test.
+from tests.conftest import clean_environment, pytest_collection_modifyitems, workdir  # noqa: F401
 
 FOREIGN = ("ASCEND_", "HCCL_", "PYTORCH_NPU_", "TASK_QUEUE_")
 DEADLINE_S = 560  # of one process; a shared machine may be slow

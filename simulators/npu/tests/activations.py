@@ -1,7 +1,7 @@
 """Run in a process of its own: one forward and backward pass on the simulated card for each way of keeping activations;
 prints the most memory that the pass took beside weights and gradients, and whether its gradients are the plain ones.
 
-python tests/device/npu_sim/activations.py [TOKENS HIDDEN LAYERS]
+python simulators/npu/tests/activations.py [TOKENS HIDDEN LAYERS]
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import json
 import sys
 from typing import Any
 
-from runner.device.config import NpuSimConfig
+from npu_simulator.config import NpuSimConfig
 
 CONFIG = NpuSimConfig(memory_gib=4.0)
 CONFIG.enter()
 
 import torch  # noqa: E402
 
+from npu_simulator.device import NpuSim  # noqa: E402
 from runner.batch import pack  # noqa: E402
 from runner.decisions import Decisions  # noqa: E402
-from runner.device.npu_sim.device import NpuSim  # noqa: E402
 from runner.model.config import TinyConfig  # noqa: E402
 from runner.model.tiny import build, tokenizer  # noqa: E402
 

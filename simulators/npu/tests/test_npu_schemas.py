@@ -1,6 +1,6 @@
 """What the adapters for Ascend NPUs call fits the operators of the real torch_npu. Needs no torch_npu itself.
 
-`npu_schemas.json` holds the operators' schemas, read from the wheel by `npu_sim/snapshot.py`.
+`npu_schemas.json` holds the operators' schemas, read from the wheel by `snapshot.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from npu_simulator import attention
+from npu_simulator.operators import OPERATORS
+from npu_simulator.schema import bound
 from runner.device import npu_attention, npu_experts, npu_fused
 from runner.device.npu_attention import FusionAttention
 from runner.device.npu_experts import mixed
-from runner.device.npu_sim import attention
-from runner.device.npu_sim.operators import OPERATORS
-from runner.device.npu_sim.schema import bound
 
 SCHEMAS = json.loads((Path(__file__).parent / "npu_schemas.json").read_text())
 
