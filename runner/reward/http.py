@@ -6,25 +6,16 @@ response:  {"scores": [1.0, null, ...]}, or the list alone
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from aiohttp import (
-    ClientConnectorDNSError,
-    ClientConnectorError,
-    ClientError,
-    ClientSession,
-    ClientSSLError,
-    ClientTimeout,
-)
-from yarl import URL
+from aiohttp import ClientError
 
 from runner.errors import EnvironmentProblem
+from runner.http_client import AnswerTooLargeError, cause, request, run
 from runner.reward.base import OWN
 from runner.reward.config import HttpConfig
 from runner.reward.faults import Fault, Faults, Scored, unscored
@@ -41,13 +32,6 @@ class _Failure(Exception):
     def __init__(self, kind: str, message: str, again: bool) -> None:
         super().__init__(message)
         self.kind, self.again = kind, again
-
-
-class _Loop(asyncio.SelectorEventLoop):
-    """Event loop that does not wait at its end for a name lookup, which no timeout can interrupt."""
-
-    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """Nothing: close() ends the executor without joining its threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +56,14 @@ class Endpoint:
 
     def _post(self, body: bytes) -> Any:
         try:
-            with asyncio.Runner(loop_factory=_Loop) as runner:
-                status, content = runner.run(self._exchange(body))
+            status, content = run(
+                request("POST", self.url, timeout_s=self.timeout_s, largest_bytes=LARGEST_BYTES, body=body)
+            )
+        except AnswerTooLargeError as error:
+            raise _Failure("answer too large", f"{self.url}: {error}", again=False) from error
         except (OSError, ClientError) as error:  # TimeoutError is an OSError
-            reason = self._reason(error)
+            late = f"no whole answer within {self.timeout_s:g} s"
+            reason = late if isinstance(error, TimeoutError) else cause(error)
             raise _Failure(f"no answer ({type(error).__name__})", f"{self.url}: {reason}", again=True) from error
         if status != 200:
             again = status == 429 or status >= 500
@@ -85,32 +73,6 @@ class Endpoint:
             return json.loads(content)
         except ValueError as error:
             raise _Failure("no JSON", f"{self.url}: the answer is no JSON: {error}", again=False) from error
-
-    async def _exchange(self, body: bytes) -> tuple[int, bytes]:
-        """Status and body of the response. Raises TimeoutError after timeout_s, wherever the request is by then."""
-        async with (
-            ClientSession(timeout=ClientTimeout(total=self.timeout_s)) as session,
-            session.post(
-                URL(self.url, encoded=True),
-                data=body,
-                headers={"Content-Type": "application/json"},
-                allow_redirects=False,
-            ) as response,
-        ):
-            content = bytearray()
-            async for part in response.content.iter_any():
-                content += part
-                if len(content) > LARGEST_BYTES:
-                    raise _Failure("answer too large", f"{self.url}: above {LARGEST_BYTES >> 20} MiB", again=False)
-            return response.status, bytes(content)
-
-    def _reason(self, error: Exception) -> str:
-        if isinstance(error, TimeoutError):
-            return f"no whole answer within {self.timeout_s:g} s"
-        if isinstance(error, ClientConnectorError) and not isinstance(error, ClientConnectorDNSError | ClientSSLError):
-            number = error.os_error.errno or 0
-            return os.strerror(number) if number > 0 else str(error)
-        return str(error) or type(error).__name__
 
 
 def build(config: HttpConfig, **_: Any) -> Scorer:

@@ -10,12 +10,9 @@ drawn over AXIS instead.
 from __future__ import annotations
 
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from runner.tracker.tail import Tail
@@ -28,25 +25,18 @@ INIT_S = 10.0
 def why_unreachable() -> str:
     """Why the configured server cannot be used, or "" if it answers anything at all within CONNECT_S seconds."""
     import wandb
+    from aiohttp import ClientError  # here, because an offline run asks nobody
+
+    from runner.http_client import cause, request, run
 
     base_url = str(wandb.setup().settings.base_url)
-    answers: list[str] = []
-    # In a thread, because looking up a host name has no time-out of its own.
-    knocking = Thread(target=lambda: answers.append(_knock(base_url)), daemon=True)
-    knocking.start()
-    knocking.join(CONNECT_S)
-    return answers[0] if answers else f"{base_url} does not answer within {CONNECT_S:.0f} s"
-
-
-def _knock(base_url: str) -> str:
     try:
-        with urllib.request.urlopen(base_url, timeout=CONNECT_S):
-            return ""
-    except urllib.error.HTTPError as error:
-        error.close()  # it answers; that it refuses this page says nothing
-        return ""
-    except (OSError, ValueError) as error:
-        return f"{base_url} cannot be reached ({getattr(error, 'reason', error)})"
+        run(request("HEAD", base_url, timeout_s=CONNECT_S, largest_bytes=0, proxies=True))
+    except TimeoutError:
+        return f"{base_url} does not answer within {CONNECT_S:.0f} s"
+    except (OSError, ClientError) as error:
+        return f"{base_url} cannot be reached ({cause(error)})"
+    return ""
 
 
 def open_run(settings: Mapping[str, Any], folder: Path, mode: str, watched_pid: int) -> Any:

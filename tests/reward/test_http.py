@@ -18,6 +18,7 @@ import pytest
 
 from runner.errors import EnvironmentProblem
 from runner.reward.config import HttpConfig
+from tests.dripping import WAYS, dripping
 from tests.ports import free_port
 from tests.reward.samples import answer, made
 
@@ -124,38 +125,11 @@ def test_waits_double() -> None:
     assert time.monotonic() - begin >= 0.05 + 0.1 + 0.2
 
 
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n"
-
-
-@pytest.mark.parametrize(
-    ("sent", "drop"),
-    [(b"", b""), (HEAD + b"\r\n", b" "), (HEAD, b"X-Wait: 1\r\n")],
-    ids=["silent", "dripped body", "dripped headers"],
-)
+@WAYS
 def test_a_service_that_takes_too_long_has_no_score(sent: bytes, drop: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def accept() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(65536)
-                connection.sendall(sent)
-                end = time.monotonic() + 0.8
-                while time.monotonic() < end:
-                    time.sleep(0.02)
-                    try:
-                        connection.sendall(drop)
-                    except OSError:  # the client has gone
-                        return
-
-        thread = Thread(target=accept)
-        thread.start()
-        begin = time.monotonic()
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        assert scored(url, timeout_s=0.2, retries=0) == [[None, None]]
-        assert time.monotonic() - begin < 0.7
-        thread.join()
-    assert "no answer (TimeoutError)" in caplog.text
+    with dripping(sent, drop) as server:
+        assert scored(server.url, timeout_s=0.2, retries=0) == [[None, None]]
+    assert server.left.is_set() and "no answer (TimeoutError)" in caplog.text
 
 
 def test_a_name_lookup_ends_with_the_timeout(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

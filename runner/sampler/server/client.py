@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
+
+from aiohttp import ClientConnectorError, ClientError
 
 from runner.errors import EnvironmentProblem, SamplerFault
+from runner.http_client import cause, request, run
 
 LARGEST_BYTES = 256 << 20
-PART_BYTES = 1 << 16
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 SAID = 300  # characters of a server's own words
 TELL_S = 60.0  # between two lines on a server that does not answer
@@ -49,13 +49,10 @@ class Client:
     """
 
     def __init__(self, url: str, key: str | None, retries: int) -> None:
-        parts = urlsplit(url)
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._make = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        self._host, self._port, self._path = parts.hostname or "", parts.port, urlsplit(self.url).path
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._keyed, self.retries, self.retried = key is not None, retries, 0
-        self._open: set[HTTPConnection] = set()
+        self._open: set[asyncio.Task[Any]] = set()
         self._told = float("-inf")
         self._lock, self._closed = threading.Lock(), threading.Event()
 
@@ -71,7 +68,7 @@ class Client:
         """The answer, decoded; None for an empty one.
 
         until: time.monotonic() at which patience ends; again: it may be sent twice, and a status of 500 and above may
-        pass; else it is sent again only where nobody listened. Raises StatusError for one that does not pass,
+        pass; else it is sent again only where no connection was made. Raises StatusError for one that does not pass,
         GarbledError, SamplerFault if there is no answer, EnvironmentProblem if the key is wrong.
         """
         content = json.dumps(body, allow_nan=False).encode()
@@ -79,16 +76,15 @@ class Client:
 
     def close(self) -> None:
         """End what is under way: it raises SamplerFault at once, wherever it waits."""
-        self._closed.set()
-        with self._lock:
-            live = list(self._open)
-        for connection in live:
-            _cut(connection)
+        with self._lock:  # an event loop ends after its task has left the set
+            self._closed.set()
+            for task in self._open:
+                task.get_loop().call_soon_threadsafe(task.cancel)
 
     def _patiently(self, method: str, path: str, content: bytes | None, until: float, *, again: bool) -> bytes:
         tried = 0
         while True:
-            failure: Exception
+            failure: BaseException
             try:
                 return self._once(method, path, content, until)
             except StatusError as error:
@@ -97,14 +93,15 @@ class Client:
                 if not error.passing or not again or tried >= self.retries:
                     raise
                 failure = error
-            except (OSError, HTTPException) as error:
+            except (OSError, ClientError, asyncio.CancelledError) as error:
                 failure = error
-            unsent = isinstance(failure, ConnectionRefusedError)
+            unsent = isinstance(failure, ClientConnectorError)
             self._wait(failure, tried, self.retries if again or unsent else 0, until)
             tried += 1
 
-    def _wait(self, failure: Exception, tried: int, retries: int, until: float) -> None:
-        reason = str(failure) or type(failure).__name__
+    def _wait(self, failure: BaseException, tried: int, retries: int, until: float) -> None:
+        late = "no whole answer in time (sampler.timeout_s)"
+        reason = late if isinstance(failure, TimeoutError) else cause(failure)
         if self._closed.is_set():
             raise SamplerFault(f"{self.url}: the sampler was closed while it waited for an answer") from failure
         pause = min(FIRST_WAIT_S * 2**tried, LONGEST_WAIT_S)
@@ -129,41 +126,32 @@ class Client:
     def _once(self, method: str, path: str, content: bytes | None, until: float) -> bytes:
         left = until - time.monotonic()
         if left <= 0:
-            raise TimeoutError("no time is left (sampler.timeout_s)")
-        with self._connection(left) as connection:
-            connection.request(method, self._path + path, content, self._headers)
-            with connection.getresponse() as response:
-                answer, status = _read(response, until), response.status
+            raise TimeoutError
+        status, answer = run(self._exchange(method, path, content, left))
         if status != 200:
             raise StatusError(status, _words(answer))
         return answer
 
-    @contextmanager
-    def _connection(self, timeout_s: float) -> Iterator[HTTPConnection]:
-        connection = self._make(self._host, self._port, timeout=timeout_s)
+    async def _exchange(self, method: str, path: str, content: bytes | None, timeout_s: float) -> tuple[int, bytes]:
+        """Status and body. Raises CancelledError when the client is closed."""
+        task = asyncio.current_task()
+        assert task is not None
         with self._lock:
-            self._open.add(connection)
-        try:
             if self._closed.is_set():
-                raise ConnectionAbortedError("closed")
-            yield connection
+                raise asyncio.CancelledError
+            self._open.add(task)
+        try:
+            return await request(
+                method,
+                self.url + path,
+                timeout_s=timeout_s,
+                largest_bytes=LARGEST_BYTES,
+                body=content,
+                headers=self._headers,
+            )
         finally:
             with self._lock:
-                self._open.discard(connection)
-            connection.close()
-
-
-def _read(response: HTTPResponse, until: float) -> bytes:
-    content = bytearray()
-    while part := response.read1(PART_BYTES):
-        content += part
-        if len(content) > LARGEST_BYTES:
-            raise HTTPException(f"the answer is above {LARGEST_BYTES >> 20} MiB")
-        if time.monotonic() > until:
-            raise TimeoutError("the answer takes too long (sampler.timeout_s)")
-    if response.length:
-        raise HTTPException(f"the answer ends {response.length} bytes early")
-    return bytes(content)
+                self._open.discard(task)
 
 
 def _decoded(content: bytes) -> Any:
@@ -189,12 +177,3 @@ def _words(content: bytes) -> str:
 
 def _cut_short(text: str) -> str:
     return text if len(text) <= SAID else f"{text[:SAID]} …"
-
-
-def _cut(connection: HTTPConnection) -> None:
-    """Wake the thread that waits for this connection."""
-    if connection.sock is not None:
-        try:
-            connection.sock.shutdown(2)
-        except OSError:
-            return  # it is closed already
