@@ -19,6 +19,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+from runner.core.subprocess import ChildProcess
+
 MASK = "***"
 DIFF_BYTES = 1_000_000
 GIT_DEADLINE_S = 10.0
@@ -186,7 +188,7 @@ def _diff(folder: Path) -> str:
     command = _command(folder, "diff", "--no-ext-diff", "--no-textconv", "--no-color", base)
     # Read a little more than is kept: a secret that the cut would halve is then still recognised.
     limit = DIFF_BYTES + 4096
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **_surroundings()) as git:
+    with ChildProcess(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **_surroundings()) as git:
         assert git.stdout is not None
         raw = git.stdout.read(limit)
         git.kill()

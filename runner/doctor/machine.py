@@ -10,16 +10,15 @@ import functools
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import cast
 
+from runner.core.subprocess import ChildProcess
 from runner.device.config import DeviceConfig
 from runner.device.kinds import NPU
 from runner.registry import default_registry
@@ -169,33 +168,20 @@ def of_this_process(wanted: str, sampler: str | None = None, launch: str | None 
 def run_command(words: Sequence[str], deadline_s: float, extra: Mapping[str, str]) -> Answer:
     """Run a command to its end, or kill it and all below it at its deadline or if this process is interrupted."""
     try:
-        process = subprocess.Popen(
-            list(words),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **extra},
-            start_new_session=True,
-        )
+        process = ChildProcess(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **extra})
     except OSError as error:
         return Answer(None, err=f"{words[0]}: {error.strerror}")
     try:
         out, err = process.communicate(timeout=deadline_s)
     except subprocess.TimeoutExpired:
-        _kill(process)
+        process.kill()
         out, err = process.communicate()
         said = "\n".join([*err.decode(errors="replace").strip().splitlines()[-1:], f"no end after {deadline_s:.0f} s"])
         return Answer(None, out.decode(errors="replace"), said, late=True)
     except BaseException:
-        _kill(process)
+        process.kill()
         raise
     return Answer(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the command's whole session; the command itself was not waited for, so its number is still its own."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _remembered(run: Ask) -> Ask:

@@ -10,17 +10,16 @@ Never imported by the doctor: what fails or aborts here is evidence there.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from runner.core.subprocess import ChildProcess, end_with_parent
 from runner.device.backend import leave_out
 from runner.device.kinds import KINDS
 from runner.doctor.machine import device_config, trial_simulator
@@ -43,12 +42,11 @@ JOB = (
     "data.held_out=2",
 )
 JOB_REST = ("tracker=none", "evaluation.every=0", "checkpoint.every=1", "schedule=constant", "name=doctor")
-PR_SET_PDEATHSIG = 1
 
 
 def main(words: Sequence[str]) -> int:
     """Do what the words ask for."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # ends with the doctor, and survives exec
+    end_with_parent(signal.SIGKILL)  # ends with the doctor, and survives exec
     what, device, *rest = words
     if (own := trial_simulator(device)) is not None:
         os.environ.pop(str(own.kind.visible), None)  # the cards are the trial's own
@@ -122,7 +120,8 @@ def _reduce(device: str, world: int) -> int:
     """Start the ranks and wait for them; what they print is this process's."""
     with tempfile.TemporaryDirectory(prefix="run-doctor-") as folder:
         command = [sys.executable, "-P", "-m", "runner.doctor.trial", "rank", device]
-        ranks = [subprocess.Popen([*command, str(rank), str(world), f"{folder}/meet"]) for rank in range(world)]
+        words = [[*command, str(rank), str(world), f"{folder}/meet"] for rank in range(world)]
+        ranks = [ChildProcess(one, own_session=False) for one in words]
         codes = [rank.wait() for rank in ranks]  # the doctor's deadline ends all of them
     return max(abs(code) for code in codes)
 

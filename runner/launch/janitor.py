@@ -13,14 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from runner.core.subprocess import ChildProcess, JsonLines, kill_group
 from runner.temporary import remove
-from runner.tracker.processes import end_group
 
 # The module by its path: whatever an environment has in store for Python's start is not for this process
 PROGRAM = "import sys; sys.path += sys.argv[1:]; from runner.launch.janitor import main; main(sys.stdin.buffer)"
@@ -32,39 +30,32 @@ class Janitor:
     """The launcher's end: a process that lives a moment longer than this one."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", PROGRAM, *PATHS],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a signal to the launcher's group is not for it
-        )
+        quiet = subprocess.DEVNULL
+        command = [sys.executable, "-I", "-S", "-c", PROGRAM, *PATHS]
+        self._process = ChildProcess(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet)
+        assert self._process.stdin is not None
+        self._stdin = self._process.stdin
+        self._lines = JsonLines(
+            writing=self._stdin.fileno()
+        )  # one that somebody has killed leaves the next start to remove what is stale
 
     def remove(self, *folders: Path) -> None:
         """These folders, where they are there, go at the end, whatever this process ends of."""
         for folder in folders:
-            self._tell({"folder": str(folder)})
+            self._lines.send({"folder": str(folder)})
 
     def watch(self, group: int) -> None:
         """This process group ends with the launcher."""
-        self._tell({"watch": group})
+        self._lines.send({"watch": group})
 
     def forget(self, group: int) -> None:
         """It has ended; its number may be another one's soon."""
-        self._tell({"forget": group})
+        self._lines.send({"forget": group})
 
     def close(self) -> None:
         """Have it done now; the processes that are watched have ended by themselves, or are killed."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
+        self._stdin.close()
         self._process.wait()
-
-    def _tell(self, message: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # somebody has killed it: the next start removes what is stale
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
 
 
 def main(lines: Iterable[bytes]) -> None:
@@ -82,7 +73,7 @@ def main(lines: Iterable[bytes]) -> None:
         else:
             folders.append(told["folder"])
     for group in groups:
-        end_group(group)
+        kill_group(group)
     if groups:
         time.sleep(SETTLE_S)
     for folder in folders:

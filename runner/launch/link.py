@@ -5,20 +5,19 @@ Link (any process) ──pipe: {"where": …} first, {"step": 7} each second, {"
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, Self
 
+from runner.core.subprocess import JsonLines
 from runner.errors import DeadlineExceeded, Interrupted, RankLost, RunnerError
 from runner.place import Machine
 
 BEAT_S = 1.0
-READ_BYTES = 2**16
 WAITED = (DeadlineExceeded, RankLost)  # what a rank ends with because another one does not answer
 
 
@@ -42,7 +41,7 @@ class Link:
 
     def __init__(self, handle: int) -> None:
         os.set_inheritable(handle, False)  # what the rank starts must not keep the pipe open
-        self._handle, self._step, self._lock = handle, 0, threading.Lock()
+        self._lines, self._step = JsonLines(writing=handle), 0
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
     def step(self, step: int) -> None:
@@ -51,20 +50,14 @@ class Link:
 
     def report(self, report: Report) -> None:
         """The last words."""
-        self._send({"report": report})
+        self._lines.send({"report": report})
 
     def _beat(self) -> None:
         here = Machine.here()
-        self._send({"where": {"host": here.host, "boot_id": here.boot_id, "pid": os.getpid()}})
+        self._lines.send({"where": {"host": here.host, "boot_id": here.boot_id, "pid": os.getpid()}})
         while True:
-            self._send({"step": self._step})
+            self._lines.send({"step": self._step})
             time.sleep(BEAT_S)
-
-    def _send(self, message: Any) -> None:
-        content = json.dumps(message).encode() + b"\n"
-        with self._lock, suppress(BrokenPipeError):  # the launcher is gone, and this process with it
-            while content:
-                content = content[os.write(self._handle, content) :]
 
 
 @dataclass(slots=True)
@@ -80,31 +73,23 @@ class Ear:
     step: int = 0
     where: dict[str, Any] = field(default_factory=dict)  # host, boot_id, pid, once it has said so
     report: Report | None = None
-    _rest: bytes = b""
     open: bool = True
+    _lines: JsonLines = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.handle is not None:
-            os.set_blocking(self.handle, False)
+        self._lines = JsonLines(self.handle)
 
     def listen(self) -> None:
         """Take in what is there."""
-        while self.open and self.handle is not None:
-            try:
-                content = os.read(self.handle, READ_BYTES)
-            except BlockingIOError:
-                return
-            if not content:
+        if self.open and self.handle is not None:
+            if (messages := self._lines.receive()) is None:
                 self.close()
-                return
-            self.take(content)
+            else:
+                self._understand(messages)
 
     def take(self, content: bytes) -> None:
         """Hear this now."""
-        self.heard = time.monotonic()
-        *lines, self._rest = (self._rest + content).split(b"\n")
-        for line in lines:
-            self._understand(json.loads(line))
+        self._understand(self._lines.feed(content))
 
     def close(self) -> None:
         """End it."""
@@ -113,11 +98,12 @@ class Ear:
             if self.handle is not None:
                 os.close(self.handle)
 
-    def _understand(self, message: dict[str, Any]) -> None:
-        self.begun = True
-        if "report" in message:
-            self.report = Report(*message["report"])
-        elif "where" in message:
-            self.where = dict(message["where"])
-        else:
-            self.step = int(message["step"])
+    def _understand(self, messages: Sequence[dict[str, Any]]) -> None:
+        for message in messages:
+            self.heard, self.begun = time.monotonic(), True
+            if "report" in message:
+                self.report = Report(*message["report"])
+            elif "where" in message:
+                self.where = dict(message["where"])
+            else:
+                self.step = int(message["step"])

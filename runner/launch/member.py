@@ -9,26 +9,23 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 import psutil
 
+from runner.core.subprocess import ChildProcess
 from runner.errors import EnvironmentProblem, StorageError
 from runner.folder import RunFolder, shown
-from runner.launch.child import bound
 from runner.launch.janitor import Janitor
 from runner.launch.link import Ear
 from runner.launch.verdict import Ended
 from runner.place import Place
 from runner.shelf_folder import places
 from runner.temporary import temporary_of
-from runner.tracker.processes import end_group
 
 Role = Literal["rank", "sampler"]
 # What a process of each role runs, after the interpreter
@@ -116,11 +113,10 @@ class Member:
     """A process on this machine. `killed`: by this launcher, because the job ends or the process does not answer."""
 
     order: Order
-    process: subprocess.Popen[bytes]
+    process: ChildProcess
     ear: Ear
     janitor: Janitor | None = None  # ends what the process has started where the launcher is killed
     killed: bool = False
-    _reaping: threading.Lock = field(default_factory=threading.Lock, repr=False)  # on Ray another thread signals
 
     def __post_init__(self) -> None:
         if self.janitor is not None:
@@ -146,14 +142,13 @@ class Member:
         try:
             with log_path.open("ab") as log:
                 stdout, stderr = screen if order.leads else (log, log)
-                process = subprocess.Popen(
-                    bound([sys.executable, *order.words(telling, listener)], ending=signal.SIGKILL),
-                    stdin=subprocess.DEVNULL,
+                process = ChildProcess(
+                    [sys.executable, *order.words(telling, listener)],
+                    end_signal=signal.SIGKILL,
                     stdout=stdout,
                     stderr=stderr,
-                    env=dict(environment),
+                    env=environment,
                     pass_fds=handles,
-                    start_new_session=True,  # Ctrl-C is for the launcher, which then tells all ranks once
                 )
         except PermissionError as error:
             os.close(hearing)
@@ -167,30 +162,24 @@ class Member:
 
     def runs(self) -> bool:
         """Whether it still does. Once it does not, what it has started is killed, and all it said was heard."""
-        if self.process.returncode is not None:
-            return False
-        if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if self.process.runs():
             return True
-        end_group(self.process.pid)  # before it is reaped: until then nobody else can have its number
-        if self.janitor is not None:
-            self.janitor.forget(self.process.pid)
-        with self._reaping:
-            self.process.wait()
-        self.ear.listen()
-        self.ear.close()
+        if self.ear.open:
+            if self.janitor is not None:
+                self.janitor.forget(self.process.pid)
+            self.ear.listen()
+            self.ear.close()
         return False
 
     def signal(self, number: int) -> None:
         """Send the process, and nothing that it started, a signal."""
-        with self._reaping:
-            if self.process.returncode is None:  # not reaped: its number is its own, also where it has ended
-                os.kill(self.process.pid, number)  # Popen.send_signal would reap it, and `runs` not see its end
+        self.process.send_signal(number)
 
     def kill(self) -> None:
         """End it and what it started."""
         if self.runs():
             self.killed = True
-            end_group(self.process.pid)
+            self.process.kill()
 
     def ended(self) -> Ended:
         """How it ended; waits for the end of one that was killed."""

@@ -9,15 +9,15 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import subprocess
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from runner.core.subprocess import ChildProcess
 from runner.errors import EnvironmentProblem, Interrupted, Problem, SpecError, StorageError
 from runner.folder import RunFolder, shown
-from runner.launch.child import bound
 from runner.launch.preflight import is_hub_id
 from runner.launch.slurm.task import obeyed
 from runner.launch.stage import RECIPE, StageFailed, environment, folder_of, go_on, layout_of, words_of
@@ -27,7 +27,6 @@ from runner.spec.job import JobSpec
 
 TRUSTED = "model.trust_remote_code=true"  # what no spec.yaml may say for the user
 TOKENIZERS = ("tokenizer*", "vocab.*", "*.model")
-POLL_S = 0.2
 
 
 def with_first_weights(spec: JobSpec) -> JobSpec:
@@ -132,11 +131,13 @@ def _run(
     trust = [word for word in words if word == TRUSTED]
     typed = ["resume", str(folder.root), *trust] if begun else [*words, "--folder", str(folder.root)]
     typed += layout
-    command = bound([sys.executable, "-P", "-m", "runner", *typed])
+    command = [sys.executable, "-P", "-m", "runner", *typed]
     count_stage(folder)
     interrupts = Interrupts()
     with interrupts.noted():
-        code = _ended(command, lock, interrupts.received)
+        # The lock is held until the stage has saved, too. The first signal that it is sent makes it save and end.
+        stage = ChildProcess(command, end_signal=signal.SIGTERM, stdin=None, env=environment(), pass_fds=(lock,))
+        code = stage.wait_and_forward(interrupts.received)
     if interrupts.received and code <= 0:  # it was done by then, or had not yet begun to listen
         code = 128 + interrupts.received[0]
     if code in (130, 143):
@@ -145,24 +146,6 @@ def _run(
         raise StageFailed(f"+recipe={recipe}, which {key} asks for, ended with exit code {code}", code)
     if not _is_done(folder):
         raise EnvironmentProblem(f"+recipe={recipe} ended well, but left no finished run in {shown(folder.root)}")
-
-
-def _ended(command: Sequence[str], lock: int, received: Sequence[int]) -> int:
-    """The exit code of the stage, which is told what this process is told: the first signal makes it save and end."""
-    process = subprocess.Popen(
-        command,
-        env=environment(),
-        pass_fds=(lock,),  # held until the stage has saved, too
-        start_new_session=True,  # Ctrl-C, and what a sweep tells a job, is for this process, which tells it once
-    )
-    told = 0
-    while True:
-        try:
-            return process.wait(POLL_S)
-        except subprocess.TimeoutExpired:
-            for number in received[told:]:
-                process.send_signal(number)
-                told += 1
 
 
 def _is_done(folder: RunFolder) -> bool:

@@ -20,10 +20,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from runner.core.subprocess import with_pdeathsig
 from runner.device.backend import AUTOLOAD
 from runner.errors import EnvironmentProblem, RankLost, RunnerError
 from runner.folder import RunFolder
-from runner.launch.child import bound
 from runner.place import MEETING, VARIABLES, Place
 from runner.spec.job import JobSpec
 
@@ -147,7 +147,7 @@ def _follow(place: Place) -> int:
 
 def _heard() -> dict[str, Any]:
     """What rank 0 tells, heard by a process of its own. Raises RankLost if rank 0 is gone."""
-    command = bound([sys.executable, "-P", "-m", "runner.launch.torchrun"])
+    command = with_pdeathsig([sys.executable, "-P", "-m", "runner.launch.torchrun"])
     own = {**os.environ, AUTOLOAD: "0"}  # a torch_npu that does not load would break it
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=own, check=False)
     if done.returncode or not done.stdout:

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from runner.ray.desk import Desk
+from runner.core.subprocess import JsonLines
 
 NAMESPACE = "posttrain-run"
 OBJECT_STORE_BYTES = 100 << 20  # nothing is kept in it; Ray would take a third of the memory
@@ -21,7 +21,7 @@ NOISE = "ray._private.accelerators.npu"  # a traceback at every start where NPUs
 
 
 @contextmanager
-def opened(asked: Mapping[str, Any], desk: Desk) -> Iterator[None]:
+def opened(asked: Mapping[str, Any], lines: JsonLines) -> Iterator[None]:
     """The cluster that was asked for, told as `ready` with its nodes, or as `refused` with what went wrong, also later.
 
     asked: address (None: a cluster of our own, heard on this machine only), resources and folder of that
@@ -31,11 +31,11 @@ def opened(asked: Mapping[str, Any], desk: Desk) -> Iterator[None]:
         _connect(asked)
         # Ray would end the driver; who signals all processes of a job (Ray's own `job stop` does) wants it to save.
         signal.signal(signal.SIGTERM, lambda *_: None)
-        desk.tell(**{"is": "ready", "nodes": nodes()})
+        lines.send({"is": "ready", "nodes": nodes()})
         yield
     except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
         why = f"{type(error).__name__}: {error}"
-        desk.tell(**{"is": "refused", "why": why, "passes": isinstance(error, TimeoutError)})
+        lines.send({"is": "refused", "why": why, "passes": isinstance(error, TimeoutError)})
         raise
     finally:
         ray.shutdown()

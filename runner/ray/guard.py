@@ -15,14 +15,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
 
-from runner.tracker.processes import cleans, descendants, kill
+from runner.core.subprocess import ChildProcess, descendants, is_cleaner, kill
 
-PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 TICK_S = 0.1
 SETTLE_S = 5.0  # for what clears away after dead processes
@@ -30,18 +28,18 @@ SETTLE_S = 5.0  # for what clears away after dead processes
 
 def main(module: str, asked: str) -> int:
     """Returns the driver's exit code, 128 + n where it was killed by signal n. SIGUSR1: the driver is killed."""
-    prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what the driver leaves behind stays below this process
+    ctypes.CDLL(None).prctl(
+        PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
+    )  # what the driver leaves behind stays below this process
     folder = json.loads(asked)["folder"]
+    forwarded: list[int] = []
     try:
-        driver = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, asked],
-            preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
-        )
+        command = [sys.executable, "-P", "-m", module, asked]
+        driver = ChildProcess(command, end_signal=signal.SIGKILL, own_session=False, stdin=None)
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             signal.signal(number, lambda *_: None)  # it ends with the driver; not ignored, which children inherit
-        signal.signal(signal.SIGUSR1, lambda *_: driver.kill())
-        code = driver.wait()
+        signal.signal(signal.SIGUSR1, lambda *_: forwarded.append(signal.SIGKILL))
+        code = driver.wait_and_forward(forwarded)
     finally:
         _end_all_below()
         if folder is not None:
@@ -52,7 +50,7 @@ def main(module: str, asked: str) -> int:
 def _end_all_below() -> None:
     end = time.monotonic() + SETTLE_S
     while left := descendants(os.getpid()):
-        kill([one for one in left if time.monotonic() > end or not cleans(one)])
+        kill([one for one in left if time.monotonic() > end or not is_cleaner(one)])
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import secrets
-import selectors
 import shutil
 import signal
 import subprocess
@@ -19,17 +18,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
+from runner.core.subprocess import ChildProcess, JsonLines
 from runner.errors import EnvironmentProblem, RankLost
 from runner.ray.knock import knock
 
 READY_S = 180.0  # for Ray to start or be reached: seconds on a free machine, a minute on a busy one
 END_S = 30.0  # for Ray to shut down
 KILLED_S = 10.0  # for the guard to end what is left of a driver that it had to kill
-POLL_S = 0.05
 TAIL = 5  # lines of what Ray printed that an error shows
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # what makes Ray take 127.0.0.1 for this machine's address
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray reports its use to its makers, unless it is told not to
@@ -58,7 +56,7 @@ class Link:
     def __init__(self, module: str, asked: Mapping[str, Any], grace_s: float = 0.0) -> None:
         self.nodes: list[Mapping[str, float]] = []
         self._module, self._asked, self._grace_s = module, {**asked, "folder": None}, grace_s
-        self._rest, self._refused, self._passes = b"", "", False
+        self._refused, self._passes = "", False
 
     def __enter__(self) -> Self:
         """Raises EnvironmentProblem where Ray cannot be started or reached, RankLost where its driver is killed."""
@@ -67,19 +65,15 @@ class Link:
         if self._is_own:
             self._asked["folder"] = tempfile.mkdtemp(prefix="run-ray-", dir="/tmp")  # short: sockets are in it
         self._output = tempfile.TemporaryFile()  # what Ray prints; it has no name to be left behind
-        self._process = subprocess.Popen(
+        self._process = ChildProcess(
             [sys.executable, "-P", "-m", "runner.ray.guard", self._module, json.dumps(self._asked)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._output,
             env=self._environment(),
-            start_new_session=True,  # Ctrl-C is for this process
         )
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        os.set_blocking(self._stdout.fileno(), False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._stdout, selectors.EVENT_READ)
+        self._lines = JsonLines(self._process.stdout.fileno(), self._process.stdin.fileno())
         try:
             self.wait_for(lambda: bool(self.nodes), READY_S)
         except BaseException:
@@ -97,23 +91,17 @@ class Link:
 
     def send(self, **request: Any) -> None:
         """Ask something of the driver. One that has died is told of by `hear`."""
-        with suppress(BrokenPipeError):
-            self._stdin.write(json.dumps(request).encode() + b"\n")
-            self._stdin.flush()
+        self._lines.send(request)
 
     def hear(self, wait_s: float = 0.0) -> None:
         """Take in what the driver has said. Raises EnvironmentProblem where it has ended, RankLost where that was by a
         signal, or because it was too slow."""
-        if not self._selector.select(wait_s):
-            return
-        chunk = self._stdout.read(1 << 16)
-        if chunk == b"":
+        if (events := self._lines.receive(wait_s)) is None:
             why = self._refused or f"Ray's driver has ended ({self._tail() or 'it said nothing'})"
             lost = self._passes if self._refused else self._was_killed()
             raise (RankLost if lost else EnvironmentProblem)(f"{self.where}: {why}")
-        *lines, self._rest = (self._rest + (chunk or b"")).split(b"\n")
-        for line in lines:
-            self._heard(json.loads(line))
+        for event in events:
+            self._heard(event)
 
     def wait_for(self, is_so: Callable[[], bool], seconds: float) -> None:
         """Take in what the driver says until something is so. Raises EnvironmentProblem where it does not come,
@@ -140,35 +128,18 @@ class Link:
 
     def _close(self, within_s: float) -> None:
         """End the driver, and with a cluster of our own all of it, also where the guard was killed."""
-        with suppress(BrokenPipeError):
-            self._stdin.close()
-        if not self._ends(within_s):
-            self._process.send_signal(signal.SIGUSR1)
-            self._ends(KILLED_S)
-        with suppress(ProcessLookupError, PermissionError):  # nobody is left in its group
-            os.killpg(self._process.pid, signal.SIGKILL)  # before it is reaped: until then nobody else has its number
-        self._process.wait()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        if not self._process.ends_within(within_s):
+            self._process.end(KILLED_S, signal.SIGUSR1)
         if self._asked["folder"] is not None:
             shutil.rmtree(self._asked["folder"], ignore_errors=True)  # the guard's work, unless it was killed
-        self._stdout.close()
-        self._selector.close()
+        self._process.stdout.close()
         self._output.close()
-
-    def _ends(self, within_s: float) -> bool:
-        """Whether the guard ends in that time; it is not reaped."""
-        end = time.monotonic() + within_s
-        while os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            if time.monotonic() > end:
-                return False
-            time.sleep(POLL_S)
-        return True
 
     def _was_killed(self) -> bool:
         """Whether a signal has ended the driver, or the guard, which says so by its exit code."""
-        if not self._ends(KILLED_S):
-            return False
-        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        return ended is not None and (ended.si_code != os.CLD_EXITED or ended.si_status > 128)
+        return self._process.ends_within(KILLED_S) and not 0 <= self._process.returncode <= 128
 
     @property
     def _is_own(self) -> bool:

@@ -10,7 +10,6 @@ See `worker.py` for what happens on the other side.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -18,14 +17,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import LifoQueue
 from threading import Thread
 from typing import IO, Any
 
+from runner.core.subprocess import ChildProcess, JsonLines
 from runner.reward import worker
 from runner.reward.faults import Fault, Scored, unscored
 from runner.reward.output import Output
@@ -70,14 +70,14 @@ class Worker:
         with theirs:
             passed = (theirs.fileno(), self._stack.fileno())
             command = [sys.executable, "-P", "-u", worker.__file__, *map(str, passed)]
-            self._process = subprocess.Popen(
+            self._process = ChildProcess(
                 [*command, self._file, target.function, "here" if target.here else "apart"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=passed,
-                start_new_session=True,  # Ctrl-C is for the run
             )
+        self._lines = JsonLines(self._channel.fileno(), self._channel.fileno())
         assert self._process.stdout is not None
         self._printing = Thread(target=_read, args=(self._process.stdout, output), daemon=True)
         self._printing.start()
@@ -88,13 +88,10 @@ class Worker:
             raise
 
     def ask(self, question: bytes, timeout_s: float) -> dict[str, Any]:
-        """The answer to a frame. Raises TimeoutError, EOFError if the process is gone."""
-        self._channel.settimeout(timeout_s)
-        try:
-            worker.send(self._channel, question)
-            return dict(json.loads(worker.receive(self._channel)))
-        except (ConnectionError, ValueError) as error:
-            raise EOFError(str(error)) from error
+        """The answer to a question in JSON. Raises TimeoutError, EOFError if the process is gone."""
+        end = time.monotonic() + timeout_s
+        self._lines.write(question + b"\n", timeout_s)
+        return dict(self._lines.receive_one(end - time.monotonic()))
 
     def hanging(self) -> str:
         """Where the function was shortly before its time was over: `, at FILE:LINE in FUNCTION`; empty if unknown."""
@@ -105,32 +102,25 @@ class Worker:
 
     def died(self) -> str:
         """How the process ended that has left the socket, in words."""
-        with suppress(subprocess.TimeoutExpired):  # it lives on without the socket, and is ended like any other
-            self._process.wait(GOING_S)
+        self._process.ends_within(GOING_S)  # one that lives on without the socket is ended like any other
         return self.end()
 
     def end(self) -> str:
         """End the process and all below it; how it ended, in words."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.terminate()  # where a forked child of ours still holds stdin open, closing it says nothing
-        try:
-            code = self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
+        code = self._process.end(END_S)  # where a forked child of ours still holds stdin open, closing it says nothing
         self._channel.close()
         self._stack.close()
         self._printing.join(END_S)
         return _ending(code)
 
     def _get_ready(self) -> None:
-        self._channel.settimeout(START_S)
         try:
-            answer = json.loads(worker.receive(self._channel))
+            answer = self._lines.receive_one(START_S)
         except TimeoutError as error:
             raise CannotStart(f"importing it takes longer than {START_S:g} s") from error
-        except (EOFError, ConnectionError, ValueError) as error:
+        except EOFError as error:
             raise CannotStart(f"the process ended while importing it: {self.died()}") from error
         if "failed" in answer:
             self._output.keep(answer["trace"])

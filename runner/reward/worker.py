@@ -1,7 +1,7 @@
 """The process that runs a user's reward function. Stands alone: only the standard library, and nothing of ours.
 
     runner ══ stdin, SIGTERM ══▶ guard ── fork ──▶ worker: imports the file, calls the function
-           ◀═ socket ═════════════════════════════▶   one JSON frame per question, one per answer
+           ◀═ socket ═════════════════════════════▶   one line of JSON per question, one per answer
            ◀═ stdout and stderr, one pipe ═════════   what the function prints
            ◀═ a file without a name ═══════════════   where the function is when its time is nearly over
 
@@ -9,8 +9,6 @@ Nothing comes through stdin: its end says that the runner is gone, and SIGTERM t
 foreign code, so it always notices. It is the foster parent (subreaper) of everything below it, so it finds and ends
 what the function left behind, also in sessions of its own. It does not rely on PR_SET_PDEATHSIG, which fires when the
 runner's *thread* that started it ends. The worker does: its parent is the guard's only thread.
-
-Frame: 8 bytes of length (big-endian), then ASCII JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ import re
 import select
 import signal
 import socket
-import struct
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,35 +34,7 @@ from typing import Any
 
 STDIN, STDERR = 0, 2
 LOOK_S = 1.0  # between two looks at whether the runner is still our parent
-LENGTH = struct.Struct(">Q")
-LARGEST_FRAME = 1 << 30
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-
-
-# --- frames ----------------------------------------------------------------------------------------------------------
-
-
-def send(channel: socket.socket, payload: bytes) -> None:
-    """Send one frame. Raises TimeoutError if the channel has a timeout and it passes."""
-    channel.sendall(LENGTH.pack(len(payload)) + payload)
-
-
-def receive(channel: socket.socket) -> bytes:
-    """Receive one frame. Raises EOFError at the end, TimeoutError."""
-    [length] = LENGTH.unpack(_exactly(channel, LENGTH.size))
-    if length > LARGEST_FRAME:
-        raise EOFError(f"a frame of {length} bytes")
-    return _exactly(channel, length)
-
-
-def _exactly(channel: socket.socket, count: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < count:
-        part = channel.recv(min(count - len(parts), 1 << 20))
-        if not part:
-            raise EOFError
-        parts += part
-    return bytes(parts)
 
 
 # --- the guard -------------------------------------------------------------------------------------------------------
@@ -169,20 +138,18 @@ def work(channel: socket.socket, stack: int, path: str, name: str, here: bool) -
         _answer(channel, {"failed": described(error, path), "trace": traceback.format_exc()})
         return 0
     _answer(channel, {"ready": True})
-    while True:
-        try:
-            question = json.loads(receive(channel))
-        except EOFError:
-            return 0
+    for line in channel.makefile("rb"):
+        question = json.loads(line)
         with traced(stack, question["timeout_s"]):
             reply = ask(function, question, path)
         if os.getpid() != me:
             os._exit(0)  # the function forked and its child came back: only one of the two may answer
         _answer(channel, reply)
+    return 0
 
 
 def _answer(channel: socket.socket, reply: Mapping[str, Any]) -> None:
-    send(channel, json.dumps(reply).encode("ascii"))
+    channel.sendall(json.dumps(reply).encode("ascii") + b"\n")
 
 
 def load(path: str, name: str, here: bool) -> Callable[..., Any]:

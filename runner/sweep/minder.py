@@ -4,7 +4,7 @@ python -m runner.sweep.minder [--parent PID] [ORDER.json]      the order on stdi
 
 SIGTERM, SIGINT   the first is passed on to the job, which saves and ends; it is killed after the order's `grace_s`
 SIGUSR1           kills the job
-its own end       ends the job (see `launch.child`); with --parent, the end of that process is a SIGTERM
+its own end       ends the job (see `core.subprocess`); with --parent, the end of that process is a SIGTERM
 exit code         0 once the note tells the job's; else what failed is on stderr
 
 A job in Slurm has `runner.sweep.slurm.job` beside it instead, which is told other things and minds it in the same way.
@@ -24,8 +24,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from runner.core.subprocess import PR_SET_PDEATHSIG
 from runner.errors import RunnerError
-from runner.launch.child import PR_SET_PDEATHSIG
 from runner.sweep.note import TOUCH_S, Note, now, touch
 from runner.sweep.order import Order
 from runner.sweep.outcome import Told

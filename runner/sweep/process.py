@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from runner.core import subprocess as processes
+from runner.core.subprocess import with_pdeathsig
 from runner.errors import StorageError
-from runner.launch.child import bound
-from runner.tracker import processes
 
 
 class JobProcess:
-    """A running job. Its output goes to the end of `log`; it ends with this process (see `launch.child`)."""
+    """A running job. Its output goes to the end of `log`; it ends with this process (see `core.subprocess`)."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class JobProcess:
         try:
             with log.open("ab") as output:
                 self._process = subprocess.Popen(
-                    bound(command, cores),
+                    with_pdeathsig(command, cores),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,

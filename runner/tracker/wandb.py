@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -23,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from runner.core import subprocess as processes
+from runner.core.subprocess import ChildProcess, JsonLines
 from runner.errors import EnvironmentProblem
 from runner.folder import RunFolder, shown, write_json
 from runner.manifest import redacted
-from runner.tracker import processes
 from runner.tracker.none import NoTracker
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class WandbTracker:
         self._environment = _environment(root, mode)
         self._restarts = RESTARTS
         self._events: dict[str, dict[str, Any]] = {}  # the last report of each kind
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         self._start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -91,9 +91,7 @@ class WandbTracker:
         self._look()
         if self._process is not None:
             self._close_stdin(status)
-            try:
-                self._process.wait(max(end - time.monotonic(), 0.1))
-            except subprocess.TimeoutExpired:
+            if not self._process.ends_within(max(end - time.monotonic(), 0.1)):
                 self._events["failed"] = {"reason": f"the sink was not done after {self._deadline_s:.0f} s"}
             self._bury()
         with contextlib.nullcontext() if status == "done" else contextlib.suppress(EnvironmentProblem):
@@ -102,22 +100,19 @@ class WandbTracker:
 
     def _start(self) -> None:
         report, writing = os.pipe()
-        os.set_blocking(report, False)
         settings = self._root / "wandb" / "sink.json"
         command = [sys.executable, "-P", "-m", "runner.tracker.wandb_sink", str(settings)]
         try:
             with (self._root / "wandb" / "sink.log").open("ab") as log:
-                self._process = subprocess.Popen(
+                self._process = ChildProcess(
                     [*command, "--report", str(writing), "--parent", str(os.getpid())],
-                    bufsize=0,
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,
                     pass_fds=(writing,),
                     env=self._environment,
-                    start_new_session=True,  # Ctrl-C is for the run, which then tells the sink
                 )
-            self._report = report
+            self._report, self._reports = report, JsonLines(report)
         except OSError as error:
             os.close(report)
             self._lost(f"the sink cannot be started: {error.strerror}")
@@ -130,8 +125,9 @@ class WandbTracker:
             return
         self._read()
         self._say_fallback()
-        if (code := self._process.poll()) is None:
+        if self._process.runs():
             return
+        code = self._process.returncode
         self._bury()
         if "failed" in self._events:
             self._lost(self._events["failed"]["reason"])
@@ -145,11 +141,7 @@ class WandbTracker:
             self._lost(f"the sink ended with {code}; see {shown(self._root / 'wandb' / 'sink.log')}")
 
     def _read(self) -> None:
-        try:
-            lines = os.read(self._report, 65536).decode().splitlines()
-        except BlockingIOError:  # nothing new
-            return
-        for event in map(json.loads, lines):
+        for event in self._reports.receive() or ():
             self._events[event["event"]] = event
 
     def _say_fallback(self) -> None:
@@ -167,8 +159,7 @@ class WandbTracker:
         """End whatever is left of the sink, wandb-core in its own session included, and close both pipes."""
         assert self._process is not None and self._process.stdin is not None
         below = processes.descendants(self._process.pid)
-        if self._process.poll() is None:
-            self._process.kill()
+        self._process.kill()
         self._process.wait()
         self._read()
         with contextlib.suppress(BrokenPipeError):

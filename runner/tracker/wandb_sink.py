@@ -26,8 +26,9 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any, NoReturn
 
+from runner.core import subprocess as processes
 from runner.manifest import redact
-from runner.tracker import processes, wandb_feed
+from runner.tracker import wandb_feed
 
 POLL_S = 0.5
 LOOK_S = 0.2

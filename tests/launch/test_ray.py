@@ -347,9 +347,9 @@ def seated(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Actor, list[dict[str, 
     from runner.launch.ray import driver
 
     told: list[dict[str, Any]] = []
-    actor, desk = Actor(), SimpleNamespace(tell=lambda **event: told.append(event))
+    actor, lines = Actor(), SimpleNamespace(send=told.append)
     monkeypatch.setattr(ray, "kill", lambda actor: actor.asked.append("end"))
-    one = driver.Driver(cast(Any, desk))
+    one = driver.Driver(cast(Any, lines))
     one._seats = [driver.Seat("sampler", "CPU", 1, actor=actor, taken=("10.0.0.3", "left", []))]
     return one, actor, told
 

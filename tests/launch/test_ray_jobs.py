@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.tracker.processes import descendants
+from runner.core.subprocess import descendants
 from tests.launch.several import DDP, Job, gone, wait_until
 from tests.launch.test_sampled_runs import SMALL, Sampled
 from tests.ray_cluster import Cluster, cluster

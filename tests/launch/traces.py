@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from runner.tracker.processes import descendants, is_alive
+from runner.core.subprocess import descendants, is_alive
 
 MARK = "TEST_TRACES"
 FILES = re.compile(r"/tmp/run-ray-\w+|/dev/shm/[^ \0\n]+")

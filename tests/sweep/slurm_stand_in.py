@@ -24,8 +24,8 @@ from typing import Any
 
 import psutil
 
+from runner.core import subprocess as processes
 from runner.folder import write_json
-from runner.tracker import processes
 
 ROOT = Path(os.environ.get("STAND_IN", os.devnull))
 NODE = {"gpu": 2, "npu": 4, "cpu": 8}

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from runner.core import subprocess as processes
 from runner.errors import EnvironmentProblem, SpecError
 from runner.sweep import drive
 from runner.sweep.config import SweepConfig
@@ -24,7 +25,6 @@ from runner.sweep.local import Local
 from runner.sweep.plan import SweepFolder, find
 from runner.sweep.record import Record, is_held
 from runner.sweep.status import status
-from runner.tracker import processes
 from tests.sweep import toy
 
 ROOT = Path(__file__).resolve().parents[2]

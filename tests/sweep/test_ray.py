@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from runner.core import subprocess as processes
 from runner.errors import EnvironmentProblem
 from runner.sweep.config import SweepConfig
 from runner.sweep.need import Need
 from runner.sweep.ray.link import Link
 from runner.sweep.ray.site import RaySite, _resources
 from runner.sweep.status import status
-from runner.tracker import processes
 from tests.ray_cluster import cluster
 from tests.sweep import toy
 from tests.sweep.test_engine import ROOT, only_sweep

@@ -33,10 +33,10 @@ from ray.exceptions import RayError
 from ray.util import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from runner.core.subprocess import JsonLines
 from runner.launch.member import Role
 from runner.launch.ray.seats import grouped
 from runner.ray.cluster import opened
-from runner.ray.desk import Desk
 
 TICK_S = 0.02
 LOOK_S = 1.0  # between two words on a group that waits
@@ -125,8 +125,8 @@ class Seat:
 class Driver:
     """The job's seats, and who sits there."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, lines: JsonLines) -> None:
+        self._lines = lines
         self._seats: list[Seat] = []
         self._group: Any = None
         self._placed, self._told = False, 0.0
@@ -136,7 +136,7 @@ class Driver:
 
     def serve(self) -> None:
         """Until the job has ended."""
-        while (requests := self._desk.requests(TICK_S)) is not None:
+        while (requests := self._lines.receive(TICK_S)) is not None:
             for request in requests:
                 getattr(self, f"_{request.pop('do')}")(**request)
             if self._group is not None and not self._placed:
@@ -161,10 +161,10 @@ class Driver:
         if not self._group.wait(TICK_S):
             if time.monotonic() - self._told > LOOK_S:
                 self._told = time.monotonic()
-                self._desk.tell(**{"is": "waiting", "free": ray.available_resources()})
+                self._lines.send({"is": "waiting", "free": ray.available_resources()})
             return
         self._placed = True
-        self._desk.tell(**{"is": "placed"})
+        self._lines.send({"is": "placed"})
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         order = grouped([nodes[bundle] for bundle in range(len(self._seats))], [seat.role for seat in self._seats])
         for at, bundle in enumerate(order):
@@ -232,20 +232,20 @@ class Driver:
             if seat.order is not None:
                 self._begin(at)
             elif all(other.taken is not None for other in self._seats):
-                self._desk.tell(**{"is": "reserved", "taken": [other.taken for other in self._seats]})
+                self._lines.send({"is": "reserved", "taken": [other.taken for other in self._seats]})
         elif what == "meet":
-            self._desk.tell(**{"is": "met", "host": answer[0], "port": answer[1]})
+            self._lines.send({"is": "met", "host": answer[0], "port": answer[1]})
         elif what == "start":
             self._ask("hear", at)
             if seat.doomed:  # an actor does several things at a time: it may have been told so before it had a process
                 self._ask("kill", at)
         elif what == "hear":
             code = answer.pop("code")
-            self._desk.tell(**{"is": "said", "seat": at, **answer})
+            self._lines.send({"is": "said", "seat": at, **answer})
             if code is None:
                 self._ask("hear", at)
             else:
-                self._desk.tell(**{"is": "ended", "seat": at, "code": code})
+                self._lines.send({"is": "ended", "seat": at, "code": code})
 
     def _lose(self, at: int, error: RayError) -> None:
         """An actor is gone, or cannot do what it is for; told once."""
@@ -254,7 +254,7 @@ class Driver:
             return
         self._release(at)
         unfit = getattr(error, "cause", None) is not None
-        self._desk.tell(**{"is": "lost", "seat": at, "why": why(error, seat.taken), "unfit": unfit})
+        self._lines.send({"is": "lost", "seat": at, "why": why(error, seat.taken), "unfit": unfit})
 
     def _release(self, at: int) -> None:
         """End an actor; what it was asked needs no answer any more."""
@@ -279,9 +279,9 @@ def why(error: RayError, taken: Sequence[Any] | None) -> str:
 
 def main(asked: dict[str, Any]) -> None:
     """Serve one job. `asked`: what runner.ray.cluster is asked for."""
-    desk = Desk()
-    driver = Driver(desk)
-    with opened(asked, desk):
+    lines = JsonLines.to_parent()
+    driver = Driver(lines)
+    with opened(asked, lines):
         driver.serve()
         if asked["address"] is not None:
             driver.end()

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from runner.core.subprocess import ChildProcess
 from runner.errors import EnvironmentProblem
 from runner.folder import RunFolder
 from runner.launch.slurm.task import AGAIN, srun
@@ -28,33 +28,23 @@ WARNED, LIMIT, ENDED = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
 def main(root: str, words: Sequence[str]) -> int:
     """The exit code of the run, which Slurm then has, too; 0 of one that goes back into the queue."""
     received: list[int] = []
+    forwarded: list[int] = []  # the first warning: what ends the job, Slurm sends the tasks itself
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
+        if number != ENDED and not forwarded:
+            forwarded.append(number)
 
     for number in (WARNED, LIMIT, ENDED):
         signal.signal(number, note)
     run = RunFolder(Path(root))
     before = steps_of(run)
     command = [sys.executable, "-P", "-m", "runner", "resume", root, *words]
-    process = subprocess.Popen(srun(command, int(os.environ["SLURM_JOB_NUM_NODES"])))
-    code = _awaited(process, received)
+    step = ChildProcess(srun(command, int(os.environ["SLURM_JOB_NUM_NODES"])), own_session=False, stdin=None)
+    code = step.wait_and_forward(forwarded)
     if code == AGAIN and LIMIT in received:
         return requeued(run, before)
     return code if code >= 0 else 128 - code
-
-
-def _awaited(process: subprocess.Popen[bytes], received: Sequence[int]) -> int:
-    """srun's exit code; it hands the first warning on to the tasks."""
-    passed_on = False
-    while True:
-        try:
-            return process.wait(0.2)
-        except subprocess.TimeoutExpired:
-            warnings = [number for number in received if number != ENDED]
-            if warnings and not passed_on:
-                passed_on = True
-                process.send_signal(warnings[0])
 
 
 def requeued(run: RunFolder, before: int) -> int:

@@ -22,8 +22,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from runner.core.subprocess import JsonLines
 from runner.ray.cluster import NAMESPACE, opened
-from runner.ray.desk import Desk
 
 PING_S = 1.0
 TICK_S = 0.1
@@ -75,8 +75,8 @@ class Attendant:
 class Driver:
     """The jobs that this driver has started or found, and what the sweep wants of them."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, lines: JsonLines) -> None:
+        self._lines = lines
         self._actors: dict[str, Any] = {}
         self._looks: dict[Any, str] = {}  # outstanding calls → token
         self._due: dict[str, float] = {}
@@ -91,9 +91,9 @@ class Driver:
         elif what["do"] == "find":
             try:
                 self._add(token, ray.get_actor(what["name"], NAMESPACE))
-                self._desk.tell(**{"is": "found", "token": token})
+                self._lines.send({"is": "found", "token": token})
             except ValueError:
-                self._desk.tell(**{"is": "gone", "token": token, "why": ""})
+                self._lines.send({"is": "gone", "token": token, "why": ""})
         elif (actor := self._actors.get(token)) is not None:
             if token in self._said:  # it has begun
                 actor.signal.remote(what["number"])
@@ -114,7 +114,7 @@ class Driver:
                 self._due[token] = time.monotonic() + PING_S
             except RayError as error:
                 why = self._said.get(token) or (str(error) if token not in self._said else "")
-                self._desk.tell(**{"is": "gone", "token": token, "why": why})
+                self._lines.send({"is": "gone", "token": token, "why": why})
                 del self._actors[token]
         for token, due in list(self._due.items()):
             if time.monotonic() > due and token in self._actors:
@@ -123,7 +123,7 @@ class Driver:
 
     def serve(self) -> None:
         """Until the sweep has ended."""
-        while (requests := self._desk.requests(TICK_S)) is not None:
+        while (requests := self._lines.receive(TICK_S)) is not None:
             for request in requests:
                 self.do(request)
             self.look()
@@ -140,9 +140,9 @@ class Driver:
 
 def main(asked: dict[str, Any]) -> None:
     """Serve one sweep. `asked`: what runner.ray.cluster is asked for, and grace_s."""
-    desk = Desk()
-    driver = Driver(desk)
-    with opened(asked, desk):
+    lines = JsonLines.to_parent()
+    driver = Driver(lines)
+    with opened(asked, lines):
         driver.serve()
         if asked["address"] is None:
             driver.end(asked["grace_s"])

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from runner import place
+from runner.core.subprocess import PR_SET_PDEATHSIG
 from runner.decisions import Decisions
 from runner.errors import Interrupted
-from runner.launch.child import PR_SET_PDEATHSIG
 from runner.protocols import Request, Rollout
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.remote import pair

@@ -1,0 +1,1 @@
+"""What every package may use: it imports nothing of ours."""

@@ -1,0 +1,322 @@
+"""Child processes: start them, end them with their parent, kill what they started, exchange JSON lines with them.
+
+    ChildProcess(command, end_signal=SIGTERM) ─▶ this file as a program: prctl(PR_SET_PDEATHSIG) ─▶ exec command
+    JsonLines (parent) ◀── one JSON text per line, over pipes or a socket ──▶ JsonLines (child)
+
+The kernel sends the signal however the parent ends. The program starts without site-packages, so psutil is imported
+where it is needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import psutil
+
+PR_SET_PDEATHSIG = 1
+# Programs that remove what other processes leave, as soon as these are dead; then they end by themselves
+CLEANERS = ("multiprocessing.resource_tracker", "runner.launch.janitor")
+SETTLE_S = 2.0  # for them to do so
+POLL_S = 0.05
+READ_BYTES = 2**16
+
+Identity = tuple[int, int]  # number and start time, in clock ticks since boot: no later process has both
+
+
+# --- start -----------------------------------------------------------------------------------------------------------
+
+
+def with_pdeathsig(command: Sequence[str], cores: Sequence[str] = (), end_signal: int = signal.SIGTERM) -> list[str]:
+    """The command that runs `command` on these cores (none: on all), and is sent `end_signal` when the thread that
+    started it ends."""
+    own = [str(os.getpid()), str(int(end_signal)), ",".join(cores) or "-"]
+    return [sys.executable, "-I", "-S", __file__, *own, *command]
+
+
+def end_with_parent(number: int) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends. Raises OSError."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(number)) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def main(parent: str, end_signal: str, cores: str, *command: str) -> None:
+    """Replace this process by the program; ends at once if the parent has ended by now."""
+    end_with_parent(int(end_signal))
+    if os.getppid() != int(parent):
+        sys.exit(128 + int(end_signal))
+    if cores != "-":
+        os.sched_setaffinity(0, map(int, cores.split(",")))
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT in all that it starts, which inherits that
+    os.execvp(command[0], command)
+
+
+class ChildProcess(subprocess.Popen[bytes]):
+    """A child in a session of its own: Ctrl-C reaches the parent alone, and what the child started ends with it.
+
+    end_signal: what the kernel sends it when the thread that started it ends (None: nothing; then `command` is started
+    directly, and OSError is raised where it cannot be); own_session=False: it stays in this process's group
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        end_signal: int | None = None,
+        own_session: bool = True,
+        stdin: int | None = subprocess.DEVNULL,
+        stdout: int | IO[bytes] | None = None,
+        stderr: int | IO[bytes] | None = None,
+        env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self._own_session, self._reaping = own_session, threading.RLock()
+        super().__init__(
+            list(command) if end_signal is None else with_pdeathsig(command, end_signal=end_signal),
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=env,
+            pass_fds=pass_fds,
+            start_new_session=own_session,
+        )
+
+    def runs(self) -> bool:
+        """Whether it still does. Once it does not, what is left of its session is killed, and `returncode` is set."""
+        if self.returncode is not None:
+            return False
+        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return True
+        self._kill_session()  # before it is reaped: until then no other process can have its number
+        with self._reaping:
+            self.wait()
+        return False
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether it ends in that time."""
+        end = time.monotonic() + seconds
+        while self.runs():
+            if time.monotonic() > end:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def wait_and_forward(self, received: Sequence[int]) -> int:
+        """Its exit code; each signal that this process adds to `received` meanwhile is sent to it once."""
+        sent = 0
+        while self.runs():
+            for number in received[sent:]:
+                self.send_signal(number)
+                sent += 1
+            time.sleep(POLL_S)
+        return int(self.returncode)
+
+    def end(self, grace_s: float, number: int = signal.SIGTERM) -> int:
+        """Send it a signal, and kill it if it runs on for `grace_s` seconds; its exit code."""
+        self.send_signal(number)
+        if not self.ends_within(grace_s):
+            self.kill()
+            self.ends_within(math.inf)
+        return int(self.returncode)
+
+    def send_signal(self, number: int) -> None:
+        """Send the process, and nothing that it started, a signal. Any thread may; unlike Popen's it reaps nothing."""
+        with self._reaping:
+            if self.returncode is None:
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL to it and to its session."""
+        if self._own_session:
+            self._kill_session()
+        else:
+            self.send_signal(signal.SIGKILL)
+
+    def _kill_session(self) -> None:
+        if self._own_session and self.returncode is None:
+            kill_group(self.pid)
+
+
+# --- which processes there are, and their end ------------------------------------------------------------------------
+
+
+def identify(pid: int) -> Identity | None:
+    """What tells a living process from a later one with its number, also for another process to read; None of one that
+    has ended. Not psutil's create_time, which moves when the clock is set."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else (pid, int(fields[19]))
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process has not ended; a zombie has, and a later process with the same number is another one."""
+    import psutil
+
+    try:
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """Every living process below `pid`, parents before children, those in sessions of their own included."""
+    import psutil
+
+    try:
+        return [process for process in psutil.Process(pid).children(recursive=True) if is_alive(process)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def kill(processes: Iterable[psutil.Process]) -> None:
+    """SIGKILL each that is still the process it was; a stopped one dies too."""
+    import psutil
+
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # it ended by itself
+            process.kill()
+
+
+def kill_group(group: int) -> None:
+    """SIGKILL to all processes of a group; to those that remove what the others leave last, if they have not ended
+    by then."""
+    import psutil
+
+    mine = [process for process in psutil.process_iter() if _group(process.pid) == group and is_alive(process)]
+    cleaners = [process for process in mine if is_cleaner(process)]
+    with suppress(psutil.AccessDenied):
+        kill([process for process in mine if process not in cleaners])
+    psutil.wait_procs(cleaners, timeout=SETTLE_S)
+    with suppress(ProcessLookupError, PermissionError):  # nobody is left in it
+        os.killpg(group, signal.SIGKILL)
+
+
+def is_cleaner(process: psutil.Process) -> bool:
+    """Whether it only removes what others leave."""
+    import psutil
+
+    try:
+        words = " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+    return any(program in words for program in CLEANERS)
+
+
+def _group(pid: int) -> int | None:
+    """The number of a process's group; None where it has ended."""
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+# --- JSON lines ------------------------------------------------------------------------------------------------------
+
+
+class JsonLines:
+    """One end of a connection that carries one JSON text per line. Several threads may write.
+
+    reading, writing: descriptors of pipes or of a socket, which no longer block and stay open; None: the other
+    direction alone, or bytes that come by other means (`feed`)
+    """
+
+    def __init__(self, reading: int | None = None, writing: int | None = None) -> None:
+        self._reading, self._writing, self._lock = reading, writing, threading.Lock()
+        self._rest, self._is_closed = bytearray(), False
+        for descriptor in (reading, writing):
+            if descriptor is not None:
+                os.set_blocking(descriptor, False)
+
+    @classmethod
+    def to_parent(cls) -> JsonLines:
+        """Take stdin and stdout for messages; what is printed from now on goes to stderr."""
+        writing = os.dup(1)
+        os.dup2(2, 1)
+        return cls(0, writing)
+
+    def send(self, message: object, within_s: float = math.inf) -> bool:
+        """Send a message; False where the other end is closed. Raises TimeoutError where it does not read in time."""
+        return self.write(json.dumps(message).encode() + b"\n", within_s)
+
+    def write(self, line: bytes, within_s: float = math.inf) -> bool:
+        """The same for a message that is JSON by now, with its newline."""
+        assert self._writing is not None
+        end = time.monotonic() + within_s
+        with self._lock, suppress(BrokenPipeError, ConnectionResetError):
+            while line:
+                try:
+                    line = line[os.write(self._writing, line) :]
+                except BlockingIOError:
+                    if not _is_ready(self._writing, select.POLLOUT, end - time.monotonic()):
+                        raise TimeoutError(f"not read within {within_s:g} s") from None
+        return not line
+
+    def receive(self, wait_s: float = 0.0) -> list[Any] | None:
+        """The messages that have come, once there is something to read or `wait_s` is over; None at the end.
+
+        Raises ValueError where something is no JSON.
+        """
+        assert self._reading is not None
+        if wait_s and not self._is_closed:
+            _is_ready(self._reading, select.POLLIN, wait_s)
+        messages: list[Any] = []
+        while not self._is_closed:
+            try:
+                content = os.read(self._reading, READ_BYTES)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                content = b""
+            self._is_closed = not content
+            messages += self.feed(content)
+        return None if self._is_closed and not messages else messages
+
+    def receive_one(self, within_s: float) -> Any:
+        """The next message, where each is the answer to one. Raises TimeoutError, EOFError at the end and where what
+        came is not one message."""
+        end = time.monotonic() + within_s
+        try:
+            while (messages := self.receive(max(end - time.monotonic(), 0.0))) is not None:
+                if messages:
+                    [message] = messages
+                    return message
+                if time.monotonic() >= end:
+                    raise TimeoutError(f"nothing came within {within_s:g} s")
+        except ValueError as error:
+            raise EOFError(str(error)) from error
+        raise EOFError
+
+    def feed(self, content: bytes) -> list[Any]:
+        """The messages that these bytes complete. Raises ValueError."""
+        *lines, rest = content.split(b"\n")
+        if lines:
+            lines[0] = bytes(self._rest) + lines[0]
+            self._rest.clear()
+        self._rest += rest
+        return [json.loads(line) for line in lines]
+
+
+def _is_ready(descriptor: int, event: int, seconds: float) -> bool:
+    """Whether reading or writing does not block, after at most so many seconds."""
+    waiting = select.poll()
+    waiting.register(descriptor, event)
+    return bool(waiting.poll(None if math.isinf(seconds) else max(seconds, 0.0) * 1000))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

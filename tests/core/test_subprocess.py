@@ -1,0 +1,172 @@
+"""Child processes: what they inherit, how they end, and the messages that parent and child exchange."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runner.core.subprocess import ChildProcess, JsonLines, descendants, identify, kill_group, with_pdeathsig
+from tests.launch.several import ROOT, gone
+
+REPORT = "import signal; print(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())))"
+SHARES = """
+import os, sys, time
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+shared = SharedMemory(create=True, size=4096)
+tracker = Path(f"/proc/{resource_tracker._resource_tracker._pid}/cmdline")
+while b"resource_tracker" not in tracker.read_bytes():  # until then it is a copy of this process
+    time.sleep(0.001)
+print(shared.name, flush=True)
+if sys.argv[1] == "dead":
+    os.kill(os.getpid(), 9)
+time.sleep(100)
+"""
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(100)"
+STARTS = """
+import signal, subprocess, time
+sleeping = [subprocess.Popen(["sleep", "100"], start_new_session=new) for new in (False, True)]
+print(*(one.pid for one in sleeping), flush=True)
+time.sleep(100)
+"""
+PARENT = """
+import os, signal, sys, time
+from runner.core.subprocess import ChildProcess
+child = ChildProcess(["sleep", "100"], end_signal=signal.SIGKILL)
+time.sleep(0.3)  # until it is the program: before that it ends by itself
+print(child.pid, flush=True)
+time.sleep(100)
+"""
+ECHO = """
+import time
+from runner.core.subprocess import JsonLines
+lines = JsonLines.to_parent()
+print("printed")
+while (messages := lines.receive(10)) is not None:
+    for message in messages:
+        lines.send({"echo": message})
+"""
+
+
+# --- start -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_signal_that_the_parent_blocks_reaches_the_program() -> None:
+    """Ray blocks SIGINT in its workers: a rank that inherits that never hears of Ctrl-C."""
+    command = [sys.executable, "-c", REPORT]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        said = [subprocess.check_output(words, text=True) for words in (command, with_pdeathsig(command))]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert "SIGINT" in said[0]  # inherited, where nothing is done about it
+    assert said[1] == "[]\n"
+
+
+def test_the_program_is_the_child_itself() -> None:
+    command = [sys.executable, "-c", "import os; print(os.getpid(), os.getppid(), os.getsid(0))"]
+    with ChildProcess(command, end_signal=signal.SIGTERM, stdout=subprocess.PIPE) as process:
+        said = process.communicate()[0].split()
+    assert [int(word) for word in said] == [process.pid, os.getpid(), process.pid]
+
+
+def test_a_child_ends_with_a_parent_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert identify(pid) is not None
+        parent.kill()
+    assert gone([pid])
+
+
+# --- end -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leader", ["alive", "dead"])
+def test_of_a_group_that_is_killed_no_shared_memory_is_left(leader: str) -> None:
+    with ChildProcess([sys.executable, "-c", SHARES, leader], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        shared = Path("/dev/shm", process.stdout.readline().decode().strip())
+        if leader == "dead":
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # and not reaped, as a launcher does it
+        else:
+            assert shared.exists()
+        kill_group(process.pid)
+        assert gone([process.pid]) and not shared.exists()
+
+
+@pytest.mark.parametrize(("program", "code"), [("sleep", -signal.SIGTERM), (DEAF, -signal.SIGKILL)])
+def test_a_child_that_is_told_to_end_is_killed_after_its_grace(program: str, code: int) -> None:
+    command = ["sleep", "100"] if program == "sleep" else [sys.executable, "-c", program]
+    with ChildProcess(command, stdout=subprocess.PIPE) as process:
+        if program != "sleep":
+            assert process.stdout is not None
+            process.stdout.readline()
+        assert process.end(0.3 if code == -signal.SIGKILL else 20) == code
+
+
+def test_what_a_child_started_in_its_session_ends_with_it_and_the_rest_is_found() -> None:
+    with ChildProcess([sys.executable, "-c", STARTS], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        inside, outside = map(int, process.stdout.readline().split())
+        below = descendants(process.pid)
+        assert {one.pid for one in below} == {inside, outside}
+        process.send_signal(signal.SIGKILL)  # to itself alone
+        assert process.ends_within(10) and process.returncode == -signal.SIGKILL
+        assert gone([inside]) and identify(outside) is not None
+        os.kill(outside, signal.SIGKILL)
+
+
+def test_signals_that_come_while_a_child_is_waited_for_are_sent_to_it() -> None:
+    with ChildProcess(["sleep", "100"]) as process:
+        assert process.wait_and_forward([signal.SIGTERM]) == -signal.SIGTERM
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def test_messages_of_any_size_come_back_whole_and_what_is_printed_is_none() -> None:
+    command, pipe = [sys.executable, "-c", ECHO], subprocess.PIPE
+    with ChildProcess(command, stdin=pipe, stdout=pipe, stderr=pipe, env={**os.environ, "PYTHONPATH": str(ROOT)}) as it:
+        assert it.stdin is not None and it.stdout is not None and it.stderr is not None
+        lines = JsonLines(it.stdout.fileno(), it.stdin.fileno())
+        for message in ("short", ["x" * 10**6], {"line\n": None}):
+            assert lines.send(message, 10) and lines.receive_one(10) == {"echo": message}
+        it.stdin.close()
+        with pytest.raises(EOFError):
+            lines.receive_one(10)
+        assert lines.receive() is None
+        assert it.wait() == 0 and it.stderr.read() == b"printed\n"
+
+
+def test_nobody_is_waited_for_longer_than_the_deadline() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        lines = JsonLines(here.fileno(), here.fileno())
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError):
+            lines.receive_one(0.05)
+        with pytest.raises(TimeoutError):
+            lines.send("x" * 10**7, 0.05)
+        assert time.monotonic() - begin < 5
+        there.close()
+        assert not lines.send("more")
+        with pytest.raises(EOFError):
+            lines.receive_one(1)
+
+
+@pytest.mark.parametrize("content", [b"1\n2\n", b"[\n"])
+def test_what_is_not_one_message_is_no_answer(content: bytes) -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        there.sendall(content)
+        with pytest.raises(EOFError):
+            JsonLines(here.fileno(), here.fileno()).receive_one(1)
