@@ -33,6 +33,7 @@ CLEANERS = ("multiprocessing.resource_tracker", "runner.launch.janitor")
 SETTLE_S = 2.0  # for them to do so
 POLL_S = 0.05
 READ_BYTES = 2**16
+LONGEST_BYTES = 2**30  # of a message that is read
 
 Identity = tuple[int, int]  # number and start time, in clock ticks since boot: no later process has both
 
@@ -232,12 +233,14 @@ class JsonLines:
     """One end of a connection that carries one JSON text per line. Several threads may write.
 
     reading, writing: descriptors of pipes or of a socket, which no longer block and stay open; None: the other
-    direction alone, or bytes that come by other means (`feed`)
+    direction alone, or bytes that come by other means (`feed`); longest_bytes: of a message that is read
     """
 
-    def __init__(self, reading: int | None = None, writing: int | None = None) -> None:
+    def __init__(
+        self, reading: int | None = None, writing: int | None = None, longest_bytes: int = LONGEST_BYTES
+    ) -> None:
         self._reading, self._writing, self._lock = reading, writing, threading.Lock()
-        self._rest, self._is_closed = bytearray(), False
+        self._rest, self._longest_bytes, self._is_closed = bytearray(), longest_bytes, False
         for descriptor in (reading, writing):
             if descriptor is not None:
                 os.set_blocking(descriptor, False)
@@ -257,7 +260,7 @@ class JsonLines:
         """The same for a message that is JSON by now, with its newline."""
         assert self._writing is not None
         end = time.monotonic() + within_s
-        with self._lock, suppress(BrokenPipeError, ConnectionResetError):
+        with self._lock, suppress(ConnectionError):
             while line:
                 try:
                     line = line[os.write(self._writing, line) :]
@@ -269,7 +272,7 @@ class JsonLines:
     def receive(self, wait_s: float = 0.0) -> list[Any] | None:
         """The messages that have come, once there is something to read or `wait_s` is over; None at the end.
 
-        Raises ValueError where something is no JSON.
+        Raises ValueError where something is no JSON, or longer than any message.
         """
         assert self._reading is not None
         if wait_s and not self._is_closed:
@@ -280,7 +283,7 @@ class JsonLines:
                 content = os.read(self._reading, READ_BYTES)
             except BlockingIOError:
                 break
-            except ConnectionResetError:
+            except OSError:  # the other machine has reset the connection, or is unreachable
                 content = b""
             self._is_closed = not content
             messages += self.feed(content)
@@ -308,7 +311,12 @@ class JsonLines:
             lines[0] = bytes(self._rest) + lines[0]
             self._rest.clear()
         self._rest += rest
-        return [json.loads(line) for line in lines]
+        if len(self._rest) > self._longest_bytes:
+            raise ValueError(f"a message of more than {self._longest_bytes} bytes")
+        try:
+            return [json.loads(line) for line in lines]
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error
 
 
 def _is_ready(descriptor: int, event: int, seconds: float) -> bool:

@@ -3,7 +3,9 @@
 machine 0: listens at launch.address ◀── hello: number, host, the job as it was typed ── machine 1 …
            ── folder, attempt, the store's port ──▶      ◀── over · verdict ──▶
 
-Plain JSON, a line each; a machine whose line breaks is gone.
+Plain JSON, a line each; a machine whose line breaks is gone. Not torch's TCPStore: it costs a launcher, which imports
+no torch, a second and 190 MB; its calls outlast their timeout where the server is stopped or cut off; it tells nobody
+that a client is gone; and whoever connects may write.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ import select
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runner.core.subprocess import JsonLines
 from runner.errors import DeadlineExceeded, EnvironmentProblem, Problem, RankLost, SpecError
 from runner.folder import RunFolder
-from runner.launch.line import Line
 from runner.launch.stage import RECIPE
 from runner.launch.verdict import INTERRUPTED, KILLED, LOST, WAITED, Verdict
 from runner.signals import StopSignal
@@ -27,9 +29,43 @@ from runner.spec.job import JobSpec
 from runner.spec.origin import leaves
 
 RETRY_S = 0.5
+SEND_S = 5.0
+LONGEST_BYTES = 2**24  # of a message
+# seconds until a machine that is cut off is noticed: 10 + 3 × 5
+ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 VERDICT_S = 30.0  # for a machine's last word, once the ranks of this one have ended
 TIMEOUT_S = 1800.0  # where the parallelism says nothing
 OWN_WORDS = ("launch.node",)  # what each machine says for itself
+
+
+class Line:
+    """The connection to another machine's launcher. `said`: the newest of each kind of message that came."""
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        self.socket, self.name = connection, name
+        self.said: dict[str, Any] = {}
+        self._lines = JsonLines(connection.fileno(), connection.fileno(), LONGEST_BYTES)
+        self._broken = False
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in ALIVE:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Say something; `listen` finds out where nobody is left to hear it."""
+        with suppress(OSError):
+            self._lines.send(message, SEND_S)
+
+    def listen(self) -> bool:
+        """Take in what has come; whether the line is broken: it ended, or what came is no message, an object."""
+        if not self._broken:
+            try:
+                messages = self._lines.receive()
+                self._broken = messages is None
+                for message in messages or ():
+                    self.said.update(message)
+            except (ValueError, TypeError):
+                self._broken = True
+        return self._broken
 
 
 @dataclass(slots=True)
@@ -151,13 +187,17 @@ def _all(door: socket.socket, spec: JobSpec, typed: Mapping[str, Any], closing: 
         unnamed = [line for line in unnamed if _lives(line)]
         for line in [line for line in unnamed if "hello" in line.said]:
             unnamed.remove(line)
-            node, host, other = line.said["hello"]
-            line.name = f"machine {node} ({host})"
-            _refuse_other_job(line, typed, other)
-            if node in found:
-                line.send({"refused": f"launch.node={node} is taken by {found[node].name}; give each its own number"})
-            else:
-                found[node] = line
+            match line.said["hello"]:
+                case [int(node), str(host), dict(other)]:
+                    line.name = f"machine {node} ({host})"
+                    _refuse_other_job(line, typed, other)
+                    if node in found:
+                        text = f"launch.node={node} is taken by {found[node].name}; give each its own number"
+                        line.send({"refused": text})
+                    else:
+                        found[node] = line
+                case _:
+                    line.socket.close()
     for line in unnamed:
         line.socket.close()  # nobody listens to it any more
     return [found[node] for node in sorted(found)]

@@ -16,11 +16,9 @@ import pytest
 from runner.cli.compose import compose_job
 from runner.errors import DeadlineExceeded, EnvironmentProblem, RunnerError, SpecError
 from runner.folder import RunFolder
-from runner.launch import line as line_module
 from runner.launch import machines as module
-from runner.launch.line import Line
 from runner.launch.local import write_spec
-from runner.launch.machines import Machines, gathered, joined
+from runner.launch.machines import Line, Machines, gathered, joined
 from runner.launch.verdict import KILLED, OWN, WAITED, Verdict
 from runner.signals import StopSignal
 from runner.spec.job import JobSpec
@@ -105,7 +103,10 @@ def test_a_number_that_is_taken_is_refused(tmp_path: Path, port: int) -> None:
     assert "launch.node=1 is taken by machine 1" in str(refused)
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\n", b"[1]\n", b"[" * 10**5 + b"\n", b""])
+@pytest.mark.parametrize(
+    "said",
+    [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\n", b"[1]\n", b"[" * 10**5 + b"\n", b"", b'{"hello": 1}\n'],
+)
 def test_who_connects_and_is_no_machine_is_left_aside(tmp_path: Path, port: int, said: bytes) -> None:
     spec = spec_of(0, port, "parallelism.timeout_s=10")
     first = Machine(spec, tmp_path)
@@ -118,10 +119,14 @@ def test_who_connects_and_is_no_machine_is_left_aside(tmp_path: Path, port: int,
 
 
 def test_what_never_ends_is_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_module, "LONGEST_BYTES", 1000)
+    monkeypatch.setattr(module, "LONGEST_BYTES", 1000)
     with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as other:
         line = Line(door.accept()[0], "a machine")
-        other.sendall(b'{"over": true}\n' + b"x" * 1001)
+        other.sendall(b'{"over": true}\n')
+        until = time.monotonic() + 5
+        while not line.said and time.monotonic() < until:
+            assert not line.listen()
+        other.sendall(b"x" * 1001)
         until = time.monotonic() + 5
         while not line.listen() and time.monotonic() < until:
             time.sleep(0.01)
