@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from runner.errors import Interrupted
-from runner.launch.screen import on_screen
+from runner.launch.words import on_screen
 from runner.signals import StopSignal
 from runner.tracker import console as module
 

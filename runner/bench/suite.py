@@ -14,8 +14,8 @@ from runner.bench.cases import Case
 from runner.decisions import Decisions
 from runner.errors import DataError, Problem, SpecError
 from runner.launch.local import ready
-from runner.launch.screen import on_screen
-from runner.launch.surroundings import load_torch, set_environment
+from runner.launch.session import load_torch, set_environment
+from runner.launch.words import on_screen
 from runner.spec.job import JobSpec
 
 if TYPE_CHECKING:

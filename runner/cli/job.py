@@ -16,7 +16,6 @@ from runner.cli.overrides import TRUST
 from runner.cli.sources import GROUP
 from runner.decisions import Decisions
 from runner.folder import RunFolder, find, find_trained, shown
-from runner.launch.surroundings import load_torch, set_environment
 from runner.spec.job import JobSpec
 from runner.tracker.text import harmless
 
@@ -102,6 +101,8 @@ def infer(args: Namespace) -> int:
     """Answer prompts: those typed, those of a file (one a line), or line by line from the keyboard."""
     _check_sampling(args)
     folder, prompts, composed = _used(args)
+    from runner.launch.session import load_torch, set_environment
+
     set_environment(composed.spec, Decisions(composed.spec.strict))
     load_torch(composed.spec.device.name)
     from runner.launch import use
@@ -133,6 +134,8 @@ def export(args: Namespace) -> int:
     folder, more, composed = _used(args)
     if more:
         raise UsageError(f"what is '{more[0]}'? write: run export latest --checkpoint 100 --out FOLDER")
+    from runner.launch.session import load_torch, set_environment
+
     set_environment(composed.spec, Decisions(composed.spec.strict))
     load_torch(composed.spec.device.name)
     from runner.launch import use

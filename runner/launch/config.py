@@ -11,14 +11,14 @@ from runner.launch.slurm.config import SlurmConfig
 class LocalConfig(MachinesConfig):
     """This process; for several devices, a process for each that this one starts and watches."""
 
-    factory: ClassVar[str] = "runner.launch.attempt:attempt"
+    factory: ClassVar[str] = "runner.launch.local:attempt"
     name: Literal["local"] = "local"
 
 
 class TorchrunConfig(StartedConfig):
     """Ranks that torchrun has started: the command is typed behind it, and has its layout from it."""
 
-    factory: ClassVar[str] = "runner.launch.attempt:attempt"
+    factory: ClassVar[str] = "runner.launch.local:attempt"
     name: Literal["torchrun"] = "torchrun"
 
     def problems(self, job: Any) -> list[tuple[str, str]]:

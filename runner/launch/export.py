@@ -1,4 +1,4 @@
-"""Writes an export: aside first, then renamed, so that what stands under its name is whole, the old one or the new.
+"""Writes an export with its model card: aside first, then renamed, so that its name has a whole one, old or new.
 
 model, card ─▶ .export.<hex>/ ─ rename ─▶ export/        an earlier export/ ─ rename ─▶ .export.<hex>.old ─▶ gone
 """
@@ -13,13 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
 from safetensors import SafetensorError
 
 from runner.durable import reason
 from runner.errors import StorageError
 from runner.folder import shown
-from runner.launch.card import CARD, write_card
 from runner.spec.job import JobSpec
+
+CARD = "README.md"
 
 
 def write_export(model: Any, target: Path, spec: JobSpec, step: int, values: Mapping[str, float]) -> None:
@@ -67,3 +69,26 @@ def _worded(target: Path) -> Iterator[None]:
             f"cannot write the export {shown(target)}: {reason(error)}; the checkpoints are whole: make space or "
             "mend the disk, then: run export"
         ) from error
+
+
+def write_card(export: Path, spec: JobSpec, step: int, values: Mapping[str, float]) -> None:
+    """Write README.md into an export; `values` are the metrics of the exported step."""
+    base = getattr(spec.model, "path", None)
+    head = {
+        "library_name": "peft" if (export / "adapter_config.json").is_file() else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": [name for name in (spec.algorithm.name, spec.adapter.name) if name != "none"],
+        **({"base_model": base} if base and not Path(base).is_absolute() else {}),  # a hub id: others can follow it
+    }
+    rows = [
+        ("base model", base or f"{spec.model.name}, from random weights"),
+        ("data", getattr(spec.data, "path", spec.data.name)),
+        ("algorithm", spec.algorithm.name),
+        ("adapter", spec.adapter.name),
+        ("step", f"{step} of {spec.steps}"),
+        *((name, f"{value:.4g}") for name, value in sorted(values.items()) if name.startswith(("eval/", "train/loss"))),
+    ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    front = yaml.safe_dump(head, sort_keys=False)
+    text = f"---\n{front}---\n\n# {spec.name}\n\n| | |\n| --- | --- |\n{table}\n"
+    (export / CARD).write_text(text, encoding="utf-8")

@@ -1,28 +1,47 @@
-"""Runs a job in this process: starts it in a new folder, or goes on in an old one."""
+"""Runs a job: starts it in a new folder or goes on in an old one, in as many attempts as it may have.
+
+                        ┌─ one device ───────────▶ Session, in this process
+start, resume ─▶ begin ─┤
+                        └─ several ──▶ Local ─▶ Team ──┬──▶ rank 0: Session, Records
+                                                       ├──▶ rank 1 …: Session, NoRecords
+                                                       └──▶ sampler 0 …
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from runner.errors import Problem, SpecError
+from runner.device.visible import listed
+from runner.errors import EnvironmentProblem, Interrupted, Problem, RunnerError, SpecError
 from runner.folder import RunFolder, claim, create, locked, point_latest, shown
 from runner.identity import frozen
 from runner.launch import torchrun
-from runner.launch.attempt import is_other_machine, join
 from runner.launch.base import StartedConfig
-from runner.launch.preflight import check_model
-from runner.launch.records import keep_evidence, write_yaml
+from runner.launch.janitor import Janitor
+from runner.launch.machines import LOOPBACK, Machines, address_towards, gathered, joined, met_at
+from runner.launch.member import Member, Order
+from runner.launch.records import keep_evidence, status_of, write_yaml
+from runner.launch.session import Session, called
 from runner.launch.slurm import submission, task
-from runner.launch.stages import TRUSTED, with_first_weights, with_other_models
+from runner.launch.stage import is_stage
+from runner.launch.stages import TRUSTED, check_model, with_first_weights, with_other_models
+from runner.launch.team import Team
+from runner.launch.verdict import is_final
+from runner.place import Place, alone
 from runner.registry import default_registry
 from runner.schedule.config import DecayConfig
 from runner.spec.job import JobSpec
 from runner.spec.origin import COMMAND_LINE
+from runner.temporary import temporary_of
+from runner.tracker.console import Console
 
 log = logging.getLogger("runner")
 
@@ -56,7 +75,7 @@ def start(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], where
 
 
 def begin(spec: JobSpec, folder: RunFolder, attempt: int, typed: Mapping[str, Any]) -> int:
-    """Make an attempt as `launch` says; see `launch.attempt`."""
+    """Make an attempt as `launch` says."""
     return int(default_registry().factory(spec.launch)(spec, folder, attempt, typed))
 
 
@@ -192,3 +211,158 @@ def next_attempt(folder: RunFolder) -> int:
 
 def _changed(before: JobSpec, spec: JobSpec) -> list[str]:
     return [name for name in type(spec).model_fields if getattr(before, name) != getattr(spec, name)]
+
+
+def attempt(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, Any]) -> int:
+    """Make attempt `number` at a job in a folder that the caller has locked, and others as `attempts`; returns 0.
+
+    typed: the job as it was typed, which must be the same on all machines. Raises RunnerError.
+    """
+
+    def run(now: int) -> None:
+        with task.obeyed(spec):
+            _run(spec, folder, now, typed)
+
+    attempts(spec, folder, number, run)
+    return 0
+
+
+def attempts(spec: JobSpec, folder: RunFolder, number: int, run: Callable[[int], None]) -> None:
+    """Make attempt `number` with `run`, and where it ends of what need not come again, the next one, which goes on from
+    the newest checkpoint: launch.attempts in all. Raises what the last one ends with."""
+    last = number + spec.launch.attempts - 1
+    while True:
+        try:
+            with status_of(folder, number):
+                run(number)
+            return
+        except Interrupted as error:
+            if is_stage():
+                raise
+            raise Interrupted(error.exit_code - 128, f"{error}\ngo on    run resume {called(folder)}") from error
+        except RunnerError as error:
+            if number >= last or is_final(error):
+                raise
+            cause, *_ = str(error).splitlines()
+        number += 1
+        keep_evidence(folder, number, ())
+        left = f"attempt {number} goes on from the newest checkpoint"
+        more = f"{last - number} more after it" if last > number else "the last one"
+        Console(folder.log).message(f"attempt {number - 1} ended: {cause}; {left} ({more})", "warning")
+
+
+def is_other_machine(spec: JobSpec) -> bool:
+    """Whether machine 0 of the job is another one, which makes the run's folder."""
+    return bool(spec.launch.machine) and not torchrun.is_rank()
+
+
+def join(spec: JobSpec, typed: Mapping[str, Any]) -> int:
+    """Take part in the job of machine 0, with this machine's devices; returns 0. Raises RunnerError."""
+    spec.device.preflight()
+    with task.obeyed(spec), joined(spec, typed) as (machines, folder, number):
+        _together(spec, folder, number, machines)
+    return 0
+
+
+def _run(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, Any]) -> None:
+    if torchrun.is_rank():
+        torchrun.lead(spec, folder, number)
+    elif spec.launch.machines > 1:
+        with gathered(spec, folder, number, typed) as machines:
+            _together(spec, folder, number, machines)
+    elif spec.launch.alone and spec.launch.attempts == 1:
+        _here(spec, folder, number)
+    else:
+        _together(spec, folder, number)
+
+
+def _here(spec: JobSpec, folder: RunFolder, number: int) -> None:
+    """Run it in this process; what an engine leaves where that is killed is removed after it."""
+    if not spec.sampler.engine:
+        Session(spec, folder, number).run()
+        return
+    with closing(Janitor()) as janitor:
+        janitor.remove(folder.engine, temporary_of(folder.engine))
+        Session(spec, folder, number).run()
+
+
+def _together(spec: JobSpec, folder: RunFolder, number: int, machines: Machines | None = None) -> None:
+    """Start this machine's processes, and watch them to their end."""
+    with closing(Local(spec, machines)) as starter:
+        Team(spec, folder, number, starter, machines).run()
+
+
+class Local:
+    """The `Starter` of launch=local; of several machines, that of this one."""
+
+    def __init__(self, spec: JobSpec, machines: Machines | None = None) -> None:
+        """Raises EnvironmentProblem where devices are missing."""
+        self._spec, self._machines = spec, machines
+        self._cards = _cards(spec)
+        self._own = None if machines is not None else socket.create_server((LOOPBACK, 0), backlog=512)
+        self._janitor = Janitor() if spec.algorithm.samples else None
+
+    def places(self) -> list[Place]:
+        """The ranks of this machine."""
+        size = self._spec.launch.devices
+        first = size * self._spec.launch.machine
+        return [Place(first + local, self._spec.launch.world, local, size) for local in range(size)]
+
+    def meeting(self) -> tuple[str, int]:
+        """Where all ranks meet."""
+        if self._machines is not None:
+            return self._machines.store
+        assert self._own is not None
+        return LOOPBACK, self._own.getsockname()[1]
+
+    def start(self, order: Order) -> Member:
+        """Start a process. Raises StorageError, EnvironmentProblem."""
+        listener = self._machines.listener if self._machines is not None else self._own
+        handle = listener.fileno() if listener is not None and order.meets else None
+        if self._janitor is not None:
+            self._janitor.remove(*order.scratch)
+        own = {**alone(os.environ), **self._surroundings(), **self._seen(order), **order.environment}
+        member = Member.start(order, own, handle, self._janitor)
+        if self._own is not None and order.meets:
+            self._own.close()  # rank 0 has it: where that is gone, nobody is to wait for an answer
+        return member
+
+    def close(self) -> None:
+        """Nothing of what was started is left."""
+        if self._own is not None:
+            self._own.close()
+        if self._janitor is not None:
+            self._janitor.close()
+
+    def _surroundings(self) -> Mapping[str, str]:
+        """What all processes of this machine have in their environment."""
+        processes = self._spec.launch.devices + self._spec.launch.samplers
+        found = {}
+        if "OMP_NUM_THREADS" not in os.environ:
+            found["OMP_NUM_THREADS"] = str(max(len(os.sched_getaffinity(0)) // processes, 1))
+        if "GLOO_SOCKET_IFNAME" not in os.environ:  # a host's own name need not lead anywhere, as in many containers
+            found |= met_at(LOOPBACK if self._machines is None else address_towards(self._machines.store[0]))
+        return found
+
+    def _seen(self, order: Order) -> Mapping[str, str]:
+        """The cards that a process is to see: a rank sees all, and takes the one of its place."""
+        variable = self._spec.device.kind.visible
+        if order.role == "rank" or variable is None or self._cards is None:
+            return {}
+        return {variable: ",".join(self._cards[number] for number in order.cards)}
+
+
+def _cards(spec: JobSpec) -> tuple[str, ...] | None:
+    """The devices here, as a list of visible ones names them: where the user has no list, the driver counts from 0,
+    whatever the device files are called (a container may have some of them). None on the processor, and where no
+    sampler is to be given any. Raises EnvironmentProblem where ranks and samplers want more than there are.
+    """
+    there = spec.device.visible() if spec.launch.samplers else None
+    if there is not None and listed(spec.device.kind) is None:
+        there = tuple(map(str, range(len(there))))
+    wanted = spec.launch.devices + spec.launch.samplers
+    if there is not None and len(there) < wanted:
+        asked = f"launch.devices={spec.launch.devices} and launch.samplers={spec.launch.samplers} want {wanted} devices"
+        found = f"{len(there)} {'is' if len(there) == 1 else 'are'} here ({', '.join(there) or 'none'})"
+        raise EnvironmentProblem(f"{asked}, and {found}; type fewer, or list more in {spec.device.kind.visible}")
+    return there

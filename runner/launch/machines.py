@@ -6,6 +6,9 @@ machine 0: listens at launch.address ◀── hello: number, host, the job as i
 Plain JSON, a line each; a machine whose line breaks is gone. Not torch's TCPStore: it costs a launcher, which imports
 no torch, a second and 190 MB; its calls outlast their timeout where the server is stopped or cut off; it tells nobody
 that a client is gone; and whoever connects may write.
+
+gloo takes the address of the host's own name, unless it is told an interface, and on many machines that is a loopback
+one: `met_at` tells it the one on the way to the others.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from runner.core.subprocess import JsonLines
 from runner.errors import DeadlineExceeded, EnvironmentProblem, Problem, RankLost, SpecError
@@ -35,6 +40,8 @@ LONGEST_BYTES = 2**24  # of a message
 ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 VERDICT_S = 30.0  # for a machine's last word, once the ranks of this one have ended
 TIMEOUT_S = 1800.0  # where the parallelism says nothing
+LOOPBACK = "127.0.0.1"
+SAMPLER_HOST = "RUN_SAMPLER_HOST"  # variable: the address at which the job's other machines find a sampler's
 OWN_WORDS = ("launch.node",)  # what each machine says for itself
 
 
@@ -253,3 +260,27 @@ def _address(spec: JobSpec) -> str:
     """Machine 0's, as it is said."""
     host, port = spec.launch.meeting
     return f"{host}:{port}"
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface with this IPv4 address, None where there is none."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.family == socket.AF_INET and one.address == address for one in addresses):
+            return name
+    return None
+
+
+def address_towards(host: str) -> str:
+    """This machine's IPv4 address on the way to `host`; empty where there is no way. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            asked.connect((host, 9))
+        except OSError:
+            return ""
+        return str(asked.getsockname()[0])
+
+
+def met_at(address: str) -> dict[str, str]:
+    """The environment in which gloo is found at this machine's address; empty where no interface has it."""
+    name = interface_of(address)
+    return {} if name is None else {"GLOO_SOCKET_IFNAME": name}

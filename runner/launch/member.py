@@ -1,19 +1,29 @@
-"""One process of a job as its launcher sees it, and how it is ordered from whoever starts it.
+"""One process of a job as its launcher sees it: how it is ordered from whoever starts it, watched, and written down.
 
 Team ──Order──▶ Starter ──Process──▶ Team        on this machine: Local and Member; elsewhere, what speaks for it
+                                      ├─▶ Roster ─▶ members/<machine>.json, every few seconds, for `run status`
+                                      └─▶ dump_stacks: where each thread is, of a process that does not answer
 
-A member here is a process in a session of its own, killed by the kernel when the launcher ends.
+A member here is a process in a session of its own, killed by the kernel when the launcher ends. No step waits for the
+roster, and no job ends for it: where the disk refuses the file, who reads it sees an old one.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import json
 import os
+import re
 import signal
 import sys
+import sysconfig
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import psutil
 
@@ -21,9 +31,8 @@ from runner.core.subprocess import ChildProcess
 from runner.errors import EnvironmentProblem, StorageError
 from runner.folder import RunFolder, shown
 from runner.launch.janitor import Janitor
-from runner.launch.link import Ear
-from runner.launch.verdict import Ended
-from runner.place import Place
+from runner.launch.verdict import Ear, Ended
+from runner.place import Machine, Place
 from runner.shelf_folder import places
 from runner.temporary import temporary_of
 
@@ -32,6 +41,16 @@ Role = Literal["rank", "sampler"]
 PROGRAMS: dict[Role, tuple[str, ...]] = {
     "rank": ("-P", "-m", "runner.launch.rank"),
     "sampler": ("-P", "-m", "runner.launch.sampling"),
+}
+BEAT_S = 2.0
+DUMP_S = 1.0  # for processes to write their stacks
+HEAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*most recent call first.*:$", re.MULTILINE)
+FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {"<frozen"})
+STOPPED = {
+    psutil.STATUS_STOPPED: "stopped (SIGSTOP)",
+    psutil.STATUS_TRACING_STOP: "stopped by a debugger",
+    psutil.STATUS_DISK_SLEEP: "in the kernel, waiting for a disk or a device",
 }
 
 
@@ -194,3 +213,87 @@ class Member:
             return psutil.Process(self.process.pid).status()
         except psutil.NoSuchProcess:
             return ""
+
+
+@dataclass(slots=True)
+class Roster:
+    """What one launcher, of machine `machine`, writes of attempt `attempt`."""
+
+    folder: RunFolder
+    attempt: int
+    machine: int = 0
+    due: float = 0.0
+
+    def note(self, members: Sequence[Process], replaced: Mapping[str, int], *, over: bool = False) -> None:
+        """Write it, if it is time, or the attempt is `over`. replaced: how often one was started anew, by its name."""
+        if time.monotonic() < self.due and not over:
+            return
+        self.due = time.monotonic() + BEAT_S
+        here = Machine.here()
+        launcher = {"host": here.host, "boot_id": here.boot_id, "pid": os.getpid()}
+        said = [self._of(member, replaced.get(member.order.name, 0)) for member in members]
+        content = {"attempt": self.attempt, "written": _now(), "over": over, "launcher": launcher, "members": said}
+        path = self.folder.members / f"{self.machine}.json"
+        with suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            staged = path.with_name(f".{path.name}")
+            staged.write_text(json.dumps(content, indent=1))
+            staged.replace(path)
+
+    def _of(self, member: Process, replaced: int) -> dict[str, Any]:
+        order, ear = member.order, member.ear
+        return {
+            "name": order.name,
+            "role": order.role,
+            "index": order.index,
+            **ear.where,
+            "runs": member.runs(),
+            "begun": ear.begun,
+            "step": ear.step if order.role == "rank" else None,
+            "heard": _now() - (time.monotonic() - ear.heard),
+            "replaced": replaced,
+            "log": str(order.folder.log.relative_to(order.folder.root)),
+        }
+
+
+def _now() -> float:
+    """Seconds since 1970."""
+    return datetime.now(UTC).timestamp()
+
+
+def watch_stacks(handle: int) -> None:
+    """Write every thread's stack to this descriptor where a library crashes, and when the launcher asks for it."""
+    faulthandler.enable(handle)
+    faulthandler.register(signal.SIGUSR1, handle, all_threads=True)
+
+
+def dump_stacks(members: Sequence[Process], lagging: Sequence[Process]) -> list[str]:
+    """Have each process write its stacks to its log; returns a line for each of the lagging ones."""
+    before = {member.order.name: size(member.order.folder.log) for member in members}
+    for member in members:
+        member.signal(signal.SIGUSR1)
+    time.sleep(DUMP_S)
+    return [f"{member.order.name} {_where(member, before[member.order.name])}" for member in lagging]
+
+
+def size(log: Path) -> int:
+    """Bytes that a log has; 0 if it is not there."""
+    return log.stat().st_size if log.exists() else 0
+
+
+def _where(member: Process, before: int) -> str:
+    """What a process does, as the kernel and its main thread's stack tell; of a rank, in which step."""
+    step = [f"in step {member.ear.step + 1}"] if member.order.role == "rank" else []
+    if stopped := STOPPED.get(member.status()):
+        return " and ".join(f"is {words}" for words in (*step, stopped))
+    log = member.order.folder.log
+    found = place_of(log.read_bytes()[before:].decode(errors="replace")) if log.exists() else ""
+    return f"is {', '.join((*step, found or 'where it does not say: a library holds its threads'))}"
+
+
+def place_of(stacks: str) -> str:
+    """Where the main thread, which faulthandler writes last, is in code that is no library's; empty if nowhere."""
+    last = HEAD.split(stacks)[-1] if HEAD.search(stacks) else ""
+    frames = list(FRAME.finditer(last))
+    own = next((frame for frame in frames if not frame["file"].startswith(LIBRARIES)), next(iter(frames), None))
+    return f"at {own['file']}:{own['line']}, in {own['function']}" if own else ""

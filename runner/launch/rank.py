@@ -19,9 +19,9 @@ import yaml
 
 from runner.errors import RunnerError
 from runner.folder import RunFolder
-from runner.launch.hang import watch_stacks
-from runner.launch.link import Link, Report
+from runner.launch.member import watch_stacks
 from runner.launch.session import Session
+from runner.launch.verdict import Link, Report
 from runner.place import Place
 from runner.sampler.remote import secret
 from runner.signals import StopSignal

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from runner.decisions import Decisions
+from runner.errors import Interrupted
 from runner.folder import RunFolder
-from runner.launch.rank import leave, read_spec
-from runner.launch.screen import on_screen
-from runner.launch.service import HOST, LOOPBACK, serve_until_told
-from runner.launch.session import memory_errors
-from runner.launch.surroundings import load_torch, set_environment
+from runner.launch.machines import LOOPBACK, SAMPLER_HOST
+from runner.launch.rank import leave, read_spec, reported
+from runner.launch.session import load_torch, memory_errors, set_environment
+from runner.launch.verdict import Link
+from runner.launch.words import on_screen
 from runner.sampler.remote import secret
+from runner.signals import StopSignal
 
 
 def main(root: str, attempt: str, pipe: str, index: str) -> int:
@@ -41,8 +44,27 @@ def _serve(folder: RunFolder, attempt: int, index: int) -> None:
         with memory_errors(spec):
             sampler, by, activity = build_own_sampler(spec, decide, folder)
             activity.on_start(0)
-            token, host = secret.token(), os.environ.get(HOST, LOOPBACK)
+            token, host = secret.token(), os.environ.get(SAMPLER_HOST, LOOPBACK)
             serve(sampler, index, folder.samplers, token=token, host=host, collectives=by, device=activity.taken)
+
+
+def serve_until_told(folder: RunFolder, pipe: str, serve: Callable[[], None]) -> int:
+    """Serve until SIGTERM. Returns the exit code; the launcher, at the other end of `pipe`, hears the reason."""
+    stop = StopSignal()
+    stop.install()
+    secret.take()
+    link = Link(int(pipe))
+
+    def work() -> None:
+        if stop.number is not None:
+            return
+        try:
+            with stop.at_once():
+                serve()
+        except Interrupted:
+            return
+
+    return reported(link, folder, work)
 
 
 if __name__ == "__main__":

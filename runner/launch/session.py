@@ -1,5 +1,6 @@
 """One attempt at a run in one process, from its environment to what its end says.
 
+environment that the device wants, before torch is imported
 checkpoint ─▶ trackers ─▶ build ─▶ loop ─▶ export
 └─ a signal ends it at once ─┘
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,15 +19,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from runner.decisions import Decisions
-from runner.errors import DeadlineExceeded, OutOfMemory, RankLost
+from runner.device.backend import leave_out
+from runner.device.kinds import NPU
+from runner.device.presets import npu_objection, resolve
+from runner.errors import DeadlineExceeded, EnvironmentProblem, OutOfMemory, RankLost
 from runner.folder import RunFolder, is_latest, shown
 from runner.identity import refuse_changed_spec
 from runner.launch.export import write_export
 from runner.launch.records import NoRecords, Records
-from runner.launch.screen import on_screen
 from runner.launch.stage import is_stage
-from runner.launch.surroundings import load_torch, set_environment
-from runner.launch.words import NO_EXAMPLE, Turn, amount, example, plain_sample, ranks, title
+from runner.launch.words import NO_EXAMPLE, Turn, amount, example, on_screen, plain_sample, ranks, title
 from runner.place import Place, tells_of_delay, tells_of_loss
 from runner.signals import StopSignal
 from runner.spec.job import JobSpec
@@ -217,3 +220,37 @@ def memory_errors(spec: JobSpec) -> Iterator[None]:
             f"  lower algorithm.micro_batch_tokens (now {spec.algorithm.micro_batch_tokens}; same update), "
             "or set model.gradient_checkpointing=true"
         ) from error
+
+
+def set_environment(spec: JobSpec, decide: Decisions) -> None:
+    """Set what the device's presets ask for and the user has not set; the manifest keeps what is then in force.
+
+    A torch_npu that the device has no use for is left out of the process: without CANN it breaks `import torch`.
+    Raises EnvironmentProblem if the device cannot work and nobody could see that before, if torch_npu would refuse what
+    the user set, or if HCCL's timeouts, the user's and the preset's together, contradict one another.
+    """
+    if not spec.launch.here:
+        spec.device.preflight()
+    presets = spec.device.environment(spec)
+    found = resolve(presets, dict(os.environ))
+    for name, (value, variable) in found.kept.items():
+        decide.state(f"environment.{name}", value, f"yours; not {variable.value}: {variable.reason}")
+    os.environ.update({name: variable.value for name, variable in found.set.items()})
+    if found.set:
+        late = "; too late for what torch reads at its import" if "torch" in sys.modules else ""
+        words = " ".join(f"{name}={variable.value}" for name, variable in found.set.items())
+        decide.state("environment", " + ".join(preset.name for preset in presets), words + late)
+    if left_out := leave_out(spec.device.name, spec.device.kind):
+        decide.state("environment.torch_npu", "left out of this process", left_out)
+    if spec.device.kind is NPU and (objection := npu_objection(os.environ)):
+        raise EnvironmentProblem(f"device={spec.device.name}: {objection}")
+    spec.device.enter()
+
+
+def load_torch(device: str) -> None:
+    """Import torch. Raises EnvironmentProblem where that fails, as it does if torch_npu does not fit torch or CANN."""
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:
+        cause = f"{error} (from {type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ else str(error)
+        raise EnvironmentProblem(f"import torch fails: {cause}\n  what is wrong: run doctor device={device}") from error

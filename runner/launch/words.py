@@ -1,12 +1,16 @@
-"""What a run says of itself: who learns what from how much data, and a prompt to try it with.
+"""What a run says of itself, and where: who learns what from how much data, and a prompt to try it with.
 
 spec, what was built ─▶ title() · amount()        tokens of a prompt ─▶ plain_prompt() ─▶ what the user asked
+logging, warnings ─▶ on_screen ─▶ the screen and run.log
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +19,14 @@ from runner.folder import shown
 from runner.parallelism.config import ZeroConfig
 from runner.place import Place
 from runner.spec.job import JobSpec
+from runner.tracker.console import Console
 from runner.tracker.text import counted, number, rate
 
 LONGEST_EXAMPLE = 100  # characters of a prompt that is offered to be typed
 NO_EXAMPLE = '"…"'
 FIRST_WORDS = 4  # of a plain text, as a prompt to go on from
+LOGGER = "runner"
+RETRIES = "huggingface_hub.utils._http"
 
 
 def title(spec: JobSpec, model: Any) -> dict[str, str]:
@@ -131,3 +138,49 @@ def _context(item: Any, tokenizer: Any) -> str:
 
 def _quoted(text: str) -> str:
     return f'"{text}"' if not set(text) & set('"$`\\!') else shlex.quote(text)
+
+
+class _ToConsole(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.message(record.getMessage(), record.levelname.lower())
+
+
+@contextmanager
+def on_screen(path: Path, *, silent: bool = False) -> Iterator[Console]:
+    """A console that also shows what is logged under "runner", and Python's warnings, until the block ends.
+
+    silent: only in the log at `path`, as for the ranks that do not speak to the user
+    """
+    with open(os.devnull, "w") as nowhere:
+        console = Console(path, nowhere if silent else None)
+        with _listening(_ToConsole(console)):
+            try:
+                yield console
+            finally:
+                console.stop([])
+
+
+@contextmanager
+def _listening(handler: logging.Handler) -> Iterator[None]:
+    """Hand the handler what is logged."""
+    loggers = [logging.getLogger(LOGGER), logging.getLogger("py.warnings")]
+    levels = {name: logging.getLogger(name).level for name in (LOGGER, RETRIES)}
+    logging.captureWarnings(True)
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.propagate = False
+    loggers[0].setLevel(logging.INFO)
+    logging.getLogger(RETRIES).setLevel(logging.ERROR)  # five lines a file, before the error that says it all
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        for logger in loggers:
+            logger.removeHandler(handler)
+            logger.propagate = True
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

@@ -13,9 +13,8 @@ from runner.decisions import Decisions
 from runner.errors import Disagreement, Problem, SpecError
 from runner.folder import RunFolder
 from runner.launch.local import ready
-from runner.launch.screen import on_screen
-from runner.launch.session import memory_errors
-from runner.launch.surroundings import load_torch, set_environment
+from runner.launch.session import load_torch, memory_errors, set_environment
+from runner.launch.words import on_screen
 from runner.parity import report
 from runner.parity.compare import compare, refuse_other_job, refuse_other_start
 from runner.parity.recording import Recording, write

@@ -17,7 +17,7 @@ from runner.decisions import Decisions
 from runner.device import presets
 from runner.device.presets import CUDA_DETERMINISTIC, HCCL_DEFAULTS, PRESETS, hccl_objection, ports, resolve
 from runner.errors import EnvironmentProblem
-from runner.launch.surroundings import set_environment
+from runner.launch.session import set_environment
 from runner.manifest import environment
 from runner.spec.job import JobSpec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.launch.interface import address_towards, interface_of, met_at
+from runner.launch.machines import address_towards, interface_of, met_at
 
 
 def test_loopback_is_found_and_a_strange_address_is_not() -> None:

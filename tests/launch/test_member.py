@@ -22,7 +22,7 @@ from tests.launch.several import ROOT, alive, gone
 PROGRAM = """
 import subprocess, sys
 from runner.errors import DataError
-from runner.launch.link import Link, Report
+from runner.launch.verdict import Link, Report
 sleeping = subprocess.Popen(["sleep", "1000"])
 print(sleeping.pid, flush=True)
 Link(int(sys.argv[3])).report(Report.of(DataError("line 7 is no JSON")))

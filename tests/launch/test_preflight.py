@@ -8,7 +8,7 @@ import pytest
 
 from runner.cli.compose import compose_job
 from runner.errors import SpecError
-from runner.launch.preflight import check_model
+from runner.launch.stages import check_model
 from runner.spec.job import JobSpec
 
 

@@ -22,13 +22,12 @@ from runner.cli.compose import compose_job
 from runner.errors import EnvironmentProblem, Interrupted, RankLost, RunnerError, SpecError
 from runner.folder import RunFolder
 from runner.launch import member
-from runner.launch.link import Ear
 from runner.launch.member import Order
 from runner.launch.ray import child as children
 from runner.launch.ray.attempt import closed
 from runner.launch.ray.child import CHUNK, Child, packed, surroundings, unpacked
 from runner.launch.ray.seats import Seat, Taken, described, free, grouped, refuse_too_many, seats, table
-from runner.launch.verdict import JobFailed, is_final
+from runner.launch.verdict import Ear, JobFailed, is_final
 from runner.place import Place
 from runner.ray.link import Link, need_ray
 from tests.launch.several import ROOT, alive

@@ -17,10 +17,9 @@ from runner.cli.compose import compose_job
 from runner.device import visible
 from runner.errors import DataError, EnvironmentProblem, RunnerError, SamplerFault
 from runner.folder import RunFolder, write_json
-from runner.launch import member, services, team
-from runner.launch.attempt import attempts
+from runner.launch import member, team
+from runner.launch.local import Local, attempts
 from runner.launch.member import Order
-from runner.launch.starter import Local
 from runner.launch.team import Team
 from runner.launch.verdict import JobFailed
 from runner.place import Place
@@ -129,7 +128,7 @@ def test_a_sampler_that_is_lost_is_replaced_with_a_line_that_says_why(tmp_path: 
 def test_a_sampler_that_is_stopped_is_found_by_its_silence_and_replaced(
     tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(services, "SILENT", 1.0)
+    monkeypatch.setattr(team, "SILENT", 1.0)
     said = run("sampler.timeout_s=6", rank="until 3", sampler_0=["stop"])
     assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 6 s; it is started anew (1 of 3)" in said
     assert not alive([one["pid"] for one in lives(tmp_path, 0)])

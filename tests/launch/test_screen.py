@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from runner.launch.screen import RETRIES, on_screen
+from runner.launch.words import RETRIES, on_screen
 
 
 def logging_of(name: str) -> tuple[Any, ...]:

@@ -16,8 +16,8 @@ import pytest
 from runner.cli.compose import compose_job
 from runner.errors import Interrupted, RunnerError
 from runner.folder import RunFolder
-from runner.launch import hang, member, team
-from runner.launch.starter import Local
+from runner.launch import member, team
+from runner.launch.local import Local
 from runner.launch.team import Team
 from tests.launch.several import alive, gone
 
@@ -31,7 +31,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(member.PROGRAMS, "sampler", ("-m", "tests.launch.toy_sampler", "sampler"))
     monkeypatch.setattr(team, "GRACE_S", 0.5)
     monkeypatch.setattr(team, "CAUSE_S", 0.4)
-    monkeypatch.setattr(hang, "DUMP_S", 0.3)
+    monkeypatch.setattr(member, "DUMP_S", 0.3)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 

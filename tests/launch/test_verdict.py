@@ -8,9 +8,8 @@ import signal
 import pytest
 
 from runner.errors import DataError, DeadlineExceeded, Interrupted, RankLost, RunnerError
-from runner.launch.hang import place_of
-from runner.launch.link import Report
-from runner.launch.verdict import Ended, judge
+from runner.launch.member import place_of
+from runner.launch.verdict import Ended, Report, judge
 
 
 def rank(number: int, code: int, error: RunnerError | None = None, when: float = 0, ours: bool = False) -> Ended:

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from runner.errors import DataError, DeadlineExceeded
-from runner.launch.hang import watch_stacks
-from runner.launch.link import Link, Report
+from runner.launch.member import watch_stacks
+from runner.launch.verdict import Link, Report
 from runner.place import Place
 
 STEPS, STEP_S = 10, 0.05

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from runner.errors import DataError, SamplerFault
-from runner.launch.link import Link, Report
+from runner.launch.verdict import Link, Report
 
 
 def misbehave(asked: str, link: Link) -> int:

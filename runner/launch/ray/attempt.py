@@ -1,4 +1,5 @@
-"""The attempts of launch=ray: Ray reserves, its actors start, and the same `Team` watches as on this machine.
+"""The attempts of launch=ray: Ray reserves, its actors start, and the same `Team` watches as on this machine: over the
+line to Ray's driver, with a `Process` for each that an actor started.
 
                   ┌─▶ runner.ray.guard ▷ runner.launch.ray.driver ─▶ actor 0 ─▶ rank 0
 attempt ─▶ Team ──┤                                               ├▶ actor 1 ─▶ rank 1 …
@@ -8,24 +9,25 @@ attempt ─▶ Team ──┤                                               ├�
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TextIO
 
 from runner.carried import carried
 from runner.device.kinds import CPU, CUDA
-from runner.errors import DeadlineExceeded, EnvironmentProblem, Interrupted, RunnerError
-from runner.folder import RunFolder
-from runner.launch.attempt import attempts
+from runner.errors import DeadlineExceeded, EnvironmentProblem, Interrupted, RankLost, RunnerError
+from runner.folder import RunFolder, shown
+from runner.launch.local import attempts
+from runner.launch.machines import LOOPBACK, SAMPLER_HOST
 from runner.launch.member import Order
+from runner.launch.ray.child import packed
 from runner.launch.ray.config import RayConfig
-from runner.launch.ray.link import RayLink, RayProcess
-from runner.launch.ray.seats import Seat, described, free, refuse_too_many, seats, table
-from runner.launch.service import HOST
+from runner.launch.ray.seats import Seat, Taken, described, free, refuse_too_many, seats, table
 from runner.launch.team import Team
-from runner.launch.verdict import JobFailed, is_final
+from runner.launch.verdict import Ear, Ended, JobFailed, is_final
 from runner.place import Place
 from runner.ray.knock import ADDRESS
 from runner.ray.link import Link, need_ray
@@ -33,11 +35,13 @@ from runner.signals import Interrupts, StopSignal
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
 
-LOOPBACK = "127.0.0.1"
 FREE_S = 30.0  # for what somebody else has to become free: an attempt that ended just now gives it back
 PATIENCE_S = 2.0  # before that is said
 HIRE_S = 120.0  # for the actors to begin, and to answer
 POLL_S = 0.1
+MEET_S = 60.0  # for an actor to listen
+KILL_S = 10.0  # for a process that is killed to be told of; then its actor is
+SIGKILL = 9
 
 
 def attempt(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, Any]) -> int:
@@ -134,7 +138,7 @@ class RayStarter:
         at = [(seat.role, seat.index) for seat in self._wanted].index((order.role, order.index))
         more = {}
         if not self._is_one_node():
-            more[HOST] = self._link.taken[at].node
+            more[SAMPLER_HOST] = self._link.taken[at].node
         elif "GLOO_SOCKET_IFNAME" not in os.environ:
             more["GLOO_SOCKET_IFNAME"] = "lo"  # a host's own name need not lead anywhere, as in many containers
         return self._link.start(at, replace(order, environment={**more, **order.environment}))
@@ -161,3 +165,122 @@ def _of_this_machine(spec: JobSpec, wanted: Sequence[Seat]) -> dict[str, Any]:
     if kind is CUDA:
         return {"num_cpus": 1, "num_gpus": count}
     return {"num_cpus": 1, "num_gpus": 0, "resources": {kind.resource: count}}
+
+
+class RayLink(Link):
+    """Ray's driver. `taken`: where the seats are; `free`: what the cluster has left, while they are waited for;
+    `broken`: why nobody answers any more."""
+
+    def __init__(self, asked: Mapping[str, Any]) -> None:
+        super().__init__("runner.launch.ray.driver", asked)
+        self.taken: list[Taken] = []
+        self.free: Mapping[str, float] | None = None
+        self._met: list[tuple[str, int]] = []
+        self.broken = ""
+        self._processes: dict[int, RayProcess] = {}
+
+    def meet(self, seat: int, host: str) -> tuple[str, int]:
+        """Have a seat's actor listen for the ranks at an address of its node; returns that and the port.
+
+        Raises EnvironmentProblem where it cannot.
+        """
+        self.send(do="meet", seat=seat, host=host)
+        self.wait_for(lambda: bool(self._met), MEET_S)
+        return self._met.pop()
+
+    def start(self, seat: int, order: Order) -> RayProcess:
+        """Have a process started on a seat, whose last one has ended."""
+        process = self._processes[seat] = RayProcess(self, seat, order)
+        self.send(do="start", seat=seat, order=packed(order))
+        return process
+
+    def follow(self, wait_s: float = 0.0) -> None:
+        """Take in what is said of the processes; where the driver is gone, all of them are."""
+        try:
+            if not self.broken:
+                self.hear(wait_s)
+        except (EnvironmentProblem, RankLost) as error:
+            self.broken = str(error)
+            for process in self._processes.values():
+                process.lose(self.broken)
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        kind = event["is"]
+        if kind == "reserved":
+            self.taken = [Taken(node, host, tuple(devices)) for node, host, devices in event["taken"]]
+        elif kind in ("waiting", "placed"):
+            self.free = event.get("free")
+        elif kind == "met":
+            self._met.append((event["host"], event["port"]))
+        elif (process := self._processes.get(event["seat"])) is None:
+            problem = EnvironmentProblem if event["unfit"] else RankLost
+            raise problem(f"{self.where}: {event['why']}")  # an actor, before anything was started
+        elif kind == "said":
+            process.take(event)
+        elif kind == "ended":
+            process.code = event["code"]
+        else:
+            process.lose(event["why"])
+
+
+class RayProcess:
+    """A process on another node, or below an actor on this one; see `launch.member.Process`."""
+
+    def __init__(self, link: RayLink, seat: int, order: Order) -> None:
+        self.order, self.ear = order, Ear()
+        self.code: int | None = None
+        self._link, self._seat = link, seat
+        self._status, self._lost, self._killed = "", "", False
+
+    def runs(self) -> bool:
+        """Whether it still does. Once it does not, all that it said was heard."""
+        self._link.follow()
+        return self.code is None
+
+    def signal(self, number: int) -> None:
+        """Send the process, and nothing that it started, a signal."""
+        if self.runs():
+            self._link.send(do="signal", seat=self._seat, number=number)
+
+    def kill(self) -> None:
+        """End it and what it started."""
+        if self.runs():
+            self._killed = True
+            self._link.send(do="kill", seat=self._seat)
+
+    def ended(self) -> Ended:
+        """How it ended; waits for one that was killed, and no longer than its actor answers."""
+        end = time.monotonic() + KILL_S
+        while self.code is None and time.monotonic() < end:
+            self._link.follow(0.1)
+        if self.code is None:
+            self._link.send(do="dismiss", seat=self._seat)
+            self.lose("its actor does not answer")
+        assert self.code is not None
+        log = shown(self.order.folder.log)
+        return Ended(self.order.name, self.code, self.ear.report, log, self._killed, self._lost)
+
+    def status(self) -> str:
+        """What the process does, one of psutil.STATUS_*, as its actor said last."""
+        self._link.follow()
+        return self._status
+
+    def take(self, said: Mapping[str, str]) -> None:
+        """What it said: to its launcher, to the user."""
+        self._status = said["status"]
+        if said["pipe"]:
+            self.ear.take(said["pipe"].encode("latin-1"))
+        _show(sys.stdout, said["out"])
+        _show(sys.stderr, said["err"])
+
+    def lose(self, why: str) -> None:
+        """Nobody hears it any more; with its actor it has ended."""
+        if self.code is None:
+            self.code, self._lost = -SIGKILL, why
+
+
+def _show(screen: TextIO, latin: str) -> None:
+    """Print bytes as they came."""
+    if latin:
+        screen.buffer.write(latin.encode("latin-1"))
+        screen.flush()

@@ -21,11 +21,10 @@ from typing import Any
 from runner.device.kinds import KINDS
 from runner.errors import EnvironmentProblem, RunnerError
 from runner.folder import RunFolder
-from runner.launch.interface import met_at
 from runner.launch.janitor import Janitor
-from runner.launch.link import Ear, Report
+from runner.launch.machines import SAMPLER_HOST, met_at
 from runner.launch.member import Member, Order
-from runner.launch.service import HOST
+from runner.launch.verdict import Ear, Report
 from runner.place import Place, alone
 
 TICK_S = 0.05
@@ -132,8 +131,8 @@ class Child:
         given = (telling_out, telling_err, *([] if self._listener is None else [self._listener]))
         try:
             environment = {**self._environment, **self._order.environment}
-            if HOST in environment:
-                environment = {**met_at(environment[HOST]), **environment}
+            if SAMPLER_HOST in environment:
+                environment = {**met_at(environment[SAMPLER_HOST]), **environment}
             screen = (telling_out, telling_err)
             member = self._member = Member.start(self._order, environment, self._listener, janitor, screen)
             if self._doomed:  # before there was anybody to kill: `kill` sets this first, and looks for a member then

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from runner.device.kinds import CPU
 from runner.errors import EnvironmentProblem
 from runner.launch.member import Role
-from runner.launch.services import count_of
+from runner.launch.team import count_of
 from runner.spec.job import JobSpec
 
 WORDS = {"CPU": "core", "GPU": "GPU", "NPU": "NPU"}  # of what Ray counts
