@@ -20,14 +20,13 @@ from runner.cli.sweep_options import better, decode
 from runner.errors import Problem, SpecError
 from runner.spec import suggest
 from runner.spec.job import JobSpec
-from runner.sweep import drive, plan, samplers
+from runner.sweep import commands, plan
+from runner.sweep.commands import make_executor
 from runner.sweep.config import SweepConfig
-from runner.sweep.need import Cards, need_of
+from runner.sweep.executor import Cards, need_of
 from runner.sweep.plan import JobPlan, Plan, Ranking, SweepFolder
-from runner.sweep.search import Propose
-from runner.sweep.sites import opened
+from runner.sweep.search import Propose, load, unfit
 from runner.sweep.space import Search
-from runner.sweep.status import status
 from runner.tracker.config import WandbConfig
 
 
@@ -49,15 +48,15 @@ def start(args: Namespace) -> int:
             one.device.preflight()
     if options.search:
         _refuse_search(expansion, options)
-    with opened(options) as site:
-        needs = [need_of(spec, site.cards) for spec in specs]
+    with make_executor(options) as executor:
+        needs = [need_of(spec, executor.cards) for spec in specs]
         if options.search and len(set(needs)) > 1:
             text = f"the jobs of a search must all want the same, not {' and '.join(sorted(set(map(str, needs))))}"
             raise SpecError([Problem("device", text)])
-        site.admit(needs)  # refuses what never fits, before a folder is made
+        executor.check(needs)  # refuses what never fits, before a folder is made
         folder = plan.create(_name(specs))
-        made = planned(folder, args, expansion, site.cards)
-        return drive.start(folder, made, options, site, propose=proposer(folder, made, site.cards))
+        made = planned(folder, args, expansion, executor.cards)
+        return commands.start(folder, made, options, executor, propose=proposer(folder, made, executor.cards))
 
 
 def go(args: Namespace) -> int:
@@ -72,17 +71,19 @@ def go(args: Namespace) -> int:
     if action != "resume":
         if words or args.retry_failed or args.only:
             raise UsageError(f"run sweep {action}: takes a sweep's folder, or latest, and nothing else")
-        return status(where) if action == "status" else drive.report(where)
+        return commands.status(where) if action == "status" else commands.report(where)
     if args.retry_failed and args.only:
         raise UsageError("--only names the jobs to run, also failed ones; leave --retry-failed out")
     folder, begun = plan.find(where)
     if begun.search and Path(begun.place) != Path.cwd():
         raise UsageError(f"a search composes its jobs as it goes; resume it where it began: cd {begun.place}")
-    wanted, options = drive.Wanted(args.retry_failed, args.only), _changed(begun, words)
+    wanted, options = commands.Wanted(args.retry_failed, args.only), _changed(begun, words)
     if begun.search and (problems := _of_search_so_far(begun, begun.search, options)):
         raise SpecError(problems)
-    with opened(options) as site:
-        return drive.resume(folder, begun, wanted, options, site, propose=proposer(folder, begun, site.cards))
+    with make_executor(options) as executor:
+        return commands.resume(
+            folder, begun, wanted, options, executor, propose=proposer(folder, begun, executor.cards)
+        )
 
 
 def planned(folder: SweepFolder, args: Namespace, expansion: Expansion, cards: Cards) -> Plan:
@@ -134,18 +135,18 @@ def _spec_file(path: Path) -> Path:
 def _refuse_search(expansion: Expansion, options: SweepConfig) -> None:
     """Raise EnvironmentProblem or SpecError where Optuna is not there, or cannot do what is asked of it."""
     found = rankings(options, [member.composed.spec for member in expansion.members])
-    problems = samplers.unfit(options, Search(expansion.space, expansion.fixed), len(found))
+    problems = unfit(options, Search(expansion.space, expansion.fixed), len(found))
     if not found:
         text = "must be given, or checkpoint.best in the job: a search needs to know what is better"
         problems.append(Problem("sweep.metric", text))
     if problems:
         raise SpecError(problems)
-    samplers.load(options.sampler)
+    load(options.sampler)
 
 
 def _of_search_so_far(begun: Plan, search: Search, options: SweepConfig) -> list[Problem]:
     """What is wrong with the options with which a search is to go on."""
-    found = samplers.unfit(options, search, len(begun.rankings))
+    found = unfit(options, search, len(begun.rankings))
     if (options.trials or 0) < len(begun.jobs):
         text = f"is {options.trials}, and the search has {len(begun.jobs)} jobs already; give more, or leave it out"
         found.append(Problem("sweep.trials", text))

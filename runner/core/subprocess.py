@@ -82,6 +82,7 @@ class ChildProcess(subprocess.Popen[bytes]):
         stdout: int | IO[bytes] | None = None,
         stderr: int | IO[bytes] | None = None,
         env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
         self._own_session, self._reaping = own_session, threading.RLock()
@@ -91,6 +92,7 @@ class ChildProcess(subprocess.Popen[bytes]):
             stdout=stdout,
             stderr=stderr,
             env=env,
+            cwd=cwd,
             pass_fds=pass_fds,
             start_new_session=own_session,
         )

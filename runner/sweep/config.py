@@ -1,5 +1,6 @@
 """What can be set of a sweep: what varies, how the jobs are run, and what makes one of them the best."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -81,59 +82,49 @@ class SweepConfig(Config):
     )
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        found = []
-        if self.fail_fast and self.max_failures is not None:
-            found.append(("sweep.max_failures", "sweep.fail_fast=true stops at the first failure; leave one out"))
-        if self.retry_wait_s is not None and not self.retries:
-            found.append(("sweep.retry_wait_s", "is for sweep.retries, which is 0; leave it out"))
-        if self.metric_mode is not None and self.metric is None:
-            found.append(("sweep.metric_mode", "is for sweep.metric; leave it out"))
-        if self.address is not None and self.on != "ray":
-            found.append(("sweep.address", "is for sweep.on=ray; leave it out"))
-        elif self.address is not None and "://" in self.address:
-            text = "Ray's client cannot follow the jobs; run the sweep on a node of the cluster, with host:port or auto"
-            found.append(("sweep.address", text))
-        return found + self._of_slurm() + self._of_metrics() + self._of_search()
+        client = "Ray's client cannot follow the jobs; run the sweep on a node of the cluster, with host:port or auto"
+        checks = [
+            (self.fail_fast and self.max_failures is not None, "max_failures",
+             "sweep.fail_fast=true stops at the first failure; leave one out"),
+            (self.retry_wait_s is not None and not self.retries, "retry_wait_s",
+             "is for sweep.retries, which is 0; leave it out"),
+            (self.metric_mode is not None and self.metric is None, "metric_mode", "is for sweep.metric; leave it out"),
+            (self.address is not None and self.on != "ray", "address", "is for sweep.on=ray; leave it out"),
+            (self.on == "ray" and "://" in (self.address or ""), "address", client),
+            *self._of_slurm(),
+            *self._of_metrics(),
+            *self._of_search(),
+        ]  # fmt: skip
+        return [(f"sweep.{name}", text) for is_wrong, name, text in checks if is_wrong]
 
-    def _of_slurm(self) -> list[tuple[str, str]]:
+    def _of_slurm(self) -> Iterator[tuple[bool, str, str]]:
         if self.on != "slurm":
-            given = [name for name in SLURM if getattr(self, name)]
-            return [(f"sweep.{name}", "is for sweep.on=slurm; leave it out") for name in given]
-        found = []
+            yield from ((bool(getattr(self, name)), name, "is for sweep.on=slurm; leave it out") for name in SLURM)
+            return
         for name, value in self.sbatch.items():
-            if who := BY_THE_SWEEP.get(name.replace("_", "-")):
-                found.append(("sweep.sbatch", f"{name} is set by {who}; leave it out"))
-            if value is False:
-                found.append(("sweep.sbatch", f"{name}: false says nothing to sbatch; leave it out"))
-        if "time" in self.sbatch and self.timeout_s is not None:
-            found.append(("sweep.sbatch", "time follows from sweep.timeout_s; leave one of them out"))
-        if self.search is not None and self.parallel is None:
-            found.append(("sweep.parallel", "must be given: what a search learns from is what has ended before"))
-        return found
+            who = BY_THE_SWEEP.get(name.replace("_", "-"))
+            yield who is not None, "sbatch", f"{name} is set by {who}; leave it out"
+            yield value is False, "sbatch", f"{name}: false says nothing to sbatch; leave it out"
+        text = "time follows from sweep.timeout_s; leave one of them out"
+        yield "time" in self.sbatch and self.timeout_s is not None, "sbatch", text
+        text = "must be given: what a search learns from is what has ended before"
+        yield self.search is not None and self.parallel is None, "parallel", text
 
-    def _of_metrics(self) -> list[tuple[str, str]]:
+    def _of_metrics(self) -> Iterator[tuple[bool, str, str]]:
         metrics, modes = several(self.metric), several(self.metric_mode)
-        found = []
-        if self.metric is not None and not metrics:
-            found.append(("sweep.metric", "names no metric; leave it out"))
-        if len(set(metrics)) < len(metrics):
-            found.append(("sweep.metric", "names a metric twice; leave one out"))
-        if modes and metrics and len(modes) != len(metrics):
-            text = f"has {len(modes)} entries for {len(metrics)} metrics; say max or min for each, in their order"
-            found.append(("sweep.metric_mode", text))
-        if self.prune and len(metrics) > 1:
-            text = "a job is stopped early by one metric, and sweep.metric has several; leave it out, or name one"
-            found.append(("sweep.prune", text))
-        return found
+        yield self.metric is not None and not metrics, "metric", "names no metric; leave it out"
+        yield len(set(metrics)) < len(metrics), "metric", "names a metric twice; leave one out"
+        text = f"has {len(modes)} entries for {len(metrics)} metrics; say max or min for each, in their order"
+        yield bool(modes and metrics) and len(modes) != len(metrics), "metric_mode", text
+        text = "a job is stopped early by one metric, and sweep.metric has several; leave it out, or name one"
+        yield self.prune and len(metrics) > 1, "prune", text
 
-    def _of_search(self) -> list[tuple[str, str]]:
-        found: list[tuple[str, str]] = []
+    def _of_search(self) -> Iterator[tuple[bool, str, str]]:
         if self.search is None:
             unused = (("trials", self.trials), ("sampler", self.sampler), ("prune", self.prune))
-            found += [(f"sweep.{name}", "is for sweep.search=optuna; leave it out") for name, value in unused if value]
-        elif self.trials is None:
-            found.append(("sweep.trials", "must be given: sweep.trials=20 (jobs of the search, in all)"))
-        return found
+            yield from ((bool(value), name, "is for sweep.search=optuna; leave it out") for name, value in unused)
+        else:
+            yield self.trials is None, "trials", "must be given: sweep.trials=20 (jobs of the search, in all)"
 
 
 def several(value: Any) -> tuple[Any, ...]:

@@ -1,7 +1,9 @@
-"""What a sweep is: its jobs and how they are ranked, fixed when it begins and kept in sweep.json; and its folder.
+"""What a sweep is, how far each of its jobs is, and its folder.
 
 outputs/sweeps/<date>-<time>-<name>-<4 hex>/      outputs/sweeps/latest → the newest
-  sweep.json   state.json   sweep.log             what was planned, how far each job is, what was said
+  sweep.json                                      what was planned: fixed when it begins
+  state.json                                      how far each job is: replaced after each change
+  sweep.log                                       what was said
   jobs/003.yaml   jobs/003.log                    a job's spec, and what it printed
   003/                                            its run folder
   results.csv   results.json   report.html
@@ -12,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
@@ -23,11 +25,12 @@ import yaml
 
 from runner.errors import EnvironmentProblem, StorageError
 from runner.folder import OUTPUTS, RunFolder, point_latest, write_atomic, write_json
-from runner.sweep.need import Need
-from runner.sweep.space import Search, of_json
+from runner.sweep.config import Better
+from runner.sweep.executor import Need
+from runner.sweep.job import STATES, State, from_json
+from runner.sweep.space import Search
 
 SWEEPS = OUTPUTS / "sweeps"
-Mode = Literal["max", "min"]
 
 
 def run_name(index: int) -> str:
@@ -35,41 +38,14 @@ def run_name(index: int) -> str:
     return f"{index:03}"
 
 
-@dataclass(frozen=True, slots=True)
 class SweepFolder:
     """The paths of one sweep."""
 
-    root: Path
-
-    @property
-    def plan(self) -> Path:
-        """What the jobs are; never changed."""
-        return self.root / "sweep.json"
-
-    @property
-    def state(self) -> Path:
-        """How far each job is; replaced after each change."""
-        return self.root / "state.json"
-
-    @property
-    def log(self) -> Path:
-        """What the sweep said."""
-        return self.root / "sweep.log"
-
-    @property
-    def table(self) -> Path:
-        """One row per job."""
-        return self.root / "results.csv"
-
-    @property
-    def results(self) -> Path:
-        """A header and one entry per job."""
-        return self.root / "results.json"
-
-    @property
-    def report(self) -> Path:
-        """One page with curves, table, winner, failures and environment."""
-        return self.root / "report.html"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.plan, self.state, self.log = root / "sweep.json", root / "state.json", root / "sweep.log"
+        self.table, self.results = root / "results.csv", root / "results.json"
+        self.report = root / "report.html"  # curves, table, winner, failures and environment
 
     def spec(self, index: int) -> Path:
         """What a job is asked to do."""
@@ -80,7 +56,7 @@ class SweepFolder:
         return self.root / "jobs" / f"{run_name(index)}.log"
 
     def note(self, index: int) -> Path:
-        """What who runs a job away from here says of it (runner.sweep.note)."""
+        """The JobStatus of a job that runs elsewhere (runner.sweep.job)."""
         return self.root / "jobs" / f"{run_name(index)}.note.json"
 
     def run(self, index: int) -> RunFolder:
@@ -111,7 +87,7 @@ class Ranking:
     """What makes a job better: a metric, whether more of it is better, and which of a run's values counts."""
 
     metric: str
-    mode: Mode
+    mode: Better
     take: Literal["best", "last"]
     why: str
 
@@ -188,21 +164,95 @@ def find(where: str, sweeps: Path = SWEEPS) -> tuple[SweepFolder, Plan]:
     root = sweeps / "latest" if where == "latest" else Path(where)
     folder = SweepFolder(root.resolve())
     try:
-        return folder, _plan(json.loads(folder.plan.read_text(encoding="utf-8")))
+        return folder, from_json(Plan, json.loads(folder.plan.read_text(encoding="utf-8")))
     except FileNotFoundError:
         text = f"{root}: no sweep there (no sweep.json); `latest` or the folder of a sweep is expected"
         raise EnvironmentProblem(text) from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise EnvironmentProblem(f"{folder.plan} cannot be read: {error}") from error
 
 
-def _plan(data: dict[str, Any]) -> Plan:
-    jobs = [_job(job) for job in data.pop("jobs")]
-    search, typed = data.pop("search"), tuple(data.pop("typed"))
-    rankings = tuple(Ranking(**ranking) for ranking in data.pop("rankings"))
-    return Plan(jobs=jobs, search=None if search is None else of_json(search), rankings=rankings, typed=typed, **data)
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """How far one job is. `seconds`: of all its attempts.
+
+    identity: with which its executor finds it again (runner.sweep.executor); None where it is with none
+    """
+
+    state: State = "waiting"
+    attempts: int = 0
+    exit_code: int | None = None
+    error: str | None = None
+    identity: Mapping[str, Any] | None = None
+    devices: tuple[str, ...] = ()
+    seconds: float = 0.0
 
 
-def _job(data: dict[str, Any]) -> JobPlan:
-    need, words, again = Need(**data.pop("need")), tuple(data.pop("words")), tuple(data.pop("again"))
-    return JobPlan(need=need, words=words, again=again, **data)
+class Record:
+    """The states of all jobs, in memory and on the disk."""
+
+    def __init__(self, folder: SweepFolder, jobs: Sequence[JobState]) -> None:
+        self._folder = folder
+        self._jobs = list(jobs)
+        self._lines = [_line(job) for job in jobs]
+
+    @classmethod
+    def begin(cls, folder: SweepFolder, count: int) -> Record:
+        """All jobs waiting, written."""
+        record = cls(folder, [JobState()] * count)
+        record._write()
+        return record
+
+    @classmethod
+    def read(cls, folder: SweepFolder) -> Record:
+        """As a sweep left it. Raises EnvironmentProblem where it cannot be read."""
+        try:
+            content = json.loads(folder.state.read_text(encoding="utf-8"))["jobs"]
+            return cls(folder, from_json(list[JobState], content))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise EnvironmentProblem(f"{folder.state} cannot be read: {error}") from error
+
+    def __getitem__(self, index: int) -> JobState:
+        return self._jobs[index]
+
+    def __iter__(self) -> Iterator[JobState]:
+        return iter(self._jobs)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def change(self, index: int, **changes: Any) -> None:
+        """Change what is known of a job, and write it. Raises StorageError."""
+        self.assume(index, **changes)
+        self._write()
+
+    def assume(self, index: int, **changes: Any) -> None:
+        """Change what is known of a job in memory only."""
+        self._jobs[index] = replace(self._jobs[index], **changes)
+        self._lines[index] = _line(self._jobs[index])
+
+    def wait(self, indices: Iterable[int]) -> None:
+        """Have these jobs wait for their turn, and write it once. Raises StorageError."""
+        for index in indices:
+            self.assume(index, state="waiting")
+        self._write()
+
+    def grow(self, count: int) -> None:
+        """Make it one of `count` jobs, the new ones waiting. Raises StorageError."""
+        more = [JobState()] * (count - len(self._jobs))
+        self._jobs += more
+        self._lines += [_line(job) for job in more]
+        self._write()
+
+    def count(self) -> Mapping[State, int]:
+        """How many jobs are in each state, those without a job left out."""
+        counts = {state: sum(job.state == state for job in self._jobs) for state in STATES}
+        return {state: number for state, number in counts.items() if number}
+
+    def _write(self) -> None:
+        write_atomic(self._folder.state, '{"jobs": [\n' + ",\n".join(self._lines) + "\n]}\n")
+
+
+def _line(job: JobState) -> str:
+    """A job as it stands in the file: made when it changes, as the file is written once for each change of any."""
+    return json.dumps(asdict(job), allow_nan=False)

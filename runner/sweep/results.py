@@ -7,18 +7,34 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
+import operator
+import os
+import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from runner.checkpoint.config import direction
 from runner.folder import shown, write_atomic, write_json
-from runner.report.series import PREFERRED, Series, read
-from runner.sweep.plan import JobPlan, Plan, Ranking, SweepFolder
-from runner.sweep.record import FAILED, FINISHED, JobState, Record
+from runner.report.series import PREFERRED, Series
+from runner.report.series import read as read_series
+from runner.sweep.job import FAILED
+from runner.sweep.plan import JobPlan, JobState, Plan, Ranking, Record, SweepFolder
 
-FOUND = "the first of the usual ones that all jobs have; sweep.metric names another"
+SEED = "seed"
+INTERVAL = "mean ± 95 % interval of the mean (Student's t)"
+# Two-sided 95 % quantiles of Student's t for 1, 2, … degrees of freedom; beyond, the normal's.
+T95 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+    2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+NORMAL95 = 1.96
+CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,37 +81,24 @@ class Results:
     def front(self) -> list[Result]:
         """The jobs that are done and beaten by none: no other is as good by each ranking and better by one. In the
         order of the first ranking; of equals the first."""
-        ranked = [(self._losses(r), r) for r in self.results if r.state.state == "done" and r.values is not None]
+        signs = [-1.0 if ranking.mode == "max" else 1.0 for ranking in self.rankings]  # less is better then
+        done = [(r, r.values) for r in self.results if r.state.state == "done" and r.values is not None]
+        ranked = [(tuple(map(operator.mul, signs, values)), result) for result, values in done]
         kept: list[tuple[tuple[float, ...], Result]] = []
         for losses, result in sorted(ranked, key=lambda pair: pair[0]):  # stable; what beats one comes before it
-            if not any(_is_as_good(other, losses) for other, _ in kept):
+            if not any(all(a <= b for a, b in zip(other, losses, strict=True)) for other, _ in kept):
                 kept.append((losses, result))
         return [result for _, result in kept]
-
-    def _losses(self, result: Result) -> tuple[float, ...]:
-        """Its values with the sign that makes less better."""
-        pairs = zip(self.rankings, result.values or (), strict=True)
-        return tuple(-value if ranking.mode == "max" else value for ranking, value in pairs)
 
     @property
     def failed(self) -> list[Result]:
         """Jobs that ran and failed, were killed, or took too long."""
         return [r for r in self.results if r.state.state in FAILED]
 
-    @property
-    def unfinished(self) -> list[Result]:
-        """Jobs that a resume goes on with by itself."""
-        return [r for r in self.results if r.state.state not in FINISHED | FAILED]
-
-
-def _is_as_good(other: tuple[float, ...], one: tuple[float, ...]) -> bool:
-    """Whether `other` is nowhere worse than `one`."""
-    return all(a <= b for a, b in zip(other, one, strict=True))
-
 
 def gather(folder: SweepFolder, plan: Plan, record: Record) -> Results:
     """Read what every job has left so far."""
-    series = [read(folder.run(job.index).metrics) for job in plan.jobs]
+    series = [read_series(folder.run(job.index).metrics) for job in plan.jobs]
     rankings = plan.rankings or _common(series, [state.state == "done" for state in record])
     rows = [_result(job, record[job.index], series[job.index], rankings) for job in plan.jobs]
     return Results(plan, folder, rankings, tuple(rows))
@@ -103,7 +106,7 @@ def gather(folder: SweepFolder, plan: Plan, record: Record) -> Results:
 
 def values_of(folder: SweepFolder, plan: Plan, index: int) -> tuple[float, ...] | None:
     """What ranks one job, as far as it has come, by each ranking; None where one of the numbers is not there."""
-    return _result(plan.jobs[index], JobState(), read(folder.run(index).metrics), plan.rankings).values
+    return _result(plan.jobs[index], JobState(), read_series(folder.run(index).metrics), plan.rankings).values
 
 
 def write_files(results: Results) -> None:
@@ -165,10 +168,11 @@ def _finite(value: float) -> float | None:
 def _common(series: Sequence[Mapping[str, Series]], done: Sequence[bool]) -> tuple[Ranking, ...]:
     """The first of the preferred metrics that all finished jobs have."""
     finished = [of_job for of_job, is_done in zip(series, done, strict=True) if is_done]
+    why = "the first of the usual ones that all jobs have; sweep.metric names another"
     for metric in PREFERRED:
         mode = direction(metric)
         if mode is not None and finished and all(metric in of_job for of_job in finished):
-            return (Ranking(metric, mode, "last", FOUND),)
+            return (Ranking(metric, mode, "last", why),)
     return ()
 
 
@@ -182,3 +186,89 @@ def _score(series: Series | None, ranking: Ranking) -> Score | None:
         return None
     step, value = series.best(ranking.mode) if ranking.take == "best" else series.last
     return Score(value, step)
+
+
+class MetricsTail:
+    """The newest step and the newest value of each metric of one job."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = -1  # its inode: a resumed run writes the lines that it keeps into a new one
+        self._offset = 0
+        self.step = 0
+        self.first: int | None = None  # the first step that was seen: what a resumed job did before is not its pace
+        self.values: dict[str, float] = {}
+        self.steps: dict[str, int] = {}  # when each of them was measured
+
+    @property
+    def made(self) -> int:
+        """Steps made while it was watched."""
+        return self.step - (self.step if self.first is None else self.first)
+
+    def read(self) -> None:
+        """Read the lines that came since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                if (inode := os.fstat(file.fileno()).st_ino) != self._file:
+                    self._file, self._offset, self.step, self.values, self.steps = inode, 0, 0, {}, {}
+                file.seek(self._offset)
+                content = file.read(CHUNK_BYTES)
+        except FileNotFoundError:
+            return
+        whole = content[: content.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            with suppress(ValueError):  # a damaged line, which the results will name; here it is only not shown
+                row = json.loads(line)
+                self.step = int(row.pop("step", self.step))
+                measured = {name: value for name, value in row.items() if isinstance(value, int | float)}
+                self.values |= measured
+                self.steps |= dict.fromkeys(measured, self.step)
+        self.first = self.step if self.first is None else min(self.first, self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean and half the width of its 95 % interval, None for a single value."""
+
+    value: float
+    half_width: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Jobs that differ in their seed only, and a mean per ranking: of the `seeds` that are done and have values."""
+
+    varied: Mapping[str, str]
+    jobs: int
+    seeds: int
+    means: tuple[Mean, ...]
+
+
+def folds(results: Results) -> list[Fold]:
+    """The jobs that are done, seeds folded together, best by the first ranking first; empty where no seed varies."""
+    if SEED not in results.plan.axes or not results.rankings:
+        return []
+    grouped: dict[tuple[tuple[str, str], ...], list[Result]] = {}
+    for row in results.results:
+        rest = tuple((k, v) for k, v in row.job.varied.items() if k != SEED)
+        grouped.setdefault(rest, []).append(row)
+    found = [fold for rest, rows in grouped.items() if (fold := _fold(dict(rest), rows)) is not None]
+    return sorted(found, key=lambda f: f.means[0].value, reverse=results.rankings[0].mode == "max")
+
+
+def mean(values: Sequence[float]) -> Mean:
+    """Mean and 95 % interval of the mean (Student's t): mean ± t · s / √n, s with n − 1."""
+    count, middle = len(values), statistics.fmean(values)
+    if count == 1:
+        return Mean(middle, None)
+    quantile = T95[count - 2] if count - 2 < len(T95) else NORMAL95
+    return Mean(middle, quantile * statistics.stdev(values) / math.sqrt(count))
+
+
+def _fold(varied: Mapping[str, str], rows: Sequence[Result]) -> Fold | None:
+    """None where no job has values."""
+    values = [row.values for row in rows if row.state.state == "done" and row.values is not None]
+    if not values:
+        return None
+    return Fold(varied, len(rows), len(values), tuple(map(mean, zip(*values, strict=True))))

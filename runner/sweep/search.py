@@ -10,23 +10,29 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
-from runner.errors import Problem, SpecError
+from runner.errors import EnvironmentProblem, Problem, SpecError
 from runner.sweep.config import SweepConfig
-from runner.sweep.plan import JobPlan, Plan, SweepFolder
-from runner.sweep.record import FAILED, FINISHED, JobState, Record
-from runner.sweep.results import values_of
-from runner.sweep.samplers import load, sampler
-from runner.sweep.space import Dimension
-from runner.sweep.watch import Watch
+from runner.sweep.executor import Say
+from runner.sweep.job import FAILED, FINISHED
+from runner.sweep.plan import JobPlan, JobState, Plan, Record, SweepFolder
+from runner.sweep.results import MetricsTail, values_of
+from runner.sweep.space import Dimension, Search
 
 JOB = "job"  # the attribute of a trial that names its job
 STARTUP = 4  # trials that must have ended before one is stopped early
 MOST_REFUSED = 50  # proposals in a row that are no job
 
+CLASSES = {"tpe": "TPESampler", "random": "RandomSampler", "nsgaii": "NSGAIISampler", "gp": "GPSampler",
+           "cmaes": "CmaEsSampler", "qmc": "QMCSampler"}  # fmt: skip
+PACKAGES = {"gp": ("scipy", "torch"), "cmaes": ("cmaes",), "qmc": ("scipy",)}
+NUMBERS_ONLY = ("cmaes", "qmc")  # choices would be drawn at random
+FIXED_SPACE = ("gp", "cmaes", "qmc")  # what only some jobs have would be drawn at random
+DEFAULT = "tpe"
+
 Propose = Callable[[int, Sequence[str], Mapping[str, str]], JobPlan]  # (number, words, what it varies) → its plan
-Say = Callable[[str], None]
 
 
 class Trials:
@@ -39,7 +45,6 @@ class Trials:
         assert plan.rankings  # a search without a metric is refused where it is composed
         self._search, self._count, self._prune = plan.search, options.trials, options.prune
         self._optuna = optuna
-        self._space = {d.name: _distribution(optuna, d) for d in self._search.always}
         backend = optuna.storages.journal.JournalFileBackend(str(folder.root / "optuna.log"))
         with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):  # qmc
             self._study = optuna.create_study(
@@ -62,7 +67,9 @@ class Trials:
             return None
         index = len(self._plan.jobs)
         for _ in range(MOST_REFUSED):
-            trial, values = self._ask()
+            trial = self._study.ask()
+            values = {dimension.name: _suggest(trial, dimension) for dimension in self._search.always}
+            values |= {dimension.name: _suggest(trial, dimension) for dimension in self._search.only_in(values)}
             words, varied = self._search.words(values)
             try:
                 job = self._propose(index, words, varied)
@@ -70,7 +77,8 @@ class Trials:
                 reason = error
                 self._study.tell(trial, state=self._states.FAIL)
                 said = " ".join(f"{key}={value}" for key, value in varied.items())
-                self._say(f"trial {trial.number}  {said}: is no job, so another is drawn: {_in_line(error)}")
+                why = "; ".join(f"{problem.key}: {problem.message}" for problem in error.problems)
+                self._say(f"trial {trial.number}  {said}: is no job, so another is drawn: {why}")
                 continue
             trial.set_user_attr(JOB, index)
             self._trials[index] = trial
@@ -78,22 +86,14 @@ class Trials:
         text = f"{MOST_REFUSED} proposals in a row are no job; narrow the space, the last one's problems follow"
         raise SpecError([Problem("sweep.search", text), *reason.problems])
 
-    def _ask(self) -> tuple[Any, dict[str, Any]]:
-        """A new trial, and its values: first those of every job, then those that come with what was chosen."""
-        trial = self._study.ask(self._space)
-        values = dict(trial.params)
-        for dimension in self._search.only_in(values):
-            values[dimension.name] = _suggest(trial, dimension)
-        return trial, values
-
-    def is_hopeless(self, index: int, watch: Watch) -> bool:
+    def is_hopeless(self, index: int, metrics: MetricsTail) -> bool:
         """Whether a running job is to be stopped early; takes in the newest value of its metric."""
         trial, metric = self._trials.get(index), self._plan.rankings[0].metric
-        step = watch.steps.get(metric)
+        step = metrics.steps.get(metric)
         if not self._prune or trial is None or step is None or step <= self._reported.get(index, -1):
             return False
         self._reported[index] = step
-        trial.report(watch.values[metric], step)
+        trial.report(metrics.values[metric], step)
         return bool(trial.should_prune())
 
     def ended(self, index: int, state: JobState) -> None:
@@ -103,23 +103,17 @@ class Trials:
             return
         values = values_of(self._folder, self._plan, index)
         if state.state == "done" and values is not None:
-            if not self._tell(trial, values):  # it had failed before, and was tried again
-                self._again(trial, values)
+            if self._study.trials[trial.number].state.is_finished():  # it had failed before, and was tried again
+                known = {"params": trial.params, "distributions": trial.distributions, "values": list(values)}
+                self._study.add_trial(self._optuna.trial.create_trial(**known))
+            else:
+                self._study.tell(trial, list(values))
             return
         if state.state == "done":
             metrics = ", ".join(ranking.metric for ranking in self._plan.rankings)
             self._say(f"job {index}  is done without a finite {metrics}: the search takes it as failed")
         told = self._states.PRUNED if state.state == "pruned" else self._states.FAIL
         self._study.tell(trial, state=told, skip_if_finished=True)
-
-    def _tell(self, trial: Any, values: Sequence[float]) -> bool:
-        before = self._study.trials[trial.number].state
-        self._study.tell(trial, list(values), skip_if_finished=True)
-        return not before.is_finished()
-
-    def _again(self, trial: Any, values: Sequence[float]) -> None:
-        known = {"params": trial.params, "distributions": trial.distributions, "values": list(values)}
-        self._study.add_trial(self._optuna.trial.create_trial(**known))
 
     def _restore(self) -> None:
         """Find the trials of the jobs of an earlier start, and tell what a crash kept from being told; a trial that
@@ -136,15 +130,6 @@ class Trials:
                 self._study.tell(frozen.number, state=self._states.FAIL)
 
 
-def _distribution(optuna: Any, dimension: Dimension) -> Any:
-    if dimension.kind == "choice":
-        return optuna.distributions.CategoricalDistribution([word for word, _ in dimension.values])
-    if dimension.kind == "float":
-        return optuna.distributions.FloatDistribution(dimension.low, dimension.high, log=dimension.log)
-    low, high = int(dimension.low), int(dimension.high)
-    return optuna.distributions.IntDistribution(low, high, log=dimension.log, step=dimension.step)
-
-
 def _suggest(trial: Any, dimension: Dimension) -> Any:
     if dimension.kind == "choice":
         return trial.suggest_categorical(dimension.name, [word for word, _ in dimension.values])
@@ -154,5 +139,42 @@ def _suggest(trial: Any, dimension: Dimension) -> Any:
     return trial.suggest_int(dimension.name, low, high, log=dimension.log, step=dimension.step)
 
 
-def _in_line(error: SpecError) -> str:
-    return "; ".join(f"{problem.key}: {problem.message}" for problem in error.problems)
+def load(name: str | None) -> Any:
+    """Optuna. Raises EnvironmentProblem where it, or what the sampler needs, is not installed."""
+    wanted = ("optuna", *PACKAGES.get(name or DEFAULT, ()))
+    if missing := [package for package in wanted if find_spec(package) is None]:
+        what = "sweep.search=optuna" if "optuna" in missing else f"sweep.sampler={name}"
+        text = f"{what} needs the package {' and '.join(missing)}: pip install 'posttrain-run[optuna]'"
+        raise EnvironmentProblem(text)
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna
+
+
+def sampler(optuna: Any, name: str | None, seed: int, jobs: int) -> Any:
+    """A sampler for a study that has `jobs` jobs already: one that keeps no state of its own in the study draws anew,
+    and not what it drew when the search began."""
+    kind = name or DEFAULT
+    return getattr(optuna.samplers, CLASSES[kind])(seed=seed if kind == "qmc" else seed + jobs)
+
+
+def unfit(options: SweepConfig, search: Search, objectives: int) -> list[Problem]:
+    """What the sampler, or Optuna, cannot do of what is asked for."""
+    name = options.sampler or DEFAULT
+    choices = [d.key for d in search.space if d.kind == "choice"]
+    sometimes = [d.name for d in search.space if d.given]
+    size, own = search.size(), "sweep.sampler"
+    checks = [
+        (name in NUMBERS_ONLY and choices, own,
+         f"{name} varies numbers only, and {', '.join(choices)} is a choice; tpe, nsgaii, gp and random take it"),
+        (name in FIXED_SPACE and sometimes, own,
+         f"{name} needs jobs that all vary the same, unlike {', '.join(sometimes)}; tpe, nsgaii and random do not"),
+        (name == "cmaes" and not choices and len(search.space) < 2, own,
+         "cmaes varies two or more numbers together; take tpe or gp for one"),
+        (name == "cmaes" and objectives > 1, own,
+         "cmaes takes one metric; tpe, nsgaii, gp, qmc and random take several"),
+        (size is not None and options.trials is not None and size < options.trials, "sweep.trials",
+         f"there are {size} different jobs only; give sweep.trials={size} at most, or leave sweep.search out"),
+    ]  # fmt: skip
+    return [Problem(key, text) for is_wrong, key, text in checks if is_wrong]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from runner.sweep.need import Need
+from runner.sweep.executor import Need
 
 T = TypeVar("T")
 Pair = tuple[str, str]  # the word that sets a value, and the value as it is shown
@@ -130,14 +130,3 @@ def _side_by_side(columns: Sequence[Sequence[T]]) -> Iterator[tuple[T, ...]]:
     """Rows that together have every entry of every column; a column that is at its end repeats its last."""
     for row in range(max(map(len, columns), default=0)):
         yield tuple(column[min(row, len(column) - 1)] for column in columns)
-
-
-def of_json(data: Mapping[str, Any]) -> Search:
-    """A search as sweep.json keeps it."""
-    space = tuple(_dimension(one) for one in data["space"])
-    fixed, prefix = tuple(data["fixed"]), tuple(data["prefix"])
-    return Search(space, fixed, Need(**data["need"]), prefix, data["config_dir"], data["spec"])
-
-
-def _dimension(data: Mapping[str, Any]) -> Dimension:
-    return Dimension(**{**data, "values": tuple((word, shown) for word, shown in data["values"])})

@@ -12,9 +12,8 @@ import yaml
 
 from runner.folder import RunFolder
 from runner.sweep import plan as plans
-from runner.sweep.estimate import earlier, expected, first_done, remaining_s, spoken
-from runner.sweep.plan import JobPlan, Plan
-from runner.sweep.record import Record
+from runner.sweep.plan import JobPlan, Plan, Record
+from runner.sweep.progress import earlier, expected, first_done, remaining_s, spoken
 
 SPEC = {"name": "a", "seed": 1, "steps": 10, "optimizer": {"name": "adamw", "lr": 0.1}, "tracker": {"name": "wandb"}}
 

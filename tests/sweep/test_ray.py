@@ -15,14 +15,13 @@ import pytest
 
 from runner.core import subprocess as processes
 from runner.errors import EnvironmentProblem
+from runner.sweep.commands import status
 from runner.sweep.config import SweepConfig
-from runner.sweep.need import Need
-from runner.sweep.ray.link import Link
-from runner.sweep.ray.site import RaySite, _resources
-from runner.sweep.status import status
+from runner.sweep.executor import Need
+from runner.sweep.executors.ray import RayExecutor, _resources
 from tests.ray_cluster import cluster
 from tests.sweep import toy
-from tests.sweep.test_engine import ROOT, only_sweep
+from tests.sweep.test_scheduler import ROOT, only_sweep
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(400)
@@ -74,32 +73,32 @@ def here(marker: str) -> set[int]:
     return found
 
 
-def site_of(nodes: list[dict[str, float]], parallel: int | None = None) -> RaySite:
-    link = Link({"address": "head:6379"})
-    link.nodes = list(nodes)
-    return RaySite(link, "head:6379", parallel)
+def executor_of(nodes: list[dict[str, float]], parallel: int | None = None) -> RayExecutor:
+    executor = RayExecutor(SweepConfig(on="ray", address="head:6379", parallel=parallel))
+    executor.nodes = list(nodes)
+    return executor
 
 
 def test_what_no_node_can_hold_is_refused_with_the_arithmetic() -> None:
-    site = site_of([{"CPU": 8, "NPU": 4}, {"CPU": 16, "NPU": 2}])
+    executor = executor_of([{"CPU": 8, "NPU": 4}, {"CPU": 16, "NPU": 2}])
     with pytest.raises(EnvironmentProblem) as caught:
-        site.admit([NPU, Need("npu", 6)])
+        executor.check([NPU, Need("npu", 6)])
     assert str(caught.value) == (
         "a job wants 6 NPUs of one node; 2 nodes of Ray at head:6379: 4 NPUs at most, 6 in all; "
         "lower launch.devices or launch.samplers"
     )
     with pytest.raises(EnvironmentProblem, match=r"wants 1 GPU of one node; .* no GPUs; `ray status`"):
-        site.admit([Need("cuda", 1)])
-    assert site.cards == ("npu",)
+        executor.check([Need("cuda", 1)])
+    assert executor.cards == ("npu",)
 
 
 def test_as_many_jobs_at_once_as_all_nodes_hold() -> None:
-    site = site_of([{"CPU": 8, "NPU": 4}, {"CPU": 16, "NPU": 3}])
-    site.admit([Need("npu", 2)] * 10)
-    assert site.parallel == 3
-    assert site.describe() == "2 NPUs each, of 7 on 2 nodes of Ray at head:6379; 3 jobs at once"
-    limited = site_of([{"CPU": 8}], parallel=2)
-    limited.admit([Need("core", 3)] * 5)
+    executor = executor_of([{"CPU": 8, "NPU": 4}, {"CPU": 16, "NPU": 3}])
+    executor.check([Need("npu", 2)] * 10)
+    assert executor.parallel == 3
+    assert executor.describe() == "2 NPUs each, of 7 on 2 nodes of Ray at head:6379; 3 jobs at once"
+    limited = executor_of([{"CPU": 8}], parallel=2)
+    limited.check([Need("core", 3)] * 5)
     assert limited.parallel == 2
 
 
@@ -195,8 +194,8 @@ def test_a_job_whose_actor_is_killed_saves_and_can_go_on(tmp_path: Path, address
     process = run(tmp_path, "start", ["saves"], address=address)
     until(lambda: list(tmp_path.glob("*/000/metrics.jsonl")))
     folder = only_sweep(tmp_path)
-    minder = json.loads(folder.note(0).read_text())["process"]
-    actor = int(Path(f"/proc/{minder}/stat").read_text().rpartition(")")[2].split()[1])
+    wrapper = json.loads(folder.note(0).read_text())["process"]
+    actor = int(Path(f"/proc/{wrapper}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(actor, signal.SIGKILL)
     assert process.wait(PATIENCE_S) == 9
     assert toy.states(folder) == ["interrupted"] and '"step": 9' in folder.run(0).metrics.read_text()

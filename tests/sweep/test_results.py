@@ -14,12 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runner.sweep import plan as plans
-from runner.sweep import words
-from runner.sweep.page import write_page
-from runner.sweep.plan import JobPlan, Plan, Ranking, SweepFolder
-from runner.sweep.record import Record
-from runner.sweep.results import Results, Score, gather, write_files
-from runner.sweep.seeds import T95, folds, mean
+from runner.sweep import report as reports
+from runner.sweep.plan import JobPlan, Plan, Ranking, Record, SweepFolder
+from runner.sweep.report import write_page
+from runner.sweep.results import T95, Results, Score, folds, gather, mean, write_files
 from tests.report.test_pages import BROWSER, NASTY, checked, in_a_browser
 
 MAX = Ranking("eval/accuracy", "max", "last", "sweep.metric")
@@ -88,7 +86,7 @@ def test_a_job_whose_last_value_is_not_finite_is_not_ranked_by_an_earlier_one(tm
     ]
     first = json.loads(results.folder.results.read_text())["jobs"][0]
     assert first["scores"] == {"eval/accuracy": {"value": None, "step": 2}} and first["last"] == {"eval/accuracy": None}
-    said = words.ending(results)
+    said = reports.ending(results)
     assert said[2].split()[3:6] == ["done", "2/3", "nan"] and any("1 of 2" in line for line in said)
     best = sweep(tmp_path / "best", curves, replace(MAX, take="best"))
     assert best.best is not None and best.best.values == (0.9,), "its checkpoint is kept"
@@ -97,13 +95,13 @@ def test_a_job_whose_last_value_is_not_finite_is_not_ranked_by_an_earlier_one(tm
 def test_only_a_job_that_is_done_can_win(tmp_path: Path) -> None:
     results = sweep(tmp_path, {("1", "1"): []})
     assert results.best is None
-    assert "best     none" in "\n".join(words.ending(results))
+    assert "best     none" in "\n".join(reports.ending(results))
 
 
 def test_a_tie_is_said(tmp_path: Path) -> None:
-    said = words.ending(sweep(tmp_path, {("1", "1"): [0.5], ("1", "2"): [0.5], ("2", "1"): [0.4], ("3", "1"): [0.5]}))
+    said = reports.ending(sweep(tmp_path, {("1", "1"): [0.5], ("1", "2"): [0.5], ("2", "1"): [0.4], ("3", "1"): [0.5]}))
     assert "best     job 0  lr=1 seed=1  eval/accuracy 0.5 at step 1 (as 2 other jobs; this is the first)" in said
-    said = words.ending(sweep(tmp_path, CURVES))
+    said = reports.ending(sweep(tmp_path, CURVES))
     assert "best     job 2  lr=2 seed=1  eval/accuracy 0.7 at step 2" in said
 
 
@@ -179,7 +177,7 @@ def test_several_metrics_have_a_front_and_no_winner(tmp_path: Path) -> None:
     write_files(results)
     content = json.loads(results.folder.results.read_text())
     assert (content["best"], content["front"]) == (None, [4, 3, 0])
-    said = words.ending(results)
+    said = reports.ending(results)
     assert "best     3 jobs of 6: no other is as good in all metrics and better in one (the Pareto front)" in said
     assert sum(line.startswith("again    run n=") for line in said) == 3
     write_page(results)

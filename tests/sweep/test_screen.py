@@ -16,12 +16,10 @@ import pytest
 from rich.console import Console
 
 from runner.sweep import plan as plans
-from runner.sweep.estimate import remaining_s
-from runner.sweep.plan import JobPlan, Plan, Ranking
-from runner.sweep.record import Record
-from runner.sweep.running import Running
-from runner.sweep.screen import table
-from runner.sweep.watch import Watch
+from runner.sweep.plan import JobPlan, Plan, Ranking, Record
+from runner.sweep.progress import SweepScreen, remaining_s
+from runner.sweep.results import MetricsTail
+from runner.sweep.scheduler import Running
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,19 +31,20 @@ def sweep(where: Path, count: int) -> tuple[Plan, Record, plans.SweepFolder]:
     return made, Record.begin(folder, count), folder
 
 
-def watched(path: Path, steps: list[int]) -> Watch:
-    watch = Watch(path)
+def watched(path: Path, steps: list[int]) -> MetricsTail:
+    watch = MetricsTail(path)
     for step in steps:
         with path.open("a") as file:
             file.write(json.dumps({"step": step, "eval/loss": 0.25}) + "\n")
-        watch.look()
+        watch.read()
     return watch
 
 
-def drawn(made: Plan, record: Record, running: dict[int, Running], height: int) -> list[str]:
+def drawn(made: Plan, record: Record, folder: plans.SweepFolder, running: dict[int, Running], height: int) -> list[str]:
     stream = io.StringIO()
-    watches = {index: one.watch for index, one in running.items()}
-    Console(file=stream, width=100).print(table(made, record, running, watches, 65.0, height))
+    screen = SweepScreen(folder, made, record, stream=stream)
+    screen.show(running)
+    Console(file=stream, width=100).print(screen.table(height))
     return stream.getvalue().splitlines()
 
 
@@ -55,6 +54,7 @@ class Eight:
     identity: Mapping[str, object] = {}
     devices = ("1",)
     seconds = 8.0
+    reason = None
 
     def poll(self) -> None:
         return None
@@ -69,10 +69,10 @@ def running(tmp_path: Path, steps: list[int]) -> Running:
 
 @pytest.mark.parametrize("height", [10, 24, 60])
 def test_the_table_fits_and_shows_what_runs_first(tmp_path: Path, height: int) -> None:
-    made, record, _ = sweep(tmp_path, 40)
+    made, record, folder = sweep(tmp_path, 40)
     record.change(7, state="failed", error="x")
     record.change(20, state="running", attempts=1)
-    lines = drawn(made, record, {20: running(tmp_path, [1, 4])}, height)
+    lines = drawn(made, record, folder, {20: running(tmp_path, [1, 4])}, height)
     assert len(lines) <= height
     rows = [line.split() for line in lines if "0.1" in line]
     assert rows[0][0] == "20" and "4/10" in rows[0] and "0.25" in rows[0] and rows[1][0] == "7"
@@ -96,11 +96,11 @@ def test_a_watch_follows_a_file_that_is_replaced_and_skips_damage(tmp_path: Path
     assert (watch.step, watch.values) == (3, {"eval/loss": 0.25})
     (tmp_path / "new").write_text('{"step": 1, "eval/loss": 9.0}\nnonsense\n{"step": 2, "ev')
     os.replace(tmp_path / "new", path)
-    watch.look()
+    watch.read()
     assert (watch.step, watch.values) == (1, {"eval/loss": 9.0})
     with path.open("a") as file:
         file.write('al/loss": 8.0}\n')
-    watch.look()
+    watch.read()
     assert (watch.step, watch.values) == (2, {"eval/loss": 8.0})
 
 

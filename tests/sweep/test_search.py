@@ -18,14 +18,13 @@ from runner.cli.expand import Expansion, expand
 from runner.cli.main import main
 from runner.errors import EnvironmentProblem, Problem, SpecError
 from runner.sweep import plan as plans
-from runner.sweep import samplers
+from runner.sweep import search as searches
 from runner.sweep.config import SweepConfig
-from runner.sweep.plan import JobPlan, Plan, Ranking, SweepFolder, find
-from runner.sweep.record import Record
-from runner.sweep.results import gather
+from runner.sweep.job import from_json
+from runner.sweep.plan import JobPlan, Plan, Ranking, Record, SweepFolder, find
+from runner.sweep.results import MetricsTail, gather
 from runner.sweep.search import Propose, Trials
-from runner.sweep.space import Dimension, Search, of_json
-from runner.sweep.watch import Watch
+from runner.sweep.space import Dimension, Search
 from tests.sweep import toy
 
 pytest.importorskip("optuna")
@@ -89,7 +88,7 @@ def test_recipes_and_components_are_dimensions(workdir: Path) -> None:
     values = {"recipe": "+recipe=b", "optimizer": "optimizer=sgd", "+recipe=b: algorithm.beta": 0.25}
     assert [d.name for d in search.only_in(values)] == ["+recipe=b: algorithm.beta"]
     assert search.words(values)[0] == ["+recipe=b", "optimizer=sgd", "algorithm.beta=0.25"]
-    again = of_json(json.loads(json.dumps(asdict(search))))
+    again = from_json(Search, json.loads(json.dumps(asdict(search))))
     assert again == search
 
 
@@ -175,7 +174,7 @@ def test_failures_are_told_and_a_second_try_counts(tmp_path: Path) -> None:
     assert (code, toy.states(folder)) == (9, ["done", "failed"] * 2)
     assert study(folder) == ["COMPLETE", "FAIL"] * 2
     found, made = find(str(folder.root))
-    wanted, options = toy.drive.Wanted(retry_failed=True), toy.SweepConfig.model_validate(made.options)
+    wanted, options = toy.commands.Wanted(retry_failed=True), toy.SweepConfig.model_validate(made.options)
     assert toy.resume_with(found, wanted, options, toy.command_of(found, ["curve"]), toy.propose) == 0
     assert sorted(study(folder)) == ["COMPLETE"] * 4 + ["FAIL"] * 2
 
@@ -225,7 +224,7 @@ class Simulated:
 
 
 SLOW = ("gp",)  # imports torch and scipy
-NAMES = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in samplers.CLASSES]
+NAMES = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in searches.CLASSES]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -273,8 +272,8 @@ def test_what_was_reported_before_a_crash_is_not_reported_again(tmp_path: Path) 
     search = Simulated(tmp_path, (X,))
     search.run(1, tell=False)
     search.record.change(0, state="running")
-    watch = Watch(search.folder.run(0).metrics)
-    watch.look()
+    watch = MetricsTail(search.folder.run(0).metrics)
+    watch.read()
     config = SweepConfig.model_validate({"search": "optuna", "trials": 1, "prune": True})
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="The reported value is ignored")
@@ -325,15 +324,15 @@ def test_what_a_sampler_cannot_do_is_refused(
     space: tuple[Dimension, ...], options: dict[str, str], objectives: int, message: str
 ) -> None:
     config = SweepConfig.model_validate({"search": "optuna", "trials": 9, **options})
-    [problem] = samplers.unfit(config, Search(space, ()), objectives)
+    [problem] = searches.unfit(config, Search(space, ()), objectives)
     assert message in problem.message
 
 
 def test_what_is_missing_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samplers, "find_spec", lambda name: None if name in ("cmaes", "scipy") else name)
-    assert samplers.load("tpe") is not None
+    monkeypatch.setattr(searches, "find_spec", lambda name: None if name in ("cmaes", "scipy") else name)
+    assert searches.load("tpe") is not None
     for name, package in (("cmaes", "cmaes"), ("gp", "scipy"), ("qmc", "scipy")):
         with pytest.raises(EnvironmentProblem) as caught:
-            samplers.load(name)
+            searches.load(name)
         said = f"sweep.sampler={name} needs the package {package}: pip install 'posttrain-run[optuna]'"
         assert str(caught.value) == said

@@ -8,13 +8,20 @@ from hypothesis import strategies as st
 
 from runner.cli.compose import compose_job
 from runner.errors import EnvironmentProblem, SpecError
-from runner.sweep.need import Need, need_of, placed
-from runner.sweep.slots import Slots, cards_here, environment
+from runner.sweep.config import SweepConfig
+from runner.sweep.executor import Need, need_of, placed
+from runner.sweep.executors.local import LocalExecutor, cards_here, environment
+
+
+def slots_for(needs: list[Need], parallel: int | None) -> LocalExecutor:
+    executor = LocalExecutor(SweepConfig(parallel=parallel))
+    executor.check(needs)
+    return executor
 
 
 def test_each_job_gets_cards_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4,5,6,7")
-    slots = Slots([Need("npu", 1)] * 6, None)
+    slots = slots_for([Need("npu", 1)] * 6, None)
     got = [slots.acquire(Need("npu", 1)) for _ in range(5)]
     assert got == [("4",), ("5",), ("6",), ("7",), None]
     assert environment(Need("npu", 1), ("6",)) == {"ASCEND_RT_VISIBLE_DEVICES": "6"}
@@ -28,21 +35,21 @@ def test_a_job_that_never_fits_is_refused_with_the_reason(monkeypatch: pytest.Mo
         EnvironmentProblem,
         match=r"wants 8 NPUs, and 4 can be used here \(ASCEND_RT_VISIBLE_DEVICES=0,1,2,3\); lower launch.devices or",
     ):
-        Slots([Need("npu", 8)], None)
+        slots_for([Need("npu", 8)], None)
     with pytest.raises(EnvironmentProblem, match=r"this machine has \d+; lower device.threads, launch.devices or"):
-        Slots([Need("core", 10**6)], None)
+        slots_for([Need("core", 10**6)], None)
     with pytest.raises(EnvironmentProblem, match="0,1,,3: an empty entry"), pytest.MonkeyPatch.context() as patch:
         patch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,,3")
-        Slots([Need("npu", 1)], None)
+        slots_for([Need("npu", 1)], None)
     with pytest.raises(SpecError, match="5 jobs do not fit at once: there are 4 NPU"):
-        Slots([Need("npu", 1)] * 6, 5)
+        slots_for([Need("npu", 1)] * 6, 5)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=30), st.data())
 def test_no_device_is_ever_held_twice(counts: list[int], data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,GPU-abc")
-        slots = Slots([Need("cuda", c) for c in counts], None)
+        slots = slots_for([Need("cuda", c) for c in counts], None)
         held: list[tuple[Need, tuple[str, ...]]] = []
         for count in counts:
             while (got := slots.acquire(Need("cuda", count))) is None:

@@ -16,15 +16,16 @@ from typing import Any
 
 import pytest
 
+from runner.errors import EnvironmentProblem
 from runner.slurm.cards import numbered
-from runner.slurm.commands import words
-from runner.sweep import drive, status
+from runner.slurm.commands import OVER, words
+from runner.sweep import commands
+from runner.sweep.commands import make_executor
 from runner.sweep.config import SweepConfig
-from runner.sweep.need import Need
+from runner.sweep.executor import Need
+from runner.sweep.executors.slurm import Entry, SlurmExecutor, array_of, read_queue, resources
+from runner.sweep.job import JobAttempt
 from runner.sweep.plan import SweepFolder
-from runner.sweep.sites import opened
-from runner.sweep.slurm.queue import Entry, queue
-from runner.sweep.slurm.submission import array_of, resources
 from tests.sweep import slurm_stand_in, toy
 
 pytest.importorskip("submitit", reason="the extra slurm is not installed")
@@ -93,11 +94,11 @@ def runs(where: Path, index: int) -> bool:
 
 def in_slurm(folder: SweepFolder) -> dict[int, tuple[str, Entry]]:
     """What Slurm has of a sweep: job → its name there, its state."""
-    return {index: (f"{array}_{index}", entry) for (array, index), entry in queue(folder.root.name).items()}
+    return {index: (f"{entry.array}_{index}", entry) for (_, index), entry in read_queue(folder.root.name).items()}
 
 
 def goes_on(folder: SweepFolder) -> bool:
-    return any(not entry.is_over for _, entry in in_slurm(folder).values())
+    return any(entry.state not in OVER for _, entry in in_slurm(folder).values())
 
 
 def at_once(folder: SweepFolder, jobs: int) -> int:
@@ -106,7 +107,7 @@ def at_once(folder: SweepFolder, jobs: int) -> int:
     return max(sum(one["began"] <= other["began"] < one["ended"] for one in notes) for other in notes)
 
 
-def resume(folder: SweepFolder, names: list[str], wanted: drive.Wanted | None = None, **options: object) -> int:
+def resume(folder: SweepFolder, names: list[str], wanted: commands.Wanted | None = None, **options: object) -> int:
     return toy.resume(folder, names, wanted, on="slurm", **options)
 
 
@@ -122,7 +123,7 @@ def test_one_that_fails_stops_no_other(tmp_path: Path, cluster: str, capfd: pyte
     assert "not done after 1 s" in errors[9]
     assert "4 of 12 jobs failed" in capfd.readouterr().err
     assert at_once(folder, 12) == 2
-    assert len(list((folder.root / "slurm").glob("*.id"))) == 1, "one array"
+    assert len(list((folder.root / "slurm").glob("*_submission.sh"))) == 1, "one array"
 
 
 def test_a_sweep_that_is_killed_loses_nothing_and_its_jobs_go_on(
@@ -135,7 +136,7 @@ def test_a_sweep_that_is_killed_loses_nothing_and_its_jobs_go_on(
     process.wait()
     folder = only_sweep(tmp_path)
     capfd.readouterr()
-    assert status.status(str(folder.root)) == 0
+    assert commands.status(str(folder.root)) == 0
     told = capfd.readouterr().out
     assert "1 done, 1 failed" in told and "job 2  on" in told and "job 3  in Slurm: JobArrayTaskLimit" in told
     (folder.run(2).root / "go").touch()
@@ -143,7 +144,7 @@ def test_a_sweep_that_is_killed_loses_nothing_and_its_jobs_go_on(
     assert resume(folder, names, parallel=1) == 9
     assert toy.states(folder) == ["done", "failed", "done", "done", "done"]
     assert [toy.starts(folder, index) for index in range(5)] == [1] * 5
-    assert resume(folder, ["good"] * 5, drive.Wanted(retry_failed=True)) == 0
+    assert resume(folder, ["good"] * 5, commands.Wanted(retry_failed=True)) == 0
     assert [toy.starts(folder, index) for index in range(5)] == [1, 2, 1, 1, 1]
 
 
@@ -158,8 +159,8 @@ def test_a_resume_takes_up_what_still_runs_and_what_waits(tmp_path: Path, sweep_
     process.kill()
     process.wait()
     folder = only_sweep(tmp_path)
-    [kept] = (folder.root / "slurm").glob("*.id")
-    kept.unlink()  # as if it had died before it could write the number down
+    [script] = (folder.root / "slurm").glob("*_submission.sh")
+    script.unlink()  # as if it had died before submitit had renamed it after the array's number
     go = threading.Thread(
         target=lambda: until(lambda: STILL in folder.log.read_text()) or (folder.run(0).root / "go").touch()
     )
@@ -177,7 +178,7 @@ def test_no_more_at_once_where_some_jobs_are_taken_up_and_others_started(tmp_pat
     process.wait()
     folder = only_sweep(tmp_path)
     (folder.run(1).root / "go").touch()
-    assert resume(folder, ["good", "saves"], drive.Wanted(retry_failed=True), parallel=1) == 0
+    assert resume(folder, ["good", "saves"], commands.Wanted(retry_failed=True), parallel=1) == 0
     assert at_once(folder, 2) == 1 and toy.starts(folder, 1) == 1
 
 
@@ -289,6 +290,29 @@ def test_what_slurm_refuses_is_said_in_its_words_before_anything_is_made(
     assert not list(tmp_path.glob("*-toy-*/state.json"))
 
 
+def test_where_slurm_refuses_one_array_the_jobs_of_another_are_still_signalled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_npus(need: Need, *_: object) -> str:
+        if need.kind == "npu":
+            raise EnvironmentProblem("Slurm refuses the jobs")
+        return "17"
+
+    executor = SlurmExecutor(SweepConfig(on="slurm"))
+    monkeypatch.setattr(executor, "_sbatch", refuse_npus)
+    paths = {"run": "", "log": "", "place": "", "note": str(tmp_path / "jobs" / "note.json")}
+    taken, refused = (
+        executor.submit(Need(kind), JobAttempt(index, f"t{index}", (), (), grace_s=1.0, **paths))  # type: ignore[arg-type]
+        for index, kind in enumerate(("core", "npu"))
+    )
+    with pytest.raises(EnvironmentProblem, match="Slurm refuses the jobs"):
+        executor.poll()
+    for job in (taken, refused):
+        job.signal(signal.SIGTERM)
+    assert (taken.exit_code, refused.exit_code) == (None, -signal.SIGTERM)
+    assert executor._signals == [(taken, signal.SIGTERM)]
+
+
 def test_an_npu_job_sees_the_cards_that_slurm_gave_it(tmp_path: Path, cluster: str) -> None:
     folder, code = toy.start(tmp_path, ["cards"], Need("npu", 2), on="slurm")
     assert code == 0
@@ -301,13 +325,13 @@ def test_an_npu_job_sees_the_cards_that_slurm_gave_it(tmp_path: Path, cluster: s
 def test_a_search_asks_for_a_job_when_there_is_room(tmp_path: Path, cluster: str) -> None:
     folder, code = toy.search(tmp_path, ["curve"], on="slurm", trials=4, parallel=2, sampler="random")
     assert (code, toy.states(folder)) == (0, ["done"] * 4)
-    assert at_once(folder, 4) <= 2 and len(list((folder.root / "slurm").glob("*.id"))) >= 2
+    assert at_once(folder, 4) <= 2 and len(list((folder.root / "slurm").glob("*_submission.sh"))) >= 2
 
 
 def test_without_slurm_it_says_where_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Exception, match="scontrol is not here; start where jobs are submitted"):
-        opened(SweepConfig(on="slurm")).__enter__()
+        make_executor(SweepConfig(on="slurm")).__enter__()
 
 
 def test_what_a_job_asks_for() -> None:

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import RunnerError
-from runner.sweep import drive, plan
+from runner.sweep import commands, plan
+from runner.sweep.commands import make_executor
 from runner.sweep.config import SweepConfig
-from runner.sweep.need import Need
-from runner.sweep.plan import JobPlan, Plan, Ranking, SweepFolder
-from runner.sweep.record import JobState, Record
-from runner.sweep.sites import opened
+from runner.sweep.executor import Need
+from runner.sweep.plan import JobPlan, JobState, Plan, Ranking, Record, SweepFolder
 from runner.sweep.space import Dimension, Search
 
 # Each gets its run folder as argv[1] and notes there that it was started: a sweep that runs a job twice is found out.
@@ -87,7 +86,7 @@ def toy_plan(names: Sequence[str], options: Mapping[str, object], need: Need | N
     )
 
 
-def command_of(folder: SweepFolder, names: Sequence[str]) -> drive.Command:
+def command_of(folder: SweepFolder, names: Sequence[str]) -> commands.Command:
     """What runs each job."""
 
     def command(job: JobPlan, begun: bool) -> list[str]:
@@ -105,9 +104,9 @@ def start(where: Path, names: Sequence[str], need: Need | None = None, **options
     return folder, code_of(lambda: _start(folder, made, config, command_of(folder, names)))
 
 
-def resume(folder: SweepFolder, names: Sequence[str], wanted: drive.Wanted | None = None, **changes: object) -> int:
+def resume(folder: SweepFolder, names: Sequence[str], wanted: commands.Wanted | None = None, **changes: object) -> int:
     """Go on with it; the exit code."""
-    asked, config = wanted or drive.Wanted(), SweepConfig.model_validate(changes)
+    asked, config = wanted or commands.Wanted(), SweepConfig.model_validate(changes)
     return code_of(lambda: resume_with(folder, asked, config, command_of(folder, names)))
 
 
@@ -129,18 +128,18 @@ def go_on(folder: SweepFolder, names: Sequence[str], **changes: object) -> int:
     """Go on with a search; the exit code."""
     _, made = plan.find(str(folder.root))
     config = SweepConfig.model_validate({**made.options, **changes})
-    return code_of(lambda: resume_with(folder, drive.Wanted(), config, command_of(folder, names), propose))
+    return code_of(lambda: resume_with(folder, commands.Wanted(), config, command_of(folder, names), propose))
 
 
 def _start(folder: SweepFolder, made: Plan, options: SweepConfig, *others: Any) -> int:
-    with opened(options) as site:
-        return drive.start(folder, made, options, site, *others)
+    with make_executor(options) as executor:
+        return commands.start(folder, made, options, executor, *others)
 
 
-def resume_with(folder: SweepFolder, wanted: drive.Wanted, options: SweepConfig, *others: Any) -> int:
+def resume_with(folder: SweepFolder, wanted: commands.Wanted, options: SweepConfig, *others: Any) -> int:
     """Go on with a sweep where its options say."""
-    with opened(options) as site:
-        return drive.resume(*plan.find(str(folder.root)), wanted, options, site, *others)
+    with make_executor(options) as executor:
+        return commands.resume(*plan.find(str(folder.root)), wanted, options, executor, *others)
 
 
 def code_of(run: object) -> int:

@@ -1,4 +1,4 @@
-"""Who stands beside a job that runs elsewhere: it passes on what the job is told, and notes how it ended."""
+"""The wrapper beside a job that runs elsewhere: it forwards signals to the job, and writes how it ended."""
 
 from __future__ import annotations
 
@@ -15,32 +15,34 @@ from pathlib import Path
 import pytest
 
 from runner.carried import RAY_JOB, carried
-from runner.sweep import note as notes
-from runner.sweep.order import Order
-from runner.sweep.remote import Noted
-from runner.sweep.status import status
+from runner.sweep.commands import status
+from runner.sweep.config import SweepConfig
+from runner.sweep.executor import RemoteJob
+from runner.sweep.executors.ray import RayExecutor
+from runner.sweep.job import SILENT_S, JobAttempt, JobStatus, read_status
 from tests.sweep import toy
-from tests.sweep.test_engine import DEADLINE_S, ROOT, alive, until
+from tests.sweep.test_scheduler import DEADLINE_S, ROOT, alive, until
 
-MINDER = [sys.executable, "-P", "-m", "runner.sweep.minder"]
+WRAPPER = [sys.executable, "-P", "-m", "runner.sweep.job_wrapper"]
+Wrapped = list[subprocess.Popen[bytes]]
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(600)"
 )
 
 
-def order(where: Path, program: str, **others: object) -> Order:
-    known = {"index": 0, "name": "toy-000", "token": "t1", "command": (sys.executable, "-I", "-S", "-c", program)}
+def attempt(where: Path, program: str, **others: object) -> JobAttempt:
+    known = {"index": 0, "token": "t1", "command": (sys.executable, "-I", "-S", "-c", program)}
     paths = {
         "log": str(where / "log"),
         "note": str(where / "note.json"),
         "place": str(where),
         "run": str(where / "000"),
     }
-    return Order(**{**known, "again": (), **paths, "grace_s": 5.0, **others})  # type: ignore[arg-type]
+    return JobAttempt(**{**known, "again": (), **paths, "grace_s": 5.0, **others})  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def minded() -> Iterator[list[subprocess.Popen[bytes]]]:
+def wrapped() -> Iterator[list[subprocess.Popen[bytes]]]:
     started: list[subprocess.Popen[bytes]] = []
     yield started
     for process in started:
@@ -48,33 +50,32 @@ def minded() -> Iterator[list[subprocess.Popen[bytes]]]:
         process.wait()
 
 
-def mind(what: Order, started: list[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    file = Path(what.place) / "order.json"
+def wrap(what: JobAttempt, started: Wrapped) -> subprocess.Popen[bytes]:
+    file = Path(what.place) / "attempt.json"
     file.write_text(json.dumps(asdict(what)))
-    started.append(subprocess.Popen([*MINDER, str(file)], cwd=ROOT, env={**os.environ, "CARDS": "4,6"}))
+    with file.open() as given:
+        started.append(subprocess.Popen(WRAPPER, cwd=ROOT, stdin=given, env={**os.environ, "CARDS": "4,6"}))
     return started[-1]
 
 
-def test_the_note_tells_where_a_job_ran_and_how_it_ended(tmp_path: Path, minded: list[subprocess.Popen[bytes]]) -> None:
-    told = order(tmp_path, "import os, sys; print(os.environ['A'], os.getcwd()); sys.exit(3)", visible="CARDS")
-    process = mind(Order(**{**asdict(told), "environment": {"A": "b"}}), minded)
+def test_the_note_tells_where_a_job_ran_and_how_it_ended(tmp_path: Path, wrapped: Wrapped) -> None:
+    told = attempt(tmp_path, "import os, sys; print(os.environ['A'], os.getcwd()); sys.exit(3)", visible="CARDS")
+    process = wrap(JobAttempt(**{**asdict(told), "environment": {"A": "b"}}), wrapped)
     assert process.wait(DEADLINE_S) == 0
-    note = notes.read(tmp_path / "note.json", "t1")
+    note = read_status(tmp_path / "note.json", "t1")
     assert note is not None and note.exit_code == 3 and note.devices == ("4", "6") and note.process == process.pid
     assert note.ended is not None and 0 <= note.seconds < DEADLINE_S and abs(note.began - time.time()) < DEADLINE_S
     assert (tmp_path / "log").read_text() == f"b {tmp_path}\n"
-    assert notes.read(tmp_path / "note.json", "t2") is None  # of another attempt
+    assert read_status(tmp_path / "note.json", "t2") is None  # of another attempt
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -9), (signal.SIGUSR1, -9)])
-def test_a_job_that_does_not_end_is_killed(
-    tmp_path: Path, minded: list[subprocess.Popen[bytes]], number: int, code: int
-) -> None:
-    process = mind(order(tmp_path, STUBBORN, grace_s=0.3 if number == signal.SIGTERM else 600.0), minded)
+def test_a_job_that_does_not_end_is_killed(tmp_path: Path, wrapped: Wrapped, number: int, code: int) -> None:
+    process = wrap(attempt(tmp_path, STUBBORN, grace_s=0.3 if number == signal.SIGTERM else 600.0), wrapped)
     until(lambda: (tmp_path / "log").exists() and "on" in (tmp_path / "log").read_text())
     process.send_signal(number)
     assert process.wait(DEADLINE_S) == 0
-    note = notes.read(tmp_path / "note.json", "t1")
+    note = read_status(tmp_path / "note.json", "t1")
     assert note is not None and note.exit_code == code
 
 
@@ -91,45 +92,47 @@ sys.exit(len(came))
 """
 
 
-def test_a_job_is_told_once(tmp_path: Path, minded: list[subprocess.Popen[bytes]]) -> None:
-    process = mind(order(tmp_path, COUNTS), minded)
+def test_a_job_is_told_once(tmp_path: Path, wrapped: Wrapped) -> None:
+    process = wrap(attempt(tmp_path, COUNTS), wrapped)
     until(lambda: (tmp_path / "log").exists() and "on" in (tmp_path / "log").read_text())
     process.send_signal(signal.SIGINT)
     time.sleep(0.1)
     process.send_signal(signal.SIGTERM)  # a second one would end a run unsaved
     assert process.wait(DEADLINE_S) == 0
-    note = notes.read(tmp_path / "note.json", "t1")
+    note = read_status(tmp_path / "note.json", "t1")
     assert note is not None and note.exit_code == 1
 
 
 def test_the_end_of_its_parent_is_a_sigterm(tmp_path: Path) -> None:
-    file = tmp_path / "order.json"
-    file.write_text(json.dumps(asdict(order(tmp_path, "import time; print('on', flush=True); time.sleep(600)"))))
+    file = tmp_path / "attempt.json"
+    file.write_text(json.dumps(asdict(attempt(tmp_path, "import time; print('on', flush=True); time.sleep(600)"))))
     between = (
         "import os, subprocess, sys, time\n"
-        "subprocess.Popen([*sys.argv[1:4], sys.argv[4], '--parent', str(os.getpid()), sys.argv[5]])\n"
+        "subprocess.Popen([*sys.argv[2:], str(os.getpid())], stdin=open(sys.argv[1]))\n"
         "time.sleep(600)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", between, *MINDER, str(file)], cwd=ROOT)
-    until(lambda: (note := notes.read(tmp_path / "note.json", "t1")) is not None and alive(note.process))
+    parent = subprocess.Popen([sys.executable, "-c", between, str(file), *WRAPPER], cwd=ROOT)
+    until(lambda: (note := read_status(tmp_path / "note.json", "t1")) is not None and alive(note.process))
     parent.kill()
     parent.wait()
-    until(lambda: (note := notes.read(tmp_path / "note.json", "t1")) is not None and note.exit_code == -15)
+    until(lambda: (note := read_status(tmp_path / "note.json", "t1")) is not None and note.exit_code == -15)
 
 
-def test_a_job_that_cannot_be_started_is_told_of(tmp_path: Path, minded: list[subprocess.Popen[bytes]]) -> None:
-    file = tmp_path / "order.json"
-    file.write_text(json.dumps(asdict(order(tmp_path, "", place=str(tmp_path / "none")))))
-    done = subprocess.run([*MINDER, str(file)], cwd=ROOT, capture_output=True, text=True)
+def test_a_job_that_cannot_be_started_is_told_of(tmp_path: Path, wrapped: Wrapped) -> None:
+    file = tmp_path / "attempt.json"
+    file.write_text(json.dumps(asdict(attempt(tmp_path, "", place=str(tmp_path / "none")))))
+    done = subprocess.run(WRAPPER, cwd=ROOT, input=file.read_text(), capture_output=True, text=True)
     assert done.returncode == 7 and "cannot start a job" in done.stderr and "none" in done.stderr
 
 
 def test_a_silent_note_is_known_as_such(tmp_path: Path) -> None:
-    notes.Note("t1", "node", 1, time.time()).write(tmp_path / "note.json")
-    seen = Noted({"token": "t1", "note": str(tmp_path / "note.json")})
-    assert not seen.is_silent and seen.exit_code is None and seen.devices == ("node",)
-    os.utime(tmp_path / "note.json", (0.0, time.time() - notes.SILENT_S - 1))
-    assert seen.is_silent
+    JobStatus("t1", "node", 1, time.time()).write(tmp_path / "note.json")
+    executor = RayExecutor(SweepConfig(on="ray", address="head:6379"))
+    seen = RemoteJob(executor, 0, {"token": "t1", "note": str(tmp_path / "note.json")})
+    seen.read_status()
+    assert seen.is_running and not seen.has_ended and seen.devices == ("node",)
+    os.utime(tmp_path / "note.json", (0.0, time.time() - SILENT_S - 1))
+    assert not seen.is_running
 
 
 def test_only_what_is_listed_leaves_this_machine() -> None:
@@ -150,9 +153,9 @@ def test_a_status_tells_what_the_notes_tell(tmp_path: Path, capsys: pytest.Captu
     for index in range(4):
         path = folder.note(index)
         record.change(index, state="waiting", identity={"token": f"t{index}", "note": str(path)})
-        began = notes.Note(f"t{index}", "node7", 1, time.time() - 60, ("3",))
+        began = JobStatus(f"t{index}", "node7", 1, time.time() - 60, ("3",))
         if index < 3:
-            (began.with_end(time.time(), -9) if index == 0 else began).write(path)
+            began.write_end(path, -9) if index == 0 else began.write(path)
     os.utime(folder.note(2), (0.0, time.time() - 600))
     folder.run(4).status.unlink()
     here = {"on": "local", "token": "t4", "note": str(folder.note(4))}

@@ -1,13 +1,13 @@
 """Ray's driver for a sweep, in a process of its own: Ray takes over signals, prints, and may take its process down.
 
-    stdin   {"do": "start", "token", "name", "resources", "minder", "order"} | {"do": "find", "token", "name"}
+    stdin   {"do": "start", "token", "name", "resources", "wrapper", "attempt"} | {"do": "find", "token", "name"}
             {"do": "signal", "token", "number"}                              end of file: the sweep has ended
     stdout  {"is": "found", "token"}
-            {"is": "gone", "token", "why"}          its actor has ended, or is not there; the note tells the job's end
+            {"is": "gone", "token", "why"}    its actor has ended, or is not there; the job's end is in its status file
 
-Each job is a detached actor with the job's resources, which starts the minder (runner.sweep.minder) and leaves when
-that ends. On a cluster that was joined they go on without the driver; a cluster of its own ends with it, after all jobs
-have had the time to save. Placement is Ray's.
+Each job is a detached actor with the job's resources, which starts the wrapper (runner.sweep.job_wrapper) and leaves
+when that ends. On a cluster that was joined they continue without the driver; a cluster of its own ends with it, after
+all jobs have had the time to save. Placement is Ray's.
 """
 
 from __future__ import annotations
@@ -29,45 +29,45 @@ PING_S = 1.0
 TICK_S = 0.1
 
 
-class Attendant:
+class JobActor:
     """The actor of one job, on the node that Ray gave it. Pickled by value: Ray's nodes need nothing of ours."""
 
-    def __init__(self, minder: list[str], order: dict[str, Any]) -> None:
+    def __init__(self, wrapper: list[str], attempt: dict[str, Any]) -> None:
         import subprocess
         import threading
 
         kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_") and k != "OMP_NUM_THREADS"}
-        self._minder = subprocess.Popen(
-            [*minder, "--parent", str(os.getpid())],
+        self._wrapper = subprocess.Popen(
+            [*wrapper, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            env={**kept, **order["environment"]},
+            env={**kept, **attempt["environment"]},
             start_new_session=True,
         )
-        assert self._minder.stdin is not None
-        self._minder.stdin.write(json.dumps(order).encode())
-        self._minder.stdin.close()
+        assert self._wrapper.stdin is not None
+        self._wrapper.stdin.write(json.dumps(attempt).encode())
+        self._wrapper.stdin.close()
         self._said = ""
         self._me = ray.get_runtime_context().current_actor
         threading.Thread(target=self._wait, daemon=True).start()
 
     def look(self) -> str:
-        """What the minder complained of, if it could not do its work."""
+        """What the wrapper complained of, if it could not do its work."""
         return self._said
 
     def signal(self, number: int) -> None:
-        """Pass a signal on to the minder."""
-        self._minder.send_signal(signal.SIGUSR1 if number == signal.SIGKILL else number)
+        """Pass a signal on to the wrapper."""
+        self._wrapper.send_signal(signal.SIGUSR1 if number == signal.SIGKILL else number)
 
     def leave(self) -> None:
         """End this actor."""
         ray.actor.exit_actor()  # type: ignore[no-untyped-call]
 
     def _wait(self) -> None:
-        assert self._minder.stderr is not None
-        self._said = self._minder.stderr.read().decode(errors="replace").strip()
-        if self._minder.wait() != 0:
+        assert self._wrapper.stderr is not None
+        self._said = self._wrapper.stderr.read().decode(errors="replace").strip()
+        if self._wrapper.wait() != 0:
             time.sleep(5 * PING_S)  # for `look` to tell it
         self._me.leave.remote()
 
@@ -87,7 +87,7 @@ class Driver:
         token = what["token"]
         if what["do"] == "start":
             options = {"name": what["name"], "lifetime": "detached", "namespace": NAMESPACE, **what["resources"]}
-            self._add(token, ray.remote(Attendant).options(**options).remote(what["minder"], what["order"]))
+            self._add(token, ray.remote(JobActor).options(**options).remote(what["wrapper"], what["attempt"]))
         elif what["do"] == "find":
             try:
                 self._add(token, ray.get_actor(what["name"], NAMESPACE))
@@ -121,13 +121,6 @@ class Driver:
                 del self._due[token]
                 self._looks[self._actors[token].look.remote()] = token
 
-    def serve(self) -> None:
-        """Until the sweep has ended."""
-        while (requests := self._lines.receive(TICK_S)) is not None:
-            for request in requests:
-                self.do(request)
-            self.look()
-
     def end(self, grace_s: float) -> None:
         """Let the jobs save and end: the cluster ends with the sweep."""
         for token, actor in self._actors.items():
@@ -143,7 +136,10 @@ def main(asked: dict[str, Any]) -> None:
     lines = JsonLines.to_parent()
     driver = Driver(lines)
     with opened(asked, lines):
-        driver.serve()
+        while (requests := lines.receive(TICK_S)) is not None:
+            for request in requests:
+                driver.do(request)
+            driver.look()
         if asked["address"] is None:
             driver.end(asked["grace_s"])
 

@@ -1,0 +1,242 @@
+"""What is done with a sweep: start, resume, status, report.
+
+plan ─▶ sweep.json, jobs/*.yaml ─▶ scheduler ─▶ results.csv, results.json, report.html ─▶ tables, winner, failures
+                ▲                     │ Ctrl-C, kill -9
+                └────── resume ◀──────┘
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from runner.errors import EnvironmentProblem, Interrupted, Problem, SpecError, SweepFailed
+from runner.folder import RunFolder, is_locked, locked, shown
+from runner.spec.origin import leaves
+from runner.sweep import plan as plans
+from runner.sweep import report as reports
+from runner.sweep.config import SweepConfig
+from runner.sweep.executor import Executor, Need
+from runner.sweep.executors import local, ray, slurm
+from runner.sweep.job import FAILED, FINISHED, SILENT_S, StopReason, job_result, read_status, silent_s
+from runner.sweep.plan import JobPlan, Plan, Record, SweepFolder
+from runner.sweep.results import gather, write_files
+from runner.sweep.scheduler import Command, Scheduler
+from runner.sweep.search import Propose
+from runner.tracker.text import duration
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which jobs a resume runs, of those that are not done: the unfinished ones, unless `only` names others."""
+
+    retry_failed: bool = False
+    only: tuple[int, ...] = ()
+
+
+def make_executor(options: SweepConfig) -> Executor:
+    """The executor that `sweep.on` names; it connects when its context is entered."""
+    executors: Mapping[str, Callable[[SweepConfig], Executor]] = {
+        "local": local.LocalExecutor,
+        "ray": ray.RayExecutor,
+        "slurm": slurm.SlurmExecutor,
+    }
+    return executors[options.on](options)
+
+
+def start(
+    folder: SweepFolder,
+    plan: Plan,
+    options: SweepConfig,
+    executor: Executor,
+    command: Command | None = None,
+    propose: Propose | None = None,
+) -> int:
+    """Run a new sweep in its folder; returns 0. `propose` makes jobs of a search's values.
+
+    Raises SweepFailed, Interrupted.
+    """
+    executor.check(needs(plan, options))
+    with locked(RunFolder(folder.root)):
+        for job in plan.jobs:
+            plans.write_spec(folder, plan, job)
+        record = Record.begin(folder, len(plan.jobs))
+        plans.write(folder, plan)
+        scheduler = Scheduler(folder, plan, record, options, executor, propose)
+        scheduler.screen.say_all(reports.planned(folder, plan, options, executor.describe(), executor.parallel))
+        scheduler.adopt()
+        return _run(scheduler, range(len(plan.jobs)), command)
+
+
+def resume(
+    folder: SweepFolder,
+    plan: Plan,
+    wanted: Wanted,
+    options: SweepConfig,
+    executor: Executor,
+    command: Command | None = None,
+    propose: Propose | None = None,
+) -> int:
+    """Continue a sweep: jobs that are done never run again, and those that still run elsewhere are followed.
+
+    Raises SweepFailed, Interrupted, SpecError.
+    """
+    with locked(RunFolder(folder.root)):
+        refuse_changed(folder, plan)
+        record = Record.read(folder)
+        record.grow(len(plan.jobs))  # a search was killed between the two files
+        executor.check(needs(plan, options, record))
+        scheduler = Scheduler(folder, plan, record, options, executor, None if wanted.only else propose)
+        scheduler.adopt()
+        todo = [index for index in chosen(record, wanted) if index not in scheduler.running]
+        new = 0 if scheduler.trials is None else max((options.trials or 0) - len(plan.jobs), 0)
+        scheduler.screen.say(f"sweep    {shown(folder.root)}: {_counts(record)}; now {len(todo) + new} to run")
+        if not todo and not new and not scheduler.running:
+            return _end(scheduler)
+        record.wait(todo)
+        return _run(scheduler, todo, command)
+
+
+def status(where: str) -> int:
+    """Print how far a sweep is, beside a running one or after one that died; returns 0. Changes nothing."""
+    folder, plan = plans.find(where)
+    record, running = Record.read(folder), is_locked(RunFolder(folder.root))
+    lines = [] if running else list(_catch_up(folder, record))
+    print(f"{shown(folder.root)}: {_counts(record)}; {'running' if running else 'not running'}")
+    print("\n".join([*reports.table(gather(folder, plan, record)), *lines]))
+    if not running and any(job.state not in FINISHED for job in record):
+        print(f"go on    run sweep resume {reports.name_of(folder)}")
+    return 0
+
+
+def report(where: str) -> int:
+    """Write results.csv, results.json and report.html again, of one that died with what its jobs noted; returns 0."""
+    folder, plan = plans.find(where)
+    record = Record.read(folder)
+    for line in () if is_locked(RunFolder(folder.root)) else _catch_up(folder, record):
+        print(line)
+    results = gather(folder, plan, record)
+    write_files(results)
+    reports.write_page(results)
+    print(shown(folder.report))
+    return 0
+
+
+def runs(folder: SweepFolder) -> Command:
+    """What starts a job in a process of its own, or resumes it where it has begun."""
+
+    def command(job: JobPlan, begun: bool) -> list[str]:
+        run = folder.run(job.index)
+        runner = [sys.executable, "-P", "-m", "runner"]
+        if begun:
+            return [*runner, "resume", str(run.root), *job.again]
+        return [*runner, "--spec", str(folder.spec(job.index)), "--folder", str(run.root), *job.again]
+
+    return command
+
+
+def chosen(record: Record, wanted: Wanted) -> list[int]:
+    """The jobs to run now. Raises EnvironmentProblem for one that is not there, or is done."""
+    for index in wanted.only:
+        if not 0 <= index < len(record):
+            raise EnvironmentProblem(f"--only {index}: the jobs are 0 to {len(record) - 1}")
+        if record[index].state in FINISHED:
+            text = f"--only {index}: job {index} is {record[index].state}; a finished job is not run again"
+            raise EnvironmentProblem(text)
+
+    if wanted.only:
+        return list(wanted.only)
+    skipped = FINISHED if wanted.retry_failed else FINISHED | FAILED
+    return [index for index, job in enumerate(record) if job.state not in skipped]
+
+
+def refuse_changed(folder: SweepFolder, plan: Plan) -> None:
+    """Raise SpecError naming every option of a jobs/*.yaml that is not what was planned."""
+    problems = []
+    for job in plan.jobs:
+        path = folder.spec(job.index)
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as error:
+            raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
+        now, before = dict(leaves(content)), dict(leaves(plan.data(job)))
+        for key in dict.fromkeys([*before, *now]):
+            if now.get(key) != before.get(key) or (key in now) != (key in before):
+                was, is_now = (repr(values[key]) if key in values else "not there" for values in (before, now))
+                text = f"was {was} when the sweep began, is {is_now}; put it back, or start anew"
+                problems.append(Problem(key, text, shown(path)))
+    if problems:
+        raise SpecError(problems)
+
+
+def needs(plan: Plan, options: SweepConfig, record: Record | None = None) -> list[Need]:
+    """What the jobs occupy, those that a search is still to propose included; with a record, without finished ones."""
+    later = [] if plan.search is None else [plan.search.need] * max((options.trials or 0) - len(plan.jobs), 0)
+    left = [job for job in plan.jobs if record is None or record[job.index].state not in FINISHED]
+    return [job.need for job in left] + later
+
+
+def _counts(record: Record) -> str:
+    return ", ".join(f"{count} {state}" for state, count in record.count().items())
+
+
+def _catch_up(folder: SweepFolder, record: Record) -> Iterator[str]:
+    """Take into `record`, in memory only, what became of jobs that a sweep which is gone has left; a line for each that
+    continues without it."""
+    left = {index: job.identity for index, job in enumerate(record) if job.identity is not None}
+    queued: Mapping[int, str] = {}
+    try:
+        queued = slurm.waiting(folder.root, left)
+    except EnvironmentProblem as error:
+        yield f"note     {error}; what is said here, the jobs have noted"
+    for index, known in left.items():
+        if index in queued:
+            record.assume(index, state="waiting")
+            yield f"waiting  job {index}  in Slurm: {queued[index]}"
+        elif known.get("on") == "local":  # without a number, the sweep died before it could write that down
+            if "pid" not in known or not local.is_alive((known["pid"], known["started"])):
+                _settle(folder, record, index, -signal.SIGTERM, StopReason("the sweep ended"))
+        elif (noted := read_status(Path(known["note"]), known["token"])) is None:
+            yield f"waiting  job {index}  was handed over, and has not begun"
+        else:
+            record.assume(index, devices=noted.where, seconds=record[index].seconds + noted.seconds)
+            if noted.exit_code is None:
+                record.assume(index, state="running")
+                silent = silent_s(Path(known["note"]))
+                gone = f"silent for {duration(silent)}: its machine may be gone, which a resume finds out"
+                yield f"runs     job {index}  on {noted.host}, {'without its sweep' if silent <= SILENT_S else gone}"
+            else:
+                _settle(folder, record, index, noted.exit_code, noted.reason)
+
+
+def _settle(folder: SweepFolder, record: Record, index: int, code: int, reason: StopReason | None) -> None:
+    result = job_result(code, reason, folder.run(index), folder.output(index))
+    record.assume(index, state=result.state, exit_code=code, error=result.error)
+
+
+def _run(scheduler: Scheduler, todo: Sequence[int], command: Command | None) -> int:
+    with scheduler.screen:
+        scheduler.run(todo, command or runs(scheduler.folder))
+    return _end(scheduler)
+
+
+def _end(scheduler: Scheduler) -> int:
+    record, results = scheduler.record, gather(scheduler.folder, scheduler.plan, scheduler.record)
+    write_files(results)
+    reports.write_page(results)
+    scheduler.screen.say_all(reports.ending(results))
+    total, again = len(record), f"run sweep resume {reports.name_of(scheduler.folder)}"
+    failed = sum(job.state in FAILED for job in record)
+    left = sum(job.state not in FAILED | FINISHED for job in record)
+    if scheduler.interrupted is not None:
+        raise Interrupted(scheduler.interrupted, f"{total - failed - left} of {total} jobs done; go on    {again}")
+    if left:
+        raise SweepFailed(f"{failed} of {total} jobs failed, {left} not finished\n  go on    {again}")
+    if failed:
+        raise SweepFailed(f"{failed} of {total} jobs failed\n  try them again    {again} --retry-failed")
+    return 0

@@ -1,0 +1,143 @@
+"""Jobs on a Ray cluster, each an actor with its resources; or on a cluster of our own, which ends with the sweep.
+
+Ray itself is in another process, `ray_driver`; what became of a job is read from its status file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from typing import Any, Self
+
+from runner.carried import carried
+from runner.device.kinds import KINDS
+from runner.errors import EnvironmentProblem
+from runner.ray.link import Link, need_ray
+from runner.sweep import executor as base
+from runner.sweep.config import SweepConfig
+from runner.sweep.executor import Gone, Identity, Need, RemoteJob, Say
+from runner.sweep.executors.local import present
+from runner.sweep.job import JobAttempt, StopReason
+
+WRAPPER = (sys.executable, "-P", "-m", "runner.sweep.job_wrapper")
+READ_S = 0.2  # between two looks at the status of a job
+ACTOR = "run-"  # and the token of its job: the name by which an actor is found again
+LATE_S = 3.0  # a shared folder may show the end of a job after Ray has
+ANSWER_S = 60.0  # for Ray to tell whether it knows a job
+
+
+class RayExecutor(Link, base.RemoteExecutor):
+    """The cluster at `sweep.address`, or one of this machine's own."""
+
+    def __init__(self, options: SweepConfig) -> None:
+        base.RemoteExecutor.__init__(self, options)
+        npus = {KINDS["npu"].resource: len(present("npu"))} if present("npu") else {}  # of a cluster of our own
+        here = {"num_cpus": len(present("core")), "num_gpus": len(present("cuda")), "resources": npus}
+        asked = {"address": options.address, "resources": here, "grace_s": options.grace_s}
+        Link.__init__(self, "runner.sweep.executors.ray_driver", asked, options.grace_s)
+        self._found: set[str] = set()  # tokens of jobs that have an actor
+        self._lost: dict[str, str] = {}  # of those whose actor has ended, and why
+
+    def __enter__(self) -> Self:
+        need_ray("sweep.on=ray")
+        return super().__enter__()
+
+    @property
+    def cards(self) -> tuple[str, ...]:
+        return tuple(kind for kind in base.ORDER if sum(self._on_nodes(kind)))
+
+    def check(self, needs: Iterable[Need]) -> None:
+        self.needs = list(needs)
+        for need in self.needs:
+            self._refuse(need)
+        self.parallel = min(self.options.parallel or base.capacity(self.needs, self._on_nodes), len(self.needs))
+
+    def describe(self) -> str:
+        return base.described(self.needs, self._on_nodes, self.parallel, f" on {self._cluster()}")
+
+    def submit(self, need: Need, attempt: JobAttempt) -> RemoteJob:
+        attempt = replace(attempt, environment=carried(os.environ))
+        job = RemoteJob(self, attempt.index, {"token": attempt.token, "note": attempt.note})
+        request = {"token": job.token, "name": ACTOR + job.token, "resources": _resources(need), "wrapper": WRAPPER}
+        self.send(do="start", **request, attempt=asdict(attempt))
+        self.add(job)
+        return job
+
+    def adopt(self, left: Mapping[int, Identity], grace_s: float, say: Say) -> Mapping[int, RemoteJob]:
+        """Those that have an actor continue. Those that lost it are saving, and are waited for."""
+        jobs = {index: RemoteJob(self, index, identity) for index, identity in left.items() if "token" in identity}
+        for job in jobs.values():
+            self.send(do="find", token=job.token, name=ACTOR + job.token)
+        tokens = {job.token for job in jobs.values()}
+        self.wait_for(lambda: tokens <= self._found | self._lost.keys(), ANSWER_S)
+        lost = {index: job for index, job in jobs.items() if job.token in self._lost}
+
+        def saving() -> list[int]:
+            for job in lost.values():
+                job.read_status()
+            return [index for index, job in lost.items() if job.is_running]
+
+        if left_over := base.wait_for_saving(saving, grace_s + LATE_S, say):
+            # no wrapper without an actor lets its job live so long
+            raise EnvironmentProblem(
+                f"job {', '.join(map(str, left_over))} runs, and is not known to {self._cluster()}: is it another "
+                "cluster's? sweep.address names the one where the sweep began"
+            )
+        known = {index: job for index, job in jobs.items() if index not in lost or job.has_ended}
+        self.add(*known.values())
+        return known
+
+    def poll(self) -> None:
+        self.hear()
+        self.version = int(time.monotonic() / READ_S)
+
+    def gone(self, job: RemoteJob) -> Gone | None:
+        if job.has_ended:
+            return Gone()
+        if job.token not in self._lost or job.is_running:
+            return None
+        why = " ".join(self._lost[job.token].split())
+        if job.status is not None:
+            return Gone(StopReason(f"lost with its node, or ended by Ray: {why}".rstrip(": "), "killed"), LATE_S)
+        return Gone(None if job.signals else StopReason(f"could not be started on Ray: {why}", "failed"), LATE_S)
+
+    def signal(self, job: RemoteJob, number: int) -> None:
+        self.send(do="signal", token=job.token, number=number)
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        if event["is"] == "found":
+            self._found.add(event["token"])
+        else:
+            self._lost[event["token"]] = event["why"]
+
+    def _on_nodes(self, kind: str) -> list[int]:
+        name = "CPU" if kind == "core" else KINDS[kind].resource
+        return [int(node.get(name, 0)) for node in self.nodes]
+
+    def _cluster(self) -> str:
+        count, address = len(self.nodes), self.options.address
+        where = f"at {address}" if address else "on this machine"
+        return f"{count} node{'s' if count > 1 else ''} of Ray {where}"
+
+    def _refuse(self, need: Need) -> None:
+        """A job runs on one node; Ray would wait for ever for a node that has more than any."""
+        there = self._on_nodes(need.kind)
+        most = max(there, default=0)
+        if need.count > most:
+            word = base.WORDS[need.kind] + "s"
+            has = f"{most} {word} at most, {sum(there)} in all" if most else f"no {word}"
+            lower = base.LOWER_CORES if need.kind == "core" else base.LOWER_CARDS
+            advice = lower if most else "`ray status` lists what there is"
+            raise EnvironmentProblem(f"a job wants {need} of one node; {self._cluster()}: {has}; {advice}")
+
+
+def _resources(need: Need) -> dict[str, Any]:
+    """What its actor asks of Ray. What is on cards asks for no cores, as on one machine: cards are what is scarce."""
+    if need.kind == "core":
+        return {"num_cpus": need.count}
+    if need.kind == "cuda":
+        return {"num_cpus": 0, "num_gpus": need.count}
+    return {"num_cpus": 0, "resources": {KINDS[need.kind].resource: need.count}}

@@ -1,0 +1,83 @@
+"""What runs inside a Slurm job, on its node: starts one job of a sweep, forwards signals, writes how it ended.
+
+sbatch ─▶ exec python -m runner.sweep.executors.slurm_job slurm/<token>.json GRES all|first
+              └─▶ the job, or, where Slurm starts it again, what resumes it; its status in jobs/003.note.json
+
+GRES      what Slurm calls the job's cards            all       Slurm's SIGTERM reaches all processes of a job
+SIGUSR1   the sweep: save and end                     SIGTERM   Slurm ends the job: cancelled, preempted, requeued
+SIGUSR2   Slurm's time limit is near: save and end, and back into the queue to resume there
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from runner.device.kinds import NPU
+from runner.errors import EnvironmentProblem
+from runner.folder import RunFolder
+from runner.slurm.cards import handed_out
+from runner.slurm.commands import steps_of, told
+from runner.sweep.job import STOP_CODES, JobAttempt, StopReason, from_json
+from runner.sweep.job_wrapper import JobWrapper, Signals, begin_status
+
+SAVE, LIMIT, ENDED = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
+
+
+def main(path: str, gres: str, signalled: str) -> int:
+    """Run the job of this array index; its exit code, which Slurm then has, too."""
+    forwarded: dict[int, int] = dict.fromkeys((SAVE, LIMIT, ENDED), signal.SIGTERM)
+    if signalled == "all":
+        forwarded[ENDED] = 0
+    signals = Signals(forwarded)
+    attempts = json.loads(Path(path).read_text(encoding="utf-8"))
+    attempt = from_json(JobAttempt, attempts[os.environ["SLURM_ARRAY_TASK_ID"]])
+    shown, run = cards(attempt, gres), RunFolder(Path(attempt.run))
+    before = steps_of(run)
+    if int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and run.spec.is_file():
+        attempt = replace(attempt, command=attempt.again)
+    wrapper = JobWrapper(attempt, forwarded, signals, shown)
+    host, listed = socket.gethostname(), {**os.environ, **shown}.get(attempt.visible or "", "")
+    status = begin_status(attempt, [f"{host}:{card}" for card in listed.split(",")] if listed else [host])
+    code, reason = wrapper.run(), wrapper.reason
+    if wrapper.first == LIMIT and code in STOP_CODES and (reason := requeue(run, before)) is None:
+        return 0  # Slurm starts it again; its status is that it runs until that start writes another
+    status.write_end(Path(attempt.note), code, reason)
+    return code if code >= 0 else 128 - code
+
+
+def requeue(run: RunFolder, before: int) -> StopReason | None:
+    """Put this job back into Slurm's queue, if it made more steps than it had `before`; why not, else."""
+    if steps_of(run) <= before:
+        return StopReason("no step was made within the time limit of Slurm", "timeout")
+    try:
+        told("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+    except EnvironmentProblem as error:
+        return StopReason(f"the time limit of Slurm; {error}", "interrupted")
+    return None
+
+
+def cards(attempt: JobAttempt, gres: str) -> dict[str, str]:
+    """The variable that shows the job its cards, where Slurm does not set it: for NPUs.
+
+    It may be in the environment all the same, from where the sweep was typed.
+    """
+    variable = attempt.visible
+    if variable is None or (variable in os.environ and variable != NPU.visible):
+        return {}
+    numbers = handed_out(os.environ["SLURM_JOB_ID"], gres)
+    if not numbers:
+        seen = os.environ.get(variable, "all of them")
+        print(f"Slurm does not tell which cards are this job's (gres.conf has no File= for {gres}): it sees {seen}")
+        sys.stdout.flush()
+        return {}
+    return {variable: ",".join(map(str, numbers))}
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,185 @@
+"""One attempt of a job: what its executor runs, what is written down of it where it runs, and what became of it.
+
+scheduler ─ JobAttempt ─▶ executor ─▶ the process ─▶ exit code, StopReason ─▶ job_result ─▶ state.json
+                                          └─ JobStatus (jobs/003.note.json), where that is another machine: replaced
+                                             when it begins and when it ends, touched every few seconds in between
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast, get_args
+
+from pydantic import TypeAdapter
+
+from runner.folder import RunFolder, write_json
+
+T = TypeVar("T")
+State = Literal["waiting", "running", "done", "pruned", "failed", "killed", "timeout", "interrupted"]
+STATES: tuple[State, ...] = get_args(State)
+FAILED: frozenset[State] = frozenset({"failed", "killed", "timeout"})
+FINISHED: frozenset[State] = frozenset({"done", "pruned"})  # never run again
+STOP_CODES = (-signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+TOUCH_S = 5.0  # between two heartbeats of a job
+SILENT_S = 30.0  # without one, its machine is gone: a shared folder may show a change some seconds late
+TAIL_BYTES = 8192
+LONGEST = 300  # characters of an error in a table
+_adapters: dict[Any, TypeAdapter[Any]] = {}  # slow to make
+
+
+@dataclass(frozen=True, slots=True)
+class StopReason:
+    """Why a job was told to stop, or lost, and the state that it has then."""
+
+    why: str
+    state: State = "interrupted"
+
+
+@dataclass(frozen=True, slots=True)
+class JobAttempt:
+    """All that an executor needs to run a job once. JSON as `asdict`; all paths are absolute.
+
+    index: the job's number; token: of this attempt alone
+    again: the command where Slurm starts it once more and its run folder, `run`, has begun
+    log: where its output is appended; note: the file of its JobStatus; place: its working folder
+    grace_s: seconds from the signal to save and end until it is killed; timeout_s: seconds until it is told to
+    visible: the variable that lists the cards it was given, if it wants any
+    environment: variables that it gets on top of those of the machine where it runs
+    """
+
+    index: int
+    token: str
+    command: tuple[str, ...]
+    again: tuple[str, ...]
+    run: str
+    log: str
+    note: str
+    place: str
+    grace_s: float
+    timeout_s: float | None = None
+    visible: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """One attempt of a job, as the machine where it runs reports it. Times are seconds since the epoch, of its clock.
+
+    token: of the attempt; process: of the wrapper beside the job; devices: the cards that it was given
+    exit_code: negative for a signal; None while it runs; reason: why it was told to stop, where that was decided there
+    """
+
+    token: str
+    host: str
+    process: int
+    began: float
+    devices: tuple[str, ...] = ()
+    ended: float | None = None
+    exit_code: int | None = None
+    reason: StopReason | None = None
+
+    @property
+    def seconds(self) -> float:
+        """For how long the job has run, or ran."""
+        return max((now() if self.ended is None else self.ended) - self.began, 0.0)
+
+    @property
+    def where(self) -> tuple[str, ...]:
+        """Its cards, or its machine if it has none."""
+        return self.devices or (self.host,)
+
+    def write(self, path: Path) -> None:
+        """Replace the status file. Raises StorageError."""
+        write_json(path, asdict(self))
+
+    def write_end(self, path: Path, exit_code: int, reason: StopReason | None = None) -> None:
+        """Replace the status file once the job has ended. Raises StorageError."""
+        replace(self, ended=now(), exit_code=exit_code, reason=reason).write(path)
+
+
+def now() -> float:
+    """Seconds since the epoch, of this machine's clock."""
+    return datetime.now().timestamp()
+
+
+def from_json(kind: type[T], data: Any) -> T:
+    """A dataclass from what `json` has read of its `asdict`. Raises ValueError where it does not fit."""
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    return cast(T, _adapters[kind].validate_python(data))
+
+
+def read_status(path: Path, token: str) -> JobStatus | None:
+    """The status of this attempt; None where there is none yet, which that of another attempt is, too."""
+    data = read_json(
+        path
+    )  # empty: not there yet, or a shared folder that fails for a moment; the next poll reads again
+    return from_json(JobStatus, data) if data.get("token") == token else None
+
+
+def silent_s(path: Path) -> float:
+    """Seconds since the last heartbeat of a job that runs; infinite where there never was one."""
+    try:
+        return max(now() - path.stat().st_mtime, 0.0)
+    except OSError:
+        return float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """How a job ended; `error` None where it is done."""
+
+    state: State
+    error: str | None
+
+
+def job_result(code: int, reason: StopReason | None, run: RunFolder, output: Path) -> JobResult:
+    """The state that an exit code (negative: a signal) means, for a job that was told to stop or was not."""
+    status = read_json(run.status)
+    if status.get("state") == "done" and (code == 0 or reason):
+        return JobResult("done", None)
+    if code == 0:
+        what = f"its status is {status.get('state')}" if status else "left no status that can be read (status.json)"
+        return JobResult("failed", f"ended with exit code 0, but {what}")
+    if reason and code in STOP_CODES:
+        return JobResult(reason.state, reason.why)
+    if code < 0:
+        return JobResult("killed", f"killed by {_signal_name(-code)}")
+    if code in STOP_CODES:
+        return JobResult("interrupted", f"stopped by {_signal_name(code - 128)}")
+    text = str(status.get("error") or "") if status.get("exit_code") == code else ""
+    line = " ".join(text.split())[:LONGEST] or last_line(output)
+    return JobResult("failed", f"exit code {code}" + (f": {line}" if line else ""))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is none that can be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return dict(content) if isinstance(content, dict) else {}
+
+
+def last_line(output: Path) -> str:
+    """The last line that a job printed, cut to what a table holds."""
+    try:
+        with output.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(file.tell() - TAIL_BYTES, 0))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except FileNotFoundError:
+        return ""
+    return next((line.strip()[:LONGEST] for line in reversed(lines) if line.strip()), "")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,159 @@
+"""Runs beside a job on the machine where that runs, which may be another than the sweep's, and writes its status file.
+
+python -m runner.sweep.job_wrapper [PARENT]      the attempt as JSON on stdin
+
+SIGTERM, SIGINT   the first is passed on to the job, which saves and ends; it is killed after the attempt's `grace_s`
+SIGUSR1           kills the job
+its own end       ends the job (see `core.subprocess`); the end of the process with the number PARENT is a SIGTERM
+exit code         0 once the status file has the job's; else what failed is on stderr
+
+A job in Slurm has `executors.slurm_job` beside it instead, which gets other signals and wraps it in the same way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from runner.core.subprocess import ChildProcess, end_with_parent, identify, with_pdeathsig
+from runner.errors import RunnerError, StorageError
+from runner.sweep.job import TOUCH_S, JobAttempt, JobStatus, StopReason, from_json, now
+
+POLL_S = 0.05
+# Signal to this process → signal to the job. A SIGKILL would end this process: SIGUSR1 stands for it.
+FORWARDED: Mapping[int, int] = {
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGUSR1: signal.SIGKILL,
+}
+
+
+class JobProcess(ChildProcess):
+    """A job's process, in a session of its own, which is signalled as a whole; it ends with this process."""
+
+    def __init__(self, attempt: JobAttempt, environment: Mapping[str, str], cores: Sequence[str] = ()) -> None:
+        """Start the attempt's command, whose output goes to the end of its log; `cores`: on which, none: on all.
+
+        Raises StorageError where it cannot be started.
+        """
+        variables = {**os.environ, **attempt.environment, **environment}
+        try:
+            with Path(attempt.log).open("ab") as log:
+                command = with_pdeathsig(attempt.command, cores)
+                super().__init__(command, stdout=log, stderr=subprocess.STDOUT, env=variables, cwd=attempt.place)
+        except OSError as error:
+            raise StorageError(f"cannot start a job: {error}") from error
+        self.identity = identify(self.pid)
+
+    def poll(self) -> int | None:
+        """The exit code (negative: the signal that killed it), None while it runs. What it left behind is killed."""
+        return None if self.runs() else self.returncode
+
+    def signal(self, number: int) -> None:
+        """Signal the job and what it started."""
+        if self.runs():
+            with suppress(ProcessLookupError, PermissionError):  # nobody is left in it
+                os.killpg(self.pid, number)
+
+
+class Signals(list[int]):
+    """The signals that came and are not forwarded yet, in their order."""
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        super().__init__()
+        for number in numbers:
+            signal.signal(number, lambda number, frame: self.append(number))
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # who started this may block some, which children inherit
+
+
+class JobWrapper:
+    """A job's process, and the signals for it. `first`: the first signal; `reason`: a time limit, if one ended it."""
+
+    def __init__(
+        self, attempt: JobAttempt, forwarded: Mapping[int, int], signals: Signals, environment: Mapping[str, str]
+    ) -> None:
+        """Starts it. Raises StorageError where it cannot.
+
+        forwarded: signal → what the job gets for it; 0: it has got it already
+        """
+        self._attempt, self._forwarded, self._signals = attempt, forwarded, signals
+        self._process = JobProcess(attempt, environment)
+        self._began = self._touched = time.monotonic()
+        self._deadline = float("inf")
+        self.first: int | None = None
+        self.reason: StopReason | None = None
+
+    def run(self) -> int:
+        """The exit code (negative: the signal that killed it), once it has ended."""
+        while (code := self._process.poll()) is None:
+            while self._signals:
+                number = self._signals.pop(0)
+                self.first = self.first or number
+                self._forward(self._forwarded[number])
+            self._check_clock()
+            time.sleep(POLL_S)
+        return code
+
+    def _forward(self, number: int) -> None:
+        """Signal the job once, whatever comes how often: a second signal would end it unsaved."""
+        if number == signal.SIGKILL:
+            self._process.signal(number)
+        elif self._deadline == float("inf"):
+            self._deadline = time.monotonic() + self._attempt.grace_s
+            if number:
+                self._process.signal(number)
+
+    def _check_clock(self) -> None:
+        moment, limit = time.monotonic(), self._attempt.timeout_s
+        if limit is not None and moment - self._began > limit and self._deadline == float("inf"):
+            self.reason = StopReason(f"not done after {limit:g} s (sweep.timeout_s)", "timeout")
+            self._forward(signal.SIGTERM)
+        if moment > self._deadline:
+            self._process.signal(signal.SIGKILL)
+        if moment - self._touched > TOUCH_S:
+            self._touched = moment
+            with suppress(OSError):  # a reader sees silence, and no job ends for it
+                os.utime(self._attempt.note)
+
+
+def bind(parent: int) -> None:
+    """Make the end of this process's parent a SIGTERM. Raises OSError where the kernel cannot."""
+    end_with_parent(signal.SIGTERM)
+    if os.getppid() != parent:  # it has ended by now
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def begin_status(attempt: JobAttempt, devices: Iterable[str]) -> JobStatus:
+    """Write the status of a job that starts now, beside this process. Raises StorageError."""
+    status = JobStatus(attempt.token, socket.gethostname(), os.getpid(), now(), tuple(devices))
+    status.write(Path(attempt.note))
+    return status
+
+
+def main() -> int:
+    """Run an attempt to its end, and write how it ended."""
+    signals = Signals(FORWARDED)
+    for parent in sys.argv[1:]:
+        bind(int(parent))
+    attempt = from_json(JobAttempt, json.load(sys.stdin))
+    try:
+        wrapper = JobWrapper(attempt, FORWARDED, signals, {})
+        cards = os.environ.get(attempt.visible, "") if attempt.visible else ""
+        status = begin_status(attempt, filter(None, cards.split(",")))
+        status.write_end(Path(attempt.note), wrapper.run(), wrapper.reason)
+    except RunnerError as error:
+        print(f"{socket.gethostname()}: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

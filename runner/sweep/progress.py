@@ -1,0 +1,299 @@
+"""How far a sweep is while it runs: the screen, sweep.log, and the time to go.
+
+event ─┬─▶ a line (above the table)
+       └─▶ sweep.log with a time stamp
+look  ───▶ the table, where the screen is a terminal: counts, the running jobs, then the others as far as it is high
+
+The time is never guessed but known from what has ended: before a sweep begins, a run in outputs/ on this machine that
+is equal but for what varies, how it is named and watched; later, the jobs that are done and the pace of those that run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+import yaml
+
+from runner.errors import StorageError
+from runner.folder import OUTPUTS, RunFolder, shown
+from runner.spec.origin import leaves
+from runner.sweep.job import State, read_json
+from runner.sweep.plan import Plan, Record, SweepFolder, run_name, short_names
+from runner.tracker.text import duration, number, visible
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+
+    from runner.sweep.results import MetricsTail
+    from runner.sweep.scheduler import Running
+
+ORDER: tuple[State, ...] = ("running", "failed", "killed", "timeout", "interrupted", "done", "pruned", "waiting")
+COLOURS = {"running": "cyan", "done": "green", "failed": "red", "killed": "red", "timeout": "red"}
+BORDERS = 6  # lines of a terminal that the table's frame, head and count take
+SMALLEST = 3  # rows
+MOST_READ = 30  # runs in outputs/ that are looked at, the newest first
+FAR = 4  # times as many steps, or as few: what a run does beside its steps then hides what they take
+SAME_TIME = ("name", "seed", "tracker", "watch", "strict")  # what does not change how long a run takes
+STAGE = re.compile(r".*/stages/([^/]+)/[0-9a-f]+(?:/export)?")
+RECIPE = "recipe"
+
+
+class SweepScreen:
+    """Says what happens. A screen that goes away stops nothing."""
+
+    def __init__(
+        self,
+        folder: SweepFolder,
+        plan: Plan,
+        record: Record,
+        trials: int | None = None,
+        stream: TextIO | None = None,
+    ) -> None:
+        """`trials`: how many jobs a search will have; None where all are known."""
+        self._folder, self._plan, self._record, self._trials = folder, plan, record, trials
+        self._stream = sys.stdout if stream is None else stream
+        self._lost = False
+        self._timed = any(job.state == "done" for job in record)  # or: the first job that is done tells the time to go
+        self._began = time.monotonic()
+        self._running: dict[int, Running] = {}
+        self._tails: dict[int, MetricsTail] = {}  # of ended jobs, too
+        self._rich: Console | None = None
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        """Begin the live table, where there is a terminal."""
+        if self._stream.isatty() and os.environ.get("TERM") != "dumb":
+            from rich.console import Console
+            from rich.live import Live
+
+            rich = Console(file=self._stream, force_terminal=True, highlight=False, markup=False, emoji=False)
+            self._rich = rich
+            self._live = Live(get_renderable=lambda: self.table(rich.height), console=rich, refresh_per_second=2)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the live table."""
+        live, self._live = self._live, None
+        if live is not None:
+            self._write(live.stop)
+
+    def say(self, text: str) -> None:
+        """A line for the user, and for sweep.log. Raises StorageError where the log cannot be written."""
+        line = visible(text)
+        stamp = datetime.now().astimezone().isoformat(timespec="milliseconds")
+        try:
+            with self._folder.log.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(f"{stamp} {line}\n")
+        except OSError as error:
+            raise StorageError(f"cannot write {self._folder.log}: {error.strerror}") from error
+        self._write(lambda: self._print(line))
+
+    def say_all(self, lines: Sequence[str]) -> None:
+        """Several lines."""
+        for line in lines:
+            self.say(line)
+
+    def show(self, running: dict[int, Running]) -> None:
+        """Take in how far the running jobs are."""
+        self._running = dict(running)
+        self._tails |= {index: job.metrics for index, job in running.items()}
+        if not self._timed and (line := first_done(self._plan, self._record, running, self._trials)):
+            self._timed = True
+            self.say(line)
+
+    def _print(self, line: str) -> None:
+        if self._live is not None and self._rich is not None:
+            self._rich.print(line, soft_wrap=True)
+            return
+        encoding = self._stream.encoding or "utf-8"
+        self._stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        self._stream.flush()
+
+    def _write(self, write: Any) -> None:
+        if self._lost:
+            return
+        try:
+            write()
+        except OSError as error:  # a closed pipe or terminal: the jobs go on, and sweep.log has the rest
+            self._lost, self._live = True, None
+            self.say(f"the screen is gone ({error.strerror}); the sweep goes on")
+
+    def table(self, height: int) -> RenderableType:
+        """The live table, at most `height` lines: running jobs first, then those that failed, are done, and wait."""
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        plan, record = self._plan, self._record
+        metrics = [ranking.metric for ranking in plan.rankings] or ["train/loss"]
+        grid = Table(box=SIMPLE_HEAD, padding=(0, 1), expand=False)
+        for name in ("job", *short_names(plan.axes).values(), "state", "step", *metrics, "time", "device", "folder"):
+            grid.add_column(name, no_wrap=True)
+        order = sorted(range(len(plan.jobs)), key=lambda i: (ORDER.index(record[i].state), i))
+        room = max(height - BORDERS, SMALLEST)
+        for index in order[:room]:
+            job, state = plan.jobs[index], record[index]
+            running, tail = self._running.get(index), self._tails.get(index)
+            seconds = state.seconds + (running.seconds if running else 0.0)
+            values = [tail.values.get(metric) if tail else None for metric in metrics]
+            grid.add_row(
+                str(index),
+                *(visible(job.varied.get(axis, "")) for axis in plan.axes),
+                state.state,
+                f"{tail.step}/{plan.data(job).get('steps', '?')}" if tail else "",
+                *("" if value is None else number(value) for value in values),
+                duration(seconds) if seconds else "",
+                ",".join(running.job.devices if running else state.devices),
+                run_name(index) if state.attempts else "",
+                style=COLOURS.get(state.state),
+            )
+        more = f"  and {len(order) - room} more" if len(order) > room else ""
+        counts = " · ".join(f"{count} {state}" for state, count in record.count().items())
+        left = remaining_s(plan, record, self._running, self._trials)
+        clock = duration(time.monotonic() - self._began) + ("" if left is None else f" · about {spoken(left)} to go")
+        return Group(grid, Text(more), Text(f"  {counts} · {clock}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds per step, with all that a run does beside its steps shared out over them; and which run says so."""
+
+    seconds: float
+    steps: int
+    source: str
+
+
+def expected(plan: Plan, trials: int | None, parallel: int) -> str:
+    """For a plan: how long it will take and how that is known, or that it is not."""
+    found = earlier(plan)
+    if found is None:
+        return "known after the first job"
+    steps = [_steps(plan, job.sections) for job in plan.jobs] or [_steps(plan, {})] * (trials or 0)
+    total = spoken(_in_parallel([found.seconds * count for count in steps], parallel))
+    at_most = "at most " if plan.options.get("prune") else ""
+    return (
+        f"{at_most}about {total}, as {found.source} took {spoken(found.seconds * found.steps)} for {found.steps} steps"
+    )
+
+
+def earlier(plan: Plan, outputs: Path = OUTPUTS) -> Pace | None:
+    """The pace of the newest run that is as a job of this sweep but for what varies; its steps are not far off."""
+    axes = plan.axes
+    if RECIPE in axes:
+        return None  # what the jobs have in common is not known by keys
+    ignored = {*SAME_TIME, *axes, "steps"}
+    wanted = _comparable(plan.base, ignored)
+    most = max((_steps(plan, job.sections) for job in plan.jobs), default=_steps(plan, {}))
+    specs = [path for pattern in ("[0-9]*/*/spec.yaml", "sweeps/*/*/spec.yaml") for path in outputs.glob(pattern)]
+    timed = sorted(((path.stat().st_mtime, path) for path in specs if not path.parent.is_symlink()), reverse=True)
+    for _, path in timed[:MOST_READ]:
+        run, spec = RunFolder(path.parent), _yaml(path)
+        seconds = _seconds(run)
+        if seconds is not None and _comparable(spec, ignored) == wanted:
+            steps = max(int(spec.get("steps", 1)), 1)
+            if most <= steps * FAR and steps <= most * FAR:
+                return Pace(seconds / steps, steps, shown(run.root))
+    return None
+
+
+def remaining_s(plan: Plan, record: Record, running: Mapping[int, Running], trials: int | None = None) -> float | None:
+    """Seconds to go: what is left of the steps, those of a search's `trials` to come included, at the pace of the jobs
+    that run and, before those have made steps, of the jobs that are done. None where there are neither."""
+    left = {
+        job.index: _steps(plan, job.sections) - (running[job.index].metrics.step if job.index in running else 0)
+        for job in plan.jobs
+        if record[job.index].state in ("running", "waiting")
+    }
+    to_go = [*left.values(), *[_steps(plan, {})] * max((trials or 0) - len(plan.jobs), 0)]
+    pace = sum(job.pace for job in running.values())
+    if pace > 0:
+        return sum(to_go) / pace
+    each = _of_done(plan, record)
+    if each is None or not to_go:
+        return None
+    return _in_parallel([count * each for count in to_go], max(len(running), 1))
+
+
+def first_done(plan: Plan, record: Record, running: Mapping[int, Running], trials: int | None = None) -> str:
+    """A line for the moment when the first job is done; empty before, and where nothing is left."""
+    left, each = remaining_s(plan, record, running, trials), _of_done(plan, record)
+    if left is None or each is None or left < 1:
+        return ""
+    [first, *_] = [job for job in plan.jobs if record[job.index].state == "done"]
+    return f"time     about {spoken(left)} to go: job {first.index} took {spoken(record[first.index].seconds)}"
+
+
+def spoken(seconds: float) -> str:
+    """40 s, 12 min, 3 h 20 min, 2 d 4 h."""
+    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60)):
+        if seconds >= size:
+            rest = int(seconds % size / part)
+            return f"{int(seconds / size)} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{math.ceil(seconds)} s"
+
+
+def _in_parallel(seconds: Sequence[float], parallel: int) -> float:
+    """How long jobs take that start in this order as soon as one of so many places is free."""
+    places = [0.0] * max(min(parallel, len(seconds)), 1)
+    for each in seconds:
+        places[places.index(min(places))] += each
+    return max(places)
+
+
+def _of_done(plan: Plan, record: Record) -> float | None:
+    """Seconds per step of the jobs of this sweep that are done."""
+    done = [job for job in plan.jobs if record[job.index].state == "done"]
+    steps = sum(_steps(plan, job.sections) for job in done)
+    seconds = sum(record[job.index].seconds for job in done)
+    return seconds / steps if steps and seconds else None
+
+
+def _steps(plan: Plan, sections: Mapping[str, Any]) -> int:
+    return int(sections.get("steps", plan.base.get("steps", 0)))
+
+
+def _seconds(run: RunFolder) -> float | None:
+    """How long a run of this machine took that was done at its first attempt: its spec is written first, its status
+    last."""
+    status, host = read_json(run.status), read_json(run.manifest).get("platform", {}).get("host")
+    if status.get("state") != "done" or status.get("attempt") != 1 or host != socket.gethostname():
+        return None
+    return run.status.stat().st_mtime - run.spec.stat().st_mtime
+
+
+def _comparable(spec: Mapping[str, Any], ignored: set[str]) -> dict[str, Any]:
+    """The values of a spec that make how long it takes; paths as a run has them, its stages as a recipe has them."""
+    kept = {}
+    for key, value in leaves(spec):
+        parts = key.split(".")
+        if not any(".".join(parts[: i + 1]) in ignored for i in range(len(parts))):
+            kept[key] = _as_typed(value)
+    return kept
+
+
+def _as_typed(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    stage = STAGE.fullmatch(value)
+    return f"recipe:{stage[1]}" if stage else os.path.realpath(value) if os.path.exists(value) else value
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return {}  # a run that cannot be read is no evidence
+    return content if isinstance(content, dict) else {}
