@@ -73,6 +73,26 @@ def cispo(
     return -weight * advantages * logprobs, clipped
 
 
+@policy_loss(
+    "sapo",
+    paper="SAPO 2511.20347",
+    formula="−A·(4/τ)·sigmoid(τ·(r − 1)), τ = tau_positive where A > 0, else tau_negative",
+)
+def sapo(
+    ratio: Tensor,
+    advantages: Tensor,
+    *,
+    tau_positive: Annotated[float, Field(gt=0, description="SAPO's temperature for A > 0")] = 1.0,
+    tau_negative: Annotated[float, Field(gt=0, description="SAPO's temperature for A ≤ 0")] = 1.05,
+) -> tuple[Tensor, Diagnostics]:
+    """−A·(4/τ)·sigmoid(τ·(r − 1)), τ = tau_positive where A > 0 and tau_negative elsewhere, [T].
+
+    A soft gate instead of a clip: the gradient at r = 1 is PPO's and fades on both sides, so nothing counts as clipped.
+    """
+    tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
+    return -advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)), {}
+
+
 @policy_loss("reinforce", paper="REINFORCE (Williams, 1992)", formula="−A·log π")
 def reinforce(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Diagnostics]:
     """−A·l, [T]; the ratio is only reported."""
