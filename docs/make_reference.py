@@ -68,7 +68,7 @@ TITLES: dict[Kind, str] = {
 
 def losses() -> Iterator[str]:
     """The registered functions of each kind: formula, paper and options with their defaults; the inputs of the kind."""
-    yield from ["", "## Losses"]
+    yield from ["", "## Losses", "", "A package adds its own: [extend](extend.md)."]
     for kind, title in TITLES.items():
         yield from ["", f"### {title}", "", "| name | formula | paper | options |", "| --- | --- | --- | --- |"]
         for one in built_in()[kind].values():

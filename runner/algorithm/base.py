@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from runner.algorithm import registered
 from runner.spec.base import ITEM_WORDS, ComponentConfig, Dtype, Head, ItemKind, absolute_if_local
@@ -45,7 +45,14 @@ class AlgorithmConfig(ComponentConfig):
 
     @classmethod
     def extended(cls) -> type[Self]:
-        return registered.with_options(cls, registered.plug_ins)
+        return registered.with_options(cls, registered.functions)
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without null options of plug-ins: a run that used none can go on where none, or another one, is installed."""
+        data: dict[str, Any] = handler(self)
+        unset = {name for name in registered.plug_in_options(type(self)) if data.get(name) is None}
+        return {name: value for name, value in data.items() if name not in unset}
 
     def learners(self) -> dict[str, Head]:
         """The models that learn, by role; the first one is what a run makes."""

@@ -93,16 +93,20 @@ class Registered:
 C = TypeVar("C", bound=BaseModel)
 
 
-def with_options(cls: type[C], functions: Callable[[], Functions] = built_in) -> type[C]:
-    """The config class with an option for each that the functions read which it can choose, each after its choice."""
+def with_options(cls: type[C], functions: Callable[[Kind], Mapping[str, Registration]] | None = None) -> type[C]:
+    """The config class with an option for each that the functions read which it can choose, each after its choice.
+
+    functions: those of a kind, by name; the built-in ones unless given
+    """
     added: dict[str, Any] = {}
     order = list(cls.model_fields)
     for choice, kind in choices(cls).items():
-        RESERVED[kind] |= cls.model_fields.keys() - _options(built_in()[kind].values()).keys()
-        own = _options(functions()[kind].values())
-        added |= {
-            n: (uses[0][1].annotation | None, _field(uses)) for n, uses in own.items() if n not in cls.model_fields
-        }
+        own = _options((functions(kind) if functions else built_in()[kind]).values())
+        RESERVED[kind] |= cls.model_fields.keys() - own.keys()
+        for name, uses in own.items():
+            known, field = cls.model_fields.get(name), _field(uses)
+            if known is None or known.description != field.description:
+                added[name] = (uses[0][1].annotation | None, field)
         order = [name for name in order if name not in own]
         at = order.index(choice) + 1
         order[at:at] = own
@@ -118,6 +122,15 @@ def choices(cls: type[BaseModel]) -> dict[str, Kind]:
     """The options of a config class whose values are registered functions, each with its kind."""
     found = ((name, one) for name, info in cls.model_fields.items() for one in info.metadata)
     return {name: one.kind for name, one in found if isinstance(one, Registered)}
+
+
+def plug_in_options(cls: type[BaseModel]) -> set[str]:
+    """The options of a config class that only functions of plug-ins read."""
+    return {
+        name
+        for kind in choices(cls).values()
+        for name in _options(plug_ins()[kind].values()).keys() - _options(built_in()[kind].values()).keys()
+    }
 
 
 def chosen(config: BaseModel, choice: str) -> Registration:
