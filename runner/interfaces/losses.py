@@ -3,7 +3,7 @@
     @policy_loss("sapo", paper="SAPO 2511.20347", formula="−A·(4/tau)·sigmoid(tau·(r − 1))")
     def sapo(ratio: Tensor, advantages: Tensor, *, tau: Annotated[float, Field(gt=0, description="…")] = 1.0): ...
 
-One pure function declares everything. A positional parameter is an input and must have one of the names below. A
+One pure function is the whole declaration. A positional parameter is an input and must have one of the names below. A
 keyword-only parameter with a pydantic `Field` in its annotation is an option: its name, type, default, bounds and
 description become the option `algorithm.<name>`, which is null unless it is set; then the function gets its default.
 A keyword-only parameter without a `Field` is a constant.
@@ -16,8 +16,9 @@ is the registered name. A package lists the modules of its functions as entry po
 
 The function's module is imported before a job is decoded: take `torch` from here, which is imported at its first use.
 
-Legend: T tokens, N rows (a row is a sampled answer, or a prompt that several answers share), P pairs. Everything is on
-the device that trains, but `advantage` inputs, which are on the CPU. Tensors are float [T] unless said otherwise.
+Legend: T tokens, N rows (a row is a sampled answer, or a prompt that several answers share), P pairs. Inputs of
+advantages and aggregations are on the CPU, all others on the device that trains. Tensors are float [T] unless said
+otherwise.
 """
 
 from __future__ import annotations
