@@ -7,8 +7,10 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from runner.algorithm.registered import built_in
 from runner.cli.conf import BESIDE, scalar
 from runner.cli.sources import plain
+from runner.interfaces.losses import INPUTS, Kind
 from runner.registry import Registry, built_in_registry
 from runner.spec.base import ComponentConfig
 from runner.spec.job import JobSpec
@@ -55,6 +57,26 @@ def group(name: str, registry: Registry) -> Iterator[str]:
         yield from ["", f"### {name}={cls.component_name()}", "", sentence(cls), *table(cls, common.model_fields)]
 
 
+TITLES: dict[Kind, str] = {
+    "policy_loss": "`objective` of grpo, ppo, opd: policy losses",
+    "advantage": "`advantage` of grpo",
+    "kl_estimator": "`kl` of grpo, ppo, opd: KL estimators",
+    "aggregation": "`aggregation` of grpo, ppo, opd",
+    "preference_loss": "`loss` of dpo: preference losses",
+}
+
+
+def losses() -> Iterator[str]:
+    """The registered functions of each kind: formula, paper and options with their defaults; the inputs of the kind."""
+    yield from ["", "## Losses", "", "A package adds its own: [extend](extend.md)."]
+    for kind, title in TITLES.items():
+        yield from ["", f"### {title}", "", "| name | formula | paper | options |", "| --- | --- | --- | --- |"]
+        for one in built_in()[kind].values():
+            options = ", ".join(f"`{name}` = {scalar(option.default)}" for name, option in one.options.items())
+            yield f"| `{one.name}` | {one.formula} | {one.paper} | {options} |"
+        yield from ["", "Inputs:", "", *(f"- `{name}`: {meaning}" for name, meaning in INPUTS[kind].items())]
+
+
 def reference() -> str:
     """The whole page."""
     registry = built_in_registry()
@@ -64,6 +86,7 @@ def reference() -> str:
         lines += ["", f"## {name}", "", sentence(cls), *table(cls, ())]
     for name in groups:
         lines += group(name, registry)
+    lines += losses()
     return "\n".join(lines) + "\n"
 
 

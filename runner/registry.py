@@ -7,7 +7,7 @@ A package adds a component by declaring its config class under the entry-point g
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -83,15 +83,20 @@ def _load(point: EntryPoint) -> type[ComponentConfig]:
     return cls
 
 
+def _built_in() -> Iterator[type[ComponentConfig]]:
+    for group in BUILT_IN:
+        yield from importlib.import_module(f"runner.{group}.config").COMPONENTS
+
+
 def built_in_registry() -> Registry:
     """Every component of this package."""
-    return Registry(cls for group in BUILT_IN for cls in importlib.import_module(f"runner.{group}.config").COMPONENTS)
+    return Registry(_built_in())
 
 
 @cache
 def default_registry() -> Registry:
     """Every built-in component and every installed plug-in's."""
-    registry = built_in_registry()
+    registry = Registry(cls.extended() for cls in _built_in())
     for point in entry_points(group=ENTRY_POINT_GROUP):
-        registry.register(_load(point))
+        registry.register(_load(point).extended())
     return registry

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from runner.algorithm.parts import Parts
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
-from runner.algorithm.preference.learning import build_dpo, build_kto
-from runner.algorithm.preference.pairs import pack_pairs
+from runner.algorithm.preference.learning import build_dpo, build_kto, pack_pairs
 from runner.algorithm.preference.reward_model import build as build_rm
 from runner.batch import Batch
 from runner.frozen import FrozenModel

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from runner import durable
 from runner import kept as module
-from runner.algorithm.preference.pairs import pack_pairs
+from runner.algorithm.preference.learning import pack_pairs
 from runner.batch import Batch, pack, select_units, unit_spans
 from runner.cached import CachedModel
 from runner.errors import RunnerError, StorageError

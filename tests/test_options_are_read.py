@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from pydantic import BaseModel
 
+from runner.algorithm.registered import built_in
+from runner.interfaces.losses import INPUTS
 from runner.registry import built_in_registry
 from runner.spec.job import JobSpec
 from runner.spec.schema import groups_of, sections
@@ -35,6 +39,10 @@ def reads(path: Path) -> Iterator[tuple[str, str]]:
         for inner in ast.walk(node)
     }
     for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "compute":
+            config, option = node.args[:2]  # the registered function that an option names
+            assert isinstance(option, ast.Constant)
+            yield owner(config), str(option.value)
         if not isinstance(node, ast.Attribute | ast.Subscript) or not isinstance(node.ctx, ast.Load):
             continue
         if isinstance(node, ast.Attribute) and id(node) not in judging:
@@ -51,8 +59,23 @@ READS: set[tuple[str, str, str]] = {
 }
 
 
+def parameters_read() -> set[str]:
+    """The options of registered losses that each function with such an option reads in its body."""
+    found: set[str] = set()
+    unread: set[str] = set()
+    for one in (one for kind in INPUTS for one in built_in()[kind].values()):
+        [tree] = ast.parse(dedent(inspect.getsource(one.function))).body
+        assert isinstance(tree, ast.FunctionDef)
+        names = {node.id for statement in tree.body for node in ast.walk(statement) if isinstance(node, ast.Name)}
+        found |= one.options.keys()
+        unread |= one.options.keys() - names
+    return found - unread
+
+
 def is_read(section: str, field: str) -> bool:
     """Whether some code reads `field` from something that is called like a config of this section."""
+    if section == "algorithm" and field in parameters_read():
+        return True
     folders = {group for group in groups_of(built_in_registry())}
     for folder, holder, attribute in READS:
         of_this = holder == section or (holder in CALLED | {"self"} and (folder == section or folder not in folders))

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from runner.spec.base import ITEM_WORDS, ComponentConfig, Dtype, Head, ItemKind
+from runner.algorithm import registered
+from runner.spec.base import ITEM_WORDS, ComponentConfig, Dtype, Head, ItemKind, absolute_if_local
 
 
 class Frozen(NamedTuple):
@@ -41,6 +42,17 @@ class AlgorithmConfig(ComponentConfig):
         ge=1,
         description="Tokens that are on a device at once; changes memory and speed, never the update.",
     )
+
+    @classmethod
+    def extended(cls) -> type[Self]:
+        return registered.with_options(cls, registered.functions)
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without null options of plug-ins: a run that used none can go on where none, or another one, is installed."""
+        data: dict[str, Any] = handler(self)
+        unset = {name for name in registered.plug_in_options(type(self)) if data.get(name) is None}
+        return {name: value for name, value in data.items() if name not in unset}
 
     def learners(self) -> dict[str, Head]:
         """The models that learn, by role; the first one is what a run makes."""
@@ -83,7 +95,7 @@ class AlgorithmConfig(ComponentConfig):
         return False
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        found = [*self._parts_problems(job)]
+        found = [*self._parts_problems(job), *registered.unused_options(self)]
         if self.batch_size % self.mini_batches:
             text = f"{self.mini_batches} does not divide algorithm.batch_size={self.batch_size}"
             found.append(("algorithm.mini_batches", text))
@@ -125,3 +137,29 @@ class ComparingConfig(AlgorithmConfig):
             text = f"algorithm={self.name} learns without dropout; leave it out, or type algorithm.dropout=true"
             found.append(("adapter.dropout", text))
         return found
+
+
+class TaughtConfig(AlgorithmConfig):
+    """What learns from a teacher: another model with the same tokenizer, which only scores."""
+
+    teacher: str = Field(
+        min_length=1,
+        description="The teacher: a model's folder, a run, recipe:NAME, which is run first, or a hub id.",
+    )
+    teacher_revision: str | None = Field(
+        default=None, description="Branch, tag or commit of a teacher on the hub; null = its default branch."
+    )
+    teacher_dtype: Dtype | None = Field(
+        default=None,
+        description="Data type of its weights, and that it computes in; null = model.dtype.",
+    )
+
+    def frozen(self) -> Mapping[str, Frozen]:
+        teacher = Frozen(path=self.teacher, revision=self.teacher_revision, dtype=self.teacher_dtype)
+        return {**super().frozen(), "teacher": teacher}
+
+    def first_models(self) -> Mapping[str, str]:
+        return {**super().first_models(), "teacher": self.teacher}
+
+    def absolute(self) -> Self:
+        return self.model_copy(update={"teacher": absolute_if_local(self.teacher)})

@@ -2,8 +2,10 @@
 
 from typing import Any, ClassVar, Literal
 
+from pydantic import Field
+
 from runner.algorithm.base import AlgorithmConfig as AlgorithmConfig
-from runner.algorithm.distillation.config import DistillConfig
+from runner.algorithm.base import TaughtConfig
 from runner.algorithm.policy.config import GrpoConfig, OpdConfig, PpoConfig
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 
@@ -12,7 +14,7 @@ class SftConfig(AlgorithmConfig):
     """Supervised fine-tuning: cross-entropy on the answer's tokens, mean over the step's tokens."""
 
     factory: ClassVar[str] = "runner.algorithm.sft:build"
-    explains: ClassVar[str | None] = "runner.algorithm.given_formula:likelihood"
+    explains: ClassVar[str | None] = "runner.algorithm.explain:likelihood"
     name: Literal["sft"] = "sft"
 
 
@@ -20,7 +22,7 @@ class CptConfig(AlgorithmConfig):
     """Continued pre-training: cross-entropy on every token of the text."""
 
     factory: ClassVar[str] = "runner.algorithm.sft:build"
-    explains: ClassVar[str | None] = "runner.algorithm.given_formula:likelihood"
+    explains: ClassVar[str | None] = "runner.algorithm.explain:likelihood"
     learns_all: ClassVar[bool] = True
     name: Literal["cpt"] = "cpt"
 
@@ -28,6 +30,39 @@ class CptConfig(AlgorithmConfig):
         found = super().problems(job)
         if getattr(job.data, "loss_on", "assistant") != "assistant":
             found.append(("data.loss_on", "algorithm=cpt learns every token; leave it out, or type algorithm=sft"))
+        return found
+
+
+class DistillConfig(TaughtConfig):
+    """Offline distillation: the divergence of whole distributions, teacher from student, on given answers' tokens."""
+
+    factory: ClassVar[str] = "runner.algorithm.distillation:build"
+    explains: ClassVar[str | None] = "runner.algorithm.explain:distillation"
+    name: Literal["distill"] = "distill"
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
+        default="forward_kl", description="KL(teacher ‖ student), KL(student ‖ teacher), or what lies between them."
+    )
+    beta: float | None = Field(
+        default=None, gt=0, lt=1, description="Weight of the teacher in jsd's mixture (2306.13649); null = 0.5."
+    )
+    temperature: float = Field(
+        default=1.0, gt=0, description="Divides both models' logits; the divergence is multiplied by its square."
+    )
+    top_k: int | None = Field(
+        default=None, ge=1, description="Compare the teacher's k likeliest tokens, and the others as one; null = all."
+    )
+    sft_coef: float = Field(default=0.0, ge=0, description="Weight of the given tokens' cross-entropy beside it.")
+
+    @property
+    def mixture(self) -> float:
+        """beta as it is used."""
+        return 0.5 if self.beta is None else self.beta
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        found = super().problems(job)
+        if self.beta is not None and self.divergence != "jsd":
+            text = f"not used with divergence={self.divergence}; it belongs to divergence=jsd"
+            found.append(("algorithm.beta", text))
         return found
 
 

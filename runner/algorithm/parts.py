@@ -1,15 +1,27 @@
-"""What an algorithm is made of, beside its config."""
+"""What an algorithm is made of beside its config, and what those that learn from given data have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from runner.batch import Batch
-from runner.protocols import Data, Decide, Environments, Model, Outputs, Reward, Role, Sampler
+from runner.protocols import (
+    Data,
+    Decide,
+    Environments,
+    Experience,
+    Model,
+    Outputs,
+    Reward,
+    Role,
+    Sample,
+    Sampler,
+    State,
+)
 
 
 class HeadedModel(Model, Protocol):
@@ -35,3 +47,32 @@ class Parts:
     reward: Reward | None = None
     environments: Environments | None = None
     frozen: Mapping[Role, HeadedModel] = field(default_factory=dict)
+
+
+class LearnsFromData:
+    """The parts of the `Algorithm` protocol that need a sampler or a memory, for those that have neither: nothing runs
+    ahead, nothing is remembered."""
+
+    lag = 0
+
+    def describe(self, step: int, experience: Experience) -> tuple[Mapping[str, float], Sequence[Sample]]:
+        """Nothing: what is learnt is in the data."""
+        return {}, ()
+
+    def observe(self, step: int, values: Mapping[str, float]) -> None:
+        """Nothing adapts."""
+
+    def encode(self, experience: Experience) -> State:
+        """Never called: at lag 0 nothing is collected ahead."""
+        raise NotImplementedError(f"{type(self).__name__} collects nothing ahead")
+
+    def decode(self, state: State) -> Any:
+        """Never called: at lag 0 nothing is collected ahead."""
+        raise NotImplementedError(f"{type(self).__name__} collects nothing ahead")
+
+    def state_dict(self) -> State:
+        """Nothing: the position in the data is a function of the step."""
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """Nothing to restore."""

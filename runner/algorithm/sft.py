@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from runner.algorithm.config import CptConfig, SftConfig
-from runner.algorithm.given import LearnsFromData
-from runner.algorithm.parts import Parts
+from runner.algorithm.parts import LearnsFromData, Parts
 from runner.batch import Batch, pack, split_rows, with_totals
 from runner.metrics import Metrics
 from runner.protocols import Data, Loss, LossFn, Model, Outputs, Role

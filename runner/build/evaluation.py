@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from runner.algorithm.episodes.episode import Player
-from runner.algorithm.episodes.turns import Turns
+from runner.algorithm.episodes.episode import Player, Turns
 from runner.decisions import Decisions
 from runner.errors import Problem, SpecError
 from runner.evaluator import Evaluator, Report, askable

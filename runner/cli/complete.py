@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 from hydra.plugins.completion_plugin import CompletionPlugin, DefaultCompletionPlugin
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.algorithm.registered import plug_ins
 from runner.cli.args import ACTIONS, VERBS, UsageError, flags_of, is_override
 from runner.cli.conf import BESIDE
 from runner.cli.sources import GROUP, options, session
@@ -42,6 +43,7 @@ def answer(args: Namespace) -> int:
         line = os.environ.get("COMP_LINE", "run ")
         values = _values(line.split(" ")[-1])
         found = values or query(plugin, line) + _recipes(line, options(loader.get_sources(), GROUP))
+        found += _added(line.split(" ")[-1])
     print(("\n" if shell == "fish" else " ").join(sorted(set(found))))
     return 0
 
@@ -96,6 +98,12 @@ def _values(word: str) -> list[str]:
     schemas = [model_schema(cls).get(leaf, {}) for cls in (classes if section else [JobSpec])] if equals else []
     few = dict.fromkeys(value for schema in schemas for value in _few(schema) if leaf != "name")
     return [f"{key}={value}" for value in few if value.startswith(start)]
+
+
+def _added(word: str) -> list[str]:
+    """`algorithm.option=` for the options of plug-ins' losses, which no file of conf/ has."""
+    names = {option for found in plug_ins().values() for one in found.values() for option in one.options}
+    return [key for name in names if word.startswith("algorithm.") and (key := f"algorithm.{name}=").startswith(word)]
 
 
 def _few(schema: Mapping[str, Any]) -> list[str]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from runner.algorithm.registered import choices, functions
 from runner.cli.args import UsageError, is_override
 from runner.cli.compose import Draft, draft, finish
 from runner.cli.conf import BESIDE, scalar
 from runner.cli.sources import GROUP, options, plain, session
 from runner.errors import SpecError
+from runner.interfaces.losses import Registration
 from runner.registry import Registry, default_registry, resolve
 from runner.spec import suggest
 from runner.spec.decode import unjudged
@@ -129,6 +131,8 @@ def _key(key: str, now: Draft, registry: Registry) -> None:
         standing = [("now", value), ("set by", origin_of(key, now.origins) or "the schema's default")]
     for label, text in [*_facts(key, leaf, owner), *standing]:
         print(f"{label.ljust(9)}{text}")
+    for function in _functions(owner, leaf):
+        print(f"  {leaf}={function.name}   {function.formula}   ({function.paper})")
 
 
 def _hint(section: str, leaf: str, registry: Registry) -> str:
@@ -146,6 +150,12 @@ def _facts(key: str, leaf: str, owner: type[BaseModel]) -> list[tuple[str, str]]
     facts = [("key", key), ("meaning", info.description or ""), ("unit", _unit(leaf, info, schema))]
     facts += [("type", _type(schema)), ("range", span(schema)), ("default", default)]
     return [(label, text) for label, text in facts if text]
+
+
+def _functions(owner: type[BaseModel], leaf: str) -> Iterator[Registration]:
+    """The registered functions that an option chooses from; none for any other option."""
+    kind = choices(owner).get(leaf)
+    yield from functions(kind).values() if kind else ()
 
 
 def _unit(leaf: str, info: FieldInfo, schema: Mapping[str, Any]) -> str:

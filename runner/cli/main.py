@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from runner import __version__
 from runner.cli.args import parse
-from runner.errors import Interrupted, RunnerError
+from runner.errors import PLUGIN_WARNINGS, Interrupted, RunnerError
 
 HANDLERS = {
     "run": "runner.cli.job:run",
@@ -70,8 +70,12 @@ def _dispatch(args: Namespace) -> int:
         return 0
     chosen = "help" if args.help else "complete" if args.shell_completion else args.verb
     module, _, name = HANDLERS[chosen].partition(":")
-    code: int = getattr(importlib.import_module(module), name)(args)
-    return code
+    try:
+        code: int = getattr(importlib.import_module(module), name)(args)
+        return code
+    finally:
+        for text in PLUGIN_WARNINGS:
+            print(f"warning: {text}", file=sys.stderr)
 
 
 def _completing(words: list[str]) -> list[str]:

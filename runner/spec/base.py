@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -49,6 +49,11 @@ class ComponentConfig(Config):
     def component_name(cls) -> str:
         """The one name that selects this component."""
         return str(cls.model_fields["name"].default)
+
+    @classmethod
+    def extended(cls) -> type[Self]:
+        """This class with the options that installed packages add to it."""
+        return cls
 
 
 def absolute_if_local(path: str) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from runner.spec.suggest import ABSENT
+from runner.spec.suggest import ABSENT, nearest
 
 TYPES = {
     "integer": ("an integer", "integers"),
@@ -78,6 +78,8 @@ def complaint(schema: Mapping[str, Any], key: str, value: Any) -> str:
         said += f"; did you mean '{meant}'?"
     elif isinstance(value, str) and few and (why := ABSENT.get(value.lower())) is not None:
         said += f"; {why}"
+    elif isinstance(value, str) and (close := nearest(value, few)):
+        said += f"; did you mean '{close}'?"
     kinds = schema.get("anyOf", [schema])
     wants_text = any(s.get("type") == "string" and not {"enum", "const"} & s.keys() for s in kinds)
     if wants_text and isinstance(value, int | float):

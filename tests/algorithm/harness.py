@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from runner.algorithm.parts import Parts
-from runner.algorithm.policy.base import PolicyConfig
+from runner.algorithm.policy.config import PolicyConfig
 from runner.algorithm.policy.optimisation import PolicyOptimisation, build
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu

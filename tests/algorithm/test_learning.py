@@ -9,8 +9,7 @@ import pytest
 
 from runner.algorithm.config import SftConfig
 from runner.algorithm.parts import Parts
-from runner.algorithm.policy.base import PolicyConfig
-from runner.algorithm.policy.config import GrpoConfig, PpoConfig
+from runner.algorithm.policy.config import GrpoConfig, PolicyConfig, PpoConfig
 from runner.algorithm.sft import build as build_sft
 from runner.callback.record import Record
 from runner.loop import run

@@ -9,29 +9,33 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.algorithm.distillation import losses as distillation
+from runner.algorithm import distillation
 from runner.algorithm.policy import aggregation, kl
 from runner.algorithm.policy import losses as policy_losses
 from runner.algorithm.policy.advantages import (
     batch_std,
+    discounted_returns,
+    gae,
     group_mean,
     group_mean_std,
     leave_one_out,
     no_baseline,
     opo,
+    penalised_rewards,
+    place_rewards,
 )
-from runner.algorithm.policy.correction import (
+from runner.algorithm.policy.importance import (
     affected_share,
     behaviour_log_ratio,
     decoupled,
     drift,
     effective_sample_size,
     mis,
+    sequence_ratio,
     tis,
+    token_ratio,
 )
-from runner.algorithm.policy.moments import whiten
-from runner.algorithm.policy.ratios import sequence_ratio, token_ratio
-from runner.algorithm.policy.returns import discounted_returns, gae, penalised_rewards, token_rewards
+from runner.algorithm.policy.segments import whiten
 from runner.algorithm.preference import losses as preference
 
 x = torch.empty(6, dtype=torch.float64, device="meta")
@@ -49,7 +53,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     ],
     "returns": lambda: [
         penalised_rewards(x, x, mask, ids, 0.1),
-        token_rewards(x, x, mask, ids, 0.1),
+        place_rewards(x, x, mask, ids, 0.1),
         discounted_returns(x, mask, ids, 0.9),
         *gae(x, x, mask, ids, gamma=0.9, lam=0.9),
         whiten(x, mask),
@@ -57,10 +61,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "ratios": lambda: [token_ratio(x, x), sequence_ratio(x, x, mask, ids)],
     "kl": lambda: [kl.k1(x, x), kl.k2(x, x), kl.k3(x, x), kl.k3_ratio(x, x, x), kl.k3_plus(x, x)],
     "policy": lambda: [
-        policy_losses.ppo_clip(x, x, low=0.2, high=0.28, dual=3.0),
-        policy_losses.cispo(x, x, x, low=0.2, high=0.28),
-        policy_losses.sapo(x, x, tau_positive=1.0, tau_negative=1.05),
-        policy_losses.reinforce(x, x, x),
+        policy_losses.ppo_clip(x, x, clip_low=0.2, clip_high=0.28, dual_clip=3.0),
+        policy_losses.cispo(x, x, x, clip_low=0.2, clip_high=0.28),
+        policy_losses.reinforce(x, x),
         policy_losses.value_clip(x, x, x, clip=0.2),
         policy_losses.entropy_bonus(x, 0.1),
     ],

@@ -12,8 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.algorithm.episodes.encoding import decode, encode
-from runner.algorithm.episodes.rollouts import Composed, Drawn, Experience, Group, rewards
+from runner.algorithm.episodes.rollouts import Composed, Drawn, Experience, Group, decode, encode, rewards
 from runner.decisions import Decisions
 from runner.errors import EnvironmentProblem, SpecError
 from runner.protocols import Prompt

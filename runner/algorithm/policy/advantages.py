@@ -1,35 +1,44 @@
-"""Advantages of whole samples: how much better a reward is than what one could expect.
+"""Advantages: how much better a sample, or a token, is than what one could expect.
 
-    rewards [N], group [N] ──▶ advantages [N] ──[row of each token]──▶ per token ──whiten (`moments`)
+    rewards [N], group [N] ──▶ of whole samples [N] ──[row of each token]──▶ [T]
+    reward [N], KL [T] ──place_rewards──▶ [T] ──┬─discounted_returns──▶ [T] ──whiten──▶ [T]      REINFORCE++
+                                                └─gae (values [T])────▶ advantages, returns [T]  PPO
 
-    name             advantage                                          paper
-    group_mean_std   (R − mean of its group) / (std of its group + eps)   GRPO 2402.03300
-    group_mean       R − mean of its group                                Dr. GRPO 2503.20783; REINFORCE++-baseline
-    leave_one_out    R − mean of the others of its group                  RLOO 2402.14740
-    batch_std        (R − mean of its group) / (std of the batch + eps)   2508.08221; TRL scale_rewards="batch"
-    opo              R − length-weighted mean of its group                OPO 2505.23585
-    no_baseline      R                                                    REINFORCE
-
-Legend: N samples; rewards float [N] and group int64 [N] (any ids, equal for the samples of one prompt). Results have
-the rewards' dtype. The order of the samples does not matter.
+Legend: N samples, T tokens; rewards float [N] and group int64 [N] (any ids, equal for the samples of one prompt); `row`
+int64 [T] is the row of each token (0..N−1); `mask` bool [T] are the learnt tokens: the policy's own actions; values[t]
+= V(state before ids[t]); the reward at t is received after ids[t]. The order of the samples does not matter.
 
 *Unscored*: a reward NaN means "could not be scored". It enters no mean, no deviation and no count, and its advantage is
 0. A row that is no sample (a shared prompt) carries NaN as well.
 
 *No signal*: where the scored rewards of a group are all equal, or there is only one, every advantage relative to the
 group is exactly 0, without rounding. (For a group of one verl keeps the raw reward, NeMo-RL gives 0, OpenRLHF refuses.)
+
+*Masked gaps*. What comes after an action is the next learnt token of its row, over whatever a tool or an environment
+wrote between them, and nothing (value 0) after the last. Time advances by one per action. Values and rewards on tokens
+outside the mask are never read, and results there are 0. (verl and NeMo-RL do so too; OpenRLHF and SkyRL let a gap cut
+the recursion. On a mask without gaps all agree.)
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Annotated
 
-from runner.algorithm.policy.moments import mean_and_variance
-from runner.algorithm.policy.segments import min_within, sum_within
+from pydantic import Field
+
+from runner.algorithm.policy.segments import mean_and_variance, min_within, next_within, sum_within, whiten
+from runner.interfaces.losses import advantage, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-def group_mean_std(rewards: Tensor, group: Tensor, *, eps: float) -> Tensor:
+@advantage(
+    "group_mean_std",
+    paper="GRPO 2402.03300",
+    formula="(R − mean of the group) / (standard deviation of the group + 1e-06)",
+)
+def group_mean_std(rewards: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
     """(R − mean) / (std + eps) with the sample's standard deviation (ddof 1), [N].
 
     verl, TRL and OpenRLHF agree on ddof 1; eps ≥ 0 is 1e-6 in verl, 1e-4 in TRL, 1e-9 in OpenRLHF.
@@ -39,23 +48,31 @@ def group_mean_std(rewards: Tensor, group: Tensor, *, eps: float) -> Tensor:
     return torch.where(std > 0, centred / (std + eps), 0)
 
 
+@advantage("group_mean", paper="Dr. GRPO 2503.20783", formula="R − mean of the group")
 def group_mean(rewards: Tensor, group: Tensor) -> Tensor:
     """R − mean, [N]. Dr. GRPO also wants the aggregation seq_mean_token_sum_norm."""
     return _centred(rewards, group)[0]
 
 
+@advantage("leave_one_out", paper="RLOO 2402.14740", formula="R − mean of the group's other answers")
 def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
     """R − mean of the other scored samples = n/(n − 1)·(R − mean), [N]; 0 where there is no other."""
     centred, count = _centred(rewards, group)
     return centred * count / (count - 1).clamp(min=1)
 
 
-def batch_std(rewards: Tensor, group: Tensor, *, eps: float) -> Tensor:
+@advantage(
+    "batch_std",
+    paper="2508.08221; TRL: scale_rewards=batch",
+    formula="(R − mean of the group) / (standard deviation of the step + 1e-06)",
+)
+def batch_std(rewards: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
     """(R − mean of the group) / (std of all scored rewards + eps), [N]; the std has ddof 1; eps > 0, 1e-4 in TRL."""
     _, variance = mean_and_variance(rewards, ~rewards.isnan(), ddof=1)
     return group_mean(rewards, group) / (variance.sqrt() + eps)
 
 
+@advantage("opo", paper="OPO 2505.23585", formula="R − length-weighted mean of the group")
 def opo(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
     """R − Σ length·R / Σ length over the group, [N]; lengths [N] in learnt tokens, each above 0 where scored."""
     shifted, scored = _shifted(rewards, group)
@@ -65,9 +82,38 @@ def opo(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
     return torch.where(scored, shifted - baseline, 0)
 
 
+@advantage("none", paper="REINFORCE", formula="R")
 def no_baseline(rewards: Tensor) -> Tensor:
     """R, and 0 where unscored, [N]."""
     return torch.where(rewards.isnan(), 0, rewards)
+
+
+@advantage(
+    "reinforce_pp",
+    paper="REINFORCE++ 2501.03262",
+    formula="Σ_k gamma^k r_(t+k), whitened over the step's tokens; r = R on the last token",
+    per_token=True,
+)
+def reinforce_pp(
+    token_rewards: Tensor,
+    mask: Tensor,
+    row: Tensor,
+    *,
+    gamma: Annotated[float, Field(gt=0, le=1, description="Discount per token")] = 1.0,
+) -> Tensor:
+    """Discounted returns, whitened over all learnt tokens, [T]."""
+    return whiten(discounted_returns(token_rewards, mask, row, gamma), mask)
+
+
+@advantage(
+    "reinforce_pp_baseline",
+    paper="REINFORCE++-baseline 2501.03262",
+    formula="(R − mean of the group), whitened over the step's tokens",
+    per_token=True,
+)
+def reinforce_pp_baseline(rewards: Tensor, group: Tensor, mask: Tensor, row: Tensor) -> Tensor:
+    """R − mean of the group, whitened over all learnt tokens, [T]: long answers weigh more, as in verl."""
+    return whiten(group_mean(rewards, group)[row], mask)
 
 
 def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,3 +129,63 @@ def _shifted(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     scored = ~rewards.isnan()
     smallest = min_within(torch.where(scored, rewards, torch.inf), group)
     return torch.where(scored, rewards - smallest, 0), scored
+
+
+def scored_tokens(mask: Tensor, rewards: Tensor, row: Tensor) -> Tensor:
+    """The mask without the rows whose reward is NaN (unscored), bool [T]: what may be whitened and learnt."""
+    return mask & ~rewards.isnan()[row]
+
+
+def penalised_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, row: Tensor, beta: float) -> Tensor:
+    """R − beta·Σ KL over the row's learnt tokens, [N]: the penalty inside a sequence's reward (RLOO, 2402.14740).
+
+    rewards: float [N], NaN stays NaN; kl: float [T], k1 per token.
+    """
+    return rewards.index_add(0, row, torch.where(mask, kl, 0), alpha=-beta)
+
+
+def place_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, row: Tensor, beta: float) -> Tensor:
+    """−beta·KL on every learnt token, plus the row's reward on its last one, [T] (PPO; REINFORCE++ 2501.03262).
+
+    rewards: float [N]; kl: float [T], k1 per token. A row whose reward is NaN has 0 everywhere: take it out of the
+    mask with `scored_tokens`. A row without learnt tokens has no place for its reward.
+    """
+    last = next_within(mask, row) == len(row)
+    placed = torch.where(last, rewards[row], 0) - beta * kl
+    return torch.where(scored_tokens(mask, rewards, row), placed, 0)
+
+
+def discounted_returns(rewards: Tensor, mask: Tensor, row: Tensor, gamma: float) -> Tensor:
+    """G_t = r_t + gamma·G at the row's next learnt token, float [T]; 0 outside the mask."""
+    total = _discounted_sum(torch.where(mask, rewards, 0), next_within(mask, row), gamma)
+    return torch.where(mask, total, 0)
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, row: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (1506.02438): (advantages, returns), both float [T] and 0 outside the mask.
+
+        delta_t = r_t + gamma·V_next − V_t       A_t = delta_t + gamma·lam·A_next       return_t = A_t + V_t
+
+    rewards, values: float [T]. Returns are made of the advantages before any whitening, as in every implementation.
+    """
+    following = next_within(mask, row)
+    next_values = torch.cat([values, values.new_zeros(1)])[following]
+    delta = torch.where(mask, rewards + gamma * next_values - values, 0)
+    advantages = torch.where(mask, _discounted_sum(delta, following, gamma * lam), 0)
+    return advantages, torch.where(mask, advantages + values, 0)
+
+
+def _discounted_sum(values: Tensor, following: Tensor, factor: float) -> Tensor:
+    """S_t = x_t + factor·S at following[t], where T means the end; [T].
+
+    By pointer doubling: after k rounds S holds 2^k terms and the pointer leads 2^k tokens ahead, so that log2(T) rounds
+    do for rows of any length.
+    """
+    end = following.new_full((1,), len(following))
+    total, ahead = torch.cat([values, values.new_zeros(1)]), torch.cat([following, end])
+    for _ in range(len(following).bit_length()):
+        total = total + factor * total[ahead]
+        ahead, factor = ahead[ahead], factor * factor
+    return total[:-1]

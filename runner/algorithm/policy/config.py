@@ -1,24 +1,243 @@
-"""What a user can set of grpo, ppo and opd alone."""
+"""What a user can set of policy optimisation: grpo, ppo, opd, and by presets their kin.
 
-from typing import Any, ClassVar, Literal
+The knobs are orthogonal. One that a combination does not use has no value (null), and setting it is an error; null
+stands for the default that its description names. Losses, advantages, KL estimators and aggregations are registered
+functions (`runner.interfaces.losses`), which bring their own options.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import Field
 
-from runner.algorithm.policy.base import PolicyConfig, given
-from runner.algorithm.policy.worth import Advantage, FromCritic, FromRewards, FromTeacher
-from runner.algorithm.taught import TaughtConfig
-from runner.spec.base import Head
+from runner.algorithm.base import ComparingConfig, Frozen, TaughtConfig
+from runner.algorithm.registered import Registered, chosen, functions, with_options
+from runner.spec.base import Head, ItemKind
+
+OF_KL = ("kl_coef", "kl_place", "kl_target", "reference")
+OF_CORRECTION = {  # option → the corrections that use it
+    "correction_level": ("tis", "mis", "decoupled"),
+    "correction_high": ("tis", "mis", "decoupled"),
+    "correction_low": ("mis",),
+}
 
 
+T = TypeVar("T")
+
+
+def given(value: T | None, default: T) -> T:
+    """An option's value, or what stands for null."""
+    return default if value is None else value
+
+
+@dataclass(frozen=True, slots=True)
+class FromRewards:
+    """By comparison with those of their group or their step, as a registered advantage does it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromCritic:
+    """Generalised advantages, and the critic that they need.
+
+    role: whose model gives the values; clip: range of the value loss, None = none; coefficient: weight of the value
+    error in the policy's loss, None = the critic has a loss of its own
+    """
+
+    role: Literal["policy", "critic"]
+    gamma: float
+    lam: float
+    whiten: bool
+    clip: float | None
+    coefficient: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class FromTeacher:
+    """The negative reverse KL, estimated on what was sampled."""
+
+
+Worth = FromRewards | FromCritic | FromTeacher  # what a sample's tokens are worth: `optimisation` computes it
+
+
+class InForce(NamedTuple):
+    """Options that may be null, with their defaults filled in."""
+
+    kl_coef: float
+    kl_place: Literal["loss", "reward"]
+    correction_level: Literal["token", "sequence"]
+    correction_low: float
+    correction_high: float | None
+
+
+@with_options
+class PolicyConfig(ComparingConfig):
+    """Sampled answers, a reward, and a surrogate loss of their log-probabilities."""
+
+    usual_kl_place: ClassVar[Literal["loss", "reward"]] = "loss"
+    items: ClassVar[ItemKind] = "prompts"
+    samples: ClassVar[bool] = True
+    rewarded: ClassVar[bool] = True
+    explains: ClassVar[str | None] = "runner.algorithm.explain:policy"
+    group_size: int = Field(default=8, ge=1, description="Answers sampled per prompt.")
+    epochs: int = Field(default=1, ge=1, description="Passes over a step's samples.")
+    share_prompts: bool = Field(
+        default=True, description="Compute the prompt of a group once in training; changes speed, not the numbers."
+    )
+    objective: Annotated[str, Registered("policy_loss")] = Field(default="clip", description="Policy loss per token.")
+    ratio: Literal["token", "sequence"] = Field(
+        default="token", description="Level of the importance ratio; sequence = GSPO's mean over the answer's tokens."
+    )
+    aggregation: Annotated[str, Registered("aggregation")] = Field(
+        default="token_mean", description="How token losses become one; denominators count the whole step."
+    )
+    kl: Annotated[str, Registered("kl_estimator", others=("none",))] = Field(
+        default="none", description="Estimator of the KL divergence from the reference; none = no reference model."
+    )
+    kl_place: Literal["loss", "reward"] | None = Field(
+        default=None, description="Where the KL penalty goes; null = loss for grpo, reward for ppo."
+    )
+    kl_coef: float | None = Field(default=None, ge=0, description="Weight of the KL penalty; null = 0.001.")
+    kl_target: float | None = Field(
+        default=None, gt=0, description="Adapt kl_coef towards this KL per token (Ziegler et al., 2019); null = fixed."
+    )
+    reference: Literal["adapter", "copy"] | None = Field(
+        default=None,
+        description="The reference: the model with its adapter off, or a frozen copy; null = adapter if there is one.",
+    )
+    entropy_coef: float = Field(default=0.0, description="Weight of the entropy bonus.")
+    overlong: Literal["keep", "mask"] = Field(
+        default="keep", description="Answers cut off at max_new_tokens: learnt from, or left out of the loss."
+    )
+    lag: int = Field(default=0, ge=0, description="Steps that sampling runs ahead of training; 0 = strictly on-policy.")
+    correction: Literal["none", "tis", "mis", "decoupled"] = Field(
+        default="none",
+        description="Importance weights against the drift from sampler to trainer; decoupled is needed above lag 1.",
+    )
+    correction_level: Literal["token", "sequence"] | None = Field(
+        default=None, description="Level of those weights; null = token."
+    )
+    correction_low: float | None = Field(default=None, ge=0, le=1, description="Lower bound of mis; null = 0.5.")
+    correction_high: float | None = Field(
+        default=None, ge=1, description="Upper bound of the weights; null = 2 (tis), 5 (mis), none (decoupled)."
+    )
+    max_mismatch: float | None = Field(
+        default=None,
+        gt=0,
+        description="Stop if sampler and trainer differ by more than this at lag 0 (mean |log-prob.|); null = never.",
+    )
+
+    def frozen(self) -> Mapping[str, Frozen]:
+        return {} if self.kl == "none" else {"reference": Frozen(self.reference)}
+
+    def steps_ahead(self) -> int:
+        return self.lag
+
+    def weighs_samples(self) -> bool:
+        return self.old_from == "sampler" or self.correction != "none" or self.max_mismatch is not None
+
+    @property
+    def worth(self) -> Worth:
+        """What a sample's tokens are worth."""
+        raise NotImplementedError
+
+    @property
+    def critic_wanted(self) -> FromCritic | None:
+        """The critic, where there is one."""
+        return self.worth if isinstance(self.worth, FromCritic) else None
+
+    @property
+    def equal_rewards(self) -> Literal["drop", "keep", "resample"]:
+        """What becomes of groups whose rewards are all equal."""
+        return "keep"
+
+    @property
+    def most_rounds(self) -> int:
+        """Most rounds of prompts per step."""
+        return 1
+
+    @property
+    def kl_in(self) -> Literal["loss", "reward"] | None:
+        """Where a KL penalty goes; None = there is none."""
+        return None if self.kl == "none" else self.in_force.kl_place
+
+    @property
+    def old_from(self) -> Literal["itself", "sampler", "trainer"]:
+        """Whose log-probabilities stand for the policy that the ratio is taken to.
+
+        itself: there is one update per step, so the policy has not moved and the ratio is 1; sampler: what it
+        reported; trainer: a pass before the step's first update
+        """
+        if self.correction != "none":
+            return "trainer"
+        if self.lag:
+            return "sampler"
+        return "trainer" if self.epochs * self.mini_batches > 1 or self.kl_in == "reward" else "itself"
+
+    @property
+    def in_force(self) -> InForce:
+        """The values of the options that may be null, as they are used."""
+        high = {"tis": 2.0, "mis": 5.0}.get(self.correction)
+        return InForce(
+            kl_coef=given(self.kl_coef, 0.001),
+            kl_place=given(self.kl_place, self.usual_kl_place),
+            correction_level=given(self.correction_level, "token"),
+            correction_low=given(self.correction_low, 0.5),
+            correction_high=given(self.correction_high, high),
+        )
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        return [*super().problems(job), *self._unused(), *self._contradictions(job)]
+
+    def _unused(self) -> list[tuple[str, str]]:
+        """Options that were set although the choice they belong to was not made."""
+        estimators = tuple(functions("kl_estimator"))
+        uses = {option: ("kl", estimators) for option in OF_KL}
+        uses |= {option: ("correction", names) for option, names in OF_CORRECTION.items()}
+        return [
+            (
+                f"algorithm.{option}",
+                f"not used with {decider}={getattr(self, decider)}; it belongs to {decider}={'|'.join(choices)}",
+            )
+            for option, (decider, choices) in uses.items()
+            if getattr(self, option) is not None and getattr(self, decider) not in choices
+        ]
+
+    def _contradictions(self, job: Any) -> list[tuple[str, str]]:
+        found = []
+        if self.lag > 1 and self.correction != "decoupled":
+            why = "samples are several updates old, which the clipped ratio alone does not correct"
+            found.append(("algorithm.lag", f"{self.lag} needs algorithm.correction=decoupled: {why}"))
+        if self.kl_target is not None and self.in_force.kl_coef == 0:
+            found.append(("algorithm.kl_target", "an adaptive coefficient cannot start at kl_coef=0"))
+        if self.kl != "none" and (place := chosen(self, "kl").place) != self.in_force.kl_place:
+            reasons = {
+                "loss": "in the reward only k1 is unbiased; type algorithm.kl=k1, or",
+                "reward": f"{self.kl} has no gradient in expectation as a loss; type algorithm.kl=k3, or",
+            }
+            found.append(("algorithm.kl", f"{reasons[place]} kl_place={place} for {self.kl}"))
+        if self.reference == "adapter" and job.adapter.name == "none":
+            found.append(
+                ("algorithm.reference", "there is no adapter to switch off; type adapter=lora, or reference=copy")
+            )
+        if self.ratio == "sequence" and self.aggregation != "seq_mean_token_mean":
+            found.append(
+                ("algorithm.aggregation", f"a sequence ratio needs seq_mean_token_mean, not {self.aggregation}")
+            )
+        if self.max_mismatch is not None and self.lag:
+            found.append(("algorithm.max_mismatch", f"at lag={self.lag} the two differ by design; it is for lag=0"))
+        return found
+
+
+@with_options
 class GrpoConfig(PolicyConfig):
     """Group-relative policy optimisation (2402.03300) and its kin: no critic, advantages from the group's rewards."""
 
     factory: ClassVar[str] = "runner.algorithm.policy.optimisation:build"
     name: Literal["grpo"] = "grpo"
-    advantage: Advantage = Field(
+    advantage: Annotated[str, Registered("advantage")] = Field(
         default="group_mean_std", description="What a reward is compared with, and how it is scaled."
     )
-    gamma: float | None = Field(default=None, gt=0, le=1, description="Discount of reinforce_pp; null = 1.0.")
     zero_variance: Literal["drop", "keep", "resample"] = Field(
         default="drop",
         description="Groups whose rewards are all equal: left out of the update, kept, or replaced by new prompts.",
@@ -29,7 +248,7 @@ class GrpoConfig(PolicyConfig):
 
     @property
     def worth(self) -> FromRewards:
-        return FromRewards(self.advantage, given(self.gamma, 1.0))
+        return FromRewards()
 
     @property
     def equal_rewards(self) -> Literal["drop", "keep", "resample"]:
@@ -44,25 +263,22 @@ class GrpoConfig(PolicyConfig):
         if self.resample_rounds is not None and self.zero_variance != "resample":
             text = f"not used with zero_variance={self.zero_variance}; it belongs to zero_variance=resample"
             found.append(("algorithm.resample_rounds", text))
-        if self.gamma is not None and self.advantage != "reinforce_pp":
-            found.append(
-                ("algorithm.gamma", f"not used with advantage={self.advantage}; it belongs to advantage=reinforce_pp")
-            )
-        alone = ("none", "reinforce_pp")
-        if self.group_size == 1 and self.advantage not in alone:
+        compares = "group" in chosen(self, "advantage").inputs
+        if self.group_size == 1 and compares:
             found.append(
                 (
                     "algorithm.group_size",
                     f"advantage={self.advantage} compares within a group; 1 gives nothing to learn",
                 )
             )
-        if self.advantage in alone and self.zero_variance != "keep":
+        if not compares and self.zero_variance != "keep":
             found.append(
                 ("algorithm.zero_variance", f"advantage={self.advantage} learns from equal rewards too; type keep")
             )
         return found
 
 
+@with_options
 class PpoConfig(PolicyConfig):
     """Proximal policy optimisation (1707.06347) with a critic and generalised advantages (1506.02438)."""
 
@@ -116,6 +332,7 @@ class PpoConfig(PolicyConfig):
         return self.critic_lr if role == "critic" and self.critic_lr is not None else common
 
 
+@with_options
 class OpdConfig(TaughtConfig, PolicyConfig):
     """On-policy distillation: the student samples, and each token is worth log p_teacher − log p_student."""
 

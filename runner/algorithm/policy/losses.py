@@ -3,73 +3,100 @@
     logprobs, old ──token_ratio | sequence_ratio──▶ ratio ─┐
                                           advantages ──────┴─loss──▶ per token [T] ──Σ weight·──▶ the step's loss
 
-    name        loss per token                                   paper
-    ppo_clip    max(−r·A, −clip(r, 1 − low, 1 + high)·A)          PPO 1707.06347; clip-higher: DAPO 2503.14476;
-                                                                  dual clip: 1912.09729; GSPO 2507.18071 with s for r
-    cispo       −sg(clip(r, 1 − low, 1 + high))·A·l               CISPO 2506.13585
-    sapo        −A·(4/tau)·sigmoid(tau·(r − 1))                   SAPO 2511.20347
-    reinforce   −A·l                                              REINFORCE
-
 Legend: T tokens; l = logprobs of the policy; r = the ratio to the policy before the update, of the token or of its row
-(`runner.algorithm.policy.ratios`, which clamps its logarithm to ±20); A = advantages, without gradient; all float [T].
+(`runner.algorithm.policy.importance`, which clamps its logarithm to ±20); A = advantages, without gradient; all float
+[T].
 
-Every policy loss returns (loss [T], diagnostics): `ratio` (detached) and the bool masks `clipped_low`, `clipped_high`,
-`clipped_dual` (all [T], the same keys always), true where a bound took effect.
+Every policy loss returns (loss [T], diagnostics): the bool masks [T] `clipped_low`, `clipped_high`, `clipped_dual`,
+true where a bound took effect; one that a loss does not have is left out.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Annotated
 
-Diagnostics = dict[str, Tensor]
+from pydantic import Field
+
+from runner.interfaces.losses import policy_loss, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Diagnostics = dict[str, "Tensor"]
+ClipLow = Annotated[float, Field(ge=0, description="Lower clip range")]
+ClipHigh = Annotated[float, Field(ge=0, description="Upper clip range")]
+DualClip = Annotated[
+    float | None, Field(gt=1, description="Bound on the loss of negative advantages (dual clip); null = none")
+]
 
 
+@policy_loss(
+    "clip",
+    paper="PPO 1707.06347; clip-higher: DAPO 2503.14476; dual clip: 1912.09729; GSPO 2507.18071 with the row's ratio",
+    formula="max(−r·A, −clip(r, 1 − clip_low, 1 + clip_high)·A), where A < 0 at most −dual_clip·A",
+)
 def ppo_clip(
-    ratio: Tensor, advantages: Tensor, *, low: float, high: float, dual: float | None
+    ratio: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: ClipLow = 0.2,
+    clip_high: ClipHigh = 0.2,
+    dual_clip: DualClip = None,
 ) -> tuple[Tensor, Diagnostics]:
-    """max(−r·A, −clip(r, 1 − low, 1 + high)·A); where A < 0 at most −dual·A, [T].
+    """max(−r·A, −clip(r, 1 − clip_low, 1 + clip_high)·A); where A < 0 at most −dual_clip·A, [T].
 
-    low, high: 0.2 and 0.2 in PPO, 0.2 and 0.28 in DAPO, 3e-4 and 4e-4 in GSPO (on sequence ratios).
-    dual: above 1, or None for no bound. verl has 3 unless told otherwise; OpenRLHF, NeMo-RL and slime have none.
-    A clipped token has no gradient: below 1 − low that takes A < 0, above 1 + high A > 0.
+    clip_low, clip_high: 0.2 and 0.2 in PPO, 0.2 and 0.28 in DAPO, 3e-4 and 4e-4 in GSPO (on sequence ratios).
+    dual_clip: above 1, or None for no bound. verl has 3 unless told otherwise; OpenRLHF, NeMo-RL and slime have none.
+    A clipped token has no gradient: below 1 − clip_low that takes A < 0, above 1 + clip_high A > 0.
     """
-    loss = torch.maximum(-ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages)
-    below = (ratio < 1 - low) & (advantages < 0)
-    above = (ratio > 1 + high) & (advantages > 0)
-    if dual is None:
-        return loss, _diagnostics(ratio, below, above)
-    beyond = (ratio > dual) & (advantages < 0)
-    return torch.where(beyond, -dual * advantages, loss), _diagnostics(ratio, below, above, beyond)
+    loss = torch.maximum(-ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    below = (ratio < 1 - clip_low) & (advantages < 0)
+    above = (ratio > 1 + clip_high) & (advantages > 0)
+    clipped = {"clipped_low": below, "clipped_high": above}
+    if dual_clip is None:
+        return loss, clipped
+    beyond = (ratio > dual_clip) & (advantages < 0)
+    return torch.where(beyond, -dual_clip * advantages, loss), {**clipped, "clipped_dual": beyond}
 
 
+@policy_loss("cispo", paper="CISPO 2506.13585", formula="−sg(clip(r, 1 − clip_low, 1 + clip_high))·A·log π")
 def cispo(
-    logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, low: float, high: float
+    logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, clip_low: ClipLow = 1.0, clip_high: ClipHigh = 4.0
 ) -> tuple[Tensor, Diagnostics]:
-    """−sg(clip(r, 1 − low, 1 + high))·A·l, [T]: the weight is bounded, and every token keeps its gradient.
+    """−sg(clip(r, 1 − clip_low, 1 + clip_high))·A·l, [T]: the weight is bounded, and every token keeps its gradient.
 
-    The bounds are relative to 1, as in verl, slime and SkyRL (TRL's is the largest r itself). low = 1 means no lower
-    bound, as in the paper.
+    The bounds are relative to 1, as in verl, slime and SkyRL (TRL's is the largest r itself). clip_low = 1 means no
+    lower bound, as in the paper.
     """
-    weight = ratio.detach().clamp(1 - low, 1 + high)
-    return -weight * advantages * logprobs, _diagnostics(ratio, ratio < 1 - low, ratio > 1 + high)
+    weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
+    clipped = {"clipped_low": ratio < 1 - clip_low, "clipped_high": ratio > 1 + clip_high}
+    return -weight * advantages * logprobs, clipped
 
 
-def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float) -> tuple[Tensor, Diagnostics]:
-    """−A·(4/tau)·sigmoid(tau·(r − 1)), tau_positive where A > 0 and tau_negative elsewhere, [T].
+@policy_loss(
+    "sapo",
+    paper="SAPO 2511.20347",
+    formula="−A·(4/τ)·sigmoid(τ·(r − 1)), τ = tau_positive where A > 0, else tau_negative",
+)
+def sapo(
+    ratio: Tensor,
+    advantages: Tensor,
+    *,
+    tau_positive: Annotated[float, Field(gt=0, description="SAPO's temperature for A > 0")] = 1.0,
+    tau_negative: Annotated[float, Field(gt=0, description="SAPO's temperature for A ≤ 0")] = 1.05,
+) -> tuple[Tensor, Diagnostics]:
+    """−A·(4/τ)·sigmoid(τ·(r − 1)), τ = tau_positive where A > 0 and tau_negative elsewhere, [T].
 
-    1.0 and 1.05 in the paper. A soft gate instead of a clip: the gradient at r = 1 is PPO's and fades on both sides, so
-    nothing counts as clipped.
+    A soft gate instead of a clip: the gradient at r = 1 is PPO's and fades on both sides, so nothing counts as clipped.
     """
     tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
-    none = torch.zeros_like(advantages, dtype=torch.bool)
-    return -advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)), _diagnostics(ratio, none, none)
+    return -advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)), {}
 
 
-def reinforce(logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Diagnostics]:
+@policy_loss("reinforce", paper="REINFORCE (Williams, 1992)", formula="−A·log π")
+def reinforce(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Diagnostics]:
     """−A·l, [T]; the ratio is only reported."""
-    none = torch.zeros_like(advantages, dtype=torch.bool)
-    return -advantages * logprobs, _diagnostics(ratio, none, none)
+    return -advantages * logprobs, {}
 
 
 def value_clip(values: Tensor, old: Tensor, returns: Tensor, *, clip: float | None) -> tuple[Tensor, Diagnostics]:
@@ -88,12 +115,3 @@ def value_clip(values: Tensor, old: Tensor, returns: Tensor, *, clip: float | No
 def entropy_bonus(entropy: Tensor, coefficient: float) -> Tensor:
     """−coefficient·H, [T]: lowers the loss of an undecided policy."""
     return -coefficient * entropy
-
-
-def _diagnostics(ratio: Tensor, low: Tensor, high: Tensor, dual: Tensor | None = None) -> Diagnostics:
-    return {
-        "ratio": ratio.detach(),
-        "clipped_low": low,
-        "clipped_high": high,
-        "clipped_dual": torch.zeros_like(low) if dual is None else dual,
-    }

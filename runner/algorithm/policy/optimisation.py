@@ -4,8 +4,12 @@
     prepare   groups ─▶ one ragged batch ─▶ old, reference, teacher, values ─▶ advantages ─▶ epochs × mini-batches
     losses    policy: clipped surrogate, KL, entropy;  critic: clipped value error;  on one backbone: one loss of both
 
+    reward [N], values [T], KL [T] ──valued──▶ advantages [T] (returns [T])      once per step, before the first update
+    teacher, old [T]               ──valued──▶ advantages [T]                    of opd; without old, of the loss
+    weight [T] of a mini-batch ──weighted──▶ the aggregation's weights [T]       per optimizer step
+
 Papers: GRPO 2402.03300, PPO 1707.06347, GAE 1506.02438; each part names its own (`runner.algorithm.policy.advantages`,
-`losses`, `kl`, `correction`, `aggregation`). Legend: N rows, T tokens.
+`losses`, `kl`, `importance`, `aggregation`). Legend: N rows, T tokens.
 
 The policy that the ratio is taken to, `old` (`PolicyConfig.old_from`):
   one update per step at lag 0     none is needed: the policy is the one that sampled
@@ -24,16 +28,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.algorithm.episodes import encoding, rollouts
+from runner.algorithm.episodes import rollouts
+from runner.algorithm.episodes.episode import Turns
 from runner.algorithm.episodes.rollouts import Collector, Experience, Group, experience_of
-from runner.algorithm.episodes.turns import Turns
 from runner.algorithm.parts import Parts
-from runner.algorithm.policy import correction
-from runner.algorithm.policy.base import PolicyConfig
-from runner.algorithm.policy.kl_control import KlControl
-from runner.algorithm.policy.surrogate import losses_of
-from runner.algorithm.policy.valuation import valued, weighted
-from runner.batch import Batch, row_of_tokens, select_units, with_tokens
+from runner.algorithm.policy import advantages, importance
+from runner.algorithm.policy.config import FromCritic, FromRewards, FromTeacher, PolicyConfig
+from runner.algorithm.policy.kl import KlControl
+from runner.algorithm.policy.segments import whiten
+from runner.algorithm.policy.surrogate import from_teacher, losses_of
+from runner.algorithm.registered import chosen, compute
+from runner.batch import Batch, row_of_tokens, select_units, with_tokens, with_totals
 from runner.errors import TrainingDiverged
 from runner.protocols import LossFn, Model, Role, Sample, State
 from runner.randomness import derive
@@ -49,7 +54,7 @@ class PolicyOptimisation:
         self.config, self.parts = config, parts
         self.temperature = parts.sampler.temperature
         most_turns = 1 if parts.environments is None else parts.environments.max_turns
-        self.longest = config.longest_answer(parts.sampler.max_new_tokens, most_turns)
+        self.max_length = float(parts.sampler.max_new_tokens * most_turns)
         turns = None if parts.environments is None else Turns(parts.tokenizer)
         self.collector = Collector(
             parts.sampler, parts.reward, parts.tokenizer, parts.seed, config.group_size, parts.environments, turns
@@ -80,7 +85,7 @@ class PolicyOptimisation:
         batch = valued(self.config, batch, self.kl.coefficient)
         for epoch in range(self.config.epochs):
             for part in self._mini_batches(batch, experience.step, epoch):
-                yield weighted(self.config, part, self.longest)
+                yield weighted(self.config, part, self.max_length)
 
     def describe(self, step: int, experience: Experience) -> tuple[Mapping[str, float], Sequence[Sample]]:
         """Reward, lengths, staleness; the coefficient in force; health of the importance weights."""
@@ -104,11 +109,11 @@ class PolicyOptimisation:
 
     def encode(self, experience: Experience) -> State:
         """As a checkpoint keeps it."""
-        return encoding.encode(experience)
+        return rollouts.encode(experience)
 
     def decode(self, state: State) -> Experience:
         """The inverse of `encode`."""
-        return encoding.decode(state)
+        return rollouts.decode(state)
 
     def state_dict(self) -> State:
         """The adaptive coefficient."""
@@ -157,18 +162,18 @@ class PolicyOptimisation:
 
     def _corrected(self, batch: Batch) -> Batch:
         now, mask = self.config.in_force, batch.tokens["weight"] != 0
-        log_rho = correction.behaviour_log_ratio(
+        log_rho = importance.behaviour_log_ratio(
             batch.tokens["old"], batch.tokens["sampled"], mask, row_of_tokens(batch), now.correction_level
         )
         high = math.inf if now.correction_high is None else now.correction_high
         found = {
-            "tis": lambda: correction.tis(log_rho, cap=high),
-            "mis": lambda: correction.mis(log_rho, low=now.correction_low, high=high),
-            "decoupled": lambda: correction.decoupled(log_rho, cap=now.correction_high),
+            "tis": lambda: importance.tis(log_rho, cap=high),
+            "mis": lambda: importance.mis(log_rho, low=now.correction_low, high=high),
+            "decoupled": lambda: importance.decoupled(log_rho, cap=now.correction_high),
         }[self.config.correction]()
-        affected, count = correction.affected_share(found, mask)
+        affected, count = importance.affected_share(found, mask)
         self._health = {
-            "sampler/effective_sample_size": float(correction.effective_sample_size(log_rho.exp().double(), mask)),
+            "sampler/effective_sample_size": float(importance.effective_sample_size(log_rho.exp().double(), mask)),
             "sampler/bounded": float(affected) / max(int(count), 1),
         }
         return with_tokens(batch, importance=found.weights)
@@ -182,10 +187,81 @@ class PolicyOptimisation:
         of_unit = batch.rows["tree"][_first_rows(batch)]
         trees = int(of_unit[-1]) + 1
         order = np.random.default_rng(derive(self.parts.seed, "mini_batches", step, epoch)).permutation(trees)
-        for chosen in np.array_split(order, parts):
-            units = [u for tree in chosen.tolist() for u in (of_unit == tree).nonzero()[:, 0].tolist()]
+        for share in np.array_split(order, parts):
+            units = [u for tree in share.tolist() for u in (of_unit == tree).nonzero()[:, 0].tolist()]
             if units:
                 yield select_units(batch, units)
+
+
+def valued(config: PolicyConfig, batch: Batch, beta: float) -> Batch:
+    """The batch with the channel `advantages` and, with a critic, `returns`; `beta` weighs a KL in the reward.
+
+    A teacher's are left to the loss where the policy itself stands for `old`.
+    """
+    mask, row = batch.tokens["weight"] != 0, row_of_tokens(batch)
+    match config.worth:
+        case FromTeacher():
+            if "old" not in batch.tokens:
+                return batch
+            return with_tokens(batch, advantages=from_teacher(batch.tokens["teacher"], batch.tokens["old"]))
+        case FromCritic() as wanted:
+            rewards = advantages.place_rewards(_rewards(batch), _penalty(config, batch), mask, row, beta)
+            values = batch.tokens["values"].double()
+            found, back = advantages.gae(rewards, values, mask, row, gamma=wanted.gamma, lam=wanted.lam)
+            return with_tokens(batch, returns=back, advantages=whiten(found, mask) if wanted.whiten else found)
+        case FromRewards():
+            offered = {
+                "rewards": lambda: advantages.penalised_rewards(
+                    _rewards(batch), _penalty(config, batch), mask, row, beta
+                ),
+                "token_rewards": lambda: advantages.place_rewards(
+                    _rewards(batch), _penalty(config, batch), mask, row, beta
+                ),
+                "group": lambda: batch.rows["tree"],
+                "lengths": lambda: mask.new_zeros(batch.num_rows, dtype=torch.int64).index_add(0, row, mask.long()),
+                "mask": lambda: mask,
+                "row": lambda: row,
+            }
+            found = compute(config, "advantage", offered)
+            return with_tokens(batch, advantages=found if chosen(config, "advantage").per_token else found[row])
+
+
+def _rewards(batch: Batch) -> Tensor:
+    return batch.rows["reward"].double()
+
+
+def _penalty(config: PolicyConfig, batch: Batch) -> Tensor:
+    """The KL in the reward per token, float64 [T]; 0 where there is none."""
+    if config.kl_in != "reward":
+        return torch.zeros(batch.num_tokens, dtype=torch.float64)
+    offered = {
+        "logprobs": lambda: batch.tokens["old"],
+        "reference_logprobs": lambda: batch.tokens["reference"],
+        "ratio": lambda: torch.ones(batch.num_tokens),
+    }
+    penalty: Tensor = compute(config, "kl", offered)
+    return penalty.double()
+
+
+def weighted(config: PolicyConfig, part: Batch, max_length: float) -> Batch:
+    """The mini-batch with the aggregation's weights, whose denominators run over this optimizer step.
+
+    max_length: most tokens of an answer, over the turns of an episode
+    """
+    mask, row = part.tokens["weight"], row_of_tokens(part)
+    tree = part.rows["tree"][row]
+    totals = {**part.count(), "prompts": int(torch.unique(tree[mask != 0]).numel())}
+    offered = {
+        "mask": lambda: mask,
+        "row": lambda: row,
+        "group": lambda: tree,
+        "tokens": lambda: totals["tokens"],
+        "rows": lambda: totals["rows"],
+        "groups": lambda: totals["prompts"],
+        "max_length": lambda: max_length,
+    }
+    weight = compute(config, "aggregation", offered)
+    return with_totals(with_tokens(part, weight=weight), totals)
 
 
 def _first_rows(batch: Batch) -> Tensor:

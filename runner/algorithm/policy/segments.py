@@ -1,15 +1,20 @@
-"""Sums, smallest values and successors among values that bear the same id; no loop, no read-back from the device.
+"""Sums, smallest values and successors within segments of equal ids; mean, variance and whitening under a mask.
 
     ids     7  7  3  7  3          numbered   1  1  0  1  0
     values  1  2  3  4  5          sum_within 7  7  8  7  8        every value meets the sum of its own segment
 
-Legend: K values, one id each (T tokens with their row, N samples with their group).
+No loop and no read-back from the device. Legend: K values (tokens or samples), float [K]; `ids` int64 [K], one each
+(the row of a token, the group of a sample); mask bool [K]: what it leaves out is never read, and may be NaN.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+from runner.interfaces.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def numbered(ids: Tensor) -> Tensor:
@@ -43,3 +48,23 @@ def next_within(mask: Tensor, ids: Tensor) -> Tensor:
     nearest = later.flip(0).cummin(0).values.flip(0)
     same = ids[nearest.clamp(max=size - 1)] == ids if size else mask
     return torch.where(same, nearest, size)
+
+
+def mean_and_variance(values: Tensor, mask: Tensor, *, ddof: int) -> tuple[Tensor, Tensor]:
+    """Both 0-d. ddof 0: the population's variance; 1: Bessel's correction. Of `ddof` or fewer values it is 0, and so is
+    the mean of none."""
+    count = mask.sum()
+    mean = torch.where(mask, values, 0).sum() / count.clamp(min=1)
+    return mean, torch.where(mask, values - mean, 0).square().sum() / (count - ddof).clamp(min=1)
+
+
+def whiten(values: Tensor, mask: Tensor, *, ddof: int = 0, eps: float = 1e-8) -> Tensor:
+    """(x − mean) / √(variance + eps) in the mask and 0 outside it, [K].
+
+    ddof: 0 is the population's variance (OpenRLHF, NeMo-RL); 1 is Bessel's correction (verl).
+
+    Departure: OpenRLHF and NeMo-RL raise a variance below 1e-8 to it, here as in verl 1e-8 is added to every variance.
+    Equal values, and a single one, become 0.
+    """
+    mean, variance = mean_and_variance(values, mask, ddof=ddof)
+    return torch.where(mask, (values - mean) * torch.rsqrt(variance + eps), 0)

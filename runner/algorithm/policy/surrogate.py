@@ -18,14 +18,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runner.algorithm.policy import correction, kl
+from runner.algorithm.policy import kl
 from runner.algorithm.policy import losses as policy_losses
-from runner.algorithm.policy.base import PolicyConfig
-from runner.algorithm.policy.ratios import sequence_ratio, token_ratio
-from runner.algorithm.policy.valuation import from_teacher
+from runner.algorithm.policy.config import PolicyConfig
+from runner.algorithm.policy.importance import drift, sequence_ratio, token_ratio
+from runner.algorithm.registered import compute
 from runner.batch import Batch, row_of_tokens
 from runner.metrics import Metrics
 from runner.protocols import Loss, LossFn, Outputs, Role
+
+CLIPPED = ("clipped_low", "clipped_high", "clipped_dual")  # metrics that every policy loss has
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class PolicyLoss:
         old = tokens.get("old", logprobs.detach())
         ratio = self._ratio(batch, logprobs, old, mask)
         advantages = tokens["advantages"] if "advantages" in tokens else from_teacher(tokens["teacher"], old)
-        loss, found = self._surrogate(logprobs, ratio, advantages)
+        loss, found = self._surrogate(batch, logprobs, old, ratio, advantages, mask)
         if "importance" in tokens:
             loss = loss * tokens["importance"]
         if self.config.kl_in == "loss":
@@ -54,48 +56,55 @@ class PolicyLoss:
         if self.config.entropy_coef:
             loss = loss + policy_losses.entropy_bonus(entropy, self.config.entropy_coef)
         total = torch.where(mask, tokens["weight"] * loss, 0).sum()
-        return Loss(total, self._metrics(batch, total, mask, {**found, "entropy": entropy, "old": old}))
+        return Loss(total, self._metrics(batch, total, mask, {"entropy": entropy, "ratio": ratio, **found}, old))
 
     def _ratio(self, batch: Batch, logprobs: Tensor, old: Tensor, mask: Tensor) -> Tensor:
         if self.config.ratio == "sequence":
             return sequence_ratio(logprobs, old, mask, row_of_tokens(batch))
         return token_ratio(logprobs, old)
 
-    def _surrogate(self, logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        now, objective = self.config.in_force, self.config.objective
-        if objective == "reinforce":
-            return policy_losses.reinforce(logprobs, ratio, advantages)
-        if objective == "sapo":
-            taus = {"tau_positive": now.tau_positive, "tau_negative": now.tau_negative}
-            return policy_losses.sapo(ratio, advantages, **taus)
-        clip = {"low": now.clip_low, "high": now.clip_high}
-        if objective == "cispo":
-            return policy_losses.cispo(logprobs, ratio, advantages, **clip)
-        return policy_losses.ppo_clip(ratio, advantages, **clip, dual=self.config.dual_clip)
+    def _surrogate(
+        self, batch: Batch, logprobs: Tensor, old: Tensor, ratio: Tensor, advantages: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        offered = {
+            "ratio": lambda: ratio,
+            "logprobs": lambda: logprobs,
+            "old_logprobs": lambda: old,
+            "advantages": lambda: advantages,
+            "mask": lambda: mask,
+            "row": lambda: row_of_tokens(batch),
+        }
+        loss, found = compute(self.config, "objective", offered)
+        return loss, dict.fromkeys(CLIPPED, torch.zeros_like(mask)) | found
 
     def _kl(self, logprobs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
-        if self.config.kl == "k3_ratio":
-            return kl.k3_ratio(logprobs, reference, token_ratio(logprobs, old))
-        return {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3, "k3_plus": kl.k3_plus}[self.config.kl](logprobs, reference)
+        offered = {
+            "logprobs": lambda: logprobs,
+            "reference_logprobs": lambda: reference,
+            "ratio": lambda: token_ratio(logprobs, old),
+        }
+        value: Tensor = compute(self.config, "kl", offered)
+        return value
 
-    def _metrics(self, batch: Batch, total: Tensor, mask: Tensor, found: dict[str, Tensor]) -> Metrics:
+    def _metrics(
+        self, batch: Batch, total: Tensor, mask: Tensor, diagnostics: Mapping[str, Tensor], old: Tensor
+    ) -> Metrics:
         metrics, count = Metrics(), mask.sum()
         # the parts of a mini-batch add up to its loss, and several mini-batches to their mean
         metrics.add("train/loss", total.detach(), count / batch.totals["tokens"] if batch.totals["tokens"] else 1)
 
         def mean(name: str, values: Tensor) -> None:
-            metrics.add(name, torch.where(mask, values.detach(), 0).sum(), count)
+            values = values.to(total.dtype) if values.dtype == torch.bool else values.detach()
+            metrics.add(name, torch.where(mask, values, 0).sum(), count)
 
-        mean("policy/entropy", found["entropy"])
-        mean("policy/ratio", found["ratio"])
-        for side in ("low", "high", "dual"):
-            mean(f"policy/clipped_{side}", found[f"clipped_{side}"].to(total.dtype))
-        for name, (value, number) in correction.drift(found["old"], batch.tokens["sampled"], mask).items():
+        for name, values in diagnostics.items():
+            mean(f"policy/{name}", values)
+        for name, (value, number) in drift(old, batch.tokens["sampled"], mask).items():
             metrics.add(f"sampler/{name}", value, number)
         if "reference" in batch.tokens:
-            mean("policy/kl", kl.k3(found["old"], batch.tokens["reference"]))
+            mean("policy/kl", kl.k3(old, batch.tokens["reference"]))
         if "teacher" in batch.tokens:
-            mean("distill/reverse_kl", kl.k1(found["old"], batch.tokens["teacher"]))
+            mean("distill/reverse_kl", kl.k1(old, batch.tokens["teacher"]))
         return metrics
 
 
@@ -139,6 +148,11 @@ class SharedLoss:
         policy, value = self.policy(batch, outputs), self.value(batch, outputs)
         policy.metrics.merge(value.metrics)
         return Loss(policy.total + self.coefficient * value.total, policy.metrics)
+
+
+def from_teacher(teacher: Tensor, student: Tensor) -> Tensor:
+    """log p_teacher − log p_student, [T], without gradient: the reward of on-policy distillation."""
+    return teacher - student.detach()
 
 
 def losses_of(config: PolicyConfig, kl_coef: Callable[[], float]) -> Mapping[Role, LossFn]:

@@ -5,46 +5,13 @@ default that its description names.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from runner.algorithm.base import AlgorithmConfig, ComparingConfig, Frozen
+from runner.algorithm.registered import Registered, chosen, options_in_force, with_options
 from runner.spec.base import Head, ItemKind
-
-PairLoss = Literal[
-    "sigmoid",
-    "conservative",
-    "robust",
-    "hinge",
-    "ipo",
-    "ipo_averaged",
-    "sigmoid_norm",
-    "apo_zero",
-    "apo_down",
-    "simpo",
-    "orpo",
-    "cpo",
-    "cpo_averaged",
-]
-
-# loss → the options it uses and their defaults, each its paper's
-DEFAULTS: dict[str, dict[str, float]] = {
-    "sigmoid": {"beta": 0.1},
-    "conservative": {"beta": 0.1, "label_smoothing": 0.1},
-    "robust": {"beta": 0.1, "label_smoothing": 0.1},
-    "hinge": {"beta": 0.1},
-    "ipo": {"beta": 0.1},
-    "ipo_averaged": {"beta": 0.1},
-    "sigmoid_norm": {"beta": 5.0},
-    "apo_zero": {"beta": 0.1},
-    "apo_down": {"beta": 0.1},
-    "simpo": {"beta": 2.0, "gamma": 1.0},
-    "orpo": {"lam": 0.1},
-    "cpo": {"beta": 0.1, "alpha": 1.0},
-    "cpo_averaged": {"beta": 0.1, "alpha": 1.0},
-}
-WITHOUT_REFERENCE = ("simpo", "orpo", "cpo", "cpo_averaged")
 
 
 class PreferenceConfig(ComparingConfig):
@@ -67,76 +34,41 @@ class PreferenceConfig(ComparingConfig):
         return found
 
 
+@with_options
 class DpoConfig(PreferenceConfig):
     """Direct preference optimisation (2305.18290) and its kin: a loss of the two answers' log-probabilities."""
 
     factory: ClassVar[str] = "runner.algorithm.preference.learning:build_dpo"
-    explains: ClassVar[str | None] = "runner.algorithm.given_formula:pairs"
+    explains: ClassVar[str | None] = "runner.algorithm.explain:pairs"
     items: ClassVar[ItemKind] = "pairs"
     name: Literal["dpo"] = "dpo"
-    loss: PairLoss = Field(
-        default="sigmoid",
-        description="Loss per pair; simpo, orpo and the two cpo need no reference model. docs/preference.md has each.",
-    )
-    beta: float | None = Field(
-        default=None,
-        gt=0,
-        description="Factor of the log-ratios (ipo: the paper's tau); null = 0.1, 2 for simpo, 5 for sigmoid_norm.",
-    )
-    label_smoothing: float | None = Field(
-        default=None,
-        ge=0,
-        le=0.5,
-        description="Share of labels taken to be flipped (conservative, robust; robust below 0.5); null = 0.1.",
-    )
-    gamma: float | None = Field(
-        default=None, ge=0, description="simpo's target margin of rewards, not divided by beta; null = 1.0."
-    )
-    lam: float | None = Field(default=None, ge=0, description="orpo's weight of the odds ratio; null = 0.1.")
-    alpha: float | None = Field(
-        default=None, ge=0, description="Weight of the chosen answer's likelihood in cpo, cpo_averaged; null = 1.0."
-    )
+    loss: Annotated[str, Registered("preference_loss")] = Field(default="sigmoid", description="Loss per pair.")
     share_prompts: bool = Field(
         default=True, description="Compute the prompt of a pair once; changes speed, not the numbers."
     )
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the policy with a reference."""
+        return any(name.endswith("_log_ratios") for name in chosen(self, "loss").inputs)
+
     def frozen(self) -> Mapping[str, Frozen]:
-        return {} if self.loss in WITHOUT_REFERENCE else super().frozen()
-
-    def options(self) -> dict[str, float]:
-        """The options that the loss uses, each with its value in force."""
-        return DEFAULTS[self.loss] | self._given()
-
-    def _given(self) -> dict[str, float]:
-        """The options that were set, whether the loss uses them or not."""
-        every = {
-            "beta": self.beta,
-            "label_smoothing": self.label_smoothing,
-            "gamma": self.gamma,
-            "lam": self.lam,
-            "alpha": self.alpha,
-        }
-        return {name: value for name, value in every.items() if value is not None}
+        return super().frozen() if self.has_reference else {}
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        used = DEFAULTS[self.loss]
-        found = [
-            (f"algorithm.{name}", f"algorithm.loss={self.loss} does not use it; it uses {', '.join(used)}")
-            for name in self._given()
-            if name not in used
-        ]
-        if self.loss in WITHOUT_REFERENCE and self.reference is not None:
+        found = super().problems(job)
+        if not self.has_reference and self.reference is not None:
             found.append(("algorithm.reference", f"algorithm.loss={self.loss} has no reference model; leave it out"))
-        if self.loss == "robust" and self.label_smoothing == 0.5:
+        if self.loss == "robust" and options_in_force(self, "loss")["label_smoothing"] == 0.5:
             found.append(("algorithm.label_smoothing", "robust divides by 1 − 2·label_smoothing; set it below 0.5"))
-        return [*super().problems(job), *found]
+        return found
 
 
 class KtoConfig(PreferenceConfig):
     """Kahneman-Tversky optimisation (2402.01306): answers judged good or bad, one by one."""
 
     factory: ClassVar[str] = "runner.algorithm.preference.learning:build_kto"
-    explains: ClassVar[str | None] = "runner.algorithm.given_formula:judged"
+    explains: ClassVar[str | None] = "runner.algorithm.explain:judged"
     items: ClassVar[ItemKind] = "judged"
     name: Literal["kto"] = "kto"
     beta: float = Field(default=0.1, gt=0, description="Factor of the log-ratios.")
@@ -159,7 +91,7 @@ class RmConfig(AlgorithmConfig):
     """A reward model from pairs: Bradley-Terry on the scores of the two answers."""
 
     factory: ClassVar[str] = "runner.algorithm.preference.reward_model:build"
-    explains: ClassVar[str | None] = "runner.algorithm.given_formula:scores"
+    explains: ClassVar[str | None] = "runner.algorithm.explain:scores"
     items: ClassVar[ItemKind] = "pairs"
     name: Literal["rm"] = "rm"
     use_margin: bool = Field(

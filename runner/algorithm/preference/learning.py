@@ -1,5 +1,6 @@
 """Preference optimisation of a policy: dpo and its kin on pairs, kto on judged answers.
 
+    Pair   ──pack_pairs──▶ one tree: prompt, chosen (branch 0), rejected (branch 1); one unit, so it is never cut
     pairs  ──collect──▶ trees ──prepare──▶ + reference's logprobs ──▶ mini-batches ──▶ a loss of four log-probabilities
     judged ──collect──▶ rows and their mismatches ──prepare──▶ + reference's logprobs, z ──▶ mini-batches ──▶ kto
 
@@ -18,77 +19,103 @@ does not depend on how the batch is cut; where two neighbours have the same prom
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from inspect import Parameter, signature
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from runner.algorithm.given import LearnsFromData
-from runner.algorithm.parts import Parts
+from runner.algorithm.parts import LearnsFromData, Parts
 from runner.algorithm.preference import losses as formulas
 from runner.algorithm.preference.config import DpoConfig, KtoConfig
-from runner.algorithm.preference.pairs import mini_batches, pack_pairs, pair_metrics, sides
-from runner.batch import Batch, row_sum
+from runner.algorithm.registered import compute
+from runner.batch import Batch, row_sum, split_rows, with_totals
+from runner.interfaces.losses import PreferenceLosses
 from runner.metrics import Metrics
 from runner.protocols import LOGPROBS, Data, Judged, Loss, LossFn, Model, Outputs, Pair, Role
 from runner.tree import Branch, Tree, pack_trees
 
-PAIR_LOSSES: dict[str, Callable[..., formulas.PairLosses]] = {
-    one.__name__: one
-    for one in (
-        formulas.sigmoid,
-        formulas.conservative,
-        formulas.robust,
-        formulas.hinge,
-        formulas.ipo,
-        formulas.ipo_averaged,
-        formulas.sigmoid_norm,
-        formulas.apo_zero,
-        formulas.apo_down,
-        formulas.simpo,
-        formulas.orpo,
-        formulas.cpo,
-        formulas.cpo_averaged,
-    )
-}
+CHOSEN, REJECTED = 0, 1  # the `branch` of each side
 
 
-def inputs_of(formula: Callable[..., formulas.PairLosses]) -> tuple[str, ...]:
-    """Which of pc, pr, dc, dr, nc, nr (see `losses`) a loss is a function of."""
-    return tuple(n for n, p in signature(formula).parameters.items() if p.kind is not Parameter.KEYWORD_ONLY)
+def pack_pairs(pairs: Sequence[Pair], *, share: bool, margins: bool = False) -> Batch:
+    """One tree per pair on the CPU; weight 1 on every token of the answers, 0 on prompts.
+
+    share: the prompt is a row of its own, computed once. margins: with a row channel `margin`, 0 where a pair has none.
+    Raises ValueError for no pairs, an empty prompt or an empty answer.
+    """
+    return pack_trees([_tree(pair, margins) for pair in pairs], share=share)
+
+
+def _tree(pair: Pair, margins: bool) -> Tree:
+    rows = {"margin": pair.margin or 0.0} if margins else {}
+    return Tree(pair.prompt, [Branch(ids, {"weight": [1.0] * len(ids)}, rows) for ids in (pair.chosen, pair.rejected)])
+
+
+def sides(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """What rows [N] say of the chosen and of the rejected answers, [P] each, in the order of the pairs."""
+    branch = batch.structure.rows["branch"]
+    chosen, rejected = ((branch == side).nonzero()[:, 0] for side in (CHOSEN, REJECTED))
+    return rows[chosen.to(rows.device, non_blocking=True)], rows[rejected.to(rows.device, non_blocking=True)]
+
+
+def mini_batches(batch: Batch, count: int) -> Iterator[Batch]:
+    """`count` parts of whole units, each knowing its totals."""
+    for part in split_rows(batch, count):
+        yield with_totals(part, part.count())
+
+
+def pair_metrics(found: PreferenceLosses) -> Metrics:
+    """train/loss, train/accuracy, reward/chosen, reward/rejected, reward/margin: means over pairs.
+
+    A pair is right where the chosen answer's reward is the higher one; equal rewards are not.
+    """
+    losses, chosen, rejected = found
+    metrics = Metrics()
+    for name, values in (
+        ("train/loss", losses.detach()),
+        ("train/accuracy", chosen > rejected),
+        ("reward/chosen", chosen),
+        ("reward/rejected", rejected),
+        ("reward/margin", chosen - rejected),
+    ):
+        metrics.add(name, values.sum(), len(values))
+    return metrics
 
 
 @dataclass(frozen=True, slots=True)
 class PairwiseLoss:
-    """The mean over pairs of a loss of `losses`.
+    """The mean over pairs of a registered preference loss.
 
     Reads the token channel `reference` [T], where there is one: the reference's logprobs.
     """
 
-    formula: Callable[..., formulas.PairLosses]
-    options: Mapping[str, float]
+    config: DpoConfig
     needs: frozenset[str] = LOGPROBS
 
     def __call__(self, batch: Batch, outputs: Outputs) -> Loss:
         quantities = _quantities(batch, outputs["logprobs"])
-        found = self.formula(**{name: quantities[name] for name in inputs_of(self.formula)}, **self.options)
+        offered = {name: partial(quantities.__getitem__, name) for name in quantities}
+        found = compute(self.config, "loss", offered)
         metrics = pair_metrics(found)
-        for side, name in (("c", "chosen"), ("r", "rejected")):
-            metrics.add(f"policy/{name}_logprob", quantities[f"p{side}"].detach().sum(), quantities[f"n{side}"].sum())
+        for side in ("chosen", "rejected"):
+            logprobs, lengths = quantities[f"{side}_logprobs"], quantities[f"{side}_lengths"]
+            metrics.add(f"policy/{side}_logprob", logprobs.detach().sum(), lengths.sum())
         return Loss(found.losses.sum() / max(batch.totals["units"], 1), metrics)
 
 
 def _quantities(batch: Batch, logprobs: Tensor) -> dict[str, Tensor]:
-    """pc, pr, nc, nr and, where the batch knows the reference, dc, dr; [P] each."""
+    """The inputs of preference losses, [P] each; log-ratios where the batch knows the reference."""
     weight = batch.tokens["weight"]
-    found = {"p": row_sum(batch, weight * logprobs), "n": row_sum(batch, (weight != 0).long())}
+    found = {"logprobs": row_sum(batch, weight * logprobs), "lengths": row_sum(batch, (weight != 0).long())}
     if "reference" in batch.tokens:
-        found["d"] = log_ratios(batch, logprobs)
+        found["log_ratios"] = log_ratios(batch, logprobs)
     return {
-        f"{name}{side}": one for name, rows in found.items() for side, one in zip("cr", sides(batch, rows), strict=True)
+        f"{side}_{name}": values
+        for name, rows in found.items()
+        for side, values in zip(("chosen", "rejected"), sides(batch, rows), strict=True)
     }
 
 
@@ -108,7 +135,7 @@ class Dpo(LearnsFromData):
 
     def __init__(self, config: DpoConfig, data: Data) -> None:
         self.config, self.data = config, data
-        self.losses: Mapping[Role, LossFn] = {"policy": PairwiseLoss(PAIR_LOSSES[config.loss], config.options())}
+        self.losses: Mapping[Role, LossFn] = {"policy": PairwiseLoss(config)}
 
     def collect(self, step: int) -> Batch:
         """The step's pairs as trees."""

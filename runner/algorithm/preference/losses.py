@@ -2,149 +2,226 @@
 
 Legend: P pairs, N judged answers; all float [P] or [N] unless said otherwise.
 
-    pc, pr    log-probabilities of the chosen and the rejected answer under the policy, summed over its tokens
-    dc, dr    the same minus those under the reference (which has no gradient): log-ratios
-    nc, nr    numbers of the answers' tokens, each at least 1
-    D         dc − dr.   beta > 0, 0.1 unless the paper says otherwise;   logsig = log sigmoid
+    *_logprobs     log-probabilities of the chosen and the rejected answer under the policy, summed over its tokens: p
+    *_log_ratios   the same minus those under the reference, which has no gradient: d;   D = d_c − d_r
+    *_lengths      numbers of the answers' tokens, each at least 1: n
 
-    with a reference                                                            paper
-    sigmoid          −logsig(beta·D)                                            DPO 2305.18290
-    conservative     (1 − e)·(−logsig(beta·D)) + e·(−logsig(−beta·D))           cDPO, E. Mitchell 2023
-    robust           ((1 − e)·(−logsig(beta·D)) − e·(−logsig(−beta·D)))/(1 − 2e)   2403.00409
-    hinge            relu(1 − beta·D)                                           SLiC 2305.10425, RSO 2309.06657
-    ipo              (D − 1/(2·beta))²                                          2310.12036
-    ipo_averaged     (dc/nc − dr/nr − 1/(2·beta))²                              the same, per token (TRL)
-    sigmoid_norm     −logsig(beta·(dc/nc − dr/nr))                              Tulu 3 2411.15124
-    apo_zero         1 − sigmoid(beta·dc) + sigmoid(beta·dr)                    2408.06266
-    apo_down         sigmoid(beta·dc) + 1 − sigmoid(beta·D)                     2408.06266
-    kto              weight·(1 − sigmoid(±beta·(d − z)))                        2402.01306
+    of judged answers   kto             weight·(1 − sigmoid(±beta·(d − z)))           2402.01306
+    of a reward model   bradley_terry   −logsig(rc − rr − margin) + c·(rc + rr)²      centring: 2312.09244
 
-    without one
-    simpo            −logsig(beta·(pc/nc − pr/nr) − gamma)                      2405.14734
-    orpo             −pc/nc − lam·logsig(log odds_c − log odds_r)               2403.07691
-    cpo              −logsig(beta·(pc − pr)) − alpha·pc                         2401.08417
-    cpo_averaged     −logsig(beta·(pc − pr)) − alpha·pc/nc                      the same, per token (its code, TRL)
-
-    of a reward model
-    bradley_terry    −logsig(rc − rr − margin) + c·(rc + rr)²                   centring: 2312.09244
-
-All that the losses with a reference know of the four log-probabilities are the two differences dc and dr.
+All that the losses with a reference know of the four log-probabilities are the two log-ratios.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from pydantic import Field
+
+from runner.interfaces.losses import PreferenceLosses, preference_loss, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Beta = Annotated[float, Field(gt=0, description="Factor of the log-ratios, or of the log-probabilities (ipo: tau)")]
+LabelSmoothing = Annotated[
+    float, Field(ge=0, le=0.5, description="Share of labels taken to be flipped (robust: below 0.5)")
+]
+Alpha = Annotated[float, Field(ge=0, description="Weight of the chosen answer's likelihood")]
 
 
-class PairLosses(NamedTuple):
-    """losses [P]; the implicit rewards of the chosen and the rejected answers [P], detached."""
-
-    losses: Tensor
-    chosen_rewards: Tensor
-    rejected_rewards: Tensor
-
-
-def sigmoid(dc: Tensor, dr: Tensor, *, beta: float) -> PairLosses:
+@preference_loss("sigmoid", paper="DPO 2305.18290", formula="−log σ(beta·(d_c − d_r))")
+def sigmoid(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta = 0.1) -> PreferenceLosses:
     """DPO: −logsig(beta·D). Rewards: beta·d."""
-    return _pair(-F.logsigmoid(beta * (dc - dr)), beta * dc, beta * dr)
+    return _pair(
+        -_log_sigmoid(beta * (chosen_log_ratios - rejected_log_ratios)), beta, chosen_log_ratios, rejected_log_ratios
+    )
 
 
-def conservative(dc: Tensor, dr: Tensor, *, beta: float, label_smoothing: float) -> PairLosses:
+@preference_loss(
+    "conservative",
+    paper="cDPO (E. Mitchell, 2023)",
+    formula="−(1 − e)·log σ(beta·(d_c − d_r)) − e·log σ(−beta·(d_c − d_r)), e = label_smoothing",
+)
+def conservative(
+    chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta = 0.1, label_smoothing: LabelSmoothing = 0.1
+) -> PreferenceLosses:
     """cDPO: a share `label_smoothing` in 0..0.5 of the labels is taken to be flipped. Rewards: beta·d."""
-    right, wrong = _both_ways(dc, dr, beta)
-    return _pair((1 - label_smoothing) * right + label_smoothing * wrong, beta * dc, beta * dr)
+    right, wrong = _both_ways(chosen_log_ratios, rejected_log_ratios, beta)
+    return _pair((1 - label_smoothing) * right + label_smoothing * wrong, beta, chosen_log_ratios, rejected_log_ratios)
 
 
-def robust(dc: Tensor, dr: Tensor, *, beta: float, label_smoothing: float) -> PairLosses:
+@preference_loss(
+    "robust",
+    paper="Robust DPO 2403.00409",
+    formula="(−(1 − e)·log σ(beta·(d_c − d_r)) + e·log σ(−beta·(d_c − d_r))) / (1 − 2e), e = label_smoothing",
+)
+def robust(
+    chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta = 0.1, label_smoothing: LabelSmoothing = 0.1
+) -> PreferenceLosses:
     """Robust DPO: an unbiased estimate of DPO's loss where a share `label_smoothing` of the labels is flipped.
 
     May be negative. Rewards: beta·d. Raises ValueError unless 0 ≤ label_smoothing < 0.5.
     """
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label smoothing must be at least 0 and below 0.5, not {label_smoothing}")
-    right, wrong = _both_ways(dc, dr, beta)
+    right, wrong = _both_ways(chosen_log_ratios, rejected_log_ratios, beta)
     losses = ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
-    return _pair(losses, beta * dc, beta * dr)
+    return _pair(losses, beta, chosen_log_ratios, rejected_log_ratios)
 
 
-def hinge(dc: Tensor, dr: Tensor, *, beta: float) -> PairLosses:
+@preference_loss("hinge", paper="SLiC 2305.10425; RSO 2309.06657", formula="max(0, 1 − beta·(d_c − d_r))")
+def hinge(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta = 0.1) -> PreferenceLosses:
     """SLiC on log-ratios, as in RSO: relu(1 − beta·D). Rewards: beta·d."""
-    return _pair(F.relu(1 - beta * (dc - dr)), beta * dc, beta * dr)
+    return _pair(
+        torch.relu(1 - beta * (chosen_log_ratios - rejected_log_ratios)), beta, chosen_log_ratios, rejected_log_ratios
+    )
 
 
-def ipo(dc: Tensor, dr: Tensor, *, beta: float) -> PairLosses:
+@preference_loss("ipo", paper="IPO 2310.12036", formula="(d_c − d_r − 1/(2·beta))²")
+def ipo(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta = 0.1) -> PreferenceLosses:
     """IPO as in the paper, on summed log-ratios: (D − 1/(2·beta))²; beta is the paper's tau. Rewards: beta·d."""
-    return _pair((dc - dr - 1 / (2 * beta)).square(), beta * dc, beta * dr)
+    return _pair(
+        (chosen_log_ratios - rejected_log_ratios - 1 / (2 * beta)).square(),
+        beta,
+        chosen_log_ratios,
+        rejected_log_ratios,
+    )
 
 
-def ipo_averaged(dc: Tensor, dr: Tensor, nc: Tensor, nr: Tensor, *, beta: float) -> PairLosses:
+@preference_loss(
+    "ipo_averaged", paper="IPO 2310.12036, per token as in TRL", formula="(d_c/n_c − d_r/n_r − 1/(2·beta))²"
+)
+def ipo_averaged(
+    chosen_log_ratios: Tensor,
+    rejected_log_ratios: Tensor,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
+    *,
+    beta: Beta = 0.1,
+) -> PreferenceLosses:
     """IPO on log-ratios per token, as the authors advise and TRL does. Rewards: beta·d/n."""
-    return ipo(dc / nc, dr / nr, beta=beta)
+    return ipo(chosen_log_ratios / chosen_lengths, rejected_log_ratios / rejected_lengths, beta=beta)
 
 
-def sigmoid_norm(dc: Tensor, dr: Tensor, nc: Tensor, nr: Tensor, *, beta: float) -> PairLosses:
+@preference_loss("sigmoid_norm", paper="Tulu 3 2411.15124", formula="−log σ(beta·(d_c/n_c − d_r/n_r))")
+def sigmoid_norm(
+    chosen_log_ratios: Tensor,
+    rejected_log_ratios: Tensor,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
+    *,
+    beta: Beta = 5.0,
+) -> PreferenceLosses:
     """Length-normalised DPO of Tulu 3; its beta is 5, since it multiplies log-ratios per token. Rewards: beta·d/n."""
-    return sigmoid(dc / nc, dr / nr, beta=beta)
+    return sigmoid(chosen_log_ratios / chosen_lengths, rejected_log_ratios / rejected_lengths, beta=beta)
 
 
-def apo_zero(dc: Tensor, dr: Tensor, *, beta: float) -> PairLosses:
+@preference_loss("apo_zero", paper="APO 2408.06266", formula="1 − σ(beta·d_c) + σ(beta·d_r)")
+def apo_zero(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta = 0.1) -> PreferenceLosses:
     """Raises the chosen and lowers the rejected: for answers better than the policy's own. Rewards: beta·d."""
-    return _pair(torch.sigmoid(-beta * dc) + torch.sigmoid(beta * dr), beta * dc, beta * dr)
+    return _pair(
+        torch.sigmoid(-beta * chosen_log_ratios) + torch.sigmoid(beta * rejected_log_ratios),
+        beta,
+        chosen_log_ratios,
+        rejected_log_ratios,
+    )
 
 
-def apo_down(dc: Tensor, dr: Tensor, *, beta: float) -> PairLosses:
+@preference_loss("apo_down", paper="APO 2408.06266", formula="σ(beta·d_c) + 1 − σ(beta·(d_c − d_r))")
+def apo_down(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta = 0.1) -> PreferenceLosses:
     """Lowers both, the rejected more: for answers worse than the policy's own. Rewards: beta·d."""
-    return _pair(torch.sigmoid(beta * dc) + torch.sigmoid(-beta * (dc - dr)), beta * dc, beta * dr)
+    return _pair(
+        torch.sigmoid(beta * chosen_log_ratios) + torch.sigmoid(-beta * (chosen_log_ratios - rejected_log_ratios)),
+        beta,
+        chosen_log_ratios,
+        rejected_log_ratios,
+    )
 
 
-def simpo(pc: Tensor, pr: Tensor, nc: Tensor, nr: Tensor, *, beta: float, gamma: float) -> PairLosses:
+@preference_loss("simpo", paper="SimPO 2405.14734", formula="−log σ(beta·(p_c/n_c − p_r/n_r) − gamma)")
+def simpo(
+    chosen_logprobs: Tensor,
+    rejected_logprobs: Tensor,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
+    *,
+    beta: Beta = 2.0,
+    gamma: Annotated[float, Field(ge=0, description="Target margin of rewards, not divided by beta")] = 1.0,
+) -> PreferenceLosses:
     """−logsig(beta·(pc/nc − pr/nr) − gamma). Rewards: beta·p/n.
 
     gamma is a difference of rewards, as in the paper, where it is about half of beta (2.0 and more); open-instruct's
     option is the quotient gamma/beta.
     """
-    chosen, rejected = beta * pc / nc, beta * pr / nr
-    return _pair(-F.logsigmoid(chosen - rejected - gamma), chosen, rejected)
+    chosen, rejected = beta * chosen_logprobs / chosen_lengths, beta * rejected_logprobs / rejected_lengths
+    return _pair(-_log_sigmoid(chosen - rejected - gamma), 1, chosen, rejected)
 
 
-def orpo(pc: Tensor, pr: Tensor, nc: Tensor, nr: Tensor, *, lam: float) -> PairLosses:
+@preference_loss(
+    "orpo", paper="ORPO 2403.07691", formula="−p_c/n_c − lam·log σ(log odds_c − log odds_r), odds of exp(p/n)"
+)
+def orpo(
+    chosen_logprobs: Tensor,
+    rejected_logprobs: Tensor,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
+    *,
+    lam: Annotated[float, Field(ge=0, description="Weight of the odds ratio")] = 0.1,
+) -> PreferenceLosses:
     """NLL of the chosen plus lam times the odds-ratio loss, both of log-probabilities per token. Rewards: lam·p/n.
 
     odds = p/(1 − p) of p = exp(mean log-probability), which is kept below 1 by the dtype's epsilon.
     Departure: TRL's NLL also runs over the prompt's tokens; here, as in the paper, over the answer's.
     """
-    chosen, rejected = pc / nc, pr / nr
-    ratio = F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
-    return _pair(-chosen - lam * ratio, lam * chosen, lam * rejected)
+    chosen, rejected = chosen_logprobs / chosen_lengths, rejected_logprobs / rejected_lengths
+    ratio = _log_sigmoid(_log_odds(chosen) - _log_odds(rejected))
+    return _pair(-chosen - lam * ratio, lam, chosen, rejected)
 
 
-def cpo(pc: Tensor, pr: Tensor, *, beta: float, alpha: float) -> PairLosses:
+@preference_loss("cpo", paper="CPO 2401.08417", formula="−log σ(beta·(p_c − p_r)) − alpha·p_c")
+def cpo(
+    chosen_logprobs: Tensor, rejected_logprobs: Tensor, *, beta: Beta = 0.1, alpha: Alpha = 1.0
+) -> PreferenceLosses:
     """CPO as in the paper (alpha 1): the NLL is the chosen answer's sum. Rewards: beta·p."""
-    return _pair(-F.logsigmoid(beta * (pc - pr)) - alpha * pc, beta * pc, beta * pr)
+    return _pair(
+        -_log_sigmoid(beta * (chosen_logprobs - rejected_logprobs)) - alpha * chosen_logprobs,
+        beta,
+        chosen_logprobs,
+        rejected_logprobs,
+    )
 
 
-def cpo_averaged(pc: Tensor, pr: Tensor, nc: Tensor, *, beta: float, alpha: float) -> PairLosses:
+@preference_loss(
+    "cpo_averaged",
+    paper="CPO 2401.08417, per token as in its code and TRL",
+    formula="−log σ(beta·(p_c − p_r)) − alpha·p_c/n_c",
+)
+def cpo_averaged(
+    chosen_logprobs: Tensor, rejected_logprobs: Tensor, chosen_lengths: Tensor, *, beta: Beta = 0.1, alpha: Alpha = 1.0
+) -> PreferenceLosses:
     """CPO as in its authors' code and TRL: the NLL is a mean over tokens. Rewards: beta·p.
 
     Departure: the mean runs over the pair's chosen tokens, not over those of the whole batch.
     """
-    return _pair(-F.logsigmoid(beta * (pc - pr)) - alpha * pc / nc, beta * pc, beta * pr)
+    return _pair(
+        -_log_sigmoid(beta * (chosen_logprobs - rejected_logprobs)) - alpha * chosen_logprobs / chosen_lengths,
+        beta,
+        chosen_logprobs,
+        rejected_logprobs,
+    )
 
 
 def bradley_terry(
     chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 0.0, centring: float = 0.0
-) -> PairLosses:
+) -> PreferenceLosses:
     """−logsig(rc − rr − margin) + centring·(rc + rr)², of a reward model's scores [P]. Rewards: the scores.
 
     margin: [P] or one number, how far the scores ought to lie apart (Llama 2, 2307.09288).
     centring: at least 0, 0.01 in 2312.09244; draws the scores of a pair to opposite sides of 0.
     """
-    losses = -F.logsigmoid(chosen - rejected - margin) + centring * (chosen + rejected).square()
-    return _pair(losses, chosen, rejected)
+    losses = -_log_sigmoid(chosen - rejected - margin) + centring * (chosen + rejected).square()
+    return _pair(losses, 1, chosen, rejected)
 
 
 def kto_baseline(total: Tensor, count: Tensor | int) -> Tensor:
@@ -177,14 +254,19 @@ def kto(
     return torch.where(good, gain, harm), (beta * log_ratio).detach()
 
 
-def _pair(losses: Tensor, chosen: Tensor, rejected: Tensor) -> PairLosses:
-    return PairLosses(losses, chosen.detach(), rejected.detach())
+def _pair(losses: Tensor, scale: float, chosen: Tensor, rejected: Tensor) -> PreferenceLosses:
+    """The losses, and scale·value as each side's implicit reward."""
+    return PreferenceLosses(losses, (scale * chosen).detach(), (scale * rejected).detach())
+
+
+def _log_sigmoid(value: Tensor) -> Tensor:
+    return torch.nn.functional.logsigmoid(value)
 
 
 def _both_ways(dc: Tensor, dr: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """DPO's loss if the label is right, and if it is wrong."""
     logit = beta * (dc - dr)
-    return -F.logsigmoid(logit), -F.logsigmoid(-logit)
+    return -_log_sigmoid(logit), -_log_sigmoid(-logit)
 
 
 def _log_odds(logprob: Tensor) -> Tensor:

@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from runner.algorithm.given import LearnsFromData
-from runner.algorithm.parts import Parts
+from runner.algorithm.parts import LearnsFromData, Parts
 from runner.algorithm.preference.config import RmConfig
+from runner.algorithm.preference.learning import mini_batches, pack_pairs, pair_metrics, sides
 from runner.algorithm.preference.losses import bradley_terry
-from runner.algorithm.preference.pairs import mini_batches, pack_pairs, pair_metrics, sides
 from runner.batch import Batch
 from runner.protocols import Data, Loss, LossFn, Model, Outputs, Pair, Role
 

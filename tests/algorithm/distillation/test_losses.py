@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runner.algorithm.distillation import losses as losses
+from runner.algorithm import distillation as losses
 
 pairs = st.tuples(st.integers(0, 2**31), st.integers(1, 5), st.integers(2, 9), st.floats(0.1, 8))
 

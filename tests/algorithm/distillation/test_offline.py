@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.algorithm.distillation.config import DistillConfig
-from runner.algorithm.distillation.offline import Distill, build, common
+from runner.algorithm.config import DistillConfig
+from runner.algorithm.distillation import Distill, build, common
 from runner.algorithm.parts import Parts
 from runner.batch import Batch
 from runner.build.evaluation import build_evaluation

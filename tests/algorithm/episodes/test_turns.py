@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from runner.algorithm.episodes import encoding, rollouts
-from runner.algorithm.episodes.episode import Player
+from runner.algorithm.episodes import rollouts
+from runner.algorithm.episodes.episode import Player, Turns
 from runner.algorithm.episodes.rollouts import Collector, Experience, Group
-from runner.algorithm.episodes.turns import Turns
 from runner.algorithm.policy.config import GrpoConfig
 from runner.environment import calculator
 from runner.environment.config import CalculatorConfig
@@ -174,7 +173,7 @@ def test_what_was_said_before_the_last_turn_is_kept_and_survives_a_checkpoint() 
     sample, _, _ = play("calc 12+34", "46")
     assert sample.before == ({"role": "assistant", "content": "calc 12+34"}, {"role": "tool", "content": "46"})
     experience = Experience(0, (Group(PROMPT, (sample,)),), 1)
-    again = encoding.decode(json.loads(json.dumps(encoding.encode(experience), default=list_of), object_hook=tensor_of))
+    again = rollouts.decode(json.loads(json.dumps(rollouts.encode(experience), default=list_of), object_hook=tensor_of))
     assert again == experience
     [row] = rollouts.samples(experience, rewarded=True)
     assert (row["turns"], row["answer"]) == (list(sample.before), "46")

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from runner.algorithm.given_formula import SYMBOLS
 from runner.algorithm.policy.config import GrpoConfig, PpoConfig
-from runner.algorithm.policy.kl_control import KlControl
-from runner.algorithm.preference.config import DEFAULTS
+from runner.algorithm.policy.kl import KlControl
+from runner.algorithm.registered import functions, options_in_force
 from runner.cli.compose import compose_job
 from runner.cli.main import main
 from runner.errors import SpecError
@@ -24,8 +23,8 @@ BASE = ("algorithm=grpo", "sampler=torch", "reward=exact", "model=tiny", "data=d
     [
         (["algorithm.lag=2"], "algorithm.lag: 2 needs algorithm.correction=decoupled"),
         (
-            ["algorithm.tau_positive=1.0"],
-            "algorithm.tau_positive: not used with objective=clip; it belongs to objective=sapo",
+            ["algorithm.dual_clip=3", "algorithm.objective=cispo"],
+            "algorithm.dual_clip: not used with objective=cispo; it belongs to objective=clip",
         ),
         (["algorithm.kl_coef=0.1"], "algorithm.kl_coef: not used with kl=none"),
         (
@@ -93,32 +92,44 @@ def test_an_algorithm_that_does_not_sample_refuses_what_samples(group: str, work
 
 
 def test_what_stands_for_null_depends_on_the_choice() -> None:
-    assert GrpoConfig().in_force.clip_high == 0.2 and GrpoConfig(objective="cispo").in_force.clip_high == 4.0
+    assert options_in_force(GrpoConfig(), "objective") == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+    assert options_in_force(GrpoConfig(objective="cispo"), "objective") == {"clip_low": 1.0, "clip_high": 4.0}
     assert GrpoConfig(kl="k3").in_force.kl_place == "loss" and PpoConfig(kl="k1").in_force.kl_place == "reward"
     assert GrpoConfig(correction="tis").in_force.correction_high == 2.0
     assert GrpoConfig(correction="decoupled").in_force.correction_high is None
-    assert GrpoConfig(clip_high=0.28).in_force.clip_high == 0.28
+    assert options_in_force(GrpoConfig(clip_high=0.28), "objective")["clip_high"] == 0.28
 
 
 @pytest.mark.parametrize(
     ("words", "lines"),
     [
-        (["algorithm=dapo"], ["clip(r, 0.8, 1.28)", "replaced by new prompts, up to 4 rounds"]),
-        (["algorithm=gspo"], ["clip(r, 0.9997, 1.0004)", "exp(mean over the answer's tokens"]),
-        (["algorithm=dr_grpo", "sampler.max_new_tokens=77"], ["1 / (answers of the step × 77)"]),
+        (
+            ["algorithm=dapo"],
+            [
+                "clip(r, 1 − clip_low, 1 + clip_high)",
+                "algorithm.clip_low=0.2 ",
+                "clip_high=0.28 ",
+                "replaced by new prompts, up to 4 rounds",
+            ],
+        ),
+        (["algorithm=gspo"], ["algorithm.clip_low=0.0003 ", "GSPO 2507.18071", "exp(mean over the answer's tokens"]),
+        (
+            ["algorithm=dr_grpo", "sampler.max_new_tokens=77"],
+            ["1 / (answers of the step × aggregation_length)", "algorithm.aggregation_length=77 "],
+        ),
         (
             ["algorithm=dr_grpo", "sampler.max_new_tokens=77", "environment=calculator", "environment.max_turns=3"],
-            ["1 / (answers of the step × 231)"],
+            ["algorithm.aggregation_length=231 "],
         ),
         (
             ["algorithm=ppo", "algorithm.kl=k1"],
             ["the policy before the step's first update, computed by the trainer", " − β·KL per token"],
         ),
-        (["algorithm=grpo_paper"], ["−J + β·KL", "exp(−d) − 1 + d", "β   0.04"]),
-        (["algorithm=ppo"], ["GAE with γ = 1, λ = 0.95", "critic = "]),
+        (["algorithm=grpo_paper"], ["L + β·KL", "exp(−d) − 1 + d", "β   0.04"]),
+        (["algorithm=ppo"], ["GAE (1506.02438) with γ = 1, λ = 0.95", "critic = "]),
         (
             ["algorithm=ppo", "algorithm.critic=shared", "algorithm.value_coef=0.5"],
-            ["(−J + 0.5·E)", "  E   ½(V_t − (A_t + V_t,old))²", "(critic=shared)"],
+            ["(L + 0.5·E)", "  E   ½(V_t − (A_t + V_t,old))²", "(critic=shared)"],
         ),
         (["algorithm=grpo", "algorithm.lag=1"], ["the policy that sampled, 1 step older"]),
         (["algorithm=grpo", "algorithm.correction=mis"], ["ρ where 0.5 ≤ ρ ≤ 5, else 0"]),
@@ -135,10 +146,10 @@ def test_explain_loss_prints_the_formula_in_force(
 @pytest.mark.parametrize(
     ("words", "formula", "lacking"),
     [
-        (["algorithm=gspo"], "clip(r, 0.9997, 1.0004)", "sampler: algorithm=grpo needs one"),
-        (["algorithm=dr_grpo"], "(answers of the step × sampler.max_new_tokens)", "reward: algorithm=grpo needs one"),
+        (["algorithm=gspo"], "clip_low=0.0003", "sampler: algorithm=grpo needs one"),
+        (["algorithm=dr_grpo"], "aggregation_length=sampler.max_new_tokens", "reward: algorithm=grpo needs one"),
         (["algorithm=opd"], "log π_teacher − log π_old", "algorithm.teacher: must be given"),
-        (["algorithm=gspo", "algorithm.grup_size=4"], "clip(r, 0.9997, 1.0004)", "did you mean 'group_size'?"),
+        (["algorithm=gspo", "algorithm.grup_size=4"], "clip_low=0.0003", "did you mean 'group_size'?"),
     ],
 )
 def test_a_formula_is_printed_of_a_job_that_lacks_parts(
@@ -170,12 +181,13 @@ def test_every_algorithm_says_what_its_loss_is(name: str, workdir: Path, capsys:
     assert capsys.readouterr().out.startswith("loss = ")
 
 
-@pytest.mark.parametrize("loss", sorted(DEFAULTS))
+@pytest.mark.parametrize("loss", sorted(functions("preference_loss")))
 def test_every_pair_loss_prints_its_constants(loss: str, workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "loss", "algorithm=dpo", f"algorithm.loss={loss}"]) == 0
     printed = capsys.readouterr().out
-    assert f"(loss={loss})" in printed
-    assert all(f"  {SYMBOLS[name]}   {value:g}" in printed for name, value in DEFAULTS[loss].items())
+    function = functions("preference_loss")[loss]
+    assert f"{function.formula}   (loss={loss}; {function.paper})" in printed
+    assert all(f"  algorithm.{name}={option.default:g}   " in printed for name, option in function.options.items())
 
 
 def test_the_kl_coefficient_goes_towards_its_target() -> None:

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from runner.algorithm.policy import correction
-from runner.algorithm.policy.correction import Correction, Level, behaviour_log_ratio
+from runner.algorithm.policy import importance as correction
+from runner.algorithm.policy.importance import Correction, Level, behaviour_log_ratio
 from tests.algorithm.ragged import Rows, rows
 
 LOW, HIGH = 0.6, 1.8

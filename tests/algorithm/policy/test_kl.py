@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runner.algorithm.policy import kl
-from runner.algorithm.policy.ratios import token_ratio
+from runner.algorithm.policy.importance import token_ratio
 
 
 def corrected(logprobs: Tensor, reference: Tensor) -> Tensor:

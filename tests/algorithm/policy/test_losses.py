@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runner.algorithm.policy import losses as policy_losses
+from runner.algorithm.policy.importance import token_ratio
 from runner.algorithm.policy.losses import Diagnostics
-from runner.algorithm.policy.ratios import token_ratio
 
 LOW, HIGH, DUAL = 0.2, 0.28, 3.0
 Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Diagnostics]]
@@ -28,25 +28,20 @@ def ppo(r: float, a: float, dual: float | None) -> float:
     return min(value, -dual * a) if dual is not None and a < 0 else value
 
 
-def sapo(r: float, a: float) -> float:
-    tau = 1.0 if a > 0 else 1.05
-    return -a * 4 / tau / (1 + math.exp(-tau * (r - 1)))
-
-
 # of (logprobs, old, advantages)
 LOSSES: dict[str, Loss] = {
-    "ppo": lambda new, o, a: policy_losses.ppo_clip(token_ratio(new, o), a, low=LOW, high=HIGH, dual=None),
-    "dual": lambda new, o, a: policy_losses.ppo_clip(token_ratio(new, o), a, low=LOW, high=HIGH, dual=DUAL),
-    "cispo": lambda new, o, a: policy_losses.cispo(new, token_ratio(new, o), a, low=LOW, high=HIGH),
-    "sapo": lambda new, o, a: policy_losses.sapo(token_ratio(new, o), a, tau_positive=1.0, tau_negative=1.05),
-    "reinforce": lambda new, o, a: policy_losses.reinforce(new, token_ratio(new, o), a),
+    "ppo": lambda new, o, a: policy_losses.ppo_clip(token_ratio(new, o), a, clip_low=LOW, clip_high=HIGH),
+    "dual": lambda new, o, a: policy_losses.ppo_clip(
+        token_ratio(new, o), a, clip_low=LOW, clip_high=HIGH, dual_clip=DUAL
+    ),
+    "cispo": lambda new, o, a: policy_losses.cispo(new, token_ratio(new, o), a, clip_low=LOW, clip_high=HIGH),
+    "reinforce": lambda new, o, a: policy_losses.reinforce(new, a),
 }
 # of (logprob, ratio, advantage)
 VALUES: dict[str, Callable[[float, float, float], float]] = {
     "ppo": lambda new, r, a: ppo(r, a, None),
     "dual": lambda new, r, a: ppo(r, a, DUAL),
     "cispo": lambda new, r, a: -clip(r, 1 - LOW, 1 + HIGH) * a * new,
-    "sapo": lambda new, r, a: sapo(r, a),
     "reinforce": lambda new, r, a: -a * new,
 }
 
@@ -57,10 +52,6 @@ def gradient(name: str, r: float, a: float) -> float:
         return -a
     if name == "cispo":
         return -clip(r, 1 - LOW, 1 + HIGH) * a
-    if name == "sapo":
-        tau = 1.0 if a > 0 else 1.05
-        gate = 1 / (1 + math.exp(-tau * (r - 1)))
-        return -a * 4 * gate * (1 - gate) * r
     stopped = (r < 1 - LOW and a < 0) or (r > 1 + HIGH and a > 0) or (name == "dual" and r > DUAL and a < 0)
     return 0.0 if stopped else -a * r
 
@@ -69,10 +60,9 @@ def gradient(name: str, r: float, a: float) -> float:
 @given(st.floats(-5, -0.1), st.floats(-3, 3), st.floats(-4, 4))
 def test_value_and_gradient(name: str, logprob: float, log_ratio: float, advantage: float) -> None:
     new = torch.tensor([logprob], dtype=torch.float64, requires_grad=True)
-    loss, diagnostics = LOSSES[name](new, new.detach() - log_ratio, torch.tensor([advantage], dtype=torch.float64))
+    loss, _ = LOSSES[name](new, new.detach() - log_ratio, torch.tensor([advantage], dtype=torch.float64))
     loss.backward()
-    r = diagnostics["ratio"].item()
-    assert r == pytest.approx(math.exp(log_ratio))
+    r = math.exp(log_ratio)
     assert loss.item() == pytest.approx(VALUES[name](logprob, r, advantage), rel=1e-9, abs=1e-12)
     assert new.grad.item() == pytest.approx(gradient(name, r, advantage), rel=1e-9, abs=1e-12)
 
@@ -84,23 +74,22 @@ def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
     loss, diagnostics = LOSSES[name](new, new.detach(), advantages)
     loss.sum().backward()
     torch.testing.assert_close(new.grad, -advantages)
-    assert not any(diagnostics[key].any() for key in ("clipped_low", "clipped_high", "clipped_dual"))
+    assert not any(mask.any() for mask in diagnostics.values())
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_diagnostics_have_the_same_keys_and_no_gradient(name: str) -> None:
+def test_diagnostics_are_masks(name: str) -> None:
     new = torch.zeros(2, requires_grad=True)
     loss, diagnostics = LOSSES[name](new, torch.zeros(2), torch.ones(2))
     assert loss.shape == (2,)
-    assert sorted(diagnostics) == ["clipped_dual", "clipped_high", "clipped_low", "ratio"]
-    assert not diagnostics["ratio"].requires_grad
-    assert all(diagnostics[k].dtype == torch.bool and diagnostics[k].shape == (2,) for k in diagnostics if k != "ratio")
+    assert set(diagnostics) <= {"clipped_dual", "clipped_high", "clipped_low"}
+    assert all(values.dtype == torch.bool and values.shape == (2,) for values in diagnostics.values())
 
 
 def test_the_masks_of_ppo_are_where_a_bound_took_effect() -> None:
     ratio = torch.tensor([0.5, 0.5, 1.0, 2.0, 2.0, 12.0])
     advantages = torch.tensor([-1.0, 1.0, 1.0, 1.0, -1.0, -1.0])
-    _, got = policy_losses.ppo_clip(ratio, advantages, low=LOW, high=HIGH, dual=DUAL)
+    _, got = policy_losses.ppo_clip(ratio, advantages, clip_low=LOW, clip_high=HIGH, dual_clip=DUAL)
     assert got["clipped_low"].tolist() == [True, False, False, False, False, False]
     assert got["clipped_high"].tolist() == [False, False, False, True, False, False]
     assert got["clipped_dual"].tolist() == [False, False, False, False, False, True]

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.algorithm.episodes import encoding
-from runner.algorithm.policy.base import PolicyConfig
-from runner.algorithm.policy.config import GrpoConfig, PpoConfig
-from runner.algorithm.policy.formula import formula
+from runner.algorithm.episodes import rollouts
+from runner.algorithm.explain import policy as formula
+from runner.algorithm.policy.config import GrpoConfig, PolicyConfig, PpoConfig
 from runner.callback.base import NoOp
 from runner.callback.record import Record
 from runner.environment.config import NoEnvironmentConfig
@@ -106,7 +105,7 @@ def test_an_experience_survives_its_encoding() -> None:
     job = job_of(GrpoConfig(**SMALL), rate=lambda c: None if c.ids[0] % 3 == 0 else even_bytes(c))
     job.publish(0)
     experience = job.algorithm.collect(5)
-    assert encoding.decode(encoding.encode(experience)) == experience
+    assert rollouts.decode(rollouts.encode(experience)) == experience
 
 
 def test_equal_rewards_teach_nothing() -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 
 from runner.algorithm.policy.aggregation import seq_mean_token_mean
-from runner.algorithm.policy.ratios import sequence_ratio, token_ratio
+from runner.algorithm.policy.importance import sequence_ratio, token_ratio
 from tests.algorithm.ragged import Rows, rows
 
 

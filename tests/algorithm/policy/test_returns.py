@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runner.algorithm.policy.returns import discounted_returns, gae, penalised_rewards, scored_tokens, token_rewards
+from runner.algorithm.policy.advantages import discounted_returns, gae, penalised_rewards, place_rewards, scored_tokens
 from tests.algorithm.ragged import NAN, Rows, rows
 
 FACTOR = st.sampled_from([0.0, 0.5, 0.95, 1.0])
@@ -84,7 +84,7 @@ def test_a_long_row_keeps_its_precision() -> None:
 
 
 @given(rows(min_rows=1), st.floats(0, 2), st.integers(0, 31))
-def test_token_rewards_place_the_reward_last_and_the_penalty_everywhere(
+def test_place_rewards_place_the_reward_last_and_the_penalty_everywhere(
     ragged: Rows, beta: float, unscored: int
 ) -> None:
     kl, per_row = ragged.normal(2)
@@ -94,7 +94,7 @@ def test_token_rewards_place_the_reward_last_and_the_penalty_everywhere(
     for n, learnt in enumerate(ragged.learnt):
         for t in learnt if not rewards[n].isnan() else []:
             expected[t] = -beta * kl[t] + (rewards[n] if t == learnt[-1] else 0)
-    torch.testing.assert_close(token_rewards(rewards, kl, ragged.mask, ragged.row, beta), expected)
+    torch.testing.assert_close(place_rewards(rewards, kl, ragged.mask, ragged.row, beta), expected)
 
 
 @given(rows(min_rows=1), st.floats(0, 2))
@@ -103,7 +103,7 @@ def test_both_placements_of_the_penalty_agree_on_the_rows_total(ragged: Rows, be
     rewards = torch.cat([per_row, per_row.new_zeros(5)])[: len(ragged.masks)]
     inside = penalised_rewards(rewards, kl, ragged.mask, ragged.row, beta)
     placed = discounted_returns(
-        token_rewards(rewards, kl, ragged.mask, ragged.row, beta), ragged.mask, ragged.row, gamma=1.0
+        place_rewards(rewards, kl, ragged.mask, ragged.row, beta), ragged.mask, ragged.row, gamma=1.0
     )
     for n, learnt in enumerate(ragged.learnt):
         expected = placed[learnt[0]] if learnt else rewards[n]
@@ -121,5 +121,5 @@ def test_an_unscored_row_stays_unscored_and_leaves_the_mask() -> None:
 def test_nothing_to_learn(size: int) -> None:
     nothing = torch.zeros(size, dtype=torch.bool)
     row, x = torch.zeros(size, dtype=torch.int64), torch.ones(size)
-    assert token_rewards(torch.ones(1), x, nothing, row, 0.1).tolist() == [0] * size
+    assert place_rewards(torch.ones(1), x, nothing, row, 0.1).tolist() == [0] * size
     assert [part.tolist() for part in gae(x, x, nothing, row, gamma=1.0, lam=1.0)] == [[0] * size] * 2

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from inspect import Parameter, signature
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from runner.algorithm.base import Frozen
-from runner.algorithm.preference.config import DEFAULTS, WITHOUT_REFERENCE, DpoConfig, KtoConfig, PairLoss, RmConfig
-from runner.algorithm.preference.learning import PAIR_LOSSES, inputs_of
+from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
+from runner.algorithm.registered import options_in_force
 from runner.errors import SpecError
 from runner.registry import default_registry
 from runner.spec.decode import decode
 from runner.spec.schema import groups_of
-from tests.algorithm.preference.test_learning import GIVEN, options_of
+from tests.algorithm.preference.test_learning import GIVEN, LOSSES, options_of
 
 KNOWN = {group: default_registry().classes(group) for group in groups_of(default_registry())}
 JOB = {group: {"name": "none" if "none" in known else next(iter(known))} for group, known in KNOWN.items()}
@@ -29,13 +28,13 @@ def problems(adapter: str = "none", dropout: float | None = None, **algorithm: A
     return {}
 
 
-@pytest.mark.parametrize("loss", DEFAULTS)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_an_option_that_the_loss_does_not_use_is_an_error(loss: str) -> None:
     assert problems(name="dpo", loss=loss, **options_of(loss)) == {}
-    for option in GIVEN.keys() - DEFAULTS[loss].keys():
+    for option in GIVEN.keys() - LOSSES[loss].options.keys():
         found = problems(name="dpo", loss=loss, **{option: GIVEN[option]})
         assert list(found) == [f"algorithm.{option}"]
-        assert found[f"algorithm.{option}"].startswith(f"algorithm.loss={loss} does not use it; it uses ")
+        assert found[f"algorithm.{option}"].startswith(f"not used with loss={loss}; it belongs to loss=")
 
 
 @pytest.mark.parametrize(
@@ -63,14 +62,11 @@ def test_the_reference_under_an_adapter(reference: Any) -> None:
         assert config.frozen() == {"reference": Frozen(reference)}
 
 
-def test_each_loss_has_its_options_and_its_formula() -> None:
-    assert set(DEFAULTS) == set(PAIR_LOSSES) == set(get_args(PairLoss))
-    for loss, formula in PAIR_LOSSES.items():
-        parameters = signature(formula).parameters.values()
-        assert set(DEFAULTS[loss]) == {p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY}
-        assert ("dc" in inputs_of(formula)) == (loss not in WITHOUT_REFERENCE)
-        assert DpoConfig(loss=loss).options() == DEFAULTS[loss]  # type: ignore[arg-type]
-        assert DpoConfig(loss=loss, **options_of(loss)).options() == options_of(loss)  # type: ignore[arg-type]
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_gets_its_own_defaults_or_what_was_set(loss: str) -> None:
+    defaults = {name: option.default for name, option in LOSSES[loss].options.items()}
+    assert defaults and options_in_force(DpoConfig(loss=loss), "loss") == defaults
+    assert options_in_force(DpoConfig(loss=loss, **options_of(loss)), "loss") == options_of(loss)
 
 
 def test_what_a_job_builds_for_a_reward_model() -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from runner.algorithm.parts import Parts
-from runner.algorithm.preference.config import DEFAULTS, WITHOUT_REFERENCE, DpoConfig, KtoConfig
+from runner.algorithm.preference.config import DpoConfig, KtoConfig
 from runner.algorithm.preference.learning import build_dpo, build_kto, mismatched
+from runner.algorithm.registered import functions
 from runner.frozen import FrozenModel
 from runner.protocols import Judged, Pair
 from tests.algorithm.preference.test_losses import ALPHA, BETA, CASES, GAMMA, LAM, SMOOTHING, sig
@@ -36,6 +37,8 @@ from tests.algorithm.preferences import (
     train,
 )
 
+LOSSES = functions("preference_loss")
+WITHOUT_REFERENCE = ("simpo", "orpo", "cpo", "cpo_averaged")
 GIVEN = {"beta": BETA, "label_smoothing": SMOOTHING, "gamma": GAMMA, "lam": LAM, "alpha": ALPHA}
 PAIRS = pairs(5)
 JUDGED = judged(6)
@@ -52,7 +55,7 @@ def kto(items: list[Judged], **options: Any) -> Any:
 
 
 def options_of(loss: str) -> dict[str, float]:
-    return {name: GIVEN[name] for name in DEFAULTS[loss]}
+    return {name: GIVEN[name] for name in LOSSES[loss].options}
 
 
 @cache
@@ -81,7 +84,7 @@ def plain_sums() -> list[tuple[float, float, float, float]]:
 
 
 @pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("loss", DEFAULTS)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_each_loss_is_that_of_plain_passes_over_one_answer_at_a_time(loss: str, share: bool) -> None:
     policy, reference = policy_and_reference()
     algorithm = dpo(PAIRS, loss=loss, share_prompts=share, **options_of(loss))
@@ -183,7 +186,7 @@ def test_equal_models_start_at_log_2_and_no_margin() -> None:
 
 
 def test_a_loss_without_reference_asks_for_none() -> None:
-    assert [loss for loss in DEFAULTS if not DpoConfig(loss=loss).frozen()] == list(WITHOUT_REFERENCE)  # type: ignore[arg-type]
+    assert [loss for loss in LOSSES if not DpoConfig(loss=loss).frozen()] == list(WITHOUT_REFERENCE)
     subject = learner(model(5))
     backward(subject, dpo(PAIRS, loss="simpo"), {"policy": subject})
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runner.algorithm.preference import losses as losses
-from runner.algorithm.preference.losses import PairLosses
+from runner.interfaces.losses import PreferenceLosses
 
 BETA, SMOOTHING, GAMMA, LAM, ALPHA = 0.3, 0.2, 0.7, 0.4, 0.9
 
@@ -33,7 +33,7 @@ def log_odds(mean_logprob: float) -> float:
 
 # name: (ours, loss in plain floats, (reward of one answer)); c, r: log-probabilities or log-ratios; n, m: lengths
 Case = tuple[
-    Callable[[Tensor, Tensor, Tensor, Tensor], PairLosses],
+    Callable[[Tensor, Tensor, Tensor, Tensor], PreferenceLosses],
     Callable[[float, float, int, int], float],
     Callable[[float, int], float],
 ]

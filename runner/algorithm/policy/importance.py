@@ -1,5 +1,6 @@
-"""Importance weights against the drift from the sampler to the trainer, and how large that drift is.
+"""Importance ratios of a policy to the one before the update, and weights against the drift from sampler to trainer.
 
+    logprobs, old ──token_ratio | sequence_ratio──▶ r = exp(l − o) [T]                      of the policy loss
     old, sampled ──behaviour_log_ratio──▶ log rho [T] ──tis | mis | decoupled──▶ weights [T], times the policy loss
 
     name        weight                                source
@@ -7,23 +8,55 @@
     mis         rho within [low, high], else 0        masked importance sampling; per token: IcePop 2510.18855
     decoupled   rho up to cap, else 0                 decoupled PPO 2110.00641, capped as in AReaL 2505.24298
 
-Legend: T tokens; o = old = the trainer's logprobs under the policy that the step began with; mu = sampled = those that
-the sampler reported; rho = exp(o − mu); all float [T]; mask bool [T] are the learnt tokens; row int64 [T].
+Legend: T tokens; l = logprobs of the policy; o = old = the trainer's logprobs under the policy that the step began
+with; mu = sampled = those that the sampler reported; rho = exp(o − mu); all float [T]; mask bool [T] are the learnt
+tokens; row int64 [T].
 
 Weights are constants: without gradient. A policy loss whose ratio is taken to mu itself (o := mu) has this correction
-in it and must not be weighted again. Log-ratios are clamped to ±20. Outside the mask rho is 1.
+in it and must not be weighted again. Outside the mask rho is 1.
+
+Every log-ratio that is exponentiated is clamped to ±20 first, as verl and OpenRLHF do (TRL and NeMo-RL do not):
+exp(20) = 4.9e8 is finite in every dtype but float16. Beyond the clamp a token has no gradient.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-
-from runner.algorithm.policy.ratios import clamped
 from runner.algorithm.policy.segments import sum_within
+from runner.interfaces.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+
+
+def clamped(log_ratio: Tensor) -> Tensor:
+    """The log-ratio within ±LOG_RATIO_LIMIT."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def token_ratio(logprobs: Tensor, old: Tensor) -> Tensor:
+    """exp(l − o) per token, [T]; differentiable in l."""
+    return clamped(logprobs - old).exp()
+
+
+def sequence_ratio(logprobs: Tensor, old: Tensor, mask: Tensor, row: Tensor) -> Tensor:
+    """The row's ratio s = exp(mean over its learnt tokens of l − o), at each of its tokens, [T]  (GSPO, 2507.18071).
+
+    mask: bool [T], the learnt tokens; row: int64 [T].
+
+    In the paper's GSPO-token form, sg(s)·exp(l − sg(l)): every token has the value s and the gradient s with respect to
+    its own l. Averaged over the row's tokens this is the gradient of s itself, so the aggregation must be
+    seq-mean-token-mean. The clamp acts on the row's mean.
+    """
+    constant = logprobs.detach()
+    difference = torch.where(mask, constant - old, 0)
+    count = sum_within(mask.to(logprobs.dtype), row).clamp(min=1)
+    return clamped(sum_within(difference, row) / count + logprobs - constant).exp()
+
 
 Level = Literal["token", "sequence"]
 

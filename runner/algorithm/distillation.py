@@ -3,28 +3,40 @@
     items ──collect──▶ one packed batch ──prepare──▶ mini-batches with their totals
           ──losses──▶ Σ weight·(temperature²·divergence + sft_coef·cross-entropy) / (learnt tokens of the whole step)
 
+    logits ──log_softmax(logits / temperature)──▶ log-probabilities [S, V] ──(top-k)──▶ [S, k + 1] ──divergence──▶ [S]
+
+    name        P = teacher, Q = student                              paper
+    forward_kl  KL(P ‖ Q) = Σ P·(log P − log Q)                        Hinton et al. 1503.02531
+    reverse_kl  KL(Q ‖ P) = Σ Q·(log Q − log P)                        MiniLLM 2306.08543
+    jsd         β·KL(P ‖ M) + (1 − β)·KL(Q ‖ M), M = β·P + (1 − β)·Q   GKD 2306.13649, section 3
+
+As β goes to 0, jsd / β goes to the forward KL; as it goes to 1, jsd / (1 − β) goes to the reverse KL: near both ends
+jsd itself, and with it its gradient, vanishes.
+
 Of each micro-batch the teacher gives hidden states [T, H], in its own data type and on the device, and its head; the
 student's learner applies both heads chunk by chunk. Of neither model are [T, V] logits ever held, and hidden states of
-one micro-batch only. The mathematics and its papers are in `losses`.
+one micro-batch only.
 
 The factor temperature² is Hinton's (1503.02531, section 2): it keeps the size of the gradient, and with it what
 `sft_coef` and the learning rate mean. TRL's GKD trainer has none. Where one model's head has more rows than the other's
 (padding of the embedding), the divergence is over the ids that both have; the tokenizer's are among them.
 
-Legend: T tokens, S of them learnt, H the teacher's hidden size, V vocabulary.
+Legend: T tokens, S of them learnt, H the teacher's hidden size, V vocabulary. Log-probabilities are finite, in float32
+or better; the teacher's are without gradient.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from runner.algorithm.distillation import losses as formulas
-from runner.algorithm.distillation.config import DistillConfig
-from runner.algorithm.given import LearnsFromData
-from runner.algorithm.parts import HeadedModel, Parts
+from runner.algorithm.config import DistillConfig
+from runner.algorithm.parts import HeadedModel, LearnsFromData, Parts
 from runner.batch import Batch, pack, split_rows, with_totals
 from runner.errors import Problem, SpecError, UnfitModel
 from runner.metrics import Metrics
@@ -61,18 +73,18 @@ class DistillationLoss:
         divergence = self._divergence(*common(self.head(tokens["teacher"]), logits))
         found = {"loss": temperature**2 * divergence, "divergence": divergence}
         if self.config.sft_coef:
-            found["nll"] = -formulas.tempered(logits, 1).gather(1, tokens["ids"][:, None])[:, 0]
+            found["nll"] = -tempered(logits, 1).gather(1, tokens["ids"][:, None])[:, 0]
             found["loss"] = found["loss"] + self.config.sft_coef * found["nll"]
         return found
 
     def _divergence(self, teacher: Tensor, student: Tensor) -> Tensor:
         config = self.config
-        pair = formulas.tempered(teacher, config.temperature), formulas.tempered(student, config.temperature)
+        pair = tempered(teacher, config.temperature), tempered(student, config.temperature)
         if config.top_k is not None:
-            pair = formulas.coarse(*pair, config.top_k)
+            pair = coarse(*pair, config.top_k)
         if config.divergence == "jsd":
-            return formulas.jsd(*pair, beta=config.mixture)
-        return {"forward_kl": formulas.forward_kl, "reverse_kl": formulas.reverse_kl}[config.divergence](*pair)
+            return jsd(*pair, beta=config.mixture)
+        return {"forward_kl": forward_kl, "reverse_kl": reverse_kl}[config.divergence](*pair)
 
     def __call__(self, batch: Batch, outputs: Outputs) -> Loss:
         weight, metrics = batch.tokens["weight"], Metrics()
@@ -123,3 +135,42 @@ def build(config: DistillConfig, parts: Parts) -> Distill:
         text = f"{error}; take another, or algorithm=opd"
         raise SpecError([Problem("algorithm.teacher", text)]) from error
     return Distill(config, parts.data, loss)
+
+
+def forward_kl(teacher: Tensor, student: Tensor) -> Tensor:
+    """KL(teacher ‖ student) in nats, [S], of log-probabilities [S, V]."""
+    return (teacher.exp() * (teacher - student)).sum(-1)
+
+
+def reverse_kl(teacher: Tensor, student: Tensor) -> Tensor:
+    """KL(student ‖ teacher) in nats, [S], of log-probabilities [S, V]."""
+    return forward_kl(student, teacher)
+
+
+def jsd(teacher: Tensor, student: Tensor, *, beta: float) -> Tensor:
+    """The generalised Jensen-Shannon divergence in nats, [S], of log-probabilities [S, V]; beta between 0 and 1."""
+    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    return beta * forward_kl(teacher, mixture) + (1 - beta) * forward_kl(student, mixture)
+
+
+def tempered(logits: Tensor, temperature: float) -> Tensor:
+    """log-softmax of logits / temperature, [S, V], in float32 or better."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.log_softmax(wide / temperature, dim=-1)
+
+
+def coarse(teacher: Tensor, student: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Both distributions over the teacher's k likeliest tokens and, as one further event, all others: [S, k + 1] each.
+
+    They stay distributions, so that a divergence of them is never negative, never above that of the whole vocabulary,
+    and blind only to how the others share their probability. With k of at least V they come back as they are.
+    """
+    if k >= teacher.shape[-1]:
+        return teacher, student
+    top = teacher.topk(k, dim=-1).indices
+    return _lumped(teacher, top), _lumped(student, top)
+
+
+def _lumped(logprobs: Tensor, top: Tensor) -> Tensor:
+    rest = logprobs.scatter(-1, top, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([logprobs.gather(-1, top), rest], dim=-1)

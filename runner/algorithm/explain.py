@@ -1,0 +1,180 @@
+"""The losses in words and symbols, with the constants in force: what `run explain loss` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from runner.algorithm.base import AlgorithmConfig
+from runner.algorithm.config import CptConfig, DistillConfig, SftConfig
+from runner.algorithm.policy.config import FromCritic, FromRewards, FromTeacher, PolicyConfig
+from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
+from runner.algorithm.registered import chosen, options_in_force
+
+DIVERGENCES = {
+    "forward_kl": "KL(P ‖ Q)",
+    "reverse_kl": "KL(Q ‖ P)",
+    "jsd": "{beta:g}·KL(P ‖ M) + {rest:g}·KL(Q ‖ M), M = {beta:g}·P + {rest:g}·Q",
+}
+SUMS = "  p   the sum of log π over an answer's tokens, n their number; c the chosen answer, r the rejected one"
+RATIOS = "  d   the sum of log π − log π_ref over an answer's tokens"
+
+
+CORRECTIONS = {
+    "tis": "min(ρ, {high:g})",
+    "mis": "ρ where {low:g} ≤ ρ ≤ {high:g}, else 0",
+    "decoupled": "ρ{cap}",
+}
+
+
+def likelihood(config: SftConfig | CptConfig, job: Any) -> Iterator[str]:
+    """Of sft and cpt."""
+    where = "the answers' tokens" if isinstance(config, SftConfig) else "every token of the text"
+    yield f"loss = −Σ_t log π(token t) / N, over {where}; N = their number in the whole optimizer step"
+
+
+def distillation(config: DistillConfig, job: Any) -> Iterator[str]:
+    """Of distill."""
+    t, top = config.temperature, config.top_k
+    scaled, logits = ("", "the logits") if t == 1 else (f"{t:g}²·", f"the logits / {t:g}")
+    more = f" − {config.sft_coef:g}·log π(token t)" if config.sft_coef else ""
+    yield f"loss = Σ_t ({scaled}D_t{more}) / N, over the answers' tokens; N = their number in the whole optimizer step"
+    formula = DIVERGENCES[config.divergence].format(beta=config.mixture, rest=1 - config.mixture)
+    yield f"  D   {formula}   (divergence={config.divergence})"
+    yield f"  P, Q   softmax of {logits} of the teacher and of the student; KL(P ‖ Q) = Σ P·(log P − log Q)"
+    if top is not None:
+        yield f"      over the teacher's {top} likeliest tokens and, as one event, all others   (top_k={top})"
+
+
+def pairs(config: DpoConfig, job: Any) -> Iterator[str]:
+    """Of dpo and its kin."""
+    yield "loss = mean over the pairs of the optimizer step of L"
+    yield from _registered(config, "loss", "L")
+    yield SUMS
+    if config.has_reference:
+        yield RATIOS
+
+
+def judged(config: KtoConfig, job: Any) -> Iterator[str]:
+    """Of kto."""
+    beta = config.beta
+    yield "loss = mean over the answers of the optimizer step of"
+    yield f"  {config.desirable_weight:g}·(1 − σ({beta:g}·(d − z))) for good answers"
+    yield f"  {config.undesirable_weight:g}·(1 − σ({beta:g}·(z − d))) for bad ones"
+    yield RATIOS.replace("an answer's", "the answer's")
+    yield "  z   the mean of d over answers beside other prompts of the mini-batch, at least 0, without gradient"
+
+
+def scores(config: RmConfig, job: Any) -> Iterator[str]:
+    """Of a reward model."""
+    margin = " − margin" if config.use_margin else ""
+    centring = f" + {config.centring:g}·(s_c + s_r)²" if config.centring else ""
+    yield f"loss = mean over the pairs of the optimizer step of  −log σ(s_c − s_r{margin}){centring}"
+    yield "  s   the score of the whole row, read at its last token; c the chosen answer, r the rejected one"
+
+
+def policy(config: PolicyConfig, job: Any) -> Iterator[str]:
+    """Of grpo, ppo and opd: the whole first, then each symbol."""
+    yield f"loss = Σ_t w_t · ({_whole(config)})"
+    yield from _registered(config, "aggregation", "w", {"aggregation_length": _longest_answer(job)})
+    yield from _registered(config, "objective", "L")
+    yield f"  r   {_ratio(config)}   (ratio={config.ratio})"
+    yield f"  π_old   {_old(config)}"
+    yield from _advantage(config)
+    if config.correction != "none":
+        yield f"  c   {_correction(config)}   (correction={config.correction})"
+    if config.kl != "none":
+        adapted = "" if config.kl_target is None else f", adapted towards a KL of {config.kl_target:g} per token"
+        yield from _registered(config, "kl", "KL")
+        yield f"      d = log π − log π_ref; in the {config.in_force.kl_place}"
+        yield f"  β   {config.in_force.kl_coef:g}{adapted}"
+    yield from _groups(config)
+    if (critic := config.critic_wanted) is not None:
+        clip = "" if critic.clip is None else f", V kept within ±{critic.clip:g} of its old value"
+        error = f"½(V_t − (A_t + V_t,old))²{clip}"
+        if critic.role == "policy":
+            yield f"  E   {error}; V from the policy's own backbone   (critic=shared)"
+        else:
+            yield f"critic = Σ_t w_t · {error}"
+
+
+def _whole(config: PolicyConfig) -> str:
+    parts = "c·L" if config.correction != "none" else "L"
+    if config.kl_in == "loss":
+        parts += " + β·KL"
+    if (critic := config.critic_wanted) is not None and critic.coefficient is not None:
+        parts += f" + {critic.coefficient:g}·E"
+    return parts + (f" − {config.entropy_coef:g}·H" if config.entropy_coef else "")
+
+
+def _ratio(config: PolicyConfig) -> str:
+    if config.ratio == "sequence":
+        return "exp(mean over the answer's tokens of log π − log π_old), with each token's own gradient"
+    return "π / π_old of the token"
+
+
+def _old(config: PolicyConfig) -> str:
+    return {
+        "sampler": f"the policy that sampled, {config.lag} step{'s' if config.lag > 1 else ''} older",
+        "itself": "the policy itself: one update per step, so r = 1 and has the gradient of log π",
+        "trainer": "the policy before the step's first update, computed by the trainer",
+    }[config.old_from]
+
+
+def _advantage(config: PolicyConfig) -> Iterator[str]:
+    penalty = " − β·KL per token" if config.kl_in == "reward" else ""
+    match config.worth:
+        case FromCritic() as critic:
+            white = ", whitened over the step's tokens" if critic.whiten else ""
+            text = f"GAE (1506.02438) with γ = {critic.gamma:g}, λ = {critic.lam:g}{white}"
+            yield f"  A   {text}; the reward stands on the last token{penalty}"
+        case FromTeacher():
+            yield "  A   log π_teacher − log π_old of the token: the negative reverse KL, estimated on what was sampled"
+        case FromRewards():
+            yield from _registered(config, "advantage", "A")
+            if penalty:
+                yield f"      R = reward{penalty}"
+
+
+def _correction(config: PolicyConfig) -> str:
+    high, low = config.in_force.correction_high, config.in_force.correction_low
+    cap = "" if high is None else f" up to {high:g}, 0 above"
+    level = config.in_force.correction_level
+    rho = "of the token" if level == "token" else "of the whole answer"
+    text = CORRECTIONS[config.correction].format(low=low, high=high or 0, cap=cap)
+    return f"{text}; ρ = π_old / π_sampler {rho}"
+
+
+def _groups(config: PolicyConfig) -> Iterator[str]:
+    if config.rewarded:
+        yield f"  groups whose rewards are all equal are {_equal(config)}"
+    if config.overlong == "mask":
+        yield "  answers cut off at max_new_tokens are left out of the loss"
+
+
+def _equal(config: PolicyConfig) -> str:
+    what = {
+        "keep": "kept",
+        "drop": "left out",
+        "resample": f"replaced by new prompts, up to {config.most_rounds} rounds",
+    }
+    return what[config.equal_rewards]
+
+
+def _registered(
+    config: AlgorithmConfig, choice: str, symbol: str, defaults: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """The formula of the function that an option chooses, its paper, and the options that it reads."""
+    function = chosen(config, choice)
+    yield f"  {symbol.ljust(3)} {function.formula}   ({choice}={function.name}; {function.paper})"
+    for name, value in options_in_force(config, choice).items():
+        shown = (
+            (defaults or {}).get(name, "null") if value is None else f"{value:g}" if isinstance(value, float) else value
+        )
+        yield f"      algorithm.{name}={shown}   {function.options[name].description}"
+
+
+def _longest_answer(job: Any) -> str:
+    """The default of aggregation_length; a formula is explained without a sampler, too."""
+    tokens = job.sampler.answer_tokens() * job.environment.most_turns()
+    return f"{tokens:g}" if tokens else "sampler.max_new_tokens"

@@ -1,0 +1,209 @@
+"""What is registered with `runner.interfaces.losses`, here and by plug-ins, as values and options of configs.
+
+    functions of a kind ──Registered──▶ the values that an option takes      (`objective: one of clip, cispo, …`)
+                        ──with_options▶ the options that its functions read  (`clip_low: null`)
+                        ──chosen──────▶ the function that a config names, with its options in force
+
+No torch is imported: a registered function imports it when it is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from types import ModuleType
+from typing import Any, Literal, TypeVar, get_args
+
+from pydantic import BaseModel, Field, GetCoreSchemaHandler, create_model
+
+from runner.errors import PLUGIN_WARNINGS, RunnerError
+from runner.interfaces.losses import Kind, Option, Registration, registration_of
+
+BUILT_IN = ("policy.losses", "policy.advantages", "policy.kl", "policy.aggregation", "preference.losses")
+ENTRY_POINT_GROUP = "runner.losses"
+
+Functions = Mapping[Kind, Mapping[str, Registration]]  # kind → name → function
+RESERVED: dict[str, set[str]] = {kind: set() for kind in get_args(Kind)}  # kind → options that are no function's
+
+
+@cache
+def built_in() -> Functions:
+    """The functions of this package."""
+    found: dict[Kind, dict[str, Registration]] = {kind: {} for kind in get_args(Kind)}
+    for module in BUILT_IN:
+        for one in _registrations(importlib.import_module(f"runner.algorithm.{module}")):
+            assert one.name not in found[one.kind], f"{one.kind} {one.name} is registered twice"
+            found[one.kind][one.name] = one
+    return found
+
+
+@cache
+def plug_ins() -> Functions:
+    """The functions of installed packages. A package that cannot be imported, or takes a name, is left out and named
+    in `PLUGIN_WARNINGS`."""
+    found: dict[Kind, dict[str, Registration]] = {kind: {} for kind in get_args(Kind)}
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        owner = point.dist.name if point.dist else point.name
+        try:
+            loaded = _load(point.value, {kind: {**built_in()[kind], **found[kind]} for kind in found})
+        except Exception as error:  # a foreign package may fail in any way; name it and go on without it
+            why = str(error) if isinstance(error, RunnerError) else f"{type(error).__name__}: {error}"
+            text = f"the losses of the plug-in {owner} ({point.value}) are left out: {why}"
+            PLUGIN_WARNINGS.append(f"{text}\n  mend it, or: pip uninstall {owner}")
+            continue
+        for one in loaded:
+            found[one.kind][one.name] = one
+    return found
+
+
+def _load(module: str, known: dict[Kind, dict[str, Registration]]) -> list[Registration]:
+    """What a plug-in's module registers. Raises RunnerError where it does not fit what is `known`, to which
+    it is added."""
+    loaded = list(_registrations(importlib.import_module(module)))
+    for one in loaded:
+        if why := _conflict(one, known):
+            raise RunnerError(why)
+        known[one.kind][one.name] = one
+    return loaded
+
+
+@cache
+def functions(kind: Kind) -> dict[str, Registration]:
+    """All functions of a kind by name."""
+    return {**built_in()[kind], **plug_ins()[kind]}
+
+
+@dataclass(frozen=True)
+class Registered:
+    """The type of an option whose values are registered functions: `Annotated[str, Registered("policy_loss")]`.
+
+    others: values beside them; the schema is made when it is first needed, so that it knows the plug-ins' names.
+    """
+
+    kind: Kind
+    others: tuple[str, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return handler.generate_schema(Literal[(*self.others, *functions(self.kind))])
+
+
+C = TypeVar("C", bound=BaseModel)
+
+
+def with_options(cls: type[C], functions: Callable[[Kind], Mapping[str, Registration]] | None = None) -> type[C]:
+    """The config class with an option for each that the functions read which it can choose, each after its choice.
+
+    functions: those of a kind, by name; the built-in ones unless given
+    """
+    added: dict[str, Any] = {}
+    order = list(cls.model_fields)
+    for choice, kind in choices(cls).items():
+        own = _options((functions(kind) if functions else built_in()[kind]).values())
+        RESERVED[kind] |= cls.model_fields.keys() - own.keys()
+        for name, uses in own.items():
+            known, field = cls.model_fields.get(name), _field(uses)
+            if known is None or known.description != field.description:
+                added[name] = (uses[0][1].annotation | None, field)
+        order = [name for name in order if name not in own]
+        at = order.index(choice) + 1
+        order[at:at] = own
+    if added:
+        cls = create_model(cls.__name__, __base__=cls, __module__=cls.__module__, __doc__=cls.__doc__, **added)
+    for name in order:  # in place: pydantic makes the validator of a deferred class from this very dictionary
+        cls.model_fields[name] = cls.model_fields.pop(name)
+    return cls
+
+
+@cache
+def choices(cls: type[BaseModel]) -> dict[str, Kind]:
+    """The options of a config class whose values are registered functions, each with its kind."""
+    found = ((name, one) for name, info in cls.model_fields.items() for one in info.metadata)
+    return {name: one.kind for name, one in found if isinstance(one, Registered)}
+
+
+def plug_in_options(cls: type[BaseModel]) -> set[str]:
+    """The options of a config class that only functions of plug-ins read."""
+    return {
+        name
+        for kind in choices(cls).values()
+        for name in _options(plug_ins()[kind].values()).keys() - _options(built_in()[kind].values()).keys()
+    }
+
+
+def chosen(config: BaseModel, choice: str) -> Registration:
+    """The function that an option of a config names."""
+    return functions(choices(type(config))[choice])[getattr(config, choice)]
+
+
+def options_in_force(config: BaseModel, choice: str) -> dict[str, Any]:
+    """The options of the function that is chosen, each with its value or the function's default."""
+    given = {name: (getattr(config, name), option.default) for name, option in chosen(config, choice).options.items()}
+    return {name: default if value is None else value for name, (value, default) in given.items()}
+
+
+def compute(config: BaseModel, choice: str, offered: Mapping[str, Callable[[], Any]]) -> Any:
+    """The value of the function that is chosen; of the inputs, which are made when they are called, it gets those that
+    it takes."""
+    function = chosen(config, choice)
+    inputs = {name: offered[name]() for name in function.inputs}
+    return function.function(**inputs, **options_in_force(config, choice))
+
+
+def unused_options(config: BaseModel) -> Iterator[tuple[str, str]]:
+    """(key, message) for each option that is set and that no chosen function reads."""
+    for choice, kind in choices(type(config)).items():
+        name = getattr(config, choice)
+        for option, uses in _options(functions(kind).values()).items():
+            readers = [one.name for one, _ in uses]
+            if option not in RESERVED[kind] and getattr(config, option) is not None and name not in readers:
+                text = f"not used with {choice}={name}; it belongs to {choice}={'|'.join(readers)}"
+                yield f"algorithm.{option}", text
+
+
+def _registrations(module: ModuleType) -> Iterator[Registration]:
+    return filter(None, map(registration_of, vars(module).values()))
+
+
+def _options(found: Any) -> dict[str, list[tuple[Registration, Option]]]:
+    """Option → the functions that read it, each with its own default."""
+    uses: dict[str, list[tuple[Registration, Option]]] = {}
+    for one in found:
+        for name, option in one.options.items():
+            uses.setdefault(name, []).append((one, option))
+    return uses
+
+
+def _field(uses: list[tuple[Registration, Option]]) -> Any:
+    """The option as a config has it: null, which stands for the default of the function that reads it."""
+    by_default: dict[Any, list[str]] = {}
+    for one, option in uses:
+        by_default.setdefault(option.default, []).append(one.name)
+    by_default.pop(None, None)  # then the description says what null means
+    few = [f"{value} ({', '.join(names)})" if len(names) < 4 else f"{value}" for value, names in by_default.items()]
+    null = f"; null = {', '.join(few)}." if few else "."
+    return Field(default=None, description=uses[0][1].description.rstrip(".") + null)
+
+
+def _conflict(one: Registration, known: Functions) -> str:
+    """Why a function cannot be added to those that are known; empty if it can."""
+    subject = f"the option '{{}}' of {one.kind} '{one.name}'"
+    if one.name in known[one.kind]:
+        return f"a {one.kind} named '{one.name}' exists ({known[one.kind][one.name].function.__module__})"
+    for name, option in one.options.items():
+        if name in RESERVED[one.kind] | _beside(one.kind, known):
+            return f"{subject.format(name)} is an option of the algorithm; rename it"
+        for other, same in _options(known[one.kind].values()).get(name, []):
+            if same.annotation != option.annotation:
+                return f"{subject.format(name)} has another type or range than that of '{other.name}'; rename it"
+    return ""
+
+
+def _beside(kind: Kind, known: Functions) -> set[str]:
+    """The options of other kinds that one config has beside this kind's: all of policy optimisation."""
+    if kind == "preference_loss":
+        return set()
+    others = [known[other].values() for other in known if other not in (kind, "preference_loss")]
+    return {name for found in others for name in _options(found)}

@@ -1,0 +1,152 @@
+"""Registered functions: what a decorator refuses, and plug-ins that fit, do not fit, or cannot be imported."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Annotated, Any
+
+import pytest
+from pydantic import Field
+
+from runner.algorithm import registered
+from runner.algorithm.policy.config import GrpoConfig
+from runner.algorithm.preference.config import DpoConfig
+from runner.errors import PLUGIN_WARNINGS, RunnerError
+from runner.interfaces.losses import INPUTS, PreferenceLosses, policy_loss, preference_loss, registration_of
+
+Sharpness = Annotated[float, Field(gt=0, description="How sharp")]
+
+
+def loss(name: str, function: Callable[..., Any]) -> Any:
+    return policy_loss(name, paper="a paper", formula="a formula")(function)
+
+
+def sharp(advantages: Any, *, sharpness: Sharpness = 2.5, scale: float = 3.0) -> tuple[Any, dict[str, Any]]:
+    return -sharpness * scale * advantages, {}
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., registered.Functions]]:
+    """Install modules as plug-ins; what they register is the answer."""
+
+    def installed(**modules: list[Any] | Exception) -> registered.Functions:
+        points = []
+        for name, content in modules.items():
+            module = ModuleType(name)
+            for place, value in enumerate(content if isinstance(content, list) else []):
+                setattr(module, f"function_{place}", value)
+            if isinstance(content, list):
+                monkeypatch.setitem(sys.modules, name, module)
+            points.append(SimpleNamespace(name=name, value=name, dist=SimpleNamespace(name=f"run-{name}")))
+        monkeypatch.setattr(registered, "entry_points", lambda group: points)
+        registered.plug_ins.cache_clear()
+        registered.functions.cache_clear()
+        return registered.plug_ins()
+
+    yield installed
+    PLUGIN_WARNINGS.clear()
+    registered.plug_ins.cache_clear()
+    registered.functions.cache_clear()
+
+
+def test_a_function_stays_a_function_and_says_what_it_takes() -> None:
+    function = loss("sharp", sharp)
+    assert function is sharp and function(2.0, sharpness=1.0) == (-6.0, {})
+    found = registration_of(function)
+    assert found is not None and (found.kind, found.inputs) == ("policy_loss", ("advantages",))
+    assert {name: (o.default, o.description) for name, o in found.options.items()} == {"sharpness": (2.5, "How sharp")}
+
+
+def unknown_input(rewards: Any) -> Any: ...
+
+
+def no_default(ratio: Any, *, sharpness: Sharpness) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [(unknown_input, "no input named rewards; there are: ratio, logprobs"), (no_default, "needs a default")],
+)
+def test_a_function_that_does_not_fit_is_refused_by_name(function: Any, said: str) -> None:
+    with pytest.raises(RunnerError, match=said):
+        loss("wrong", function)
+
+
+def test_a_plug_in_adds_a_value_and_its_options(install: Any) -> None:
+    found = install(theirs=[loss("sharp", sharp)])
+    assert list(found["policy_loss"]) == ["sharp"] and PLUGIN_WARNINGS == []
+    cls = GrpoConfig.extended()
+    names = list(cls.model_fields)
+    assert names[names.index("objective") + 1 :][:4] == ["clip_low", "clip_high", "dual_clip", "tau_positive"]
+    config = cls(objective="sharp", sharpness=4.0)
+    assert isinstance(config, GrpoConfig)
+    assert registered.options_in_force(config, "objective") == {"sharpness": 4.0}
+    assert config.model_dump()["sharpness"] == 4.0
+    assert cls().model_dump() == GrpoConfig().model_dump()  # a run that does not use it is the same run
+    said = dict(registered.unused_options(cls(sharpness=4.0)))
+    assert said == {"algorithm.sharpness": "not used with objective=clip; it belongs to objective=sharp"}
+    with pytest.raises(ValueError, match="greater than 0"):
+        cls(objective="sharp", sharpness=0.0)
+
+
+def flatter(
+    chosen_log_ratios: Any,
+    rejected_log_ratios: Any,
+    *,
+    beta: Annotated[float, Field(gt=0, description="Factor")] = 0.7,
+) -> PreferenceLosses:
+    return PreferenceLosses(chosen_log_ratios, chosen_log_ratios, rejected_log_ratios)
+
+
+def test_an_option_that_exists_is_shared_and_has_the_default_of_each_loss(install: Any) -> None:
+    install(theirs=[preference_loss("flatter", paper="a paper", formula="a formula")(flatter)])
+    cls = DpoConfig.extended()
+    assert "0.7 (flatter)" in str(cls.model_fields["beta"].description)
+    assert list(cls.model_fields) == list(DpoConfig.model_fields)
+    assert registered.options_in_force(cls(loss="flatter"), "loss") == {"beta": 0.7}
+    assert registered.options_in_force(cls(), "loss") == {"beta": 0.1}
+
+
+def reserved(advantages: Any, *, batch_size: Sharpness = 1.0) -> Any: ...
+
+
+def of_another_kind(advantages: Any, *, gamma: Sharpness = 1.0) -> Any: ...
+
+
+def other_range(advantages: Any, *, clip_low: Annotated[float, Field(gt=5, description="x")] = 6.0) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "said"),
+    [
+        ("clip", sharp, "a policy_loss named 'clip' exists (runner.algorithm.policy.losses)"),
+        ("sharp", reserved, "the option 'batch_size' of policy_loss 'sharp' is an option of the algorithm"),
+        ("sharp", of_another_kind, "the option 'gamma' of policy_loss 'sharp' is an option of the algorithm"),
+        ("sharp", other_range, "has another type or range than that of 'clip'"),
+    ],
+)
+def test_a_plug_in_that_takes_a_name_is_left_out_and_named(name: str, function: Any, said: str, install: Any) -> None:
+    found = install(theirs=[loss(name, function)], good=[loss("good", lambda advantages: (advantages, {}))])
+    assert list(found["policy_loss"]) == ["good"]
+    [warning] = PLUGIN_WARNINGS
+    assert said in warning and "plug-in run-theirs" in warning and "pip uninstall run-theirs" in warning
+
+
+def test_two_functions_of_one_plug_in_may_not_share_a_name(install: Any) -> None:
+    found = install(theirs=[loss("sharp", sharp), loss("sharp", lambda advantages: (advantages, {}))])
+    assert not found["policy_loss"] and "named 'sharp' exists" in PLUGIN_WARNINGS[0]
+
+
+def test_a_plug_in_that_cannot_be_imported_is_named(install: Any) -> None:
+    found = install(gone=ModuleNotFoundError(), good=[loss("good", sharp)])
+    assert list(found["policy_loss"]) == ["good"] and "(gone) are left out: ModuleNotFoundError" in PLUGIN_WARNINGS[0]
+
+
+def test_every_built_in_function_names_its_source_and_its_formula() -> None:
+    for kind in INPUTS:
+        assert registered.built_in()[kind]
+        for one in registered.built_in()[kind].values():
+            assert one.paper and one.formula and one.function.__doc__, one.name
+            assert all(option in one.formula or kind == "aggregation" for option in one.options), one.name
