@@ -5,7 +5,6 @@ argv ─▶ args ─▶ verb ─▶ handler (imported when chosen) ─▶ exit c
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from runner import __version__
 from runner.cli.args import parse
 from runner.errors import Interrupted, RunnerError
+from runner.imports import import_frozen
 
 HANDLERS = {
     "run": "runner.cli.job:run",
@@ -70,7 +70,7 @@ def _dispatch(args: Namespace) -> int:
         return 0
     chosen = "help" if args.help else "complete" if args.shell_completion else args.verb
     module, _, name = HANDLERS[chosen].partition(":")
-    code: int = getattr(importlib.import_module(module), name)(args)
+    code: int = getattr(import_frozen(module), name)(args)
     return code
 
 

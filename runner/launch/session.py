@@ -20,6 +20,7 @@ from runner.decisions import Decisions
 from runner.errors import DeadlineExceeded, OutOfMemory, RankLost
 from runner.folder import RunFolder, is_latest, shown
 from runner.identity import refuse_changed_spec
+from runner.imports import import_frozen
 from runner.launch.export import write_export
 from runner.launch.records import NoRecords, Records
 from runner.launch.screen import on_screen
@@ -97,7 +98,8 @@ class Session:
 
     def _build(self, records: Records, console: Console) -> tuple[Built, int]:
         """The job, at the state of the newest checkpoint, and the step it goes on at; opens `records` on the way."""
-        from runner import build  # torch is imported here: folder, spec and status exist by now
+        import_frozen("runner.build")  # with torch and transformers: folder, spec and status exist by now
+        from runner import build
 
         store = build.build_store(self.spec, self.folder)
         loaded = self._load(store, records, console)

@@ -10,6 +10,7 @@ from runner.device.backend import leave_out
 from runner.device.kinds import NPU
 from runner.device.presets import npu_objection, resolve
 from runner.errors import EnvironmentProblem
+from runner.imports import import_frozen
 from runner.spec.job import JobSpec
 
 
@@ -41,7 +42,7 @@ def set_environment(spec: JobSpec, decide: Decisions) -> None:
 def load_torch(device: str) -> None:
     """Import torch. Raises EnvironmentProblem where that fails, as it does if torch_npu does not fit torch or CANN."""
     try:
-        import torch  # noqa: F401
+        import_frozen("torch")
     except (ImportError, OSError, RuntimeError) as error:
         cause = f"{error} (from {type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ else str(error)
         raise EnvironmentProblem(f"import torch fails: {cause}\n  what is wrong: run doctor device={device}") from error
