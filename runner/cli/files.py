@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository
+from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.default_element import ResultDefault
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigSource
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -53,25 +55,32 @@ class Uncomposable(Exception):
 def compose_files(loader: ConfigLoader, choices: Sequence[Typed]) -> Files:
     """The files of these choices, put together. Raises Uncomposable."""
     lines = [line_of(choice) for choice in choices]
-    sources = loader.get_sources()
     try:
-        entries = loader.compute_defaults_list(JOB, lines, RunMode.RUN).defaults
-        return _merged([e for e in entries if e.config_path and not e.config_path.startswith("hydra/")], sources)
+        # Not by `loader.compute_defaults_list`, which reads Hydra's own groups too and keeps nothing that it read.
+        assert isinstance(loader, ConfigLoaderImpl)
+        repository = CachingConfigRepository(loader.repository)
+        found = create_defaults_list(
+            repo=repository,
+            config_name=JOB,
+            overrides_list=OverridesParser.create().parse_overrides(lines),
+            prepend_hydra=False,
+            skip_missing=False,
+        )
+        return _merged([entry for entry in found.defaults if entry.config_path], repository)
     except (HydraException, OmegaConfBaseException, ValueError, RecursionError, yaml.YAMLError) as error:
         recipes = [f"{GROUP}/{name}" for choice in choices if choice.key == GROUP for name in choice.names]
-        raise Uncomposable(worded(error, sources, recipes)) from error
+        raise Uncomposable(worded(error, loader.get_sources(), recipes)) from error
 
 
-def _merged(entries: Sequence[ResultDefault], sources: Sequence[ConfigSource]) -> Files:
+def _merged(entries: Sequence[ResultDefault], repository: CachingConfigRepository) -> Files:
     """What `hydra.compose` makes of these entries, in one pass that also notes who sets each key (half the time)."""
     files = Files(OmegaConf.create())
     for entry in entries:
         path = str(entry.config_path)
-        used, *others = holders(sources, path)
-        content = used.load_config(path).config
+        used, *others = holders(repository.get_sources(), path)
+        content = repository.load_config(path).config  # type: ignore[union-attr]  # it was loaded for the defaults
         if not isinstance(content, DictConfig):
             raise ValueError(f"In '{path}': expected the sections of a job, not a list")
-        content.pop("defaults", None)
         boxed = OmegaConf.create()
         OmegaConf.update(boxed, entry.package, content) if entry.package else boxed.merge_with(content)
         files.config.merge_with(boxed)

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 from runner.cli.sources import GROUP, recipes
 from runner.errors import Problem
-from runner.launch.stage import RECIPE
 from runner.spec.decode import unknown_name
-from runner.spec.job import JobSpec
+from runner.spec.job import RECIPE, JobSpec
 from runner.spec.origin import origin_of
 
 

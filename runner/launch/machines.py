@@ -20,10 +20,9 @@ from typing import Any
 from runner.errors import DeadlineExceeded, EnvironmentProblem, Problem, RankLost, SpecError
 from runner.folder import RunFolder
 from runner.launch.line import Line
-from runner.launch.stage import RECIPE
 from runner.launch.verdict import INTERRUPTED, KILLED, LOST, WAITED, Verdict
 from runner.signals import StopSignal
-from runner.spec.job import JobSpec
+from runner.spec.job import RECIPE, JobSpec
 from runner.spec.origin import leaves
 
 RETRY_S = 0.5
