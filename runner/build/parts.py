@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from runner.algorithm.base import Frozen
-from runner.build.beforehand import build_cached
 from runner.checkpoint.store import CheckpointStore
 from runner.decisions import Decisions
 from runner.errors import Problem, SpecError, UnfitModel
@@ -225,6 +224,8 @@ def build_frozen(
     """The reference: the policy with its adapter off, or a copy of what it starts from, in its data type, so that both
     say the same before the first step; the teacher: another model."""
     if wanted.way == "cached":
+        from runner.build.beforehand import build_cached
+
         return build_cached(spec, policy, device, world.peers, world.everyone, decide, cache_folder())
     way = wanted.way or ("copy" if spec.adapter.name == "none" else "adapter")
     model, during = policy, nullcontext

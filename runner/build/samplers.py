@@ -39,11 +39,8 @@ def build_sampler(
     decide: Decisions,
     folder: RunFolder,
     store: CheckpointStore,
-) -> Sampler | None:
-    """The sampler as every rank asks it; None where nothing is sampled. What does not repeat bit for bit has a
-    journal."""
-    if not spec.algorithm.samples:
-        return None
+) -> Sampler:
+    """The sampler as every rank asks it. What does not repeat bit for bit has a journal."""
     sampler = _sampler(spec, policy, tokenizer, device, world, decide, folder)
     _say_room(spec, sampler, decide)
     if spec.sampler.engine:
