@@ -1,4 +1,4 @@
-"""A job, built from its spec.
+"""A job, built from its spec, and the checks that all ranks begin with the same.
 
     device → tokenizer → data → models → adapters → optimizers → learners → sampler, reward → algorithm → callbacks
 
@@ -16,29 +16,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runner.algorithm.parts import Parts
-from runner.build.alike import refuse_different_data
-from runner.build.models import Models, build_models
-from runner.build.parts import build_data, build_device, build_tokenizer
+from runner.build.parts import Models, build_data, build_device, build_models, build_tokenizer
 from runner.build.rollouts import build_environments, build_reward, refuse_missing_columns
-from runner.callback.activity import Activity
-from runner.callback.contrast import Contrast
-from runner.callback.evaluation import Evaluation, Report
-from runner.callback.record import Record
-from runner.callback.rollouts import Rollouts
-from runner.callback.saving import Saving
-from runner.callback.stall import StallWatch
-from runner.callback.sync import Sync
+from runner.callback.callbacks import Activity, Contrast, Evaluation, Record, Report, Rollouts, Saving, StallWatch, Sync
 from runner.checkpoint.store import CheckpointStore
 from runner.decisions import Decisions
 from runner.device.peak import peak
-from runner.errors import CheckpointError
+from runner.errors import CheckpointError, DataError
 from runner.feed import Feed
 from runner.folder import RunFolder
 from runner.identity import identity, refuse_changed
 from runner.loop import Job
 from runner.parallelism.world import World
 from runner.place import Place
-from runner.protocols import Algorithm, Callback, Data, State
+from runner.protocols import Algorithm, Callback, Data, Peers, State
 from runner.registry import default_registry
 from runner.sharing import on_first
 from runner.signals import StopSignal
@@ -46,6 +37,32 @@ from runner.spec.job import JobSpec
 
 if TYPE_CHECKING:
     from runner.publisher import Publisher
+
+
+def refuse_different_data(data: Data, everyone: Peers) -> None:
+    """Raise DataError, on all ranks, where one has read other rows or has another tokenizer."""
+    ranks = everyone.gather(data.fingerprint)
+    if others := [rank for rank, found in enumerate(ranks) if found != ranks[0]]:
+        raise DataError(
+            f"{_named(others)} not the data of rank 0, or tokenised otherwise\n"
+            "  give all machines the same files, and the same versions of tokenizer and libraries"
+        )
+
+
+def refuse_different_steps(first: int, everyone: Peers) -> None:
+    """Raise CheckpointError, on all ranks, where they would not go on from the same checkpoint."""
+    ranks = everyone.gather(first)
+    if len(set(ranks)) > 1:
+        raise CheckpointError(
+            f"the newest whole checkpoint is not the same for all ranks: of steps {', '.join(map(str, ranks))}\n"
+            "  give all machines the same run folder, and mend what cannot be read: run.log and ranks/*.log say it"
+        )
+
+
+def _named(ranks: list[int]) -> str:
+    """rank 3 has, ranks 2, 3 have"""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'have' if len(ranks) > 1 else 'has'}"
+
 
 ALONE = Place()
 Samples = Callable[[int, Sequence[Mapping[str, Any]]], None]
@@ -123,7 +140,7 @@ def build(
     _compute_references(spec, models, algorithm, data, decide, outlets.say)
     publisher = None
     if sampler is not None:
-        from runner.build.publishing import build_publisher
+        from runner.build.samplers import build_publisher
 
         publisher = build_publisher(spec, folder, sampler, main, model, world)
     evaluate = None

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
@@ -29,7 +30,7 @@ from omegaconf import OmegaConf
 
 from runner.errors import EnvironmentProblem
 from runner.paths import conf_dir, recipes_dir
-from runner.registry import Registry, installed_entry_points
+from runner.registry import Registry
 from runner.spec.schema import groups_of
 
 GROUP = "recipe"
@@ -116,7 +117,7 @@ def search_order(extra: Path | None) -> Iterator[tuple[str, str]]:
 def plugin_folders() -> tuple[tuple[str, Path], ...]:
     """(plug-in, folder of its package) for each installed package that offers conf/ or recipes/; none is imported."""
     found = []
-    for point in installed_entry_points().select(group=ENTRY_POINT_GROUP):
+    for point in entry_points(group=ENTRY_POINT_GROUP):
         spec = importlib.util.find_spec(point.value)
         if spec is None or not spec.submodule_search_locations:
             raise EnvironmentProblem(f"the plug-in {point.name}: no package {point.value!r} to take conf/ from")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from runner.errors import EnvironmentProblem
 from runner.folder import RunFolder, shown
 from runner.manifest import redact
-from runner.report.chart import Curve, hues
+from runner.report.chart import Curve, Point, hues
 from runner.report.facts import read_run
 from runner.report.page import Page, Row
-from runner.report.scatter import Point
 from runner.sweep import words
 from runner.sweep.outcome import last_line
 from runner.sweep.plan import short_names

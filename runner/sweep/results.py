@@ -14,7 +14,7 @@ from typing import Any
 
 from runner.checkpoint.config import direction
 from runner.folder import shown, write_atomic, write_json
-from runner.report.series import PREFERRED, Series, read
+from runner.report.facts import PREFERRED, Series, read
 from runner.sweep.plan import JobPlan, Plan, Ranking, SweepFolder
 from runner.sweep.record import FAILED, FINISHED, JobState, Record
 

@@ -17,11 +17,11 @@ from runner.adapter import full, lora
 from runner.adapter.config import LoraConfig, NoAdapterConfig
 from runner.decisions import Decisions
 from runner.errors import EnvironmentProblem, SpecError
+from runner.model.build import Source
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
-from runner.model.scalar import ScalarModel
-from runner.model.source import Source
-from runner.model.tokenizer import byte_tokenizer
+from runner.model.tiny import byte_tokenizer
+from runner.model.value_head import ScalarModel
 from tests.model.zoo import LOGPROBS, SHAPE, batch, causal, gradients, greedy, module, reference, relative, rows
 
 

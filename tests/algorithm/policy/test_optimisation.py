@@ -14,8 +14,7 @@ from runner.algorithm.episodes import encoding
 from runner.algorithm.policy.base import PolicyConfig
 from runner.algorithm.policy.config import GrpoConfig, PpoConfig
 from runner.algorithm.policy.formula import formula
-from runner.callback.base import NoOp
-from runner.callback.record import Record
+from runner.callback.callbacks import NoOp, Record
 from runner.environment.config import NoEnvironmentConfig
 from runner.errors import TrainingDiverged
 from runner.loop import Job, run
