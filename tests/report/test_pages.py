@@ -16,6 +16,7 @@ from runner.errors import EnvironmentProblem
 from runner.folder import RunFolder
 from runner.report import diff
 from runner.report.facts import read, read_run
+from runner.report.page import write_page
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 VOID = {"meta", "link"}
