@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from runner.data.config import DemoConfig
-from runner.data.dataset import ITEMS, QUESTIONS
 from runner.data.examples import Answers, Ask, Chat, Example, Message, Reading, held_out_reading
+from runner.data.fingerprint import digest, tokenizer_digest
+from runner.data.items import ITEMS, QUESTIONS
 from runner.data.order import BySize, Rounds, permutation, stream
 from runner.data.overlong import Limit, Tally
 from runner.data.rows import Place, Problems
-from runner.data.store import digest, tokenizer_digest
 from runner.data.tokenise import Answered, Encoded, Tokeniser, encode
 from runner.identity import PromptStyle
 from runner.protocols import Decide, Question

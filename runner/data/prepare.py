@@ -21,11 +21,11 @@ from runner.data import store
 from runner.data.config import SourceConfig
 from runner.data.dataset import HeldOut, TokenisedData
 from runner.data.examples import Reading, held_out_reading
+from runner.data.fingerprint import digest, tokenizer_digest
 from runner.data.formats import FormatCheck
 from runner.data.order import BySize, Mixture, Order, Rounds
 from runner.data.overlong import Limit, Tally
 from runner.data.rows import Problems, Row
-from runner.data.store import digest, tokenizer_digest
 from runner.data.tokenise import Tokeniser, encode
 from runner.errors import DataError
 from runner.protocols import Decide

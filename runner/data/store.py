@@ -1,6 +1,4 @@
-"""What the items depend on, as a digest: contents, tokenizer, chat template, options and code.
-
-Tokenised rows as an Arrow table: memory-mapped from the cache on disk, or held in memory.
+"""Tokenised rows as an Arrow table: memory-mapped from the cache on disk, or held in memory.
 
     cache_dir/<key>/tokens.arrow    ROWS (sft): ids, learnt, the answer's span first, last
                                     TREES (all else): prompt, answers, facts (JSON text)
@@ -23,33 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import pyarrow as pa
 
-from runner.data.tokenise import VERSION, special_ends
 from runner.errors import StorageError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-def digest(*parts: Any) -> str:
-    """sha256 of plain values."""
-    return hashlib.sha256(json.dumps([VERSION, *parts], sort_keys=True).encode()).hexdigest()
-
-
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 of all of a tokenizer that can change the ids: its algorithm, vocabulary, special tokens and template."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    algorithm: Any = (
-        json.loads(backend.to_str()) if backend is not None else [type(tokenizer).__name__, tokenizer.get_vocab()]
-    )
-    if backend is not None:  # left by whoever used the tokenizer last; every call sets them anew
-        algorithm.update(truncation=None, padding=None)
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    return digest(algorithm, special, tokenizer.chat_template, special_ends(tokenizer))
-
 
 FORMAT = 3  # raise it when the files are laid out or summed up in another way, so that no old cache is used
 IDS = pa.list_(pa.int32())

@@ -268,7 +268,7 @@ def test_preflight_of_every_kind_without_heavy_imports_and_config_can_be_importe
     path = jsonl([{"prompt": "a b", "chosen": "a b", "rejected": "a c", "completion": "d", "label": True, "text": "a"}])
     program = (
         "import sys\n"
-        "import runner.data.file\n"
+        "import runner.data.sources\n"
         "from runner.data.config import FileConfig\n"
         "for kind in ('sft', 'pairs', 'judged', 'prompts'):\n"
         "    FileConfig(path=sys.argv[1]).preflight(kind)\n"

@@ -110,7 +110,7 @@ def test_the_report_of_a_comparison_has_a_row_for_each_step() -> None:
     report = list(lines(found, recorded(), recorded(), 0.005))
     assert [line.split()[:2] for line in report if line.lstrip()[:1] in "12"] == [["1", "2"], ["2", "4"]]
     assert "outputs of step 1: 5 compared, 1 beyond the bound 0.001; largest difference 0.2 (policy/norm)" in report
-    assert "gradients of step 1: 5 compared, 0 beyond the bound 0.01; equal to the bit" in lines
+    assert "gradients of step 1: 5 compared, 0 beyond the bound 0.01; equal to the bit" in report
 
 
 def test_modules_that_only_one_side_called_are_counted() -> None:
