@@ -76,16 +76,21 @@ def environment(threads: int, folder: Path) -> dict[str, str]:
 def command(argv: Sequence[str], threads: int, folder: Path, expected: int = 0) -> float:
     """Run to the end in `folder`; returns wall seconds. Raises ArmFailed unless it exits with `expected` in time."""
     begin = time.perf_counter()
+    output(argv, threads, folder, expected)
+    return time.perf_counter() - begin
+
+
+def output(argv: Sequence[str], threads: int, folder: Path, expected: int = 0) -> str:
+    """As `command`; returns what was printed."""
     env = environment(threads, folder)
     try:
         done = subprocess.run(list(argv), cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
     except subprocess.TimeoutExpired as error:
         raise ArmFailed(f"{' '.join(argv)}\ndid not end within {DEADLINE_S} s") from error
-    seconds = time.perf_counter() - begin
     if done.returncode != expected:
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-25:])
         raise ArmFailed(f"{' '.join(argv)}\nexited with {done.returncode}, expected {expected}:\n{tail}")
-    return seconds
+    return done.stdout
 
 
 def run_arm(arm: Arm, settings: Settings, folder: Path) -> dict[str, Any]:

@@ -41,11 +41,9 @@ from runner.parallelism.group import GroupPeers
 from runner.parallelism.mesh import Mesh
 from runner.parallelism.world import World, build
 from runner.place import Place
-from runner.plan.architecture import architecture
-from runner.plan.model import sliced
-from runner.plan.spread import spread_of
+from runner.plan.model import architecture, sliced
+from runner.plan.spread import spread_of, weights
 from runner.plan.traffic import Traffic
-from runner.plan.weights import weights
 from runner.shards import local
 from runner.spec.job import JobSpec
 

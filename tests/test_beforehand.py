@@ -17,7 +17,7 @@ from runner import build
 from runner.batch import Batch
 from runner.build import Built, beforehand
 from runner.cached import CachedModel
-from runner.callback.base import NoOp
+from runner.callback.callbacks import NoOp
 from runner.cli.compose import compose_job
 from runner.cli.main import main
 from runner.decisions import Decisions

@@ -17,7 +17,7 @@ from runner.decisions import Decisions
 from runner.errors import EnvironmentProblem, SpecError
 from runner.evaluator import Report
 from runner.model.generation import at_limit
-from runner.model.tokenizer import byte_tokenizer
+from runner.model.tiny import byte_tokenizer
 from runner.protocols import Finish, Written
 from runner.registry import default_registry
 from tests.parallelism.worlds import alone

@@ -10,9 +10,7 @@ import torch
 
 from runner.algorithm.config import SftConfig
 from runner.algorithm.sft import Sft
-from runner.callback.base import NoOp
-from runner.callback.record import Record
-from runner.callback.saving import Saving
+from runner.callback.callbacks import NoOp, Record, Saving
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
 from runner.errors import Interrupted

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.build.publishing import _first_here, _probe, _sent
+from runner.build.samplers import _first_here, _probe, _sent
 from runner.cli.compose import compose_job
 from runner.device.config import CudaConfig
 from runner.errors import RunnerError, SamplerFault, StorageError

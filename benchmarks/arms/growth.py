@@ -50,12 +50,12 @@ def runner_step(module: Any, chunk: int) -> Step:
     from runner.learner import LocalLearner
     from runner.model.causal import CausalLM
     from runner.model.config import HfConfig
-    from runner.optimizer.adamw import build
     from runner.optimizer.config import AdamWConfig
+    from runner.optimizer.optimizers import build_adamw
 
     config = HfConfig(path="random", head_chunk_tokens=chunk)
     model = CausalLM(module, None, config, seed=0, decide=_refuse)
-    optimizer = build(AdamWConfig(lr=LR), parameters=model.trainable(), decide=_refuse)
+    optimizer = build_adamw(AdamWConfig(lr=LR), parameters=model.trainable(), decide=_refuse)
     learner = LocalLearner(
         model, optimizer, lr=LR, clip_norm=1.0, factor=lambda _: 1.0, budget=4096, seed=0, device=torch.device("cpu")
     )

@@ -10,7 +10,7 @@ import torch
 from simulated_config import SimulatedOptimizer, SimulatedSampler
 from torch import nn
 
-from runner.optimizer import sgd
+from runner.optimizer import optimizers
 from runner.protocols import Decide, Request, Rollout
 from runner.sampler.torch import TorchSampler
 
@@ -46,6 +46,6 @@ def optimizer(
     config: SimulatedOptimizer, *, parameters: Mapping[str, nn.Parameter], decide: Decide
 ) -> torch.optim.Optimizer:
     """See `SimulatedOptimizer`."""
-    made = _Optimizer(sgd.decay_groups(parameters, config.weight_decay), lr=config.lr, momentum=config.momentum)
+    made = _Optimizer(optimizers.decay_groups(parameters, config.weight_decay), lr=config.lr, momentum=config.momentum)
     made.seconds = config.seconds
     return made

@@ -17,7 +17,7 @@ class AdapterConfig(ComponentConfig):
 class NoAdapterConfig(AdapterConfig):
     """Full fine-tuning: every parameter learns."""
 
-    factory: ClassVar[str] = "runner.adapter.full:attach"
+    factory: ClassVar[str] = "runner.adapter.lora:train_all"
     name: Literal["none"] = "none"
     trains_base: ClassVar[bool] = True
 

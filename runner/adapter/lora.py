@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: the base model is frozen, small matrices beside its linear layers learn."""
+"""Low-rank adapters through peft: the base model is frozen, small matrices beside its linear layers learn. Or none."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from runner.adapter.config import LoraConfig
+from runner.adapter.config import LoraConfig, NoAdapterConfig
 from runner.errors import Problem, SpecError
 from runner.protocols import Decide
 from runner.randomness import derive
 
 M = TypeVar("M", bound="Wrappable")
+N = TypeVar("N", bound="HasModule")
+
+
+class HasModule(Protocol):
+    """What training without an adapter needs of a model."""
+
+    module: nn.Module
 
 
 class Wrappable(Protocol):
@@ -23,6 +30,12 @@ class Wrappable(Protocol):
     seed: int
 
     def wrapped(self: M, module: nn.Module, *, decide: Decide) -> M: ...
+
+
+def train_all(config: NoAdapterConfig, model: N, *, decide: Decide) -> N:
+    """The same model with all its parameters trainable: full fine-tuning."""
+    model.module.requires_grad_(True)
+    return model
 
 
 def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:

@@ -50,7 +50,7 @@ class Case:
         """Make the files. Imports transformers."""
         from transformers import AutoConfig
 
-        from runner.model.tokenizer import byte_tokenizer
+        from runner.model.tiny import byte_tokenizer
 
         tokenizer = byte_tokenizer(self.length)
         tokenizer.save_pretrained(folder / "model")

@@ -21,7 +21,7 @@ import torch
 from runner import __version__, build, loop
 from runner.batch import Batch
 from runner.bench.baseline import BaselineLoop
-from runner.callback.record import Record
+from runner.callback.callbacks import Record
 from runner.decisions import Decisions
 from runner.device.peak import Peak, measure_matmul, peak
 from runner.folder import RunFolder

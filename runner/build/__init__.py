@@ -1,9 +1,9 @@
 """From a job spec to a job: the only room that knows both the configs and what they configure."""
 
-from runner.build.alike import refuse_different_steps as refuse_different_steps
 from runner.build.job import Built as Built
 from runner.build.job import Outlets as Outlets
 from runner.build.job import build as build
+from runner.build.job import refuse_different_steps as refuse_different_steps
 from runner.build.parts import build_device as build_device
 from runner.build.parts import build_model as build_model
 from runner.build.parts import build_store as build_store

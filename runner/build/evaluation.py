@@ -31,9 +31,7 @@ def build_evaluation(
     environments: Environments | None,
     decide: Decisions,
 ) -> Callable[[], Report] | None:
-    """The evaluation of the job, None where there is nothing to evaluate or it is not wanted."""
-    if spec.evaluation.every == 0:
-        return None
+    """The evaluation of the job, None where there is nothing to evaluate."""
     found: list[Callable[[], Report]] = []
     questions, items = data.held_out(), data.held_out_items()
     if isinstance(algorithm, LearnsFromItems) and (items or questions):

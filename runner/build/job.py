@@ -1,7 +1,8 @@
-"""A job, built from its spec.
+"""A job, built from its spec, and the checks that all ranks begin with the same.
 
     device → tokenizer → data → models → adapters → optimizers → learners → sampler, reward → algorithm → callbacks
 
+What samples, what evaluates and what computes a reference beforehand is imported where the job has it.
 Data comes before the model, so that a mistake in it is found before gigabytes are read.
 """
 
@@ -10,44 +11,58 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from runner.algorithm.parts import Parts
-from runner.build.alike import refuse_different_data
-from runner.build.beforehand import compute_beforehand
-from runner.build.evaluation import build_evaluation
-from runner.build.models import Models, build_models
-from runner.build.parts import build_data, build_device, build_tokenizer
-from runner.build.publishing import build_publisher
+from runner.build.parts import Models, build_data, build_device, build_models, build_tokenizer
 from runner.build.rollouts import build_environments, build_reward, refuse_missing_columns
-from runner.build.samplers import build_sampler
-from runner.callback.activity import Activity
-from runner.callback.contrast import Contrast
-from runner.callback.evaluation import Evaluation
-from runner.callback.record import Record
-from runner.callback.rollouts import Rollouts
-from runner.callback.saving import Saving
-from runner.callback.stall import StallWatch
-from runner.callback.sync import Sync
+from runner.callback.callbacks import Activity, Contrast, Evaluation, Record, Report, Rollouts, Saving, StallWatch, Sync
 from runner.checkpoint.store import CheckpointStore
 from runner.decisions import Decisions
 from runner.device.peak import peak
-from runner.errors import CheckpointError
-from runner.evaluator import Report
+from runner.errors import CheckpointError, DataError
 from runner.feed import Feed
 from runner.folder import RunFolder
 from runner.identity import identity, refuse_changed
 from runner.loop import Job
 from runner.parallelism.world import World
 from runner.place import Place
-from runner.protocols import Algorithm, Callback, Data, State
-from runner.publisher import Publisher
+from runner.protocols import Algorithm, Callback, Data, Peers, State
 from runner.registry import default_registry
 from runner.sharing import on_first
 from runner.signals import StopSignal
 from runner.spec.job import JobSpec
+
+if TYPE_CHECKING:
+    from runner.publisher import Publisher
+
+
+def refuse_different_data(data: Data, everyone: Peers) -> None:
+    """Raise DataError, on all ranks, where one has read other rows or has another tokenizer."""
+    ranks = everyone.gather(data.fingerprint)
+    if others := [rank for rank, found in enumerate(ranks) if found != ranks[0]]:
+        raise DataError(
+            f"{_named(others)} not the data of rank 0, or tokenised otherwise\n"
+            "  give all machines the same files, and the same versions of tokenizer and libraries"
+        )
+
+
+def refuse_different_steps(first: int, everyone: Peers) -> None:
+    """Raise CheckpointError, on all ranks, where they would not go on from the same checkpoint."""
+    ranks = everyone.gather(first)
+    if len(set(ranks)) > 1:
+        raise CheckpointError(
+            f"the newest whole checkpoint is not the same for all ranks: of steps {', '.join(map(str, ranks))}\n"
+            "  give all machines the same run folder, and mend what cannot be read: run.log and ranks/*.log say it"
+        )
+
+
+def _named(ranks: list[int]) -> str:
+    """rank 3 has, ranks 2, 3 have"""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'have' if len(ranks) > 1 else 'has'}"
+
 
 ALONE = Place()
 Samples = Callable[[int, Sequence[Mapping[str, Any]]], None]
@@ -114,14 +129,26 @@ def build(
     models = build_models(spec, tokenizer, device, world, decide)
     main, model = models.main, models.model
     reward = build_reward(spec, tokenizer, device, world, decide, folder)
-    sampler = build_sampler(spec, model, tokenizer, device, world, decide, folder, store)
+    sampler = None
+    if spec.algorithm.samples:
+        from runner.build.samplers import build_sampler
+
+        sampler = build_sampler(spec, model, tokenizer, device, world, decide, folder, store)
     environments = build_environments(spec, world.feed_peers, decide)
     parts = Parts(data, tokenizer, spec.seed, decide, sampler, reward, environments, models.frozen)
     algorithm = registry.factory(spec.algorithm)(spec.algorithm, parts)
-    compute_beforehand(spec, models.frozen.values(), algorithm, data, decide, outlets.say)
-    publisher = None if sampler is None else build_publisher(spec, folder, sampler, main, model, world)
-    spoken = environments and replace(environments, peers=world.everyone)  # with the thread that trains
-    evaluate = build_evaluation(spec, data, main, model, algorithm, models.all, world, spoken, decide)
+    _compute_references(spec, models, algorithm, data, decide, outlets.say)
+    publisher = None
+    if sampler is not None:
+        from runner.build.samplers import build_publisher
+
+        publisher = build_publisher(spec, folder, sampler, main, model, world)
+    evaluate = None
+    if spec.evaluation.every:
+        from runner.build.evaluation import build_evaluation
+
+        spoken = environments and replace(environments, peers=world.everyone)  # with the thread that trains
+        evaluate = build_evaluation(spec, data, main, model, algorithm, models.all, world, spoken, decide)
     activity = Activity(device.readings(), spec.watch.device_s)
     callbacks = _callbacks(spec, folder, evaluate, activity, publisher, outlets, decide)
     job = Job(
@@ -150,6 +177,16 @@ def _data(spec: JobSpec, tokenizer: Any, world: World, decide: Decisions) -> Dat
     refuse_different_data(data, world.everyone)
     refuse_missing_columns(spec, data)
     return data
+
+
+def _compute_references(
+    spec: JobSpec, models: Models, algorithm: Algorithm, data: Data, decide: Decisions, say: Callable[[str], None]
+) -> None:
+    """What the models that only score can compute before the first step."""
+    if models.frozen:
+        from runner.build.beforehand import compute_beforehand
+
+        compute_beforehand(spec, models.frozen.values(), algorithm, data, decide, say)
 
 
 def _sections(job: Job) -> dict[str, Any]:

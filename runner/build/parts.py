@@ -1,10 +1,11 @@
-"""The parts that every job has: device, tokenizer, data, models, learners, checkpoints."""
+"""The parts that every job has: device, tokenizer, data, models that learn or only score, learners, checkpoints."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from torch import nn
 
 from runner.algorithm.base import Frozen
-from runner.build.beforehand import build_cached
 from runner.checkpoint.store import CheckpointStore
 from runner.decisions import Decisions
 from runner.errors import Problem, SpecError, UnfitModel
@@ -21,12 +21,13 @@ from runner.frozen import FrozenModel
 from runner.learner import LocalLearner
 from runner.model import dense
 from runner.model.build import DTYPES, Fit
+from runner.model.flops import ModelFlops
 from runner.model.ragged import RaggedModel
 from runner.parallelism.config import ZeroConfig
 from runner.parallelism.weights import META
 from runner.parallelism.world import World
 from runner.paths import cache_folder
-from runner.protocols import Data, Device, Peers
+from runner.protocols import Data, Device, Model, Peers, Role
 from runner.randomness import derive
 from runner.registry import default_registry, resolve
 from runner.spec.base import Head
@@ -225,6 +226,8 @@ def build_frozen(
     """The reference: the policy with its adapter off, or a copy of what it starts from, in its data type, so that both
     say the same before the first step; the teacher: another model."""
     if wanted.way == "cached":
+        from runner.build.beforehand import build_cached
+
         return build_cached(spec, policy, device, world.peers, world.everyone, decide, cache_folder())
     way = wanted.way or ("copy" if spec.adapter.name == "none" else "adapter")
     model, during = policy, nullcontext
@@ -276,3 +279,39 @@ def build_store(spec: JobSpec, folder: RunFolder) -> CheckpointStore:
     beside = (folder.metrics, folder.samples)
     store: CheckpointStore = factory(spec.checkpoint, root=folder.checkpoints, report=log.warning, beside=beside)
     return store
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What a job computes with. model: what the first learner, `main`, trains: the policy, where there is one; flops:
+    of what learns."""
+
+    learners: Mapping[Role, LocalLearner]
+    frozen: Mapping[Role, FrozenModel]
+    model: Any
+    flops: Mapping[Role, ModelFlops]
+
+    @property
+    def main(self) -> LocalLearner:
+        """The first one that learns."""
+        return next(iter(self.learners.values()))
+
+    @property
+    def all(self) -> dict[Role, Model]:
+        """By role."""
+        return {**self.learners, **self.frozen}
+
+
+def build_models(spec: JobSpec, tokenizer: Any, device: Device, world: World, decide: Decisions) -> Models:
+    """Build them: all that learn before the first learner, which may shard its own."""
+    made = {
+        role: build_model(spec, tokenizer, device, decide, head, world)
+        for role, head in spec.algorithm.learners().items()
+    }
+    learners = {role: build_learner(spec, role, model, device, world, decide) for role, model in made.items()}
+    model = next(iter(made.values()))
+    frozen = {
+        role: build_frozen(spec, role, one, model, tokenizer, device, world, decide)
+        for role, one in spec.algorithm.frozen().items()
+    }
+    return Models(learners, frozen, model, {role: one.flops for role, one in made.items()})

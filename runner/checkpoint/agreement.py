@@ -18,8 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from runner.checkpoint.sections import Contents, encode
-from runner.checkpoint.tensors import Entry, Piece, layout, listing, writes
+from runner.checkpoint.sections import Contents, Entry, Piece, encode, layout, listing, writes
 from runner.errors import RunnerError
 from runner.protocols import Peers
 from runner.sharing import together

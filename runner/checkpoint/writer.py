@@ -10,21 +10,22 @@ is done by the first, which holds the run's lock, and the folder is renamed when
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from runner import durable, tensor_file
-from runner.checkpoint import manifest, reader, retention, sections, tensors
+from runner.checkpoint import manifest, reader, sections
 from runner.checkpoint.agreement import Agreed
-from runner.checkpoint.config import CheckpointConfig
+from runner.checkpoint.config import CheckpointConfig, direction
 from runner.checkpoint.manifest import Damaged, Manifest
 from runner.checkpoint.reader import folder_name
-from runner.errors import CheckpointError, StorageError
+from runner.errors import CheckpointError, Problem, SpecError, StorageError
 from runner.failpoint import failpoint
 from runner.protocols import Peers
 from runner.sharing import each, on_first
@@ -80,7 +81,7 @@ class Writer:
             raise StorageError(f"{text}; the run's folder has to lie on storage that all machines share")
         with self._worded(step, agreed.num_bytes):
             for name, held in agreed.pieces.items():
-                tensors.write(staging / f"{name}{sections.SUFFIX}", agreed.layouts[name], held)
+                sections.write(staging / f"{name}{sections.SUFFIX}", agreed.layouts[name], held)
                 failpoint("checkpoint.mid_write")
 
     def _commit(self, step: int, staging: Path, agreed: Agreed, metrics: Mapping[str, float]) -> Path:
@@ -166,7 +167,7 @@ class Writer:
     def _retain(self) -> None:
         """Delete whole checkpoints that are neither among the newest nor the best; damaged ones count for nothing."""
         whole = {s: m for s in reader.steps(self._root) if (m := self._whole(s)) is not None}
-        for step in sorted(whole.keys() - retention.kept(whole, self._config.keep, best(self._config, whole))):
+        for step in sorted(whole.keys() - kept(whole, self._config.keep, best(self._config, whole))):
             trash = self._root / f".trash-{step:08d}-{secrets.token_hex(4)}"
             failpoint("checkpoint.before_trash")
             os.rename(self._root / folder_name(step), trash)
@@ -189,9 +190,34 @@ def best(config: CheckpointConfig, described: Mapping[int, Manifest]) -> int | N
     if config.best is None:
         return None
     values = {s: m.metrics for s, m in described.items()}
-    return retention.best_step(values, config.best, config.best_mode)
+    return best_step(values, config.best, config.best_mode)
 
 
 def _refuse_infinite(agreed: Agreed) -> None:
     for name, pieces in agreed.pieces.items():
         sections.refuse_infinite(name, pieces)
+
+
+def best_step(metrics: Mapping[int, Mapping[str, float]], name: str, mode: str | None) -> int | None:
+    """The step with the best value of `name`; of equal ones the oldest, None where none has it yet.
+
+    mode: max, min, or None = as its name says, and max for a name that says nothing, which no decoded spec has.
+    Raises SpecError if the job does not measure it.
+    """
+    _refuse_unmeasured(name, metrics)
+    sign = 1.0 if (mode or direction(name)) != "min" else -1.0
+    scores = {s: sign * m[name] for s, m in metrics.items() if not math.isnan(m.get(name, math.nan))}
+    return min(scores, key=lambda s: (-scores[s], s), default=None)
+
+
+def kept(steps: Collection[int], keep: int, best: int | None) -> set[int]:
+    """The newest `keep` of `steps`, and the best."""
+    return set(sorted(steps)[-keep:]) | ({best} if best is not None else set())
+
+
+def _refuse_unmeasured(name: str, metrics: Mapping[int, Mapping[str, float]]) -> None:
+    """Raise SpecError if the newest step with an evaluation has no `name`."""
+    evaluated = [step for step, values in metrics.items() if any(key.startswith("eval/") for key in values)]
+    if evaluated and name not in (newest := metrics[max(evaluated)]):
+        known = ", ".join(sorted(key for key in newest if key.startswith(("eval/", "train/", "reward/"))))
+        raise SpecError([Problem("checkpoint.best", f"{name} is not measured; this job measures {known}")])

@@ -1,23 +1,115 @@
-"""The axes of a sweep: keys with several values, on the command line (Hydra's grammar) or in a recipe's sweep.over."""
+"""The section `sweep` and what it varies, on the command line (Hydra's grammar) or in a recipe.
+
+options   judged like the sections of a job
+axes      keys with several values
+space     of a search: intervals, ranges and choices
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString, Transformer
+from hydra.core.override_parser.types import (
+    IntervalSweep,
+    Override,
+    Quote,
+    QuotedString,
+    RangeSweep,
+    Sweep,
+    Transformer,
+)
 from hydra.errors import HydraException
+from pydantic import ValidationError
 
+from runner.checkpoint.config import direction
 from runner.cli.compose import Draft
-from runner.cli.overrides import problem
+from runner.cli.files import SWEEP
+from runner.cli.overrides import Typed, problem
 from runner.cli.sources import GROUP
-from runner.cli.sweep_options import OVER, axes_of
 from runner.errors import Problem
-from runner.spec.origin import origin_of
+from runner.spec import suggest
+from runner.spec.origin import COMMAND_LINE, leaves, origin_of
+from runner.spec.schema import model_schema
+from runner.spec.words import complaint
+from runner.sweep.config import Better, SweepConfig, several
+from runner.sweep.space import Dimension
+
+OVER = f"{SWEEP}.over"
+
+
+def axes_of(draft: Draft) -> dict[str, Any]:
+    """What a recipe varies: dotted key → values, whether the file nests the keys or writes them with dots."""
+    over = draft.sweep.get("over", {})
+    return dict(leaves(over)) if isinstance(over, Mapping) and over else {}
+
+
+def decode(
+    drafts: Iterable[Draft], typed: Iterable[Typed], given: Mapping[str, Any] | None = None
+) -> tuple[SweepConfig, list[Problem]]:
+    """The options that the recipes and the command line give a sweep, and what is wrong with them.
+
+    given: those that it has already
+    """
+    values: dict[str, Any] = dict(given or {})
+    origins: dict[str, str] = {}
+    found: list[Problem] = []
+    for draft in drafts:
+        for name, value in draft.sweep.items():
+            key = f"{SWEEP}.{name}"
+            who = origin_of(key, draft.sweep_origins)
+            if name != "over" and values.setdefault(name, value) != value:
+                text = f"{origins[key]} says {values[name]}, {who} says {value}; say it on the command line"
+                found.append(Problem(key, text, who))
+            origins.setdefault(key, who)
+    for word in typed:
+        if word.key == SWEEP or word.key.startswith(OVER):
+            text = f"what varies is typed as KEY=1,2,3; an option of a sweep as {SWEEP}.parallel=2"
+            found.append(problem(word.key, text))
+            continue
+        values[word.key.removeprefix(f"{SWEEP}.")] = word.value
+        origins[word.key] = COMMAND_LINE
+        found = [p for p in found if p.key != word.key]
+    values.pop("over", None)  # the axes of each recipe are judged where they are expanded
+    return _judged(values, origins, found)
+
+
+def better(options: SweepConfig) -> list[tuple[str, Better]]:
+    """Each metric of sweep.metric, and whether more or less of it is better."""
+    metrics = several(options.metric)
+    modes = several(options.metric_mode) or [direction(metric) for metric in metrics]
+    return list(zip(metrics, modes, strict=True))
+
+
+def _judged(
+    values: Mapping[str, Any], origins: Mapping[str, str], found: list[Problem]
+) -> tuple[SweepConfig, list[Problem]]:
+    try:
+        config = SweepConfig.model_validate(values)
+    except ValidationError as error:
+        names = {str(e["loc"][0]) for e in error.errors(include_url=False, include_input=False)}
+        found += [
+            Problem(f"{SWEEP}.{n}", _wrong_value(n, values[n]), origin_of(f"{SWEEP}.{n}", origins))
+            for n in sorted(names)
+        ]
+        return SweepConfig(), found
+    said = config.problems(None)
+    unknown = [] if config.metric_mode else [name for name in several(config.metric) if direction(name) is None]
+    if unknown:
+        text = f"must be given, max or min for each: nothing is known of sweep.metric={', '.join(unknown)}"
+        said.append(("sweep.metric_mode", text))
+    return config, found + [Problem(key, text, origin_of(key, origins)) for key, text in said]
+
+
+def _wrong_value(name: str, value: Any) -> str:
+    if name in SweepConfig.model_fields:
+        return complaint(model_schema(SweepConfig)[name], f"{SWEEP}.{name}", value)
+    meant = suggest.nearest(name, SweepConfig.model_fields)
+    return "not an option of a sweep" + (f"; did you mean '{meant}'?" if meant else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +212,71 @@ def _quoted(value: Any) -> Any:
         return {name: _quoted(item) for name, item in value.items()}
     plain = not isinstance(value, str) or value.replace("_", "a").replace("-", "a").isalnum()
     return value if plain else QuotedString(value, Quote.single)
+
+
+TAGS = frozenset({"log", "int"})
+
+
+def space_in(words: Sequence[str], loader: ConfigLoader) -> tuple[list[Dimension], list[str], list[Problem]]:
+    """The words with several values as dimensions, the other words, and what is wrong with a dimension."""
+    sweeps, fixed = sweeps_in(words, loader)
+    space, problems = list[Dimension](), list[Problem]()
+    for override in sweeps:
+        dimension = _dimension(override)
+        text = _wrong(dimension) or _strange(override, dimension)
+        space += [] if text else [dimension]
+        problems += [problem(dimension.key, text)] if text else []
+    return space, fixed, problems
+
+
+def recipe_space(
+    draft: Draft, words: Sequence[str], loader: ConfigLoader, given: str
+) -> tuple[list[Dimension], list[Problem]]:
+    """The dimensions of a recipe's sweep.over, but for keys that the command line sets; `given` is the word that chose
+    the recipe, if that is a dimension itself."""
+    typed = {word.lstrip("+").partition("=")[0] for word in words}
+    space, problems = list[Dimension](), list[Problem]()
+    for key, values in axes_of(draft).items():
+        if key in typed:
+            continue
+        if isinstance(values, str) and key != GROUP:
+            found, _, wrong = space_in([f"{key}={values}"], loader)
+            text = wrong[0].message if wrong else "" if found else f"expected several values, got {values!r}"
+        else:
+            listed, text = values_in(key, values, loader)
+            found = [Dimension(key, key, "choice", values=listed)]
+        space += [] if text else [replace(one, given=given) for one in found]
+        problems += [Problem(f"{OVER}.{key}", text, origin_of(OVER, draft.sweep_origins))] if text else []
+    return space, problems
+
+
+def _dimension(override: Override) -> Dimension:
+    key, word, value = override.key_or_group, override.get_key_element(), override.value()
+    if isinstance(value, IntervalSweep):
+        low, high = value.start or 0, value.end or 0
+        whole = "int" in value.tags or (isinstance(low, int) and isinstance(high, int))
+        return Dimension(key, word, "int" if whole else "float", float(low), float(high), log="log" in value.tags)
+    numbers = value.range() if isinstance(value, RangeSweep) else None
+    if isinstance(value, RangeSweep) and isinstance(numbers, range) and numbers:
+        ends = float(min(numbers)), float(max(numbers))
+        return Dimension(key, word, "int", *ends, step=abs(numbers.step), log="log" in value.tags)
+    return Dimension(key, word, "choice", values=axis_of(override).values)
+
+
+def _strange(override: Override, dimension: Dimension) -> str:
+    """A tag that says nothing here."""
+    value = override.value()
+    tags = value.tags if isinstance(value, Sweep) else set()
+    if unknown := sorted(tags - TAGS):
+        return f"tag({unknown[0]},…) means nothing here; there is {' and '.join(sorted(f'tag({t},…)' for t in TAGS))}"
+    return "a tag is for an interval or a range, not for a choice" if tags and dimension.kind == "choice" else ""
+
+
+def _wrong(dimension: Dimension) -> str:
+    if dimension.kind == "choice":
+        return "" if dimension.values else "matches nothing"
+    if dimension.low > dimension.high:
+        return f"an interval from {dimension.low:g} to {dimension.high:g} is empty; write interval(LOW,HIGH)"
+    if dimension.log and (dimension.low <= 0 or dimension.step > 1):
+        return "tag(log,…) needs an interval above 0, without steps"
+    return ""

@@ -17,18 +17,29 @@ import yaml
 from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig, OmegaConf
 
-from runner.cli.files import SWEEP, Files, Uncomposable, compose_files, is_sweep, line_of, misplaced
-from runner.cli.mishaps import worded
-from runner.cli.overrides import SWEEP_ALONE, Typed, apply, check, problem, read, with_demo
-from runner.cli.resolve import escaped, resolve
-from runner.cli.sources import GROUP, options, session
-from runner.cli.stages import unknown_stages
+from runner.cli.files import SWEEP, Files, Uncomposable, compose_files, is_sweep, line_of, misplaced, worded
+from runner.cli.overrides import SWEEP_ALONE, Typed, apply, check, escaped, problem, read, resolve, with_demo
+from runner.cli.sources import GROUP, options, recipes, session
 from runner.errors import EnvironmentProblem, Problem, SpecError
 from runner.registry import Registry, default_registry
-from runner.spec.decode import decode
-from runner.spec.job import JobSpec
-from runner.spec.origin import COMMAND_LINE, leaves
+from runner.spec.decode import decode, unknown_name
+from runner.spec.job import RECIPE, JobSpec
+from runner.spec.origin import COMMAND_LINE, leaves, origin_of
 from runner.spec.schema import groups_of
+
+
+def unknown_stages(spec: JobSpec, origins: Mapping[str, str]) -> list[Problem]:
+    """A problem for each option that names a recipe which is nowhere; --config-dir is not looked in, as it is not
+    handed on to a recipe that is run first."""
+    models = {f"algorithm.{option}": path for option, path in spec.algorithm.first_models().items()}
+    paths = {"init_from": spec.init_from or "", **models}
+    named = {key: path.removeprefix(RECIPE) for key, path in paths.items() if path.startswith(RECIPE)}
+    if not named:
+        return []
+    known = recipes()
+    wrong = {key: unknown_name(GROUP, name, known) for key, name in named.items() if name not in known}
+    return [Problem(key, message, origin_of(key, origins)) for key, message in wrong.items()]
+
 
 SPEC = "spec.yaml"
 

@@ -14,13 +14,11 @@ from pathlib import Path
 
 from hydra.core.config_loader import ConfigLoader
 
-from runner.cli.axes import Axis, axes_in, recipe_axes
+from runner.cli.axes import Axis, axes_in, decode, recipe_axes, recipe_space, space_in
 from runner.cli.compose import Composed, Composer, Draft, finish, re_draft
 from runner.cli.files import SWEEP
 from runner.cli.overrides import read
 from runner.cli.sources import GROUP, session
-from runner.cli.spaces import recipe_space, space_in
-from runner.cli.sweep_options import decode
 from runner.errors import Problem, SpecError
 from runner.manifest import fingerprint
 from runner.registry import default_registry

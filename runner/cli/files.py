@@ -1,6 +1,8 @@
 """What Hydra makes of the files: one plain tree, who set each key, and what cannot be put together.
 
 choices ─▶ Hydra's defaults list ─▶ merged, file by file ─▶ Files      (the section `sweep` stands aside)
+
+Hydra's complaints are worded here: what is wrong and in which file; never its advice to type `+`.
 """
 
 from __future__ import annotations
@@ -11,20 +13,73 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository
+from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.default_element import ResultDefault
-from hydra.errors import HydraException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.config_source import ConfigSource
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.cli.mishaps import worded
 from runner.cli.overrides import Typed
-from runner.cli.sources import GROUP, holders
+from runner.cli.sources import GROUP, holders, options
 from runner.errors import Problem
 from runner.registry import default_registry
+from runner.spec import suggest
+from runner.spec.decode import unknown_name
 from runner.spec.origin import leaves
+
+
+def worded(error: Exception, sources: Sequence[ConfigSource], recipes: Sequence[str]) -> Problem:
+    """Why files cannot be composed. `recipes` are the config paths of those chosen."""
+    if isinstance(error, RecursionError):
+        return Problem(GROUP, "recipes extend one another in a circle", ", ".join(recipes))
+    text = str(error)
+    prefix = re.match(r"In '([^']+)': ", text)
+    origin = prefix.group(1) if prefix else ""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.removesuffix(".yaml").rpartition("/")
+        return _missing(group, name, origin, sources, recipes)
+    if several := re.search(r"Multiple values for ([^\s.]+)", text):
+        return _without_override(several.group(1), "NAME", origin or ", ".join(recipes))
+    if unknown := re.search(r"Could not override '([^']+)'", text):
+        if unknown.group(1).startswith(f"{GROUP}/"):  # `override device: npu`, without the slash
+            return _without_override(unknown.group(1).removeprefix(f"{GROUP}/").partition("@")[0], "NAME", origin)
+        groups = sorted({group for source in sources for group in source.list("", None) if source.is_group(group)})
+        meant = suggest.nearest(unknown.group(1), [g for g in groups if g != "hydra"])
+        return Problem(unknown.group(1), "no such group" + (f"; did you mean '{meant}'?" if meant else ""), origin)
+    lines = [line.strip() for line in text.splitlines() if line.strip() and "To append" not in line]
+    return Problem("", " ".join(lines).removeprefix(prefix.group() if prefix else ""), origin)
+
+
+def _missing(group: str, name: str, origin: str, sources: Sequence[ConfigSource], recipes: Sequence[str]) -> Problem:
+    if group.startswith(f"{GROUP}/"):  # `device: npu` in a recipe, which Hydra takes for a group within `recipe`
+        return _without_override(group.removeprefix(f"{GROUP}/"), name, origin)
+    found = (_chooser(recipe, group, name, sources) for recipe in recipes)
+    chooser = next((who for who in found if who), origin)
+    return Problem(group, unknown_name(group, name, options(sources, group)), chooser)
+
+
+def _without_override(group: str, name: str, origin: str) -> Problem:
+    return Problem(group, f"a recipe chooses with 'override /{group}: {name}', at the end of its defaults list", origin)
+
+
+def _chooser(recipe: str, group: str, name: str, sources: Sequence[ConfigSource]) -> str | None:
+    """The recipe, `recipe` or one that it extends, whose defaults list chooses `group: name`."""
+    held = holders(sources, recipe)
+    config = held[0].load_config(recipe).config if held else None
+    defaults = config.get("defaults") if isinstance(config, DictConfig) else None
+    for entry in defaults if isinstance(defaults, ListConfig) else ():
+        if isinstance(entry, DictConfig):
+            if any(str(key).split(" ")[-1].lstrip("/") == group and value == name for key, value in entry.items()):
+                return recipe
+        elif entry != "_self_" and (found := _chooser(f"{recipe.rpartition('/')[0]}/{entry}", group, name, sources)):
+            return found
+    return None
+
 
 JOB = "job"
 SWEEP = "sweep"  # the section that is about many jobs, and no part of any
@@ -53,25 +108,32 @@ class Uncomposable(Exception):
 def compose_files(loader: ConfigLoader, choices: Sequence[Typed]) -> Files:
     """The files of these choices, put together. Raises Uncomposable."""
     lines = [line_of(choice) for choice in choices]
-    sources = loader.get_sources()
     try:
-        entries = loader.compute_defaults_list(JOB, lines, RunMode.RUN).defaults
-        return _merged([e for e in entries if e.config_path and not e.config_path.startswith("hydra/")], sources)
+        # Not by `loader.compute_defaults_list`, which reads Hydra's own groups too and keeps nothing that it read.
+        assert isinstance(loader, ConfigLoaderImpl)
+        repository = CachingConfigRepository(loader.repository)
+        found = create_defaults_list(
+            repo=repository,
+            config_name=JOB,
+            overrides_list=OverridesParser.create().parse_overrides(lines),
+            prepend_hydra=False,
+            skip_missing=False,
+        )
+        return _merged([entry for entry in found.defaults if entry.config_path], repository)
     except (HydraException, OmegaConfBaseException, ValueError, RecursionError, yaml.YAMLError) as error:
         recipes = [f"{GROUP}/{name}" for choice in choices if choice.key == GROUP for name in choice.names]
-        raise Uncomposable(worded(error, sources, recipes)) from error
+        raise Uncomposable(worded(error, loader.get_sources(), recipes)) from error
 
 
-def _merged(entries: Sequence[ResultDefault], sources: Sequence[ConfigSource]) -> Files:
+def _merged(entries: Sequence[ResultDefault], repository: CachingConfigRepository) -> Files:
     """What `hydra.compose` makes of these entries, in one pass that also notes who sets each key (half the time)."""
     files = Files(OmegaConf.create())
     for entry in entries:
         path = str(entry.config_path)
-        used, *others = holders(sources, path)
-        content = used.load_config(path).config
+        used, *others = holders(repository.get_sources(), path)
+        content = repository.load_config(path).config  # type: ignore[union-attr]  # it was loaded for the defaults
         if not isinstance(content, DictConfig):
             raise ValueError(f"In '{path}': expected the sections of a job, not a list")
-        content.pop("defaults", None)
         boxed = OmegaConf.create()
         OmegaConf.update(boxed, entry.package, content) if entry.package else boxed.merge_with(content)
         files.config.merge_with(boxed)

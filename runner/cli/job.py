@@ -1,12 +1,17 @@
-"""The verbs that work on a run: start, resume, infer, export. What needs torch is imported when it is reached."""
+"""The verbs that work on a run: start, resume, infer, export.
+
+What they work with is imported when the config is composed: the answer to a mistake in it does not wait for that.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -14,10 +19,11 @@ from runner.cli.args import UsageError, is_override
 from runner.cli.compose import SPEC, Composed, Draft, More, compose_job, no_more, re_decode
 from runner.cli.overrides import TRUST
 from runner.cli.sources import GROUP
-from runner.decisions import Decisions
-from runner.folder import RunFolder, find, find_trained, shown
+from runner.place import VARIABLES
 from runner.spec.job import JobSpec
-from runner.tracker.text import harmless
+
+if TYPE_CHECKING:
+    from runner.folder import RunFolder
 
 SETTING = re.compile(r"[+~]*(\w+)(?:\.[\w.]*)?=")
 USABLE = re.compile(rf"[+]*(?:device(?:\.\w+)?=|model\.path=|{re.escape(TRUST)})")
@@ -32,6 +38,8 @@ def run(args: Namespace) -> int:
     if args.cfg:
         return _show(_composed(args, args.words))
 
+    if VARIABLES[0] not in os.environ:
+        return _start(args, args.words)
     from runner.launch import torchrun
 
     return torchrun.take_part(args.words, lambda words: _start(args, words))
@@ -39,6 +47,7 @@ def run(args: Namespace) -> int:
 
 def _start(args: Namespace, words: Sequence[str]) -> int:
     composed = _composed(args, words, _of_slurm)
+    from runner.folder import shown
     from runner.launch import local
     from runner.launch.slurm import task
 
@@ -78,6 +87,8 @@ def resume(args: Namespace) -> int:
     """Go on with a run."""
     where, overrides = _where(args.words)
     if args.cfg:
+        from runner.folder import find
+
         return _show(re_decode(find(where).spec, overrides))
 
     from runner.launch import torchrun
@@ -86,6 +97,8 @@ def resume(args: Namespace) -> int:
 
 
 def _go_on(where: str, overrides: Sequence[str]) -> int:
+    from runner.folder import find
+
     folder = find(where)
     before = re_decode(folder.spec, _trust(overrides))
     after = re_decode(folder.spec, overrides, more=_of_slurm)
@@ -101,11 +114,10 @@ def infer(args: Namespace) -> int:
     """Answer prompts: those typed, those of a file (one a line), or line by line from the keyboard."""
     _check_sampling(args)
     folder, prompts, composed = _used(args)
-    from runner.launch.session import load_torch, set_environment
-
-    set_environment(composed.spec, Decisions(composed.spec.strict))
-    load_torch(composed.spec.device.name)
+    _load_torch(composed.spec)
+    from runner.folder import shown
     from runner.launch import use
+    from runner.tracker.text import harmless
 
     if args.file:
         prompts += use.prompts_of(args.file)
@@ -134,10 +146,8 @@ def export(args: Namespace) -> int:
     folder, more, composed = _used(args)
     if more:
         raise UsageError(f"what is '{more[0]}'? write: run export latest --checkpoint 100 --out FOLDER")
-    from runner.launch.session import load_torch, set_environment
-
-    set_environment(composed.spec, Decisions(composed.spec.strict))
-    load_torch(composed.spec.device.name)
+    _load_torch(composed.spec)
+    from runner.folder import shown
     from runner.launch import use
 
     target, step = use.export(folder, composed.spec, args.checkpoint, args.out, args.merge)
@@ -145,6 +155,14 @@ def export(args: Namespace) -> int:
     print(f"{shown(folder.root)}, step {step}: {kind}", file=sys.stderr)
     print(shown(target))
     return 0
+
+
+def _load_torch(spec: JobSpec) -> None:
+    from runner.decisions import Decisions
+    from runner.launch.session import load_torch, set_environment
+
+    set_environment(spec, Decisions(spec.strict))
+    load_torch(spec.device.name)
 
 
 def _where(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -163,6 +181,8 @@ def _used(args: Namespace) -> tuple[RunFolder, list[str], Composed]:
             raise UsageError(
                 f"run {args.verb}: only device=…, model.path=… and {TRUST}… can be set, not {word}{prompt}"
             )
+    from runner.folder import find_trained, shown
+
     words = [word for word in args.words if word not in settings]
     where, words = _where(words)
     folder, passed_over = find_trained(where)

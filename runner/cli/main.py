@@ -5,7 +5,6 @@ argv ─▶ args ─▶ verb ─▶ handler (imported when chosen) ─▶ exit c
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import tempfile
@@ -16,17 +15,18 @@ from collections.abc import Sequence
 from runner import __version__
 from runner.cli.args import parse
 from runner.errors import PLUGIN_WARNINGS, Interrupted, RunnerError
+from runner.imports import import_frozen
 
 HANDLERS = {
     "run": "runner.cli.job:run",
     "resume": "runner.cli.job:resume",
-    "status": "runner.cli.status:show",
+    "status": "runner.cli.report:show",
     "infer": "runner.cli.job:infer",
     "export": "runner.cli.job:export",
     "doctor": "runner.cli.doctor:show",
     "plan": "runner.cli.plan:show",
     "bench": "runner.cli.bench:run",
-    "parity": "runner.cli.parity:run",
+    "parity": "runner.cli.plan:run",
     "sweep": "runner.cli.sweep:go",
     "report": "runner.cli.report:report",
     "diff": "runner.cli.report:diff",
@@ -71,7 +71,7 @@ def _dispatch(args: Namespace) -> int:
     chosen = "help" if args.help else "complete" if args.shell_completion else args.verb
     module, _, name = HANDLERS[chosen].partition(":")
     try:
-        code: int = getattr(importlib.import_module(module), name)(args)
+        code: int = getattr(import_frozen(module), name)(args)
         return code
     finally:
         for text in PLUGIN_WARNINGS:

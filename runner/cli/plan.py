@@ -1,14 +1,22 @@
-"""`run plan`: what a job would take on which cards, found without a card, without weights, in seconds."""
+"""`run plan`: what a job would take on which cards, found without a card, without weights, in seconds;
+`run parity`: whether another device computes what this one did. numpy and torch are imported on the way.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from runner.cli.args import UsageError
-from runner.cli.compose import SPEC, compose_job, re_decode
+from runner.cli.compose import SPEC, Composed, compose_job, re_decode
 from runner.device.cards import CARDS, USUAL, Card
+from runner.errors import EnvironmentProblem
+from runner.folder import shown
+from runner.registry import default_registry
 from runner.spec.job import JobSpec
 
 
@@ -23,7 +31,7 @@ def show(args: Namespace) -> int:
     spec = composed.spec
     card = _card(args.card, spec)
     from runner.plan import words
-    from runner.plan.advice import advise
+    from runner.plan.changes import advise
     from runner.plan.estimate import estimate
 
     plan = estimate(spec, card)
@@ -45,3 +53,67 @@ def _card(name: str | None, spec: JobSpec) -> Card | None:
             f"run plan: a {name} is a card of device={CARDS[name].device}, and the job has device={spec.device.name}"
         )
     return CARDS[name]
+
+
+STEPS, TOLERANCE = 5, 0.005
+FORMS = "write: run parity --record FILE device=cpu …, or run parity --compare FILE device=npu"
+
+
+def run(args: Namespace) -> int:
+    """Record the first steps of a job, or compare them; returns 0 where they agree. Raises Disagreement."""
+    if (args.record is None) == (args.compare is None):
+        raise UsageError(f"run parity: one of --record and --compare is expected; {FORMS}")
+    return _record(args) if args.compare is None else _compare(args)
+
+
+def _record(args: Namespace) -> int:
+    if args.tolerance is not None:
+        raise UsageError("run parity --record: --tolerance is for --compare")
+    from runner.parity import go
+
+    path, words = _target(args.record, args.words)
+    spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
+    composed = re_decode(spec, words, args.config_dir) if spec else compose_job(words, args.config_dir)
+    for note in composed.notes:
+        print(note, file=sys.stderr)
+    recording = go.record(composed.spec, min(args.steps or STEPS, composed.spec.steps), path)
+    steps = "1 step" if len(recording.steps) == 1 else f"{len(recording.steps)} steps"
+    print(f"recorded {steps} of {composed.spec.name} on {recording.made['device']['name']}")
+    if recording.idle:
+        print(f"note: {recording.idle}", file=sys.stderr)
+    print(f"compare  run parity --compare {shown(path)} device=npu")
+    return 0
+
+
+def _target(record: str, words: list[str]) -> tuple[Path, list[str]]:
+    """Where to write, and the job's words: `--record cpu` is short for `--record parity-cpu.safetensors device=cpu`."""
+    if record in default_registry().classes("device"):
+        if any(word.startswith("device=") for word in words):
+            raise UsageError(f"run parity --record {record} is a device already; with device=… name a file: {FORMS}")
+        record, words = f"parity-{record}.safetensors", [*words, f"device={record}"]
+    path = Path(record)
+    if path.is_dir() or not path.parent.is_dir():
+        raise EnvironmentProblem(f"--record {record}: a file in a folder that exists is expected")
+    return path, words
+
+
+def _compare(args: Namespace) -> int:
+    given = {"--steps": args.steps, "--spec": args.spec, "--config-dir": args.config_dir}
+    if unused := [flag for flag, value in given.items() if value is not None]:
+        raise UsageError(f"run parity --compare: the recording says which job and how many steps, not {unused[0]}")
+    from runner.parity import go, recording
+
+    recorded = recording.read(args.compare)
+    spec = _recorded(recorded.spec, args.words).spec
+    tolerance = TOLERANCE if args.tolerance is None else args.tolerance
+    go.compare_with(recorded, spec, tolerance, lambda lines: print("\n".join(lines)))
+    print("\nthey agree")
+    return 0
+
+
+def _recorded(spec: Mapping[str, object], words: list[str]) -> Composed:
+    """The recorded job, with what is said on the command line on top."""
+    with TemporaryDirectory(prefix="run-parity-") as folder:
+        path = Path(folder) / SPEC
+        path.write_text(json.dumps(spec), encoding="utf-8")  # JSON is YAML
+        return re_decode(path, words)

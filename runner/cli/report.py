@@ -1,14 +1,18 @@
-"""`run report`: a run's numbers as one HTML page; `run diff`: what differs between two runs."""
+"""`run report`: a run's numbers as one HTML page; `run diff`: what differs between two runs;
+`run status`: how far a run is, and how its processes are.
+"""
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from pathlib import Path
 
 from runner.cli.args import UsageError
 from runner.folder import find, shown
 from runner.report import diff as differ
-from runner.report.run_page import write_page
+from runner.report.page import write_page
+from runner.report.standing import lines, standing
 from runner.sweep.plan import SweepFolder
 
 
@@ -35,4 +39,16 @@ def diff(args: Namespace) -> int:
     if args.out:
         differ.write_page(first, second, args.out)
         print(f"\npage     {shown(args.out)}")
+    return 0
+
+
+def show(args: Namespace) -> int:
+    """Print it; with --json, for programs. Changes nothing."""
+    if len(args.words) > 1:
+        raise UsageError("run status: one run is expected, latest or a folder; for a sweep: run sweep status latest")
+    where = args.words[0] if args.words else "latest"
+    if SweepFolder(Path(where)).plan.is_file():
+        raise UsageError(f"{where} is a sweep: run sweep status {where}; a job of it: run status {where}/000")
+    found = standing(find(where))
+    print(json.dumps(found.plain(), indent=1) if args.json else "\n".join(lines(found)))
     return 0

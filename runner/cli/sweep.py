@@ -12,11 +12,11 @@ import yaml
 
 from runner.checkpoint.config import direction
 from runner.cli.args import ACTIONS, UsageError, is_override
+from runner.cli.axes import better, decode
 from runner.cli.compose import SPEC, compose_job, re_decode
 from runner.cli.expand import Expansion, Member, expand
 from runner.cli.files import SWEEP
 from runner.cli.overrides import TRUST, read
-from runner.cli.sweep_options import better, decode
 from runner.errors import Problem, SpecError
 from runner.spec import suggest
 from runner.spec.job import JobSpec

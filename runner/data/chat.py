@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from runner.data.examples import Chat
-from runner.data.messages import Message, is_learnt
+from runner.data.examples import Chat, Message, is_learnt
 from runner.errors import DataError
 
 if TYPE_CHECKING:

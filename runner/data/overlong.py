@@ -16,10 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from runner.data.branches import Answered
 from runner.data.examples import Reading
 from runner.data.rows import Problems
-from runner.data.tokenise import Encoded
+from runner.data.tokenise import Answered, Encoded
 
 Rule = Literal["error", "skip", "truncate_left", "truncate_right", "split"]
 

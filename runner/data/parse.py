@@ -14,9 +14,18 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from runner.data.examples import Answers, Ask, Chat, Plain, Tools
-from runner.data.json_reader import kind
-from runner.data.messages import Message, conversation_fault, is_messages, prompt_fault
+from runner.data.examples import (
+    Answers,
+    Ask,
+    Chat,
+    Message,
+    Plain,
+    Tools,
+    conversation_fault,
+    is_messages,
+    prompt_fault,
+)
+from runner.data.readers import kind
 from runner.data.rows import Row
 
 

@@ -18,7 +18,6 @@ import tokenizers
 import transformers
 
 from runner.data import store
-from runner.data.branches import encode
 from runner.data.config import SourceConfig
 from runner.data.dataset import HeldOut, TokenisedData
 from runner.data.examples import Reading, held_out_reading
@@ -27,7 +26,7 @@ from runner.data.formats import FormatCheck
 from runner.data.order import BySize, Mixture, Order, Rounds
 from runner.data.overlong import Limit, Tally
 from runner.data.rows import Problems, Row
-from runner.data.tokenise import Tokeniser
+from runner.data.tokenise import Tokeniser, encode
 from runner.errors import DataError
 from runner.protocols import Decide
 from runner.spec.base import ItemKind

@@ -1,4 +1,10 @@
-"""Files to rows, strictly: nothing is coerced, skipped or guessed, and every fault names file and line.
+"""Bytes of a file to decoded lines with their places; what is not UTF-8 or far too long is a problem.
+
+CSV to rows: a header, comma-separated, every value text; nothing is taken for a number or a date.
+
+JSONL and JSON to rows, by a strict reading of JSON: no NaN, no key twice, nothing coerced.
+
+Files to rows, strictly: nothing is coerced, skipped or guessed, and every fault names file and line.
 
     data.path ──find_files──▶ files ──read_file──▶ Row, Row, …      faults ──▶ Problems
 
@@ -8,16 +14,228 @@ some values look like them, and lets broken bytes and missing columns pass. No t
 
 from __future__ import annotations
 
+import csv
 import difflib
+import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.data.csv_reader import read_csv
-from runner.data.json_reader import read_json, read_jsonl
 from runner.data.rows import Place, Problems, Row
 from runner.errors import DataError
+
+MAX_ROW_BYTES = 16 * 2**20  # a longer row is no training example but a mistake, e.g. a JSON list in a .jsonl
+BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One decoded line with its line end, if it has one."""
+
+    place: Place
+    text: str
+
+
+def read_lines(file: Path, problems: Problems, limit: int | None = MAX_ROW_BYTES) -> Iterator[Line]:
+    """Decoded lines of at most `limit` bytes (None: any length).
+
+    A byte that is not UTF-8 is a problem; its line is read on with marks in its place, to find more faults.
+    """
+    for number, start, raw in _raw_lines(file, problems, limit):
+        place = Place(str(file), number)
+        if number == 1 and raw.startswith(BOM):
+            start, raw = start + len(BOM), raw[len(BOM) :]
+        try:
+            yield Line(place, raw.decode())
+        except UnicodeDecodeError as error:
+            problems.add(place, _not_utf8(raw, error, start))
+            yield Line(place, raw.decode(errors="replace"))
+
+
+def _raw_lines(file: Path, problems: Problems, limit: int | None) -> Iterator[tuple[int, int, bytes]]:
+    """(line number, byte offset, bytes) of each line; one above the limit is a problem and left out."""
+    most = -1 if limit is None else limit + 1
+    number, offset = 0, 0
+    with file.open("rb") as handle:
+        while raw := handle.readline(most):
+            number, start = number + 1, offset
+            offset += len(raw)
+            if limit is None or len(raw) <= limit:
+                yield number, start, raw
+                continue
+            problems.add(
+                Place(str(file), number), f"a row of more than {limit >> 20} MiB; expected one training example"
+            )
+            while raw and not raw.endswith(b"\n"):
+                raw = handle.readline(most)
+                offset += len(raw)
+
+
+def _not_utf8(raw: bytes, error: UnicodeDecodeError, start: int) -> str:
+    utf16 = "; it looks like UTF-16" if start == 0 and raw[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+    at = f"byte offset {start + error.start} (0x{raw[error.start]:02x})"
+    return f"not UTF-8 at {at}; save the file as UTF-8{utf16}"
+
+
+def read_csv(file: Path, problems: Problems) -> Iterator[Row]:
+    """Rows under the header's names; a row stands at the line where it begins, as fields may hold line breaks."""
+    csv.field_size_limit(MAX_ROW_BYTES)  # the module's own limit of 128 KiB is below a long text
+    records = _records(file, problems)
+    header = next(records, None)
+    if header is None or not _header_is_sound(header, problems):
+        return
+    names, rows = header[1], 0
+    for place, fields in records:
+        rows += 1
+        if len(fields) == len(names):
+            yield Row(place, dict(zip(names, fields, strict=True)))
+        else:
+            problems.add(place, f"{len(fields)} fields; expected {len(names)}, as the header has: {', '.join(names)}")
+    if not rows and not problems.count:
+        problems.add(str(file), "a header and no rows; expected at least one row")
+
+
+def _records(file: Path, problems: Problems) -> Iterator[tuple[Place, list[str]]]:
+    """Every record with its place, blank lines left out; broken quoting ends the reading."""
+    reader = csv.reader((line.text for line in read_lines(file, problems)), strict=True)
+    first = 1
+    try:
+        for fields in reader:
+            if fields:
+                yield Place(str(file), first), fields
+            first = reader.line_num + 1
+    except csv.Error as error:
+        problems.add(
+            Place(str(file), first), f"broken CSV in the row that begins here: {error}; expected quotes in pairs"
+        )
+
+
+def _header_is_sound(header: tuple[Place, list[str]], problems: Problems) -> bool:
+    place, names = header
+    unsound = sorted({name for name in names if names.count(name) > 1 or not name})
+    if unsound:
+        problems.add(place, f"the header's names are not distinct or empty: {unsound}; expected one name per column")
+    return not unsound
+
+
+BLANKS = re.compile(r"[ \t\r\n]*")
+SURROGATE = re.compile(r"[\ud800-\udfff]")
+KINDS: dict[type, str] = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+
+
+def kind(value: Any) -> str:
+    """The word for the JSON type of `value`."""
+    return KINDS.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
+
+
+def read_jsonl(file: Path, problems: Problems) -> Iterator[Row]:
+    """One object a line; blank lines hold no row."""
+    blank = True
+    for line in read_lines(file, problems):
+        if not line.text.strip():
+            continue
+        blank = False
+        try:
+            value = DECODER.decode(line.text.rstrip("\r\n"))
+        except (ValueError, RecursionError) as error:
+            cut = "" if line.text.endswith("\n") else "; the last line has no line end: the file may be cut off"
+            problems.add(line.place, f"{_fault(error)}; expected one JSON object a line{cut}")
+            continue
+        yield from _row(line.place, value, line.text, problems)
+    if blank:
+        problems.add(str(file), "only blank lines; expected at least one row")
+
+
+def read_json(file: Path, problems: Problems) -> Iterator[Row]:
+    """A list of objects, held in memory; broken JSON ends the reading, for nothing after it can be trusted."""
+    text = "".join(line.text for line in read_lines(file, problems, limit=None))
+    start = _skip(text, 0)
+    if text[start : start + 1] != "[":
+        place = Place(str(file), text.count("\n", 0, start) + 1)
+        problems.add(place, "expected a list of objects, [{...}, ...]; a file with one object a line is named .jsonl")
+        return
+    line, counted, rows = 1, 0, 0
+    try:
+        for value, begin, end in _elements(text, start + 1):
+            line, counted, rows = line + text.count("\n", counted, begin), begin, rows + 1
+            yield from _row(Place(str(file), line), value, text[begin:end], problems)
+    except _Broken as broken:
+        number = text.count("\n", 0, broken.position) + 1
+        problems.add(Place(str(file), number), f"{broken}; expected a list of objects")
+        return
+    if not rows:
+        problems.add(str(file), "the list is empty; expected at least one row")
+
+
+class _Broken(Exception):
+    """JSON that cannot be read on from `position`."""
+
+    def __init__(self, message: str, position: int) -> None:
+        super().__init__(message)
+        self.position = position
+
+
+def _elements(text: str, at: int) -> Iterator[tuple[Any, int, int]]:
+    """(value, begin, end) of each element of the list whose bracket stands before `at`."""
+    at = _skip(text, at)
+    more = text[at : at + 1] != "]"
+    while more:
+        try:
+            value, end = DECODER.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise _Broken(_fault(error), error.pos) from error
+        except (ValueError, RecursionError) as error:
+            raise _Broken(_fault(error), at) from error
+        yield value, at, end
+        at = _skip(text, end)
+        more = text[at : at + 1] == ","
+        if more:
+            at = _skip(text, at + 1)
+    if text[at : at + 1] != "]":
+        what = "the file ends" if at >= len(text) else f"found {text[at]!r}"
+        raise _Broken(f"broken JSON: {what} where , or ] must follow", at)
+    if _skip(text, at + 1) < len(text):
+        raise _Broken("broken JSON: more text after the list", _skip(text, at + 1))
+
+
+def _skip(text: str, at: int) -> int:
+    blank = BLANKS.match(text, at)
+    return blank.end() if blank else at
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} stands twice in one object")
+    return found
+
+
+def _constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+
+
+def _fault(error: ValueError | RecursionError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"broken JSON at column {error.colno}: {error.msg}"
+    return "objects are nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def _row(place: Place, value: Any, source: str, problems: Problems) -> Iterator[Row]:
+    """The row, if it is an object of whole characters."""
+    if not isinstance(value, dict):
+        problems.add(place, f"expected an object with columns, {{...}}, found {kind(value)}")
+    # "\ud83d" alone is legal JSON and no text: it would fail later, inside a tokenizer, without a line number
+    elif "\\u" in source and SURROGATE.search(json.dumps(value, ensure_ascii=False)):
+        problems.add(place, "half a surrogate pair (\\ud800-\\udfff alone); expected whole characters")
+    else:
+        yield Row(place, value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,13 @@ import json
 import os
 import shutil
 import tempfile
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
 
-import datasets  # type: ignore[import-untyped]
 import pyarrow as pa
 
 from runner.errors import StorageError
@@ -37,25 +38,35 @@ Fill = Callable[[Write], Summary]  # writes all rows and says what it found
 
 
 class Table:
-    """Tokenised rows, read when asked for."""
+    """Tokenised rows, read when asked for.
 
-    def __init__(self, rows: datasets.Dataset) -> None:
-        self._rows = rows
+    pyarrow alone reads them: `datasets` would import pandas and cost each process half a processor second.
+    """
+
+    def __init__(self, source: pa.Buffer | pa.NativeFile) -> None:
+        """`source` holds an Arrow stream, whose batches are not copied."""
+        with pa.ipc.open_stream(source) as stream:
+            self._batches = list(stream)
+        self._starts = [0, *accumulate(batch.num_rows for batch in self._batches)]
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._starts[-1]
 
     def rows(self, indices: Sequence[int]) -> list[Record]:
         """The record of each index, in that order."""
-        columns = self._rows[list(indices)]
-        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return [self._row(index) for index in indices]
+
+    def _row(self, index: int) -> Record:
+        number = bisect_right(self._starts, index) - 1
+        record: Record = self._batches[number].slice(index - self._starts[number], 1).to_pylist()[0]
+        return record
 
 
 def in_memory(schema: pa.Schema, fill: Fill) -> tuple[Table, Summary]:
     """The table that `fill` writes, nothing on disk."""
     sink = pa.BufferOutputStream()
     summary = _write(sink, schema, fill)
-    return Table(datasets.Dataset.from_buffer(sink.getvalue())), summary
+    return Table(sink.getvalue()), summary
 
 
 def on_disk(folder: Path, schema: pa.Schema, fill: Fill, damaged: Callable[[str], None]) -> tuple[Table, Summary]:
@@ -76,7 +87,7 @@ def on_disk(folder: Path, schema: pa.Schema, fill: Fill, damaged: Callable[[str]
         raise StorageError(
             f"cannot write the token cache {folder}: {error.strerror or error}; free space, or set data.cache=false"
         ) from error
-    return Table(datasets.Dataset.from_file(str(folder / "tokens.arrow"))), summary
+    return Table(pa.memory_map(str(folder / "tokens.arrow"))), summary
 
 
 @contextmanager

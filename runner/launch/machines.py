@@ -27,10 +27,9 @@ import psutil
 from runner.core.subprocess import JsonLines
 from runner.errors import DeadlineExceeded, EnvironmentProblem, Problem, RankLost, SpecError
 from runner.folder import RunFolder
-from runner.launch.stage import RECIPE
 from runner.launch.verdict import INTERRUPTED, KILLED, LOST, WAITED, Verdict
 from runner.signals import StopSignal
-from runner.spec.job import JobSpec
+from runner.spec.job import RECIPE, JobSpec
 from runner.spec.origin import leaves
 
 RETRY_S = 0.5

@@ -38,7 +38,7 @@ def _serve(folder: RunFolder, attempt: int, index: int) -> None:
         decide = Decisions(spec.strict)
         set_environment(spec, decide)
         load_torch(spec.device.name)
-        from runner.build.sampling import build_own_sampler
+        from runner.build.samplers import build_own_sampler
         from runner.sampler.remote.server import serve
 
         with memory_errors(spec):

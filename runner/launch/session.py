@@ -25,6 +25,7 @@ from runner.device.presets import npu_objection, resolve
 from runner.errors import DeadlineExceeded, EnvironmentProblem, OutOfMemory, RankLost
 from runner.folder import RunFolder, is_latest, shown
 from runner.identity import refuse_changed_spec
+from runner.imports import import_frozen
 from runner.launch.export import write_export
 from runner.launch.records import NoRecords, Records
 from runner.launch.stage import is_stage
@@ -100,7 +101,8 @@ class Session:
 
     def _build(self, records: Records, console: Console) -> tuple[Built, int]:
         """The job, at the state of the newest checkpoint, and the step it goes on at; opens `records` on the way."""
-        from runner import build  # torch is imported here: folder, spec and status exist by now
+        import_frozen("runner.build")  # with torch and transformers: folder, spec and status exist by now
+        from runner import build
 
         store = build.build_store(self.spec, self.folder)
         loaded = self._load(store, records, console)
@@ -250,7 +252,7 @@ def set_environment(spec: JobSpec, decide: Decisions) -> None:
 def load_torch(device: str) -> None:
     """Import torch. Raises EnvironmentProblem where that fails, as it does if torch_npu does not fit torch or CANN."""
     try:
-        import torch  # noqa: F401
+        import_frozen("torch")
     except (ImportError, OSError, RuntimeError) as error:
         cause = f"{error} (from {type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ else str(error)
         raise EnvironmentProblem(f"import torch fails: {cause}\n  what is wrong: run doctor device={device}") from error

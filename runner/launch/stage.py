@@ -28,11 +28,11 @@ from runner.folder import OUTPUTS
 from runner.identity import LIBRARIES
 from runner.manifest import fingerprint
 from runner.place import alone
+from runner.spec.job import RECIPE
 from runner.spec.origin import leaves
 
 STAGE = "RUNNER_STAGE"  # set in the environment of a recipe that is run first
 STAGES = OUTPUTS / "stages"
-RECIPE = "recipe:"
 HOW_IT_IS_WATCHED = ("name", "tracker", "watch", "strict")  # what changes nothing of the result
 LAYOUT = ("launch", "parallelism")  # nor does this, up to the order of summation
 KEY_CHARACTERS = 16

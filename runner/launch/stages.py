@@ -21,10 +21,10 @@ from runner.core.subprocess import ChildProcess
 from runner.errors import EnvironmentProblem, Interrupted, Problem, SpecError, StorageError
 from runner.folder import RunFolder, shown
 from runner.launch.slurm.task import obeyed
-from runner.launch.stage import RECIPE, StageFailed, environment, folder_of, go_on, layout_of, words_of
+from runner.launch.stage import StageFailed, environment, folder_of, go_on, layout_of, words_of
 from runner.signals import Interrupts
 from runner.slurm.commands import count_stage
-from runner.spec.job import JobSpec
+from runner.spec.job import RECIPE, JobSpec
 
 TRUSTED = "model.trust_remote_code=true"  # what no spec.yaml may say for the user
 TOKENIZERS = ("tokenizer*", "vocab.*", "*.model")

@@ -22,8 +22,8 @@ from runner.errors import UnfitModel
 from runner.model import decoding, generation, head
 from runner.model.config import ModelConfig
 from runner.model.context import Tokens
-from runner.model.folded import folded
-from runner.model.positions import longest_row
+from runner.model.export import folded
+from runner.model.layout import longest_row
 from runner.model.precision import cache_casts
 from runner.model.probe import head_objection
 from runner.model.ragged import RaggedModel

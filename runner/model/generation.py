@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from runner.model.decoding import Decoder, Prompt, Way
-from runner.model.positions import longest_row, room
+from runner.model.layout import longest_row, room
 from runner.protocols import Finish, Written
 
 REPLACEMENT = "\ufffd"  # what a decoder shows for the bytes of an unfinished character

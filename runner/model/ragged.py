@@ -20,19 +20,18 @@ from torch import Tensor, distributed, nn
 
 from runner.batch import Batch, pack
 from runner.errors import Problem, SpecError
-from runner.model import export, layout, streamed
-from runner.model.alone import gathered_on_cpu, rebuilt
+from runner.model import export, layout, published
+from runner.model.build import Source
 from runner.model.compiled import Compiled, refuse_without_compiler
 from runner.model.config import ModelConfig
 from runner.model.context import Ranks, Sharing, Style, Tokens
-from runner.model.dropout import largest, switch_off
+from runner.model.export import gathered_on_cpu, rebuilt
 from runner.model.flops import model_flops
-from runner.model.positions import check_rows, longest_row
+from runner.model.layout import check_rows, longest_row
 from runner.model.precision import cast_on_read, float32_modules, is_tied
 from runner.model.probe import PROBE_ROWS, close, kernel_objection, packed_objection
 from runner.model.published import Published, Way
-from runner.model.recompute import recompute
-from runner.model.source import Source
+from runner.model.recompute import largest, recompute, switch_off
 from runner.model.whole import Whole
 from runner.protocols import Decide, Stage, VarlenAttention
 from runner.quiet import no_progress_bar
@@ -242,7 +241,7 @@ class RaggedModel:
         """
         with nullcontext() if self.whole.sharded else self.gathered():  # where another than torch keeps the pieces
             if self.whole.sharded and self.module is self.inner:
-                streamed.write(self.module, folder)
+                published.write(self.module, folder)
             else:
                 module = self._alone(folder is not None)
                 if folder is not None:
@@ -276,7 +275,7 @@ class RaggedModel:
     def blueprint(self, folder: Path) -> None:
         """Write what `save` does but for the weights, of the merged model: configs and tokenizer. The adapter's config
         goes into a folder of its own, `adapter`, or the model would be taken for one. Raises OSError."""
-        streamed.write_configs(self._published.written.model, folder)
+        published.write_configs(self._published.written.model, folder)
         with no_progress_bar():
             self.tokenizer.save_pretrained(folder)
         if self.module is not self.inner:

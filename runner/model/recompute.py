@@ -1,4 +1,6 @@
-"""What a decoder layer keeps for its backward pass, and what it computes a second time (activation checkpointing).
+"""Dropout of a transformers or peft model, switched off for good.
+
+What a decoder layer keeps for its backward pass, and what it computes a second time (activation checkpointing).
 
     full        what goes into the layer                             (Chen et al., 1604.06174)
     every n-th  the same in layers 0, n, 2n, …; the others keep everything
@@ -12,14 +14,15 @@ that is set here, in training mode. Dropout draws the same numbers in both passe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -29,6 +32,30 @@ from torch.utils.checkpoint import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from runner.protocols import Decide
+
+
+def largest(module: nn.Module) -> float:
+    """The largest rate of dropout that there is: of activations, attention, adapters' inputs or whole layers."""
+    return max((getattr(part, name) for part, name in _rates(module)), default=0.0)
+
+
+def switch_off(module: nn.Module) -> None:
+    """Let training mode drop nothing."""
+    for part, name in list(_rates(module)):
+        setattr(part, name, 0.0)
+
+
+def _rates(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Where models keep rates: in dropout modules, or in numbers of their own that are named after it
+    (attention_dropout, attn_pdrop, layerdrop, …)."""
+    for part in module.modules():
+        names = ["p"] if isinstance(part, _DropoutNd) else [n for n, v in vars(part).items() if _is_rate(n, v)]
+        yield from ((part, name) for name in names)
+
+
+def _is_rate(name: str, value: object) -> bool:
+    return "drop" in name and isinstance(value, float)
+
 
 OPTION = "model.gradient_checkpointing"
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

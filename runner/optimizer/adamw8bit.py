@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from runner.errors import EnvironmentProblem
 from runner.optimizer.config import AdamW8bitConfig
-from runner.optimizer.groups import decay_groups
+from runner.optimizer.optimizers import decay_groups
 from runner.protocols import Decide
 from runner.randomness import derive
 

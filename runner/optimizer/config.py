@@ -39,7 +39,7 @@ class OptimizerConfig(ComponentConfig):
 class AdamWConfig(OptimizerConfig):
     """AdamW (Loshchilov & Hutter, 1711.05101)."""
 
-    factory: ClassVar[str] = "runner.optimizer.adamw:build"
+    factory: ClassVar[str] = "runner.optimizer.optimizers:build_adamw"
     name: Literal["adamw"] = "adamw"
     betas: Annotated[Pair, Field(description="Decay rates of the first and second moment.")] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
@@ -53,7 +53,7 @@ class AdamWConfig(OptimizerConfig):
 class SgdConfig(OptimizerConfig):
     """Stochastic gradient descent."""
 
-    factory: ClassVar[str] = "runner.optimizer.sgd:build"
+    factory: ClassVar[str] = "runner.optimizer.optimizers:build_sgd"
     name: Literal["sgd"] = "sgd"
     momentum: float = Field(default=0.0, ge=0, lt=1, description="Share of the previous update that is kept.")
 
@@ -125,7 +125,7 @@ class AdamW8bitConfig(UnshardedOptimizerConfig):
 class MuonConfig(UnshardedOptimizerConfig):
     """Muon (Jordan et al., 2024) for matrices inside of layers, AdamW for all else; needs torch 2.9."""
 
-    factory: ClassVar[str] = "runner.optimizer.muon:build"
+    factory: ClassVar[str] = "runner.optimizer.optimizers:build_muon"
     name: Literal["muon"] = "muon"
     momentum: float = Field(default=0.95, ge=0, lt=1, description="Share of the previous momentum that is kept.")
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = Field(

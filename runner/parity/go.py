@@ -15,8 +15,7 @@ from runner.folder import RunFolder
 from runner.launch.local import ready
 from runner.launch.session import load_torch, memory_errors, set_environment
 from runner.launch.words import on_screen
-from runner.parity import report
-from runner.parity.compare import compare, refuse_other_job, refuse_other_start
+from runner.parity.compare import compare, lines, refuse_other_job, refuse_other_start, verdict
 from runner.parity.recording import Recording, write
 from runner.spec.job import JobSpec
 
@@ -38,9 +37,9 @@ def compare_with(recorded: Recording, spec: JobSpec, tolerance: float, show: Cal
     refuse_other_job(recorded.spec, spec)
     here = _played(spec, len(recorded.steps), recorded, lambda start: refuse_other_start(recorded, start))
     found = compare(recorded, here, sampled=spec.algorithm.samples)
-    show(list(report.lines(found, recorded, here, tolerance)))
+    show(list(lines(found, recorded, here, tolerance)))
     if not found.agrees(tolerance):
-        raise Disagreement(report.verdict(found, tolerance))
+        raise Disagreement(verdict(found, tolerance))
 
 
 def _refuse_unwatched(spec: JobSpec) -> None:

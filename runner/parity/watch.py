@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from runner.batch import Batch
 from runner.learner import LocalLearner
 from runner.metrics import Metrics
-from runner.parity.recording import Print
-from runner.parity.sketch import first_tensor, sketch
+from runner.parity.recording import Print, first_tensor, sketch
 from runner.protocols import LossFn, Outputs, State
 
 

@@ -14,15 +14,12 @@ from dataclasses import dataclass
 from runner.device.cards import HCCL_BUFFERS, Card
 from runner.errors import Problem, SpecError
 from runner.parallelism.mesh import Mesh
-from runner.plan.architecture import architecture
 from runner.plan.measure import Passes
-from runner.plan.model import of_experts, sliced
+from runner.plan.model import architecture, of_experts, sliced
 from runner.plan.sampling import Engine, Samplers, asleep, engine_of, least_seconds, samplers_of, shelf_of
-from runner.plan.spread import Stage, spread_of
-from runner.plan.term import Phase, Term
+from runner.plan.spread import Phase, Stage, Term, Weights, spread_of, weights
 from runner.plan.terms import Terms, frozen_of
 from runner.plan.traffic import Work, work_of
-from runner.plan.weights import Weights, weights
 from runner.sampler.vllm.ascend import LOST, REMEDY
 from runner.spec.job import JobSpec
 

@@ -23,9 +23,8 @@ from runner.batch import Batch, pack
 from runner.decisions import Decisions
 from runner.model.flops import is_expert
 from runner.plan.model import cut, layers, made, period, samples, unmixed
-from runner.plan.operators import fused_attention
 from runner.plan.spread import Spread
-from runner.plan.tracking import META, Kind, Tracker, keep_gradients
+from runner.plan.tracking import META, Kind, Tracker, fused_attention, keep_gradients
 from runner.spec.base import Head
 from runner.spec.job import JobSpec
 

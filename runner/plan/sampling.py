@@ -18,10 +18,8 @@ from runner.device.cards import GIB, Card
 from runner.model.build import DTYPES
 from runner.model.flops import head_size
 from runner.plan.measure import longest
-from runner.plan.spread import Spread
-from runner.plan.term import Term
+from runner.plan.spread import Part, Spread, Term, Weights
 from runner.plan.traffic import compute_dtype, peak_flops, size_of
-from runner.plan.weights import Part, Weights
 from runner.sampler.base import DrawingConfig
 from runner.sampler.server.config import VllmServerConfig
 from runner.sampler.vllm.arguments import ALONE, BESIDE

@@ -15,14 +15,12 @@ from typing import Any
 
 from runner.model.build import DTYPES
 from runner.model.flops import head_size
-from runner.plan.architecture import published
 from runner.plan.measure import Passes
+from runner.plan.model import published
 from runner.plan.sampling import Engine, asleep, by_the_model
-from runner.plan.spread import Spread, Stage
-from runner.plan.term import Phase, Term
+from runner.plan.spread import Part, Phase, Spread, Stage, Term, Weights, weights
 from runner.plan.tracking import Kind
 from runner.plan.traffic import attending, compute_dtype, size_of
-from runner.plan.weights import Part, Weights, weights
 from runner.spec.job import JobSpec
 
 

@@ -18,8 +18,7 @@ from runner.device.cards import Card
 from runner.model.build import DTYPES
 from runner.model.flops import attention_pairs, head_size
 from runner.plan.measure import longest
-from runner.plan.spread import Spread, Stage
-from runner.plan.weights import Weights
+from runner.plan.spread import Spread, Stage, Weights
 from runner.spec.job import JobSpec
 
 

@@ -1,6 +1,5 @@
 """The seams: what the loop, the learner and the components know of one another."""
 
-from runner.protocols.around import Around as Around
 from runner.protocols.data import Data as Data
 from runner.protocols.data import Item as Item
 from runner.protocols.data import Judged as Judged
@@ -13,7 +12,9 @@ from runner.protocols.device import Device as Device
 from runner.protocols.device import VarlenAttention as VarlenAttention
 from runner.protocols.learning import LOGPROBS as LOGPROBS
 from runner.protocols.learning import Algorithm as Algorithm
+from runner.protocols.learning import Callback as Callback
 from runner.protocols.learning import Experience as Experience
+from runner.protocols.learning import Gradients as Gradients
 from runner.protocols.learning import Learner as Learner
 from runner.protocols.learning import LinearLossFn as LinearLossFn
 from runner.protocols.learning import LogitsLossFn as LogitsLossFn
@@ -21,16 +22,15 @@ from runner.protocols.learning import Loss as Loss
 from runner.protocols.learning import LossFn as LossFn
 from runner.protocols.learning import Model as Model
 from runner.protocols.learning import Outputs as Outputs
+from runner.protocols.learning import Peers as Peers
 from runner.protocols.learning import Role as Role
 from runner.protocols.learning import Sample as Sample
+from runner.protocols.learning import Stage as Stage
 from runner.protocols.learning import State as State
+from runner.protocols.learning import StepEnd as StepEnd
 from runner.protocols.learning import Terms as Terms
-from runner.protocols.parallel import Gradients as Gradients
-from runner.protocols.parallel import Peers as Peers
-from runner.protocols.parallel import Stage as Stage
-from runner.protocols.running import Callback as Callback
-from runner.protocols.running import StepEnd as StepEnd
-from runner.protocols.running import Tracker as Tracker
+from runner.protocols.learning import Tracker as Tracker
+from runner.protocols.sampling import Around as Around
 from runner.protocols.sampling import Bounds as Bounds
 from runner.protocols.sampling import Completion as Completion
 from runner.protocols.sampling import Environment as Environment

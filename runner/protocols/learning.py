@@ -1,4 +1,4 @@
-"""How a step learns: losses, models, learners, algorithms.
+"""How a step learns: processes, losses, models, learners, algorithms, callbacks, trackers.
 
 Legend: N rows, T tokens, S of them (see `runner.batch`).
 """
@@ -7,12 +7,84 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from runner.batch import Batch
 from runner.metrics import Metrics
+from runner.turns import Turn
+
+T = TypeVar("T")
+
+
+class Peers(Protocol):
+    """The data ranks of a job as one of them, `rank` of `size`, sees them.
+
+    Every verb is collective: all ranks call the same ones in the same order. Each raises DeadlineExceeded where a rank
+    does not come.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    # what each rank gave, in the order of the ranks: plain values, records of them, tensors on the CPU
+    def gather(self, value: T) -> list[T]: ...
+
+    # the same of named tensors, which come back on the device they are on here
+    def gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]: ...
+
+    # in place, on their device; all ranks give the same shapes and data types; half precision is added in float32
+    def sum_(self, tensors: Sequence[Tensor]) -> None: ...
+
+    # in place, on its device: becomes the first rank's, byte for byte; all give the same shape and type, contiguous
+    def from_first_(self, tensor: Tensor) -> None: ...
+
+
+class Gradients(Protocol):
+    """How what the ranks find of a model's gradients becomes that of one process. Both verbs are collective."""
+
+    # add what other ranks found, in place, of the parameters that learn, in the same order on all ranks
+    def add(self, parameters: Sequence[nn.Parameter]) -> None: ...
+
+    # the 2-norm of all gradients together, float32 [], equal on all ranks
+    def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor: ...
+
+
+class Stage(Protocol):
+    """The layers of a model that lie on this rank, in one run or, interleaved with those of other ranks, in several."""
+
+    @property
+    def ends(self) -> bool: ...  # whether the run of layers that is entered is the last, and the heads follow it
+
+    @property
+    def depth(self) -> int: ...  # how many runs of layers come before it
+
+    @property
+    def stages(self) -> int: ...  # how many ranks a micro-batch passes through
+
+    @property
+    def elsewhere(self) -> frozenset[nn.Module | nn.Parameter]: ...  # layers and parameters that other ranks have
+
+    # parameters that the first and the last rank both have, each with a part of the gradient
+    def tied(self) -> Sequence[Tensor]: ...
+
+    # the passes of so many micro-batches, in the order in which no rank waits for ever
+    def turns(self, count: int) -> Sequence[Turn]: ...
+
+    def flow(self, count: int) -> Sequence[Turn]: ...  # those of passes without gradient
+
+    def enter(self, turn: Turn) -> None: ...  # the next pass is this one
+
+    # all parameters that are here have their numbers, and will stay these objects
+    def settle(self) -> None: ...
+
+    # what `run` makes of a transformers model's forward, or of as much of it as lies here
+    def passed(self, run: Callable[[Callable[..., Any]], T], forward: Callable[..., Any]) -> T: ...
+
 
 LOGPROBS = frozenset({"logprobs"})  # what most losses need
 Outputs = Mapping[str, Tensor]  # name → [T] (or [N]) tensor
@@ -127,3 +199,42 @@ class Algorithm(Protocol):
     def state_dict(self) -> State: ...
 
     def load_state_dict(self, state: State) -> None: ...
+
+
+@dataclass(slots=True)
+class StepEnd:
+    """A finished step on its way through the callbacks, which may add numbers.
+
+    step counts finished steps (1-based); samples are what the step learnt from, some of which are kept; `last` is
+    true at the end of the run; `stopping` when a signal asked to end here.
+    """
+
+    step: int
+    values: dict[str, float]
+    last: bool
+    samples: Sequence[Sample] = ()
+    stopping: bool = False
+
+
+class Callback(Protocol):
+    """Hangs on the loop: sees the start, each finished step and the end; may own state that is checkpointed."""
+
+    def on_start(self, step: int) -> None: ...
+
+    def on_step(self, end: StepEnd) -> None: ...
+
+    def on_end(self) -> None: ...
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: State) -> None: ...
+
+
+class Tracker(Protocol):
+    """A sink for metrics; must never raise because of an outage, and never block a step."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def finish(self, status: str) -> list[str]: ...  # lines to print at the end, e.g. how to sync

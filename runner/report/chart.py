@@ -1,6 +1,8 @@
-"""A line chart as inline SVG: axes, one line per curve, its name on hover. Colours and sizes are the style sheet's.
+"""Charts as inline SVG. Lines: axes, one line per curve, its name on hover. Colours and sizes are the style sheet's.
 
 curves (name, hue, points) ─▶ ranges ─▶ round ticks ─▶ <svg>
+
+Points: two numbers per job; those that no other beats are filled.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runner.report.series import Series
+from runner.report.facts import Series
 from runner.tracker.text import number
 
 WIDTH, HEIGHT = 720, 300
@@ -120,3 +122,33 @@ def _stride(count: int) -> int:
     """A number of hues to go on by that visits all of them, near the golden section."""
     wanted = max(round(count * 0.618), 1)
     return next(s for s in range(wanted, 0, -1) if math.gcd(s, max(count, 1)) == 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A job's two numbers; `key` ties it to a row of a table, `chosen` are filled."""
+
+    name: str
+    key: str
+    hue: int
+    x: float
+    y: float
+    chosen: bool
+
+
+def scatter_svg(points: Sequence[Point], x: str, y: str) -> str:
+    """A chart of the points; `x` and `y` name the axes."""
+    if not points:
+        return "<p>no values yet</p>"
+    right, up = [point.x for point in points], [point.y for point in points]
+    across, upward = axis_of(min(right), max(right)), axis_of(min(up), max(up))
+    dots = "".join(_dot(point, x_of(across, point.x), y_of(upward, point.y)) for point in points)
+    said = html.escape(f"{y} against {x}, {len(points)} jobs", quote=True)
+    lines = grid(across, upward, html.escape(x))
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{said}">{lines}{dots}</svg>'
+
+
+def _dot(point: Point, x: float, y: float) -> str:
+    kind = "curve" if point.chosen else "curve hollow"
+    shared = f'class="{kind}" data-key="{html.escape(point.key, quote=True)}" style="--hue:{point.hue}"'
+    return f'<circle {shared} cx="{x:.1f}" cy="{y:.1f}" r="5"><title>{html.escape(point.name)}</title></circle>'

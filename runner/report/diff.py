@@ -9,9 +9,8 @@ from typing import Any
 
 from runner.folder import RunFolder, shown
 from runner.report.chart import Curve, hues
-from runner.report.facts import Run, read_run
+from runner.report.facts import Run, Series, read_run
 from runner.report.page import Page, Row, ordered
-from runner.report.series import Series
 from runner.spec.origin import leaves
 from runner.tracker.text import number, sparkline, visible
 

@@ -1,5 +1,14 @@
-"""How the learning rate changes over the run: a pure function of the step."""
+"""Learning-rate schedules: pure functions of the step.
 
+Each factory takes its config and the number of steps of the run and returns
+`factor(step)`, step 0-based, the factor in [0, 1] on the peak learning rate. A fall would end at
+step `steps`, one after the last, so that no step is made with a learning rate of 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -17,7 +26,7 @@ class ScheduleConfig(ComponentConfig):
 class ConstantConfig(ScheduleConfig):
     """The peak, to the end."""
 
-    factory: ClassVar[str] = "runner.schedule.shapes:constant"
+    factory: ClassVar[str] = "runner.schedule.config:constant"
     name: Literal["constant"] = "constant"
 
 
@@ -32,21 +41,21 @@ class DecayConfig(ScheduleConfig):
 class LinearConfig(DecayConfig):
     """A straight line from the peak to the end."""
 
-    factory: ClassVar[str] = "runner.schedule.shapes:linear"
+    factory: ClassVar[str] = "runner.schedule.config:linear"
     name: Literal["linear"] = "linear"
 
 
 class CosineConfig(DecayConfig):
     """Half a cosine from the peak to the end (Loshchilov & Hutter, 1608.03983)."""
 
-    factory: ClassVar[str] = "runner.schedule.shapes:cosine"
+    factory: ClassVar[str] = "runner.schedule.config:cosine"
     name: Literal["cosine"] = "cosine"
 
 
 class WsdConfig(DecayConfig):
     """Warm-up, stable, decay (Hu et al., 2404.06395): the peak, then a straight line at the end."""
 
-    factory: ClassVar[str] = "runner.schedule.shapes:wsd"
+    factory: ClassVar[str] = "runner.schedule.config:wsd"
     name: Literal["wsd"] = "wsd"
     decay_steps: int = Field(default=0, ge=0, description="Steps of the final fall; 0 = a tenth of the run.")
 
@@ -58,3 +67,47 @@ class WsdConfig(DecayConfig):
 
 
 COMPONENTS = (ConstantConfig, LinearConfig, CosineConfig, WsdConfig)
+
+
+Factor = Callable[[int], float]
+
+
+def _after_warmup(config: ScheduleConfig, steps: int, shape: Callable[[float], float]) -> Factor:
+    """Linear rise over the warm-up, then `shape` of the fraction that is done of the steps that follow."""
+    warmup = config.warmup_steps
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return shape((step - warmup) / (steps - warmup))
+
+    return factor
+
+
+def _fall(config: DecayConfig, height: float) -> float:
+    return config.final_ratio + (1.0 - config.final_ratio) * height
+
+
+def constant(config: ConstantConfig, *, steps: int) -> Factor:
+    """The peak, to the end."""
+    return _after_warmup(config, steps, lambda done: 1.0)
+
+
+def linear(config: LinearConfig, *, steps: int) -> Factor:
+    """A straight line from 1 to final_ratio."""
+    return _after_warmup(config, steps, lambda done: _fall(config, 1.0 - done))
+
+
+def cosine(config: CosineConfig, *, steps: int) -> Factor:
+    """Half a cosine from 1 to final_ratio (Loshchilov & Hutter, 1608.03983, eq. 5, without restarts)."""
+    return _after_warmup(config, steps, lambda done: _fall(config, 0.5 * (1.0 + math.cos(math.pi * done))))
+
+
+def wsd(config: WsdConfig, *, steps: int) -> Factor:
+    """1 until the last decay_steps, then a straight line to final_ratio (Hu et al., 2404.06395, §4).
+
+    Departure from the paper: its final fall is exponential; a straight line is what its successors use.
+    """
+    decay = config.decay_steps or max(steps // 10, 1)
+    span = max(steps - config.warmup_steps, 1)
+    return _after_warmup(config, steps, lambda done: _fall(config, min(1.0, (1.0 - done) * span / decay)))

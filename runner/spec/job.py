@@ -23,6 +23,7 @@ from runner.schedule.config import ScheduleConfig
 from runner.spec.base import Config, Dtype
 from runner.tracker.config import TrackerConfig
 
+RECIPE = "recipe:"  # init_from=recipe:NAME: a recipe that is run first
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
 
 

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from runner.errors import EnvironmentProblem
 from runner.folder import RunFolder, shown
 from runner.manifest import redact
-from runner.report.chart import Curve, hues
+from runner.report.chart import Curve, Point, hues
 from runner.report.facts import read_run
 from runner.report.page import Page, Row
-from runner.report.scatter import Point
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import placed
 from runner.sweep.job import FAILED, FINISHED, last_line

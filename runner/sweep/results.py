@@ -20,8 +20,8 @@ from typing import Any
 
 from runner.checkpoint.config import direction
 from runner.folder import shown, write_atomic, write_json
-from runner.report.series import PREFERRED, Series
-from runner.report.series import read as read_series
+from runner.report.facts import PREFERRED, Series
+from runner.report.facts import read as read_series
 from runner.sweep.job import FAILED
 from runner.sweep.plan import JobPlan, JobState, Plan, Ranking, Record, SweepFolder
 

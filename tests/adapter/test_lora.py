@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen2 import Qwen2Config, Qwen2ForSequenceClassification
 
-from runner.adapter import full, lora
+from runner.adapter import lora
 from runner.adapter.config import LoraConfig, NoAdapterConfig
 from runner.decisions import Decisions
 from runner.errors import EnvironmentProblem, SpecError
+from runner.model.build import Source
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
-from runner.model.scalar import ScalarModel
-from runner.model.source import Source
-from runner.model.tokenizer import byte_tokenizer
+from runner.model.tiny import byte_tokenizer
+from runner.model.value_head import ScalarModel
 from tests.model.zoo import LOGPROBS, SHAPE, batch, causal, gradients, greedy, module, reference, relative, rows
 
 
@@ -41,7 +41,7 @@ def adapted(kind: str = "qwen2", double: bool = False, model: dict[str, Any] | N
 def test_full_trains_everything() -> None:
     model = causal("qwen2")
     model.module.requires_grad_(False)
-    assert full.attach(NoAdapterConfig(), model, decide=Decisions()) is model
+    assert lora.train_all(NoAdapterConfig(), model, decide=Decisions()) is model
     assert model.trainable().keys() == dict(model.causal.named_parameters()).keys()
 
 
@@ -212,7 +212,7 @@ def test_the_origin_has_the_bases_weights_since_no_checkpoint_has(tmp_path: Path
     base.source = Source(folder=tmp_path)
     made = lora.attach(LoraConfig(rank=4), base, decide=Decisions(strict=True))
     assert made.origin == Source(folder=tmp_path).identity(weights=True)
-    assert base.origin != full.attach(NoAdapterConfig(), causal("qwen2"), decide=Decisions()).origin
+    assert base.origin != lora.train_all(NoAdapterConfig(), causal("qwen2"), decide=Decisions()).origin
 
 
 def test_a_head_of_one_number_learns_in_float32_beside_the_adapter() -> None:

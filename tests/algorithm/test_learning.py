@@ -11,7 +11,7 @@ from runner.algorithm.config import SftConfig
 from runner.algorithm.parts import Parts
 from runner.algorithm.policy.config import GrpoConfig, PolicyConfig, PpoConfig
 from runner.algorithm.sft import build as build_sft
-from runner.callback.record import Record
+from runner.callback.callbacks import Record
 from runner.loop import run
 from runner.protocols import Environments, Item
 from tests.algorithm.harness import Nods, job_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.callback.contrast import AGAIN_AFTER, Contrast
+from runner.callback.callbacks import AGAIN_AFTER, Contrast
 from runner.cli.main import main
 from runner.protocols import StepEnd
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runner.callback.rollouts import Rollouts
+from runner.callback.callbacks import Rollouts
 from runner.protocols import StepEnd
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.checkpoint.config import CheckpointConfig, direction
-from runner.checkpoint.retention import best_step, kept
+from runner.checkpoint.writer import best_step, kept
 from runner.errors import SpecError
 
 VALUES = st.dictionaries(st.integers(1, 50), st.floats(), max_size=10)

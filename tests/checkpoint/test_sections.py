@@ -14,7 +14,6 @@ from torch import Tensor
 
 from runner import tensor_file
 from runner.checkpoint import sections
-from runner.checkpoint import tensors as tensors_file
 from runner.checkpoint.agreement import Agreed, agree
 from runner.errors import RunnerError, TrainingDiverged
 from runner.sharing import ALONE
@@ -76,7 +75,7 @@ def round_trip(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     (folder / sections.VALUES).write_bytes(held.values)
     for name, layout in held.layouts.items():
         tensor_file.create(folder / f"{name}.safetensors", layout)
-        tensors_file.write(folder / f"{name}.safetensors", layout, held.pieces[name])
+        sections.write(folder / f"{name}.safetensors", layout, held.pieces[name])
     return sections.read(folder, {f"{name}.safetensors": None for name in held.layouts})
 
 
@@ -196,7 +195,7 @@ def test_pieces_are_written_without_reading_what_others_write(tmp_path: Path) ->
     tensor_file.create(path, layout)
     whole = path.stat().st_size
     path.write_bytes(b"?" * whole)  # as a page that another machine has not sent yet
-    tensors_file.write(path, layout, one.pieces["policy"])
+    sections.write(path, layout, one.pieces["policy"])
     begin, end = (len(layout.head) + at for at in layout.places["weight"])
     content = path.read_bytes()
     assert content[: len(layout.head)] == b"?" * len(layout.head) and len(content) == whole

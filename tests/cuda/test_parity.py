@@ -12,7 +12,7 @@ from runner.device.cuda_attention import kernel
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.ring import _product
-from runner.model.tokenizer import byte_tokenizer
+from runner.model.tiny import byte_tokenizer
 from runner.protocols import Device
 from runner.spec.base import Dtype
 from runner.tree import pack_trees

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.data.branches import Answered, encode
 from runner.data.chat import LossOn
 from runner.data.examples import Answers, Ask, Chat, Plain
 from runner.data.rows import Place, Problems
-from runner.data.tokenise import Encoded, Tokeniser
+from runner.data.tokenise import Answered, Encoded, Tokeniser, encode
 from tests.data.conftest import CHATML, byte_tokenizer, chat
 
 HERE = Place("a.jsonl", 1)

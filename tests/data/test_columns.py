@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.data.columns import Renaming, is_json
+from runner.data.formats import Renaming, is_json
 from runner.data.rows import Place, Problems, Row
 
 

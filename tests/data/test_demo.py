@@ -11,8 +11,7 @@ import pytest
 
 from runner.cli.compose import compose_job
 from runner.data.config import DemoConfig
-from runner.data.demo import DemoData, build
-from runner.data.demo_tasks import Sort, Sum, numbers
+from runner.data.demo import DemoData, Sort, Sum, build, numbers
 from runner.decisions import Decisions
 from runner.environment import calculator
 from runner.environment.config import CalculatorConfig

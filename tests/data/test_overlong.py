@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.data.branches import Answered
 from runner.data.examples import Reading
 from runner.data.overlong import Limit, Rule, Tally
 from runner.data.rows import Place, Problems
-from runner.data.tokenise import Encoded
+from runner.data.tokenise import Answered, Encoded
 
 HERE = Place("a.jsonl", 7)
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.data import lines
+from runner.data import readers
 from runner.data.config import FileConfig
 from runner.data.readers import find_files, read_file
 from runner.data.rows import Problems, Row
@@ -96,7 +96,7 @@ def test_a_row_of_many_megabytes_is_refused_and_the_next_one_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = 2**20
-    monkeypatch.setattr(lines.read_lines, "__defaults__", (limit,))
+    monkeypatch.setattr(readers.read_lines, "__defaults__", (limit,))
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "' + b"x" * limit + b'"}\n' + GOOD)
     rows, message = read(tmp_path / "a.jsonl")
     assert "a.jsonl:1: a row of more than 1 MiB" in message

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.callback.activity import Activity
+from runner.callback.callbacks import Activity
 from runner.cli.main import main
 from runner.device.accelerator import refuse_hidden, starting
 from runner.device.activity import gpu, npu, own_process

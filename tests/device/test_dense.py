@@ -21,7 +21,7 @@ from runner.model.attention import UnsupportedAttention
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.probe import dense_objection
-from runner.model.tokenizer import byte_tokenizer
+from runner.model.tiny import byte_tokenizer
 from tests.device import operators
 from tests.model import zoo
 

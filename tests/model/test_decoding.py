@@ -17,7 +17,7 @@ from runner.model import decoding
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.decoding import Columns, Waves
-from runner.model.tokenizer import byte_tokenizer
+from runner.model.tiny import byte_tokenizer
 from tests.model.zoo import SHAPE, VOCAB, ZOO, causal, greedy, module, rows
 
 PLAIN = module("qwen3").double()

@@ -11,7 +11,7 @@ from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
 from runner.decisions import Decisions
 from runner.model.causal import CausalLM
-from runner.model.folded import folded
+from runner.model.export import folded
 from tests.model.zoo import causal
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])

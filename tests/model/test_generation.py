@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.model.generation import draw, whole_characters
-from runner.model.tokenizer import byte_tokenizer
+from runner.model.tiny import byte_tokenizer
 
 TOKENIZER = byte_tokenizer(512)
 decode = partial(TOKENIZER.decode, skip_special_tokens=True)

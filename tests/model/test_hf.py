@@ -19,7 +19,7 @@ from runner.errors import EnvironmentProblem, RunnerError, SecurityRefusal, Spec
 from runner.model import hf
 from runner.model.causal import CausalLM
 from runner.model.config import HfConfig, TinyConfig
-from runner.model.tokenizer import byte_tokenizer
+from runner.model.tiny import byte_tokenizer
 from tests.model.zoo import CPU, LOGPROBS, batch, causal
 
 

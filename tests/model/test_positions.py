@@ -12,7 +12,7 @@ from transformers.models.qwen2 import Qwen2Config
 
 from runner.batch import pack
 from runner.errors import SpecError
-from runner.model.positions import longest_row
+from runner.model.layout import longest_row
 from tests.model.zoo import LOGPROBS, causal, rows
 
 HALF = 8 // 2  # frequencies of the zoo's head size

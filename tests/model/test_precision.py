@@ -27,8 +27,8 @@ from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.export import write
 from runner.model.precision import original_class
-from runner.model.scalar import ScalarModel
-from runner.model.tokenizer import byte_tokenizer
+from runner.model.tiny import byte_tokenizer
+from runner.model.value_head import ScalarModel
 from runner.tolerance import tolerance
 from tests.model.zoo import CPU, LOGPROBS, SHAPE, batch, causal, gradients, greedy, module, relative, rows
 

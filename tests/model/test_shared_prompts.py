@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from runner.batch import Batch
-from runner.model.scalar import ScalarModel
+from runner.model.value_head import ScalarModel
 from runner.tree import Branch, Tree, pack_trees
 from tests.model.test_causal import causal
 from tests.model.zoo import VOCAB

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runner.batch import Batch, prefixes, row_of_tokens
-from runner.model import sight
+from runner.model import ring
 from runner.model.context import held
 from runner.tree import Branch, Tree, pack_trees
 
@@ -36,12 +36,12 @@ def mask(batch: Batch, window: int | None) -> Tensor:
 def test_every_pair_that_is_seen_is_met_once(batch: Batch, ranks: int, window: int | None, tile: int) -> None:
     places, real = held(batch.num_tokens, ranks)
     wanted, found = mask(batch, window), torch.zeros(batch.num_tokens, batch.num_tokens, dtype=torch.int64)
-    seen = sight.Sight(batch, places, real)
-    before, sight.QUERIES, sight.KEYS = (sight.QUERIES, sight.KEYS), tile, tile + 1
+    seen = ring.Sight(batch, places, real)
+    before, ring.QUERIES, ring.KEYS = (ring.QUERIES, ring.KEYS), tile, tile + 1
     try:
         visits = [seen.visits(rank, window) for rank in range(ranks)]
     finally:
-        sight.QUERIES, sight.KEYS = before
+        ring.QUERIES, ring.KEYS = before
     for rank in range(ranks):
         own = seen.seen(rank, window)
         for step, visit in enumerate(visits[rank]):
@@ -68,5 +68,5 @@ def test_every_token_is_held_once_and_no_rank_has_more_than_another(tokens: int,
 def test_of_rows_within_a_rank_no_key_travels(rows: int, ranks: int) -> None:
     batch = pack_trees([Tree([1] * rows, [Branch([1] * rows)]) for _ in range(2 * ranks)], share=False)
     places, real = held(batch.num_tokens, ranks)
-    seen = sight.Sight(batch, places, real)
+    seen = ring.Sight(batch, places, real)
     assert all(len(visit.keys) == 0 for rank in range(ranks) for visit in seen.visits(rank, None)[1:])

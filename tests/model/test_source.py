@@ -8,8 +8,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.model import source
-from runner.model.source import Source
+from runner.model import build
+from runner.model.build import Source
 
 
 def test_a_folder_is_its_config_and_on_request_its_weights(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_every_byte_counts(contents: list[bytes], data: st.DataObject) -> None:
         files = [Path(folder) / f"{at}" for at in range(len(contents))]
         for file, content in zip(files, contents, strict=True):
             file.write_bytes(content)
-        before = source.sha256(files)
+        before = build.sha256(files)
         changed = data.draw(st.sampled_from(files))
         changed.write_bytes(changed.read_bytes() + b"x")
-        assert source.sha256(files) != before
+        assert build.sha256(files) != before

@@ -14,7 +14,7 @@ from runner.decisions import Decisions
 from runner.errors import EnvironmentProblem, SecurityRefusal, SpecError
 from runner.model import teacher, tiny
 from runner.model.config import TinyConfig
-from runner.model.tokenizer import byte_tokenizer
+from runner.model.tiny import byte_tokenizer
 from tests.model.zoo import CPU, LOGPROBS, batch, causal
 
 LIKE = TinyConfig(head_chunk_tokens=3, layout="padded", dtype="float32")

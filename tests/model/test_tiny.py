@@ -15,9 +15,9 @@ from runner.batch import pack
 from runner.decisions import Decisions
 from runner.errors import EnvironmentProblem, SpecError
 from runner.model import tiny
+from runner.model.build import Source
 from runner.model.causal import CausalLM
 from runner.model.config import SmallConfig, TinyConfig, TinyMoeConfig
-from runner.model.source import Source
 from tests.model.zoo import CPU, LOGPROBS, batch, greedy
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from runner.model.tokenizer import byte_tokenizer
+from runner.model.tiny import byte_tokenizer
 
 TOKENIZER = byte_tokenizer(512)
 CHAT = [

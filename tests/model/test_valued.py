@@ -17,8 +17,8 @@ from runner.decisions import Decisions
 from runner.errors import SpecError, UnfitModel
 from runner.model import hf
 from runner.model.config import HfConfig, TinyConfig
-from runner.model.tokenizer import byte_tokenizer
-from runner.model.valued import ValuedLM
+from runner.model.tiny import byte_tokenizer
+from runner.model.value_head import ValuedLM
 from runner.tree import Branch, Tree, pack_trees
 from tests.model.zoo import VOCAB, module, relative
 

@@ -23,7 +23,7 @@ from runner.batch import Batch, pack
 from runner.decisions import Decisions
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
-from runner.model.tokenizer import byte_tokenizer
+from runner.model.tiny import byte_tokenizer
 
 VOCAB = 300
 CPU = torch.device("cpu")

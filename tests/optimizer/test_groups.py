@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from runner.optimizer import adamw, sgd
+from runner.optimizer import optimizers
 from runner.optimizer.config import AdamWConfig, SgdConfig
 
 
@@ -15,7 +15,7 @@ def no_decision(*args: str) -> None:
 
 def test_only_matrices_are_decayed() -> None:
     named = dict(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)).named_parameters())
-    optimizer = adamw.build(AdamWConfig(lr=0.1, weight_decay=0.5), parameters=named, decide=no_decision)
+    optimizer = optimizers.build_adamw(AdamWConfig(lr=0.1, weight_decay=0.5), parameters=named, decide=no_decision)
     for parameter in named.values():
         parameter.grad = torch.zeros_like(parameter)
     before = {n: p.detach().clone() for n, p in named.items()}
@@ -27,7 +27,7 @@ def test_only_matrices_are_decayed() -> None:
 
 def test_sgd_is_the_formula() -> None:
     weight = nn.Parameter(torch.ones(2, 2))
-    optimizer = sgd.build(SgdConfig(lr=0.1), parameters={"w": weight}, decide=no_decision)
+    optimizer = optimizers.build_sgd(SgdConfig(lr=0.1), parameters={"w": weight}, decide=no_decision)
     weight.grad = torch.full((2, 2), 2.0)
     optimizer.step()
     torch.testing.assert_close(weight.detach(), torch.full((2, 2), 0.8))

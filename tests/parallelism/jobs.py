@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner import build
-from runner.callback.base import NoOp
+from runner.callback.callbacks import NoOp
 from runner.cli.compose import compose_job
 from runner.decisions import Decisions
 from runner.folder import RunFolder

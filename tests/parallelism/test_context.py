@@ -17,7 +17,7 @@ from runner.errors import SpecError
 from runner.learner import LocalLearner
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
-from runner.model.tokenizer import byte_tokenizer
+from runner.model.tiny import byte_tokenizer
 from runner.parallelism.config import CpConfig, FsdpConfig, HsdpConfig
 from runner.parallelism.mesh import Mesh
 from runner.tree import Branch, Tree, pack_trees

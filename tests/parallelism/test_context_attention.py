@@ -11,7 +11,7 @@ from torch import Tensor, distributed
 
 from runner.batch import Batch
 from runner.errors import SpecError
-from runner.model import sight
+from runner.model import ring
 from runner.model.context import Ranks, Share
 from runner.tree import Branch, Tree, pack_trees
 from tests.model.test_sight import mask
@@ -60,7 +60,7 @@ def wanted(batch: Batch, window: int | None, kv_heads: int, dtype: torch.dtype, 
 
 def on_rank(rank: int, size: int, style: Any, dtype: torch.dtype, scale: float | None) -> list[list[Tensor]]:
     """Of each case the same, with 0 where it is other ranks' tokens."""
-    sight.QUERIES, sight.KEYS = 5, 7  # so that there are many tiles
+    ring.QUERIES, ring.KEYS = 5, 7  # so that there are many tiles
     found = []
     for case in range(CASES):
         batch, window, kv_heads = drawn(case)

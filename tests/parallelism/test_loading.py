@@ -17,7 +17,7 @@ from runner.decisions import Decisions
 from runner.errors import EnvironmentProblem, RunnerError
 from runner.model import hf, tiny
 from runner.model.config import HfConfig, TinyConfig
-from runner.model.tokenizer import byte_tokenizer
+from runner.model.tiny import byte_tokenizer
 from runner.parallelism.config import DdpConfig, FsdpConfig, HsdpConfig, MeshConfig, TpConfig
 from runner.parallelism.mesh import Mesh
 from runner.parallelism.weights import META, Weights

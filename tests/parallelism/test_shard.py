@@ -17,9 +17,8 @@ from runner.adapter.config import LoraConfig
 from runner.batch import Batch, pack
 from runner.decisions import Decisions
 from runner.model.config import TinyConfig
-from runner.model.scalar import ScalarModel
-from runner.model.tokenizer import byte_tokenizer
-from runner.model.valued import ValuedLM
+from runner.model.tiny import byte_tokenizer
+from runner.model.value_head import ScalarModel, ValuedLM
 from runner.parallelism.config import FsdpConfig, HsdpConfig
 from runner.parallelism.mesh import Mesh
 from runner.protocols import Peers

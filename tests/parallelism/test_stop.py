@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from runner.callback.base import NoOp
+from runner.callback.callbacks import NoOp
 from runner.errors import Interrupted
 from runner.loop import run
 from runner.parallelism.world import World

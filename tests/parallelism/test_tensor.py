@@ -18,7 +18,7 @@ from runner.decisions import Decisions
 from runner.errors import SpecError
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
-from runner.model.tokenizer import byte_tokenizer
+from runner.model.tiny import byte_tokenizer
 from runner.parallelism.config import FsdpConfig, TpConfig
 from runner.parallelism.mesh import Mesh
 from runner.tolerance import tolerance

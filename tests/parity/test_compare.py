@@ -10,8 +10,7 @@ import pytest
 
 from runner.cli.compose import compose_job
 from runner.errors import SpecError
-from runner.parity import report
-from runner.parity.compare import compare, refuse_other_job, relative
+from runner.parity.compare import compare, lines, refuse_other_job, relative, verdict
 from runner.parity.recording import Print, Recording
 from runner.tolerance import TOLERANCES
 
@@ -44,9 +43,7 @@ def test_the_mean_is_of_the_relative_errors() -> None:
     found = compare(recorded(), here, sampled=False)
     assert found.loss_error == pytest.approx(0.005)
     assert found.agrees(0.0051) and not found.agrees(0.0049)
-    assert "above the tolerance" in report.verdict(found, 0.0049) and "look at the optimizer" in report.verdict(
-        found, 0
-    )
+    assert "above the tolerance" in verdict(found, 0.0049) and "look at the optimizer" in verdict(found, 0)
 
 
 def test_samples_are_compared_by_their_likelihood_where_a_step_has_some() -> None:
@@ -75,12 +72,12 @@ def test_the_first_of_the_forward_pass_is_named_with_what_its_input_says() -> No
     found = compare(recorded(), here, sampled=False)
     assert found.first_output is not None and not found.agrees(1.0), "though the losses agree"
     assert (found.first_output.name, found.first_output.taken) == ("policy/layers.0.norm", 0.0)
-    assert "policy/layers.0.norm, whose output differs by 0.2 (bound 0.001) while its input" in report.verdict(found, 1)
+    assert "policy/layers.0.norm, whose output differs by 0.2 (bound 0.001) while its input" in verdict(found, 1)
 
 
 def test_where_the_input_differs_already_the_module_around_it_is_named() -> None:
     here = with_prints({"input/policy/layers.0.o_proj": 0.2, "output/policy/layers.0.o_proj": 0.2})
-    said = report.verdict(compare(recorded(), here, sampled=False), 1)
+    said = verdict(compare(recorded(), here, sampled=False), 1)
     assert "its input differs as much (0.2): it is what policy/layers.0 computes before it" in said
 
 
@@ -104,16 +101,16 @@ def test_another_layout_is_said_as_such() -> None:
     here = recorded()
     for name, one in list(here.prints.items()):
         here.prints[name] = replace(one, shape=(2, 2))  # type: ignore[index]
-    said = report.verdict(compare(recorded(), here, sampled=False), 1)
+    said = verdict(compare(recorded(), here, sampled=False), 1)
     assert "policy/embed, whose output is [4] recorded and [2, 2] here: see what was decided above" in said
 
 
 def test_the_report_of_a_comparison_has_a_row_for_each_step() -> None:
     found = compare(recorded(), with_prints({"output/policy/norm": 0.2}), sampled=False)
-    lines = list(report.lines(found, recorded(), recorded(), 0.005))
-    assert [line.split()[:2] for line in lines if line.lstrip()[:1] in "12"] == [["1", "2"], ["2", "4"]]
-    assert "outputs of step 1: 5 compared, 1 beyond the bound 0.001; largest difference 0.2 (policy/norm)" in lines
-    assert "gradients of step 1: 5 compared, 0 beyond the bound 0.01; equal to the bit" in lines
+    report = list(lines(found, recorded(), recorded(), 0.005))
+    assert [line.split()[:2] for line in report if line.lstrip()[:1] in "12"] == [["1", "2"], ["2", "4"]]
+    assert "outputs of step 1: 5 compared, 1 beyond the bound 0.001; largest difference 0.2 (policy/norm)" in report
+    assert "gradients of step 1: 5 compared, 0 beyond the bound 0.01; equal to the bit" in report
 
 
 def test_modules_that_only_one_side_called_are_counted() -> None:

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.parity import sketch as module
-from runner.parity.sketch import WIDTH, first_tensor, sketch
+from runner.parity import recording as module
+from runner.parity.recording import WIDTH, first_tensor, sketch
 
 
 def numbers(size: int, seed: int) -> torch.Tensor:

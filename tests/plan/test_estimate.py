@@ -12,15 +12,12 @@ from runner.device.cards import CARDS, GIB, HCCL_BUFFERS, Card
 from runner.errors import SpecError
 from runner.model.flops import ModelFlops
 from runner.parallelism.mesh import Mesh
-from runner.plan.advice import advise
-from runner.plan.architecture import architecture
-from runner.plan.changes import engine_s_share, sharding, sharing_rows, spreading_experts
-from runner.plan.drawing import drawn
+from runner.plan.changes import advise, engine_s_share, sharding, sharing_rows, spreading_experts
 from runner.plan.estimate import FRAGMENTATION, Estimate, estimate
-from runner.plan.model import made
+from runner.plan.model import architecture, made
 from runner.plan.sampling import ENGINE, POOL, Engine, Samplers
-from runner.plan.weights import Part, Weights
-from runner.plan.words import lines, verdict
+from runner.plan.spread import Part, Weights
+from runner.plan.words import drawn, lines, verdict
 from tests.plan.test_measure import on
 
 ONE = ("launch=local", "parallelism=single")

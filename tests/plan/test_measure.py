@@ -9,11 +9,10 @@ import torch
 
 from runner.parallelism.mesh import Mesh
 from runner.plan import measure
-from runner.plan.architecture import architecture, published
 from runner.plan.measure import Passes, micro_batch
-from runner.plan.spread import Spread
+from runner.plan.model import architecture, published
+from runner.plan.spread import Spread, weights
 from runner.plan.tracking import META, Tracker, keep_gradients
-from runner.plan.weights import weights
 
 SMALL = ("model.hidden_size=64", "model.intermediate_size=128", "model.vocab_size=512", "data.max_length=128")
 
@@ -63,7 +62,7 @@ def test_layers_that_repeat_are_counted_once(
 ) -> None:
     spec = compose("+recipe=sft_demo", *words, *SMALL, "model.layers=11")
     repeated = weights(spec, "lm", architecture(spec.model)[0])
-    monkeypatch.setattr("runner.plan.weights.samples", lambda *_: (1, 100))
+    monkeypatch.setattr("runner.plan.spread.samples", lambda *_: (1, 100))
     assert repeated == weights(spec, "lm", architecture(spec.model)[0]) and len(repeated.layers) == 11
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.report.chart import BOTTOM, HEIGHT, LEFT, MOST_POINTS, RIGHT, TOP, WIDTH, Curve, axis_of, hues, svg
-from runner.report.series import Series
+from runner.report.facts import Series
 
 VALUES = st.floats(-1e12, 1e12, allow_nan=False).map(lambda v: 0.0 if abs(v) < 1e-9 else v)
 

@@ -14,9 +14,9 @@ import yaml
 
 from runner.errors import EnvironmentProblem
 from runner.folder import RunFolder
-from runner.report import diff, run_page
-from runner.report.facts import read_run
-from runner.report.series import read
+from runner.report import diff
+from runner.report.facts import read, read_run
+from runner.report.page import write_page
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 VOID = {"meta", "link"}
@@ -88,7 +88,7 @@ def test_what_is_not_finite_at_the_end_is_said(tmp_path: Path) -> None:
         file.write('{"step": 1, "eval/loss": 2.0}\n{"step": 2, "eval/loss": null}\n')
     step, value = read(folder.metrics)["eval/loss"].last
     assert step == 2 and math.isnan(value)
-    run_page.write_page(folder, tmp_path / "r.html")
+    write_page(folder, tmp_path / "r.html")
     assert "eval/loss  2 → nan" in (tmp_path / "r.html").read_text()
 
 
@@ -96,13 +96,13 @@ def test_a_damaged_sample_is_left_out(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a")
     with folder.samples.open("a") as file:
         file.write("\0\0\n3\n")
-    run_page.write_page(folder, tmp_path / "r.html")
+    write_page(folder, tmp_path / "r.html")
     assert "Newest samples" in (tmp_path / "r.html").read_text()
 
 
 def test_a_runs_report_is_whole_and_harmless(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a", name="<b>mine</b>")
-    run_page.write_page(folder, tmp_path / "r.html")
+    write_page(folder, tmp_path / "r.html")
     page = (tmp_path / "r.html").read_text()
     checked(page)
     for word in ("&lt;b&gt;mine&lt;/b&gt;", "train/loss  2 → 0.6667", "command line", "torch", "c1", "&lt;/script&gt;"):
@@ -115,13 +115,13 @@ def test_a_report_of_a_run_that_has_hardly_begun(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match="cannot be read"):
         read_run(folder)
     folder.spec.write_text("name: x\nsteps: 3\n")
-    run_page.write_page(folder, tmp_path / "r.html")
+    write_page(folder, tmp_path / "r.html")
     checked((tmp_path / "r.html").read_text())
 
 
 def test_secrets_of_a_spec_are_masked(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a", reward={"url": "https://me:hunter22pass@host/score"})
-    run_page.write_page(folder, tmp_path / "r.html")
+    write_page(folder, tmp_path / "r.html")
     assert "hunter22pass" not in (tmp_path / "r.html").read_text() + str(read_run(folder).spec)
 
 
@@ -160,7 +160,7 @@ def in_a_browser(page: Path, theme: str, home: Path) -> list[dict[str, str | Non
 @pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
 @pytest.mark.parametrize("theme", ["0", "1"], ids=["dark", "light"])
 def test_a_browser_draws_it_and_has_no_complaint(tmp_path: Path, theme: str) -> None:
-    run_page.write_page(a_run(tmp_path / "a"), tmp_path / "r.html")
+    write_page(a_run(tmp_path / "a"), tmp_path / "r.html")
     figures = in_a_browser(tmp_path / "r.html", theme, tmp_path)
     assert [f["data-metric"] for f in figures if "hidden" not in f] == ["train/loss"]  # the script ran
     assert len(figures) == 2

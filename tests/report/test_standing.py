@@ -15,8 +15,7 @@ import pytest
 from runner.cli.main import main
 from runner.folder import RunFolder, locked
 from runner.place import Machine
-from runner.report.standing import Standing, standing
-from runner.report.standing_words import lines
+from runner.report.standing import Standing, lines, standing
 from tests.launch.several import Job, wait_until
 
 HERE = Machine.here()

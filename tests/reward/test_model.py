@@ -20,7 +20,7 @@ from transformers import (
 
 from runner.decisions import Decisions
 from runner.errors import EnvironmentProblem, SecurityRefusal
-from runner.model.tokenizer import byte_tokenizer
+from runner.model.tiny import byte_tokenizer
 from runner.protocols import Completion, Prompt
 from runner.reward.config import ModelRewardConfig
 from tests.reward.samples import made

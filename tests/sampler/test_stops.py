@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.model.tokenizer import byte_tokenizer
+from runner.model.tiny import byte_tokenizer
 from runner.sampler.stops import Stops
 
 TOKENIZER = byte_tokenizer(512)

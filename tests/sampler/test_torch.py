@@ -18,7 +18,7 @@ from runner.errors import DataError, EnvironmentProblem, SpecError, TrainingDive
 from runner.model import decoding
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
-from runner.model.tokenizer import byte_tokenizer
+from runner.model.tiny import byte_tokenizer
 from runner.protocols import Request, Rollout
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.torch import TorchSampler, build

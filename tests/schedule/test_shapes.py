@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.schedule.config import ConstantConfig, CosineConfig, LinearConfig, WsdConfig
-from runner.schedule.shapes import constant, cosine, linear, wsd
+from runner.schedule.config import ConstantConfig, CosineConfig, LinearConfig, WsdConfig, constant, cosine, linear, wsd
 
 FALLING = [
     (cosine, CosineConfig(warmup_steps=10, final_ratio=0.1)),

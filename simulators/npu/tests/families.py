@@ -20,7 +20,7 @@ from runner.model import dense  # noqa: E402
 from runner.model.causal import CausalLM  # noqa: E402
 from runner.model.config import TinyConfig  # noqa: E402
 from runner.model.probe import dense_objection  # noqa: E402
-from runner.model.tokenizer import byte_tokenizer  # noqa: E402
+from runner.model.tiny import byte_tokenizer  # noqa: E402
 from runner.tree import pack_trees  # noqa: E402
 from tests.device.cases import FAMILIES, family, trees  # noqa: E402
 

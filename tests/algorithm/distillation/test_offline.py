@@ -23,7 +23,7 @@ from runner.frozen import FrozenModel
 from runner.learner import LocalLearner
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
-from runner.model.tokenizer import byte_tokenizer
+from runner.model.tiny import byte_tokenizer
 from runner.protocols import Item, Outputs, Question
 from tests.algorithm.harness import silent
 from tests.model.test_head import Largest

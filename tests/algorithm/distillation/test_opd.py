@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from runner.algorithm.policy.config import OpdConfig
-from runner.callback.record import Record
+from runner.callback.callbacks import Record
 from runner.cli.compose import compose_job
 from runner.cli.main import main
 from runner.errors import SpecError

@@ -16,7 +16,7 @@ from runner.environment import calculator
 from runner.environment.config import CalculatorConfig
 from runner.errors import EnvironmentProblem
 from runner.evaluator import Evaluator
-from runner.model.tokenizer import byte_tokenizer
+from runner.model.tiny import byte_tokenizer
 from runner.protocols import Completion, Environments, Item, Observation, Prompt, Question, Request, Rollout, Written
 from tests.algorithm import harness
 

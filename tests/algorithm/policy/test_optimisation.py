@@ -13,8 +13,7 @@ from torch import Tensor
 from runner.algorithm.episodes import rollouts
 from runner.algorithm.explain import policy as formula
 from runner.algorithm.policy.config import GrpoConfig, PolicyConfig, PpoConfig
-from runner.callback.base import NoOp
-from runner.callback.record import Record
+from runner.callback.callbacks import NoOp, Record
 from runner.environment.config import NoEnvironmentConfig
 from runner.errors import TrainingDiverged
 from runner.loop import Job, run

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runner.algorithm.policy.config import PpoConfig
 from runner.batch import Batch
-from runner.callback.record import Record
+from runner.callback.callbacks import Record
 from runner.loop import Job, run
 from runner.protocols import Outputs
 from tests.algorithm.harness import even_bytes, job_of

@@ -19,7 +19,7 @@ import torch
 
 from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
-from runner.build.publishing import _room
+from runner.build.samplers import _room
 from runner.cli.compose import compose_job
 from runner.decisions import Decisions
 from runner.errors import SamplerFault

@@ -22,7 +22,7 @@ from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
 from runner.decisions import Decisions
 from runner.errors import DataError, EnvironmentProblem, SamplerFault, StorageError
-from runner.model.tokenizer import byte_tokenizer
+from runner.model.tiny import byte_tokenizer
 from runner.protocols import Request, Rollout
 from runner.sampler.probed import Probe
 from runner.sampler.server import client as client_module

@@ -16,7 +16,7 @@ from runner.decisions import Decisions
 from runner.device.presets import resolve
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
-from runner.model.tokenizer import byte_tokenizer
+from runner.model.tiny import byte_tokenizer
 from runner.protocols import Request, Rollout
 from runner.sampler.vllm.config import VllmSamplerConfig
 from tests.model.zoo import module, rows
