@@ -30,22 +30,22 @@ import torch
 from torch import distributed
 
 from runner.algorithm.sft import CrossEntropy
-from runner.batch import Batch, pack, with_totals
 from runner.build.parts import build_device, build_learner, build_model, build_tokenizer
 from runner.cli.compose import compose_job
-from runner.decisions import Decisions
-from runner.learner import LocalLearner
+from runner.core.auto_choices import Decisions
+from runner.core.batch import Batch, pack, with_totals
+from runner.core.rank_info import Place
+from runner.distributed.dtensor_utils import local
 from runner.parallelism import groups
 from runner.parallelism.config import DdpConfig, FsdpConfig, MeshConfig, SingleConfig
 from runner.parallelism.group import GroupPeers
 from runner.parallelism.mesh import Mesh
 from runner.parallelism.world import World, build
-from runner.place import Place
-from runner.plan.model import architecture, sliced
-from runner.plan.spread import spread_of, weights
-from runner.plan.traffic import Traffic
-from runner.shards import local
 from runner.spec.job import JobSpec
+from runner.tools.plan.model import architecture, sliced
+from runner.tools.plan.spread import spread_of, weights
+from runner.tools.plan.traffic import Traffic
+from runner.trainer.learner import LocalLearner
 
 JOB = (
     "algorithm=sft model=tiny model.hidden_size=256 model.intermediate_size=768 model.layers=4 data=demo device=cpu "

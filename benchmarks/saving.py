@@ -27,7 +27,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from runner.checkpoint.config import SafetensorsConfig
 from runner.checkpoint.store import CheckpointStore
-from runner.learner_state import state_of
+from runner.trainer.learner_state import state_of
 
 SIZES = {
     "hidden_size": 768,

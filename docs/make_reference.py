@@ -11,9 +11,9 @@ from runner.algorithm.registered import built_in
 from runner.cli.conf import BESIDE, scalar
 from runner.cli.sources import plain
 from runner.interfaces.losses import INPUTS, Kind
-from runner.registry import Registry, built_in_registry
 from runner.spec.base import ComponentConfig
 from runner.spec.job import JobSpec
+from runner.spec.registry import Registry, built_in_registry
 from runner.spec.schema import groups_of, model_schema, sections
 from runner.spec.words import expectation
 

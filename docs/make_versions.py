@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from runner.doctor.versions import AS_OF, CANN, CPU_BUILD, OLDEST_TORCH, OLDEST_VLLM, PYTHON, SETS, VersionSet
+from runner.tools.doctor.versions import AS_OF, CANN, CPU_BUILD, OLDEST_TORCH, OLDEST_VLLM, PYTHON, SETS, VersionSet
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "npu-versions.md"
 HEAD = f"""# Versions on an Ascend NPU
 
-Written by `docs/make_versions.py` from `runner/doctor/versions.py`, which [`run doctor`](doctor.md) reads too; do not
-edit. As of {AS_OF}. What is not in a table is reported as unknown, never guessed.
+Written by `docs/make_versions.py` from `runner/tools/doctor/versions.py`, which [`run doctor`](doctor.md)
+reads too; do not edit. As of {AS_OF}. What is not in a table is reported as unknown, never guessed.
 
 Three rules stand behind the tables. torch_npu X.Y.Z, with or without a post number, needs torch X.Y.Z. The post number
 selects the CANN it was built for, which pip cannot know. vllm-ascend X.Y.Z serves vLLM X.Y.Z.

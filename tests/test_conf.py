@@ -16,10 +16,10 @@ from runner.cli.compose import compose_job
 from runner.cli.conf import files, main
 from runner.cli.main import main as run
 from runner.cli.sources import session
-from runner.paths import conf_dir, recipes_dir
-from runner.registry import built_in_registry, default_registry
+from runner.core.paths import conf_dir, recipes_dir
 from runner.spec.job import EvaluationConfig, JobSpec, WatchConfig
 from runner.spec.origin import leaves
+from runner.spec.registry import built_in_registry, default_registry
 from runner.spec.schema import groups_of
 
 GROUPS = groups_of(built_in_registry())

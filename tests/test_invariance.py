@@ -14,10 +14,10 @@ import torch
 from runner.adapter import full, lora
 from runner.adapter.config import LoraConfig, NoAdapterConfig
 from runner.algorithm.sft import CrossEntropy
-from runner.batch import Batch, pack, with_totals
-from runner.learner import LocalLearner
+from runner.core.batch import Batch, pack, with_totals
 from runner.model import tiny
 from runner.model.config import TinyConfig
+from runner.trainer.learner import LocalLearner
 
 WHOLE = 10**6
 CUTS = [*product((1, 40, WHOLE), ("packed", "padded"), (False, True))]

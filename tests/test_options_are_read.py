@@ -13,8 +13,8 @@ from pydantic import BaseModel
 
 from runner.algorithm.registered import built_in
 from runner.interfaces.losses import INPUTS
-from runner.registry import built_in_registry
 from runner.spec.job import JobSpec
+from runner.spec.registry import built_in_registry
 from runner.spec.schema import groups_of, sections
 
 PACKAGE = Path(__file__).resolve().parent.parent / "runner"

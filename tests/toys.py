@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from runner.batch import Batch
+from runner.core.batch import Batch
 
 
 class Bigram:

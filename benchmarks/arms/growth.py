@@ -46,12 +46,12 @@ def bare_step(kind: str, module: Any) -> Step:
 def runner_step(module: Any, chunk: int) -> Step:
     """One step of this runner's learner; `chunk` tokens have logits at once."""
     from runner.algorithm.sft import CrossEntropy
-    from runner.batch import pack, with_totals
-    from runner.learner import LocalLearner
+    from runner.core.batch import pack, with_totals
     from runner.model.causal import CausalLM
     from runner.model.config import HfConfig
     from runner.optimizer.config import AdamWConfig
     from runner.optimizer.optimizers import build_adamw
+    from runner.trainer.learner import LocalLearner
 
     config = HfConfig(path="random", head_chunk_tokens=chunk)
     model = CausalLM(module, None, config, seed=0, decide=_refuse)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from runner.protocols import Request, Rollout
+from runner.interfaces import Request, Rollout
 from runner.sampler.remote import server
 from runner.sampler.remote.backends import Collectives
 from runner.sampler.remote.notes import Machine

@@ -87,7 +87,7 @@ def _both(first: Callable[..., None], second: Callable[..., None]) -> Callable[.
 
 def main(result: Path, typed: list[str]) -> None:
     """Run and write the result."""
-    import runner.loop as loop
+    import runner.trainer.loop as loop
 
     clock, run = Clock(), loop.run
     loop.run = lambda job, first: run(clock.job(job), first)

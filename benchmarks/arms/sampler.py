@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from runner.interfaces import Request, Rollout
 from runner.model import tiny
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
-from runner.protocols import Request, Rollout
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.torch import build
 

@@ -28,14 +28,14 @@ from torch import Tensor
 
 from parts import plan
 from parts.plan import Plan
-from runner.ray.link import AS_LOCAL, LOOPBACK, QUIET
-from runner.routes import Copied, Shelving
+from runner.distributed.work_partition import ALONE
+from runner.launch.ray.link import AS_LOCAL, LOOPBACK, QUIET
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.remote.remotes import Remotes
 from runner.sampler.remote.secret import TOKEN
-from runner.sharing import ALONE
-from runner.shelf import Shelf
-from runner.shelf_folder import claim
+from runner.weight_sync.routes import Copied, Shelving
+from runner.weight_sync.shelf import Shelf
+from runner.weight_sync.shelf_folder import claim
 
 MEGABYTES, QUICK_MEGABYTES = 1000, 400
 WAIT_S = 60.0
@@ -121,7 +121,7 @@ def _end(at: Plan, where: str, megabytes: int) -> Iterator[Remotes]:
 def _store(at: Plan, megabytes: int) -> Iterator[Callable[[], float]]:
     """Two processes and Ray's object store between them: seconds of a turn."""
     asked = json.dumps({"folder": str(at.folder / "cluster"), "megabytes": megabytes})
-    words = (sys.executable, "-P", "-m", "runner.ray.guard", "arms.object_store", asked)
+    words = (sys.executable, "-P", "-m", "runner.launch.ray.guard", "arms.object_store", asked)
     known = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     surroundings = harness.environment(at.threads, at.folder) | LOOPBACK | AS_LOCAL | QUIET | known
     process = subprocess.Popen(words, env=surroundings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

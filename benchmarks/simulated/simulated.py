@@ -10,8 +10,8 @@ import torch
 from simulated_config import SimulatedOptimizer, SimulatedSampler
 from torch import nn
 
+from runner.interfaces import Decide, Request, Rollout
 from runner.optimizer import optimizers
-from runner.protocols import Decide, Request, Rollout
 from runner.sampler.torch import TorchSampler
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from runner.adapter.config import LoraConfig, NoAdapterConfig
-from runner.errors import Problem, SpecError
-from runner.protocols import Decide
-from runner.randomness import derive
+from runner.core.errors import Problem, SpecError
+from runner.core.rng import derive
+from runner.interfaces import Decide
 
 M = TypeVar("M", bound="Wrappable")
 N = TypeVar("N", bound="HasModule")

@@ -37,10 +37,10 @@ from torch import Tensor
 
 from runner.algorithm.config import DistillConfig
 from runner.algorithm.parts import HeadedModel, LearnsFromData, Parts
-from runner.batch import Batch, pack, split_rows, with_totals
-from runner.errors import Problem, SpecError, UnfitModel
-from runner.metrics import Metrics
-from runner.protocols import Data, Item, Loss, LossFn, Model, Outputs, Role
+from runner.core.batch import Batch, pack, split_rows, with_totals
+from runner.core.errors import Problem, SpecError, UnfitModel
+from runner.core.metrics import Metrics
+from runner.interfaces import Data, Item, Loss, LossFn, Model, Outputs, Role
 
 HIDDEN = frozenset({"hidden"})
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from runner.batch import Batch
-from runner.protocols import (
+from runner.core.batch import Batch
+from runner.interfaces import (
     Data,
     Decide,
     Environments,

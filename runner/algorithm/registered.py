@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, Field, GetCoreSchemaHandler, create_model
 
-from runner.errors import PLUGIN_WARNINGS, RunnerError
+from runner.core.errors import PLUGIN_WARNINGS, RunnerError
 from runner.interfaces.losses import Kind, Option, Registration, registration_of
 
 BUILT_IN = ("policy.losses", "policy.advantages", "policy.kl", "policy.aggregation", "preference.losses")

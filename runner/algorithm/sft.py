@@ -15,9 +15,9 @@ from torch import Tensor
 
 from runner.algorithm.config import CptConfig, SftConfig
 from runner.algorithm.parts import LearnsFromData, Parts
-from runner.batch import Batch, pack, split_rows, with_totals
-from runner.metrics import Metrics
-from runner.protocols import Data, Loss, LossFn, Model, Outputs, Role
+from runner.core.batch import Batch, pack, split_rows, with_totals
+from runner.core.metrics import Metrics
+from runner.interfaces import Data, Loss, LossFn, Model, Outputs, Role
 
 
 @dataclass(frozen=True, slots=True)

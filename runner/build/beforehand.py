@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from runner import __version__
-from runner.batch import Batch
-from runner.cached import CachedModel
-from runner.decisions import Decisions
-from runner.held_out_loss import shares
-from runner.kept import KeptLogprobs
-from runner.protocols import Data, Device, Experience, Model, Peers
-from runner.sharing import on_first
+from runner.core.auto_choices import Decisions
+from runner.core.batch import Batch
+from runner.distributed.work_partition import on_first
+from runner.interfaces import Data, Device, Experience, Model, Peers
 from runner.spec.job import JobSpec
 from runner.tracker.text import counted
+from runner.trainer.held_out_loss import shares
+from runner.trainer.logprob_cache import KeptLogprobs
+from runner.trainer.precomputed_reference import CachedModel
 
 FORMAT = 2  # raise it when keys or files are made in another way, so that no old file is used
 SAY_EVERY_S = 10.0

@@ -7,17 +7,17 @@ from functools import partial
 from typing import Any
 
 from runner.algorithm.episodes.episode import Player, Turns
-from runner.decisions import Decisions
-from runner.errors import Problem, SpecError
-from runner.evaluator import Evaluator, Report, askable
-from runner.frozen import FrozenModel
-from runner.held_out_loss import HeldOutLoss, LearnsFromItems, Remembered
-from runner.learner import LocalLearner
+from runner.core.auto_choices import Decisions
+from runner.core.errors import Problem, SpecError
+from runner.interfaces import Algorithm, Data, Environments, Finish, Model, Question
 from runner.parallelism.shared import SharedAnswerer
 from runner.parallelism.world import World
-from runner.protocols import Algorithm, Data, Environments, Finish, Model, Question
 from runner.sampler.stops import Stops
 from runner.spec.job import JobSpec
+from runner.trainer.evaluator import Evaluator, Report, askable
+from runner.trainer.held_out_loss import HeldOutLoss, LearnsFromItems, Remembered
+from runner.trainer.learner import LocalLearner
+from runner.trainer.reference_model import FrozenModel
 
 
 def build_evaluation(

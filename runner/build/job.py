@@ -18,25 +18,25 @@ import torch
 from runner.algorithm.parts import Parts
 from runner.build.parts import Models, build_data, build_device, build_models, build_tokenizer
 from runner.build.rollouts import build_environments, build_reward, refuse_missing_columns
-from runner.callback.callbacks import Activity, Contrast, Evaluation, Record, Report, Rollouts, Saving, StallWatch, Sync
 from runner.checkpoint.store import CheckpointStore
-from runner.decisions import Decisions
+from runner.core.auto_choices import Decisions
+from runner.core.errors import CheckpointError, DataError
+from runner.core.rank_info import Place
+from runner.core.signals import StopSignal
 from runner.device.peak import peak
-from runner.errors import CheckpointError, DataError
-from runner.feed import Feed
-from runner.folder import RunFolder
-from runner.identity import identity, refuse_changed
-from runner.loop import Job
+from runner.distributed.work_partition import on_first
+from runner.interfaces import Algorithm, Callback, Data, Peers, State
 from runner.parallelism.world import World
-from runner.place import Place
-from runner.protocols import Algorithm, Callback, Data, Peers, State
-from runner.registry import default_registry
-from runner.sharing import on_first
-from runner.signals import StopSignal
+from runner.run_dir.folder import RunFolder
+from runner.run_dir.resume_compatibility import identity, refuse_changed
 from runner.spec.job import JobSpec
+from runner.spec.registry import default_registry
+from runner.trainer.callbacks import Activity, Contrast, Evaluation, Record, Report, Rollouts, Saving, StallWatch, Sync
+from runner.trainer.loop import Job
+from runner.trainer.rollout_feed import Feed
 
 if TYPE_CHECKING:
-    from runner.publisher import Publisher
+    from runner.weight_sync.publisher import Publisher
 
 
 def refuse_different_data(data: Data, everyone: Peers) -> None:

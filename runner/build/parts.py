@@ -14,11 +14,11 @@ from torch import nn
 
 from runner.algorithm.base import Frozen
 from runner.checkpoint.store import CheckpointStore
-from runner.decisions import Decisions
-from runner.errors import Problem, SpecError, UnfitModel
-from runner.folder import RunFolder
-from runner.frozen import FrozenModel
-from runner.learner import LocalLearner
+from runner.core.auto_choices import Decisions
+from runner.core.errors import Problem, SpecError, UnfitModel
+from runner.core.paths import cache_folder
+from runner.core.rng import derive
+from runner.interfaces import Data, Device, Model, Peers, Role
 from runner.model import dense
 from runner.model.build import DTYPES, Fit
 from runner.model.flops import ModelFlops
@@ -26,12 +26,12 @@ from runner.model.ragged import RaggedModel
 from runner.parallelism.config import ZeroConfig
 from runner.parallelism.weights import META
 from runner.parallelism.world import World
-from runner.paths import cache_folder
-from runner.protocols import Data, Device, Model, Peers, Role
-from runner.randomness import derive
-from runner.registry import default_registry, resolve
+from runner.run_dir.folder import RunFolder
 from runner.spec.base import Head
 from runner.spec.job import JobSpec
+from runner.spec.registry import default_registry, resolve
+from runner.trainer.learner import LocalLearner
+from runner.trainer.reference_model import FrozenModel
 
 log = logging.getLogger("runner")
 
@@ -181,7 +181,7 @@ def build_learner(
     make: Callable[..., LocalLearner] = LocalLearner
     if isinstance(spec.parallelism, ZeroConfig):
         from runner.parallelism.zero import Zero
-        from runner.zero_learner import ZeroLearner
+        from runner.trainer.deepspeed_learner import ZeroLearner
 
         make = partial(ZeroLearner, zero=Zero(model, optimizer, world, spec.optimizer.clip_norm, decide))
     return make(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from runner.build.parts import fitting
-from runner.decisions import Decisions
-from runner.errors import Problem, SpecError
-from runner.folder import RunFolder
+from runner.core.auto_choices import Decisions
+from runner.core.errors import Problem, SpecError
+from runner.interfaces import Data, Device, Environments, Peers, Reward
 from runner.parallelism.shared import SharedEnvironments, shared_reward
 from runner.parallelism.world import World
-from runner.protocols import Data, Device, Environments, Peers, Reward
-from runner.registry import default_registry
+from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
+from runner.spec.registry import default_registry
 from runner.spec.suggest import nearest
 
 

@@ -17,20 +17,17 @@ from typing import Any, cast
 import torch
 
 from runner.build.parts import build_blank_model, build_device, build_model, build_tokenizer, longest_row
-from runner.callback.callbacks import Activity
 from runner.checkpoint.store import CheckpointStore
-from runner.decisions import Decisions
-from runner.folder import RunFolder
+from runner.core.auto_choices import Decisions
+from runner.core.rank_info import Machine
+from runner.core.tolerance import tolerance
+from runner.interfaces import Device, Learner, Sampler
 from runner.model.build import DTYPES
 from runner.model.export import blanks
 from runner.parallelism.config import ZeroConfig
 from runner.parallelism.shared import FirstSampler, SharedSampler
 from runner.parallelism.world import World
-from runner.place import Machine
-from runner.protocols import Device, Learner, Sampler
-from runner.publisher import Publisher
-from runner.registry import default_registry
-from runner.routes import Copied, Route, Shared, Shelving, Weights
+from runner.run_dir.folder import RunFolder
 from runner.sampler.base import DrawingConfig, JobSamplerConfig
 from runner.sampler.journal import Journal
 from runner.sampler.probed import Probe
@@ -38,10 +35,13 @@ from runner.sampler.remote.backends import Collectives
 from runner.sampler.remote.remotes import Remotes
 from runner.sampler.remote.secret import token
 from runner.sampler.server.config import VllmServerConfig
-from runner.shelf import Shelf
-from runner.shelf_folder import claim
 from runner.spec.job import JobSpec
-from runner.tolerance import tolerance
+from runner.spec.registry import default_registry
+from runner.trainer.callbacks import Activity
+from runner.weight_sync.publisher import Publisher
+from runner.weight_sync.routes import Copied, Route, Shared, Shelving, Weights
+from runner.weight_sync.shelf import Shelf
+from runner.weight_sync.shelf_folder import claim
 
 
 def build_sampler(

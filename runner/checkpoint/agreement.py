@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from runner.checkpoint.sections import Contents, Entry, Piece, encode, layout, listing, writes
-from runner.errors import RunnerError
-from runner.protocols import Peers
-from runner.sharing import together
-from runner.tensor_file import Layout
+from runner.core.errors import RunnerError
+from runner.core.safetensors_layout import Layout
+from runner.distributed.work_partition import together
+from runner.interfaces import Peers
 
 APART = "optimizer"  # what a section's plain values call those of which a rank has its own tensors' only
 NONE_WRITTEN = "no checkpoint was written; the ones before are untouched"

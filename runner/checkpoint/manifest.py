@@ -19,8 +19,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from runner import durable
-from runner.errors import CheckpointError
+from runner.core import fsync_io
+from runner.core.errors import CheckpointError
 
 SCHEMA = 1
 FILE = "MANIFEST.json"
@@ -60,7 +60,7 @@ _BODY: TypeAdapter[Manifest] = TypeAdapter(Manifest)
 
 def describe(folder: Path, step: int, metrics: Mapping[str, float]) -> Manifest:
     """The manifest of the files that lie in `folder` now."""
-    files = {p.name: FileRecord(p.stat().st_size, durable.sha256(p)) for p in sorted(folder.iterdir())}
+    files = {p.name: FileRecord(p.stat().st_size, fsync_io.sha256(p)) for p in sorted(folder.iterdir())}
     written = datetime.now(UTC).isoformat(timespec="seconds")
     return Manifest(step, written, {k: float(v) for k, v in metrics.items()}, files)
 
@@ -78,7 +78,7 @@ def read(folder: Path) -> Manifest:
     try:
         body = json.loads((folder / FILE).read_bytes())
     except OSError as error:
-        raise Damaged(f"{FILE}: {durable.reason(error)}") from error
+        raise Damaged(f"{FILE}: {fsync_io.reason(error)}") from error
     except ValueError as error:
         raise Damaged(f"{FILE}: not JSON ({error})") from error
     if not isinstance(body, dict) or body.pop("digest", None) != _digest(body):

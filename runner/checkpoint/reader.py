@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner import durable
 from runner.checkpoint import manifest, sections
 from runner.checkpoint.manifest import Damaged, Manifest
-from runner.errors import CheckpointError, StorageError
-from runner.protocols import State
+from runner.core import fsync_io
+from runner.core.errors import CheckpointError, StorageError
+from runner.interfaces import State
 
 STEP_FOLDER = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 Report = Callable[[str], None]
@@ -41,7 +41,7 @@ def steps(root: Path) -> list[int]:
     try:
         folders = [p.name for p in root.iterdir() if p.is_dir() and not p.is_symlink()]
     except OSError as error:
-        raise StorageError(f"cannot list {root}: {durable.reason(error)}") from error
+        raise StorageError(f"cannot list {root}: {fsync_io.reason(error)}") from error
     numbers = (int(m[1]) for name in folders if (m := STEP_FOLDER.fullmatch(name)))
     return sorted(numbers)
 
@@ -110,7 +110,7 @@ def _verify_file(path: Path, record: manifest.FileRecord) -> None:
         size = path.stat().st_size
         if size != record.bytes:
             raise Damaged(f"{path.name}: has {size} bytes instead of {record.bytes}")
-        if durable.sha256(path) != record.sha256:
+        if fsync_io.sha256(path) != record.sha256:
             raise Damaged(f"{path.name}: its contents do not match their checksum")
     except OSError as error:
-        raise Damaged(f"{path.name}: {durable.reason(error)}") from error
+        raise Damaged(f"{path.name}: {fsync_io.reason(error)}") from error

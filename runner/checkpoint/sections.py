@@ -33,10 +33,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from runner.checkpoint.manifest import PLAIN_NAME, Damaged
-from runner.errors import RunnerError, TrainingDiverged
-from runner.protocols import State
-from runner.shards import local, span
-from runner.tensor_file import RESERVED, TYPES, Layout, arranged
+from runner.core.errors import RunnerError, TrainingDiverged
+from runner.core.safetensors_layout import RESERVED, TYPES, Layout, arranged
+from runner.distributed.dtensor_utils import local, span
+from runner.interfaces import State
 
 ALIASES = "aliases"  # header entry: JSON object, name → the tensor it is tied to
 

@@ -25,9 +25,9 @@ from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.reader import Loaded, folder_name
 from runner.checkpoint.sections import Piece
 from runner.checkpoint.writer import Writer
-from runner.errors import CheckpointError, OutOfMemory
-from runner.protocols import Peers, State
-from runner.sharing import Alone, each
+from runner.core.errors import CheckpointError, OutOfMemory
+from runner.distributed.work_partition import Alone, each
+from runner.interfaces import Peers, State
 
 Pieces = Mapping[str, Mapping[str, Piece]]
 

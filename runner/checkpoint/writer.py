@@ -19,16 +19,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from runner import durable, tensor_file
 from runner.checkpoint import manifest, reader, sections
 from runner.checkpoint.agreement import Agreed
 from runner.checkpoint.config import CheckpointConfig, direction
 from runner.checkpoint.manifest import Damaged, Manifest
 from runner.checkpoint.reader import folder_name
-from runner.errors import CheckpointError, Problem, SpecError, StorageError
-from runner.failpoint import failpoint
-from runner.protocols import Peers
-from runner.sharing import each, on_first
+from runner.core import fsync_io, safetensors_layout
+from runner.core.errors import CheckpointError, Problem, SpecError, StorageError
+from runner.core.fault_injection import failpoint
+from runner.distributed.work_partition import each, on_first
+from runner.interfaces import Peers
 
 LEFTOVER = re.compile(r"\.(staging|trash)-[0-9]{8,}-[0-9a-f]{8}")
 
@@ -66,9 +66,9 @@ class Writer:
             staging.mkdir()
             try:
                 failpoint("checkpoint.write")
-                durable.write_new(staging / sections.VALUES, agreed.values)
+                fsync_io.write_new(staging / sections.VALUES, agreed.values)
                 for name, layout in agreed.layouts.items():
-                    tensor_file.create(staging / f"{name}{sections.SUFFIX}", layout)
+                    safetensors_layout.create(staging / f"{name}{sections.SUFFIX}", layout)
             except BaseException:
                 shutil.rmtree(staging)
                 raise
@@ -89,15 +89,15 @@ class Writer:
         target = self._root / folder_name(step)
         with self._worded(step, agreed.num_bytes):
             failpoint("checkpoint.before_manifest")
-            durable.write_new(staging / manifest.FILE, manifest.encode(manifest.describe(staging, step, metrics)))
+            fsync_io.write_new(staging / manifest.FILE, manifest.encode(manifest.describe(staging, step, metrics)))
             failpoint("checkpoint.after_manifest")
-            durable.sync(staging)
+            fsync_io.sync(staging)
             for path in filter(Path.exists, self._beside):
-                durable.sync(path)
+                fsync_io.sync(path)
             failpoint("checkpoint.before_rename")
             os.rename(staging, target)
             failpoint("checkpoint.after_rename")
-            durable.sync(self._root)
+            fsync_io.sync(self._root)
             self._confirm(step)
             self._retain()
         return target
@@ -109,21 +109,21 @@ class Writer:
             yield
         except OSError as error:
             raise StorageError(
-                f"checkpoint of step {step} in {self._root}: {durable.reason(error)}; "
+                f"checkpoint of step {step} in {self._root}: {fsync_io.reason(error)}; "
                 f"{self._space(need)}. {self._next()}"
             ) from error
 
     def _require_space(self, step: int, need: int) -> None:
         """Twice the size: the file system's own needs and other writers are not known."""
-        if durable.free_bytes(self._root) < 2 * need:
+        if fsync_io.free_bytes(self._root) < 2 * need:
             raise StorageError(
                 f"checkpoint of step {step} in {self._root}: not enough space; {self._space(2 * need)}. {self._next()}"
             )
 
     def _space(self, need: int) -> str:
-        free = durable.free_bytes(self._root)
-        files = "" if durable.inodes_left(self._root) else ", and the disk has no inodes for more files"
-        return f"needed {need} bytes ({durable.human(need)}), free {free} bytes ({durable.human(free)}){files}"
+        free = fsync_io.free_bytes(self._root)
+        files = "" if fsync_io.inodes_left(self._root) else ", and the disk has no inodes for more files"
+        return f"needed {need} bytes ({fsync_io.human(need)}), free {free} bytes ({fsync_io.human(free)}){files}"
 
     def _next(self) -> str:
         return f"Make space or mend the disk, then: run resume {self._root.parent}"
@@ -171,7 +171,7 @@ class Writer:
             trash = self._root / f".trash-{step:08d}-{secrets.token_hex(4)}"
             failpoint("checkpoint.before_trash")
             os.rename(self._root / folder_name(step), trash)
-            durable.sync(self._root)
+            fsync_io.sync(self._root)
             failpoint("checkpoint.in_trash")
             shutil.rmtree(trash)
 

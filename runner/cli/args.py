@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from runner.errors import RunnerError
-from runner.paths import recipes_dir
+from runner.core.errors import RunnerError
+from runner.core.paths import recipes_dir
 from runner.spec import suggest
 
 VERBS = {

@@ -31,7 +31,7 @@ from runner.cli.compose import Draft
 from runner.cli.files import SWEEP
 from runner.cli.overrides import Typed, problem
 from runner.cli.sources import GROUP
-from runner.errors import Problem
+from runner.core.errors import Problem
 from runner.spec import suggest
 from runner.spec.origin import COMMAND_LINE, leaves, origin_of
 from runner.spec.schema import model_schema

@@ -10,15 +10,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from runner.bench.cases import cases
-from runner.bench.suite import STEPS, bench, read_earlier
 from runner.cli.compose import compose_job
+from runner.core.errors import EnvironmentProblem
 from runner.device.kinds import CPU
-from runner.errors import EnvironmentProblem
-from runner.folder import shown
+from runner.run_dir.folder import shown
+from runner.tools.bench.cases import cases
+from runner.tools.bench.suite import STEPS, bench, read_earlier
 
 if TYPE_CHECKING:
-    from runner.bench.report import BenchResult
+    from runner.tools.bench.report import BenchResult
 
 
 def run(args: Namespace) -> int:
@@ -36,7 +36,7 @@ def run(args: Namespace) -> int:
             folder.mkdir()
             jobs.append((case, compose_job([*case.job(folder, STEPS[toy]), *args.words]).spec, folder))
         result = bench(jobs, partial(print, flush=True), partial(_write, out))
-    from runner.bench import report  # torch is there by now
+    from runner.tools.bench import report  # torch is there by now
 
     if earlier is not None:
         print("\n" + "\n".join(report.format_comparison(result, earlier)))

@@ -21,8 +21,8 @@ from runner.algorithm.registered import plug_ins
 from runner.cli.args import ACTIONS, VERBS, UsageError, flags_of, is_override
 from runner.cli.conf import BESIDE
 from runner.cli.sources import GROUP, options, session
-from runner.registry import default_registry
 from runner.spec.job import JobSpec
+from runner.spec.registry import default_registry
 from runner.spec.schema import groups_of, model_schema, sections
 
 COMMANDS = ("install", "uninstall", "query")

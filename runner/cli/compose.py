@@ -20,11 +20,11 @@ from omegaconf import DictConfig, OmegaConf
 from runner.cli.files import SWEEP, Files, Uncomposable, compose_files, is_sweep, line_of, misplaced, worded
 from runner.cli.overrides import SWEEP_ALONE, Typed, apply, check, escaped, problem, read, resolve, with_demo
 from runner.cli.sources import GROUP, options, recipes, session
-from runner.errors import EnvironmentProblem, Problem, SpecError
-from runner.registry import Registry, default_registry
+from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.spec.decode import decode, unknown_name
 from runner.spec.job import RECIPE, JobSpec
 from runner.spec.origin import COMMAND_LINE, leaves, origin_of
+from runner.spec.registry import Registry, default_registry
 from runner.spec.schema import groups_of
 
 

@@ -17,9 +17,9 @@ import yaml
 from pydantic import BaseModel
 
 from runner.cli.sources import options, plain, session
-from runner.paths import conf_dir, recipes_dir
-from runner.registry import Registry, built_in_registry, default_registry
+from runner.core.paths import conf_dir, recipes_dir
 from runner.spec.base import ComponentConfig
+from runner.spec.registry import Registry, built_in_registry, default_registry
 from runner.spec.schema import groups_of, model_schema, recipe_schema
 from runner.spec.words import expectation
 from runner.sweep.config import SweepConfig

@@ -7,12 +7,12 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from runner.cli.args import UsageError
-from runner.doctor import report
-from runner.doctor.examine import examine, looked_at
-from runner.doctor.machine import device_config, of_this_process, trial_simulator
-from runner.registry import default_registry
 from runner.spec.decode import unknown_name
+from runner.spec.registry import default_registry
 from runner.spec.suggest import absent
+from runner.tools.doctor import report
+from runner.tools.doctor.examine import examine, looked_at
+from runner.tools.doctor.machine import device_config, of_this_process, trial_simulator
 
 OWN = ("auto", "cpu", "cuda", "npu")  # devices that the doctor itself has checks of
 

@@ -19,9 +19,9 @@ from runner.cli.compose import Composed, Composer, Draft, finish, re_draft
 from runner.cli.files import SWEEP
 from runner.cli.overrides import read
 from runner.cli.sources import GROUP, session
-from runner.errors import Problem, SpecError
-from runner.manifest import fingerprint
-from runner.registry import default_registry
+from runner.core.errors import Problem, SpecError
+from runner.run_dir.manifest import fingerprint
+from runner.spec.registry import default_registry
 from runner.sweep.config import SweepConfig
 from runner.sweep.space import Dimension, Search
 

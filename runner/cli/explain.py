@@ -14,13 +14,13 @@ from runner.cli.args import UsageError, is_override
 from runner.cli.compose import Draft, draft, finish
 from runner.cli.conf import BESIDE, scalar
 from runner.cli.sources import GROUP, options, plain, session
-from runner.errors import SpecError
+from runner.core.errors import SpecError
 from runner.interfaces.losses import Registration
-from runner.registry import Registry, default_registry, resolve
 from runner.spec import suggest
 from runner.spec.decode import unjudged
 from runner.spec.job import JobSpec
 from runner.spec.origin import at, origin_of
+from runner.spec.registry import Registry, default_registry, resolve
 from runner.spec.schema import Keys, groups_of, model_schema, sections
 from runner.spec.words import TYPES, span
 

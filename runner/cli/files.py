@@ -26,11 +26,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.cli.overrides import Typed
 from runner.cli.sources import GROUP, holders, options
-from runner.errors import Problem
-from runner.registry import default_registry
+from runner.core.errors import Problem
 from runner.spec import suggest
 from runner.spec.decode import unknown_name
 from runner.spec.origin import leaves
+from runner.spec.registry import default_registry
 
 
 def worded(error: Exception, sources: Sequence[ConfigSource], recipes: Sequence[str]) -> Problem:

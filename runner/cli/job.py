@@ -19,11 +19,11 @@ from runner.cli.args import UsageError, is_override
 from runner.cli.compose import SPEC, Composed, Draft, More, compose_job, no_more, re_decode
 from runner.cli.overrides import TRUST
 from runner.cli.sources import GROUP
-from runner.place import VARIABLES
+from runner.core.rank_info import VARIABLES
 from runner.spec.job import JobSpec
 
 if TYPE_CHECKING:
-    from runner.folder import RunFolder
+    from runner.run_dir.folder import RunFolder
 
 SETTING = re.compile(r"[+~]*(\w+)(?:\.[\w.]*)?=")
 USABLE = re.compile(rf"[+]*(?:device(?:\.\w+)?=|model\.path=|{re.escape(TRUST)})")
@@ -47,9 +47,9 @@ def run(args: Namespace) -> int:
 
 def _start(args: Namespace, words: Sequence[str]) -> int:
     composed = _composed(args, words, _of_slurm)
-    from runner.folder import shown
     from runner.launch import local
     from runner.launch.slurm import task
+    from runner.run_dir.folder import shown
 
     if composed.spec.launch.name == task.NAME and (before := task.begun(args.folder)) is not None:
         print(f"requeued {shown(before)} was begun by this Slurm job: going on there", file=sys.stderr)
@@ -87,7 +87,7 @@ def resume(args: Namespace) -> int:
     """Go on with a run."""
     where, overrides = _where(args.words)
     if args.cfg:
-        from runner.folder import find
+        from runner.run_dir.folder import find
 
         return _show(re_decode(find(where).spec, overrides))
 
@@ -97,7 +97,7 @@ def resume(args: Namespace) -> int:
 
 
 def _go_on(where: str, overrides: Sequence[str]) -> int:
-    from runner.folder import find
+    from runner.run_dir.folder import find
 
     folder = find(where)
     before = re_decode(folder.spec, _trust(overrides))
@@ -115,8 +115,8 @@ def infer(args: Namespace) -> int:
     _check_sampling(args)
     folder, prompts, composed = _used(args)
     _load_torch(composed.spec)
-    from runner.folder import shown
     from runner.launch import use
+    from runner.run_dir.folder import shown
     from runner.tracker.text import harmless
 
     if args.file:
@@ -147,8 +147,8 @@ def export(args: Namespace) -> int:
     if more:
         raise UsageError(f"what is '{more[0]}'? write: run export latest --checkpoint 100 --out FOLDER")
     _load_torch(composed.spec)
-    from runner.folder import shown
     from runner.launch import use
+    from runner.run_dir.folder import shown
 
     target, step = use.export(folder, composed.spec, args.checkpoint, args.out, args.merge)
     kind = "a PEFT adapter (--merge writes a whole model)" if use.is_adapter(target) else "a Hugging Face folder"
@@ -158,7 +158,7 @@ def export(args: Namespace) -> int:
 
 
 def _load_torch(spec: JobSpec) -> None:
-    from runner.decisions import Decisions
+    from runner.core.auto_choices import Decisions
     from runner.launch.session import load_torch, set_environment
 
     set_environment(spec, Decisions(spec.strict))
@@ -181,7 +181,7 @@ def _used(args: Namespace) -> tuple[RunFolder, list[str], Composed]:
             raise UsageError(
                 f"run {args.verb}: only device=…, model.path=… and {TRUST}… can be set, not {word}{prompt}"
             )
-    from runner.folder import find_trained, shown
+    from runner.run_dir.folder import find_trained, shown
 
     words = [word for word in args.words if word not in settings]
     where, words = _where(words)

@@ -14,8 +14,8 @@ from hydra.plugins.config_source import ConfigSource
 from runner.cli.args import VERBS, UsageError, parser_of
 from runner.cli.conf import BESIDE, choices, scalar
 from runner.cli.sources import GROUP, holders, options, session
-from runner.registry import Registry, default_registry
 from runner.spec import suggest
+from runner.spec.registry import Registry, default_registry
 from runner.spec.schema import groups_of, job_schema, recipe_schema
 from runner.sweep.config import SweepConfig
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from runner import __version__
 from runner.cli.args import parse
-from runner.errors import PLUGIN_WARNINGS, Interrupted, RunnerError
-from runner.imports import import_frozen
+from runner.core.errors import PLUGIN_WARNINGS, Interrupted, RunnerError
+from runner.core.imports import import_frozen
 
 HANDLERS = {
     "run": "runner.cli.job:run",
@@ -39,7 +39,7 @@ HANDLERS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; returns the exit code (the table is in `runner.errors`)."""
+    """Run one command line; returns the exit code (the table is in `runner.core.errors`)."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     try:

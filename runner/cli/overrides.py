@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from runner.cli.sources import GROUP
-from runner.errors import Problem, SecurityRefusal
+from runner.core.errors import Problem, SecurityRefusal
 from runner.spec import suggest
 from runner.spec.decode import MISSING, unknown_name
 from runner.spec.origin import COMMAND_LINE, leaves, origin_of

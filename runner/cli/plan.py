@@ -13,11 +13,11 @@ from tempfile import TemporaryDirectory
 
 from runner.cli.args import UsageError
 from runner.cli.compose import SPEC, Composed, compose_job, re_decode
+from runner.core.errors import EnvironmentProblem
 from runner.device.cards import CARDS, USUAL, Card
-from runner.errors import EnvironmentProblem
-from runner.folder import shown
-from runner.registry import default_registry
+from runner.run_dir.folder import shown
 from runner.spec.job import JobSpec
+from runner.spec.registry import default_registry
 
 
 def show(args: Namespace) -> int:
@@ -30,9 +30,9 @@ def show(args: Namespace) -> int:
         print(note, file=sys.stderr)
     spec = composed.spec
     card = _card(args.card, spec)
-    from runner.plan import words
-    from runner.plan.changes import advise
-    from runner.plan.estimate import estimate
+    from runner.tools.plan import words
+    from runner.tools.plan.changes import advise
+    from runner.tools.plan.estimate import estimate
 
     plan = estimate(spec, card)
     advice = advise(spec, card) if card is not None and not plan.fits(card) else None
@@ -69,7 +69,7 @@ def run(args: Namespace) -> int:
 def _record(args: Namespace) -> int:
     if args.tolerance is not None:
         raise UsageError("run parity --record: --tolerance is for --compare")
-    from runner.parity import go
+    from runner.tools.parity import go
 
     path, words = _target(args.record, args.words)
     spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
@@ -101,7 +101,7 @@ def _compare(args: Namespace) -> int:
     given = {"--steps": args.steps, "--spec": args.spec, "--config-dir": args.config_dir}
     if unused := [flag for flag, value in given.items() if value is not None]:
         raise UsageError(f"run parity --compare: the recording says which job and how many steps, not {unused[0]}")
-    from runner.parity import go, recording
+    from runner.tools.parity import go, recording
 
     recorded = recording.read(args.compare)
     spec = _recorded(recorded.spec, args.words).spec

@@ -9,11 +9,11 @@ from argparse import Namespace
 from pathlib import Path
 
 from runner.cli.args import UsageError
-from runner.folder import find, shown
-from runner.report import diff as differ
-from runner.report.page import write_page
-from runner.report.standing import lines, standing
+from runner.run_dir.folder import find, shown
 from runner.sweep.plan import SweepFolder
+from runner.tools.report import diff as differ
+from runner.tools.report.page import write_page
+from runner.tools.report.standing import lines, standing
 
 
 def report(args: Namespace) -> int:

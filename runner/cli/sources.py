@@ -28,9 +28,9 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSou
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
-from runner.errors import EnvironmentProblem
-from runner.paths import conf_dir, recipes_dir
-from runner.registry import Registry
+from runner.core.errors import EnvironmentProblem
+from runner.core.paths import conf_dir, recipes_dir
+from runner.spec.registry import Registry
 from runner.spec.schema import groups_of
 
 GROUP = "recipe"

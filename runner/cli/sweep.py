@@ -17,7 +17,7 @@ from runner.cli.compose import SPEC, compose_job, re_decode
 from runner.cli.expand import Expansion, Member, expand
 from runner.cli.files import SWEEP
 from runner.cli.overrides import TRUST, read
-from runner.errors import Problem, SpecError
+from runner.core.errors import Problem, SpecError
 from runner.spec import suggest
 from runner.spec.job import JobSpec
 from runner.sweep import commands, plan

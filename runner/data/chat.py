@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from runner.core.errors import DataError
 from runner.data.examples import Chat, Message, is_learnt
-from runner.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

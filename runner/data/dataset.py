@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from runner.data.items import ITEMS, QUESTIONS
 from runner.data.order import Rounds
 from runner.data.store import Record, Table
-from runner.identity import PromptStyle
-from runner.protocols import Question
+from runner.interfaces import Question
+from runner.run_dir.resume_compatibility import PromptStyle
 from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:

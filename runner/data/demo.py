@@ -35,8 +35,8 @@ from runner.data.order import BySize, Rounds, permutation, stream
 from runner.data.overlong import Limit, Tally
 from runner.data.rows import Place, Problems
 from runner.data.tokenise import Answered, Encoded, Tokeniser, encode
-from runner.identity import PromptStyle
-from runner.protocols import Decide, Question
+from runner.interfaces import Decide, Question
+from runner.run_dir.resume_compatibility import PromptStyle
 from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:

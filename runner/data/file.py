@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from runner.data.config import FileConfig
 from runner.data.prepare import Preparation, build_data
 from runner.data.sources import find_sources
-from runner.protocols import Data, Decide
+from runner.interfaces import Data, Decide
 from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:

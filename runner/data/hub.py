@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 
 import datasets  # type: ignore[import-untyped]
 
+from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.config import HubConfig
 from runner.data.prepare import Preparation, build_data
 from runner.data.readers import without_nulls
 from runner.data.rows import Place, Problems, Row
 from runner.data.store import sha256
-from runner.errors import DataError, EnvironmentProblem
 from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from runner.protocols import Data, Decide
+    from runner.interfaces import Data, Decide
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from runner.protocols import Item, Judged, Pair, Prompt, Question
+from runner.interfaces import Item, Judged, Pair, Prompt, Question
 from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.errors import DataError
-from runner.randomness import derive
+from runner.core.errors import DataError
+from runner.core.rng import derive
 
 BLOCK = 1000  # positions after which a mixture has given each source exactly its share
 Spot = tuple[int, int]  # (source, item of the source)

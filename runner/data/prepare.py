@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import tokenizers
 import transformers
 
+from runner.core.errors import DataError
 from runner.data import store
 from runner.data.config import SourceConfig
 from runner.data.dataset import HeldOut, TokenisedData
@@ -27,8 +28,7 @@ from runner.data.order import BySize, Mixture, Order, Rounds
 from runner.data.overlong import Limit, Tally
 from runner.data.rows import Problems, Row
 from runner.data.tokenise import Tokeniser, encode
-from runner.errors import DataError
-from runner.protocols import Decide
+from runner.interfaces import Decide
 from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:

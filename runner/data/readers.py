@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runner.core.errors import DataError
 from runner.data.rows import Place, Problems, Row
-from runner.errors import DataError
 
 MAX_ROW_BYTES = 16 * 2**20  # a longer row is no training example but a mistake, e.g. a JSON list in a .jsonl
 BOM = b"\xef\xbb\xbf"

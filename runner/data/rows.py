@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runner.errors import DataError
+from runner.core.errors import DataError
 
 SHOWN = 10  # problems that a message spells out; the rest is counted
 

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 import pyarrow as pa
 
-from runner.errors import StorageError
+from runner.core.errors import StorageError
 
 FORMAT = 3  # raise it when the files are laid out or summed up in another way, so that no old cache is used
 IDS = pa.list_(pa.int32())

@@ -22,10 +22,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from runner.core.errors import DataError
 from runner.data.chat import ChatTemplate, Learnt, NotPrefixStable, Segment
 from runner.data.examples import Answers, Ask, Chat, Example, Plain, is_learnt
 from runner.data.rows import Place, Problems
-from runner.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

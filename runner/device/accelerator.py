@@ -13,10 +13,10 @@ from contextlib import contextmanager
 import torch
 from torch.utils import deterministic
 
+from runner.core.errors import EnvironmentProblem
+from runner.core.rank_info import Place
 from runner.device.kinds import Kind
 from runner.device.visible import listed
-from runner.errors import EnvironmentProblem
-from runner.place import Place
 
 
 def allocator(device: torch.device) -> dict[str, float]:

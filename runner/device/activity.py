@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 
 import psutil
 
+from runner.core.errors import EnvironmentProblem
 from runner.device import npu_smi, nvidia_smi
 from runner.device.visible import parse
-from runner.errors import EnvironmentProblem
 
 DEADLINE_S = 20.0
 MB = 1 << 20

@@ -6,11 +6,11 @@ import importlib.util
 
 import torch
 
+from runner.core.errors import EnvironmentProblem
 from runner.device.config import AutoConfig, CpuConfig, CudaConfig, NpuConfig
 from runner.device.cpu import Cpu
 from runner.device.cuda import Cuda
-from runner.errors import EnvironmentProblem
-from runner.protocols import Decide, Device
+from runner.interfaces import Decide, Device
 
 
 def pick(config: AutoConfig, *, decide: Decide) -> Device:

@@ -8,11 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from runner.core.errors import EnvironmentProblem
 from runner.device import cann
 from runner.device.kinds import CPU, CUDA, NPU, Kind
 from runner.device.presets import CUDA_DETERMINISTIC, PRESETS, Preset, engine, ports
 from runner.device.visible import present
-from runner.errors import EnvironmentProblem
 from runner.spec.base import ComponentConfig, Dtype
 from runner.spec.suggest import NPU_SIMULATOR
 

@@ -13,7 +13,7 @@ from torch import nn
 from runner.device.accelerator import use_deterministic
 from runner.device.activity import Reading, own_process
 from runner.device.config import CpuConfig
-from runner.protocols import Decide, DenseAttention, VarlenAttention
+from runner.interfaces import Decide, DenseAttention, VarlenAttention
 
 
 class Cpu:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from runner.core.errors import EnvironmentProblem
 from runner.device.accelerator import allocator, own_card, peak_bytes, use_deterministic
 from runner.device.activity import Reading, gpu
 from runner.device.config import CudaConfig
 from runner.device.cuda_attention import kernel
-from runner.errors import EnvironmentProblem
-from runner.protocols import Decide, DenseAttention, VarlenAttention
+from runner.interfaces import Decide, DenseAttention, VarlenAttention
 
 
 class Cuda:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner import compat
+from runner.core import torch_compat
+from runner.core.errors import EnvironmentProblem
 from runner.device.config import CudaConfig
-from runner.errors import EnvironmentProblem
-from runner.protocols import Decide, VarlenAttention
+from runner.interfaces import Decide, VarlenAttention
 
 FLASH_TYPES = frozenset({torch.float16, torch.bfloat16})
 
@@ -120,7 +120,7 @@ def choose(deterministic: bool) -> tuple[VarlenAttention, str] | str:
         except ImportError as error:
             return f"flash-attn is installed and cannot be loaded: {str(error).splitlines()[0]}"
         return FlashAttention(package.flash_attn_varlen_func, deterministic), f"flash-attn {package.__version__}"
-    if (function := compat.varlen_attention()) is not None:
+    if (function := torch_compat.varlen_attention()) is not None:
         return TorchFlashAttention(function), "the flash kernel in torch"
     return f"flash-attn is not installed, and torch {torch.__version__} has no such kernel"
 

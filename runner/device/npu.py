@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from runner.core.errors import EnvironmentProblem
 from runner.device.accelerator import allocator, own_card, peak_bytes, refuse_hidden, use_deterministic
 from runner.device.activity import Reading, npu
 from runner.device.config import NpuConfig
 from runner.device.npu_attention import DenseFusionAttention, FusionAttention
 from runner.device.npu_fused import fuse
 from runner.device.visible import VARIABLES
-from runner.errors import EnvironmentProblem
-from runner.protocols import Decide, DenseAttention, VarlenAttention
+from runner.interfaces import Decide, DenseAttention, VarlenAttention
 
 
 class Npu:

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from runner.core.tolerance import tolerance
 from runner.device.npu_experts import mixed
-from runner.protocols import Decide
-from runner.tolerance import tolerance
+from runner.interfaces import Decide
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
 ROTARY = "apply_rotary_pos_emb"  # what the attention of every family calls

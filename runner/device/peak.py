@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from runner.device.cards import find_card
-from runner.protocols import Decide, Device
+from runner.interfaces import Decide, Device
 
 SMALLEST, LARGEST = 512, 8192  # of square matrices
 LEAST_S = 1e-3  # a product that takes less is mostly its launch: a larger one is taken

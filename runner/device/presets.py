@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from runner.core.rank_info import Place
 from runner.device.kinds import NPU
-from runner.place import Place
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from runner.arithmetic import NotArithmetic, evaluated
+from runner.core.safe_arithmetic import NotArithmetic, evaluated
 from runner.environment.config import CalculatorConfig
-from runner.protocols import Environment, Environments, Observation, Prompt
+from runner.interfaces import Environment, Environments, Observation, Prompt
 
 CALL = "calc "
 

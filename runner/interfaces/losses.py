@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, 
 
 from pydantic.fields import FieldInfo
 
-from runner.errors import RunnerError
+from runner.core.errors import RunnerError
 from runner.interfaces.lazy import torch as torch
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 from safetensors import SafetensorError
 
-from runner.durable import reason
-from runner.errors import StorageError
-from runner.folder import shown
+from runner.core.errors import StorageError
+from runner.core.fsync_io import reason
+from runner.run_dir.folder import shown
 from runner.spec.job import JobSpec
 
 CARD = "README.md"

@@ -19,10 +19,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from runner.core.errors import EnvironmentProblem, Interrupted, Problem, RunnerError, SpecError
+from runner.core.rank_info import Place, alone
+from runner.core.tmpdir import temporary_of
 from runner.device.visible import listed
-from runner.errors import EnvironmentProblem, Interrupted, Problem, RunnerError, SpecError
-from runner.folder import RunFolder, claim, create, locked, point_latest, shown
-from runner.identity import frozen
 from runner.launch import torchrun
 from runner.launch.base import StartedConfig
 from runner.launch.janitor import Janitor
@@ -35,12 +35,12 @@ from runner.launch.stage import is_stage
 from runner.launch.stages import TRUSTED, check_model, with_first_weights, with_other_models
 from runner.launch.team import Team
 from runner.launch.verdict import is_final
-from runner.place import Place, alone
-from runner.registry import default_registry
+from runner.run_dir.folder import RunFolder, claim, create, locked, point_latest, shown
+from runner.run_dir.resume_compatibility import frozen
 from runner.schedule.config import DecayConfig
 from runner.spec.job import JobSpec
 from runner.spec.origin import COMMAND_LINE
-from runner.temporary import temporary_of
+from runner.spec.registry import default_registry
 from runner.tracker.console import Console
 
 log = logging.getLogger("runner")

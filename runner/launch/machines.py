@@ -24,11 +24,11 @@ from typing import Any
 
 import psutil
 
+from runner.core.errors import DeadlineExceeded, EnvironmentProblem, Problem, RankLost, SpecError
+from runner.core.signals import StopSignal
 from runner.core.subprocess import JsonLines
-from runner.errors import DeadlineExceeded, EnvironmentProblem, Problem, RankLost, SpecError
-from runner.folder import RunFolder
 from runner.launch.verdict import INTERRUPTED, KILLED, LOST, WAITED, Verdict
-from runner.signals import StopSignal
+from runner.run_dir.folder import RunFolder
 from runner.spec.job import RECIPE, JobSpec
 from runner.spec.origin import leaves
 

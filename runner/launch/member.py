@@ -27,14 +27,14 @@ from typing import Any, Literal, Protocol
 
 import psutil
 
+from runner.core.errors import EnvironmentProblem, StorageError
+from runner.core.rank_info import Machine, Place
 from runner.core.subprocess import ChildProcess
-from runner.errors import EnvironmentProblem, StorageError
-from runner.folder import RunFolder, shown
+from runner.core.tmpdir import temporary_of
 from runner.launch.janitor import Janitor
 from runner.launch.verdict import Ear, Ended
-from runner.place import Machine, Place
-from runner.shelf_folder import places
-from runner.temporary import temporary_of
+from runner.run_dir.folder import RunFolder, shown
+from runner.weight_sync.shelf_folder import places
 
 Role = Literal["rank", "sampler"]
 # What a process of each role runs, after the interpreter

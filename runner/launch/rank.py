@@ -17,14 +17,14 @@ from typing import NoReturn
 
 import yaml
 
-from runner.errors import RunnerError
-from runner.folder import RunFolder
+from runner.core.errors import RunnerError
+from runner.core.rank_info import Place
+from runner.core.signals import StopSignal
 from runner.launch.member import watch_stacks
 from runner.launch.session import Session
 from runner.launch.verdict import Link, Report
-from runner.place import Place
+from runner.run_dir.folder import RunFolder
 from runner.sampler.remote import secret
-from runner.signals import StopSignal
 from runner.spec.decode import decode
 from runner.spec.job import JobSpec
 
@@ -69,10 +69,10 @@ def serve(listener: int) -> object:
 
     It imports torch, so the environment is set before.
     """
-    from runner import compat
+    from runner.core import torch_compat
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return compat.listening_store(host, port, listener, wait_for_workers=False)
+    return torch_compat.listening_store(host, port, listener, wait_for_workers=False)
 
 
 def read_spec(folder: RunFolder) -> JobSpec:

@@ -17,12 +17,12 @@ from typing import Any
 
 import yaml
 
-from runner import manifest
-from runner.decisions import Decisions
-from runner.errors import Interrupted, RunnerError, StorageError
-from runner.folder import RunFolder, shown, write_atomic, write_json
-from runner.registry import default_registry
+from runner.core.auto_choices import Decisions
+from runner.core.errors import Interrupted, RunnerError, StorageError
+from runner.run_dir import manifest
+from runner.run_dir.folder import RunFolder, shown, write_atomic, write_json
 from runner.spec.job import JobSpec
+from runner.spec.registry import default_registry
 from runner.tracker.console import Console
 from runner.tracker.jsonl import JsonlTracker, cut_back, holes
 

@@ -12,16 +12,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from runner.decisions import Decisions
-from runner.errors import Interrupted
-from runner.folder import RunFolder
+from runner.core.auto_choices import Decisions
+from runner.core.errors import Interrupted
+from runner.core.signals import StopSignal
 from runner.launch.machines import LOOPBACK, SAMPLER_HOST
 from runner.launch.rank import leave, read_spec, reported
 from runner.launch.session import load_torch, memory_errors, set_environment
 from runner.launch.verdict import Link
 from runner.launch.words import on_screen
+from runner.run_dir.folder import RunFolder
 from runner.sampler.remote import secret
-from runner.signals import StopSignal
 
 
 def main(root: str, attempt: str, pipe: str, index: str) -> int:

@@ -18,20 +18,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from runner.decisions import Decisions
+from runner.core.auto_choices import Decisions
+from runner.core.errors import DeadlineExceeded, EnvironmentProblem, OutOfMemory, RankLost
+from runner.core.imports import import_frozen
+from runner.core.rank_info import Place, tells_of_delay, tells_of_loss
+from runner.core.signals import StopSignal
 from runner.device.backend import leave_out
 from runner.device.kinds import NPU
 from runner.device.presets import npu_objection, resolve
-from runner.errors import DeadlineExceeded, EnvironmentProblem, OutOfMemory, RankLost
-from runner.folder import RunFolder, is_latest, shown
-from runner.identity import refuse_changed_spec
-from runner.imports import import_frozen
 from runner.launch.export import write_export
 from runner.launch.records import NoRecords, Records
 from runner.launch.stage import is_stage
 from runner.launch.words import NO_EXAMPLE, Turn, amount, example, on_screen, plain_sample, ranks, title
-from runner.place import Place, tells_of_delay, tells_of_loss
-from runner.signals import StopSignal
+from runner.run_dir.folder import RunFolder, is_latest, shown
+from runner.run_dir.resume_compatibility import refuse_changed_spec
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
 from runner.tracker.text import counted
@@ -146,7 +146,7 @@ class Session:
         return outlets(step=sinks, samples=samples, rollouts=records.samples, say=console.message)
 
     def _loop(self, built: Built, first: int, console: Console) -> float:
-        from runner.loop import run
+        from runner.trainer.loop import run
 
         console.message(amount(self.spec, len(built.data)))
         console.start(title(self.spec, built.model) | {"device": built.job.device.name}, self.spec.steps)

@@ -23,11 +23,11 @@ from typing import Any
 
 import yaml
 
-from runner.errors import RunnerError
-from runner.folder import OUTPUTS
-from runner.identity import LIBRARIES
-from runner.manifest import fingerprint
-from runner.place import alone
+from runner.core.errors import RunnerError
+from runner.core.rank_info import alone
+from runner.run_dir.folder import OUTPUTS
+from runner.run_dir.manifest import fingerprint
+from runner.run_dir.resume_compatibility import LIBRARIES
 from runner.spec.job import RECIPE
 from runner.spec.origin import leaves
 

@@ -17,13 +17,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from runner.core.errors import EnvironmentProblem, Interrupted, Problem, SpecError, StorageError
+from runner.core.signals import Interrupts
 from runner.core.subprocess import ChildProcess
-from runner.errors import EnvironmentProblem, Interrupted, Problem, SpecError, StorageError
-from runner.folder import RunFolder, shown
+from runner.launch.slurm.commands import count_stage
 from runner.launch.slurm.task import obeyed
 from runner.launch.stage import StageFailed, environment, folder_of, go_on, layout_of, words_of
-from runner.signals import Interrupts
-from runner.slurm.commands import count_stage
+from runner.run_dir.folder import RunFolder, shown
 from runner.spec.job import RECIPE, JobSpec
 
 TRUSTED = "model.trust_remote_code=true"  # what no spec.yaml may say for the user

@@ -16,14 +16,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from runner.folder import RunFolder, shown
+from runner.core.signals import Interrupts
 from runner.launch.machines import Machines, deadline_s
 from runner.launch.member import Order, Process, Roster, Starter, dump_stacks
 from runner.launch.session import called
 from runner.launch.stage import is_stage
 from runner.launch.verdict import INTERRUPTED, KILLED, LAGGED, LASTING, LOST, OWN, WAITED, Verdict, judge, lagging
+from runner.run_dir.folder import RunFolder, shown
 from runner.sampler.remote.secret import TOKEN
-from runner.signals import Interrupts
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
 

@@ -20,11 +20,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from runner.core.errors import EnvironmentProblem, RankLost, RunnerError
+from runner.core.rank_info import MEETING, VARIABLES, Place
 from runner.core.subprocess import with_pdeathsig
 from runner.device.backend import AUTOLOAD
-from runner.errors import EnvironmentProblem, RankLost, RunnerError
-from runner.folder import RunFolder
-from runner.place import MEETING, VARIABLES, Place
+from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
 
 KEY = "job"

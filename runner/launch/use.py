@@ -9,15 +9,15 @@ from typing import Any, Literal
 
 from runner import build
 from runner.checkpoint.reader import Loaded
+from runner.core.auto_choices import Decisions
+from runner.core.errors import CheckpointError, DataError, EnvironmentProblem, SpecError
 from runner.data.tokenise import special_ends
-from runner.decisions import Decisions
-from runner.errors import CheckpointError, DataError, EnvironmentProblem, SpecError
-from runner.folder import RunFolder, locked, shown
-from runner.identity import PromptStyle, refuse_changed_model, refuse_changed_spec
 from runner.launch.export import write_export
 from runner.launch.local import status
-from runner.learner_state import load_parameters
+from runner.run_dir.folder import RunFolder, locked, shown
+from runner.run_dir.resume_compatibility import PromptStyle, refuse_changed_model, refuse_changed_spec
 from runner.spec.job import JobSpec
+from runner.trainer.learner_state import load_parameters
 
 SETTABLE = ("device", "model.path", "model.trust_remote_code")  # what a use may set of a run's spec
 

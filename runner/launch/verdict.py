@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, Self
 
+from runner.core.errors import DeadlineExceeded, Interrupted, RankLost, RunnerError
+from runner.core.rank_info import Machine, Place
 from runner.core.subprocess import JsonLines
-from runner.errors import DeadlineExceeded, Interrupted, RankLost, RunnerError
-from runner.place import Machine, Place
 
 NAMED = re.compile(r"(?:rank|sampler) \d+\b")  # how a message begins that says whose it is: it is passed on
 LOST = 75  # exit code of a job of which a process, or a machine, is gone

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.folder import shown
+from runner.core.rank_info import Place
 from runner.parallelism.config import ZeroConfig
-from runner.place import Place
+from runner.run_dir.folder import shown
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
 from runner.tracker.text import counted, number, rate

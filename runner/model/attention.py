@@ -7,8 +7,9 @@ Legend: N rows, T tokens in all rows, P tokens of all paths, d head size. The fu
 transformers under the name `ragged`; having no mask function of that name, transformers builds no mask, and the row
 ends travel as the keyword `ragged` through the model's forward. On the CPU each row is one kernel call, which is
 fastest there (no copy, no padding). Elsewhere one call of the device's kernel does all rows; where it has none, rows
-of like lengths share a call, because calls are what costs. Rows that continue a shared prompt (see `runner.tree`) see
-its keys before their own: these are repeated here and nowhere else; its queries only where there is no kernel.
+of like lengths share a call, because calls are what costs. Rows that continue a shared prompt (see
+`runner.core.prefix_tree`) see its keys before their own: these are repeated here and nowhere else; its queries only
+where there is no kernel.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from runner.batch import Batch
-from runner.protocols import VarlenAttention
-from runner.tree import Paths, contexts, paths, rows_alone
+from runner.core.batch import Batch
+from runner.core.prefix_tree import Paths, contexts, paths, rows_alone
+from runner.interfaces import VarlenAttention
 
 NAME = "ragged"
 # Keywords that models hand to an attention function and that do not change what is computed.

@@ -3,7 +3,7 @@
     batch ──layout──▶ backbone ──▶ hidden [W, H] ──rows of parents──▶ chunked LM head ──▶ logprobs, entropy [T]
 
 Legend: N rows, T tokens, W of them on this rank (all, or see `context`), S predicted there, H hidden size (see
-`runner.batch`).
+`runner.core.batch`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from runner.batch import Batch
-from runner.errors import UnfitModel
+from runner.core.batch import Batch
+from runner.core.errors import UnfitModel
+from runner.distributed.dtensor_utils import whole
+from runner.interfaces import Bounds, Decide, Finish, Terms, Written
 from runner.model import decoding, generation, head
 from runner.model.config import ModelConfig
 from runner.model.context import Tokens
@@ -28,8 +30,6 @@ from runner.model.precision import cache_casts
 from runner.model.probe import head_objection
 from runner.model.ragged import RaggedModel
 from runner.model.terms import summed
-from runner.protocols import Bounds, Decide, Finish, Terms, Written
-from runner.shards import whole
 
 
 class CausalLM(RaggedModel):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from runner.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem
 from runner.model.attention import NAME, ragged_attention
 
 OPTIONS: dict[str, Any] = {

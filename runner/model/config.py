@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from runner.errors import SpecError
+from runner.core.errors import SpecError
 from runner.spec.base import ComponentConfig, Dtype, absolute_if_local
 
 

@@ -17,7 +17,7 @@ Rank r of C has the runs r and 2·C − 1 − r: early tokens, which see little,
 what is missing, and nothing is read of that. Every rank knows the whole batch and finds out on the CPU what the others
 have; what the model computes never has to be asked for.
 
-Legend: N rows, T tokens, C ranks, W tokens of each, S predicted tokens, H hidden size (see `runner.batch`).
+Legend: N rows, T tokens, C ranks, W tokens of each, S predicted tokens, H hidden size (see `runner.core.batch`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from runner.batch import Batch
-from runner.collectives import added, exchanged
+from runner.core.batch import Batch
+from runner.distributed.autograd_collectives import added, exchanged
+from runner.interfaces import VarlenAttention
 from runner.model import layout
 from runner.model.attention import Rows, UnsupportedAttention, of_one_type, rows_of
 from runner.model.layout import Forward
 from runner.model.ring import Ring, Sight
-from runner.protocols import VarlenAttention
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from runner.errors import Problem, SpecError
+from runner.core.errors import Problem, SpecError
+from runner.interfaces import Decide
 from runner.model.probe import PROBE_ROWS, close
-from runner.protocols import Decide
 
 Prompt = tuple[int, ...]
 Layers = Sequence[tuple[Tensor, Tensor]]  # of one row: keys and values [heads, L, d] by layer

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from runner.interfaces import Decide, DenseAttention
 from runner.model.attention import HARMLESS, UnsupportedAttention, of_one_type
 from runner.model.probe import PROBE_ROWS, close, dense_objection
-from runner.protocols import Decide, DenseAttention
 
 FEATURE = "attention.padded"
 

@@ -23,10 +23,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from runner.errors import RunnerError
+from runner.core.errors import RunnerError
+from runner.core.progress_bars import no_progress_bar
+from runner.distributed.dtensor_utils import whole
 from runner.model.precision import read_as_stored
-from runner.quiet import no_progress_bar
-from runner.shards import whole
 
 
 def write(module: Any, folder: Path, *, merged: bool, used: bool) -> None:

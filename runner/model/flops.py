@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from runner.batch import Batch
+from runner.core.batch import Batch
 
 NOT_ATTENTION = (
     "linear",

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from runner.interfaces import Finish, Written
 from runner.model.decoding import Decoder, Prompt, Way
 from runner.model.layout import longest_row, room
-from runner.protocols import Finish, Written
 
 REPLACEMENT = "\ufffd"  # what a decoder shows for the bytes of an unfinished character
 

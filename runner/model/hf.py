@@ -14,15 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.utils.hub import cached_file, extract_commit_hash
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from runner.errors import EnvironmentProblem, SecurityRefusal
+from runner.core.errors import EnvironmentProblem, SecurityRefusal
+from runner.core.progress_bars import no_progress_bar
+from runner.interfaces import Decide
 from runner.model.build import DTYPES, HEADS, Admit, Fit, Source, drawn, placed
 from runner.model.causal import CausalLM
 from runner.model.config import HfConfig
 from runner.model.layout import check_rows, longest_row
 from runner.model.ragged import RaggedModel
 from runner.model.value_head import ScalarModel, ValuedLM
-from runner.protocols import Decide
-from runner.quiet import no_progress_bar
 from runner.spec.base import Dtype, Head
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")

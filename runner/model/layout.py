@@ -20,11 +20,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from runner.batch import Batch
-from runner.errors import Problem, SpecError
+from runner.core.batch import Batch
+from runner.core.errors import Problem, SpecError
+from runner.core.prefix_tree import paths, rows_alone
+from runner.interfaces import VarlenAttention
 from runner.model.attention import Attends, grouped, rows_of
-from runner.protocols import VarlenAttention
-from runner.tree import paths, rows_alone
 
 Layout = Literal["packed", "padded"]
 Forward = Callable[..., Tensor]  # model keywords → [B, L, H]

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.batch import pack
+from runner.core.batch import pack
+from runner.core.tolerance import tolerance
+from runner.interfaces import DenseAttention, VarlenAttention
 from runner.model.attention import NAME, UnsupportedAttention
 from runner.model.layout import packed
-from runner.protocols import DenseAttention, VarlenAttention
-from runner.tolerance import tolerance
 
 PROBE_ROWS = ([3, 1, 4, 1, 5], [2, 6, 5])
 CUTTABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})

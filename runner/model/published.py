@@ -35,10 +35,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from runner.core.progress_bars import no_progress_bar
+from runner.core.safetensors_layout import TYPES, Layout, arranged, create
+from runner.distributed.dtensor_utils import whole
 from runner.model.export import adapter_of, blanks, rebuilt
-from runner.quiet import no_progress_bar
-from runner.shards import whole
-from runner.tensor_file import TYPES, Layout, arranged, create
 
 LARGEST: int | str = inspect.signature(PreTrainedModel.save_pretrained).parameters["max_shard_size"].default
 PATTERN = "model{suffix}.safetensors"  # as transformers calls them

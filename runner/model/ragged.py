@@ -18,8 +18,11 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, distributed, nn
 
-from runner.batch import Batch, pack
-from runner.errors import Problem, SpecError
+from runner.core.batch import Batch, pack
+from runner.core.errors import Problem, SpecError
+from runner.core.progress_bars import no_progress_bar
+from runner.distributed.pipeline_schedule import UNDIVIDED
+from runner.interfaces import Decide, Stage, VarlenAttention
 from runner.model import export, layout, published
 from runner.model.build import Source
 from runner.model.compiled import Compiled, refuse_without_compiler
@@ -33,9 +36,6 @@ from runner.model.probe import PROBE_ROWS, close, kernel_objection, packed_objec
 from runner.model.published import Published, Way
 from runner.model.recompute import largest, recompute, switch_off
 from runner.model.whole import Whole
-from runner.protocols import Decide, Stage, VarlenAttention
-from runner.quiet import no_progress_bar
-from runner.turns import UNDIVIDED
 
 T = TypeVar("T")
 

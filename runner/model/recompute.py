@@ -31,7 +31,7 @@ from torch.utils.checkpoint import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from runner.protocols import Decide
+from runner.interfaces import Decide
 
 
 def largest(module: nn.Module) -> float:

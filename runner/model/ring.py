@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from runner.batch import Batch, prefixes, row_of_tokens
-from runner.collectives import Post, posted
-from runner.errors import Problem, SpecError
+from runner.core.batch import Batch, prefixes, row_of_tokens
+from runner.core.errors import Problem, SpecError
+from runner.distributed.autograd_collectives import Post, posted
 from runner.model.attention import of_one_type
 
 QUERIES, KEYS = 512, 1024  # at most, of one product

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from runner.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem
+from runner.interfaces import Decide
 from runner.model import hf
 from runner.model.build import Admit, Fit
 from runner.model.config import HfConfig, ModelConfig
 from runner.model.ragged import RaggedModel
-from runner.protocols import Decide
 from runner.spec.base import Dtype
 
 

@@ -19,11 +19,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from runner.interfaces import Terms
 from runner.model import vocabulary
 from runner.model.head import Operands, is_plain, spans
 from runner.model.precision import stored_parameter
 from runner.model.vocabulary import Vocabulary
-from runner.protocols import Terms
 
 Piece = Callable[[Tensor, slice], Mapping[str, Tensor]]  # a chunk's logits, and which chunk it is → its terms
 

@@ -19,13 +19,13 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification
 
+from runner.interfaces import Decide
 from runner.model.build import DTYPES, Admit, Fit, Source, drawn, load_folder, placed
 from runner.model.causal import CausalLM
 from runner.model.config import ModelConfig, SmallConfig, TinyMoeConfig
 from runner.model.layout import check_rows, longest_row
 from runner.model.ragged import RaggedModel
 from runner.model.value_head import ScalarModel, ValuedLM
-from runner.protocols import Decide
 from runner.spec.base import Dtype, Head
 
 PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"

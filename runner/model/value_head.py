@@ -3,7 +3,7 @@
     batch ──layout──▶ backbone ──▶ hidden [W, H] ──▶ scores [N]  read at each row's last token
                                                 └──▶ values [T]  read at each token's parent
 
-Legend: N rows, T tokens, W of them on this rank (all, or see `context`), H hidden size (see `runner.batch`).
+Legend: N rows, T tokens, W of them on this rank (all, or see `context`), H hidden size (see `runner.core.batch`).
 
 A causal language model with a second head that reads values from the same hidden states: policy and critic in one.
 
@@ -23,12 +23,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from runner.batch import Batch
-from runner.errors import EnvironmentProblem, UnfitModel
+from runner.core.batch import Batch
+from runner.core.errors import EnvironmentProblem, UnfitModel
+from runner.interfaces import Decide
 from runner.model.causal import CausalLM
 from runner.model.context import Tokens
 from runner.model.ragged import RaggedModel
-from runner.protocols import Decide
 
 
 class ScalarModel(RaggedModel):

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
+from runner.distributed.dtensor_utils import span
 from runner.model.precision import stored_parameter
-from runner.shards import span
 
 
 class Vocabulary:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from runner import compat
+from runner.core import torch_compat
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class Whole(nn.Module):
 
     def _forget(self) -> None:
         if isinstance(self, FSDPModule):
-            compat.reset_iteration_state(self)
+            torch_compat.reset_iteration_state(self)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -66,7 +66,7 @@ class Whole(nn.Module):
         self._inside += 1
         try:
             for part in parts:
-                compat.reshard_after_forward(part, False)
+                torch_compat.reshard_after_forward(part, False)
                 part.unshard()
             with joined():
                 yield
@@ -75,7 +75,7 @@ class Whole(nn.Module):
             if parts:
                 self._forget()
             for part in parts:
-                compat.reshard_after_forward(part, self.frees and not isinstance(part, Whole))
+                torch_compat.reshard_after_forward(part, self.frees and not isinstance(part, Whole))
 
     def _parts(self) -> list[FSDPModule]:
         return [part for part in self.modules() if isinstance(part, FSDPModule)]

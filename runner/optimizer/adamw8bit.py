@@ -20,11 +20,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from runner.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem
+from runner.core.rng import derive
+from runner.interfaces import Decide
 from runner.optimizer.config import AdamW8bitConfig
 from runner.optimizer.optimizers import decay_groups
-from runner.protocols import Decide
-from runner.randomness import derive
 
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # of the moments that torchao may keep in 8 bits
 CODES, SCALE = "codes", "scale"

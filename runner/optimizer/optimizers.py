@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from runner.interfaces import Decide
 from runner.optimizer.config import AdamWConfig, MuonConfig, SgdConfig
-from runner.protocols import Decide
 
 
 def decay_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

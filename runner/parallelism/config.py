@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from runner.errors import EnvironmentProblem, Problem, SpecError
+from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.parallelism.fitting import Sizes, fitted, misfits
 from runner.parallelism.mesh import Mesh
 from runner.spec.base import ComponentConfig

@@ -7,9 +7,9 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, distributed
 
-from runner.errors import Problem, SpecError
+from runner.core.errors import Problem, SpecError
+from runner.interfaces import Decide, Peers
 from runner.parallelism.probed import refuse_another
-from runner.protocols import Decide, Peers
 
 Style = Literal["ulysses", "ring"]
 

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from runner.collectives import all_to_all, exchanged
-from runner.errors import Problem, SpecError
+from runner.core.errors import Problem, SpecError
+from runner.distributed.autograd_collectives import all_to_all, exchanged
+from runner.interfaces import Decide
 from runner.parallelism.slices import Slices, Use, distribute
-from runner.protocols import Decide
 
 
 class Spreadable(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import gcd, prod
 from typing import Any
 
-from runner.errors import Problem, SpecError
+from runner.core.errors import Problem, SpecError
 from runner.parallelism.mesh import Mesh
 
 Sizes = Mapping[str, tuple[str, int]]  # heads, kv_heads, features, layers, experts → what says it, and how many

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from runner.protocols import Peers, Stage
-from runner.shards import added_up, apart, local, total_norm
-from runner.sharing import ALONE, add_gradients, reached
+from runner.distributed.dtensor_utils import added_up, apart, local, total_norm
+from runner.distributed.work_partition import ALONE, add_gradients, reached
+from runner.interfaces import Peers, Stage
 
 
 @dataclass(frozen=True, slots=True)

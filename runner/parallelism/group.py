@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from runner.errors import DeadlineExceeded, RankLost
-from runner.place import tells_of_loss
-from runner.protocols import Peers
+from runner.core.errors import DeadlineExceeded, RankLost
+from runner.core.rank_info import tells_of_loss
+from runner.interfaces import Peers
 
 T = TypeVar("T")
 BUCKET_BYTES = 25 * 2**20  # as torch's DistributedDataParallel

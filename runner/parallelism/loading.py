@@ -19,10 +19,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from runner.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem
+from runner.distributed.work_partition import together
+from runner.interfaces import Peers
 from runner.parallelism.weights import META, slots
-from runner.protocols import Peers
-from runner.sharing import together
 
 LIBRARIES = ("torch", "transformers", "peft")
 

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from runner.errors import SpecError
-from runner.place import tells_of_loss
-from runner.protocols import Peers
+from runner.core.errors import SpecError
+from runner.core.rank_info import tells_of_loss
+from runner.interfaces import Peers
 
 
 class Probed(Protocol):

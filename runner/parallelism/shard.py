@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from runner import compat
+from runner.core import torch_compat
+from runner.distributed.dtensor_utils import local
+from runner.interfaces import Decide
 from runner.parallelism.experts import layers as spread_layers
-from runner.protocols import Decide
-from runner.shards import local
 
 
 class Shardable(Protocol):
@@ -82,7 +82,7 @@ def shard(
     model.whole.frees = reshard
     for part in model.whole.modules():
         if isinstance(part, FSDPModule):
-            compat.set_gradient_sum_reduction(part)
+            torch_compat.set_gradient_sum_reduction(part)
     where = "on the host" if offload else "on the device"
     reason = "rank 0 has the whole model in its host's memory, and hands it out tensor by tensor"
     decide.state("parallelism", f"{mesh['dp_shard'].size()} pieces of {len(blocks)} layers, {where}", reason)

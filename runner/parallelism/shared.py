@@ -14,7 +14,8 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from runner.protocols import (
+from runner.distributed.work_partition import balanced, grouped, on_first, together
+from runner.interfaces import (
     Around,
     Completion,
     Environment,
@@ -30,7 +31,6 @@ from runner.protocols import (
     Sampler,
     Written,
 )
-from runner.sharing import balanced, grouped, on_first, together
 
 Whole = Callable[[], AbstractContextManager[Any]]  # while the model has whole weights: all ranks enter it
 T = TypeVar("T")

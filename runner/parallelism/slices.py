@@ -18,8 +18,8 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from runner import shards
-from runner.collectives import added
+from runner.distributed import dtensor_utils
+from runner.distributed.autograd_collectives import added
 
 Plan = dict[int, int]  # parameter, by identity → the dimension that it is cut in
 
@@ -88,7 +88,7 @@ class Slices:
             for name, parameter in parameters.items():
                 if isinstance(parameter, DTensor) and not parameter.is_meta:
                     if id(parameter) not in made:  # tied ones stay so
-                        full = shards.joined(parameter)
+                        full = dtensor_utils.joined(parameter)
                         made[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
                     kept.append((parameters, name, parameter))
         self.undone = True
@@ -114,7 +114,7 @@ def distribute(parts: Iterable[nn.Module], slices: Slices, plan: Plan) -> None:
 
 
 def _sliced(full: nn.Parameter, dim: int | None, slices: Slices) -> nn.Parameter:
-    held, placement = shards.local(full), Replicate() if dim is None else Shard(dim)
+    held, placement = dtensor_utils.local(full), Replicate() if dim is None else Shard(dim)
     if dim is not None:
         held = held.chunk(slices.size, dim)[slices.rank].clone(memory_format=torch.contiguous_format)
     options: dict[str, Any] = {"run_check": False, "shape": full.shape, "stride": full.stride()}
@@ -156,7 +156,7 @@ class UseRows(Use):
         if not self._kept:
             return None
         weight = self._kept["weight"]
-        rows = shards.span(weight)[0]
+        rows = dtensor_utils.span(weight)[0]
         [ids] = inputs
         self._others = (ids < rows.start) | (ids >= rows.stop)
         if self._padding is not None:

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from runner.errors import SpecError
+from runner.core.errors import SpecError
+from runner.distributed.work_partition import on_first
+from runner.interfaces import Decide, Device, Peers
 from runner.parallelism.config import MeshConfig, ParallelismConfig, ShardedConfig
 from runner.parallelism.groups import Groups
 from runner.parallelism.mesh import Mesh
 from runner.parallelism.probed import refuse_another
 from runner.parallelism.weights import Weights, slots
-from runner.protocols import Decide, Device, Peers
-from runner.sharing import on_first
 
 
 @dataclass(frozen=True, slots=True)

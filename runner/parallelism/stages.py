@@ -7,7 +7,8 @@
 A stage has the whole structure of the model under all of its names. Parameters of other stages stay on `meta`; where
 their layers were, hidden states come in or go out, and autograd carries what passes as it carries everything: the
 backward pass of what was handed on waits for its gradient. What is handed on has an empty tensor as its result, at
-which this rank's backward pass begins. So a schedule is an order of passes (`runner.turns`), and nothing else.
+which this rank's backward pass begins. So a schedule is an order of passes, and nothing
+else (`runner.distributed.pipeline_schedule`).
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, distributed, nn
 
-from runner import shards, turns
-from runner.errors import Problem, RunnerError, SpecError
+from runner.core.errors import Problem, RunnerError, SpecError
+from runner.distributed import dtensor_utils, pipeline_schedule
+from runner.interfaces.learning import Turn
 from runner.parallelism.borders import Borders
 from runner.parallelism.passing import Elsewhere, HandedOn, Layers, Received, Sent
 from runner.parallelism.weights import Slot, slots
-from runner.turns import Turn
 
 T = TypeVar("T")
 Forward = Callable[..., Any]
@@ -55,7 +56,7 @@ class Home:
     device: torch.device
 
     def shared(self, tensor: Tensor, joined: Callable[[], Tensor]) -> Tensor:
-        """See `runner.shards.Home`. Collective."""
+        """See `runner.distributed.dtensor_utils.Home`. Collective."""
         if distributed.get_rank(self.group) == self.stage:
             full = joined().to(self.device).contiguous()  # pieces may lie on the host
         else:
@@ -65,7 +66,7 @@ class Home:
 
 
 class Staged:
-    """The stage of a model that lies on several: see `runner.protocols.Stage`.
+    """The stage of a model that lies on several: see `runner.interfaces.Stage`.
 
     undone: while the whole model is on every rank; passing: while a forward pass is in this stage
     """
@@ -120,11 +121,11 @@ class Staged:
 
     def turns(self, count: int) -> Sequence[Turn]:
         """See `Stage`."""
-        return turns.pipelined(self.rank, self.stages, self._chunks, count)
+        return pipeline_schedule.pipelined(self.rank, self.stages, self._chunks, count)
 
     def flow(self, count: int) -> Sequence[Turn]:
         """See `Stage`."""
-        return turns.forwards(self.stages, self._chunks, count)
+        return pipeline_schedule.forwards(self.stages, self._chunks, count)
 
     def enter(self, turn: Turn) -> None:
         """See `Stage`."""
@@ -170,9 +171,9 @@ class Staged:
         return [places[0].tensor for holders, places in self._tensors if len(holders) > 1 and self.rank in holders]
 
     def settle(self) -> None:
-        """Let `shards.whole` find all parameters from now on: they have their numbers, and will stay these objects."""
+        """Let `dtensor_utils.whole` find all parameters from now on: they have numbers and stay these objects."""
         for holders, places in self._tensors:
-            shards.at_home(places[0].tensor, Home(self._group, holders[0], self._device))
+            dtensor_utils.at_home(places[0].tensor, Home(self._group, holders[0], self._device))
 
     @contextmanager
     def whole(self, inside: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:

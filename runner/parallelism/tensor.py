@@ -18,9 +18,9 @@ from typing import Any, Protocol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from runner.errors import Problem, SpecError
+from runner.core.errors import Problem, SpecError
+from runner.interfaces import Decide
 from runner.parallelism.slices import Plan, Slices, Use, UseRows, distribute
-from runner.protocols import Decide
 
 OUTPUTS, INPUTS = 0, 1  # the dimensions of a linear layer's weight
 LAYERS = (

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from runner.protocols import Peers
-from runner.shards import span
+from runner.distributed.dtensor_utils import span
+from runner.interfaces import Peers
 
 META = torch.device("meta")
 

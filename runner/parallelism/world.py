@@ -14,7 +14,10 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
-from runner.errors import EnvironmentProblem, SpecError
+from runner.core.errors import EnvironmentProblem, SpecError
+from runner.core.rank_info import Place
+from runner.distributed.work_partition import ALONE
+from runner.interfaces import Decide, Device, Gradients, Peers
 from runner.parallelism import groups
 from runner.parallelism.config import DdpConfig, MeshConfig, ParallelismConfig, SeveralConfig, ShardedConfig, ZeroConfig
 from runner.parallelism.fitting import sizes_of
@@ -24,9 +27,6 @@ from runner.parallelism.groups import Groups
 from runner.parallelism.loading import Loadable, loaded
 from runner.parallelism.mesh import Mesh
 from runner.parallelism.spreading import Spreading
-from runner.place import Place
-from runner.protocols import Decide, Device, Gradients, Peers
-from runner.sharing import ALONE
 
 M = TypeVar("M", bound=Loadable)
 

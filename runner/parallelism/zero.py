@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.errors import CheckpointError, EnvironmentProblem
+from runner.core.errors import CheckpointError, EnvironmentProblem
+from runner.core.rank_info import Place
+from runner.interfaces import Decide
 from runner.parallelism.world import World
-from runner.place import Place
-from runner.protocols import Decide
 
 PERSISTENT = 10  # times the hidden size: numbers up to which a parameter stays whole, as transformers sets it
 WORDY = "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"  # which DeepSpeed 0.19 calls

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.errors import EnvironmentProblem, SecurityRefusal
+from runner.core.errors import EnvironmentProblem, SecurityRefusal
 
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # how their classes are called
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")

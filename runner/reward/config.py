@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_serializer
 
-from runner.errors import EnvironmentProblem, Problem, SpecError
+from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.reward.base import PooledConfig
 from runner.reward.base import RewardConfig as RewardConfig
 from runner.reward.parts import decoded, dumped, members, record, renamed, with_own_keys

@@ -1,6 +1,6 @@
 """The countdown game: an arithmetic expression of given numbers that makes a target.
 
-What an expression may be, see `runner.arithmetic`.
+What an expression may be, see `runner.core.safe_arithmetic`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from runner.arithmetic import NotArithmetic, evaluated
-from runner.protocols import Completion
+from runner.core.safe_arithmetic import NotArithmetic, evaluated
+from runner.interfaces import Completion
 from runner.reward.config import CountdownConfig
 from runner.reward.faults import Faults, Unscorable
 from runner.reward.patterns import last

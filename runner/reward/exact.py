@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runner.protocols import Completion
+from runner.interfaces import Completion
 from runner.reward.config import ExactConfig
 from runner.reward.faults import Faults
 from runner.reward.patterns import last

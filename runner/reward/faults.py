@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 
-from runner.errors import DataError, RunnerError
+from runner.core.errors import DataError, RunnerError
 
 log = logging.getLogger("runner")
 MOST_KINDS = 20  # said one by one; a scorer that fails in more ways than that is only counted

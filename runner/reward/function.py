@@ -9,8 +9,8 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.errors import Problem, SpecError
-from runner.randomness import derive
+from runner.core.errors import Problem, SpecError
+from runner.core.rng import derive
 from runner.reward.config import FunctionConfig
 from runner.reward.faults import Faults, Scored
 from runner.reward.output import Output
@@ -19,7 +19,7 @@ from runner.reward.pool import CannotStart, Pool, Target
 from runner.reward.scorer import Group, Scorer
 
 if TYPE_CHECKING:
-    from runner.protocols import Decide
+    from runner.interfaces import Decide
 
 
 def build(config: FunctionConfig, *, seed: int, decide: Decide, folder: Path | None = None, **_: Any) -> Scorer:

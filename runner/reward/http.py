@@ -14,8 +14,8 @@ from typing import Any
 
 from aiohttp import ClientError
 
-from runner.errors import EnvironmentProblem
-from runner.http_client import AnswerTooLargeError, cause, request, run
+from runner.core.errors import EnvironmentProblem
+from runner.core.http_client import AnswerTooLargeError, cause, request, run
 from runner.reward.base import OWN
 from runner.reward.config import HttpConfig
 from runner.reward.faults import Fault, Faults, Scored, unscored

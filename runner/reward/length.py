@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runner.protocols import Completion
+from runner.interfaces import Completion
 from runner.reward.config import LengthConfig
 from runner.reward.faults import Faults
 from runner.reward.scorer import Scorer, each

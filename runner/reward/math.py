@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem
 from runner.reward.config import MathConfig
 from runner.reward.faults import Fault, Faults, Scored, Unscorable
 from runner.reward.output import Output
@@ -13,7 +13,7 @@ from runner.reward.pool import CannotStart, Pool, Target
 from runner.reward.scorer import Group, Scorer, column
 
 if TYPE_CHECKING:
-    from runner.protocols import Completion
+    from runner.interfaces import Completion
 
 EQUALITY = Target(Path(__file__).with_name("equality.py"), "score", here=False)
 

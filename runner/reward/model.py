@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from runner.errors import EnvironmentProblem, SecurityRefusal
-from runner.protocols import Completion, Decide
-from runner.quiet import no_progress_bar
+from runner.core.errors import EnvironmentProblem, SecurityRefusal
+from runner.core.progress_bars import no_progress_bar
+from runner.interfaces import Completion, Decide
 from runner.reward.checkpoint import refuse_language_model
 from runner.reward.config import ModelRewardConfig
 from runner.reward.faults import Fault, Faults, Scored, Unscorable

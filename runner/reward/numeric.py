@@ -6,7 +6,7 @@ import re
 from decimal import Context, Decimal
 from typing import Any
 
-from runner.protocols import Completion
+from runner.interfaces import Completion
 from runner.reward.config import NumericConfig
 from runner.reward.faults import Faults, Unscorable
 from runner.reward.patterns import last

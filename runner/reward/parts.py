@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from runner.errors import Problem, SpecError
+from runner.core.errors import Problem, SpecError
 from runner.reward.base import RewardConfig
 from runner.spec import suggest
 from runner.spec.base import Config

@@ -10,11 +10,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from runner.errors import DataError
+from runner.core.errors import DataError
 from runner.reward.base import OWN
 
 if TYPE_CHECKING:
-    from runner.protocols import Completion
+    from runner.interfaces import Completion
 
 
 def arguments(group: Sequence[Completion]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from runner.reward.faults import Fault, Faults, Scored, Unscorable
 
 if TYPE_CHECKING:
-    from runner.protocols import Completion
+    from runner.interfaces import Completion
 
 Group = Sequence["Completion"]
 

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from runner.protocols import Completion, Reward
-from runner.randomness import derive
-from runner.registry import resolve
+from runner.core.rng import derive
+from runner.interfaces import Completion, Reward
 from runner.reward.config import SumConfig
 from runner.reward.parts import members, with_own_keys
+from runner.spec.registry import resolve
 
 Scores = list[float | None]
 Parts = Mapping[str, float | None]

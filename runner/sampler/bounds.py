@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from runner.errors import DataError, Problem, SpecError
-from runner.protocols import Request
+from runner.core.errors import DataError, Problem, SpecError
+from runner.interfaces import Request
 from runner.sampler.base import DrawingConfig
 
 

@@ -20,10 +20,10 @@ from typing import Any
 
 from torch import Tensor
 
-from runner.durable import reason
-from runner.errors import StorageError
-from runner.protocols import Around, Peers, Request, Rollout, Sampler
-from runner.sharing import on_first
+from runner.core.errors import StorageError
+from runner.core.fsync_io import reason
+from runner.distributed.work_partition import on_first
+from runner.interfaces import Around, Peers, Request, Rollout, Sampler
 
 log = logging.getLogger("runner")
 

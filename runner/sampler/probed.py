@@ -5,7 +5,7 @@
 It finds what no digest does: an engine that has the bytes and does not use them (weights tied anew, laid out anew,
 kept under another name). That is off by nats. With bfloat16 two right ones differ, too: ids that nobody would say are
 some 0.1 off by rounding alone (measured with 12 and 24 layers, random weights, logits that spread by 2 to 3.5: 0.04 to
-0.12), and weights that are a step old are not told from that: `runner.tolerance` has the limits.
+0.12), and weights that are a step old are not told from that: `runner.core.tolerance` has the limits.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from itertools import chain
 import numpy as np
 from torch import Tensor
 
-from runner.errors import SamplerFault
-from runner.protocols import Sampler
-from runner.randomness import derive
+from runner.core.errors import SamplerFault
+from runner.core.rng import derive
+from runner.interfaces import Sampler
 
 log = logging.getLogger("runner")
 

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from runner.batch import Batch, pack
-from runner.errors import TrainingDiverged
-from runner.protocols import Decide, Request, Rollout
+from runner.core.batch import Batch, pack
+from runner.core.errors import TrainingDiverged
+from runner.interfaces import Decide, Request, Rollout
 from runner.sampler.bounds import check_ids, room
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.draw import Rule, draw, uniforms

@@ -15,12 +15,12 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError, create_model
 
-from runner.errors import Problem, SecurityRefusal, SpecError
-from runner.registry import Registry, default_registry
+from runner.core.errors import Problem, SecurityRefusal, SpecError
 from runner.spec import suggest
 from runner.spec.base import ComponentConfig, Config
 from runner.spec.job import JobSpec
 from runner.spec.origin import COMMAND_LINE, at, leaves, origin_of
+from runner.spec.registry import Registry, default_registry
 from runner.spec.schema import Keys, groups_of, model_schema
 from runner.spec.words import complaint, shown
 

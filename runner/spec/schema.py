@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel, Field, create_model
 
-from runner.registry import Registry, default_registry
 from runner.spec.base import ComponentConfig
 from runner.spec.job import JobSpec
+from runner.spec.registry import Registry, default_registry
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 

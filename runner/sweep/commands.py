@@ -15,8 +15,8 @@ from pathlib import Path
 
 import yaml
 
-from runner.errors import EnvironmentProblem, Interrupted, Problem, SpecError, SweepFailed
-from runner.folder import RunFolder, is_locked, locked, shown
+from runner.core.errors import EnvironmentProblem, Interrupted, Problem, SpecError, SweepFailed
+from runner.run_dir.folder import RunFolder, is_locked, locked, shown
 from runner.spec.origin import leaves
 from runner.sweep import plan as plans
 from runner.sweep import report as reports

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
+from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.device.visible import VARIABLES
-from runner.errors import EnvironmentProblem, Problem, SpecError
 from runner.launch.base import StartedConfig
 from runner.launch.ray.config import RayConfig
 from runner.sweep.config import SweepConfig

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 from pydantic import TypeAdapter
 
-from runner.folder import RunFolder, write_json
+from runner.run_dir.folder import RunFolder, write_json
 
 T = TypeVar("T")
 State = Literal["waiting", "running", "done", "pruned", "failed", "killed", "timeout", "interrupted"]

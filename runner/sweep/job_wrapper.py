@@ -23,8 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from runner.core.errors import RunnerError, StorageError
 from runner.core.subprocess import ChildProcess, end_with_parent, identify, with_pdeathsig
-from runner.errors import RunnerError, StorageError
 from runner.sweep.job import TOUCH_S, JobAttempt, JobStatus, StopReason, from_json, now
 
 POLL_S = 0.05

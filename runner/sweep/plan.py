@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 import yaml
 
-from runner.errors import EnvironmentProblem, StorageError
-from runner.folder import OUTPUTS, RunFolder, point_latest, write_atomic, write_json
+from runner.core.errors import EnvironmentProblem, StorageError
+from runner.run_dir.folder import OUTPUTS, RunFolder, point_latest, write_atomic, write_json
 from runner.sweep.config import Better
 from runner.sweep.executor import Need
 from runner.sweep.job import STATES, State, from_json

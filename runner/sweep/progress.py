@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import yaml
 
-from runner.errors import StorageError
-from runner.folder import OUTPUTS, RunFolder, shown
+from runner.core.errors import StorageError
+from runner.run_dir.folder import OUTPUTS, RunFolder, shown
 from runner.spec.origin import leaves
 from runner.sweep.job import State, read_json
 from runner.sweep.plan import Plan, Record, SweepFolder, run_name, short_names

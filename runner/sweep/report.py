@@ -5,18 +5,18 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
-from runner.errors import EnvironmentProblem
-from runner.folder import RunFolder, shown
-from runner.manifest import redact
-from runner.report.chart import Curve, Point, hues
-from runner.report.facts import read_run
-from runner.report.page import Page, Row
+from runner.core.errors import EnvironmentProblem
+from runner.run_dir.folder import RunFolder, shown
+from runner.run_dir.manifest import redact
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import placed
 from runner.sweep.job import FAILED, FINISHED, last_line
 from runner.sweep.plan import SWEEPS, JobPlan, Plan, Ranking, SweepFolder, short_names
 from runner.sweep.progress import expected
 from runner.sweep.results import INTERVAL, SEED, Result, Results, Score, folds
+from runner.tools.report.chart import Curve, Point, hues
+from runner.tools.report.facts import read_run
+from runner.tools.report.page import Page, Row
 from runner.tracker.text import counted, duration, number, visible
 
 LONGEST_LIST = 8  # values of an axis that are shown

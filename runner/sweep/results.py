@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from runner.checkpoint.config import direction
-from runner.folder import shown, write_atomic, write_json
-from runner.report.facts import PREFERRED, Series
-from runner.report.facts import read as read_series
+from runner.run_dir.folder import shown, write_atomic, write_json
 from runner.sweep.job import FAILED
 from runner.sweep.plan import JobPlan, JobState, Plan, Ranking, Record, SweepFolder
+from runner.tools.report.facts import PREFERRED, Series
+from runner.tools.report.facts import read as read_series
 
 SEED = "seed"
 INTERVAL = "mean ± 95 % interval of the mean (Student's t)"

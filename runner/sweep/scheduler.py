@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from runner.core.errors import OutOfMemory
+from runner.core.signals import Interrupts
 from runner.device.visible import VARIABLES
-from runner.errors import OutOfMemory
-from runner.signals import Interrupts
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import Executor, Job, Say, placed, refuse_elsewhere
 from runner.sweep.job import FAILED, JobAttempt, StopReason, job_result

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from runner.errors import EnvironmentProblem, Problem, SpecError
+from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import Say
 from runner.sweep.job import FAILED, FINISHED

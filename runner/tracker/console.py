@@ -16,8 +16,8 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, TextIO
 
-from runner.errors import RunnerError, StorageError
-from runner.manifest import redact
+from runner.core.errors import RunnerError, StorageError
+from runner.run_dir.manifest import redact
 from runner.tracker.screen import Progress, panel, plain_line, sample_line
 from runner.tracker.text import visible
 

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.errors import RunnerError, StorageError
-from runner.folder import RunFolder, write_atomic
-from runner.manifest import redacted
+from runner.core.errors import RunnerError, StorageError
+from runner.run_dir.folder import RunFolder, write_atomic
+from runner.run_dir.manifest import redacted
 
 # Terminals obey these as they do escape sequences; JSON leaves them as they are.
 _C1 = re.compile("[\x7f-\x9f]")

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.errors import EnvironmentProblem
-from runner.folder import RunFolder, shown
-from runner.manifest import redacted
+from runner.core.errors import EnvironmentProblem
+from runner.run_dir.folder import RunFolder, shown
+from runner.run_dir.manifest import redacted
 
 if TYPE_CHECKING:
-    from runner.protocols import Decide
+    from runner.interfaces import Decide
     from runner.tracker.config import TensorboardConfig
     from runner.tracker.console import Console
 

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from runner.core import subprocess as processes
+from runner.core.errors import EnvironmentProblem
 from runner.core.subprocess import ChildProcess, JsonLines
-from runner.errors import EnvironmentProblem
-from runner.folder import RunFolder, shown, write_json
-from runner.manifest import redacted
+from runner.run_dir.folder import RunFolder, shown, write_json
+from runner.run_dir.manifest import redacted
 from runner.tracker.none import NoTracker
 
 if TYPE_CHECKING:
-    from runner.protocols import Decide
+    from runner.interfaces import Decide
     from runner.tracker.config import WandbConfig
     from runner.tracker.console import Console
 

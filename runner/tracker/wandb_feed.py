@@ -27,7 +27,7 @@ def why_unreachable() -> str:
     import wandb
     from aiohttp import ClientError  # here, because an offline run asks nobody
 
-    from runner.http_client import cause, request, run
+    from runner.core.http_client import cause, request, run
 
     base_url = str(wandb.setup().settings.base_url)
     try:

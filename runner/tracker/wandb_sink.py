@@ -27,7 +27,7 @@ from threading import Event, Lock, Thread
 from typing import Any, NoReturn
 
 from runner.core import subprocess as processes
-from runner.manifest import redact
+from runner.run_dir.manifest import redact
 from runner.tracker import wandb_feed
 
 POLL_S = 0.5

@@ -15,8 +15,8 @@ from transformers.models.qwen2 import Qwen2Config, Qwen2ForSequenceClassificatio
 
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig, NoAdapterConfig
-from runner.decisions import Decisions
-from runner.errors import EnvironmentProblem, SpecError
+from runner.core.auto_choices import Decisions
+from runner.core.errors import EnvironmentProblem, SpecError
 from runner.model.build import Source
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig

@@ -10,21 +10,21 @@ import torch
 from runner.algorithm.parts import Parts
 from runner.algorithm.policy.config import PolicyConfig
 from runner.algorithm.policy.optimisation import PolicyOptimisation, build
+from runner.core.signals import StopSignal
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
-from runner.feed import Feed
-from runner.frozen import FrozenModel
-from runner.learner import LocalLearner
-from runner.loop import Job
+from runner.distributed.work_partition import Alone
+from runner.interfaces import Callback, Completion, Environments, Observation, Prompt, Question
 from runner.model import tiny
 from runner.model.config import TinyConfig
-from runner.protocols import Callback, Completion, Environments, Observation, Prompt, Question
-from runner.publisher import Publisher
-from runner.routes import Copied, Shared
 from runner.sampler import torch as torch_sampler
 from runner.sampler.config import TorchSamplerConfig
-from runner.sharing import Alone
-from runner.signals import StopSignal
+from runner.trainer.learner import LocalLearner
+from runner.trainer.loop import Job
+from runner.trainer.reference_model import FrozenModel
+from runner.trainer.rollout_feed import Feed
+from runner.weight_sync.publisher import Publisher
+from runner.weight_sync.routes import Copied, Shared
 
 CPU = torch.device("cpu")
 CONFIG = TinyConfig(hidden_size=32, intermediate_size=48, layers=2, kv_heads=2)

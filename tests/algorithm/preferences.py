@@ -11,11 +11,11 @@ from torch import Tensor
 
 from runner.adapter import full, lora
 from runner.adapter.config import LoraConfig, NoAdapterConfig
-from runner.frozen import FrozenModel
-from runner.learner import LocalLearner
+from runner.interfaces import Judged, Pair
 from runner.model import tiny
 from runner.model.config import TinyConfig
-from runner.protocols import Judged, Pair
+from runner.trainer.learner import LocalLearner
+from runner.trainer.reference_model import FrozenModel
 
 CPU = torch.device("cpu")
 WHOLE = 10**6

@@ -11,9 +11,9 @@ from runner.algorithm.config import SftConfig
 from runner.algorithm.parts import Parts
 from runner.algorithm.policy.config import GrpoConfig, PolicyConfig, PpoConfig
 from runner.algorithm.sft import build as build_sft
-from runner.callback.callbacks import Record
-from runner.loop import run
-from runner.protocols import Environments, Item
+from runner.interfaces import Environments, Item
+from runner.trainer.callbacks import Record
+from runner.trainer.loop import run
 from tests.algorithm.harness import Nods, job_of
 from tests.algorithm.preferences import Given, learner, model, pairs, train
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from runner.algorithm import registered
 from runner.algorithm.policy.config import GrpoConfig
 from runner.algorithm.preference.config import DpoConfig
-from runner.errors import PLUGIN_WARNINGS, RunnerError
+from runner.core.errors import PLUGIN_WARNINGS, RunnerError
 from runner.interfaces.losses import INPUTS, PreferenceLosses, policy_loss, preference_loss, registration_of
 
 Sharpness = Annotated[float, Field(gt=0, description="How sharp")]

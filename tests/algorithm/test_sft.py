@@ -10,8 +10,8 @@ import torch
 from runner.algorithm.config import CptConfig, SftConfig
 from runner.algorithm.parts import Parts
 from runner.algorithm.sft import CrossEntropy, build
-from runner.batch import micro_batches, pack, with_totals
-from runner.protocols import Item, Question
+from runner.core.batch import micro_batches, pack, with_totals
+from runner.interfaces import Item, Question
 
 ITEMS = [Item((1, 2, 3), (0.0, 1.0, 1.0)), Item((4, 5), (0.0, 1.0)), Item((6, 7, 8, 9), (0.0, 0.0, 0.0, 1.0))]
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from runner import durable
 from runner.checkpoint.config import SafetensorsConfig
 from runner.checkpoint.store import CheckpointStore
-from runner.errors import RunnerError
+from runner.core import fsync_io
+from runner.core.errors import RunnerError
 
 MIB = 2**20
 
@@ -48,11 +48,14 @@ def bytes_short_in_the_background(disk: Path, root: Path) -> None:
 
 
 def filled_meanwhile(disk: Path, root: Path) -> None:
-    durable.free_bytes, counted = lambda folder: 2**40, durable.free_bytes  # what another writer takes is not foreseen
+    fsync_io.free_bytes, counted = (
+        lambda folder: 2**40,
+        fsync_io.free_bytes,
+    )  # as if another writer filled it
     try:
         save(root, 2, 6 * MIB, background=True)
     finally:
-        durable.free_bytes = counted
+        fsync_io.free_bytes = counted
 
 
 def inodes_short(disk: Path, root: Path) -> None:

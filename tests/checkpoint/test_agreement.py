@@ -12,10 +12,10 @@ from torch import nn
 
 from runner.checkpoint.config import SafetensorsConfig
 from runner.checkpoint.store import CheckpointStore
-from runner.errors import CheckpointError, RunnerError
-from runner.learner_state import load_parameters, restore, state_of
+from runner.core.errors import CheckpointError, RunnerError
+from runner.distributed.work_partition import ALONE
 from runner.parallelism.group import GroupPeers
-from runner.sharing import ALONE
+from runner.trainer.learner_state import load_parameters, restore, state_of
 from tests.parallelism.forked import TIMEOUT_S, ranks
 
 NAMES = [f"layers.{layer}.{part}" for layer in range(4) for part in ("matrix", "vector")]

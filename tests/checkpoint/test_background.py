@@ -17,7 +17,7 @@ import torch
 from runner.checkpoint import manifest
 from runner.checkpoint.config import CheckpointConfig, SafetensorsConfig
 from runner.checkpoint.store import CheckpointStore
-from runner.errors import RunnerError, StorageError, TrainingDiverged
+from runner.core.errors import RunnerError, StorageError, TrainingDiverged
 from runner.parallelism.group import GroupPeers
 from tests.checkpoint.conftest import make_state
 from tests.parallelism.forked import TIMEOUT_S, ranks

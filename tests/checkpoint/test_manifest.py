@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from runner.checkpoint import manifest
 from runner.checkpoint.manifest import Damaged, FileRecord, Manifest
-from runner.errors import CheckpointError
+from runner.core.errors import CheckpointError
 
 EXAMPLE = Manifest(100, "2030-01-02T03:04:05+00:00", {"eval/x": 0.25}, {"state.json": FileRecord(3, "ab" * 32)})
 

@@ -11,7 +11,7 @@ import torch
 
 from runner.checkpoint import reader
 from runner.checkpoint.store import CheckpointStore
-from runner.errors import CheckpointError
+from runner.core.errors import CheckpointError
 
 Damage = Callable[[Path], object]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from runner.checkpoint.config import CheckpointConfig, direction
 from runner.checkpoint.writer import best_step, kept
-from runner.errors import SpecError
+from runner.core.errors import SpecError
 
 VALUES = st.dictionaries(st.integers(1, 50), st.floats(), max_size=10)
 

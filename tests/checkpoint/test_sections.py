@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runner import tensor_file
 from runner.checkpoint import sections
 from runner.checkpoint.agreement import Agreed, agree
-from runner.errors import RunnerError, TrainingDiverged
-from runner.sharing import ALONE
+from runner.core import safetensors_layout
+from runner.core.errors import RunnerError, TrainingDiverged
+from runner.distributed.work_partition import ALONE
 
 DTYPES = (
     torch.float64,
@@ -74,7 +74,7 @@ def round_trip(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     held = agreed(state)
     (folder / sections.VALUES).write_bytes(held.values)
     for name, layout in held.layouts.items():
-        tensor_file.create(folder / f"{name}.safetensors", layout)
+        safetensors_layout.create(folder / f"{name}.safetensors", layout)
         sections.write(folder / f"{name}.safetensors", layout, held.pieces[name])
     return sections.read(folder, {f"{name}.safetensors": None for name in held.layouts})
 
@@ -192,7 +192,7 @@ def test_pieces_are_written_without_reading_what_others_write(tmp_path: Path) ->
     path = tmp_path / "policy.safetensors"
     one = agreed({"policy": {"tensors": held}})
     layout = one.layouts["policy"]
-    tensor_file.create(path, layout)
+    safetensors_layout.create(path, layout)
     whole = path.stat().st_size
     path.write_bytes(b"?" * whole)  # as a page that another machine has not sent yet
     sections.write(path, layout, one.pieces["policy"])

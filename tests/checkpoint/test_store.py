@@ -18,7 +18,7 @@ from runner.checkpoint import reader
 from runner.checkpoint import writer as writing
 from runner.checkpoint.config import SafetensorsConfig
 from runner.checkpoint.store import CheckpointStore
-from runner.errors import CheckpointError, SpecError, StorageError, TrainingDiverged
+from runner.core.errors import CheckpointError, SpecError, StorageError, TrainingDiverged
 
 Open = Callable[..., CheckpointStore]
 StateOf = Callable[[int], dict[str, dict[str, Any]]]
@@ -225,7 +225,7 @@ def test_a_place_where_no_folder_can_be_made_is_said_in_words(open_store: Open, 
 def test_too_little_space_is_noticed_before_anything_is_written(
     open_store: Open, state_of: StateOf, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.durable.free_bytes", lambda folder: 100)
+    monkeypatch.setattr("runner.core.fsync_io.free_bytes", lambda folder: 100)
     with pytest.raises(StorageError, match=r"not enough space; needed \d+ bytes .* free 100 bytes .*run resume"):
         open_store().save(1, state_of(1), {})
     assert list(root.iterdir()) == []

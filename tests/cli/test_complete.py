@@ -8,7 +8,7 @@ import pytest
 
 from runner.cli.args import VERBS
 from runner.cli.main import main
-from runner.registry import default_registry
+from runner.spec.registry import default_registry
 
 
 def completed(

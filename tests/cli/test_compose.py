@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from runner.cli.compose import compose_job, re_decode
-from runner.errors import EnvironmentProblem, RunnerError, SecurityRefusal, SpecError
-from runner.registry import default_registry
+from runner.core.errors import EnvironmentProblem, RunnerError, SecurityRefusal, SpecError
+from runner.spec.registry import default_registry
 
 
 def said(*words: str) -> dict[str, str]:

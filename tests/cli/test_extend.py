@@ -75,7 +75,7 @@ def test_a_slip_is_answered_with_the_nearest_name(site: Path, workdir: Path) -> 
 
 
 def test_nothing_of_it_imports_torch_before_a_job_is_checked(site: Path) -> None:
-    program = "import sys; from runner.registry import default_registry as r; r().classes('algorithm')['grpo']"
+    program = "import sys; from runner.spec.registry import default_registry as r; r().classes('algorithm')['grpo']"
     program += "(objective='two_sided'); assert 'run_losses' in sys.modules and 'torch' not in sys.modules"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(site)])}
     subprocess.run([sys.executable, "-c", program], env=env, check=True)

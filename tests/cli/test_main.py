@@ -18,8 +18,8 @@ from runner.cli.args import parse
 from runner.cli.compose import compose_job
 from runner.cli.listing import first_sentence
 from runner.cli.main import main
-from runner.errors import DataError
-from runner.paths import conf_dir
+from runner.core.errors import DataError
+from runner.core.paths import conf_dir
 
 ROOT = Path(runner.__file__).resolve().parent.parent
 DATA = ", ".join(sorted(path.stem for path in (conf_dir() / "data").glob("*.yaml")))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from runner import registry
 from runner.cli import sources
 from runner.cli.main import main
+from runner.spec import registry
 
 
 @pytest.fixture

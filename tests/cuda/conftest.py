@@ -12,11 +12,11 @@ import pytest
 import torch
 import transformers
 
-from runner.decisions import Decisions
+from runner.core.auto_choices import Decisions
 from runner.device.config import CpuConfig, CudaConfig
 from runner.device.cpu import Cpu
 from runner.device.cuda import Cuda
-from runner.protocols import Device
+from runner.interfaces import Device
 from tests.conftest import CARDS
 
 CAPABILITY = (8, 0)  # Ampere: the first that computes in bfloat16

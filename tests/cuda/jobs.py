@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from runner import build
-from runner.batch import Batch
-from runner.decisions import Decisions
-from runner.folder import RunFolder
-from runner.loop import Job
-from runner.signals import StopSignal
+from runner.core.auto_choices import Decisions
+from runner.core.batch import Batch
+from runner.core.signals import StopSignal
+from runner.run_dir.folder import RunFolder
+from runner.trainer.loop import Job
 from tests.parallelism.jobs import spec_of
 
 SMALL = (

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from runner.turns import Turn, Undivided
+from runner.distributed.pipeline_schedule import Undivided
+from runner.interfaces import Turn
 from tests.cuda.jobs import first_mini_batch
 
 SAMPLED = ("sampler.max_new_tokens=8", "reward=length", "reward.max=8", "reward.cache=7")

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.decisions import Decisions
+from runner.core.auto_choices import Decisions
+from runner.core.prefix_tree import pack_trees
 from runner.device.config import CudaConfig
 from runner.device.cuda_attention import kernel
+from runner.interfaces import Device
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.ring import _product
 from runner.model.tiny import byte_tokenizer
-from runner.protocols import Device
 from runner.spec.base import Dtype
-from runner.tree import pack_trees
 from tests.device.cases import trees
 from tests.model import zoo
 

@@ -15,12 +15,12 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from runner.batch import pack
-from runner.decisions import Decisions
+from runner.core.auto_choices import Decisions
+from runner.core.batch import pack
+from runner.distributed.dtensor_utils import whole
+from runner.interfaces import Device
 from runner.parallelism.config import FsdpConfig
 from runner.parallelism.mesh import Mesh
-from runner.protocols import Device
-from runner.shards import whole
 from tests.cuda.jobs import first_mini_batch
 from tests.model import zoo
 from tests.parallelism.worlds import TIMEOUT_S, meshed

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from runner.cli.compose import compose_job
+from runner.core.auto_choices import Decisions
+from runner.core.errors import DataError, SpecError
 from runner.data.config import DemoConfig
 from runner.data.demo import DemoData, Sort, Sum, build, numbers
-from runner.decisions import Decisions
 from runner.environment import calculator
 from runner.environment.config import CalculatorConfig
-from runner.errors import DataError, SpecError
-from runner.protocols import Item, Judged, Pair, Prompt, Question
+from runner.interfaces import Item, Judged, Pair, Prompt, Question
 from runner.spec.base import ItemKind
 from tests.data.conftest import CHATML, byte_tokenizer
 

@@ -9,11 +9,11 @@ from typing import Any
 import datasets
 import pytest
 
+from runner.core.auto_choices import Decisions
+from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.config import HubConfig
 from runner.data.hub import HubSource, build, load
 from runner.data.rows import Problems
-from runner.decisions import Decisions
-from runner.errors import DataError, EnvironmentProblem
 from tests.data.conftest import chat
 
 

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from runner.core.auto_choices import Decisions
+from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.config import FileConfig
 from runner.data.dataset import TokenisedData
 from runner.data.file import build
-from runner.decisions import Decisions
-from runner.errors import DataError, EnvironmentProblem
-from runner.protocols import Judged, Pair, Prompt
+from runner.interfaces import Judged, Pair, Prompt
 from runner.spec.base import ItemKind
 from tests.data.conftest import chat
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runner.core.errors import DataError
 from runner.data.order import BLOCK, BySize, Mixture, Order, Rounds, permutation, shares, spread, take
-from runner.errors import DataError
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 WEIGHTS = st.lists(st.floats(0.01, 10), min_size=1, max_size=5)

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runner.core.errors import DataError
 from runner.data import readers
 from runner.data.config import FileConfig
 from runner.data.readers import find_files, read_file
 from runner.data.rows import Problems, Row
-from runner.errors import DataError
 
 
 def read(path: Path) -> tuple[list[Row], str]:
@@ -192,7 +192,7 @@ def test_preflight_finds_faults_without_heavy_imports(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from runner.data.config import FileConfig\n"
-        "from runner.errors import DataError\n"
+        "from runner.core.errors import DataError\n"
         "try:\n"
         "    FileConfig(path=sys.argv[1]).preflight('sft')\n"
         "except DataError as error:\n"

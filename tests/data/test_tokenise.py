@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from runner.core.errors import DataError
 from runner.data.chat import LossOn
 from runner.data.examples import Chat, Plain
 from runner.data.rows import Place, Problems
 from runner.data.tokenise import VERSION, Encoded, Tokeniser
-from runner.errors import DataError
 from tests.data.conftest import CHATML, byte_tokenizer, chat
 
 HERE = Place("a.jsonl", 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from runner.tree import Branch, Tree
+from runner.core.prefix_tree import Branch, Tree
 from tests.model import zoo
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.callback.callbacks import Activity
 from runner.cli.main import main
+from runner.core.errors import EnvironmentProblem
 from runner.device.accelerator import refuse_hidden, starting
 from runner.device.activity import gpu, npu, own_process
 from runner.device.kinds import NPU
-from runner.errors import EnvironmentProblem
-from runner.protocols import StepEnd
+from runner.interfaces import StepEnd
+from runner.trainer.callbacks import Activity
 
 INFO = """
 +------------------------------------------------------------------------------------------------+

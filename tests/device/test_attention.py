@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from runner import compat
-from runner.decisions import Decisions
+from runner.core import torch_compat
+from runner.core.auto_choices import Decisions
+from runner.core.errors import EnvironmentProblem
+from runner.core.prefix_tree import pack_trees
 from runner.device.config import CudaConfig
 from runner.device.cuda_attention import FlashAttention, TorchFlashAttention, edges, kernel
 from runner.device.npu_attention import MOST_SEQUENCES, FusionAttention
-from runner.errors import EnvironmentProblem
+from runner.interfaces import VarlenAttention
 from runner.model.attention import rows_of
 from runner.model.probe import kernel_objection
-from runner.protocols import VarlenAttention
-from runner.tree import pack_trees
 from tests.device import operators
 from tests.device.cases import trees
 from tests.model import zoo
@@ -257,7 +257,7 @@ def test_a_kernel_without_grouped_queries_is_given_keys_and_values_for_each_quer
     module = ModuleType("torch.nn.attention.varlen")
     module.__spec__, module.varlen_attn = ModuleSpec(module.__name__, None), of_torch_2_11
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    found = compat.varlen_attention()(query, key, value, scale=0.3, window_size=(-1, 0), enable_gqa=True)
+    found = torch_compat.varlen_attention()(query, key, value, scale=0.3, window_size=(-1, 0), enable_gqa=True)
     heads = (one.transpose(0, 1) for one in (query, key, value))
     torch.testing.assert_close(found, scaled_dot_product_attention(*heads, scale=0.3, enable_gqa=True))
 
@@ -265,7 +265,7 @@ def test_a_kernel_without_grouped_queries_is_given_keys_and_values_for_each_quer
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
 def test_else_it_takes_torchs_own_kernel_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     found, decisions = chosen()
-    if compat.varlen_attention() is None:  # torch 2.10 and older
+    if torch_compat.varlen_attention() is None:  # torch 2.10 and older
         assert found is None and f"torch {torch.__version__} has no such kernel" in decisions.made[0].reason
         return
     assert isinstance(found, TorchFlashAttention) and decisions.made[0].is_fact

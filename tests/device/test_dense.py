@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runner.decisions import Decisions
+from runner.core.auto_choices import Decisions
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
 from runner.device.npu_attention import DenseFusionAttention

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runner.decisions import Decisions
+from runner.core.auto_choices import Decisions
+from runner.core.errors import EnvironmentProblem
 from runner.device.auto import pick
 from runner.device.config import AutoConfig, CpuConfig, CudaConfig, NpuConfig
 from runner.device.cpu import Cpu
 from runner.device.cuda import Cuda
-from runner.errors import EnvironmentProblem
 
 
 def test_the_processor_fixes_its_threads() -> None:

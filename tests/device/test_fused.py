@@ -12,10 +12,10 @@ from torch import Tensor
 
 from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
-from runner.decisions import Decisions
+from runner.core.auto_choices import Decisions
+from runner.core.errors import EnvironmentProblem
 from runner.device.npu_attention import FusionAttention
 from runner.device.npu_fused import KINDS, fuse
-from runner.errors import EnvironmentProblem
 from tests.device import operators
 from tests.device.cases import FAMILIES
 from tests.model import zoo

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from runner.core.errors import EnvironmentProblem
 from runner.device import visible
 from runner.device.config import COMPONENTS, AutoConfig, CpuConfig, CudaConfig, NpuConfig
 from runner.device.kinds import CPU, CUDA, KINDS, NPU, Kind
-from runner.errors import EnvironmentProblem
 
 
 @pytest.mark.parametrize(

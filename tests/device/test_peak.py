@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from runner.decisions import Decisions
+from runner.core.auto_choices import Decisions
 from runner.device.cards import find_card
 from runner.device.config import CpuConfig, CudaConfig
 from runner.device.cpu import Cpu
 from runner.device.peak import measure_matmul, peak
-from runner.protocols import Device
+from runner.interfaces import Device
 
 
 @pytest.mark.parametrize(

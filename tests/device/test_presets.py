@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.cli.compose import compose_job
-from runner.decisions import Decisions
+from runner.core.auto_choices import Decisions
+from runner.core.errors import EnvironmentProblem
 from runner.device import presets
 from runner.device.presets import CUDA_DETERMINISTIC, HCCL_DEFAULTS, PRESETS, hccl_objection, ports, resolve
-from runner.errors import EnvironmentProblem
 from runner.launch.session import set_environment
-from runner.manifest import environment
+from runner.run_dir.manifest import environment
 from runner.spec.job import JobSpec
 
 EVERY = [*PRESETS.values(), CUDA_DETERMINISTIC]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from runner.cli.compose import compose_job
-from runner.errors import SpecError
+from runner.core.errors import SpecError
 
 TWO = ("+recipe=sft_demo", "parallelism=ddp", "launch.devices=2")
 MACHINES = (*TWO, "launch.nodes=2", "launch.node=1", "launch.address=node-0.local:29400")

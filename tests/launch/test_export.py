@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from runner.cli.compose import compose_job
-from runner.errors import StorageError
+from runner.core.errors import StorageError
 from runner.launch.export import write_export
 
 SPEC = compose_job(["+recipe=sft_demo"]).spec

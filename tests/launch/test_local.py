@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from runner.cli.compose import compose_job
-from runner.errors import SpecError
-from runner.folder import RunFolder
-from runner.identity import frozen, refuse_changed_spec
+from runner.core.errors import SpecError
 from runner.launch.local import _say_stretched, next_attempt, refuse_other_job, resume, status, write_spec
+from runner.run_dir.folder import RunFolder
+from runner.run_dir.resume_compatibility import frozen, refuse_changed_spec
 from runner.spec.job import JobSpec
 
 

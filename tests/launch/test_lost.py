@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import distributed
 
-from runner.errors import RankLost, RunnerError
+from runner.core.errors import RankLost, RunnerError
+from runner.core.rank_info import Place
 from runner.launch.session import lost_ranks
-from runner.place import Place
 from tests.parallelism.forked import ranks
 
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from runner.cli.compose import compose_job
-from runner.errors import DeadlineExceeded, EnvironmentProblem, RunnerError, SpecError
-from runner.folder import RunFolder
+from runner.core.errors import DeadlineExceeded, EnvironmentProblem, RunnerError, SpecError
+from runner.core.signals import StopSignal
 from runner.launch import machines as module
 from runner.launch.local import write_spec
 from runner.launch.machines import Line, Machines, gathered, joined
 from runner.launch.verdict import KILLED, OWN, WAITED, Verdict
-from runner.signals import StopSignal
+from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
 from tests.ports import free_port
 

@@ -12,16 +12,16 @@ from typing import cast
 
 import pytest
 
-from runner.folder import RunFolder
 from runner.launch import member as module
 from runner.launch.janitor import Janitor
 from runner.launch.member import Member, Order
+from runner.run_dir.folder import RunFolder
 from tests.launch.several import ROOT, alive, gone
 
 # Starts something that would live on, says why it ends, and ends
 PROGRAM = """
 import subprocess, sys
-from runner.errors import DataError
+from runner.core.errors import DataError
 from runner.launch.verdict import Link, Report
 sleeping = subprocess.Popen(["sleep", "1000"])
 print(sleeping.pid, flush=True)

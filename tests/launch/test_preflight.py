@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runner.cli.compose import compose_job
-from runner.errors import SpecError
+from runner.core.errors import SpecError
 from runner.launch.stages import check_model
 from runner.spec.job import JobSpec
 

@@ -19,17 +19,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.cli.compose import compose_job
-from runner.errors import EnvironmentProblem, Interrupted, RankLost, RunnerError, SpecError
-from runner.folder import RunFolder
+from runner.core.errors import EnvironmentProblem, Interrupted, RankLost, RunnerError, SpecError
+from runner.core.rank_info import Place
 from runner.launch import member
 from runner.launch.member import Order
 from runner.launch.ray import child as children
 from runner.launch.ray.attempt import closed
 from runner.launch.ray.child import CHUNK, Child, packed, surroundings, unpacked
+from runner.launch.ray.link import Link, need_ray
 from runner.launch.ray.seats import Seat, Taken, described, free, grouped, refuse_too_many, seats, table
 from runner.launch.verdict import Ear, JobFailed, is_final
-from runner.place import Place
-from runner.ray.link import Link, need_ray
+from runner.run_dir.folder import RunFolder
 from tests.launch.several import ROOT, alive
 
 SIX_AND_TWO = [Seat("rank", n, "NPU", 1) for n in range(6)] + [Seat("sampler", n, "NPU", 1) for n in range(2)]
@@ -270,7 +270,7 @@ def test_a_guard_leaves_nothing_of_a_driver_that_was_killed(tmp_path: Path) -> N
         "print(left.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    words = [sys.executable, "-P", "-m", "runner.ray.guard", "a_driver", json.dumps({"folder": str(folder)})]
+    words = [sys.executable, "-P", "-m", "runner.launch.ray.guard", "a_driver", json.dumps({"folder": str(folder)})]
     path = f"{tmp_path}{os.pathsep}{ROOT}"
     done = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, timeout=60)
     assert done.returncode == 128 + signal.SIGKILL and not folder.exists() and not weights.exists()

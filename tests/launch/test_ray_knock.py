@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from runner.cli.compose import compose_job
-from runner.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem
 from runner.launch import local
-from runner.ray import knock as knocking
-from runner.ray import link
-from runner.ray.knock import knock
+from runner.launch.ray import knock as knocking
+from runner.launch.ray import link
+from runner.launch.ray.knock import knock
 
 
 @pytest.fixture

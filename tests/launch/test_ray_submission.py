@@ -12,7 +12,7 @@ import pytest
 
 from runner.cli.args import parse
 from runner.cli.compose import compose_job
-from runner.errors import SpecError
+from runner.core.errors import SpecError
 from runner.launch.base import submit_command
 from tests.launch.several import Job
 from tests.ray_head import head

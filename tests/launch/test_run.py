@@ -213,7 +213,7 @@ def test_interrupted_and_resumed_is_the_same_run_bit_for_bit(
 
 @pytest.mark.slow
 def test_a_second_process_may_not_enter_a_running_job(tmp_path: Path) -> None:
-    from runner.folder import RunFolder, lock
+    from runner.run_dir.folder import RunFolder, lock
 
     runner(tmp_path, *JUDGED)
     handle = lock(RunFolder((tmp_path / "outputs/latest").resolve()))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.shelf_folder import places
+from runner.weight_sync.shelf_folder import places
 from tests.launch.several import DDP, Job, alive, gone, wait_until
 
 pytestmark = pytest.mark.timeout(400)  # several processes share few cores

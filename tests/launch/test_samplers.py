@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 
 from runner.cli.compose import compose_job
+from runner.core.errors import DataError, EnvironmentProblem, RunnerError, SamplerFault
+from runner.core.rank_info import Place
+from runner.core.tmpdir import temporary_of
 from runner.device import visible
-from runner.errors import DataError, EnvironmentProblem, RunnerError, SamplerFault
-from runner.folder import RunFolder, write_json
 from runner.launch import member, team
 from runner.launch.local import Local, attempts
 from runner.launch.member import Order
 from runner.launch.team import Team
 from runner.launch.verdict import JobFailed
-from runner.place import Place
+from runner.run_dir.folder import RunFolder, write_json
 from runner.sampler.remote.secret import TOKEN
-from runner.shelf_folder import places
 from runner.spec.job import JobSpec
-from runner.temporary import temporary_of
+from runner.weight_sync.shelf_folder import places
 from tests.launch.several import alive
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,13 +12,13 @@ import pytest
 import yaml
 
 from runner.cli.compose import compose_job
-from runner.errors import EnvironmentProblem, SpecError
-from runner.folder import RunFolder
+from runner.core.errors import EnvironmentProblem, SpecError
 from runner.launch.slurm import job as slurm_job
 from runner.launch.slurm import submission, task
+from runner.launch.slurm.cards import handed_out
+from runner.launch.slurm.commands import count_stage, steps_of
 from runner.launch.slurm.task import Task
-from runner.slurm.cards import handed_out
-from runner.slurm.commands import count_stage, steps_of
+from runner.run_dir.folder import RunFolder
 from tests.launch import slurm_stand_in
 from tests.launch.several import DEADLINE_S, Job, wait_until
 

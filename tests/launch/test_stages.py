@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from runner.cli.compose import compose_job
-from runner.errors import SpecError
+from runner.core.errors import SpecError
 from runner.launch.stage import go_on, key_of, layout_of, words_of
 from runner.launch.stages import StageFailed, with_first_weights
 from tests import command

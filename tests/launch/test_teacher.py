@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from runner.cli.compose import compose_job
-from runner.errors import SpecError
+from runner.core.errors import SpecError
 from runner.launch.stages import with_other_models
 from runner.spec.job import JobSpec
 

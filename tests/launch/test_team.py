@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from runner.cli.compose import compose_job
-from runner.errors import Interrupted, RunnerError
-from runner.folder import RunFolder
+from runner.core.errors import Interrupted, RunnerError
 from runner.launch import member, team
 from runner.launch.local import Local
 from runner.launch.team import Team
+from runner.run_dir.folder import RunFolder
 from tests.launch.several import alive, gone
 
 ROOT = Path(__file__).resolve().parents[2]

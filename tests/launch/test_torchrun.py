@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from runner.cli.compose import compose_job
-from runner.errors import EnvironmentProblem, SpecError
+from runner.core.errors import EnvironmentProblem, SpecError
+from runner.core.rank_info import Place, alone
 from runner.launch import torchrun
-from runner.place import Place, alone
 
 MEETING = {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from runner.cli.compose import compose_job
+from runner.core.auto_choices import Decisions
+from runner.core.errors import CheckpointError, EnvironmentProblem
 from runner.data.config import FileConfig
 from runner.data.file import build
-from runner.decisions import Decisions
-from runner.errors import CheckpointError, EnvironmentProblem
-from runner.folder import RunFolder, lock, write_json
 from runner.launch.use import answer, export, prompt_ids
+from runner.run_dir.folder import RunFolder, lock, write_json
 from tests.data.conftest import byte_tokenizer, chat
 
 PLAIN = {"prompt": "sort 31", "completion": " 13"}

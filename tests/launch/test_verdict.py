@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from runner.errors import DataError, DeadlineExceeded, Interrupted, RankLost, RunnerError
+from runner.core.errors import DataError, DeadlineExceeded, Interrupted, RankLost, RunnerError
 from runner.launch.member import place_of
 from runner.launch.verdict import Ended, Report, judge
 

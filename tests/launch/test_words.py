@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from runner.cli.compose import compose_job
+from runner.core.rank_info import Place
+from runner.interfaces import Item, Prompt
 from runner.launch.words import Turn, amount, example, plain_sample, ranks, title
-from runner.place import Place
-from runner.protocols import Item, Prompt
 from tests.data.conftest import byte_tokenizer
 
 HEADERS = (

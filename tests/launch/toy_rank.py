@@ -13,10 +13,10 @@ import threading
 import time
 from pathlib import Path
 
-from runner.errors import DataError, DeadlineExceeded
+from runner.core.errors import DataError, DeadlineExceeded
+from runner.core.rank_info import Place
 from runner.launch.member import watch_stacks
 from runner.launch.verdict import Link, Report
-from runner.place import Place
 
 STEPS, STEP_S = 10, 0.05
 

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from runner.errors import DataError, SamplerFault
+from runner.core.errors import DataError, SamplerFault
 from runner.launch.verdict import Link, Report
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from runner.interfaces import Written
 from runner.model.generation import at_limit
-from runner.protocols import Written
 from tests.model.test_folded import adapted, calls_of_adapters
 from tests.model.zoo import SHAPE, causal, module, rows
 

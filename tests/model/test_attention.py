@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from runner.core.prefix_tree import Paths
 from runner.model.attention import Rows, UnsupportedAttention, bucketed, ragged_attention
-from runner.tree import Paths
 from tests.model.zoo import CPU
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from runner.batch import micro_batches, pack, with_tokens
-from runner.decisions import Decisions
-from runner.errors import EnvironmentProblem, SpecError
+from runner.core.auto_choices import Decisions
+from runner.core.batch import micro_batches, pack, with_tokens
+from runner.core.errors import EnvironmentProblem, SpecError
 from tests.model.zoo import LENGTHS, LOGPROBS, batch, causal, gradients, greedy, module, reference, relative, rows
 
 PACKABLE = ["llama", "qwen2", "qwen3", "mistral", "gpt2"]

@@ -18,8 +18,8 @@ from torch._dynamo.utils import counters
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig
 from runner.cli.compose import compose_job
-from runner.decisions import Decisions
-from runner.errors import SpecError
+from runner.core.auto_choices import Decisions
+from runner.core.errors import SpecError
 from runner.model import compiled
 from tests.model.zoo import LOGPROBS, batch, causal, gradients, greedy, relative, rows
 
@@ -112,7 +112,7 @@ def test_a_model_that_does_not_name_its_layers_says_so(monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_without_a_compiler_it_is_an_error_that_says_what_to_install() -> None:
     program = (
-        "import torch; from runner.errors import EnvironmentProblem; from runner.model import compiled\n"
+        "import torch; from runner.core.errors import EnvironmentProblem; from runner.model import compiled\n"
         "try: compiled.refuse_without_compiler(torch.device('cpu'))\n"
         "except EnvironmentProblem as error: print(error)"
     )

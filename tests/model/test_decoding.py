@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.models.mamba import MambaConfig, MambaForCausalLM
 
-from runner.decisions import Decisions
-from runner.errors import SpecError
+from runner.core.auto_choices import Decisions
+from runner.core.errors import SpecError
 from runner.model import decoding
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig

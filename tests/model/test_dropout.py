@@ -10,7 +10,7 @@ from transformers.models.opt import OPTConfig, OPTForCausalLM
 
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig
-from runner.decisions import Decisions
+from runner.core.auto_choices import Decisions
 from runner.model.causal import CausalLM
 from tests.model.zoo import LOGPROBS, ZOO, batch, causal
 

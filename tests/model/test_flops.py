@@ -10,10 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig
-from runner.batch import Batch, pack, with_totals
-from runner.decisions import Decisions
+from runner.core.auto_choices import Decisions
+from runner.core.batch import Batch, pack, with_totals
+from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.model.causal import CausalLM
-from runner.tree import Branch, Tree, pack_trees
 from tests.model import zoo
 
 RANK = 4

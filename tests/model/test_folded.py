@@ -9,7 +9,7 @@ import torch
 
 from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
-from runner.decisions import Decisions
+from runner.core.auto_choices import Decisions
 from runner.model.causal import CausalLM
 from runner.model.export import folded
 from tests.model.zoo import causal

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig
-from runner.decisions import Decisions
-from runner.errors import EnvironmentProblem, RunnerError, SecurityRefusal, SpecError
+from runner.core.auto_choices import Decisions
+from runner.core.errors import EnvironmentProblem, RunnerError, SecurityRefusal, SpecError
 from runner.model import hf
 from runner.model.causal import CausalLM
 from runner.model.config import HfConfig, TinyConfig

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.batch import Batch
+from runner.core.batch import Batch
+from runner.core.prefix_tree import pack_trees
 from runner.model.causal import CausalLM
 from runner.model.layout import packed, padded
-from runner.tree import pack_trees
 from tests.model.test_shared_prompts import trees
 from tests.model.zoo import batch, causal
 

@@ -10,8 +10,8 @@ from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.gpt2 import GPT2Config
 from transformers.models.qwen2 import Qwen2Config
 
-from runner.batch import pack
-from runner.errors import SpecError
+from runner.core.batch import pack
+from runner.core.errors import SpecError
 from runner.model.layout import longest_row
 from tests.model.zoo import LOGPROBS, causal, rows
 

@@ -19,9 +19,9 @@ from transformers.models.qwen2 import Qwen2Config, Qwen2ForSequenceClassificatio
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig
 from runner.algorithm.sft import CrossEntropy
-from runner.batch import with_totals
-from runner.decisions import Decisions
-from runner.learner import LocalLearner
+from runner.core.auto_choices import Decisions
+from runner.core.batch import with_totals
+from runner.core.tolerance import tolerance
 from runner.model.build import placed
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
@@ -29,7 +29,7 @@ from runner.model.export import write
 from runner.model.precision import original_class
 from runner.model.tiny import byte_tokenizer
 from runner.model.value_head import ScalarModel
-from runner.tolerance import tolerance
+from runner.trainer.learner import LocalLearner
 from tests.model.zoo import CPU, LOGPROBS, SHAPE, batch, causal, gradients, greedy, module, relative, rows
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "grouped_mm_fallback", "linear")

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig
 from runner.cli.compose import compose_job
-from runner.decisions import Decisions
-from runner.errors import EnvironmentProblem, SpecError
+from runner.core.auto_choices import Decisions
+from runner.core.errors import EnvironmentProblem, SpecError
 from runner.model import recompute
 from runner.model.causal import CausalLM
 from tests.model.zoo import batch, causal, gradients

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.batch import Batch
+from runner.core.batch import Batch
+from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.model.value_head import ScalarModel
-from runner.tree import Branch, Tree, pack_trees
 from tests.model.test_causal import causal
 from tests.model.zoo import VOCAB
 

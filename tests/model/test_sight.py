@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runner.batch import Batch, prefixes, row_of_tokens
+from runner.core.batch import Batch, prefixes, row_of_tokens
+from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.model import ring
 from runner.model.context import held
-from runner.tree import Branch, Tree, pack_trees
 
 SIZES = st.integers(1, 12)
 

@@ -10,8 +10,8 @@ import torch
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from runner.decisions import Decisions
-from runner.errors import EnvironmentProblem, SecurityRefusal, SpecError
+from runner.core.auto_choices import Decisions
+from runner.core.errors import EnvironmentProblem, SecurityRefusal, SpecError
 from runner.model import teacher, tiny
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer

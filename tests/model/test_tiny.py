@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig
-from runner.batch import pack
-from runner.decisions import Decisions
-from runner.errors import EnvironmentProblem, SpecError
+from runner.core.auto_choices import Decisions
+from runner.core.batch import pack
+from runner.core.errors import EnvironmentProblem, SpecError
 from runner.model import tiny
 from runner.model.build import Source
 from runner.model.causal import CausalLM

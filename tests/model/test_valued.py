@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig
-from runner.batch import Batch, with_tokens
-from runner.decisions import Decisions
-from runner.errors import SpecError, UnfitModel
+from runner.core.auto_choices import Decisions
+from runner.core.batch import Batch, with_tokens
+from runner.core.errors import SpecError, UnfitModel
+from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.model import hf
 from runner.model.config import HfConfig, TinyConfig
 from runner.model.tiny import byte_tokenizer
 from runner.model.value_head import ValuedLM
-from runner.tree import Branch, Tree, pack_trees
 from tests.model.zoo import VOCAB, module, relative
 
 ALL = frozenset({"logprobs", "entropy", "values"})

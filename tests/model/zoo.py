@@ -19,8 +19,8 @@ from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from runner.batch import Batch, pack
-from runner.decisions import Decisions
+from runner.core.auto_choices import Decisions
+from runner.core.batch import Batch, pack
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer

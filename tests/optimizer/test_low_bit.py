@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from runner.build.parts import default_registry
 from runner.cli.compose import compose_job
-from runner.decisions import Decisions
-from runner.errors import EnvironmentProblem, SpecError
+from runner.core.auto_choices import Decisions
+from runner.core.errors import EnvironmentProblem, SpecError
 from runner.launch.local import ready
-from runner.learner_state import restore, state_of
 from runner.optimizer.config import AdamW8bitConfig, AdamWConfig, MuonConfig, OptimizerConfig
+from runner.trainer.learner_state import restore, state_of
 
 STEPS = 6
 KINDS = [

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from runner import build
-from runner.callback.callbacks import NoOp
 from runner.cli.compose import compose_job
-from runner.decisions import Decisions
-from runner.folder import RunFolder
-from runner.loop import run
-from runner.place import Place
-from runner.protocols import StepEnd
-from runner.signals import StopSignal
+from runner.core.auto_choices import Decisions
+from runner.core.rank_info import Place
+from runner.core.signals import StopSignal
+from runner.interfaces import StepEnd
+from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
+from runner.trainer.callbacks import NoOp
+from runner.trainer.loop import run
 from tests.parallelism.forked import ranks
 from tests.parallelism.zero_gradients import noting
 from tests.ports import free_port

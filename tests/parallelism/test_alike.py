@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from runner import build
-from runner.decisions import Decisions
-from runner.errors import CheckpointError, RunnerError
-from runner.folder import RunFolder
+from runner.core.auto_choices import Decisions
+from runner.core.errors import CheckpointError, RunnerError
+from runner.core.rank_info import Place
+from runner.core.signals import StopSignal
 from runner.parallelism.world import World
-from runner.place import Place
-from runner.signals import StopSignal
+from runner.run_dir.folder import RunFolder
 from tests.algorithm.preferences import model
 from tests.model import zoo
 from tests.parallelism.forked import ranks

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runner.checkpoint import manifest
-from runner.errors import RunnerError
+from runner.core.errors import RunnerError
 from tests.parallelism.forked import ranks
 from tests.parallelism.jobs import in_one, on_ranks
 from tests.parallelism.test_jobs import REWARDED, SAMPLED, SMALL

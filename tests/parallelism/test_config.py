@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from transformers.models.qwen3 import Qwen3Config
 
 from runner.cli.compose import compose_job
-from runner.errors import SpecError
+from runner.core.errors import SpecError
+from runner.core.rank_info import Place
+from runner.distributed.work_partition import ALONE
 from runner.model import hf
 from runner.model.config import HfConfig
 from runner.parallelism.config import (
@@ -28,8 +30,6 @@ from runner.parallelism.config import (
 )
 from runner.parallelism.mesh import Mesh
 from runner.parallelism.world import World
-from runner.place import Place
-from runner.sharing import ALONE
 from tests.parallelism.worlds import device, silent
 
 

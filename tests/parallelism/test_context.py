@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.batch import Batch, pack
-from runner.decisions import Decisions
-from runner.errors import SpecError
-from runner.learner import LocalLearner
+from runner.core.auto_choices import Decisions
+from runner.core.batch import Batch, pack
+from runner.core.errors import SpecError
+from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer
 from runner.parallelism.config import CpConfig, FsdpConfig, HsdpConfig
 from runner.parallelism.mesh import Mesh
-from runner.tree import Branch, Tree, pack_trees
+from runner.trainer.learner import LocalLearner
 from tests.model import zoo
 from tests.parallelism.forked import ranks
 from tests.parallelism.test_shard import BOTH, FAMILIES, close, made, part, scalar, trained, valued

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from runner.batch import Batch
-from runner.errors import SpecError
+from runner.core.batch import Batch
+from runner.core.errors import SpecError
+from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.model import ring
 from runner.model.context import Ranks, Share
-from runner.tree import Branch, Tree, pack_trees
 from tests.model.test_sight import mask
 from tests.parallelism.forked import ranks
 

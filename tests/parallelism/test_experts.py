@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from runner import shards
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig
 from runner.algorithm.sft import CrossEntropy
 from runner.cli.compose import compose_job
-from runner.decisions import Decisions
-from runner.errors import SpecError
-from runner.learner import LocalLearner
+from runner.core.auto_choices import Decisions
+from runner.core.errors import SpecError
+from runner.distributed.dtensor_utils import whole
+from runner.interfaces import LossFn
 from runner.parallelism import experts
 from runner.parallelism.config import (
     CpConfig,
@@ -36,7 +36,7 @@ from runner.parallelism.config import (
 )
 from runner.parallelism.mesh import Mesh
 from runner.parallelism.world import World
-from runner.protocols import LossFn
+from runner.trainer.learner import LocalLearner
 from tests.model import zoo
 from tests.parallelism.forked import ranks
 from tests.parallelism.test_learning import STEPS, Curved, given
@@ -86,7 +86,7 @@ def trained(world: World, model: Any) -> dict[str, Any]:
 
     def note(*_: Any) -> None:
         if not numbers:
-            first.update({n: shards.whole(p.grad).clone() for n, p in model.trainable().items() if p.grad is not None})
+            first.update({n: whole(p.grad).clone() for n, p in model.trainable().items() if p.grad is not None})
 
     optimizer.register_step_pre_hook(note)  # after the sum over ranks, and clipped
     losses: list[LossFn] = [CrossEntropy(), Curved()]

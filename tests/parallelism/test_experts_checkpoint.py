@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from runner.checkpoint.config import SafetensorsConfig
 from runner.checkpoint.store import CheckpointStore
-from runner.decisions import Decisions
-from runner.learner import LocalLearner
+from runner.core.auto_choices import Decisions
 from runner.parallelism.config import MeshConfig
 from runner.parallelism.mesh import Mesh
 from runner.parallelism.world import World
+from runner.trainer.learner import LocalLearner
 from tests.parallelism.forked import ranks
 from tests.parallelism.test_experts import EP2, LAYOUTS, SLOW, moe
 from tests.parallelism.test_shard import CPU, part

@@ -16,8 +16,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from runner.decisions import Decisions
-from runner.errors import StorageError
+from runner.core.auto_choices import Decisions
+from runner.core.errors import StorageError
 from runner.launch.export import write_export
 from runner.model import export, published
 from runner.parallelism.config import EpConfig, FsdpConfig, MeshConfig, PpConfig, TpConfig

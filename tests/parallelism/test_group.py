@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
-from runner.errors import DeadlineExceeded, RankLost
+from runner.core.errors import DeadlineExceeded, RankLost
+from runner.core.rank_info import Place
+from runner.distributed.work_partition import sum_gradients
 from runner.parallelism import group
 from runner.parallelism.config import DdpConfig, PpConfig
 from runner.parallelism.group import GroupPeers, buckets
 from runner.parallelism.world import World, build
-from runner.place import Place
-from runner.sharing import sum_gradients
 from tests.parallelism.forked import ranks
 from tests.parallelism.worlds import device, on_ranks
 from tests.ports import free_port

@@ -16,15 +16,15 @@ from torch import Tensor
 from runner.adapter import full, lora
 from runner.adapter.config import LoraConfig, NoAdapterConfig
 from runner.algorithm.sft import CrossEntropy
-from runner.batch import Batch, pack, row_sum, with_totals
-from runner.decisions import Decisions
-from runner.errors import TrainingDiverged
-from runner.learner import LocalLearner
-from runner.metrics import Metrics
+from runner.core.auto_choices import Decisions
+from runner.core.batch import Batch, pack, row_sum, with_totals
+from runner.core.errors import TrainingDiverged
+from runner.core.metrics import Metrics
+from runner.distributed.dtensor_utils import whole
+from runner.interfaces import Loss as Found
+from runner.interfaces import LossFn, Outputs
 from runner.parallelism.world import World
-from runner.protocols import Loss as Found
-from runner.protocols import LossFn, Outputs
-from runner.shards import whole
+from runner.trainer.learner import LocalLearner
 from tests.model import zoo
 from tests.parallelism.worlds import alone, on_ranks
 from tests.toys import Bigram

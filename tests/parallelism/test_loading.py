@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig
-from runner.decisions import Decisions
-from runner.errors import EnvironmentProblem, RunnerError
+from runner.core.auto_choices import Decisions
+from runner.core.errors import EnvironmentProblem, RunnerError
+from runner.distributed.dtensor_utils import local, whole
+from runner.distributed.work_partition import ALONE
 from runner.model import hf, tiny
 from runner.model.config import HfConfig, TinyConfig
 from runner.model.tiny import byte_tokenizer
 from runner.parallelism.config import DdpConfig, FsdpConfig, HsdpConfig, MeshConfig, TpConfig
 from runner.parallelism.mesh import Mesh
 from runner.parallelism.weights import META, Weights
-from runner.shards import local, whole
-from runner.sharing import ALONE
 from tests.model import zoo
 from tests.parallelism.forked import ranks
 from tests.parallelism.worlds import meshed

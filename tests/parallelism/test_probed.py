@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.decisions import Decisions
-from runner.errors import Problem, SpecError
+from runner.core.auto_choices import Decisions
+from runner.core.errors import Problem, SpecError
 from runner.parallelism.config import EpConfig
 from runner.parallelism.group import GroupPeers
 from runner.parallelism.mesh import Mesh

@@ -17,8 +17,8 @@ from transformers.core_model_loading import Chunk, WeightConverter
 
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig
-from runner.decisions import Decisions
-from runner.errors import SpecError
+from runner.core.auto_choices import Decisions
+from runner.core.errors import SpecError
 from runner.parallelism.config import (
     CpConfig,
     DdpConfig,

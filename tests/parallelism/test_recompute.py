@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runner.decisions import Decisions
+from runner.core.auto_choices import Decisions
 from runner.model import compiled
 from tests.parallelism import test_shard as pieces
 from tests.parallelism import test_tensor as slices

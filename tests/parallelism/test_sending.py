@@ -16,18 +16,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from runner.decisions import Decisions
-from runner.digests import digest_of
-from runner.errors import RunnerError, SamplerFault
-from runner.learner import LocalLearner
+from runner.core.auto_choices import Decisions
+from runner.core.errors import RunnerError, SamplerFault
+from runner.interfaces import Request, Rollout
 from runner.parallelism.shared import FirstSampler
 from runner.parallelism.world import World
-from runner.protocols import Request, Rollout
-from runner.publisher import Publisher
-from runner.routes import Shelving
 from runner.sampler.probed import Probe
-from runner.shelf import Shelf, Shelved
-from runner.shelf_folder import claim
+from runner.trainer.learner import LocalLearner
+from runner.weight_sync.publisher import Publisher
+from runner.weight_sync.routes import Shelving
+from runner.weight_sync.shelf import Shelf, Shelved
+from runner.weight_sync.shelf_folder import claim
+from runner.weight_sync.weight_checksum import digest_of
 from tests.model import zoo
 from tests.parallelism import test_learning as plain
 from tests.parallelism.forked import ranks

@@ -11,19 +11,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen2 import Qwen2Config, Qwen2ForSequenceClassification
 
-from runner import shards
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig
-from runner.batch import Batch, pack
-from runner.decisions import Decisions
+from runner.core.auto_choices import Decisions
+from runner.core.batch import Batch, pack
+from runner.core.tolerance import tolerance
+from runner.distributed import dtensor_utils
+from runner.distributed.work_partition import ALONE, sum_gradients
+from runner.interfaces import Peers
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer
 from runner.model.value_head import ScalarModel, ValuedLM
 from runner.parallelism.config import FsdpConfig, HsdpConfig
 from runner.parallelism.mesh import Mesh
-from runner.protocols import Peers
-from runner.sharing import ALONE, sum_gradients
-from runner.tolerance import tolerance
 from tests.model import zoo
 from tests.parallelism.forked import ranks
 from tests.parallelism.worlds import meshed
@@ -72,16 +72,16 @@ def trained(model: Any, batch: Batch, copies: Peers = ALONE) -> dict[str, Any]:
         total.backward()
         sum_gradients(list(parameters.values()), copies)
         losses.append(float(total.detach()))
-        norm = shards.total_norm([p.grad for p in parameters.values() if p.grad is not None])
+        norm = dtensor_utils.total_norm([p.grad for p in parameters.values() if p.grad is not None])
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), 1.0, norm)
         norms.append(float(norm))
         if step == 0:
-            first = {name: shards.whole(p.grad).clone() for name, p in parameters.items() if p.grad is not None}
+            first = {name: dtensor_utils.whole(p.grad).clone() for name, p in parameters.items() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
             model.outputs(batch, frozenset({"logprobs"}))
-    weights = {name: shards.whole(p).clone() for name, p in parameters.items()}
+    weights = {name: dtensor_utils.whole(p).clone() for name, p in parameters.items()}
     return {"losses": losses, "norms": norms, "gradients": first, "weights": weights}
 
 
@@ -190,7 +190,7 @@ def test_heads_of_one_number(build: Callable[[], Any]) -> None:
     def gradients(model: Any, rank: int, size: int) -> dict[str, Tensor]:
         outputs = model.outputs(part(rank, size), frozenset({"values"}))
         outputs["values"].square().sum().backward()
-        return {n: shards.whole(p.grad) for n, p in model.trainable().items() if p.grad is not None}
+        return {n: dtensor_utils.whole(p.grad) for n, p in model.trainable().items() if p.grad is not None}
 
     wanted = gradients(build(), 0, 1)
     got = ranks(2, lambda rank: gradients(sharded(build(), (1, 2)), rank, 2))
@@ -223,7 +223,7 @@ def test_a_bfloat16_base_beside_a_float32_adapter_stays_as_small_as_it_is() -> N
         model.linear(part(rank, 2), part(rank, 2).tokens["weight"])[0].backward()
         with model.gathered():
             types |= {p.dtype for name, p in model.module.named_parameters() if "lora_" not in name}
-        held = sum(shards.local(p).untyped_storage().nbytes() for p in model.whole.parameters())
+        held = sum(dtensor_utils.local(p).untyped_storage().nbytes() for p in model.whole.parameters())
         return {n: (p.dtype, p.grad.dtype) for n, p in model.trainable().items()}, held, len(types)
 
     ideal = sum(p.numel() * p.element_size() for p in build().module.parameters()) / 2
@@ -282,7 +282,11 @@ def test_weights_are_gathered_in_bfloat16_and_no_cast_of_them_is_kept() -> None:
         kept.clear()
         weights.clear()
         total.backward()
-        return held, types, {name: shards.whole(p.grad) for name, p in model.trainable().items() if p.grad is not None}
+        return (
+            held,
+            types,
+            {name: dtensor_utils.whole(p.grad) for name, p in model.trainable().items() if p.grad is not None},
+        )
 
     plain = made("qwen3", False, dtype="bfloat16", initializer_range=0.05)
     plain.linear(part(0, 1), part(0, 1).tokens["weight"])[0].backward()

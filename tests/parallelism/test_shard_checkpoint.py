@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from runner.checkpoint.config import SafetensorsConfig
 from runner.checkpoint.store import CheckpointStore
-from runner.errors import CheckpointError, RunnerError
-from runner.learner import LocalLearner
+from runner.core.errors import CheckpointError, RunnerError
 from runner.parallelism.group import GroupPeers
+from runner.trainer.learner import LocalLearner
 from tests.parallelism.forked import TIMEOUT_S, ranks
 from tests.parallelism.test_shard import CPU, made, part, sharded
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from runner.errors import DataError, RunnerError
+from runner.core.errors import DataError, RunnerError
+from runner.interfaces import Completion, Observation, Prompt, Request, Rollout, Written
 from runner.parallelism.shared import FirstSampler, SharedAnswerer, SharedEnvironments, SharedSampler, shared_reward
 from runner.parallelism.world import World
-from runner.protocols import Completion, Observation, Prompt, Request, Rollout, Written
 from tests.parallelism.worlds import on_ranks
 
 

@@ -6,12 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.batch import Batch, Places, cuts, pack, unit_spans
-from runner.dealing import Share, deal
-from runner.errors import DataError, RunnerError
+from runner.core.batch import Batch, Places, cuts, pack, unit_spans
+from runner.core.errors import DataError, RunnerError
+from runner.distributed.dtensor_utils import total_norm
+from runner.distributed.work_partition import Alone, balanced, on_first, together
 from runner.parallelism.world import World
-from runner.shards import total_norm
-from runner.sharing import Alone, balanced, on_first, together
+from runner.trainer.batch_partition import Share, deal
 from tests.parallelism.worlds import on_ranks
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from runner.decisions import Decisions
-from runner.learner import LocalLearner
+from runner.core.auto_choices import Decisions
 from runner.parallelism.config import FsdpConfig, MeshConfig, PpConfig, TpConfig
 from runner.parallelism.mesh import Mesh
 from runner.parallelism.world import World
+from runner.trainer.learner import LocalLearner
 from tests.parallelism.forked import ranks
 from tests.parallelism.test_learning import Curved, given
 from tests.parallelism.test_shard import BOTH, made

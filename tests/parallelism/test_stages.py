@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from runner.algorithm.sft import CrossEntropy
-from runner.decisions import Decisions
-from runner.errors import SpecError
-from runner.learner import LocalLearner
+from runner.core.auto_choices import Decisions
+from runner.core.errors import SpecError
 from runner.parallelism.borders import Way
 from runner.parallelism.config import FsdpConfig, MeshConfig, PpConfig
 from runner.parallelism.mesh import Mesh
 from runner.parallelism.world import World
+from runner.trainer.learner import LocalLearner
 from tests.model import zoo
 from tests.parallelism.forked import ranks
 from tests.parallelism.test_learning import CPU, difference, given, learnt

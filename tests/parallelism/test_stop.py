@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from runner.callback.callbacks import NoOp
-from runner.errors import Interrupted
-from runner.loop import run
+from runner.core.errors import Interrupted
+from runner.core.signals import StopSignal
+from runner.interfaces import StepEnd
 from runner.parallelism.world import World
-from runner.protocols import StepEnd
-from runner.signals import StopSignal
+from runner.trainer.callbacks import NoOp
+from runner.trainer.loop import run
 from tests.parallelism.worlds import on_ranks
-from tests.test_loop import job
+from tests.trainer.test_loop import job
 
 
 class Told(NoOp):

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from runner import shards
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig
-from runner.batch import Batch
-from runner.decisions import Decisions
-from runner.errors import SpecError
+from runner.core.auto_choices import Decisions
+from runner.core.batch import Batch
+from runner.core.errors import SpecError
+from runner.core.tolerance import tolerance
+from runner.distributed import dtensor_utils
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer
 from runner.parallelism.config import FsdpConfig, TpConfig
 from runner.parallelism.mesh import Mesh
-from runner.tolerance import tolerance
 from tests.model import zoo
 from tests.parallelism.forked import ranks
 from tests.parallelism.test_shard import BOTH, FAMILIES, close, made, part, scalar, trained, valued
@@ -153,7 +153,7 @@ def test_heads_of_one_number(build: Callable[[], Any]) -> None:
     def gradients(model: Any) -> dict[str, Tensor]:
         found = model.outputs(part(0, 1), frozenset({"values", "scores"} & model.made))
         sum((one.square().sum() for one in found.values()), torch.zeros(())).backward()
-        return {n: shards.whole(p.grad) for n, p in model.trainable().items() if p.grad is not None}
+        return {n: dtensor_utils.whole(p.grad) for n, p in model.trainable().items() if p.grad is not None}
 
     wanted = gradients(build())
     for got in ranks(2, lambda rank: gradients(sliced(build(), (1, 1, 2)))):
@@ -212,7 +212,7 @@ def test_terms_see_whole_rows_of_logits(adapter: bool) -> None:
             measured = model.linear(*given)[1]["loss"]
         total, terms = model.linear(*given)
         total.backward()
-        found = {n: shards.whole(p.grad) for n, p in model.trainable().items() if p.grad is not None}
+        found = {n: dtensor_utils.whole(p.grad) for n, p in model.trainable().items() if p.grad is not None}
         return {"total": total.detach()[None], "measured": measured, "loss": terms["loss"]} | found
 
     build = lambda: made("qwen2", adapter, head_chunk_tokens=16)  # noqa: E731
@@ -228,7 +228,7 @@ def test_temperatures() -> None:
         outputs = model.outputs(batch, frozenset({"logprobs", "entropy"}))
         (outputs["logprobs"] + outputs["entropy"].square()).sum().backward()
         return {n: v.detach() for n, v in outputs.items()} | {
-            n: shards.whole(p.grad) for n, p in model.trainable().items() if p.grad is not None
+            n: dtensor_utils.whole(p.grad) for n, p in model.trainable().items() if p.grad is not None
         }
 
     wanted = work(made("llama", False))
@@ -250,7 +250,7 @@ def test_an_adapter_that_computes_in_bfloat16() -> None:
 
     def gradients(model: Any) -> dict[str, Tensor]:
         model.linear(part(0, 1), part(0, 1).tokens["weight"])[0].backward()
-        return {name: shards.whole(p.grad) for name, p in model.trainable().items() if p.grad is not None}
+        return {name: dtensor_utils.whole(p.grad) for name, p in model.trainable().items() if p.grad is not None}
 
     def build() -> Any:
         return made("qwen3", True, dtype="bfloat16", initializer_range=0.05)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from runner.checkpoint.config import SafetensorsConfig
 from runner.checkpoint.store import CheckpointStore
-from runner.learner import LocalLearner
+from runner.trainer.learner import LocalLearner
 from tests.parallelism.forked import ranks
 from tests.parallelism.test_shard import made
 from tests.parallelism.test_shard_checkpoint import close, files, learner, step, store

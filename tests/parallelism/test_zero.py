@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.batch import pack, with_totals
-from runner.decisions import Decisions
-from runner.errors import TrainingDiverged
-from runner.learner import LocalLearner
+from runner.core.auto_choices import Decisions
+from runner.core.batch import pack, with_totals
+from runner.core.errors import TrainingDiverged
 from runner.parallelism.config import Zero2Config, Zero3Config
 from runner.parallelism.world import World
+from runner.trainer.learner import LocalLearner
 from tests.parallelism import test_learning as plain
 from tests.parallelism.test_jobs import SLOW, compare
 from tests.parallelism.worlds import alone, on_ranks
@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     pytest.importorskip("deepspeed")
 
 from runner.parallelism.zero import Zero
-from runner.zero_learner import ZeroLearner
+from runner.trainer.deepspeed_learner import ZeroLearner
 from tests.parallelism.zero_gradients import noting
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # on DeepSpeed's way

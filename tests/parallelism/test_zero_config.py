@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from runner.cli.compose import compose_job
-from runner.errors import EnvironmentProblem, SpecError
+from runner.core.errors import EnvironmentProblem, SpecError
 from runner.parallelism.config import Zero2Config, Zero3Config
 from runner.parallelism.mesh import Mesh
 

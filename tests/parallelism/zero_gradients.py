@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from runner.shards import whole
+from runner.distributed.dtensor_utils import whole
 
 
 def noting(role: str, learner: Any, first: dict[str, Any]) -> None:

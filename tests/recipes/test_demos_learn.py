@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from runner.cli.compose import compose_job
-from runner.errors import SpecError
-from runner.paths import recipes_dir
+from runner.core.errors import SpecError
+from runner.core.paths import recipes_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 

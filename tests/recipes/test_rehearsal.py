@@ -9,8 +9,8 @@ import pytest
 
 from runner.cli.compose import compose_job
 from runner.cli.main import main
-from runner.errors import SpecError
-from runner.paths import recipes_dir
+from runner.core.errors import SpecError
+from runner.core.paths import recipes_dir
 
 RECIPES = sorted(path.stem for path in recipes_dir().glob("*_npu.yaml"))
 BESIDE = {

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from runner.decisions import Decisions
-from runner.protocols import Completion, Prompt, Reward
-from runner.registry import resolve
+from runner.core.auto_choices import Decisions
+from runner.interfaces import Completion, Prompt, Reward
 from runner.reward.config import RewardConfig
+from runner.spec.registry import resolve
 
 
 def answer(

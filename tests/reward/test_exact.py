@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.errors import DataError
+from runner.core.errors import DataError
 from runner.reward.config import ExactConfig
 from runner.reward.exact import equal
 from tests.reward.samples import answer, made, scores

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.errors import DataError, EnvironmentProblem
+from runner.core.errors import DataError, EnvironmentProblem
 from runner.reward.faults import MOST_KINDS, Fault, Faults, Scored, unscored
 
 

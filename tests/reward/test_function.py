@@ -24,9 +24,9 @@ import numpy as np
 import pytest
 import torch
 
-from runner.decisions import Decisions
-from runner.errors import DataError, SpecError
-from runner.protocols import Completion
+from runner.core.auto_choices import Decisions
+from runner.core.errors import DataError, SpecError
+from runner.interfaces import Completion
 from runner.reward import output, pool
 from runner.reward.config import FunctionConfig
 from runner.reward.scorer import Scorer

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from runner.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem
 from runner.reward.config import HttpConfig
 from tests.dripping import WAYS, dripping
 from tests.ports import free_port

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.errors import EnvironmentProblem
-from runner.protocols import Reward
+from runner.core.errors import EnvironmentProblem
+from runner.interfaces import Reward
 from runner.reward.config import MathConfig
 from tests.reward.samples import answer, made
 

@@ -18,10 +18,10 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from runner.decisions import Decisions
-from runner.errors import EnvironmentProblem, SecurityRefusal
+from runner.core.auto_choices import Decisions
+from runner.core.errors import EnvironmentProblem, SecurityRefusal
+from runner.interfaces import Completion, Prompt
 from runner.model.tiny import byte_tokenizer
-from runner.protocols import Completion, Prompt
 from runner.reward.config import ModelRewardConfig
 from tests.reward.samples import made
 

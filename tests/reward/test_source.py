@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.errors import SpecError
+from runner.core.errors import SpecError
 from runner.reward.config import FunctionConfig
 from runner.reward.source import fault
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.algorithm.episodes.rollouts import Composed, Drawn, Experience, Group, decode, encode, rewards
-from runner.decisions import Decisions
-from runner.errors import EnvironmentProblem, SpecError
-from runner.protocols import Prompt
+from runner.core.auto_choices import Decisions
+from runner.core.errors import EnvironmentProblem, SpecError
+from runner.interfaces import Prompt
 from runner.reward.config import COMPONENTS, ExactConfig, FunctionConfig, RewardConfig, SumConfig
 from runner.reward.parts import members
 from runner.reward.sum import TAKEN, names

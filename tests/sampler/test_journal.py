@@ -22,15 +22,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runner.errors import StorageError
-from runner.feed import Feed
+from runner.core.errors import StorageError
+from runner.distributed.work_partition import ALONE
+from runner.interfaces import Request, Rollout
 from runner.parallelism.shared import SharedSampler
 from runner.parallelism.world import World
-from runner.protocols import Request, Rollout
-from runner.publisher import Publisher
-from runner.routes import Copied
 from runner.sampler.journal import Journal
-from runner.sharing import ALONE
+from runner.trainer.rollout_feed import Feed
+from runner.weight_sync.publisher import Publisher
+from runner.weight_sync.routes import Copied
 from tests.parallelism.worlds import on_ranks
 
 STEPS, EVERY, ROWS = 24, 5, 3

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from runner.core.tolerance import TOLERANCES
 from runner.sampler.probed import Probe
-from runner.tolerance import TOLERANCES
 
 VOCABULARY, SPREAD = 2000, 3.0  # of logits, as a trained model's
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
-from runner.decisions import Decisions
-from runner.errors import DataError, EnvironmentProblem, SpecError, TrainingDiverged
+from runner.core.auto_choices import Decisions
+from runner.core.errors import DataError, EnvironmentProblem, SpecError, TrainingDiverged
+from runner.interfaces import Request, Rollout
 from runner.model import decoding
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer
-from runner.protocols import Request, Rollout
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.torch import TorchSampler, build
 from tests.model.zoo import ZOO, causal, rows

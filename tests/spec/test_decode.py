@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
+from runner.core.errors import SecurityRefusal, SpecError
 from runner.data.config import FileConfig
-from runner.errors import SecurityRefusal, SpecError
 from runner.optimizer.config import OptimizerConfig
-from runner.registry import Registry, default_registry
 from runner.reward.config import ExactConfig
 from runner.spec.decode import decode
+from runner.spec.registry import Registry, default_registry
 from runner.spec.schema import groups_of, job_schema
 from runner.tracker.config import WandbConfig
 

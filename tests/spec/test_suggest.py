@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from runner.cli.compose import compose_job
-from runner.errors import SpecError
-from runner.registry import built_in_registry, default_registry
+from runner.core.errors import SpecError
 from runner.spec import suggest
+from runner.spec.registry import built_in_registry, default_registry
 from runner.spec.schema import Keys
 
 OPTIONS = Keys(default_registry()).options

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from runner.core import subprocess as processes
-from runner.folder import write_json
+from runner.run_dir.folder import write_json
 
 ROOT = Path(os.environ.get("STAND_IN", os.devnull))
 NODE = {"gpu": 2, "npu": 4, "cpu": 8}

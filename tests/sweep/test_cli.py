@@ -13,7 +13,7 @@ from runner.cli import sweep
 from runner.cli.args import parse
 from runner.cli.expand import Expansion, expand
 from runner.cli.main import main
-from runner.errors import SpecError
+from runner.core.errors import SpecError
 from runner.sweep import plan
 from runner.sweep.plan import SweepFolder
 from tests.sweep import toy

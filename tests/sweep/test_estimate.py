@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from runner.folder import RunFolder
+from runner.run_dir.folder import RunFolder
 from runner.sweep import plan as plans
 from runner.sweep.plan import JobPlan, Plan, Record
 from runner.sweep.progress import earlier, expected, first_done, remaining_s, spoken

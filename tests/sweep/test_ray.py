@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from runner.core import subprocess as processes
-from runner.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem
 from runner.sweep.commands import status
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import Need

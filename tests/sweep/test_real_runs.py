@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.folder import RunFolder
+from runner.run_dir.folder import RunFolder
 from runner.sweep.plan import find
 from tests.small import JUDGED
 

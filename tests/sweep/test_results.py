@@ -18,7 +18,7 @@ from runner.sweep import report as reports
 from runner.sweep.plan import JobPlan, Plan, Ranking, Record, SweepFolder
 from runner.sweep.report import write_page
 from runner.sweep.results import T95, Results, Score, folds, gather, mean, write_files
-from tests.report.test_pages import BROWSER, NASTY, checked, in_a_browser
+from tests.tools.report.test_pages import BROWSER, NASTY, checked, in_a_browser
 
 MAX = Ranking("eval/accuracy", "max", "last", "sweep.metric")
 

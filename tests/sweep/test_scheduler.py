@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from runner.core import subprocess as processes
-from runner.errors import EnvironmentProblem, SpecError
-from runner.folder import RunFolder, is_locked
+from runner.core.errors import EnvironmentProblem, SpecError
+from runner.run_dir.folder import RunFolder, is_locked
 from runner.sweep import commands
 from runner.sweep.commands import status
 from runner.sweep.config import SweepConfig

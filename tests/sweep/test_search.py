@@ -16,7 +16,7 @@ import pytest
 
 from runner.cli.expand import Expansion, expand
 from runner.cli.main import main
-from runner.errors import EnvironmentProblem, Problem, SpecError
+from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.sweep import plan as plans
 from runner.sweep import search as searches
 from runner.sweep.config import SweepConfig

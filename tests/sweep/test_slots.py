@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.cli.compose import compose_job
-from runner.errors import EnvironmentProblem, SpecError
+from runner.core.errors import EnvironmentProblem, SpecError
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import Need, need_of, placed
 from runner.sweep.executors.local import LocalExecutor, cards_here, environment

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from runner.errors import EnvironmentProblem
-from runner.slurm.cards import numbered
-from runner.slurm.commands import OVER, words
+from runner.core.errors import EnvironmentProblem
+from runner.launch.slurm.cards import numbered
+from runner.launch.slurm.commands import OVER, words
 from runner.sweep import commands
 from runner.sweep.commands import make_executor
 from runner.sweep.config import SweepConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.errors import RunnerError, StorageError
+from runner.core.errors import RunnerError, StorageError
 from runner.tracker.console import Console
 from runner.tracker.screen import Progress, panel, plain_line
 

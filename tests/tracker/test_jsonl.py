@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.errors import RunnerError
-from runner.folder import RunFolder
+from runner.core.errors import RunnerError
+from runner.run_dir.folder import RunFolder
 from runner.tracker.jsonl import JsonlTracker, cut_back, holes
 from runner.tracker.tail import Tail
 
@@ -210,7 +210,7 @@ def test_a_damaged_line_is_refused_until_it_is_cut(folder: RunFolder, damage: by
 WRITER = """
 import sys
 from pathlib import Path
-from runner.folder import RunFolder
+from runner.run_dir.folder import RunFolder
 from runner.tracker.jsonl import JsonlTracker
 tracker = JsonlTracker(RunFolder(Path(sys.argv[1])))
 for step in range(1, 10**9):
@@ -236,8 +236,8 @@ def test_kill_9_leaves_whole_lines_only_and_none_is_missing(tmp_path: Path) -> N
 FULL = """
 import resource, sys
 from pathlib import Path
-from runner.errors import StorageError
-from runner.folder import RunFolder
+from runner.core.errors import StorageError
+from runner.run_dir.folder import RunFolder
 from runner.tracker.jsonl import JsonlTracker
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 tracker = JsonlTracker(RunFolder(Path(sys.argv[1])))

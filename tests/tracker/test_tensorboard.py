@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from runner.decisions import Decisions
-from runner.errors import EnvironmentProblem
-from runner.folder import RunFolder
+from runner.core.auto_choices import Decisions
+from runner.core.errors import EnvironmentProblem
+from runner.run_dir.folder import RunFolder
 from runner.tracker.config import TensorboardConfig
 from runner.tracker.console import Console
 

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from runner.core import subprocess as processes
-from runner.decisions import Decisions
-from runner.errors import EnvironmentProblem
-from runner.folder import RunFolder
+from runner.core.auto_choices import Decisions
+from runner.core.errors import EnvironmentProblem
+from runner.run_dir.folder import RunFolder
 from runner.tracker.config import WandbConfig
 from runner.tracker.console import Console
 from runner.tracker.jsonl import JsonlTracker, cut_back

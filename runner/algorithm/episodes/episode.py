@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner.errors import EnvironmentProblem
-from runner.protocols import Completion, Environments, Observation, Partners, Prompt, Rollout, Written
+from runner.core.errors import EnvironmentProblem
+from runner.interfaces import Completion, Environments, Observation, Partners, Prompt, Rollout, Written
 
 OPENING = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from runner.algorithm.episodes.episode import Episode, Player, Turns
-from runner.protocols import (
+from runner.core.rng import derive
+from runner.interfaces import (
     Completion,
     Environments,
     Prompt,
@@ -27,7 +28,6 @@ from runner.protocols import (
     Sampler,
     State,
 )
-from runner.randomness import derive
 
 Parts = Mapping[str, float | None]  # name → score of one part of a reward
 

@@ -38,11 +38,11 @@ from runner.algorithm.policy.kl import KlControl
 from runner.algorithm.policy.segments import whiten
 from runner.algorithm.policy.surrogate import from_teacher, losses_of
 from runner.algorithm.registered import chosen, compute
-from runner.batch import Batch, row_of_tokens, select_units, with_tokens, with_totals
-from runner.errors import TrainingDiverged
-from runner.protocols import LossFn, Model, Role, Sample, State
-from runner.randomness import derive
-from runner.tree import Branch, Tree, pack_trees
+from runner.core.batch import Batch, row_of_tokens, select_units, with_tokens, with_totals
+from runner.core.errors import TrainingDiverged
+from runner.core.prefix_tree import Branch, Tree, pack_trees
+from runner.core.rng import derive
+from runner.interfaces import LossFn, Model, Role, Sample, State
 
 
 class PolicyOptimisation:

@@ -23,9 +23,9 @@ from runner.algorithm.policy import losses as policy_losses
 from runner.algorithm.policy.config import PolicyConfig
 from runner.algorithm.policy.importance import drift, sequence_ratio, token_ratio
 from runner.algorithm.registered import compute
-from runner.batch import Batch, row_of_tokens
-from runner.metrics import Metrics
-from runner.protocols import Loss, LossFn, Outputs, Role
+from runner.core.batch import Batch, row_of_tokens
+from runner.core.metrics import Metrics
+from runner.interfaces import Loss, LossFn, Outputs, Role
 
 CLIPPED = ("clipped_low", "clipped_high", "clipped_dual")  # metrics that every policy loss has
 

@@ -31,11 +31,11 @@ from runner.algorithm.parts import LearnsFromData, Parts
 from runner.algorithm.preference import losses as formulas
 from runner.algorithm.preference.config import DpoConfig, KtoConfig
 from runner.algorithm.registered import compute
-from runner.batch import Batch, row_sum, split_rows, with_totals
+from runner.core.batch import Batch, row_sum, split_rows, with_totals
+from runner.core.metrics import Metrics
+from runner.core.prefix_tree import Branch, Tree, pack_trees
+from runner.interfaces import LOGPROBS, Data, Judged, Loss, LossFn, Model, Outputs, Pair, Role
 from runner.interfaces.losses import PreferenceLosses
-from runner.metrics import Metrics
-from runner.protocols import LOGPROBS, Data, Judged, Loss, LossFn, Model, Outputs, Pair, Role
-from runner.tree import Branch, Tree, pack_trees
 
 CHOSEN, REJECTED = 0, 1  # the `branch` of each side
 

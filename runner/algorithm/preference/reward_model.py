@@ -18,8 +18,8 @@ from runner.algorithm.parts import LearnsFromData, Parts
 from runner.algorithm.preference.config import RmConfig
 from runner.algorithm.preference.learning import mini_batches, pack_pairs, pair_metrics, sides
 from runner.algorithm.preference.losses import bradley_terry
-from runner.batch import Batch
-from runner.protocols import Data, Loss, LossFn, Model, Outputs, Pair, Role
+from runner.core.batch import Batch
+from runner.interfaces import Data, Loss, LossFn, Model, Outputs, Pair, Role
 
 
 @dataclass(frozen=True, slots=True)

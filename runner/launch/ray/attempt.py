@@ -1,7 +1,7 @@
 """The attempts of launch=ray: Ray reserves, its actors start, and the same `Team` watches as on this machine: over the
 line to Ray's driver, with a `Process` for each that an actor started.
 
-                  ┌─▶ runner.ray.guard ▷ runner.launch.ray.driver ─▶ actor 0 ─▶ rank 0
+                  ┌─▶ runner.launch.ray.guard ▷ runner.launch.ray.driver ─▶ actor 0 ─▶ rank 0
 attempt ─▶ Team ──┤                                               ├▶ actor 1 ─▶ rank 1 …
                   └◀── what they say, how they end ───────────────┴▶ actor N ─▶ sampler 0 …
 """
@@ -16,22 +16,22 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TextIO
 
-from runner.carried import carried
+from runner.core.errors import DeadlineExceeded, EnvironmentProblem, Interrupted, RankLost, RunnerError
+from runner.core.rank_info import Place
+from runner.core.signals import Interrupts, StopSignal
 from runner.device.kinds import CPU, CUDA
-from runner.errors import DeadlineExceeded, EnvironmentProblem, Interrupted, RankLost, RunnerError
-from runner.folder import RunFolder, shown
 from runner.launch.local import attempts
 from runner.launch.machines import LOOPBACK, SAMPLER_HOST
 from runner.launch.member import Order
 from runner.launch.ray.child import packed
 from runner.launch.ray.config import RayConfig
+from runner.launch.ray.environment import carried
+from runner.launch.ray.knock import ADDRESS
+from runner.launch.ray.link import Link, need_ray
 from runner.launch.ray.seats import Seat, Taken, described, free, refuse_too_many, seats, table
 from runner.launch.team import Team
 from runner.launch.verdict import Ear, Ended, JobFailed, is_final
-from runner.place import Place
-from runner.ray.knock import ADDRESS
-from runner.ray.link import Link, need_ray
-from runner.signals import Interrupts, StopSignal
+from runner.run_dir.folder import RunFolder, shown
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
 

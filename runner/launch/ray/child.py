@@ -18,14 +18,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from runner.core.errors import EnvironmentProblem, RunnerError
+from runner.core.rank_info import Place, alone
 from runner.device.kinds import KINDS
-from runner.errors import EnvironmentProblem, RunnerError
-from runner.folder import RunFolder
 from runner.launch.janitor import Janitor
 from runner.launch.machines import SAMPLER_HOST, met_at
 from runner.launch.member import Member, Order
 from runner.launch.verdict import Ear, Report
-from runner.place import Place, alone
+from runner.run_dir.folder import RunFolder
 
 TICK_S = 0.05
 CHUNK = 2**14  # bytes of each stream in one answer: small ones go without Ray's object store

@@ -25,8 +25,8 @@ class RayConfig(LaunchConfig):
 
     def preflight(self) -> None:
         """Raise EnvironmentProblem where Ray is not installed, or its cluster not there."""
-        from runner.ray.knock import knock  # here, because every command reads this module
-        from runner.ray.link import need_ray
+        from runner.launch.ray.knock import knock  # here, because every command reads this module
+        from runner.launch.ray.link import need_ray
 
         need_ray("launch=ray")
         if self.address is not None:

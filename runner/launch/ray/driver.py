@@ -35,8 +35,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from runner.core.subprocess import JsonLines
 from runner.launch.member import Role
+from runner.launch.ray.cluster import opened
 from runner.launch.ray.seats import grouped
-from runner.ray.cluster import opened
 
 TICK_S = 0.02
 LOOK_S = 1.0  # between two words on a group that waits
@@ -278,7 +278,7 @@ def why(error: RayError, taken: Sequence[Any] | None) -> str:
 
 
 def main(asked: dict[str, Any]) -> None:
-    """Serve one job. `asked`: what runner.ray.cluster is asked for."""
+    """Serve one job. `asked`: what runner.launch.ray.cluster is asked for."""
     lines = JsonLines.to_parent()
     driver = Driver(lines)
     with opened(asked, lines):

@@ -13,8 +13,8 @@ from itertools import groupby
 from math import gcd
 from typing import NamedTuple
 
+from runner.core.errors import EnvironmentProblem
 from runner.device.kinds import CPU
-from runner.errors import EnvironmentProblem
 from runner.launch.member import Role
 from runner.launch.team import count_of
 from runner.spec.job import JobSpec

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from runner.core.errors import EnvironmentProblem
 from runner.core.subprocess import ChildProcess
-from runner.errors import EnvironmentProblem
-from runner.folder import RunFolder
+from runner.launch.slurm.commands import steps_of, told
 from runner.launch.slurm.task import AGAIN, srun
-from runner.slurm.commands import steps_of, told
+from runner.run_dir.folder import RunFolder
 
 WARNED, LIMIT, ENDED = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
 

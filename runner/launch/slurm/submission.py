@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.errors import EnvironmentProblem, Interrupted, Problem, SpecError
-from runner.folder import RunFolder, shown, write_atomic, write_json
+from runner.core.errors import EnvironmentProblem, Interrupted, Problem, SpecError
 from runner.launch.session import called
+from runner.launch.slurm.commands import GRES, OVER, USUAL, state_of, told
 from runner.launch.slurm.config import SlurmConfig
 from runner.launch.verdict import JobFailed
-from runner.slurm.commands import GRES, OVER, USUAL, state_of, told
+from runner.run_dir.folder import RunFolder, shown, write_atomic, write_json
 from runner.spec.job import JobSpec
 
 WAITING = "waiting"  # the state of a run that was submitted, and has not begun

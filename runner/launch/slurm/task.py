@@ -20,12 +20,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from runner.core.errors import EnvironmentProblem, Interrupted
 from runner.device.kinds import CPU, NPU
-from runner.errors import EnvironmentProblem, Interrupted
-from runner.folder import RunFolder, write_atomic
-from runner.slurm.cards import handed_out
-from runner.slurm.commands import FOLDERS, GRES
-from runner.slurm.nodes import address_of, hosts
+from runner.launch.slurm.cards import handed_out
+from runner.launch.slurm.commands import FOLDERS, GRES
+from runner.launch.slurm.nodes import address_of, hosts
+from runner.run_dir.folder import RunFolder, write_atomic
 from runner.spec.job import JobSpec
 from runner.spec.origin import COMMAND_LINE
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from runner import compat
+from runner.core import torch_compat
 
 library: Any = distributed  # of which much that is used here has no types
 FORM_S = 60.0  # for both to be there, and to know one another
@@ -42,7 +42,7 @@ def hosted(listener: socket.socket) -> Any:
     host, port = listener.getsockname()[:2]
     within = timedelta(seconds=FORM_S)
     options = {"world_size": 2, "timeout": within, "wait_for_workers": False}
-    return compat.listening_store(host, port, listener.detach(), **options)
+    return torch_compat.listening_store(host, port, listener.detach(), **options)
 
 
 def joined(host: str, port: int) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.protocols import Request, Rollout
+from runner.interfaces import Request, Rollout
 
 ROUNDING = 1e-3  # by which a log-probability may lie above 0
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
-from runner.errors import SamplerFault
+from runner.core.errors import SamplerFault
 
 Work = Callable[[], dict[str, Any]]
 

@@ -13,10 +13,10 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from runner.errors import SamplerFault
+from runner.core.errors import SamplerFault
 from runner.sampler.remote.listening import SILENCE_S
 from runner.sampler.remote.wire import authorization
-from runner.shelf import FIXED
+from runner.weight_sync.shelf import FIXED
 
 BLOCK_BYTES = 4 << 20
 AT_ONCE = 4  # files

@@ -14,11 +14,11 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from runner.errors import SamplerFault
-from runner.protocols import Sampler
+from runner.core.errors import SamplerFault
+from runner.interfaces import Sampler
 from runner.sampler.remote.fetch import Fetched, Get, UnsharedError
 from runner.sampler.remote.wire import STALE, Held, Json, Wrong, answered, requests_of
-from runner.shelf import Shelved
+from runner.weight_sync.shelf import Shelved
 
 log = logging.getLogger("runner")
 

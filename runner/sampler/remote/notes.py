@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from runner import durable
-from runner.place import Machine
+from runner.core import fsync_io
+from runner.core.rank_info import Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Note:
     def write(self, path: Path) -> None:
         """Put it where a client looks for it, whole or not at all. Raises OSError."""
         content = {"url": self.url, **asdict(self.machine), "pid": self.pid, "session": self.session}
-        durable.replace_whole(path, json.dumps(content).encode())
+        fsync_io.replace_whole(path, json.dumps(content).encode())
 
     @classmethod
     def read(cls, path: Path) -> Note:

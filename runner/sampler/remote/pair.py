@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from runner.errors import OutOfMemory
+from runner.core.errors import OutOfMemory
 from runner.sampler.remote.backends import FORM_S, STALL_S, Collectives, ended, group_of
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from runner.errors import SamplerFault
+from runner.core.errors import SamplerFault
 
 
 class Patience:

@@ -15,8 +15,8 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
-from runner.errors import SamplerFault
-from runner.folder import shown
+from runner.core.errors import SamplerFault
+from runner.run_dir.folder import shown
 from runner.sampler.remote.counts import Counts
 from runner.sampler.remote.notes import Note, path_of
 from runner.sampler.remote.patience import Patience

@@ -17,8 +17,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from runner.errors import SamplerFault
-from runner.protocols import Request, Rollout
+from runner.core.errors import SamplerFault
+from runner.distributed.work_partition import balanced, grouped
+from runner.interfaces import Request, Rollout
 from runner.sampler.base import DrawingConfig
 from runner.sampler.remote.backends import Collectives
 from runner.sampler.remote.check import Limits
@@ -28,8 +29,7 @@ from runner.sampler.remote.offer import Offer
 from runner.sampler.remote.patience import Patience
 from runner.sampler.remote.remote import Remote
 from runner.sampler.remote.synced import Synced
-from runner.sharing import balanced, grouped
-from runner.shelf import Shelved
+from runner.weight_sync.shelf import Shelved
 
 T = TypeVar("T")
 SILENCE_S = 30.0  # after which a sampler that gives no sign of life is taken for stopped, or cut off

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from runner.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem
 
 TOKEN = "RUN_SAMPLER_TOKEN"  # the variable in which a process of the job is given it
 _taken: list[str] = []

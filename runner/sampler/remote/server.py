@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
 
-from runner.protocols import Sampler
+from runner.interfaces import Sampler
 from runner.sampler.remote.backends import Collectives
 from runner.sampler.remote.collective import getting
 from runner.sampler.remote.desk import Desk

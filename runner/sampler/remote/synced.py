@@ -11,9 +11,9 @@ from itertools import chain
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
-from runner.errors import SamplerFault
-from runner.place import Machine
-from runner.protocols import Request, Rollout
+from runner.core.errors import SamplerFault
+from runner.core.rank_info import Machine
+from runner.interfaces import Request, Rollout
 from runner.sampler.remote.check import InvalidError, Limits, checked, scores
 from runner.sampler.remote.counts import Counts
 from runner.sampler.remote.fetch import UnfetchedError, UnsharedError
@@ -22,7 +22,7 @@ from runner.sampler.remote.offer import Offer
 from runner.sampler.remote.patience import Patience
 from runner.sampler.remote.remote import Remote, Reply
 from runner.sampler.remote.wire import STALE, Json, asked
-from runner.shelf import Shelved
+from runner.weight_sync.shelf import Shelved
 
 T = TypeVar("T")
 Scores = list[list[list[float]]]  # by engine, row and id

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.errors import EnvironmentProblem
-from runner.place import Machine
+from runner.core.errors import EnvironmentProblem
+from runner.core.rank_info import Machine
 from runner.sampler.remote.listening import Handler, Listening, refuse_the_gone
 from runner.sampler.remote.notes import Note, url
 from runner.sampler.remote.wire import BEAT_S, LARGEST_BYTES, Json

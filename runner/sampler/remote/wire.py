@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from runner.errors import OutOfMemory, RunnerError
+from runner.core.errors import OutOfMemory, RunnerError
 
 if TYPE_CHECKING:
-    from runner.protocols import Request, Rollout
+    from runner.interfaces import Request, Rollout
 
 BEAT_S = 1.0  # between two signs of life of a sampler that is at work
 LARGEST_BYTES = 1 << 30  # of what is asked, and of what is answered
@@ -84,7 +84,7 @@ def asked(requests: Sequence[Request]) -> Json:
 
 def requests_of(body: Mapping[str, Any]) -> list[Request]:
     """The requests again. Raises ValueError, TypeError, KeyError, IndexError for what is none."""
-    from runner.protocols import Request
+    from runner.interfaces import Request
 
     prompts = [tuple(prompt) for prompt in body["prompts"]]
     return [

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from runner.errors import EnvironmentProblem
-from runner.protocols import Bounds, Decide
+from runner.core.errors import EnvironmentProblem
+from runner.interfaces import Bounds, Decide
 from runner.sampler.bounds import check_ids
 from runner.sampler.draw import Rule
 from runner.sampler.remote.check import Limits

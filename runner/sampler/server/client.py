@@ -13,8 +13,8 @@ from typing import Any
 
 from aiohttp import ClientConnectorError, ClientError
 
-from runner.errors import EnvironmentProblem, SamplerFault
-from runner.http_client import cause, request, run
+from runner.core.errors import EnvironmentProblem, SamplerFault
+from runner.core.http_client import cause, request, run
 
 LARGEST_BYTES = 256 << 20
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0

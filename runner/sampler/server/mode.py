@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from runner.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem
 from runner.sampler.draw import Rule
 from runner.sampler.remote.check import InvalidError
 from runner.sampler.server.client import GarbledError, StatusError

@@ -23,8 +23,8 @@ from typing import Any
 
 from torch import Tensor
 
-from runner.errors import SamplerFault
-from runner.protocols import Request, Rollout
+from runner.core.errors import SamplerFault
+from runner.interfaces import Request, Rollout
 from runner.sampler.bounds import room
 from runner.sampler.remote.check import InvalidError, Limits, checked
 from runner.sampler.server.client import GarbledError, StatusError
@@ -34,7 +34,7 @@ from runner.sampler.server.server import Server
 from runner.sampler.server.sync import Nothing, Sync
 from runner.sampler.server.wire import Asking, drawn
 from runner.sampler.stops import Stops
-from runner.shelf import Shelved
+from runner.weight_sync.shelf import Shelved
 
 log = logging.getLogger("runner")
 
@@ -89,7 +89,7 @@ class ServerSampler:
         if isinstance(self._sync, Nothing):
             return
         if not isinstance(weights, Shelved):
-            raise ValueError("a server reads weights from files, see runner/shelf.py")
+            raise ValueError("a server reads weights from files, see runner/weight_sync/shelf.py")
         begun, started = time.monotonic(), self._server.started()
         self._wake()
         self._sync.load(weights)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from runner.errors import EnvironmentProblem, SamplerFault
+from runner.core.errors import EnvironmentProblem, SamplerFault
 from runner.sampler.server.client import Client, GarbledError, StatusError
 from runner.sampler.server.wire import Json, scored, scoring
 

@@ -21,10 +21,10 @@ from typing import Protocol
 
 from safetensors.torch import save_file
 
-from runner.durable import reason
-from runner.errors import SamplerFault, StorageError
+from runner.core.errors import SamplerFault, StorageError
+from runner.core.fsync_io import reason
 from runner.sampler.server.server import Server
-from runner.shelf import Shelved
+from runner.weight_sync.shelf import Shelved
 
 log = logging.getLogger("runner")
 

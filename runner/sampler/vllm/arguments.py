@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem
 from runner.sampler.vllm import ascend
 from runner.sampler.vllm.config import VllmSamplerConfig
 

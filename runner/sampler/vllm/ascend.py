@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from runner.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem
 
 LAYOUT = "VLLM_ASCEND_ENABLE_NZ"
 LOST = "an engine on an NPU that sleeps loses its experts' layout as it wakes (vllm-ascend 0.23)"

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from runner.errors import SpecError
-from runner.protocols import Bounds, Decide
+from runner.core.errors import SpecError
+from runner.interfaces import Bounds, Decide
 from runner.sampler.vllm.adapters import Adapters
 from runner.sampler.vllm.arguments import Home, arguments, sleep_level
 from runner.sampler.vllm.config import VllmSamplerConfig

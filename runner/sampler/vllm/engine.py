@@ -16,9 +16,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from runner.errors import EnvironmentProblem, RunnerError, SamplerFault
+from runner.core.errors import EnvironmentProblem, RunnerError, SamplerFault
+from runner.core.tmpdir import keep_names, remove, temporary_of
 from runner.sampler.vllm.guest import at_work, lodged, make_room, moving_in, moving_out
-from runner.temporary import keep_names, remove, temporary_of
 
 PARTS = ("weights", "kv_cache")  # of an engine's memory, by vLLM's names
 GONE = ("EngineDeadError", "TimeoutError")  # a worker ended, or does not answer

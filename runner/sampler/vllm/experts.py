@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from runner.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem
 
 LAYERS = frozenset({"FusedMoE", "SharedFusedMoE", "RoutedExperts", "AscendFusedMoE"})  # as versions have called them
 

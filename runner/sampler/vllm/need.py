@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from runner.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem
 
 ABSENT = """sampler=vllm: vLLM is not installed here
   for CUDA: pip install vllm in an environment of its own, then this project in the same (docs/vllm.md)

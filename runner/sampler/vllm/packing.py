@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from runner.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem
 
 MODULE, FUNCTION = "vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"
 

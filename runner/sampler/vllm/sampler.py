@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from runner.errors import SamplerFault, TrainingDiverged
-from runner.protocols import Bounds, Request, Rollout
+from runner.core.errors import SamplerFault, TrainingDiverged
+from runner.interfaces import Bounds, Request, Rollout
 from runner.sampler.bounds import check_ids, room
 from runner.sampler.draw import Rule
 from runner.sampler.stops import Stops

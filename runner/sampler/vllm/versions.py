@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
-from runner.errors import EnvironmentProblem
-from runner.protocols import Decide
+from runner.core.errors import EnvironmentProblem
+from runner.interfaces import Decide
 from runner.sampler.vllm.need import ABSENT, need_vllm
 
 OLDEST, NEWEST = Version("0.23"), Version("0.33")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
-from runner.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem
 from runner.sampler.vllm.experts import has_experts, reload
 from runner.sampler.vllm.packing import leave_unpacked
 from runner.sampler.vllm.wrapped import as_wrapped, unwrapped

@@ -12,12 +12,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
+from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.core.subprocess import Identity as ProcessIdentity
 from runner.core.subprocess import identify
 from runner.device import visible
 from runner.device.kinds import KINDS
 from runner.device.visible import VARIABLES
-from runner.errors import EnvironmentProblem, Problem, SpecError
 from runner.sweep import executor as base
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import POLL_S, WORDS, Executor, Identity, Job, Need, Say

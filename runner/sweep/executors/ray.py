@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Self
 
-from runner.carried import carried
+from runner.core.errors import EnvironmentProblem
 from runner.device.kinds import KINDS
-from runner.errors import EnvironmentProblem
-from runner.ray.link import Link, need_ray
+from runner.launch.ray.environment import carried
+from runner.launch.ray.link import Link, need_ray
 from runner.sweep import executor as base
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import Gone, Identity, Need, RemoteJob, Say

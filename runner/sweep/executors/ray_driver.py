@@ -23,7 +23,7 @@ import ray
 from ray.exceptions import RayError
 
 from runner.core.subprocess import JsonLines
-from runner.ray.cluster import NAMESPACE, opened
+from runner.launch.ray.cluster import NAMESPACE, opened
 
 PING_S = 1.0
 TICK_S = 0.1
@@ -132,7 +132,7 @@ class Driver:
 
 
 def main(asked: dict[str, Any]) -> None:
-    """Serve one sweep. `asked`: what runner.ray.cluster is asked for, and grace_s."""
+    """Serve one sweep. `asked`: what runner.launch.ray.cluster is asked for, and grace_s."""
     lines = JsonLines.to_parent()
     driver = Driver(lines)
     with opened(asked, lines):

@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from runner.errors import EnvironmentProblem
-from runner.folder import write_json
-from runner.slurm.commands import GRES, OVER, USUAL, signals_all, told, words
+from runner.core.errors import EnvironmentProblem
+from runner.launch.slurm.commands import GRES, OVER, USUAL, signals_all, told, words
+from runner.run_dir.folder import write_json
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import Gone, Identity, Need, RemoteExecutor, RemoteJob, Say
 from runner.sweep.executors.slurm_job import SAVE

@@ -18,11 +18,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from runner.core.errors import EnvironmentProblem
 from runner.device.kinds import NPU
-from runner.errors import EnvironmentProblem
-from runner.folder import RunFolder
-from runner.slurm.cards import handed_out
-from runner.slurm.commands import steps_of, told
+from runner.launch.slurm.cards import handed_out
+from runner.launch.slurm.commands import steps_of, told
+from runner.run_dir.folder import RunFolder
 from runner.sweep.job import STOP_CODES, JobAttempt, StopReason, from_json
 from runner.sweep.job_wrapper import JobWrapper, Signals, begin_status
 

@@ -11,11 +11,11 @@ import torch
 
 from npu_simulator import process, register
 from npu_simulator.config import NpuSimConfig
+from runner.core.errors import EnvironmentProblem
 from runner.device.accelerator import allocator, refuse_hidden
 from runner.device.activity import Reading, own_process
 from runner.device.npu import Npu
-from runner.errors import EnvironmentProblem
-from runner.protocols import Decide
+from runner.interfaces import Decide
 
 
 class NpuSim(Npu):

@@ -6,9 +6,9 @@ import re
 
 from npu_simulator.prepare import COMMAND, TOOLS, parts
 from npu_simulator.process import OPERATORS
-from runner.doctor.examine import NPU_VARIABLES, Check
-from runner.doctor.finding import Finding, ok, problem, skipped, warning
-from runner.doctor.machine import Machine
+from runner.tools.doctor.examine import NPU_VARIABLES, Check
+from runner.tools.doctor.finding import Finding, ok, problem, skipped, warning
+from runner.tools.doctor.machine import Machine
 
 OLDEST_GCC = 11
 

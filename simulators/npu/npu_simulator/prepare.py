@@ -29,8 +29,8 @@ from datetime import datetime
 from pathlib import Path
 
 from npu_simulator.stub import SONAMES, build_stub
-from runner.errors import EnvironmentProblem
-from runner.paths import cache_folder
+from runner.core.errors import EnvironmentProblem
+from runner.core.paths import cache_folder
 
 SOURCES = Path(__file__).resolve().parent
 TOOLS = ("g++", "gcc", "nm", "strings")

@@ -19,8 +19,8 @@ CONFIG.enter()
 import torch  # noqa: E402
 
 from npu_simulator.device import NpuSim  # noqa: E402
-from runner.batch import pack  # noqa: E402
-from runner.decisions import Decisions  # noqa: E402
+from runner.core.auto_choices import Decisions  # noqa: E402
+from runner.core.batch import pack  # noqa: E402
 from runner.model.config import TinyConfig  # noqa: E402
 from runner.model.tiny import build, tokenizer  # noqa: E402
 

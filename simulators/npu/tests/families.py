@@ -15,13 +15,13 @@ CONFIG.enter()
 import torch  # noqa: E402
 
 from npu_simulator.device import NpuSim  # noqa: E402
-from runner.decisions import Decisions  # noqa: E402
+from runner.core.auto_choices import Decisions  # noqa: E402
+from runner.core.prefix_tree import pack_trees  # noqa: E402
 from runner.model import dense  # noqa: E402
 from runner.model.causal import CausalLM  # noqa: E402
 from runner.model.config import TinyConfig  # noqa: E402
 from runner.model.probe import dense_objection  # noqa: E402
 from runner.model.tiny import byte_tokenizer  # noqa: E402
-from runner.tree import pack_trees  # noqa: E402
 from tests.device.cases import FAMILIES, family, trees  # noqa: E402
 
 DEVICE = NpuSim(CONFIG, decide=Decisions())

@@ -20,11 +20,11 @@ import torch  # noqa: E402
 from torch import distributed  # noqa: E402
 
 from npu_simulator.device import NpuSim  # noqa: E402
-from runner import shards  # noqa: E402
 from runner.adapter import lora  # noqa: E402
 from runner.adapter.config import LoraConfig  # noqa: E402
-from runner.batch import Batch, pack  # noqa: E402
-from runner.decisions import Decisions  # noqa: E402
+from runner.core.auto_choices import Decisions  # noqa: E402
+from runner.core.batch import Batch, pack  # noqa: E402
+from runner.distributed import dtensor_utils  # noqa: E402
 from runner.parallelism.config import FsdpConfig  # noqa: E402
 from runner.parallelism.mesh import Mesh  # noqa: E402
 from tests.model import zoo  # noqa: E402
@@ -52,11 +52,11 @@ def learnt(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
     model.train()
     for _ in range(3):
         model.linear(batch.to(model.device), -batch.tokens["weight"] / 20)[0].backward()
-        norm = shards.total_norm([p.grad for p in parameters.values() if p.grad is not None])
+        norm = dtensor_utils.total_norm([p.grad for p in parameters.values() if p.grad is not None])
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), 1.0, norm)
         optimizer.step()
         optimizer.zero_grad()
-    return {name: shards.whole(p).cpu() for name, p in parameters.items()}
+    return {name: dtensor_utils.whole(p).cpu() for name, p in parameters.items()}
 
 
 def apart(rank: int, device: NpuSim, kind: str, offload: bool) -> float:

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from npu_simulator.device import NpuSim  # noqa: E402
-from runner.decisions import Decisions  # noqa: E402
-from runner.place import Place  # noqa: E402
+from runner.core.auto_choices import Decisions  # noqa: E402
+from runner.core.rank_info import Place  # noqa: E402
 
 
 def collectives(rank: int) -> dict[str, Any]:

@@ -128,8 +128,8 @@ def test_two_ranks_talk_over_hccl_and_train_as_one_copied_or_sharded(child: Any,
 def test_ranks_without_a_card_and_lists_that_name_too_many_are_refused(child: Any) -> None:
     program = (
         "from npu_simulator.config import NpuSimConfig; c = NpuSimConfig(cards=2, memory_gib=1.0); c.enter()\n"
-        "from runner.decisions import Decisions; from npu_simulator.device import NpuSim\n"
-        "from runner.errors import EnvironmentProblem\n"
+        "from runner.core.auto_choices import Decisions; from npu_simulator.device import NpuSim\n"
+        "from runner.core.errors import EnvironmentProblem\n"
         "try: NpuSim(c, decide=Decisions())\n"
         "except EnvironmentProblem as error: print(error)"
     )

@@ -11,9 +11,9 @@ import npu_simulator
 from npu_simulator.config import NpuSimConfig
 from runner.cli.compose import compose_job
 from runner.cli.conf import main as check_conf
+from runner.core.errors import SpecError
 from runner.device.kinds import NPU
-from runner.errors import SpecError
-from runner.registry import default_registry
+from runner.spec.registry import default_registry
 
 PACKAGE = Path(npu_simulator.__file__).parent
 

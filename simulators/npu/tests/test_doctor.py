@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from npu_simulator.process import OPERATORS
-from runner.doctor import trials
-from runner.doctor.examine import count, examine, looked_at
-from runner.doctor.finding import Finding, Verdict
-from runner.doctor.machine import Answer, Machine, of_this_process
-from tests.doctor.changes import variables
-from tests.doctor.machines import findings, packages
+from runner.tools.doctor import trials
+from runner.tools.doctor.examine import count, examine, looked_at
+from runner.tools.doctor.finding import Finding, Verdict
+from runner.tools.doctor.machine import Answer, Machine, of_this_process
+from tests.tools.doctor.changes import variables
+from tests.tools.doctor.machines import findings, packages
 
 
 @pytest.fixture

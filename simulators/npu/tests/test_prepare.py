@@ -15,7 +15,7 @@ from npu_simulator.config import NpuSimConfig
 from npu_simulator.prepare import COMMAND, NotFetched, parts, prepare
 from npu_simulator.process import Pretence, enter
 from runner.cli.main import main
-from runner.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem
 
 
 @pytest.fixture

@@ -13,18 +13,18 @@ from torch import Tensor
 from runner.algorithm.config import DistillConfig
 from runner.algorithm.distillation import Distill, build, common
 from runner.algorithm.parts import Parts
-from runner.batch import Batch
 from runner.build.evaluation import build_evaluation
 from runner.build.parts import build_data, build_tokenizer
 from runner.cli.compose import compose_job
-from runner.decisions import Decisions
-from runner.errors import SpecError
-from runner.frozen import FrozenModel
-from runner.learner import LocalLearner
+from runner.core.auto_choices import Decisions
+from runner.core.batch import Batch
+from runner.core.errors import SpecError
+from runner.interfaces import Item, Outputs, Question
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer
-from runner.protocols import Item, Outputs, Question
+from runner.trainer.learner import LocalLearner
+from runner.trainer.reference_model import FrozenModel
 from tests.algorithm.harness import silent
 from tests.model.test_head import Largest
 from tests.model.zoo import CPU, module

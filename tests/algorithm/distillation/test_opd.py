@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from runner.algorithm.policy.config import OpdConfig
-from runner.callback.callbacks import Record
 from runner.cli.compose import compose_job
 from runner.cli.main import main
-from runner.errors import SpecError
-from runner.loop import Job, run
-from runner.registry import default_registry
+from runner.core.errors import SpecError
+from runner.spec.registry import default_registry
+from runner.trainer.callbacks import Record
+from runner.trainer.loop import Job, run
 from tests.algorithm.harness import job_of, model_of
 from tests.algorithm.policy.test_optimisation import Stop, assert_near, curve_and_weights, first_gradients
 

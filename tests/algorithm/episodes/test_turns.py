@@ -12,12 +12,12 @@ from runner.algorithm.episodes import rollouts
 from runner.algorithm.episodes.episode import Player, Turns
 from runner.algorithm.episodes.rollouts import Collector, Experience, Group
 from runner.algorithm.policy.config import GrpoConfig
+from runner.core.errors import EnvironmentProblem
 from runner.environment import calculator
 from runner.environment.config import CalculatorConfig
-from runner.errors import EnvironmentProblem
-from runner.evaluator import Evaluator
+from runner.interfaces import Completion, Environments, Item, Observation, Prompt, Question, Request, Rollout, Written
 from runner.model.tiny import byte_tokenizer
-from runner.protocols import Completion, Environments, Item, Observation, Prompt, Question, Request, Rollout, Written
+from runner.trainer.evaluator import Evaluator
 from tests.algorithm import harness
 
 TOKENIZER = byte_tokenizer(512)

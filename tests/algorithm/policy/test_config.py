@@ -12,8 +12,8 @@ from runner.algorithm.policy.kl import KlControl
 from runner.algorithm.registered import functions, options_in_force
 from runner.cli.compose import compose_job
 from runner.cli.main import main
-from runner.errors import SpecError
-from runner.registry import default_registry
+from runner.core.errors import SpecError
+from runner.spec.registry import default_registry
 
 BASE = ("algorithm=grpo", "sampler=torch", "reward=exact", "model=tiny", "data=demo")
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from runner.algorithm.episodes import rollouts
 from runner.algorithm.explain import policy as formula
 from runner.algorithm.policy.config import GrpoConfig, PolicyConfig, PpoConfig
-from runner.callback.callbacks import NoOp, Record
+from runner.core.errors import TrainingDiverged
 from runner.environment.config import NoEnvironmentConfig
-from runner.errors import TrainingDiverged
-from runner.loop import Job, run
-from runner.protocols import Completion, Environments, StepEnd
+from runner.interfaces import Completion, Environments, StepEnd
 from runner.sampler.config import TorchSamplerConfig
+from runner.trainer.callbacks import NoOp, Record
+from runner.trainer.loop import Job, run
 from tests.algorithm.harness import Nods, even_bytes, job_of
 
 SMALL: dict[str, Any] = {"batch_size": 4, "micro_batch_tokens": 10**6}

@@ -14,7 +14,7 @@ from runner.algorithm.policy.losses import sapo
 from runner.algorithm.registered import chosen, options_in_force
 from runner.cli.compose import compose_job
 from runner.cli.main import main
-from runner.errors import SpecError
+from runner.core.errors import SpecError
 from tests.algorithm.harness import job_of
 from tests.algorithm.policy.test_optimisation import SMALL
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from runner.algorithm.policy.config import PpoConfig
-from runner.batch import Batch
-from runner.callback.callbacks import Record
-from runner.loop import Job, run
-from runner.protocols import Outputs
+from runner.core.batch import Batch
+from runner.interfaces import Outputs
+from runner.trainer.callbacks import Record
+from runner.trainer.loop import Job, run
 from tests.algorithm.harness import even_bytes, job_of
 
 CONFIG = PpoConfig(

@@ -9,9 +9,9 @@ import pytest
 from runner.algorithm.base import Frozen
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 from runner.algorithm.registered import options_in_force
-from runner.errors import SpecError
-from runner.registry import default_registry
+from runner.core.errors import SpecError
 from runner.spec.decode import decode
+from runner.spec.registry import default_registry
 from runner.spec.schema import groups_of
 from tests.algorithm.preference.test_learning import GIVEN, LOSSES, options_of
 

@@ -13,8 +13,8 @@ from runner.algorithm.parts import Parts
 from runner.algorithm.preference.config import DpoConfig, KtoConfig
 from runner.algorithm.preference.learning import build_dpo, build_kto, mismatched
 from runner.algorithm.registered import functions
-from runner.frozen import FrozenModel
-from runner.protocols import Judged, Pair
+from runner.interfaces import Judged, Pair
+from runner.trainer.reference_model import FrozenModel
 from tests.algorithm.preference.test_losses import ALPHA, BETA, CASES, GAMMA, LAM, SMOOTHING, sig
 from tests.algorithm.preferences import (
     CPU,

@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner import place
+from runner.core import rank_info
+from runner.core.auto_choices import Decisions
+from runner.core.errors import Interrupted
+from runner.core.signals import StopSignal
 from runner.core.subprocess import PR_SET_PDEATHSIG
-from runner.decisions import Decisions
-from runner.errors import Interrupted
-from runner.protocols import Request, Rollout
+from runner.interfaces import Request, Rollout
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.remote import pair
 from runner.sampler.remote.backends import Collectives
 from runner.sampler.remote.notes import Note, path_of
 from runner.sampler.remote.server import serve
 from runner.sampler.torch import TorchSampler, build
-from runner.signals import StopSignal
 from tests.model.zoo import causal
 
 TOKEN = "secret of this test"
@@ -144,8 +144,8 @@ def _serve(notes: Path, index: int, options: Options) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     if options.elsewhere:
-        place.BOOT = notes / "boot_id_of_another_machine"
-        place.BOOT.write_text("1234")
+        rank_info.BOOT = notes / "boot_id_of_another_machine"
+        rank_info.BOOT.write_text("1234")
     if options.piece:
         pair.PIECE_BYTES = options.piece
     by = GLOO if options.piece else None

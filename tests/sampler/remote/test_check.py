@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.protocols import Request, Rollout
+from runner.interfaces import Request, Rollout
 from runner.sampler.remote.check import InvalidError, Limits, checked, scores
 from runner.sampler.remote.wire import answered, asked, requests_of
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from runner.build.samplers import collectives_of
 from runner.cli.compose import compose_job
-from runner.errors import OutOfMemory, SamplerFault, SpecError
+from runner.core.errors import OutOfMemory, SamplerFault, SpecError
 from runner.sampler.remote import backends, collective, pair
 from runner.sampler.remote.backends import hosted, joined
 from runner.sampler.remote.collective import Joined, PairServer
@@ -31,8 +31,8 @@ from runner.sampler.remote.listening import SILENCE_S
 from runner.sampler.remote.pair import Pair, stages_on
 from runner.sampler.remote.remotes import Remotes
 from runner.sampler.remote.wire import authorization
-from runner.shelf import Shelf
-from runner.shelf_folder import claim
+from runner.weight_sync.shelf import Shelf
+from runner.weight_sync.shelf_folder import claim
 from tests.sampler.remote.processes import DEADLINE_S, GLOO, TOKEN, Process, local, samplers, until, weights
 from tests.sampler.remote.test_remotes import REQUESTS, client, in_background
 

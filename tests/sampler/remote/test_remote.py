@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.errors import SamplerFault
-from runner.place import Machine
+from runner.core.errors import SamplerFault
+from runner.core.rank_info import Machine
 from runner.sampler.remote.counts import Counts
 from runner.sampler.remote.notes import Note, path_of
 from runner.sampler.remote.patience import Patience

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from runner.errors import RunnerError, SamplerFault
-from runner.protocols import Request, Rollout
+from runner.core.errors import RunnerError, SamplerFault
+from runner.distributed.work_partition import balanced, grouped
+from runner.interfaces import Request, Rollout
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.remote.remotes import Remotes
-from runner.sharing import balanced, grouped
-from runner.shelf import Shelf, Shelved
-from runner.shelf_folder import claim
+from runner.weight_sync.shelf import Shelf, Shelved
+from runner.weight_sync.shelf_folder import claim
 from tests.model.zoo import VOCAB, rows
 from tests.sampler.remote.processes import CONFIG, TOKEN, Process, local, samplers, until, weights
 from tests.sampler.remote.proxies import edited, wire

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from runner.errors import EnvironmentProblem, SamplerFault
-from runner.place import Machine
+from runner.core.errors import EnvironmentProblem, SamplerFault
+from runner.core.rank_info import Machine
 from runner.sampler.remote import notes as places
 from runner.sampler.remote import secret
 from runner.sampler.remote.desk import Desk

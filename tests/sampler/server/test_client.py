@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.errors import SamplerFault
+from runner.core.errors import SamplerFault
 from runner.sampler.server.client import Client
 from tests.dripping import HEAD, WAYS, dripping
 from tests.sampler.server.test_server import made

@@ -21,17 +21,17 @@ from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
 from runner.build.samplers import _room
 from runner.cli.compose import compose_job
-from runner.decisions import Decisions
-from runner.errors import SamplerFault
-from runner.plan.estimate import Estimate, estimate
+from runner.core.auto_choices import Decisions
+from runner.core.errors import SamplerFault
 from runner.sampler.server import client as client_module
 from runner.sampler.server.build import build
 from runner.sampler.server.client import Client
 from runner.sampler.server.config import VllmServerConfig
 from runner.sampler.server.mark import Mark
 from runner.sampler.server.sampler import ServerSampler
-from runner.shelf import Shelf
-from runner.shelf_folder import claim
+from runner.tools.plan.estimate import Estimate, estimate
+from runner.weight_sync.shelf import Shelf
+from runner.weight_sync.shelf_folder import claim
 from tests.model.zoo import causal
 from tests.sampler.server.standin import V32, StandIn, served
 from tests.sampler.server.test_server import asked, check, made, moved, sampling, stand_in, whole

@@ -20,17 +20,17 @@ import torch
 
 from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
-from runner.decisions import Decisions
-from runner.errors import DataError, EnvironmentProblem, SamplerFault, StorageError
+from runner.core.auto_choices import Decisions
+from runner.core.errors import DataError, EnvironmentProblem, SamplerFault, StorageError
+from runner.interfaces import Request, Rollout
 from runner.model.tiny import byte_tokenizer
-from runner.protocols import Request, Rollout
 from runner.sampler.probed import Probe
 from runner.sampler.server import client as client_module
 from runner.sampler.server.build import build
 from runner.sampler.server.config import VllmServerConfig
 from runner.sampler.server.sampler import ServerSampler
-from runner.shelf import Shelf
-from runner.shelf_folder import claim
+from runner.weight_sync.shelf import Shelf
+from runner.weight_sync.shelf_folder import claim
 from tests.model.zoo import causal, module, rows
 from tests.sampler.server.standin import OTHER, V10, V11, V14, V23, V32, Fault, StandIn, Version, served
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from runner.decisions import Decisions
+from runner.core.auto_choices import Decisions
 from runner.device.presets import resolve
+from runner.interfaces import Request, Rollout
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer
-from runner.protocols import Request, Rollout
 from runner.sampler.vllm.config import VllmSamplerConfig
 from tests.model.zoo import module, rows
 

@@ -9,7 +9,7 @@ import pytest
 
 from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
-from runner.decisions import Decisions
+from runner.core.auto_choices import Decisions
 from runner.model.causal import CausalLM
 from tests.sampler.vllm.engines import MEAN, NEEDED, change, engine, gap, model, requests, score_gap
 

@@ -10,9 +10,9 @@ import torch
 from packaging.version import Version
 
 from runner.cli.compose import compose_job
-from runner.decisions import Decisions
+from runner.core.auto_choices import Decisions
+from runner.core.errors import EnvironmentProblem, SpecError
 from runner.device.presets import PRESETS
-from runner.errors import EnvironmentProblem, SpecError
 from runner.sampler.vllm import need, versions
 from runner.sampler.vllm.adapters import of_adapter
 from runner.sampler.vllm.arguments import Home, arguments, sleep_level

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.errors import EnvironmentProblem, SamplerFault
+from runner.core.errors import EnvironmentProblem, SamplerFault
 from runner.sampler.vllm import engine as engines
 from runner.sampler.vllm.engine import Engine
 from runner.sampler.vllm.guest import moving_in

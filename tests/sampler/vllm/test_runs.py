@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.shelf_folder import places
+from runner.weight_sync.shelf_folder import places
 from tests.launch.several import Job
 from tests.sampler.vllm.engines import MEAN, NEEDED
 

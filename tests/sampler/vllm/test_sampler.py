@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runner.errors import DataError, EnvironmentProblem
+from runner.core.errors import DataError, EnvironmentProblem
 from runner.model.causal import CausalLM
 from tests.sampler.vllm.engines import (
     HERE,

@@ -23,15 +23,15 @@ import torch
 
 from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
-from runner.decisions import Decisions
-from runner.errors import SamplerFault
-from runner.protocols import Request, Rollout
+from runner.core.auto_choices import Decisions
+from runner.core.errors import SamplerFault
+from runner.interfaces import Request, Rollout
 from runner.sampler.probed import Probe
 from runner.sampler.server.build import build
 from runner.sampler.server.config import VllmServerConfig
 from runner.sampler.server.sampler import ServerSampler
-from runner.shelf import Shelf
-from runner.shelf_folder import claim
+from runner.weight_sync.shelf import Shelf
+from runner.weight_sync.shelf_folder import claim
 from tests.model.zoo import module
 from tests.ports import free_port
 from tests.sampler.vllm.engines import LENGTH, MEAN, NEEDED, PROMPTS, SHAPE, model

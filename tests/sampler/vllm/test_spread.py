@@ -19,7 +19,7 @@ OVER_TWO = """
 import sys
 from pathlib import Path
 
-from runner.shelf import Shelved
+from runner.weight_sync.shelf import Shelved
 from safetensors.torch import save_file
 from tests.sampler.vllm.engines import MEAN, change, engine, gap, model, requests, score_gap
 

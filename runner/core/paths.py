@@ -1,0 +1,30 @@
+"""Where the shipped conf/ and recipes/ are, inside an installed package or beside it in a checkout; and the cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def conf_dir() -> Path:
+    """The shipped config groups."""
+    return _shipped("conf")
+
+
+def recipes_dir() -> Path:
+    """The shipped recipes."""
+    return _shipped("recipes")
+
+
+def cache_folder() -> Path:
+    """For tokens, reference log-probabilities, what plug-ins keep: $RUNNER_CACHE, else a folder in the user's cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get("RUNNER_CACHE") or Path(base) / "runner")
+
+
+def _shipped(name: str) -> Path:
+    # The wheel's copy comes first: site-packages may hold somebody else's conf/ beside our package.
+    installed = PACKAGE / f"_{name}"
+    return installed if installed.is_dir() else PACKAGE.parent / name

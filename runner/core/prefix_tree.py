@@ -1,0 +1,171 @@
+"""Trees of rows: several continuations of one prompt, with the prompt stored and computed once.
+
+    prompt  a b c            ─▶  row 0:  a b c      branch -1
+    branches  d e | f g h        row 1:  d e        branch 0, its first token's parent is c
+                                 row 2:  f g h      branch 1, its first token's parent is c
+
+Legend: N rows, T tokens, P tokens of all paths. A *path* is a branch with its prompt before it: what a model reads
+that knows no trees. A tree is one unit unless it is split by repeating its prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runner.core.batch import Batch, laid_out, prefixes
+
+SHARED = -1  # the `branch` of a prompt that several branches share
+LAYOUT = frozenset({"ids", "positions", "parent"})
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One continuation. tokens: channels of its tokens, each as long as `ids`; rows: channels of its row."""
+
+    ids: Sequence[int]
+    tokens: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    rows: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A prompt and what continues it."""
+
+    prompt: Sequence[int]
+    branches: Sequence[Branch]
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Every root-to-leaf path of a batch, laid end to end.
+
+    index: int64 [P], the batch's token at each place of the paths; inverse: int64 [T], a place of each token.
+    """
+
+    lengths: tuple[int, ...]
+    index: Tensor
+    inverse: Tensor
+
+
+def pack_trees(trees: Sequence[Tree], *, share: bool = True, most_tokens: int | None = None) -> Batch:
+    """Lay trees end to end.
+
+    share=False repeats the prompt before every branch. With `most_tokens` a tree above it becomes several units,
+    each repeating the prompt; without, a tree is one unit. Token channels are those of the branches (all alike),
+    0 on prompts; row channels beside `lengths` and `unit`: `branch`, `tree` and those of the branches (0 on prompts).
+    Float channels are float32, `branch` and `tree` int64. Raises ValueError for an empty prompt or branch.
+    """
+    if not trees or any(not t.prompt or not t.branches or any(not b.ids for b in t.branches) for t in trees):
+        raise ValueError("a batch needs at least one tree, and every prompt and branch at least one token")
+    pack = _Packing(trees)
+    for number, tree in enumerate(trees):
+        for part in _parts(tree, share, most_tokens):
+            pack.unit(number, tree, part, share)
+    return pack.batch()
+
+
+def _parts(tree: Tree, share: bool, most_tokens: int | None) -> list[range]:
+    """The branches of each unit of a tree."""
+    if most_tokens is None:
+        return [range(len(tree.branches))]
+    parts, tokens = [range(0)], 0
+    for number, branch in enumerate(tree.branches):
+        alone = len(tree.prompt) + len(branch.ids)
+        more = len(branch.ids) if share else alone
+        if parts[-1] and tokens + more <= most_tokens:
+            parts[-1], tokens = range(parts[-1].start, number + 1), tokens + more
+        else:
+            parts, tokens = [*parts, range(number, number + 1)], alone
+    return parts[1:]
+
+
+class _Packing:
+    """Lists of every channel while a batch is being laid out."""
+
+    def __init__(self, trees: Sequence[Tree]) -> None:
+        first = trees[0].branches[0]
+        self.tokens: dict[str, list[Sequence[float]]] = {n: [] for n in (*LAYOUT, *first.tokens)}
+        self.rows: dict[str, list[float]] = {n: [] for n in ("lengths", "unit", "branch", "tree", *first.rows)}
+        self._size = self._units = 0
+
+    def unit(self, number: int, tree: Tree, branches: Sequence[int], share: bool) -> None:
+        """Add some branches of a tree as one unit."""
+        prompt, length = tree.prompt, len(tree.prompt)
+        root = self._size + length - 1
+        if share:
+            self._row(number, SHARED, Branch(prompt), range(length), -1)
+        for at in branches:
+            branch = tree.branches[at]
+            if share:
+                self._row(number, at, branch, range(length, length + len(branch.ids)), root)
+            else:
+                zeros = [0.0] * length
+                whole = {name: [*zeros, *values] for name, values in branch.tokens.items()}
+                ids = [*prompt, *branch.ids]
+                self._row(number, at, replace(branch, ids=ids, tokens=whole), range(len(ids)), -1)
+        self._units += 1
+
+    def _row(self, tree: int, number: int, row: Branch, positions: range, root: int) -> None:
+        size = len(row.ids)
+        self.tokens["ids"].append(row.ids)
+        self.tokens["positions"].append(positions)
+        self.tokens["parent"].append([root, *range(self._size, self._size + size - 1)])
+        for name in self.tokens.keys() - LAYOUT:
+            values = row.tokens[name] if row.tokens else [0.0] * size
+            if len(values) != size:
+                raise ValueError(f"channel {name} has {len(values)} values for {size} tokens")
+            self.tokens[name].append(values)
+        fixed = {"lengths": size, "unit": self._units, "branch": number, "tree": tree}
+        for name, column in self.rows.items():
+            column.append(fixed[name] if name in fixed else row.rows.get(name, 0.0))
+        self._size += size
+
+    def batch(self) -> Batch:
+        """The batch laid out so far."""
+        integer = LAYOUT | {"lengths", "unit", "branch", "tree"}
+        return Batch(
+            tokens={n: laid_out(v, np.int64 if n in integer else np.float32) for n, v in self.tokens.items()},
+            rows={n: torch.tensor(v, dtype=None if n in integer else torch.float32) for n, v in self.rows.items()},
+        )
+
+
+def paths(batch: Batch) -> Paths | None:
+    """The batch's paths, on the CPU; None if no row continues another, so that the rows are the paths."""
+    before = prefixes(batch)
+    if not bool((before >= 0).any()):
+        return None
+    leaves = torch.ones_like(before, dtype=torch.bool).index_fill_(0, before[before >= 0], False).nonzero()[:, 0]
+    lengths, index = _laid(batch, torch.stack([before[leaves], leaves], 1))
+    inverse = torch.empty(batch.num_tokens, dtype=torch.int64)
+    inverse[index] = torch.arange(len(index))
+    return Paths(lengths, index, inverse)
+
+
+def contexts(batch: Batch) -> tuple[tuple[int, ...], Tensor] | None:
+    """What each row sees: the row that it continues, if there is one, and itself. Their lengths [N] and, int64 on the
+    CPU, the batch's token at each place of them end to end; None if every row sees itself alone."""
+    before = prefixes(batch)
+    if not bool((before >= 0).any()):
+        return None
+    return _laid(batch, torch.stack([before, torch.arange(len(before))], 1))
+
+
+def _laid(batch: Batch, parts: Tensor) -> tuple[tuple[int, ...], Tensor]:
+    """Pairs [n, 2] of rows (-1: none) laid end to end: the length of each pair, and the batch's token at each place."""
+    lengths = batch.structure.rows["lengths"].cpu()
+    flat = parts.flatten()
+    sizes = torch.where(flat < 0, 0, lengths[flat])
+    starts = (torch.cumsum(lengths, 0) - lengths)[flat] - (torch.cumsum(sizes, 0) - sizes)
+    index = torch.arange(int(sizes.sum())) + torch.repeat_interleave(starts, sizes)
+    return tuple(sizes.view(-1, 2).sum(1).tolist()), index
+
+
+def rows_alone(batch: Batch) -> Paths:
+    """Every row as a path of its own: the paths of a batch of which no row continues another."""
+    every = torch.arange(batch.num_tokens)
+    return Paths(tuple(batch.structure.rows["lengths"].tolist()), every, every)

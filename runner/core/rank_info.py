@@ -1,0 +1,99 @@
+"""Where a process stands among those of its job: on which machine, its rank among all and among those there."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.core.errors import EnvironmentProblem
+
+ELASTIC = "TORCHELASTIC_"  # how the names begin that torchrun sets beside them
+MEETING = ("MASTER_ADDR", "MASTER_PORT")  # where the processes of a job find one another
+# What gloo, NCCL, HCCL and torch's store say where another process of the job is gone.
+GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "remote error", "Connection refused")
+LATE = ("Timed out waiting", "timed out", "timeout")  # where it does not answer
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun's names, in the order of Place's fields
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # drawn by the kernel as the machine starts
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine, told apart from all others: also from one with the same name, and from containers on it."""
+
+    host: str
+    boot_id: str
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This one; without a boot id where the system has none."""
+        return cls(socket.gethostname(), BOOT.read_text().strip() if BOOT.exists() else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """`rank` of `size` processes of the job, `local_rank` of the `local_size` of them on this machine."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.local_rank < self.local_size <= self.size and self.local_rank <= self.rank < self.size):
+            raise EnvironmentProblem(f"{self.variables()}: no place in a job; RANK counts from 0 to WORLD_SIZE - 1")
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Place:
+        """The place that torchrun's variables name; alone where none of them is set, or WORLD_SIZE is 1.
+
+        Raises EnvironmentProblem where some are missing, or they contradict one another.
+        """
+        found = {name: environment[name] for name in VARIABLES if name in environment}
+        if not found or found.get("WORLD_SIZE") == "1":
+            return cls()
+        if missing := [name for name in VARIABLES if name not in found]:
+            said, lacking = ", ".join(found), ", ".join(missing)
+            raise EnvironmentProblem(
+                f"{said} set, {lacking} not: a rank needs all four, as torchrun sets them. Where the first two count "
+                "machines: run … launch.nodes=$WORLD_SIZE launch.node=$RANK launch.address=$MASTER_ADDR:$MASTER_PORT"
+            )
+        try:
+            return cls(*(int(found[name]) for name in VARIABLES))
+        except ValueError as error:
+            raise EnvironmentProblem(f"{found}: whole numbers are expected") from error
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which alone writes the run's files and speaks to the user."""
+        return self.rank == 0
+
+    @property
+    def node(self) -> int:
+        """The machine's number, where every machine has as many processes as this one."""
+        return self.rank // self.local_size
+
+    def variables(self) -> dict[str, str]:
+        """The environment that `of` reads this place from."""
+        values = (self.rank, self.size, self.local_rank, self.local_size)
+        return {name: str(value) for name, value in zip(VARIABLES, values, strict=True)}
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size}"
+
+
+def tells_of_loss(message: str) -> bool:
+    """Whether a library's error says that another process is gone, and not that it is late."""
+    return any(words in message for words in GONE)
+
+
+def tells_of_delay(message: str) -> bool:
+    """Whether it says that another process did not answer in time."""
+    return any(words in message for words in LATE)
+
+
+def alone(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process that a rank starts and that is none."""
+    own = {*VARIABLES, *MEETING}
+    return {name: value for name, value in environment.items() if name not in own and not name.startswith(ELASTIC)}

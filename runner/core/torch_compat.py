@@ -1,0 +1,200 @@
+"""What this project uses of torch that releases from 2.7.1 on lack: found by trying, and done by other means.
+
+In every other file torch is as the newest. What no means stands in for is refused, with the version and what to type.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+from runner.core.errors import EnvironmentProblem
+
+library: Any = distributed  # of which much that is used here has no types
+collectives: Any = _fsdp_collectives  # another one in each release
+cpu: Any = torch.cpu
+
+
+def operators(*names: str) -> list[Any]:
+    """Those of torch's own operators by these names that there are."""
+    return [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def varlen_attention() -> Callable[..., Any] | None:
+    """`varlen_attn` of torch.nn.attention, called as torch 2.13 takes it; None where it knows no scale or no window."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:  # torch 2.9 and older
+        return None
+    function: Callable[..., Any] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    known = inspect.signature(function).parameters
+    if not {"scale", "window_size"} <= known.keys():  # torch 2.10
+        return None
+    return function if "enable_gqa" in known else partial(_with_all_heads, function)
+
+
+def _with_all_heads(
+    function: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, *rest: Any, enable_gqa: bool, **named: Any
+) -> Any:
+    """For torch 2.11: keys and values, [K, fewer heads, D], are repeated for the queries, [Q, heads, D]."""
+    if enable_gqa:
+        times = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+    return function(query, key, value, *rest, **named)
+
+
+# --- the store at which ranks meet -----------------------------------------------------------------------------------
+
+
+def listening_store(host: str, port: int, listener: int, **options: Any) -> Any:
+    """The store of a job, served by this process. listener: descriptor of a socket that listens on `port`, the store's
+    from now on; options: those of torch's TCPStore."""
+    serve = partial(library.TCPStore, host, port, is_master=True, master_listen_fd=listener, **options)
+    try:
+        with _no_errors_of_cpp():
+            return serve()
+    except NotImplementedError:  # torch 2.7: its newer server opens a socket of its own
+        return serve(use_libuv=False)
+
+
+@contextmanager
+def _no_errors_of_cpp() -> Iterator[None]:
+    """Nothing that torch's C++ writes to stderr inside the block, where it logs what it raises."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+# --- fully_shard (FSDP2) ---------------------------------------------------------------------------------------------
+
+
+def set_gradient_sum_reduction(part: FSDPModule) -> None:
+    """Let `part`, sharded, add gradients over the ranks without a mean, by plain sums: gloo and HCCL have no sum that
+    multiplies. Parameters that this rank's tokens did not meet count as zeros: all ranks add the same ones.
+
+    Tensors of several data types are gathered as signed bytes, since HCCL knows no others. Raises EnvironmentProblem
+    for a torch whose fully_shard is built otherwise.
+    """
+    if hasattr(part, "set_force_sum_reduction_for_comms"):
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)
+    else:  # torch 2.7
+        _patch_gradient_division()
+        for group in _groups(part):
+            group._init_mp_dtypes = partial(_init_trainable_dtypes, group, group._init_mp_dtypes)
+    if hasattr(part, "set_custom_all_gather"):
+        part.set_custom_all_gather(_gather())
+    elif not isinstance(collectives.dist, _SignedBytes):  # torch 2.8 and older
+        collectives.dist = _SignedBytes("distributed")
+    if hasattr(part, "set_reduce_scatter_unused_params"):
+        part.set_reduce_scatter_unused_params(True)
+    else:  # torch 2.12 and older
+        for group in _groups(part):
+            group.post_backward = partial(_with_zeros, group, group.post_backward)
+
+
+def _patch_gradient_division() -> None:
+    """For torch 2.7, whose own reduction is a mean, which gloo has not, and wants events of a CPU that has none."""
+    if not hasattr(collectives, "_get_gradient_divide_factors"):
+        text = f"torch {torch.__version__}: the FSDP gradient reduction of this release is not supported"
+        raise EnvironmentProblem(f"{text}; install torch 2.7.1 or 2.10 to 2.13, or type parallelism=ddp")
+    collectives._get_gradient_divide_factors = lambda *_: (1.0, 1.0)  # what divides before the sum, and after it
+    if cpu.Stream().record_event() is None:
+        cpu.Stream.record_event = lambda _: cpu.Event()
+
+
+def _gather() -> Any:
+    class Gather(collectives.DefaultAllGather):  # type: ignore[misc]  # it is Any
+        """All-gather in which tensors of several data types travel as signed bytes."""
+
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **named: Any) -> Any:
+            return super().__call__(*_signed(output_tensor, input_tensor), *rest, **named)
+
+    return Gather()
+
+
+class _SignedBytes(ModuleType):
+    """torch.distributed, the same but for that."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(distributed, name)
+
+    def all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **named: Any) -> Any:
+        return library.all_gather_into_tensor(*_signed(output_tensor, input_tensor), *rest, **named)
+
+
+def _signed(*tensors: Tensor) -> list[Tensor]:
+    return [one.view(torch.int8) if one.dtype == torch.uint8 else one for one in tensors]
+
+
+def _groups(part: FSDPModule) -> list[Any]:
+    """What is gathered at once, as fully_shard keeps it."""
+    state: Any = part._get_fsdp_state()
+    found = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [one for one in found if one is not None]
+
+
+def _with_zeros(group: Any, post_backward: Any, *unused: Any) -> None:
+    """Before gradients are added: zeros where this rank has found none."""
+    for one in group.fsdp_params if group.reduce_grads else ():
+        full = getattr(one, "_unsharded_param", None)
+        if full is not None and full.requires_grad and full.grad is None and one.unsharded_accumulated_grad is None:
+            full.grad = torch.zeros_like(full)
+    post_backward()
+
+
+def _init_trainable_dtypes(group: Any, init: Any) -> None:
+    """Demand one data type of the parameters that learn, not of frozen ones beside them."""
+    every = group.fsdp_params
+    try:
+        init()
+    except AssertionError:
+        for one in every:
+            one.init_dtype_attrs(group.mp_policy)
+        group.fsdp_params = [one for one in every if one.sharded_param.requires_grad] or every[:1]
+        try:
+            init()
+        finally:
+            group.fsdp_params = every
+
+
+def reshard_after_forward(part: FSDPModule, reshard: bool) -> None:
+    """Whether `part` alone, not what is in it, is freed after its forward pass, from the next one on."""
+    if hasattr(part, "set_reshard_after_forward"):
+        part.set_reshard_after_forward(reshard, recurse=False)
+        return
+    for group in _groups(part):  # torch 2.7
+        group.post_forward_mesh_info = group.mesh_info if reshard else None
+
+
+def reset_iteration_state(root: FSDPModule) -> None:
+    """Free what is gathered, and the order in which layers ran: the next backward pass gathers ahead by it, which has
+    to be the same on all ranks."""
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    shared: Any = root._get_fsdp_state()  # torch 2.12 and older
+    shared._comm_ctx.all_gather_state = None
+    getattr(shared._comm_ctx, "post_forward_order", []).clear()
+    for part in root.modules():  # type: ignore[attr-defined]
+        if isinstance(part, FSDPModule):
+            for group in _groups(part):
+                group._post_forward_indices.clear()
+            part.reshard()

@@ -1,0 +1,90 @@
+"""What data are made of, and what hands them out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from runner.run_dir.resume_compatibility import PromptStyle
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A tokenised row of data: ids and weights of equal length (weight 1 = learnt, 0 = context)."""
+
+    ids: tuple[int, ...]
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to one prompt, of which the first is preferred. `margin` says by how much, where the data knows.
+
+    A completion holds everything after the prompt, its end included; all of its tokens count.
+    """
+
+    prompt: tuple[int, ...]
+    chosen: tuple[int, ...]
+    rejected: tuple[int, ...]
+    margin: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One answer to a prompt, and whether it is a good one."""
+
+    prompt: tuple[int, ...]
+    completion: tuple[int, ...]
+    good: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is asked in a rollout. `columns` are the row's other columns (JSON-able), which the reward sees.
+
+    messages: the conversation so far, if the row has one; text: what `ids` say.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A held-out item: its tokens, and, where it has an answer, what to ask and what to expect.
+
+    `prompt_ids` is empty for plain text, of which only the loss can be measured. messages, columns: as of a `Prompt`,
+    where the row has them; for an environment.
+    """
+
+    item: Item
+    prompt_ids: tuple[int, ...] = ()
+    prompt: str = ""
+    answer: str = ""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Data(Protocol):
+    """Items of one kind (see `ItemKind`) as a pure function of the step."""
+
+    @property
+    def fingerprint(self) -> str: ...  # sha256 of everything that the items depend on
+
+    @property
+    def style(self) -> PromptStyle: ...  # whether what is asked goes through the chat template
+
+    @property
+    def columns(self) -> Collection[str]: ...  # those that rewards see in any row
+
+    def __len__(self) -> int: ...
+
+    # items step·count … of the endless seeded order; a round above 0 refills a step from an order of its own
+    def take(self, step: int, count: int, round: int = 0) -> Sequence[Any]: ...
+
+    def held_out(self) -> Sequence[Question]: ...  # what can be asked; empty if there is nothing
+
+    def held_out_items(self) -> Sequence[Any]: ...  # pairs or judged answers held out; empty for other kinds

@@ -1,0 +1,247 @@
+"""How a step learns: processes, losses, models, learners, algorithms, callbacks, trackers.
+
+Legend: N rows, T tokens, S of them (see `runner.core.batch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor, nn
+
+from runner.core.batch import Batch
+from runner.core.metrics import Metrics
+
+T = TypeVar("T")
+
+
+class Turn(NamedTuple):
+    """A pass of micro-batch `micro` through run of layers `chunk` of this rank."""
+
+    micro: int
+    chunk: int = 0
+    backward: bool = False
+
+
+class Peers(Protocol):
+    """The data ranks of a job as one of them, `rank` of `size`, sees them.
+
+    Every verb is collective: all ranks call the same ones in the same order. Each raises DeadlineExceeded where a rank
+    does not come.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    # what each rank gave, in the order of the ranks: plain values, records of them, tensors on the CPU
+    def gather(self, value: T) -> list[T]: ...
+
+    # the same of named tensors, which come back on the device they are on here
+    def gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]: ...
+
+    # in place, on their device; all ranks give the same shapes and data types; half precision is added in float32
+    def sum_(self, tensors: Sequence[Tensor]) -> None: ...
+
+    # in place, on its device: becomes the first rank's, byte for byte; all give the same shape and type, contiguous
+    def from_first_(self, tensor: Tensor) -> None: ...
+
+
+class Gradients(Protocol):
+    """How what the ranks find of a model's gradients becomes that of one process. Both verbs are collective."""
+
+    # add what other ranks found, in place, of the parameters that learn, in the same order on all ranks
+    def add(self, parameters: Sequence[nn.Parameter]) -> None: ...
+
+    # the 2-norm of all gradients together, float32 [], equal on all ranks
+    def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor: ...
+
+
+class Stage(Protocol):
+    """The layers of a model that lie on this rank, in one run or, interleaved with those of other ranks, in several."""
+
+    @property
+    def ends(self) -> bool: ...  # whether the run of layers that is entered is the last, and the heads follow it
+
+    @property
+    def depth(self) -> int: ...  # how many runs of layers come before it
+
+    @property
+    def stages(self) -> int: ...  # how many ranks a micro-batch passes through
+
+    @property
+    def elsewhere(self) -> frozenset[nn.Module | nn.Parameter]: ...  # layers and parameters that other ranks have
+
+    # parameters that the first and the last rank both have, each with a part of the gradient
+    def tied(self) -> Sequence[Tensor]: ...
+
+    # the passes of so many micro-batches, in the order in which no rank waits for ever
+    def turns(self, count: int) -> Sequence[Turn]: ...
+
+    def flow(self, count: int) -> Sequence[Turn]: ...  # those of passes without gradient
+
+    def enter(self, turn: Turn) -> None: ...  # the next pass is this one
+
+    # all parameters that are here have their numbers, and will stay these objects
+    def settle(self) -> None: ...
+
+    # what `run` makes of a transformers model's forward, or of as much of it as lies here
+    def passed(self, run: Callable[[Callable[..., Any]], T], forward: Callable[..., Any]) -> T: ...
+
+
+LOGPROBS = frozenset({"logprobs"})  # what most losses need
+Outputs = Mapping[str, Tensor]  # name → [T] (or [N]) tensor
+State = dict[str, Any]  # JSON-able values; tensors only under the key "tensors"
+Role = str  # "policy", "critic", ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss's value (a scalar that has been divided by the total it means) and its metrics."""
+
+    total: Tensor
+    metrics: Metrics
+
+
+class LossFn(Protocol):
+    """A pure function of a micro-batch and the model's outputs on it."""
+
+    @property
+    def needs(self) -> frozenset[str]: ...
+
+    def __call__(self, batch: Batch, outputs: Outputs) -> Loss: ...
+
+
+@runtime_checkable
+class LinearLossFn(Protocol):
+    """A loss linear in the logprobs: total = Σ coefficients · logprobs, so that the LM head's gradient
+    is made in the chunk that made the logits."""
+
+    @property
+    def needs(self) -> frozenset[str]: ...
+
+    def __call__(self, batch: Batch, outputs: Outputs) -> Loss: ...
+
+    def coefficients(self, batch: Batch) -> Tensor: ...  # float32 [T], constant
+
+
+# logits [S, V] of some tokens, and those tokens' channels [S, …] → named terms [S], of which "loss" is learnt
+Terms = Callable[[Tensor, Mapping[str, Tensor]], Mapping[str, Tensor]]
+
+
+@runtime_checkable
+class LogitsLossFn(LinearLossFn, Protocol):
+    """A loss of whole distributions: total = Σ coefficients · terms["loss"], where the terms are functions of a token's
+    logits. They are made, with their gradient, in the chunk that made the logits: [T, vocab] never exists at once.
+
+    needs   the names of terms, which stand where other losses have the model's outputs
+    beside  what `terms` reads beside the channels of a micro-batch that is on the device: [T, …], made for it alone
+    """
+
+    def terms(self, logits: Tensor, tokens: Mapping[str, Tensor]) -> Mapping[str, Tensor]: ...  # see Terms
+
+    def beside(self, micro: Batch) -> Mapping[str, Tensor]: ...
+
+
+class Model(Protocol):
+    """Anything that scores a ragged batch without gradient."""
+
+    def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs: ...
+
+
+class Learner(Model, Protocol):
+    """One trained model: scores, learns and steps."""
+
+    def begin_step(self, step: int) -> None: ...  # 0-based: sets the learning rate and the dropout streams
+
+    def forward_backward(
+        self, batch: Batch, loss: LossFn, keep: frozenset[str] = frozenset()
+    ) -> tuple[Metrics, Outputs]: ...
+
+    def measure(self, batch: Batch, loss: LossFn) -> Outputs: ...  # what the loss reads of it, without gradient
+
+    def optim_step(self) -> Metrics: ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]: ...  # what learns, under the module's names
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: State) -> None: ...
+
+
+Experience = Any  # what one step learns from; picklable
+Sample = Mapping[str, Any]  # a line of samples.jsonl
+
+
+class Algorithm(Protocol):
+    """How a step learns, with no model in sight.
+
+    collect   may run ahead of the trainer in a thread: data, sampler, reward; never the trainer's models
+    prepare   a generator: before its first batch the policy is as it was, between batches it has moved
+    describe  numbers and samples of an experience; observe sees a finished step's numbers
+    encode    an experience that was collected ahead, as a checkpoint keeps it; decode is its inverse
+    """
+
+    losses: Mapping[Role, LossFn]
+
+    @property
+    def lag(self) -> int: ...
+
+    def collect(self, step: int) -> Experience: ...
+
+    def prepare(self, experience: Experience, models: Mapping[Role, Model]) -> Iterator[Batch]: ...
+
+    def describe(self, step: int, experience: Experience) -> tuple[Mapping[str, float], Sequence[Sample]]: ...
+
+    def observe(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def encode(self, experience: Experience) -> State: ...
+
+    def decode(self, state: State) -> Experience: ...
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: State) -> None: ...
+
+
+@dataclass(slots=True)
+class StepEnd:
+    """A finished step on its way through the callbacks, which may add numbers.
+
+    step counts finished steps (1-based); samples are what the step learnt from, some of which are kept; `last` is
+    true at the end of the run; `stopping` when a signal asked to end here.
+    """
+
+    step: int
+    values: dict[str, float]
+    last: bool
+    samples: Sequence[Sample] = ()
+    stopping: bool = False
+
+
+class Callback(Protocol):
+    """Hangs on the loop: sees the start, each finished step and the end; may own state that is checkpointed."""
+
+    def on_start(self, step: int) -> None: ...
+
+    def on_step(self, end: StepEnd) -> None: ...
+
+    def on_end(self) -> None: ...
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: State) -> None: ...
+
+
+class Tracker(Protocol):
+    """A sink for metrics; must never raise because of an outage, and never block a step."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def finish(self, status: str) -> list[str]: ...  # lines to print at the end, e.g. how to sync

@@ -1,0 +1,207 @@
+"""What is asked of a policy, what it answers, and who judges and answers that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from runner.interfaces.data import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One answer to be sampled. Equal `group`s have the very same prompt, which is computed once.
+
+    seed: of this request's own random stream, derived by the caller from (seed, step, prompt, sample, turn); raw: asks
+    for raw_logprobs, which cost a pass over the vocabulary for each token
+    """
+
+    prompt: tuple[int, ...]
+    seed: int
+    max_new_tokens: int
+    group: int
+    raw: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A sampled answer.
+
+    ids: the new tokens, the end token included if it was drawn
+    logprobs: of the distribution really sampled from (tempered, truncated)
+    raw_logprobs: at temperature 1, untruncated; None unless the request asked for them
+    version: of the weights that drew it; finish: "stop" or "length"
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    raw_logprobs: tuple[float, ...] | None
+    version: int
+    finish: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a model's answers are bounded by.
+
+    ends: every id that ends one; vocabulary: ids are below it; longest: most tokens of prompt and answer together, and
+    why; None = no limit
+    """
+
+    ends: frozenset[int]
+    vocabulary: int
+    longest: tuple[int, str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A greedy answer: the new tokens up to but excluding the end of sequence, and why it ended: "stop" or "length"."""
+
+    ids: tuple[int, ...]
+    finish: str
+
+
+# The tokens of an answer so far, and the most that it may have → why it ends with the last of them, None if it goes on
+Finish = Callable[[Sequence[int], int], str | None]
+
+
+class Sampler(Protocol):
+    """Draws rollouts from a policy whose weights come from the trainer."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def max_new_tokens(self) -> int: ...  # of one answer
+
+    @property
+    def longest(self) -> int | None: ...  # tokens of prompt and answer together; None = no limit
+
+    def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None: ...  # None: shares the trainer's own
+
+    def sample(self, requests: Sequence[Request]) -> list[Rollout]: ...  # in the order of the requests
+
+    # By each engine that it has, of each row, the log-probability at temperature 1 of all ids but the first
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]: ...
+
+    def measured(self) -> dict[str, float]: ...  # since it was last asked, for the step's numbers
+
+    def release(self) -> None: ...  # what it can do without until it is next asked for something
+
+    def close(self) -> None: ...  # what it has started ends
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """An answer as a reward sees it.
+
+    ids: of all of the policy's turns; text: of the last one; messages: the whole conversation, where there is one
+    """
+
+    prompt: Prompt
+    ids: tuple[int, ...]
+    text: str
+    finish: str
+    messages: tuple[Mapping[str, Any], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an environment says to a turn of the policy; context for the next turn, and never learnt."""
+
+    role: str
+    text: str
+
+
+class Environment(Protocol):
+    """One episode's counterpart, used once: hears a turn, answers it, or ends the episode with None."""
+
+    def reset(self, prompt: Prompt) -> None: ...
+
+    def step(self, answer: str) -> Observation | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Environments:
+    """Makes an environment for each episode, of at most `max_turns` turns of the policy."""
+
+    make: Callable[[], Environment]
+    max_turns: int
+
+    def begin(self, prompts: Sequence[Prompt]) -> Partners:
+        """An environment for an episode of each prompt."""
+        return Partners({at: self.fresh(prompt) for at, prompt in enumerate(prompts)})
+
+    def fresh(self, prompt: Prompt) -> Environment:
+        """An environment for one episode."""
+        environment = self.make()
+        environment.reset(prompt)
+        return environment
+
+
+@dataclass(frozen=True, slots=True)
+class Partners:
+    """The environments of several episodes, by the numbers of these."""
+
+    environments: Mapping[int, Environment]
+
+    def answer(self, turns: Sequence[tuple[int, str]]) -> list[Observation | None]:
+        """What each says to its episode's turn, given as (number, text)."""
+        return [self.environments[at].step(text) for at, text in turns]
+
+
+class Reward(Protocol):
+    """Scores all samples of a prompt at once; None = could not be scored, which is not 0."""
+
+    def score(self, groups: Sequence[Sequence[Completion]]) -> list[list[float | None]]: ...
+
+    def close(self) -> None: ...
+
+
+class Around:
+    """To be narrowed; see `Sampler`."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    @property
+    def temperature(self) -> float:
+        """That of the distribution sampled from."""
+        return self._sampler.temperature
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Of one answer."""
+        return self._sampler.max_new_tokens
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of prompt and answer together; None = no limit."""
+        return self._sampler.longest
+
+    def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
+        """Hand on a version of the weights."""
+        self._sampler.load(tensors, version)
+
+    def sample(self, requests: Sequence[Request]) -> list[Rollout]:
+        """One rollout per request, in their order."""
+        return self._sampler.sample(requests)
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """Log-probabilities of given rows, by each engine."""
+        return self._sampler.score(rows)
+
+    def measured(self) -> dict[str, float]:
+        """Numbers since this was last asked for."""
+        return self._sampler.measured()
+
+    def release(self) -> None:
+        """Do without what can be done without."""
+        self._sampler.release()
+
+    def close(self) -> None:
+        """End what was started."""
+        self._sampler.close()

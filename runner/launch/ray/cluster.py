@@ -1,0 +1,67 @@
+"""Joins a Ray cluster, or starts one of this machine's own; for the processes that may import Ray (Linux)."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from runner.core.subprocess import JsonLines
+
+NAMESPACE = "posttrain-run"
+OBJECT_STORE_BYTES = 100 << 20  # nothing is kept in it; Ray would take a third of the memory
+TIMED_OUT = "timed out during startup"  # in what Ray raises, an Exception without a class of its own
+BUSY = "is this machine busy with something else?"
+NOISE = "ray._private.accelerators.npu"  # a traceback at every start where NPUs are declared and CANN is not there
+
+
+@contextmanager
+def opened(asked: Mapping[str, Any], lines: JsonLines) -> Iterator[None]:
+    """The cluster that was asked for, told as `ready` with its nodes, or as `refused` with what went wrong, also later.
+
+    asked: address (None: a cluster of our own, heard on this machine only), resources and folder of that
+    """
+    logging.getLogger(NOISE).setLevel(logging.CRITICAL)
+    try:
+        _connect(asked)
+        # Ray would end the driver; who signals all processes of a job (Ray's own `job stop` does) wants it to save.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        lines.send({"is": "ready", "nodes": nodes()})
+        yield
+    except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
+        why = f"{type(error).__name__}: {error}"
+        lines.send({"is": "refused", "why": why, "passes": isinstance(error, TimeoutError)})
+        raise
+    finally:
+        ray.shutdown()
+
+
+def nodes() -> list[Mapping[str, float]]:
+    """What each living node has, in all."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _connect(asked: Mapping[str, Any]) -> None:
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": NAMESPACE}
+    if asked["address"] is not None:
+        ray.init(address=asked["address"], **quiet)
+        return
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=f"{asked['folder']}/ray",  # Ray opens it to everybody; the one around it is not
+            **asked["resources"],
+            **quiet,
+        )
+    except Exception as error:
+        if TIMED_OUT not in str(error):
+            raise
+        raise TimeoutError(f"Ray did not start in the 30 s that it gives itself: {BUSY}") from error

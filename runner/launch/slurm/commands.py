@@ -1,0 +1,100 @@
+"""What Slurm is told and says, whoever asks: its commands, and its own words where it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from runner.core.errors import EnvironmentProblem, StorageError
+from runner.run_dir.folder import OUTPUTS, RunFolder
+
+# What a job does not come back from. PREEMPTED is such a state only where preempted jobs are not requeued.
+OVER = frozenset({
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+    "TIMEOUT",
+})  # fmt: skip
+# Why a job waits that will start by itself; all other reasons are worth a line.
+USUAL = frozenset({
+    "None", "Priority", "Resources", "JobArrayTaskLimit", "Dependency", "BeginTime", "Prolog", "Cleaning",
+})  # fmt: skip
+GRES = {"cuda": "gpu", "npu": "npu"}  # what Slurm usually calls the cards of a device
+FOLDERS = OUTPUTS / ".slurm"  # <job>: the run folder that a Slurm job has made; <job>.stages: what it ran first
+TIMEOUT_S = 60.0
+LINE_BYTES = 2**16  # no line of metrics.jsonl is longer
+
+
+def signals_all() -> bool:
+    """Whether Slurm signals all processes of a job here, not only the one that it has started."""
+    lines = [line.partition("=") for line in told("scontrol", "show", "config").splitlines()]
+    return {name.strip(): value.strip() for name, _, value in lines}.get("ProctrackType") == "proctrack/linuxproc"
+
+
+def told(*command: str, stdin: str = "") -> str:
+    """What a command of Slurm answers. Raises EnvironmentProblem with its own words where it refuses."""
+    if shutil.which(command[0]) is None:
+        raise EnvironmentProblem(f"{command[0]} is not here; start where jobs are submitted from (a login node)")
+    options = {"capture_output": True, "text": True, "check": False, "timeout": TIMEOUT_S}
+    try:
+        done: subprocess.CompletedProcess[str] = subprocess.run(command, input=stdin, **options)  # type: ignore[call-overload]
+    except subprocess.TimeoutExpired as error:
+        raise EnvironmentProblem(f"{command[0]} does not answer within {TIMEOUT_S:g} s") from error
+    if done.returncode != 0:
+        raise EnvironmentProblem(words(command[0], done.stderr) or f"{command[0]}: exit code {done.returncode}")
+    return done.stdout
+
+
+def state_of(job: str) -> tuple[str, str] | None:
+    """A job's state and its reason; None where Slurm does not know it (any more). Raises EnvironmentProblem."""
+    try:
+        said = told("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r").split()
+    except EnvironmentProblem as error:
+        if "Invalid job id" in str(error):
+            return None
+        raise
+    state, _, reason = " ".join(said).partition("|")
+    return (state, reason) if state else None
+
+
+def count_stage(stage: RunFolder) -> None:
+    """Have the steps of a recipe that is run first counted as steps of the Slurm job that this process is in, if any.
+
+    Raises StorageError.
+    """
+    if "SLURM_JOB_ID" not in os.environ:
+        return
+    try:
+        FOLDERS.mkdir(parents=True, exist_ok=True)
+        with _stages().open("a", encoding="utf-8") as file:
+            file.write(f"{stage.root}\n")
+    except OSError as error:
+        raise StorageError(f"cannot write {_stages()}: {error.strerror}") from error
+
+
+def _stages() -> Path:
+    return FOLDERS / f"{os.environ['SLURM_JOB_ID']}.stages"
+
+
+def steps_of(run: RunFolder) -> int:
+    """Finished steps of a run, and of the recipes that this Slurm job ran first; a job that came no further since it
+    began is not worth a requeue."""
+    first = _stages().read_text(encoding="utf-8").splitlines() if _stages().is_file() else []
+    return sum(map(_steps_of, {run, *(RunFolder(Path(root)) for root in first)}))
+
+
+def _steps_of(run: RunFolder) -> int:
+    try:
+        with run.metrics.open("rb") as file:
+            file.seek(max(file.seek(0, 2) - LINE_BYTES, 0))
+            lines = [line for line in file.read().split(b"\n")[:-1] if line.startswith(b'{"step"')]
+    except FileNotFoundError:
+        return 0
+    return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+def words(command: str, said: str) -> str:
+    """What Slurm complains of, in its own words, in one line."""
+    lines = [line.strip().removeprefix(f"{command}: ").removeprefix("error: ") for line in said.splitlines()]
+    return f"{command}: " + "; ".join(dict.fromkeys(filter(None, lines))) if any(lines) else ""

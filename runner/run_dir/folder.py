@@ -1,0 +1,292 @@
+"""The folder that a run leaves: its paths, its birth under concurrent starts, `latest`, and its lock.
+
+    outputs/<date>/<time>-<name>-<4 hex>/     outputs/latest → the newest run
+
+Nothing here imports torch: the folder exists before it is loaded.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from runner.core import fsync_io
+from runner.core.errors import EnvironmentProblem, StorageError
+
+OUTPUTS = Path("outputs")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The paths of one run, as rank 0, which leads it, sees them; the other ranks have a log of their own."""
+
+    root: Path
+    rank: int = 0
+    service: str = ""  # samplers/0: of a process that serves the ranks
+
+    def of_rank(self, rank: int) -> RunFolder:
+        """The same folder for another rank of the job."""
+        return RunFolder(self.root, rank)
+
+    def of_sampler(self, index: int) -> RunFolder:
+        """The same folder for a process that only samples."""
+        return RunFolder(self.root, service=f"samplers/{index}")
+
+    @property
+    def ranks(self) -> Path:
+        """ranks/N.log and ranks/N.stacks of the ranks from 1."""
+        return self.root / "ranks"
+
+    @property
+    def samplers(self) -> Path:
+        """samplers/N.json: where sampler N is reached; samplers/N.log: all that it said."""
+        return self.root / "samplers"
+
+    @property
+    def members(self) -> Path:
+        """members/N.json: who takes part on machine N, written every few seconds."""
+        return self.root / "members"
+
+    @property
+    def engine(self) -> Path:
+        """What an engine in this process reads from the disk; it goes with the process."""
+        return self.root / f"{self.service or f'ranks/{self.rank}'}.engine"
+
+    @property
+    def journal(self) -> Path:
+        """vN.jsonl: answers drawn with the weights after N steps, by a sampler that would not draw them again."""
+        return self.root / "journal"
+
+    @property
+    def spec(self) -> Path:
+        """The resolved job spec, which runs again by itself."""
+        return self.root / "spec.yaml"
+
+    @property
+    def overrides(self) -> Path:
+        """What was typed, and who set each value."""
+        return self.root / "overrides.yaml"
+
+    @property
+    def manifest(self) -> Path:
+        """Code, versions, device, decisions, environment."""
+        return self.root / "manifest.json"
+
+    @property
+    def status(self) -> Path:
+        """State, attempt, process, exit code, last error."""
+        return self.root / "status.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One line per step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Some answers of each evaluation."""
+        return self.root / "samples.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """step-00000100/ and its like."""
+        return self.root / "checkpoints"
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a checkpoint was committed; it may be damaged."""
+        return any(self.checkpoints.glob("step-*/MANIFEST.json"))
+
+    @property
+    def export(self) -> Path:
+        """A Hugging Face folder or a PEFT adapter."""
+        return self.root / "export"
+
+    def export_of(self, step: int) -> Path:
+        """The export of a checkpoint that was asked for by name."""
+        return self.root / f"export-step-{step}"
+
+    @property
+    def log(self) -> Path:
+        """What was printed, with times; of a rank from 1, or a process that serves the ranks, all that it said."""
+        if self.service:
+            return self.root / f"{self.service}.log"
+        return self.ranks / f"{self.rank}.log" if self.rank else self.root / "run.log"
+
+    @property
+    def attempts(self) -> Path:
+        """attempts/N/: what was typed for the N-th attempt, and what it cut away or replaced."""
+        return self.root / "attempts"
+
+    @property
+    def slurm(self) -> Path:
+        """job.sh, job.json and <job>.log of a run that was submitted to Slurm."""
+        return self.root / "slurm"
+
+    @property
+    def stacks(self) -> Path:
+        """Every thread's stack, of steps that took too long."""
+        return self.ranks / f"{self.rank}.stacks" if self.rank else self.root / "stacks.log"
+
+
+def create(name: str, outputs: Path = OUTPUTS) -> RunFolder:
+    """Make a new run's folder, unique under concurrent starts. Raises StorageError where it cannot."""
+    now = datetime.now()
+    root = day = outputs / now.strftime("%Y-%m-%d")
+    try:
+        day.mkdir(parents=True, exist_ok=True)
+        while True:
+            root = day / f"{now.strftime('%H%M%S')}-{name}-{secrets.token_hex(2)}"
+            with suppress(FileExistsError):  # another start drew the same name in the same second: draw again
+                root.mkdir()
+                return RunFolder(root.absolute())
+    except OSError as error:
+        raise StorageError(
+            f"cannot make the run folder {root}: {error.strerror}; run from a folder you can write to"
+        ) from error
+
+
+def claim(where: Path) -> RunFolder:
+    """The folder `where` for a new run. Raises EnvironmentProblem if it holds one, StorageError if it cannot be."""
+    folder = RunFolder(where.absolute())
+    if folder.spec.exists():
+        raise EnvironmentProblem(f"{where} holds a run; go on with it: run resume {where}; or choose another --folder")
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot make the run folder {where}: {error.strerror}") from error
+    return folder
+
+
+def point_latest(folder: RunFolder, outputs: Path = OUTPUTS) -> None:
+    """Make outputs/latest point to `folder`, atomically. Raises StorageError where it cannot."""
+    latest, staged = outputs / "latest", outputs / f".latest-{secrets.token_hex(4)}"
+    try:
+        # Both resolved: the kernel reads a relative link from where outputs really is, not from where it is linked.
+        staged.symlink_to(os.path.relpath(folder.root.resolve(), outputs.resolve()))
+        os.replace(staged, latest)
+    except OSError as error:
+        staged.unlink(missing_ok=True)
+        raise StorageError(
+            f"cannot make {latest} a link to the run: {error.strerror}; is something else there?"
+        ) from error
+
+
+def is_latest(folder: RunFolder, outputs: Path = OUTPUTS) -> bool:
+    """Whether outputs/latest points to `folder`."""
+    return (outputs / "latest").resolve() == folder.root.resolve()
+
+
+def find(where: str, outputs: Path = OUTPUTS) -> RunFolder:
+    """The run called `where`: `latest`, or a folder. Raises EnvironmentProblem when it is no run."""
+    root = outputs / "latest" if where == "latest" else Path(where)
+    try:
+        known = (root / "spec.yaml").is_file()
+    except (OSError, ValueError) as error:  # a name no file can have, or a folder that may not be entered
+        raise EnvironmentProblem(f"{root}: cannot be read ({error})") from error
+    if not known:
+        is_export = (root.parent / "spec.yaml").is_file()
+        whose = f"; it is an export of the run {root.parent}: name the run" if is_export else ""
+        raise EnvironmentProblem(
+            f"{root}: no run there (no spec.yaml); `latest` or the folder of a run is expected{whose}"
+        )
+    return RunFolder(root.resolve())
+
+
+def find_trained(where: str, outputs: Path = OUTPUTS) -> tuple[RunFolder, RunFolder | None]:
+    """The run called `where`, and the newest run if it was passed over because it has no checkpoint yet.
+
+    `latest` then means the newest run that has one. Raises EnvironmentProblem when there is no run.
+    """
+    named = find(where, outputs)
+    if where != "latest" or named.has_checkpoint:
+        return named, None
+    runs = (RunFolder(path.parent.resolve()) for path in sorted(outputs.glob("*/*/spec.yaml"), reverse=True))
+    trained = next((run for run in runs if run.has_checkpoint), None)
+    return (named, None) if trained is None else (trained, named)
+
+
+def lock(folder: RunFolder) -> int:
+    """Hold the run's folder for this process until it ends; the kernel frees it however that happens.
+
+    Returns the open descriptor. Raises EnvironmentProblem if another process holds it, StorageError if it cannot.
+    """
+    try:
+        handle = os.open(folder.root / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise StorageError(f"cannot write in {folder.root}: {error.strerror}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, str(os.getpid()).encode(), 0)
+    except BlockingIOError:
+        owner = os.pread(handle, 64, 0).decode(errors="replace") or "unknown"
+        os.close(handle)
+        raise EnvironmentProblem(
+            f"{folder.root}: process {owner} is running this job; wait for it or stop it"
+        ) from None
+    except OSError as error:
+        os.close(handle)
+        raise StorageError(f"cannot lock {folder.root}: {error.strerror}") from error
+    return handle
+
+
+def is_locked(folder: RunFolder) -> bool:
+    """Whether a living process holds the run's folder; writes nothing. Raises EnvironmentProblem if it cannot tell."""
+    try:
+        handle = os.open(folder.root / ".lock", os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise EnvironmentProblem(f"{folder.root / '.lock'} cannot be read: {error.strerror}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: who else only asks does not look like an owner
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+@contextmanager
+def locked(folder: RunFolder) -> Iterator[None]:
+    """`lock` for the length of a block. Raises EnvironmentProblem if another process holds it."""
+    handle = lock(folder)
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace `path` by `text` so that a reader, or a crash, sees the old or the new and nothing else.
+
+    Raises StorageError where it cannot; the old file is then untouched and nothing is left beside it.
+    """
+    try:
+        fsync_io.replace_whole(path, text.encode("utf-8"))
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_atomic` of readable JSON; NaN or infinity is a ValueError."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n"
+    # A file name that is not UTF-8 holds lone surrogates; as \udcXX they are legal JSON.
+    write_atomic(path, text.encode("utf-8", "backslashreplace").decode("utf-8"))
+
+
+def shown(path: Path) -> str:
+    """The path as the user would type it: relative to the current folder if it lies below."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,231 @@
+"""What a run was made of: code, versions, device, decisions and environment; and the masking of secrets in all of it.
+
+Nothing here imports torch. `redact` is called by everything that writes what a user, a model or a library said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from runner.core.subprocess import ChildProcess
+
+MASK = "***"
+DIFF_BYTES = 1_000_000
+GIT_DEADLINE_S = 10.0
+
+# Environment variables that change what is computed or where it goes; nothing else of the environment is kept.
+# fmt: off
+PREFIXES = (
+    "ACL_", "ASCEND_", "ATB_", "ATEN_", "CUBLAS_", "CUDA_", "GOMP_", "HCCL_", "KMP_", "LCCL_", "MKL_", "NCCL_",
+    "NPU_", "OMP_", "PYTORCH_", "RUNNER_", "TASK_QUEUE_", "TOKENIZERS_", "TORCH_", "VLLM_",
+)
+NAMES = frozenset({
+    "CLOSE_MATMUL_K_SHIFT", "CPU_AFFINITY_CONF", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "HF_ENDPOINT", "HF_HOME",
+    "HF_HUB_CACHE", "HF_HUB_OFFLINE", "INF_NAN_MODE_ENABLE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NO_COLOR",
+    "OOM_SNAPSHOT_ENABLE", "PYTHONHASHSEED", "RANK", "RAY_ADDRESS", "SLURM_JOB_ID", "SLURM_PROCID",
+    "TRANSFORMERS_OFFLINE", "WANDB_BASE_URL", "WANDB_MODE", "WORLD_SIZE",
+})
+# fmt: on
+
+SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
+NO_SECRET_NAME = re.compile(r"^TOKENIZERS_|(?:_FILE|_PATH|_DIR|_SOCK|_LENGTH|_TOKENS)$", re.IGNORECASE)
+# In a tree of plain data: `api_key` and `token` hold secrets; `tokenizer` and `max_new_tokens` do not.
+SECRET_FIELD = re.compile(r"(?:^|[_.-])(?:api_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+PUBLIC_FIELD = re.compile(r"^(?:commit|revision|fingerprint|spec_sha256)$")
+SHORTEST_SECRET = 8
+
+_ASSIGNED = r"(?:api[_-]?key|access[_-]?key(?:[_-]id)?|token|secret|password|passwd)"
+# Known shapes of secrets. Nothing here backtracks over more than a few hundred characters: what a model says may be
+# hostile, and long.
+SHAPES = re.compile(
+    "|".join(
+        (
+            r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}PRIVATE KEY-----|\Z)",
+            r"\b(?:hf|api_org)_[A-Za-z0-9]{16,}",
+            r"(?<![\w-])sk-(?=[\w-]{0,200}[0-9])[A-Za-z0-9_-]{16,}",
+            r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abeoprs]-[\w-]{10,})",
+            r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
+            r"\bAIza[\w-]{35}",
+            r"\bwandb_v\d+_\w{20,}",
+            r"(?<![0-9A-Za-z])[0-9a-f]{40}(?![0-9A-Za-z])",  # a W&B key; a commit hash looks the same and is masked too
+            r"(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}",
+        )
+    ),
+    re.DOTALL,
+)
+# Secrets known by what stands in front of them, which is kept.
+KEPT_PREFIX = re.compile(
+    r"(?P<keep>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30}://)[^\s/@'\"]+(?=@)"  # user-info of a URL
+    r"|(?P<bearer>\b(?:Bearer|Basic)\s+)[A-Za-z0-9._~+/=-]{16,}"
+    rf"|(?P<name>{_ASSIGNED}['\"]?\s?[=:]\s?['\"]?)(?=[\w.+/=-]{{0,200}}[0-9])[\w.+/=-]{{{SHORTEST_SECRET},}}",
+    re.IGNORECASE,
+)
+
+
+def redact(text: str) -> str:
+    """The text without anything that looks like a secret, and without the values of secret environment variables."""
+    for value in _secret_values():
+        text = text.replace(value, MASK)
+    text = SHAPES.sub(MASK, text)
+    return KEPT_PREFIX.sub(lambda m: (m["keep"] or m["bearer"] or m["name"]) + MASK, text)
+
+
+def redacted(value: Any) -> Any:
+    """A copy of plain data with every text redacted; a field called token, key, secret or password is masked whole."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Mapping):
+        return {k: _redacted_field(str(k), v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted(v) for v in value]
+    return value
+
+
+def _redacted_field(name: str, value: Any) -> Any:
+    if isinstance(value, str) and value:
+        if SECRET_FIELD.search(name):
+            return MASK
+        if PUBLIC_FIELD.match(name):  # a hash, which looks like a W&B key
+            return value
+    return redacted(value)
+
+
+def _secret_values() -> list[str]:
+    """Values of the environment's secrets, longest first, so that no part of one is left over."""
+    values = {v for k, v in os.environ.items() if is_secret_name(k) and len(v) >= SHORTEST_SECRET}
+    return sorted(values, key=len, reverse=True)
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether an environment variable of this name is taken to hold a secret."""
+    return bool(SECRET_NAME.search(name)) and not NO_SECRET_NAME.search(name)
+
+
+def collect(spec: Mapping[str, Any], device: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest of this process as JSON-able data, secrets masked; what could not be found out says why.
+
+    What was decided and found (`Decisions.records`) is not in it: it grows while the run goes on.
+    """
+    code = code_state(Path(__file__).resolve().parents[2], below="runner")
+    here = code_state(Path.cwd())
+    return {
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "argv": redacted(sys.argv),
+        "spec_sha256": fingerprint(spec),
+        "code": code,
+        "working_directory": {"reason": "the same checkout as code"} if here == code and "root" in here else here,
+        "python": {
+            "version": platform.python_version(),
+            "implementation": platform.python_implementation(),
+            "executable": sys.executable,
+        },
+        "platform": {
+            "system": platform.platform(),
+            "machine": platform.machine(),
+            "host": socket.gethostname(),
+            "cpus": os.cpu_count(),
+        },
+        "packages": packages(),
+        "device": redacted(dict(device)),
+        "environment": environment(),
+    }
+
+
+def fingerprint(spec: Mapping[str, Any]) -> str:
+    """sha256 of the spec as canonical JSON, in hexadecimal."""
+    canonical = json.dumps(spec, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def environment() -> dict[str, str]:
+    """The variables of the allow-list, never one that is named like a secret."""
+    kept = (k for k in sorted(os.environ) if (k.startswith(PREFIXES) or k in NAMES) and not is_secret_name(k))
+    return {k: redact(os.environ[k]) for k in kept}
+
+
+def packages() -> dict[str, str]:
+    """Every installed distribution and its version."""
+    found = {(d.metadata["Name"] or "?").lower(): d.version for d in distributions()}
+    return dict(sorted(found.items()))
+
+
+def code_state(folder: Path, below: str = "") -> dict[str, Any]:
+    """Commit, branch and uncommitted changes of the git checkout that `folder` lies in.
+
+    `below` names a sub-folder that must be tracked for the checkout to count: a package installed
+    inside somebody's repository is not that repository's code. Without a checkout: {"reason": ...}.
+    """
+    try:
+        top = _git(folder, "rev-parse", "--show-toplevel").strip()
+        if below and not _git(folder, "ls-files", "--", below).strip():
+            return {"reason": f"{folder}: {below}/ is not tracked by git"}
+        status = _git(folder, "status", "--porcelain")
+        return {"root": top, "commit": _optional(folder, "rev-parse", "--verify", "--quiet", "HEAD")} | {
+            "branch": _optional(folder, "symbolic-ref", "--quiet", "--short", "HEAD"),
+            "dirty": bool(status),
+            "changed_files": redact(status[:DIFF_BYTES]).splitlines(),
+            "diff": _diff(folder) if status else "",
+        }
+    except (OSError, subprocess.SubprocessError) as error:
+        return {"reason": redact(_worded(error))}
+
+
+def _diff(folder: Path) -> str:
+    """Changes against the last commit (against nothing, before the first), at most DIFF_BYTES of them."""
+    base = "HEAD" if _optional(folder, "rev-parse", "--verify", "--quiet", "HEAD") else "--cached"
+    command = _command(folder, "diff", "--no-ext-diff", "--no-textconv", "--no-color", base)
+    # Read a little more than is kept: a secret that the cut would halve is then still recognised.
+    limit = DIFF_BYTES + 4096
+    with ChildProcess(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **_surroundings()) as git:
+        assert git.stdout is not None
+        raw = git.stdout.read(limit)
+        git.kill()
+    kept = redact(raw.decode(errors="replace")).encode()[:DIFF_BYTES].decode(errors="ignore")
+    return kept if len(raw) < limit else f"{kept}\n[cut after {DIFF_BYTES} bytes]\n"
+
+
+def _command(folder: Path, *command: str) -> list[str]:
+    """A git command that runs no program named by the repository's own configuration."""
+    return ["git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-C", str(folder), *command]
+
+
+def _surroundings() -> dict[str, Any]:
+    quiet = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+    return {"stdin": subprocess.DEVNULL, "env": os.environ | quiet}
+
+
+def _git(folder: Path, *command: str) -> str:
+    """What a git query prints. Raises OSError or SubprocessError."""
+    done = subprocess.run(
+        _command(folder, *command), capture_output=True, check=True, timeout=GIT_DEADLINE_S, **_surroundings()
+    )
+    return str(done.stdout.decode(errors="replace"))
+
+
+def _optional(folder: Path, *command: str) -> str | None:
+    """The first line of a git query that answers by failing, or None."""
+    try:
+        return _git(folder, *command).strip() or None
+    except subprocess.CalledProcessError:
+        return None
+
+
+def _worded(error: OSError | subprocess.SubprocessError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "git is not installed"
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = error.stderr.decode(errors="replace").strip().splitlines()
+        return lines[0] if lines else f"git ended with {error.returncode}"
+    return str(error)

@@ -1,0 +1,102 @@
+"""From a component's name to its config class, and from a config to its lazy factory.
+
+A package adds a component by declaring its config class under the entry-point group
+`runner.components`; nothing else has to be told.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from runner.core.errors import EnvironmentProblem, RunnerError
+from runner.spec.base import ComponentConfig
+
+ENTRY_POINT_GROUP = "runner.components"
+BUILT_IN = (
+    "device",
+    "parallelism",
+    "model",
+    "adapter",
+    "data",
+    "algorithm",
+    "sampler",
+    "reward",
+    "environment",
+    "optimizer",
+    "schedule",
+    "tracker",
+    "checkpoint",
+    "launch",
+)
+
+
+class Registry:
+    """(group, name) → config class; a config instance → its factory."""
+
+    def __init__(self, classes: Iterable[type[ComponentConfig]] = ()) -> None:
+        self._classes: dict[str, dict[str, type[ComponentConfig]]] = {}
+        for cls in classes:
+            self.register(cls)
+
+    def register(self, cls: type[ComponentConfig]) -> type[ComponentConfig]:
+        """Add a component; two components of one group may not share a name."""
+        names = self._classes.setdefault(cls.group, {})
+        name = cls.component_name()
+        if names.setdefault(name, cls) is not cls:
+            raise RunnerError(f"two components are registered as {cls.group}={name}: {names[name]} and {cls}")
+        return cls
+
+    def groups(self) -> tuple[str, ...]:
+        """All groups in registration order."""
+        return tuple(self._classes)
+
+    def classes(self, group: str) -> dict[str, type[ComponentConfig]]:
+        """The config classes of one group by name."""
+        return dict(self._classes.get(group, {}))
+
+    def factory(self, config: ComponentConfig) -> Callable[..., Any]:
+        """Import and return what builds `config`; this is where heavy imports happen."""
+        return resolve(type(config).factory)
+
+
+def resolve(path: str) -> Callable[..., Any]:
+    """Import `"module:attribute"`, a path that is written in code and never in a config."""
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+
+
+def _load(point: EntryPoint) -> type[ComponentConfig]:
+    owner = point.dist.name if point.dist else "an installed package"
+    try:
+        cls = point.load()
+    except Exception as error:  # a foreign package may fail in any way; name it instead of crashing anonymously
+        raise EnvironmentProblem(
+            f"the plug-in {owner} offers the component {point.name!r} ({point.value}), which cannot be imported: "
+            f"{type(error).__name__}: {error}\n  mend it, or: pip uninstall {owner}"
+        ) from error
+    if not (isinstance(cls, type) and issubclass(cls, ComponentConfig)):
+        raise EnvironmentProblem(f"the plug-in {owner}: {point.value} is not a ComponentConfig subclass")
+    return cls
+
+
+def _built_in() -> Iterator[type[ComponentConfig]]:
+    for group in BUILT_IN:
+        yield from importlib.import_module(f"runner.{group}.config").COMPONENTS
+
+
+def built_in_registry() -> Registry:
+    """Every component of this package."""
+    return Registry(_built_in())
+
+
+@cache
+def default_registry() -> Registry:
+    """Every built-in component and every installed plug-in's."""
+    registry = Registry(cls.extended() for cls in _built_in())
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        registry.register(_load(point).extended())
+    return registry

@@ -1,0 +1,108 @@
+"""Checks of NVIDIA GPUs: device files, driver, what nvidia-smi says, and the CUDA that torch was built for."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+from runner.device import nvidia_smi
+from runner.device.kinds import CUDA
+from runner.tools.doctor.finding import Finding, many, ok, problem, skipped, unknown, warning
+from runner.tools.doctor.machine import Machine
+
+FOREIGN_SHARE = 0.1
+NODES = str(CUDA.nodes)
+
+
+def is_present(machine: Machine) -> bool:
+    """Whether there is a GPU of NVIDIA or its driver."""
+    return bool(machine.glob(NODES)) or machine.exists("/proc/driver/nvidia/version") or count(machine) > 0
+
+
+def count(machine: Machine) -> int:
+    """How many GPUs nvidia-smi lists."""
+    return len(_gpus(machine))
+
+
+def device_nodes(machine: Machine) -> Finding:
+    """/dev/nvidia0 and its like."""
+    nodes = machine.glob(NODES)
+    if locked := [path for path in nodes if not machine.may(machine.path(path), os.R_OK | os.W_OK)]:
+        return problem(f"no right to use {', '.join(locked)}", "sudo usermod -aG video $USER, and log in again")
+    if nodes:
+        return ok(f"{len(nodes)}: {nodes[0]}" + (f" … {nodes[-1]}" if len(nodes) > 1 else ""))
+    return problem(
+        "no /dev/nvidia0: no GPU, or no driver",
+        "docker run --gpus all …" if machine.in_container else "install NVIDIA's driver and reboot; nvidia-smi",
+    )
+
+
+def driver(machine: Machine) -> Finding:
+    """The driver's version, and the newest CUDA it can run against the one torch was built for."""
+    banner = machine.ask("nvidia-smi").out
+    version, newest = (
+        re.search(pattern, banner) for pattern in (r"Driver Version:\s*([\d.]+)", r"CUDA Version:\s*([\d.]+)")
+    )
+    if version is None or newest is None:
+        return unknown("nvidia-smi prints no versions of driver and CUDA")
+    seen = f"driver {version[1]}, good for CUDA {newest[1]}"
+    torch = machine.version("torch")
+    built = re.search(r"^cuda.*=\s*'([\d.]+)'", machine.inside("torch/version.py") or "", re.MULTILINE)
+    if torch is None:
+        return ok(seen)
+    if built is None:
+        return problem(f"{seen}; torch {torch} is a CPU build", "pip install torch, from an index with CUDA builds")
+    # Within one major version a newer toolkit runs on an older driver.
+    if int(built[1].split(".")[0]) > int(newest[1].split(".")[0]):
+        return problem(f"{seen}; torch {torch} is built for CUDA {built[1]}", "update NVIDIA's driver")
+    return ok(f"{seen}; torch {torch} is built for CUDA {built[1]}")
+
+
+def products(machine: Machine) -> Finding:
+    """The GPUs that nvidia-smi lists."""
+    answer = machine.ask(*nvidia_smi.QUERY)
+    if answer.code != 0:
+        return problem(
+            f"nvidia-smi does not answer: {answer.last_line}",
+            "docker run --gpus all …" if machine.in_container else "install NVIDIA's driver and reboot",
+        )
+    found = _gpus(machine)
+    if not found:
+        return problem("nvidia-smi lists no GPU", "nvidia-smi -L")
+    return ok(", ".join(f"{gpu.name} ({gpu.memory_total_mb} MB)" for gpu in found))
+
+
+def memory_in_use(machine: Machine) -> Finding:
+    """Whether somebody else is on the GPUs."""
+    found = _gpus(machine)
+    if not found:
+        return skipped("nvidia-smi lists no GPU")
+    full = [
+        f"{gpu.index}: {gpu.memory_used_mb} of {gpu.memory_total_mb} MB"
+        for gpu in found
+        if gpu.memory_used_mb > FOREIGN_SHARE * gpu.memory_total_mb
+    ]
+    if full:
+        used = "; ".join([f"in use: {', '.join(full)}", *_processes(machine)])
+        return warning(used, "wait, end them, or choose free ones: export CUDA_VISIBLE_DEVICES=…")
+    return ok(f"{len(found)} free")
+
+
+def topology(machine: Machine) -> Finding:
+    """How the GPUs reach one another."""
+    if count(machine) < 2:
+        return skipped("fewer than two GPUs")
+    kinds = nvidia_smi.links(machine.ask("nvidia-smi", "topo", "-m").out)
+    seen = ", ".join(f"{many(number, 'pair')} {kind}" for kind, number in kinds.items())
+    return ok(seen) if kinds else unknown("no matrix of GPUs in what nvidia-smi topo -m printed")
+
+
+def _gpus(machine: Machine) -> list[nvidia_smi.Gpu]:
+    return nvidia_smi.parse_query(machine.ask(*nvidia_smi.QUERY).out)
+
+
+def _processes(machine: Machine) -> Iterator[str]:
+    lines = machine.ask("nvidia-smi", "--query-compute-apps=pid,name,used_memory", "--format=csv,noheader").out
+    if lines.strip():
+        yield "processes: " + "; ".join(line.strip() for line in lines.splitlines())

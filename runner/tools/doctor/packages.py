@@ -1,0 +1,203 @@
+"""Checks of installed packages against one another, from their metadata alone; nothing is imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import Version
+
+from runner.device.kinds import CUDA
+from runner.device.soc import generation
+from runner.tools.doctor import ascend
+from runner.tools.doctor.cann import find
+from runner.tools.doctor.finding import Finding, many, ok, problem, skipped, unknown, warning
+from runner.tools.doctor.host import PROJECT
+from runner.tools.doctor.machine import Machine
+from runner.tools.doctor.versions import (
+    AS_OF,
+    CANN,
+    OLDEST_TORCH,
+    SETS,
+    cann_for,
+    release,
+    same,
+    set_of_vllm_ascend,
+    torch_for,
+    torch_npu_for,
+)
+
+STACK = (PROJECT, "torch-npu", "vllm", "vllm-ascend", "triton-ascend", "transformers", "peft", "hydra-core")
+_BUILD = re.compile(r"""^__(?:soc_version|device_type)__\s*=\s*["']?(?:AscendDeviceType\.)?([\w-]+)""", re.MULTILINE)
+
+
+def torch_pair(machine: Machine) -> Finding:
+    """torch and torch_npu must be the same release."""
+    torch, npu = machine.version("torch"), machine.version("torch-npu")
+    if torch is None:
+        return problem("torch is not installed", "pip install -e . -c constraints/cpu.txt")
+    if npu is None:
+        return problem(f"torch {torch} without torch_npu", f"pip install {_pair(machine, torch)}")
+    seen = f"torch {torch}, torch_npu {npu}"
+    if release(torch) != release(npu):
+        return problem(f"{seen}: they must be the same release", f"pip install {_pair(machine, torch)}")
+    built = re.search(r"^cuda.*=\s*'([\d.]+)'", machine.inside("torch/version.py") or "", re.MULTILINE)
+    if built and machine.glob(str(CUDA.nodes)):
+        return problem(
+            f"{seen}; torch is a build for CUDA {built[1]}, and beside an NVIDIA GPU torch_npu refuses to load",
+            f"pip install torch=={release(torch)}+cpu, or export CUDA_VISIBLE_DEVICES=",
+        )
+    return ok(seen)
+
+
+def _pair(machine: Machine, torch: str) -> str:
+    """The torch and torch_npu to install: those of the CANN that is there, or, where neither it nor a torch_npu is, of
+    the one that `cann.toolkit` names; else torch_npu for the torch that is."""
+    found = find(machine)
+    proposed = None if machine.version("torch-npu") else next(iter(CANN))
+    usable = _usable((found.version if found else proposed) or "")
+    best = next((one for one in usable if release(one) == release(torch)), next(iter(usable), None))
+    return _both(machine, best) if best else f"torch_npu=={release(torch)}"
+
+
+def _both(machine: Machine, npu: str) -> str:
+    """What to hand to pip for this torch_npu and its torch."""
+    torch = torch_for(npu, machine.arch)
+    where = " --extra-index-url <torch's CPU builds>" if "+" in torch else ""
+    return f"torch=={torch} torch_npu=={npu}{where}"
+
+
+def _usable(cann: str) -> list[str]:
+    """The torch_npu versions for this CANN whose torch this project takes."""
+    return [npu for npu in torch_npu_for(cann) if Version(npu) >= OLDEST_TORCH]
+
+
+def torch_npu_and_cann(machine: Machine) -> Finding:
+    """torch_npu's post number must be the one that was built for the installed CANN."""
+    npu, found = machine.version("torch-npu"), find(machine)
+    if npu is None or found is None or found.version is None:
+        return skipped("one of the two is missing or does not say its version")
+    seen = f"torch_npu {npu}, CANN {found.version}"
+    fits, built = cann_for(npu), torch_npu_for(found.version)
+    if any(same(found.version, one) for one in fits):
+        return ok(seen)
+    if not fits:
+        others = f"; for CANN {found.version} it has {', '.join(built)}" if built else ""
+        return unknown(f"{seen}: the table of {AS_OF} does not have this torch_npu{others}")
+    if not built and any(found.version.split(".")[:2] == one.split(".")[:2] for one in fits):
+        return unknown(f"{seen}: built for CANN {' or '.join(fits)}; this patch release is not in the table of {AS_OF}")
+    return problem(f"{seen}: it is built for CANN {' or '.join(fits)}", _other(machine, found.version, npu, fits))
+
+
+def _other(machine: Machine, cann: str, npu: str, fits: Sequence[str]) -> str:
+    """The torch_npu to install beside this CANN, or the CANN where it has none that this project can use."""
+    usable = _usable(cann)
+    if not usable:
+        return f"install CANN {fits[0]}: for {cann} there is no torch_npu of torch {OLDEST_TORCH} or newer"
+    best = next((one for one in usable if release(one) == release(npu)), usable[0])
+    return f"pip install {_both(machine, best)}"
+
+
+def vllm_pair(machine: Machine) -> Finding:
+    """vllm-ascend serves exactly the vLLM of its own number, with the torch and CANN of its row."""
+    vllm, plugin = machine.version("vllm"), machine.version("vllm-ascend")
+    if plugin is None:
+        if machine.sampler == "vllm":
+            return problem("sampler=vllm was asked for, and vllm-ascend is not installed", _engine(machine))
+        return skipped("vllm-ascend is not installed")
+    wanted = release(plugin)
+    if vllm is None:
+        return problem(
+            f"vllm-ascend {plugin} without vllm",
+            f"VLLM_TARGET_DEVICE=empty pip install --no-binary vllm vllm=={wanted}",
+        )
+    seen = f"vllm {vllm}, vllm-ascend {plugin}"
+    if release(vllm) != wanted:
+        return problem(
+            f"{seen}: vllm-ascend needs vllm {wanted}",
+            f"VLLM_TARGET_DEVICE=empty pip install --no-binary vllm vllm=={wanted}",
+        )
+    row = set_of_vllm_ascend(plugin)
+    if row is None:
+        return unknown(f"{seen}: not in the table of {AS_OF}")
+    torch, npu, found = machine.version("torch"), machine.version("torch-npu"), find(machine)
+    wrong = [f"torch {row.torch}, not {torch}"] if torch and release(torch) != row.torch else []
+    wrong += [f"torch_npu {row.torch_npu}, not {npu}"] if npu and not same(npu, row.torch_npu) else []
+    if found and found.version and row.cann and not same(found.version, row.cann):
+        wrong += [f"CANN {row.cann}, not {found.version}"]
+    if wrong:
+        return warning(f"{seen} was released with {', '.join(wrong)}", "docs/npu-versions.md has the sets")
+    return ok(seen)
+
+
+def _engine(machine: Machine) -> str:
+    """What to install for an engine: the set of the CANN that is there, else the newest that this project takes."""
+    found = find(machine)
+    usable = [one for one in SETS if one.usable and one.vllm_ascend]
+    fitting = [one for one in usable if found and found.version and one.cann and same(found.version, one.cann)]
+    one = next(iter([*fitting, *usable]))
+    plain = f"VLLM_TARGET_DEVICE=empty pip install --no-binary vllm vllm=={one.vllm}"
+    return f"{plain}; pip install vllm-ascend=={one.vllm_ascend} -c constraints/npu-{one.name}.txt"
+
+
+def wheel_and_soc(machine: Machine) -> Finding:
+    """vllm-ascend's kernels are built for one generation; on another they are undefined behaviour."""
+    plugin, chip = machine.version("vllm-ascend"), ascend.soc(machine)
+    if plugin is None or chip is None:
+        return skipped("vllm-ascend is not installed" if plugin is None else "npu-smi does not name the chip")
+    said = _BUILD.findall(machine.inside("vllm_ascend/_build_info.py") or "")
+    built = {generation(one) for one in said} - {"unknown"}
+    if not built:
+        return unknown(f"vllm-ascend {plugin} does not say what it was built for; this is a {chip}")
+    if generation(chip) not in built:
+        return problem(
+            f"vllm-ascend {plugin} was built for {', '.join(said)}, and this is a {chip} ({generation(chip)})",
+            f"SOC_VERSION={chip.lower()} pip install --no-binary vllm-ascend vllm-ascend=={plugin}",
+        )
+    return ok(f"vllm-ascend {plugin} was built for {', '.join(said)}, and this is a {chip}")
+
+
+def pins(machine: Machine) -> Finding:
+    """What the packages of the stack demand of one another."""
+    broken = unmet(machine, STACK)
+    if not broken:
+        return ok(f"{many(sum(name in machine.packages for name in STACK), 'package')}: all they demand is there")
+    answer = problem if any(name == PROJECT for name, *_ in broken) else warning
+    demands = " ".join(f"'{line.partition(';')[0].strip()}'" for *_, line in broken)
+    return answer("; ".join(text for _, text, _ in broken), f"pip install {demands}")
+
+
+def unmet(machine: Machine, names: Sequence[str]) -> list[tuple[str, str, str]]:
+    """What those of these packages that are there demand and do not have: package, what is wrong, demand."""
+    broken = []
+    for name in names:
+        package = machine.packages.get(name)
+        for line in package.requires if package else ():
+            try:
+                demand = Requirement(line)
+            except InvalidRequirement as error:
+                broken.append((name, f"{name}'s metadata cannot be read: {error}".splitlines()[0], name))
+                continue
+            if demand.marker is not None and not demand.marker.evaluate({"extra": ""}):
+                continue
+            version = machine.version(demand.name)
+            if version is None:
+                broken.append((name, f"{name} needs {demand.name}, which is missing", line))
+            elif not demand.specifier.contains(version, prereleases=True):
+                text = f"{name} {machine.version(name)} needs {demand.name}{demand.specifier}, not {version}"
+                broken.append((name, text, line))
+    return broken
+
+
+def antlr(machine: Machine) -> Finding:
+    """Hydra's grammar is compiled for antlr 4.9; a newer runtime breaks its import."""
+    version = machine.version("antlr4-python3-runtime")
+    if version is None:
+        return problem("antlr4-python3-runtime is missing: Hydra cannot be imported", _ANTLR)
+    if version.split(".")[:2] != ["4", "9"]:
+        return problem(f"antlr4-python3-runtime {version}: Hydra needs 4.9 and fails on import", _ANTLR)
+    return ok(f"antlr4-python3-runtime {version}, which Hydra needs")
+
+
+_ANTLR = "pip install antlr4-python3-runtime==4.9.3 (and math-verify without an antlr extra)"

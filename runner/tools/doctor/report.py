@@ -1,0 +1,128 @@
+"""The report: each finding as it comes, then what to do in order, then which device is ready; or all of it as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import TextIO
+
+from runner.tools.doctor.finding import ANY_DEVICE, Entry, Verdict, many, skipped
+
+FORMAT = 1  # of --json; grows when a field changes its meaning or goes
+COLOURS = {
+    Verdict.OK: 32,
+    Verdict.WARNING: 33,
+    Verdict.PROBLEM: 31,
+    Verdict.BUG: 31,
+    Verdict.UNKNOWN: 36,
+    Verdict.SKIPPED: 2,
+}
+NAME_WIDTH, VERDICT_WIDTH = 17, 7
+COMMON = ("machine", ANY_DEVICE)
+
+
+def show(entries: Iterable[Entry], devices: Sequence[str], out: TextIO) -> list[Entry]:
+    """Print each entry when it comes, then the end of the report; returns them all."""
+    coloured = out.isatty() and "NO_COLOR" not in os.environ
+    seen: list[Entry] = []
+    for group, members in groupby(entries, lambda entry: entry.group):
+        print(f"{chr(10) if seen else ''}{group}", file=out)
+        left_out: list[Entry] = []
+        for entry in members:
+            if entry.finding.verdict is Verdict.SKIPPED:
+                left_out.append(entry)
+            else:
+                print("\n".join(_lines(entry, coloured)), file=out, flush=True)
+            seen.append(entry)
+        if left_out:
+            print("\n".join(_lines(_together(left_out), coloured)), file=out, flush=True)
+    print("\n".join(["", *_ending(seen, devices)]), file=out)
+    return seen
+
+
+def _together(entries: Sequence[Entry]) -> Entry:
+    """What was left out in one group, as one entry: a line of names for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for entry in entries:
+        reasons.setdefault(entry.finding.evidence, []).append(entry.check)
+    lines = [": ".join(filter(None, [", ".join(names), reason])) for reason, names in reasons.items()]
+    return Entry(entries[0].group, "left out" if entries[0].check else "", skipped("\n".join(lines)))
+
+
+def as_json(entries: Sequence[Entry], devices: Sequence[str]) -> str:
+    """The whole report for programs."""
+    report = {
+        "format": FORMAT,
+        "exit_code": exit_code(entries),
+        "ready": {device: state is None for device, state in readiness(entries, devices).items()},
+        "findings": [entry.record() for entry in entries],
+        "todo": todo(entries),
+    }
+    return json.dumps(report, indent=1, ensure_ascii=False)
+
+
+def exit_code(entries: Sequence[Entry]) -> int:
+    """1 where a check of ours failed, 2 where something cannot work, else 0."""
+    verdicts = {entry.finding.verdict for entry in entries}
+    return 1 if Verdict.BUG in verdicts else 2 if Verdict.PROBLEM in verdicts else 0
+
+
+def todo(entries: Sequence[Entry]) -> list[str]:
+    """What mends the problems, in the order in which to do it, each once."""
+    return list(dict.fromkeys(_remedies(entries, Verdict.PROBLEM)))
+
+
+def readiness(entries: Sequence[Entry], devices: Sequence[str]) -> dict[str, str | None]:
+    """Device → what stands against it, None where it was tried and nothing does."""
+    return {device: _against(entries, device) for device in devices}
+
+
+def _against(entries: Sequence[Entry], device: str) -> str | None:
+    mine = [entry.finding.verdict for entry in entries if entry.group in (*COMMON, device, f"trial on {device}")]
+    problems = sum(verdict in (Verdict.PROBLEM, Verdict.BUG) for verdict in mine)
+    if problems:
+        return f"not ready: {many(problems, 'problem')}"
+    tried = any(e.group == f"trial on {device}" and e.finding.verdict is Verdict.OK for e in entries)
+    return None if tried else "nothing against it, but not tried"
+
+
+def _remedies(entries: Sequence[Entry], verdict: Verdict) -> Iterator[str]:
+    return (e.finding.remedy for e in entries if e.finding.verdict is verdict and e.finding.remedy is not None)
+
+
+def _lines(entry: Entry, coloured: bool) -> list[str]:
+    verdict = entry.finding.verdict
+    mark = ("-" if verdict is Verdict.SKIPPED else verdict.value).ljust(VERDICT_WIDTH)
+    text = _wrapped(entry.finding.evidence)
+    painted = f"\033[{COLOURS[verdict]}m{mark}\033[0m" if coloured else mark
+    return [f"  {painted}  {entry.check.ljust(NAME_WIDTH)}  {text[0]}".rstrip(), *text[1:]]
+
+
+def _wrapped(text: str) -> list[str]:
+    """A text in its column; the lines after the first are indented to it."""
+    indent = " " * (2 + VERDICT_WIDTH + 2 + NAME_WIDTH + 2)
+    width = max(shutil.get_terminal_size((120, 24)).columns - len(indent), 40)
+    lines = [
+        line
+        for part in text.splitlines() or [""]
+        for line in textwrap.wrap(part, width, break_long_words=False, break_on_hyphens=False) or [""]
+    ]
+    return [lines[0], *(f"{indent}{line}" for line in lines[1:])]
+
+
+def _ending(entries: Sequence[Entry], devices: Sequence[str]) -> Iterator[str]:
+    mend, look = todo(entries), list(dict.fromkeys(_remedies(entries, Verdict.WARNING)))
+    if mend:
+        yield "to do, in this order"
+        yield from (f"  {number}. {line}" for number, line in enumerate(mend, 1))
+        yield ""
+    if look:
+        yield "worth a look"
+        yield from (f"  {line}" for line in look)
+        yield ""
+    for device, state in readiness(entries, devices).items():
+        yield f"{device.ljust(4)}  {state or 'ready'}"

@@ -1,0 +1,130 @@
+"""Checks of environment variables: mistakes that a driver or allocator ignores, or ends the process over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from packaging.version import Version
+
+from runner.device.kinds import CUDA, NPU, Kind
+from runner.device.presets import QUEUES
+from runner.device.visible import parse, unread
+from runner.tools.doctor.finding import Finding, ok, problem, skipped, warning
+from runner.tools.doctor.machine import Machine
+from runner.tools.doctor.versions import release
+
+SHARED_ALLOCATOR = "PYTORCH_ALLOC_CONF"
+# What may not stand beside growing segments on an NPU.
+EXCLUDES = ("max_split_size_mb", "garbage_collection_threshold")
+
+# Variable → the values CANN or torch_npu documents.
+CHOICES = {
+    "TASK_QUEUE_ENABLE": QUEUES,
+    "ASCEND_LAUNCH_BLOCKING": ("0", "1"),
+    "INF_NAN_MODE_ENABLE": ("0", "1"),
+    "HCCL_DETERMINISTIC": ("true", "false", "strict"),
+    "LCCL_DETERMINISTIC": ("0", "1"),
+    "TORCH_HCCL_ASYNC_ERROR_HANDLING": ("0", "1"),
+    "VLLM_ASCEND_ENABLE_NZ": ("0", "1", "2"),
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": ("0", "1"),
+}
+NUMBERS = ("HCCL_BUFFSIZE", "P2P_HCCL_BUFFSIZE", "ACL_DEVICE_SYNC_TIMEOUT")
+# What a documented value means that one rarely wants.
+REMARKS = {
+    ("INF_NAN_MODE_ENABLE", "0"): "numbers saturate, and no guard sees an overflow",
+    ("ASCEND_LAUNCH_BLOCKING", "1"): "every operator waits for the one before: for debugging only",
+    ("TORCH_HCCL_ASYNC_ERROR_HANDLING", "0"): "a process whose peer is gone waits for ever",
+    ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0"): "a script has to import torch_npu itself, as our jobs do",
+}
+
+
+def npu_allocator(machine: Machine) -> Finding:
+    """The NPU's allocator: one variable, and no settings that exclude one another."""
+    return _allocator(machine, NPU)
+
+
+def cuda_allocator(machine: Machine) -> Finding:
+    """The same for CUDA."""
+    return _allocator(machine, CUDA)
+
+
+def _allocator(machine: Machine, kind: Kind) -> Finding:
+    own = str(kind.allocator)
+    given = {name: machine.environment[name] for name in (own, SHARED_ALLOCATOR) if name in machine.environment}
+    seen = ", ".join(f"{name}={value}" for name, value in given.items()) or "none set"
+    if len(given) == 2:
+        fatal = kind is NPU and Version(release(machine.version("torch") or "2.10")) >= Version("2.10")
+        how = "torch_npu ends the process over that" if fatal else "only one of them is read"
+        answer = problem if fatal else warning
+        return answer(f"{own} and {SHARED_ALLOCATOR} are both set; {how}", f"unset {own}")
+    for name, text in given.items():
+        settings = [piece.partition(":") for piece in text.split(",")]
+        if malformed := [key for key, colon, value in settings if not (colon and value)]:
+            return problem(f"{name}: '{malformed[0]}' is no key:value", f"export {name}=expandable_segments:True")
+        keys = [key.strip() for key, _, _ in settings]
+        if repeated := {key for key in keys if keys.count(key) > 1}:
+            return problem(f"{name}: {', '.join(sorted(repeated))} stands twice", f"export {name}=…")
+        grows = any(key.strip() == "expandable_segments" and value == "True" for key, _, value in settings)
+        if kind is NPU and grows and (beside := [key for key in keys if key in EXCLUDES]):
+            return problem(f"{name}: expandable_segments excludes {', '.join(beside)}", f"export {name}=…")
+    return ok(seen)
+
+
+def choices(machine: Machine) -> Finding:
+    """Variables that take one of a few values: another value is mostly taken for the default, silently."""
+    given = {name: machine.environment[name] for name in CHOICES if name in machine.environment}
+    odd = {name: machine.environment[name] for name in NUMBERS if not machine.environment.get(name, "0").isdecimal()}
+    if odd:
+        texts = [f"{name}={value} is no whole number" for name, value in odd.items()]
+        return problem("; ".join(texts), f"unset {' '.join(odd)}")
+    wrong = {name: value for name, value in given.items() if value not in CHOICES[name]}
+    if wrong:
+        texts = [f"{name}={value} (known: {', '.join(CHOICES[name])})" for name, value in wrong.items()]
+        answer = problem if "TASK_QUEUE_ENABLE" in wrong else warning  # torch_npu ends the process over that one
+        return answer("; ".join(texts), f"unset {' '.join(wrong)}")
+    old = machine.environment.get("HCCL_ASYNC_ERROR_HANDLING")
+    if old is not None and old != machine.environment.get("TORCH_HCCL_ASYNC_ERROR_HANDLING", old):
+        return warning(
+            "HCCL_ASYNC_ERROR_HANDLING, the older name, says other than TORCH_HCCL_ASYNC_ERROR_HANDLING",
+            "unset HCCL_ASYNC_ERROR_HANDLING",
+        )
+    remarks = {
+        f"{name}={value}: {REMARKS[name, value]}": name for name, value in given.items() if (name, value) in REMARKS
+    }
+    if remarks:
+        return warning("; ".join(remarks), f"unset {' '.join(remarks.values())}")
+    return ok(", ".join(f"{name}={value}" for name, value in given.items()) or "none set")
+
+
+def npu_visible(machine: Machine, count: Callable[[Machine], int]) -> Finding:
+    """ASCEND_RT_VISIBLE_DEVICES against the chips there are: CANN drops a number it does not have, silently."""
+    return _visible(machine, NPU, count(machine))
+
+
+def cuda_visible(machine: Machine, count: Callable[[Machine], int]) -> Finding:
+    """CUDA_VISIBLE_DEVICES against the GPUs there are: CUDA forgets what stands behind a wrong entry, silently."""
+    return _visible(machine, CUDA, count(machine))
+
+
+def _visible(machine: Machine, kind: Kind, count: int) -> Finding:
+    variable = str(kind.visible)
+    text = machine.environment.get(variable)
+    if fault := unread(kind, machine.environment):
+        return problem(*fault)
+    if text is None:
+        return ok(f"{variable} is not set: all {count}" if count else f"{variable} is not set")
+    asked = parse(text, kind.names)
+    if asked.faults:
+        return problem(f"{variable}={text}: {'; '.join(asked.faults)}", f"export {variable}=0")
+    if not asked.ids:
+        return problem(f"{variable} is set and empty: no device is visible", f"unset {variable}")
+    if not count:
+        return skipped(f"{variable}={text}, and no device to hold against it")
+    if beyond := asked.beyond(count):
+        rest = [str(number) for number in asked.ids if number not in beyond]
+        return problem(
+            f"{variable}={text} asks for {len(asked.ids)} devices; there are {count}, so "
+            f"{', '.join(map(str, beyond))} {'is' if len(beyond) == 1 else 'are'} dropped without a word",
+            f"export {variable}={','.join(rest) or '0'}",
+        )
+    return ok(f"{variable}={text}: {len(asked.ids)} of {count}")

@@ -1,0 +1,141 @@
+"""The plan of a job: what one rank holds when it holds most, by terms, with the arithmetic and the traffic of a step.
+
+    job ──shape──▶ weights, passes ──for each stage of a pipeline──▶ terms ──the one that takes most──▶ Estimate
+
+The terms are tensors: a lower bound of what a card's own tool shows. `Band` adds what the runtime keeps and what
+fragmentation costs. Nothing here has been compared with a card yet, only with an allocator (benchmarks/plan.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from runner.core.errors import Problem, SpecError
+from runner.device.cards import HCCL_BUFFERS, Card
+from runner.parallelism.mesh import Mesh
+from runner.sampler.vllm.ascend import LOST, REMEDY
+from runner.spec.job import JobSpec
+from runner.tools.plan.measure import Passes
+from runner.tools.plan.model import architecture, of_experts, sliced
+from runner.tools.plan.sampling import Engine, Samplers, asleep, engine_of, least_seconds, samplers_of, shelf_of
+from runner.tools.plan.spread import Phase, Stage, Term, Weights, spread_of, weights
+from runner.tools.plan.terms import Terms, frozen_of
+from runner.tools.plan.traffic import Work, work_of
+
+FRAGMENTATION = 1.3  # of the upper end: memory that an allocator has reserved and cannot use
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Between which numbers of bytes a card's own tool will show a rank's peak."""
+
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The plan of one rank: all are alike, but for the stages of a pipeline, of which it is the one that holds most.
+
+    models: role → all its weights; host: what the rank keeps in its host's memory; shelf: what lies in /dev/shm of rank
+    0's machine; engine: the one that samples; samplers: the devices that only sample; sampling_s: seconds that
+    sampling takes at least; found: where the model's shape is from; left_out: what is part of the job and not counted
+    """
+
+    mesh: Mesh
+    stage: Stage
+    models: Mapping[str, Weights]
+    phases: Sequence[Phase]
+    host: Sequence[Term]
+    shelf: Sequence[Term]
+    engine: Engine | None
+    samplers: Samplers | None
+    sampling_s: float | None
+    work: Work
+    found: str
+    left_out: Sequence[str]
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that takes most."""
+        return max(self.phases, key=lambda phase: phase.bytes)
+
+    def band(self, card: Card) -> Band:
+        """The peak with what the runtime, the communicators and fragmentation add."""
+        buffers = _communicators(self.mesh) * HCCL_BUFFERS if card.device == "npu" else 0
+        bands = [_band(phase.bytes, phase.pooled, card) for phase in self.phases]
+        return Band(max(band.low for band in bands) + buffers, max(band.high for band in bands) + buffers)
+
+    def band_of_samplers(self, card: Card) -> Band | None:
+        """The same of a device that only samples; an engine keeps its share of the card, runtime included."""
+        if self.samplers is None:
+            return None
+        return _band(self.samplers.bytes, 0, card) if self.engine is None else Band(*[self.samplers.bytes] * 2)
+
+    def fullest(self, card: Card) -> Band:
+        """The band of the device that holds most, of those that train and those that only sample."""
+        return max((self.band(card), self.band_of_samplers(card) or Band(0, 0)), key=lambda band: band.high)
+
+    def fits(self, card: Card) -> bool:
+        """Whether the upper ends of the bands are within the card's memory, and an engine has room for an answer."""
+        return self.fullest(card).high <= card.memory and (self.engine is None or self.engine.rows > 0)
+
+
+def _band(tensors: int, pooled: int, card: Card) -> Band:
+    low, high = card.context
+    return Band(tensors + low, round((tensors - pooled) * FRAGMENTATION) + pooled + high)
+
+
+def _communicators(mesh: Mesh) -> int:
+    """Of a rank: one for each different set of ranks that it speaks to (see `parallelism.groups`)."""
+    sets = [mesh.families(*names) for names in _SPEAKING]
+    if mesh.ep > 1:
+        sets += [mesh.experts(), mesh.expert_copies()]
+    return len({tuple(families) for families in sets if len(families[0]) > 1})
+
+
+_SPEAKING = (
+    ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+    ("dp_replicate", "dp_shard", "cp"),
+    ("dp_replicate", "dp_shard"),
+    ("dp_shard", "cp"),
+    ("pp",),
+    ("dp_replicate",),
+    ("cp",),
+    ("tp",),
+)
+
+
+def _refuse_lost_experts(spec: JobSpec, whole: Mapping[str, Weights]) -> None:
+    """Raise SpecError for an engine that its job would not start."""
+    has_experts = any(part.bytes for part in next(iter(whole.values())).experts)
+    if spec.device.name == "npu" and has_experts and asleep(spec):
+        raise SpecError([Problem("sampler.sleep", f"{LOST}; {REMEDY}")])
+
+
+def estimate(spec: JobSpec, card: Card | None = None) -> Estimate:
+    """Plan a job; an engine takes a share of the card. Raises SpecError or EnvironmentProblem where its model's shape
+    cannot be had."""
+    shape, found = architecture(spec.model)
+    spread = spread_of(spec.parallelism, spec.launch.world, shape)
+    mesh = spread.mesh
+    heads = spec.algorithm.learners()
+    of_slice = sliced(shape, mesh.tp) if mesh.tp > 1 else shape
+    whole = {role: weights(spec, head, shape) for role, head in heads.items()}
+    own = {role: weights(spec, head, of_slice) for role, head in heads.items()} if mesh.tp > 1 else whole
+    passes = {role: Passes(spec, head, of_experts(of_slice, mesh.ep), spread) for role, head in heads.items()}
+    _refuse_lost_experts(spec, whole)
+    engine = engine_of(spec, shape, whole, card)
+    beside = None if spec.launch.samplers else engine
+    samplers = samplers_of(spec, shape, whole, engine)
+    least = least_seconds(spec, whole, card) if spec.algorithm.samples else None
+    shelf = shelf_of(spec, whole, spread)
+    plans = []
+    for stage in spread.stages(shape.get_text_config().num_hidden_layers):
+        frozen, left_out = frozen_of(spec, of_slice, spread, stage.number)
+        work = work_of(spec, shape, whole, own, spread, stage)
+        terms = Terms(spec, shape, spread, stage, whole, own, passes, frozen, work.micro_batches, beside)
+        held = (terms.phases(), terms.host(), shelf)
+        plans.append(Estimate(mesh, stage, whole, *held, engine, samplers, least, work, found, left_out))
+    return max(plans, key=lambda plan: plan.peak.bytes)

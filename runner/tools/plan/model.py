@@ -1,0 +1,171 @@
+"""The shape of the job's model, without its weights: from a folder, the hub's cache, our own list, or the hub.
+
+The job's own model on torch's meta device, as it would be built: shapes and data types, no numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from runner.core.auto_choices import Decisions
+from runner.core.errors import EnvironmentProblem, Problem, SpecError
+from runner.device.npu_fused import fuse
+from runner.model import tiny
+from runner.model.build import DTYPES
+from runner.model.causal import CausalLM
+from runner.model.config import HfConfig, ModelConfig, SmallConfig
+from runner.model.ragged import RaggedModel
+from runner.model.value_head import ScalarModel, ValuedLM
+from runner.spec.base import Head
+from runner.spec.job import JobSpec
+from runner.spec.registry import default_registry
+from runner.tools.plan.published import PUBLISHED
+from runner.tools.plan.tracking import META, MetaOperators
+
+
+def architecture(config: ModelConfig, key: str = "model") -> tuple[Any, str]:
+    """The transformers config of a model, and where it was found.
+
+    Raises EnvironmentProblem if it is nowhere, SpecError for a model that no plan can be made of.
+    """
+    if isinstance(config, SmallConfig):
+        return tiny.architecture(config, tiny.tokenizer(config)), f"model={config.name}"
+    if not isinstance(config, HfConfig):
+        raise SpecError([Problem(key, f"a plan can be made for model=hf, tiny and tiny_moe, not for {config.name}")])
+    if config.trust_remote_code:
+        text = "a plan runs no code of a model's own; it can be made for the architectures that transformers has"
+        raise SpecError([Problem(f"{key}.trust_remote_code", text)])
+    return published(config.path, config.revision)
+
+
+def published(path: str, revision: str | None = None) -> tuple[Any, str]:
+    """The config of a folder or hub id, and where it was found; the hub itself is asked last, because it may be far."""
+    if Path(path).expanduser().exists():
+        return _read(str(Path(path).expanduser()), revision, local=True), "its folder"
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision, local_files_only=True), "the hub's cache"
+    except (OSError, ValueError):
+        if (shape := PUBLISHED.get(path)) is not None:
+            return AutoConfig.for_model(shape.kind, **shape.options()), "the list of published shapes"
+    return _read(path, revision, local=False), "the hub"
+
+
+def _read(path: str, revision: str | None, local: bool) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision, local_files_only=local)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise EnvironmentProblem(
+            f"the shape of {path} is not known here: {reason}\n"
+            "  give a folder with its config.json (the weights are not read): model.path=FOLDER"
+        ) from error
+
+
+MADE: dict[Head, tuple[Any, type[RaggedModel]]] = {
+    "lm": (AutoModelForCausalLM, CausalLM),
+    "scalar": (AutoModelForSequenceClassification, ScalarModel),
+    "lm+value": (AutoModelForCausalLM, ValuedLM),
+}
+LEAST_DEPTH = 3  # layers from which all grows by the same with each; a deeper model is drawn through two such depths
+
+
+def made(spec: JobSpec, head: Head, architecture: Any, adapted: bool = True) -> Any:
+    """The model with the job's adapter; without `adapted`, a frozen copy."""
+    auto, kind = MADE[head]
+    shape = deepcopy(architecture)
+    if head == "scalar":
+        shape.num_labels = 1
+    with torch.device(META):
+        module = auto.from_config(shape, dtype=DTYPES[spec.stored_dtype(trains=adapted)])
+    quiet = Decisions()
+    if fused := getattr(spec.device, "fused", ()):
+        fuse(module, fused, MetaOperators(), quiet)
+    model = kind(module, None, spec.model, seed=0, decide=quiet)
+    if adapted:
+        model = default_registry().factory(spec.adapter)(spec.adapter, model, decide=quiet)
+    else:
+        model.module.requires_grad_(False)
+    return model
+
+
+def layers(model: Any) -> list[nn.Module]:
+    """The decoder layers, or what comes closest to them in a model that does not name its own."""
+    if blocks := model.blocks():
+        return list(blocks)
+    lists: list[nn.ModuleList] = [part for part in model.inner.modules() if isinstance(part, nn.ModuleList)]
+    longest = max(lists, key=lambda found: sum(p.numel() for p in found.parameters()))
+    return list(longest)
+
+
+def cut(architecture: Any, depth: int) -> Any:
+    """The same shape with so many layers."""
+    shape = deepcopy(architecture)
+    inner = shape.get_text_config()
+    inner.num_hidden_layers = depth
+    if getattr(inner, "layer_types", None):
+        inner.layer_types = list(inner.layer_types)[:depth]
+    return shape
+
+
+def period(architecture: Any, way: bool | int | str) -> int:
+    """After how many layers their kinds repeat themselves; way: that of `model.gradient_checkpointing`."""
+    inner = architecture.get_text_config()
+    depth = inner.num_hidden_layers
+    if getattr(inner, "mlp_only_layers", None):
+        return int(depth)
+    kinds = list(getattr(inner, "layer_types", None) or [0])[:depth]
+    repeats = next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[:-n])
+    recomputed = way if isinstance(way, int) else 1  # true is 1: every layer
+    return lcm(repeats, max(1, int(recomputed)), int(getattr(inner, "decoder_sparse_step", None) or 1))
+
+
+def samples(depth: int, repeats: int) -> tuple[int, int]:
+    """Two depths on the straight line of `depth`, where kinds of layers repeat after so many."""
+    least = max(LEAST_DEPTH, 2 * repeats)
+    low = least + (depth - least) % repeats
+    return low, low + repeats * -(-LEAST_DEPTH // repeats)
+
+
+def sliced(architecture: Any, slices: int) -> Any:
+    """The shape of what one rank has of a model whose layers are cut in `slices`: fewer heads, narrower feed-forward
+    layers, part of the vocabulary; experts are not cut."""
+    shape = deepcopy(architecture)
+    inner = shape.get_text_config()
+    inner.head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // inner.num_attention_heads
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        setattr(inner, name, -(-getattr(inner, name) // slices))
+    inner.pad_token_id = None  # it may lie in another slice of the vocabulary
+    return shape
+
+
+def of_experts(architecture: Any, ranks: int) -> Any:
+    """The shape of what one of `ranks` has over which experts lie; no fewer experts than a token takes."""
+    shape = deepcopy(architecture)
+    inner = shape.get_text_config()
+    if ranks > 1:
+        inner.num_experts = max(inner.num_experts // ranks, inner.num_experts_per_tok)
+    return shape
+
+
+@contextmanager
+def unmixed() -> Iterator[None]:
+    """While automatic mixed precision may be asked of the meta device, where torch knows none; peft asks for none."""
+    known = torch.autocast
+
+    def asked(device_type: str, *more: Any, **named: Any) -> AbstractContextManager[Any]:
+        return nullcontext() if device_type == META.type else known(device_type, *more, **named)
+
+    torch.autocast = asked  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        torch.autocast = known  # type: ignore[misc]

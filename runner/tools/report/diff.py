@@ -1,0 +1,114 @@
+"""Two runs side by side: only what differs in their config, code, versions and data, and the curves of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.run_dir.folder import RunFolder, shown
+from runner.spec.origin import leaves
+from runner.tools.report.chart import Curve, hues
+from runner.tools.report.facts import Run, Series, read_run
+from runner.tools.report.page import Page, Row, ordered
+from runner.tracker.text import number, sparkline, visible
+
+ABSENT = "–"
+SHORT = 12  # digits of a fingerprint
+SPARKS = 24  # columns of a curve on the screen
+OWN = ("perf/", "time/", "device/")  # what no two runs share; not compared on the screen
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something that differs: where (config, code, version, device, data), what, and both values."""
+
+    where: str
+    name: str
+    first: str
+    second: str
+
+
+def differences(a: Run, b: Run) -> list[Difference]:
+    """What is not the same of two runs; empty where all that is known of them agrees."""
+    found = _between("config", dict(leaves(a.spec)), dict(leaves(b.spec)))
+    code = [run.manifest.get("code", {}) for run in (a, b)]
+    found += _between("code", *({k: c[k] for k in ("commit", "branch", "dirty", "diff") if k in c} for c in code))
+    found += _between("version", a.manifest.get("packages", {}), b.manifest.get("packages", {}))
+    found += _between("version", *({"python": r.manifest.get("python", {}).get("version")} for r in (a, b)))
+    found += _between("device", a.manifest.get("device", {}), b.manifest.get("device", {}))
+    found += _between("environment", a.manifest.get("environment", {}), b.manifest.get("environment", {}))
+    return found + _between("data", *({"fingerprint": run.data[:SHORT] or None} for run in (a, b)))
+
+
+def lines(first: RunFolder, second: RunFolder) -> list[str]:
+    """The comparison for a terminal."""
+    a, b = read_run(first), read_run(second)
+    out = [f"A  {shown(first.root)}", f"B  {shown(second.root)}", ""]
+    found = differences(a, b)
+    rows = [[d.where, d.name, d.first, d.second] for d in found]
+    out += (
+        _columns([["what", "key", "A", "B"], *rows])
+        if rows
+        else ["config, code, versions, device and data are the same"]
+    )
+    metrics = [name for name in ordered([*a.series], None) if name in b.series and not name.startswith(OWN)]
+    if metrics:
+        out += [
+            "",
+            *_columns(
+                [["metric", "A", "", "B", "", "B − A"], *(_metric(n, a.series[n], b.series[n]) for n in metrics)]
+            ),
+        ]
+    for name, mine, other in (("A", a, b), ("B", b, a)):
+        alone = [n for n in ordered([*mine.series], None) if n not in other.series and not n.startswith(OWN)]
+        out += [f"only {name}: {', '.join(alone)}"] if alone else []
+    return out
+
+
+def write_page(first: RunFolder, second: RunFolder, path: Path) -> None:
+    """The comparison as a page. Raises StorageError."""
+    a, b = read_run(first), read_run(second)
+    page = Page(f"{a.spec.get('name')} and {b.spec.get('name')}", f"A {shown(first.root)} · B {shown(second.root)}")
+    colours = dict(zip("AB", hues(2), strict=True))
+    page.table(["run", "folder"], [Row([n, shown(r.folder.root)], n, "", colours[n]) for n, r in (("A", a), ("B", b))])
+    page.head("Curves")
+    curves: dict[str, list[Curve]] = {}
+    for name, run in (("A", a), ("B", b)):
+        for metric, series in run.series.items():
+            curves.setdefault(metric, []).append(Curve(name, name, colours[name], series))
+    page.charts(curves)
+    page.head("What differs")
+    found = differences(a, b)
+    if found:
+        page.table(["what", "key", "A", "B"], [Row([d.where, d.name, d.first, d.second]) for d in found], wrap=True)
+    else:
+        page.text("config, code, versions, device and data are the same")
+    page.write(path)
+
+
+def _between(where: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+    keys = dict.fromkeys([*a, *b])
+    different = [k for k in keys if (k in a) != (k in b) or a.get(k) != b.get(k)]
+    return [Difference(where, k, *(_said(k, values) for values in (a, b))) for k in different]
+
+
+def _said(key: str, values: Mapping[str, Any]) -> str:
+    if values.get(key) is None:
+        return ABSENT if key not in values else "null"
+    if key == "diff":
+        text = str(values[key])
+        return f"{text.count(chr(10))} lines changed since the commit" if text else "none"
+    return visible(str(values[key]))
+
+
+def _metric(name: str, a: Series, b: Series) -> list[str]:
+    (_, mine), (_, other) = a.last, b.last
+    sparks = [sparkline([value for _, value in s.points], SPARKS) for s in (a, b)]
+    return [name, number(mine), sparks[0], number(other), sparks[1], f"{other - mine:+.4g}"]
+
+
+def _columns(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]

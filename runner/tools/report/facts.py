@@ -1,0 +1,158 @@
+"""What a run folder says of a run: its metrics as series, spec, state, code, versions, device and
+decisions. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from runner.core.errors import EnvironmentProblem
+from runner.run_dir.folder import RunFolder
+from runner.run_dir.manifest import redacted
+
+log = logging.getLogger("runner")
+
+# Which metric ranks or is shown first, where nobody said: held-out before rewards before the training loss.
+PREFERRED = ("eval/exact_match", "eval/accuracy", "eval/loss", "reward/mean", "train/loss")
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric of one run: (step, value) in order; what is not finite is left out.
+
+    lost: the newest step that measured it, where the value there is not finite
+    """
+
+    points: tuple[tuple[int, float], ...]
+    lost: int | None = None
+
+    @property
+    def last(self) -> tuple[int, float]:
+        """The newest step that measured it, and the value: NaN, where that is not finite."""
+        return self.points[-1] if self.lost is None else (self.lost, math.nan)
+
+    def best(self, mode: str) -> tuple[int, float]:
+        """The step with the best value, the earliest of equals; what is not finite is no value."""
+        sign = -1.0 if mode == "max" else 1.0
+        return min(self.points, key=lambda point: (sign * point[1], point[0]))
+
+    def thinned(self, most: int) -> Series:
+        """At most about `most` points: means of neighbours, at the last step of each group."""
+        if len(self.points) <= most:
+            return self
+        size = math.ceil(len(self.points) / most)
+        groups = [self.points[i : i + size] for i in range(0, len(self.points), size)]
+        return Series(tuple((group[-1][0], math.fsum(v for _, v in group) / len(group)) for group in groups))
+
+
+def read(path: Path) -> dict[str, Series]:
+    """Every metric of a metrics.jsonl; empty where there is none yet.
+
+    A last line without its newline is still being written, or torn, and left out; any other damaged line is named.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    except FileNotFoundError:
+        return {}
+    found: dict[str, list[tuple[int, float]]] = {}
+    lost: dict[str, int | None] = {}
+    for number, line in enumerate(lines, 1):
+        if line.endswith("\n"):
+            try:
+                row = json.loads(line)
+                step = int(row.pop("step"))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                log.warning("%s: line %d is damaged and left out (%s)", path, number, error)
+                continue
+            for name, value in row.items():
+                is_finite = isinstance(value, int | float) and math.isfinite(value)
+                lost[name] = None if is_finite else step
+                if is_finite:
+                    found.setdefault(name, []).append((step, float(value)))
+    return {name: Series(tuple(points), lost[name]) for name, points in found.items()}
+
+
+SHOWN_PACKAGES = ("torch", "torch-npu", "transformers", "peft", "datasets", "vllm", "posttrain-run")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run as its folder tells it; what is missing is empty."""
+
+    folder: RunFolder
+    spec: Mapping[str, Any]
+    set_by: Mapping[str, str]
+    typed: tuple[str, ...]
+    status: Mapping[str, Any]
+    manifest: Mapping[str, Any]
+    data: str  # the fingerprint of its data, from its newest checkpoint; empty before there is one
+    series: Mapping[str, Series]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What it was made of, one line each: code, versions, device."""
+        made, code = self.manifest, self.manifest.get("code", {})
+        commit = code.get("commit") or code.get("reason") or "not known"
+        lines = {
+            "code": f"{commit}{' with uncommitted changes' if code.get('dirty') else ''}",
+            "branch": str(code.get("branch") or ""),
+            "python": str(made.get("python", {}).get("version", "")),
+            "machine": str(made.get("platform", {}).get("system", "")),
+            "device": ", ".join(f"{k} {v}" for k, v in made.get("device", {}).items()),
+        }
+        lines |= {name: made.get("packages", {}).get(name, "") for name in SHOWN_PACKAGES}
+        lines |= made.get("environment", {})
+        return {name: str(value) for name, value in lines.items() if value}
+
+
+def read_run(folder: RunFolder) -> Run:
+    """Everything that is known of a run, secrets masked. Raises EnvironmentProblem where its spec cannot be read."""
+    try:
+        spec = yaml.safe_load(folder.spec.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise EnvironmentProblem(f"{folder.spec} cannot be read: {error}") from error
+    overrides = _yaml(folder.overrides)
+    return Run(
+        folder,
+        redacted(spec),
+        overrides.get("set_by", {}),
+        tuple(redacted(overrides.get("typed", []))),
+        _json(folder.status),
+        _json(folder.manifest),
+        _fingerprint(folder),
+        read(folder.metrics),
+    )
+
+
+def _fingerprint(folder: RunFolder) -> str:
+    newest = max(folder.checkpoints.glob("step-*/state.json"), default=None)
+    identity = _json(newest).get("identity", {}) if newest is not None else {}
+    return str(identity.get("data", "")) if isinstance(identity, dict) else ""
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A file's content; empty where it is not there. Raises EnvironmentProblem where it is damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
+    return dict(content) if isinstance(content, dict) else {}
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, yaml.YAMLError) as error:
+        raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
+    return dict(content) if isinstance(content, dict) else {}

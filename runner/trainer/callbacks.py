@@ -1,0 +1,227 @@
+"""What hangs on the loop: evaluation, checkpoints, records of steps and rollouts, device statistics, warnings."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, Protocol
+
+from runner.core.errors import RunnerError
+from runner.interfaces import Sample, State, StepEnd
+
+
+class NoOp:
+    """Implements every event by doing nothing, and has no state."""
+
+    def on_start(self, step: int) -> None:
+        """The run begins; `step` steps are done."""
+
+    def on_step(self, end: StepEnd) -> None:
+        """A step is finished."""
+
+    def on_end(self) -> None:
+        """All steps are done."""
+
+    def state_dict(self) -> State:
+        """No state."""
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """No state."""
+
+
+log = logging.getLogger("runner")
+
+
+Reading = Callable[[], Mapping[str, float]]
+
+
+class Activity(NoOp):
+    """Takes the readings every `every_s` seconds; a step that ends after that gets the numbers, the next ones do not.
+
+    A reading that fails is said and left out from then on: a run does not end because a card cannot be watched.
+    """
+
+    def __init__(self, readings: Sequence[Reading], every_s: float) -> None:
+        self._readings, self._every_s = list(readings), every_s
+        self._ended = Event()
+        self._newest: Mapping[str, float] = {}
+        self._thread = Thread(target=self._watch, name="device activity", daemon=True)
+
+    def on_start(self, step: int) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def on_step(self, end: StepEnd) -> None:
+        """Hand over what was read since the last step."""
+        end.values.update({f"device/{name}": value for name, value in self.taken().items()})
+
+    def taken(self) -> Mapping[str, float]:
+        """What was read since this was last asked for."""
+        newest, self._newest = self._newest, {}
+        return newest
+
+    def close(self) -> None:
+        """Stop watching; a reading in progress is not waited for."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        while self._readings and not self._ended.is_set():
+            self._newest = {name: value for read in list(self._readings) for name, value in self._read(read).items()}
+            self._ended.wait(self._every_s)
+
+    def _read(self, read: Reading) -> Mapping[str, float]:
+        try:
+            return read()
+        except (RunnerError, RuntimeError, OSError, ValueError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            log.warning("some of the device's load (device/…) is not recorded: %s", reason)
+            self._readings.remove(read)
+            return {}
+
+
+AGAIN_AFTER = 20  # steps without contrast
+
+
+class Contrast(NoOp):
+    """Warns at the first such step, and at every 20th further one."""
+
+    def __init__(self) -> None:
+        self._silent = 0
+
+    def on_step(self, end: StepEnd) -> None:
+        """Judge by the step's numbers; a step that learns from equal rewards (zero_variance=keep) is none of them."""
+        if end.values.get("reward/zero_variance") != 1.0 or end.values["train/tokens"]:
+            return
+        self._silent += 1
+        if self._silent % AGAIN_AFTER == 1:
+            so_far = "" if self._silent == 1 else f", as at {self._silent - 1} steps before"
+            log.warning(
+                "step %d: in every group all rewards were equal (mean %.4g), so nothing was learnt%s; "
+                "look at samples.jsonl, reward, sampler.temperature",
+                end.step,
+                end.values["reward/mean"],
+                so_far,
+            )
+
+
+class Report(Protocol):
+    """What an evaluation returns."""
+
+    @property
+    def values(self) -> Mapping[str, float]: ...
+
+    @property
+    def samples(self) -> Sequence[Mapping[str, Any]]: ...
+
+
+class Evaluation(NoOp):
+    """Runs `evaluate` before the first step, every `every` steps and at the end; its numbers join the step's."""
+
+    def __init__(
+        self,
+        evaluate: Callable[[], Report],
+        *,
+        every: int,
+        keep: int,
+        record: Callable[[int, Sequence[Mapping[str, Any]]], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._evaluate, self._every, self._keep, self._record, self._say = evaluate, every, keep, record, say
+
+    def on_start(self, step: int) -> None:
+        if step == 0:
+            report = self._evaluate()
+            self._record(0, report.samples[: self._keep])
+            self._say("before training: " + _worded(report.values))
+
+    def on_step(self, end: StepEnd) -> None:
+        if end.last or end.step % self._every == 0:
+            report = self._evaluate()
+            end.values.update(report.values)
+            self._record(end.step, report.samples[: self._keep])
+
+
+def _worded(values: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:.3f}" for name, value in values.items() if name.startswith("eval/"))
+
+
+Sink = Callable[[int, Mapping[str, float]], None]
+
+
+class Record(NoOp):
+    """Hands every step's numbers to each sink."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = tuple(sinks)
+
+    def on_step(self, end: StepEnd) -> None:
+        for sink in self._sinks:
+            sink(end.step, end.values)
+
+
+class Rollouts(NoOp):
+    """Records the first `keep` samples of each step."""
+
+    def __init__(self, record: Callable[[int, Sequence[Sample]], None], keep: int) -> None:
+        self._record, self._keep = record, keep
+
+    def on_step(self, end: StepEnd) -> None:
+        if kept := end.samples[: self._keep]:
+            self._record(end.step, kept)
+
+
+Save = Callable[[int, Mapping[str, float]], object]
+
+
+class Saving(NoOp):
+    """Hangs last, so that every other callback's state is that of the finished step.
+
+    save: commits the state after a step; start: begins to, and training may go on; check: raises what went wrong since
+    """
+
+    def __init__(self, save: Save, start: Save, check: Callable[[], None], *, every: int) -> None:
+        self._save, self._start, self._check, self._every = save, start, check, every
+
+    def on_step(self, end: StepEnd) -> None:
+        self._check()
+        if end.last or end.stopping:
+            self._save(end.step, end.values)
+        elif self._every and end.step % self._every == 0:
+            self._start(end.step, end.values)
+
+
+class StallWatch(NoOp):
+    """Re-arms a timer at each step; a step above `stall_s` seconds leaves its stacks in `path`."""
+
+    def __init__(self, path: Path, stall_s: float) -> None:
+        self._path, self._stall_s = path, stall_s
+
+    def on_start(self, step: int) -> None:
+        self._file = self._path.open("w")
+        self._arm()
+
+    def on_step(self, end: StepEnd) -> None:
+        self._arm()
+
+    def on_end(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        self._file.close()
+        if self._path.stat().st_size == 0:
+            self._path.unlink()
+
+    def _arm(self) -> None:
+        faulthandler.dump_traceback_later(self._stall_s, repeat=True, file=self._file)
+
+
+class Sync(NoOp):
+    """numbers: see `Publisher.numbers`."""
+
+    def __init__(self, numbers: Callable[[], Mapping[str, float]]) -> None:
+        self._numbers = numbers
+
+    def on_step(self, end: StepEnd) -> None:
+        end.values.update(self._numbers())

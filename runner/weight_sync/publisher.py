@@ -1,0 +1,131 @@
+"""Hands the policy's weights to the sampler, by whatever route they go (`routes`).
+
+version v = the weights after v steps;  step s is sampled with version max(s - lag, the first one of this attempt)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from runner.core.batch import pack
+from runner.distributed.work_partition import ALONE, each
+from runner.interfaces import LOGPROBS, Model, Peers, Sampler
+from runner.weight_sync.routes import Route
+
+T = TypeVar("T")
+
+
+class Probe(Protocol):
+    """What compares a sampler with the trainer after every load."""
+
+    @property
+    def rows(self) -> Sequence[Sequence[int]]: ...  # of ids
+
+    @property
+    def last(self) -> float: ...  # how far the sampler was off at its newest load
+
+    def expect(self, version: int, scores: Sequence[Sequence[float]]) -> None: ...
+
+    def drop_below(self, version: int) -> None: ...
+
+    def load(self, sampler: Sampler, weights: Mapping[str, Tensor] | None, version: int) -> None: ...
+
+
+class Publisher:
+    """Called by the trainer (`publish`) and, ahead of it, by whoever collects (`load_for`).
+
+    probe: None = the sampler's weights cannot be others than the trainer's; learner: what the probe compares with;
+    peers: all ranks, for the thread that collects
+    """
+
+    def __init__(
+        self,
+        route: Route,
+        sampler: Sampler,
+        lag: int,
+        *,
+        probe: Probe | None = None,
+        learner: Model | None = None,
+        peers: Peers = ALONE,
+    ) -> None:
+        self._route, self._sampler, self._lag, self._peers = route, sampler, lag, peers
+        self._probe, self._learner = probe, learner
+        self._first: int | None = None
+        self._loaded: int | None = None
+        self._numbers: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def publish(self, version: int) -> None:
+        """The weights after `version` steps are in place: they are sent, or kept until they are due. Collective."""
+        self._first = version if self._first is None else self._first
+        oldest = version - self._lag
+        if self._probe is not None and self._learner is not None:
+            self._probe.expect(version, scores(self._learner, self._probe.rows))
+            self._probe.drop_below(oldest)
+        self._route.drop_below(oldest)  # whatever is being collected is due to `oldest` at least
+        begin = time.perf_counter()
+        if sent := self._route.publish(version):
+            seconds = time.perf_counter() - begin
+            self._note({"perf/publish_s": seconds, "perf/publish_gb_per_s": sent / seconds / 1e9})
+            self._note({"sync/bytes": float(sent)})
+
+    def before(self, collect: Callable[[int], T]) -> Callable[[int], T]:
+        """`collect`, but with the sampler holding the weights that are due to the step; between two steps that are not
+        sampled ahead it need not hold anything."""
+
+        def loaded(step: int) -> T:
+            self.load_for(step)
+            found = collect(step)
+            if self._lag == 0:
+                self._sampler.release()
+            return found
+
+        return loaded
+
+    def load_for(self, step: int) -> None:
+        """Give the sampler the weights that `step` is to be sampled with, unless it has them. Collective. Raises
+        SamplerFault where it does not take them, on all ranks."""
+        assert self._first is not None  # a first version was published
+        version = max(step - self._lag, self._first)
+        if version != self._loaded:
+            begin = time.perf_counter()
+            each(self._peers, lambda: self._load(version))
+            self._loaded = version
+            if self._route.get(version) is not None:
+                self._note({"perf/load_s": time.perf_counter() - begin})
+
+    def numbers(self) -> dict[str, float]:
+        """Of the newest weights that were sent: how many bytes, what it took, and how far off the sampler was then; and
+        what the sampler has measured since this was last asked for."""
+        measured = {f"sampler/{name}": value for name, value in self._sampler.measured().items()}
+        with self._lock:
+            return {**self._numbers, **measured}
+
+    def close(self) -> None:
+        """Remove what was sent."""
+        self._route.close()
+
+    def _load(self, version: int) -> None:
+        weights = self._route.get(version)
+        if self._probe is None:
+            self._sampler.load(weights, version)
+        else:
+            self._probe.load(self._sampler, weights, version)
+            self._note({"sync/probe": self._probe.last})
+
+    def _note(self, numbers: Mapping[str, float]) -> None:
+        with self._lock:
+            self._numbers.update(numbers)
+
+
+def scores(model: Model, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Of each row the model's log-probabilities of all ids but the first, at temperature 1. Collective."""
+    batch = pack(rows, [[1.0] * len(row) for row in rows])
+    found = model.forward(batch, LOGPROBS)["logprobs"].tolist()
+    ends = [sum(len(row) for row in rows[: at + 1]) for at in range(len(rows))]
+    return [found[end - len(row) + 1 : end] for end, row in zip(ends, rows, strict=True)]

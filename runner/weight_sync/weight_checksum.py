@@ -1,0 +1,64 @@
+"""What weights are, in a few letters: their names, types, shapes and bytes, wherever they lie.
+
+    bytes of a tensor ──pieces of 8 MiB──▶ XXH3-128 of each ──▶ of these ──name, type, shape──▶ of all, sorted by name
+
+XXH3 (Yann Collet, xxHash 0.8) finds what is stale or was damaged, a token of the job keeps strangers away: it is no
+defence against who means to deceive. It is as fast as memory, and other threads run meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import xxhash
+from torch import Tensor
+
+from runner.core.safetensors_layout import TYPES
+
+PIECE_BYTES = 8 * 2**20  # of a tensor that one thread digests at once
+THREADS = min(8, os.cpu_count() or 1)
+
+Digests = Mapping[str, bytes]  # of each tensor: what it is called, and what it is
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """The digest of weights, on whatever device; one tensor after the other goes through the host."""
+    found: dict[str, bytes] = {}
+    for name, tensor in tensors.items():
+        found.update(digested({name: tensor.detach().cpu().contiguous()}))
+    return combined(found)
+
+
+def digested(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """What each of these is, by all threads at once; contiguous, on the CPU."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        pending = {name: pool.map(of_piece, pieces(tensor)) for name, tensor in tensors.items()}
+        return {name: named(name, tensors[name], [*found]) for name, found in pending.items()}
+
+
+def pieces(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a contiguous tensor on the CPU, in its own memory, PIECE_BYTES at a time."""
+    whole = tensor.reshape(-1).view(torch.uint8).numpy().data
+    for begin in range(0, len(whole), PIECE_BYTES):
+        yield whole[begin : begin + PIECE_BYTES]
+
+
+def of_piece(piece: memoryview) -> bytes:
+    """The digest of some bytes; unlike the call that does it all at once, `update` lets other threads run."""
+    made = xxhash.xxh3_128()
+    made.update(piece)
+    return made.digest()
+
+
+def named(name: str, tensor: Tensor, found: Sequence[bytes]) -> bytes:
+    """What a tensor is called, and what it is; `found`: the digests of its pieces."""
+    bytes_ = xxhash.xxh3_128(b"".join(found)).hexdigest()
+    return f"{name} {TYPES[tensor.dtype]} {list(tensor.shape)} {bytes_}\n".encode()
+
+
+def combined(digests: Digests) -> str:
+    """One digest of all, the same in every order."""
+    return xxhash.xxh3_128(b"".join(digests[name] for name in sorted(digests))).hexdigest()

@@ -1,0 +1,172 @@
+"""What `build` makes of a spec where the choice of one group changes another's part."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from runner.build import parts
+from runner.build.job import _feed
+from runner.build.parts import build_data, build_device, build_learner, build_model, build_tokenizer, report_float32
+from runner.build.rollouts import refuse_missing_columns
+from runner.cli.compose import compose_job
+from runner.core.auto_choices import Decisions
+from runner.core.errors import SpecError
+from runner.device.config import CpuConfig
+from runner.device.cpu import Cpu
+from runner.parallelism.mesh import Mesh
+from tests.model.zoo import LOGPROBS, batch, causal
+from tests.parallelism.worlds import alone
+
+
+@pytest.mark.parametrize(("algorithm", "learnt"), [("sft", 7), ("cpt", 26)])
+def test_continued_pre_training_learns_and_evaluates_every_token(algorithm: str, learnt: int, workdir: Path) -> None:
+    Path("rows.jsonl").write_text(json.dumps({"prompt": "hello there, general", "completion": "kenobi"}) + "\n")
+    words = ["data=file", "data.path=rows.jsonl", "data.eval_path=rows.jsonl", "data.cache=false", "model=tiny"]
+    spec = compose_job([*words, f"algorithm={algorithm}"]).spec
+    data = build_data(spec, build_tokenizer(spec), Decisions(strict=False))
+    [item] = data.take(0, 1)
+    [question] = data.held_out()
+    assert len(item.ids) == 27, "26 bytes and the end of sequence"
+    assert sum(item.weights) == sum(question.item.weights) == learnt
+
+
+REWARD_FILE = """
+raise SystemExit("it ran")
+
+def score(completions, level, *, solution, strict=True, **more): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        ("exact reward.column=answers", [("reward.column", "type reward.column=answer")]),
+        ("countdown", [("reward.numbers", "type reward.numbers=NAME"), ("reward.target", "type reward.target=NAME")]),
+        ("sum reward.parts=[{name:exact},{name:math,column:x}]", [("reward.parts[1].column", "a column 'x'")]),
+        ("function reward.path=mine.py:score", [("reward.path", "'data.columns={NAME: solution}'")]),
+        ("numeric", []),
+        ("length reward.target=5", []),
+    ],
+)
+def test_a_column_that_no_row_has_is_refused_before_there_is_a_model(
+    reward: str, said: list[tuple[str, str]], workdir: Path
+) -> None:
+    Path("mine.py").write_text(REWARD_FILE)
+    rows = [{"prompt": "a", "answer": "b"}, {"prompt": "c", "level": 1}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["data=file", "data.path=rows.jsonl", "model=tiny", "algorithm=grpo", "sampler=torch"]
+    spec = compose_job([*words, *f"reward={reward}".split()]).spec
+    data = build_data(spec, build_tokenizer(spec), Decisions(strict=False))
+    if not said:
+        return refuse_missing_columns(spec, data)
+    with pytest.raises(SpecError) as raised:
+        refuse_missing_columns(spec, data)
+    found = raised.value.problems
+    assert [p.key for p in found] == [key for key, _ in said]
+    for problem, (_, part) in zip(found, said, strict=True):
+        assert "columns for rewards: answer, level" in problem.message and part in problem.message
+
+
+REWARDED = "sampler=torch reward=exact"
+
+
+@pytest.mark.parametrize(
+    ("words", "noisy"),
+    [
+        ("dpo", False),
+        ("dpo algorithm.dropout=true", True),
+        ("sft", True),
+        (f"grpo {REWARDED}", False),
+        (f"grpo {REWARDED} algorithm.dropout=true", True),
+        (f"ppo {REWARDED}", False),
+        ("opd algorithm.teacher=some/where sampler=torch", False),
+    ],
+)
+def test_what_is_compared_is_learnt_without_the_models_own_dropout_unless_it_is_kept(
+    words: str, noisy: bool, workdir: Path
+) -> None:
+    spec, decide = compose_job(["model=tiny", "data=demo", *f"algorithm={words}".split()]).spec, Decisions(strict=True)
+    model = causal("gpt2", attn_pdrop=0.1)
+    subject = build_learner(spec, "policy", model, build_device(spec, decide), alone(), decide)
+    with torch.enable_grad():
+        one, two = (subject.model.outputs(batch(), LOGPROBS)["logprobs"] for _ in range(2))
+    assert torch.equal(one, two) != noisy
+    assert [str(d) for d in decide.made if d.feature == "algorithm.dropout"] == (
+        [] if noisy else ["algorithm.dropout: off (GPT2LMHeadModel has a dropout of up to 0.1)"]
+    )
+
+
+def test_dropout_that_nothing_has_cannot_be_kept(workdir: Path) -> None:
+    words = ["model=tiny", "data=demo", "algorithm=dpo", "algorithm.dropout=true"]
+    spec, decide = compose_job(words).spec, Decisions(strict=True)
+    with pytest.raises(SpecError, match=r"algorithm\.dropout: GPT2LMHeadModel has no dropout to keep"):
+        build_learner(spec, "policy", causal("gpt2"), build_device(spec, decide), alone(), decide)
+
+
+def test_a_critic_that_the_model_cannot_share_is_refused_with_the_way_out(workdir: Path) -> None:
+    made = causal("llama4")
+    made.save(Path("model"))
+    words = ["model=hf", "model.path=model", "data=demo", "algorithm=ppo", *REWARDED.split()]
+    spec, decide = compose_job([*words, "algorithm.critic=shared"]).spec, Decisions()
+    wanted = r"algorithm\.critic: .* shows its backbone: Llama4ForCausalLM does not; type algorithm\.critic=separate"
+    with pytest.raises(SpecError, match=wanted):
+        build_model(spec, made.tokenizer, build_device(spec, decide), decide, spec.algorithm.learners()["policy"])
+
+
+def test_who_samples_ahead_does_so_on_the_ranks_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA and CANN keep the card that is in use thread by thread, and begin with the machine's first."""
+    used: list[tuple[str, int]] = []
+
+    def use(index: int) -> None:
+        used.append((threading.current_thread().name, index))
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", use)
+    algorithm: Any = SimpleNamespace(collect=lambda step: step, lag=1, encode=dict, decode=dict)
+    for device in (torch.device("cuda", 3), torch.device("cpu")):
+        with _feed(SimpleNamespace(steps=2), algorithm, None, device) as feed:  # type: ignore[arg-type]
+            feed.start(0)
+            assert [feed.take(step) for step in range(2)] == [0, 1]
+    assert {index for _, index in used} == {3} and all(name.startswith("feed") for name, _ in used) and len(used) == 2
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp_shard=2), Mesh(dp_replicate=2, ep=2)], ids=str)
+def test_a_teacher_in_pieces_has_rows_as_the_model_has_them(mesh: Mesh) -> None:
+    """Or its micro-batches are others, and ranks that exchange its weights or its tokens wait for one another."""
+    padded, packed = causal("gpt_oss"), causal("qwen3_moe")
+    world = replace(alone(), mesh=mesh)
+    parts._refuse_unlike_passes(packed, packed, world, "teacher")
+    parts._refuse_unlike_passes(padded, packed, alone(), "teacher")
+    with pytest.raises(SpecError, match=r"algorithm\.teacher takes padded rows and the model packed ones"):
+        parts._refuse_unlike_passes(padded, packed, world, "teacher")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["device=cuda", "model.dtype=float32"], "at most 1/2 of the peak in bfloat16 (TF32)"),
+        (["device=cuda", "model.dtype=float32", "device.tf32=false"], "at most 1/15 of the peak in bfloat16"),
+        (["device=npu", "model.dtype=float32"], "about 1/4 of the peak in bfloat16"),
+        (["device=cuda"], None),
+        (["device=cpu"], None),
+    ],
+)
+def test_a_card_that_computes_in_float32_is_told_what_it_gives_up(words: list[str], said: str | None) -> None:
+    decisions = Decisions(strict=True)
+    report_float32(compose_job(["+recipe=sft_demo", *words]).spec, decisions)
+    facts = [fact["reason"] for fact in decisions.records()["facts"]]
+    assert [said in reason for reason in facts] == ([True] if said else [])
+
+
+def test_memory_that_nobody_wrote_is_not_filled_where_kernels_are_deterministic() -> None:
+    """One write of every gather buffer, and more of each temporary."""
+    Cpu(CpuConfig(), decide=Decisions()).prepare()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory

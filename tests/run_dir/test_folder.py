@@ -1,0 +1,264 @@
+"""The run folder: unique under concurrent starts, an atomic `latest`, one owner, and files that are old or new."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from runner.core.errors import EnvironmentProblem, StorageError
+from runner.run_dir.folder import (
+    RunFolder,
+    claim,
+    create,
+    find,
+    find_trained,
+    lock,
+    point_latest,
+    shown,
+    write_atomic,
+    write_json,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(outputs: str, count: int) -> list[str]:
+    found = []
+    for _ in range(count):
+        folder = create("toy", Path(outputs))
+        point_latest(folder, Path(outputs))
+        found.append(str(folder.root))
+    return found
+
+
+def test_concurrent_starts_get_folders_of_their_own_and_latest_is_whole(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        made = pool.starmap(start, [(str(tmp_path), 40)] * 3)
+    roots = [root for each in made for root in each]
+    assert len(set(roots)) == 120 and all(Path(root).is_dir() for root in roots)
+    assert str((tmp_path / "latest").resolve()) in roots
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_latest_exists_at_every_moment(tmp_path: Path) -> None:
+    point_latest(create("first", tmp_path), tmp_path)
+    missing, stop = [], threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            if not (tmp_path / "latest").is_dir():
+                missing.append(1)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    for _ in range(200):
+        point_latest(create("next", tmp_path), tmp_path)
+    stop.set()
+    looking.join()
+    assert missing == []
+
+
+def test_a_drawn_name_that_is_taken_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = iter(["aaaa", "aaaa", "bbbb"])
+    monkeypatch.setattr("runner.run_dir.folder.secrets.token_hex", lambda n: next(drawn))
+    first, second = create("toy", tmp_path), create("toy", tmp_path)
+    assert first.root.name.endswith("-toy-aaaa") and second.root.name.endswith("-toy-bbbb")
+
+
+@pytest.mark.parametrize("kind", ["a file", "a dangling link", "a file for the day"])
+def test_outputs_that_is_no_folder_is_a_storage_error_and_no_endless_loop(tmp_path: Path, kind: str) -> None:
+    outputs = tmp_path / "outputs"
+    if kind == "a file":
+        outputs.write_text("")
+    elif kind == "a dangling link":
+        outputs.symlink_to(tmp_path / "nowhere" / "at" / "all")
+    else:
+        day = create("toy", outputs).root.parent
+        (day / day.name).write_text("")
+        outputs = day
+    with pytest.raises(StorageError, match="cannot make the run folder"):
+        create("toy", outputs)
+
+
+def test_latest_works_where_outputs_is_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "disk/deep").mkdir(parents=True)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/outputs").symlink_to(tmp_path / "disk/deep")
+    monkeypatch.chdir(tmp_path / "home")
+    folder = create("toy")
+    write_atomic(folder.spec, "name: toy\n")
+    point_latest(folder)
+    assert find("latest").root == folder.root.resolve()
+    elsewhere = RunFolder(tmp_path / "other")
+    elsewhere.root.mkdir()
+    write_atomic(elsewhere.spec, "name: toy\n")
+    point_latest(elsewhere)
+    assert find("latest").root == elsewhere.root
+
+
+def test_a_folder_called_latest_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    (tmp_path / "latest/mine").write_text("mine")
+    with pytest.raises(StorageError, match="is something else there"):
+        point_latest(create("toy", tmp_path), tmp_path)
+    assert (tmp_path / "latest/mine").read_text() == "mine"
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("where", ["latest", "nothing/there", "a\0b", "x" * 5000])
+def test_what_is_no_run_is_an_environment_problem(tmp_path: Path, where: str) -> None:
+    with pytest.raises(EnvironmentProblem):
+        find(where, tmp_path)
+
+
+def test_the_newest_run_with_a_checkpoint_stands_in_for_one_without(tmp_path: Path) -> None:
+    names = ("2026-01-01/235959-a-1", "2026-01-02/000001-b-2", "2026-01-02/000002-c-3")
+    first, second, failed = (RunFolder((tmp_path / name).resolve()) for name in names)
+    for run in (first, second, failed):
+        run.root.mkdir(parents=True)
+        run.spec.touch()
+    point_latest(failed, tmp_path)
+    assert find_trained("latest", tmp_path) == (failed, None)
+    for run in (first, second):
+        (run.checkpoints / "step-00000002").mkdir(parents=True)
+        (run.checkpoints / "step-00000002" / "MANIFEST.json").touch()
+    assert find_trained("latest", tmp_path) == (second, failed)
+    assert find_trained(str(failed.root), tmp_path) == (failed, None)
+    point_latest(first, tmp_path)
+    assert find_trained("latest", tmp_path) == (first, None)
+
+
+def test_an_export_is_not_taken_for_a_run(tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    (tmp_path / "spec.yaml").touch()
+    with pytest.raises(EnvironmentProblem, match=f"it is an export of the run {tmp_path}"):
+        find(str(tmp_path / "export"))
+
+
+def test_a_run_is_found_by_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = create("toy", tmp_path)
+    write_atomic(folder.spec, "name: toy\n")
+    monkeypatch.chdir(tmp_path)
+    assert find(str(folder.root.relative_to(tmp_path))).root == folder.root
+    assert shown(folder.root) == str(folder.root.relative_to(tmp_path))
+    assert shown(Path("/elsewhere")) == "/elsewhere"
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from runner.run_dir.folder import RunFolder, lock
+lock(RunFolder(Path(sys.argv[1])))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_one_process_owns_a_run_and_kill_9_frees_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        for _ in range(2):  # a refused attempt leaves the owner's number in place
+            with pytest.raises(EnvironmentProblem, match=f"process {holder.pid} is running"):
+                lock(RunFolder(tmp_path))
+        holder.kill()
+    handle = lock(RunFolder(tmp_path))
+    assert (tmp_path / ".lock").read_text() == str(os.getpid())
+    os.close(handle)
+
+
+def test_a_folder_that_is_gone_cannot_be_locked(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot write in"):
+        lock(RunFolder(tmp_path / "gone"))
+
+
+def test_a_reader_sees_the_old_text_or_the_new(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    texts = ["a" * 50_000, "b" * 70_000]
+    write_atomic(path, texts[0])
+    torn, stop = [], threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            if path.read_text() not in texts:
+                torn.append(1)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for turn in range(100):
+        write_atomic(path, texts[turn % 2])
+    stop.set()
+    reader.join()
+    assert torn == [] and [p.name for p in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_two_threads_may_write_the_same_file(tmp_path: Path) -> None:
+    path, failures = tmp_path / "status.json", []
+
+    def write(text: str) -> None:
+        try:
+            for _ in range(50):
+                write_atomic(path, text)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=write, args=(letter * 1000,)) for letter in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == [] and path.read_text() in ("a" * 1000, "b" * 1000)
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from runner.core.errors import StorageError
+from runner.run_dir.folder import write_atomic
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    write_atomic(Path(sys.argv[1]), "x" * 5000)
+except StorageError as error:
+    print(error)
+"""
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    write_atomic(path, "old")
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(path)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "cannot write" in done.stdout and "File too large" in done.stdout
+    assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["manifest.json"]
+    with pytest.raises(StorageError, match="No such file"):
+        write_atomic(tmp_path / "gone/x", "y")
+
+
+def test_json_keeps_line_ends_odd_names_and_other_types_and_refuses_nan(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    write_json(path, {"text": "a\r\nb", "name": os.fsdecode(b"caf\xe9"), "path": Path("p"), "wort": "größer"})
+    assert json.loads(path.read_text()) == {"text": "a\r\nb", "name": "caf\udce9", "path": "p", "wort": "größer"}
+    assert "größer" in path.read_text()
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(path, {"x": float("nan")})
+    assert "größer" in path.read_text()
+
+
+def test_a_folder_of_the_users_choice_holds_one_run(workdir: Path) -> None:
+    claimed = claim(Path("here/run"))
+    assert claimed.root == workdir / "here" / "run" and claimed.root.is_dir()
+    assert claim(Path("here/run")) == claimed  # one that died before it had a spec
+    claimed.spec.touch()
+    with pytest.raises(EnvironmentProblem, match="go on with it: run resume here/run"):
+        claim(Path("here/run"))
+    (workdir / "file").touch()
+    with pytest.raises(StorageError, match="cannot make the run folder"):
+        claim(Path("file/run"))

@@ -1,0 +1,145 @@
+"""Weights and passes without data: known numbers, sums done by hand, and the straight line through depths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from runner.parallelism.mesh import Mesh
+from runner.tools.plan import measure
+from runner.tools.plan.measure import Passes, micro_batch
+from runner.tools.plan.model import architecture, published
+from runner.tools.plan.spread import Spread, weights
+from runner.tools.plan.tracking import META, Tracker, keep_gradients
+
+SMALL = ("model.hidden_size=64", "model.intermediate_size=128", "model.vocab_size=512", "data.max_length=128")
+
+
+def on(mesh: Mesh, **more: Any) -> Spread:
+    """Whole copies on this mesh."""
+    given = {"pieces": 1, "experts": mesh.ep, "chunks": 1, "ring": False, "offloaded": False, "resharded": False}
+    return Spread(mesh=mesh, **given | more)
+
+
+def passes(spec: Any) -> Passes:
+    return Passes(spec, "lm", architecture(spec.model)[0], on(Mesh()))
+
+
+@pytest.mark.parametrize(
+    ("path", "numbers"),
+    [
+        ("Qwen/Qwen2.5-7B", 7_615_616_512),
+        ("Qwen/Qwen2.5-14B-Instruct", 14_770_033_664),
+        ("Qwen/Qwen3-30B-A3B", 30_532_122_624),
+        ("Qwen/Qwen2.5-0.5B", 494_032_768),
+        ("Qwen/Qwen3-0.6B", 596_049_920),
+        ("meta-llama/Llama-3.1-8B", 8_030_261_248),
+        ("meta-llama/Llama-3.2-1B", 1_235_814_400),
+    ],
+)
+def test_published_shapes_have_their_published_number_of_weights(compose: Any, path: str, numbers: int) -> None:
+    spec = compose("+recipe=sft_full_npu", f"model.path={path}")
+    assert weights(spec, "lm", published(path)[0]).total == numbers
+
+
+def test_weights_are_counted_by_what_learns_and_by_layer(compose: Any) -> None:
+    spec = compose("+recipe=sft_demo", *SMALL, "adapter=lora", "model.layers=2", "model.dtype=bfloat16")
+    shape, found = architecture(spec.model)
+    got = weights(spec, "lm", shape)
+    layer = 64 * 64 * 4 + 3 * 64 + 3 * 64 * 128 + 2 * 64  # projections with the biases of q, k, v; feed-forward; norms
+    assert found == "model=tiny" and got.all.frozen == 2 * layer + 2 * 512 * 64 + 64
+    assert got.all.trained_bytes == 4 * got.all.trained, "the adapter is in float32"
+    assert [(one.frozen, one.trained_bytes * 2) for one in got.layers] == [(layer, got.all.trained_bytes)] * 2
+    assert (got.first.frozen_bytes, got.last.frozen_bytes) == (2 * 512 * 64, 2 * (512 * 64 + 64))
+    assert sum(part.bytes for part in (*got.experts, got.tied)) == 0
+
+
+@pytest.mark.parametrize("words", [(), ("adapter=lora",), ("model=tiny_moe",)])
+def test_layers_that_repeat_are_counted_once(
+    compose: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    spec = compose("+recipe=sft_demo", *words, *SMALL, "model.layers=11")
+    repeated = weights(spec, "lm", architecture(spec.model)[0])
+    monkeypatch.setattr("runner.tools.plan.spread.samples", lambda *_: (1, 100))
+    assert repeated == weights(spec, "lm", architecture(spec.model)[0]) and len(repeated.layers) == 11
+
+
+def test_experts_are_counted_beside_their_layer(compose: Any) -> None:
+    spec = compose("+recipe=sft_demo", "model=tiny_moe", *SMALL, "model.experts=8", "model.layers=2")
+    got = weights(spec, "lm", architecture(spec.model)[0])
+    assert [one.trained for one in got.experts] == [8 * 3 * 64 * 128] * 2
+    assert got.layers[0].trained < got.experts[0].trained
+
+
+DEEP = ((), ("model.vocab_size=8192", "model.gradient_checkpointing=2"), ("adapter=lora",))
+OTHERS = (
+    ("model=tiny_moe",),
+    ("model.dtype=bfloat16",),
+    ("model.vocab_size=8192",),
+    *((f"model.gradient_checkpointing={way}",) for way in ("true", "3", "selective")),
+)
+
+
+@pytest.mark.parametrize(
+    "more", [*DEEP, *(pytest.param(words, marks=pytest.mark.slow) for words in OTHERS)], ids=" ".join
+)
+@pytest.mark.parametrize("headed", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_deep_model_lies_on_the_line_through_two_shallow_ones(
+    compose: Any, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], headed: bool
+) -> None:
+    """Also one whose fullest moment is another than that of the shallow ones."""
+    chosen = dict(word.split("=", 1) for word in (*SMALL, "model.layers=11", "algorithm.micro_batch_tokens=256", *more))
+    spec = compose("+recipe=sft_demo", *(f"{key}={value}" for key, value in chosen.items()))
+    drawn = passes(spec).of(11, headed=headed)
+    monkeypatch.setattr(measure, "samples", lambda *_: (1, 100))
+    whole = passes(spec).of(11, headed=headed)
+    assert (drawn.fullest(), drawn.kept) == (whole.fullest(), whole.kept)
+    assert drawn.fullest(10**6) == whole.fullest(10**6)
+
+
+def test_recomputing_takes_less_and_longer_micro_batches_more(compose: Any) -> None:
+    def taken(*more: str) -> int:
+        return sum(passes(compose("+recipe=sft_demo", *SMALL, *more)).of(4).fullest().values())
+
+    plain, double = taken("algorithm.micro_batch_tokens=512"), taken("algorithm.micro_batch_tokens=1024")
+    ways = [taken("algorithm.micro_batch_tokens=512", f"model.gradient_checkpointing={way}") for way in (2, "true")]
+    assert ways[1] < 0.8 * plain and ways[1] < ways[0] < plain
+    assert 1.7 * plain < double < 2.1 * plain
+
+
+def test_ranks_that_share_the_tokens_of_rows_take_their_share(compose: Any) -> None:
+    spec = compose("+recipe=sft_demo", *SMALL, "algorithm.micro_batch_tokens=1024")
+    alone, shared = (Passes(spec, "lm", architecture(spec.model)[0], on(Mesh(cp=cp))).of(4) for cp in (1, 4))
+    assert 3.5 < sum(alone.fullest().values()) / sum(shared.fullest().values()) < 4.2
+    assert micro_batch(spec, 4).num_tokens == 256
+
+
+def test_a_micro_batch_is_full_of_the_longest_rows(compose: Any) -> None:
+    spec = compose("+recipe=sft_demo", "data.max_length=100", "algorithm.micro_batch_tokens=250")
+    assert micro_batch(spec).rows["lengths"].tolist() == [100, 100, 50]
+
+
+def test_storages_are_counted_once_and_until_nobody_holds_them() -> None:
+    weight = torch.empty(64, 64, device=META, requires_grad=True)
+    tracker = Tracker([weight], vocabulary=7)
+    with tracker:
+        one = weight * 2  # 16384 bytes
+        view = one[:8]
+        del one
+        wide = torch.empty(3, 7, device=META)  # 84 bytes: a block of 512
+        del view, wide
+        torch.empty(64, 64, device=META)
+    assert tracker.peak == {"activations": 16384, "logits": 512, "gradients": 0}
+
+
+def test_of_a_gradient_its_part_stays() -> None:
+    weight = torch.nn.Parameter(torch.empty(64, 64, device=META))
+    tracker = Tracker([weight], vocabulary=7)
+    handles = keep_gradients([weight], tracker, parts=4, size=4)
+    with tracker:
+        (weight * 2).sum().backward()  # type: ignore[no-untyped-call]
+        torch.empty(128, 64, device=META)
+    assert len(handles) == 1 and weight.grad is None
+    assert tracker.peak == {"activations": 32768, "logits": 0, "gradients": 4096}

@@ -1,0 +1,166 @@
+"""Reports of runs: whole, self-contained, harmless, and drawn by a real browser where there is one."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from runner.core.errors import EnvironmentProblem
+from runner.run_dir.folder import RunFolder
+from runner.tools.report import diff
+from runner.tools.report.facts import read, read_run
+from runner.tools.report.page import write_page
+
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
+VOID = {"meta", "link"}
+NASTY = "</script><script>alert(1)</script><img src=http://evil/x>"
+
+
+class Strict(HTMLParser):
+    """Every tag that opens closes, and nothing is fetched or run but the page's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, tag
+
+
+def checked(page: str) -> Strict:
+    parser = Strict()
+    parser.feed(page)
+    assert parser.open == []
+    tags = [tag for tag, _ in parser.seen]
+    assert tags.count("script") == 1 and "img" not in tags and "iframe" not in tags
+    assert not [a for _, attrs in parser.seen for a in attrs if a.startswith("on")]
+    for tag, attrs in parser.seen:
+        assert "src" not in attrs and (tag != "link" or attrs.get("href") == "data:,")
+    return parser
+
+
+def a_run(root: Path, seed: int = 1, name: str = "mine", **more: object) -> RunFolder:
+    """A run folder as a run leaves it, in miniature."""
+    root.mkdir()
+    folder = RunFolder(root)
+    spec = {"name": name, "seed": seed, "steps": 3, "optimizer": {"name": "adamw", "lr": 0.1}, "checkpoint": {}} | more
+    folder.spec.write_text(yaml.safe_dump(spec))
+    folder.overrides.write_text(yaml.safe_dump({"typed": ["seed=1"], "set_by": {"seed": "command line"}}))
+    folder.status.write_text(json.dumps({"state": "done", "exit_code": 0}))
+    manifest = {
+        "code": {"commit": f"c{seed}", "dirty": False},
+        "packages": {"torch": "2.1"},
+        "device": {"device": "cpu"},
+    }
+    folder.manifest.write_text(json.dumps(manifest))
+    rows = [{"step": s, "train/loss": 2.0 / s * seed, "eval/loss": None, "time/update_s": 0.5} for s in (1, 2, 3)]
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "tr')
+    folder.samples.write_text(json.dumps({"step": 3, "prompt": NASTY, "answer": "ok", "reward": 0.5}) + "\n")
+    return folder
+
+
+def test_series_leave_out_what_is_no_number_and_a_torn_line(tmp_path: Path) -> None:
+    found = read(a_run(tmp_path / "a").metrics)
+    assert found["train/loss"].points == ((1, 2.0), (2, 1.0), (3, 2.0 / 3)) and "eval/loss" not in found
+    assert found["train/loss"].best("min") == (3, 2.0 / 3) and found["train/loss"].best("max") == (1, 2.0)
+    assert read(tmp_path / "nowhere") == {}
+
+
+def test_what_is_not_finite_at_the_end_is_said(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "a")
+    with folder.metrics.open("w") as file:
+        file.write('{"step": 1, "eval/loss": 2.0}\n{"step": 2, "eval/loss": null}\n')
+    step, value = read(folder.metrics)["eval/loss"].last
+    assert step == 2 and math.isnan(value)
+    write_page(folder, tmp_path / "r.html")
+    assert "eval/loss  2 → nan" in (tmp_path / "r.html").read_text()
+
+
+def test_a_damaged_sample_is_left_out(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "a")
+    with folder.samples.open("a") as file:
+        file.write("\0\0\n3\n")
+    write_page(folder, tmp_path / "r.html")
+    assert "Newest samples" in (tmp_path / "r.html").read_text()
+
+
+def test_a_runs_report_is_whole_and_harmless(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "a", name="<b>mine</b>")
+    write_page(folder, tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    checked(page)
+    for word in ("&lt;b&gt;mine&lt;/b&gt;", "train/loss  2 → 0.6667", "command line", "torch", "c1", "&lt;/script&gt;"):
+        assert word in page, word
+
+
+def test_a_report_of_a_run_that_has_hardly_begun(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    folder = RunFolder(tmp_path / "a")
+    with pytest.raises(EnvironmentProblem, match="cannot be read"):
+        read_run(folder)
+    folder.spec.write_text("name: x\nsteps: 3\n")
+    write_page(folder, tmp_path / "r.html")
+    checked((tmp_path / "r.html").read_text())
+
+
+def test_secrets_of_a_spec_are_masked(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "a", reward={"url": "https://me:hunter22pass@host/score"})
+    write_page(folder, tmp_path / "r.html")
+    assert "hunter22pass" not in (tmp_path / "r.html").read_text() + str(read_run(folder).spec)
+
+
+def test_a_diff_says_only_what_differs(tmp_path: Path) -> None:
+    a, b = a_run(tmp_path / "a"), a_run(tmp_path / "b", seed=2)
+    found = {(d.where, d.name): (d.first, d.second) for d in diff.differences(read_run(a), read_run(b))}
+    assert found == {("config", "seed"): ("1", "2"), ("code", "commit"): ("c1", "c2")}
+    said = "\n".join(diff.lines(a, b))
+    assert "+0.6667" in said and "optimizer" not in said
+    assert diff.differences(read_run(a), read_run(a)) == []
+    assert "are the same" in "\n".join(diff.lines(a, a))
+    diff.write_page(a, b, tmp_path / "d.html")
+    page = (tmp_path / "d.html").read_text()
+    checked(page)
+    assert page.count("<polyline") == 4  # two metrics of two runs
+
+
+BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+
+
+def in_a_browser(page: Path, theme: str, home: Path) -> list[dict[str, str | None]]:
+    """The figures of a page as a phone's browser, dark (0) or light (1), has them; it must have no complaint."""
+    assert BROWSER is not None
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=400,900"]
+    done = subprocess.run(
+        [BROWSER, *options, f"--blink-settings=preferredColorScheme={theme}", "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(home)},
+    )
+    assert "CONSOLE" not in done.stderr, done.stderr
+    return [attrs for tag, attrs in checked(done.stdout).seen if tag == "figure"]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
+@pytest.mark.parametrize("theme", ["0", "1"], ids=["dark", "light"])
+def test_a_browser_draws_it_and_has_no_complaint(tmp_path: Path, theme: str) -> None:
+    write_page(a_run(tmp_path / "a"), tmp_path / "r.html")
+    figures = in_a_browser(tmp_path / "r.html", theme, tmp_path)
+    assert [f["data-metric"] for f in figures if "hidden" not in f] == ["train/loss"]  # the script ran
+    assert len(figures) == 2
