@@ -36,10 +36,10 @@ from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch, pack, with_totals
 from runner.core.rank_info import Place
 from runner.distributed.dtensor_utils import local
-from runner.parallelism import groups
+from runner.parallelism import process_groups as groups
 from runner.parallelism.config import DdpConfig, FsdpConfig, MeshConfig, SingleConfig
-from runner.parallelism.group import GroupPeers
 from runner.parallelism.mesh import Mesh
+from runner.parallelism.process_groups import GroupPeers
 from runner.parallelism.world import World, build
 from runner.spec.job import JobSpec
 from runner.tools.plan.model import architecture, sliced

@@ -10,7 +10,7 @@ from runner.algorithm.episodes.episode import Player, Turns
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError
 from runner.interfaces import Algorithm, Data, Environments, Finish, Model, Question
-from runner.parallelism.shared import SharedAnswerer
+from runner.parallelism.rollout_partition import SharedAnswerer
 from runner.parallelism.world import World
 from runner.sampler.stops import Stops
 from runner.spec.job import JobSpec

@@ -24,7 +24,7 @@ from runner.model.build import DTYPES, Fit
 from runner.model.flops import ModelFlops
 from runner.model.ragged import RaggedModel
 from runner.parallelism.config import ZeroConfig
-from runner.parallelism.weights import META
+from runner.parallelism.weight_scatter import META
 from runner.parallelism.world import World
 from runner.run_dir.folder import RunFolder
 from runner.spec.base import Head

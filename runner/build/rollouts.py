@@ -8,7 +8,7 @@ from runner.build.parts import fitting
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError
 from runner.interfaces import Data, Device, Environments, Peers, Reward
-from runner.parallelism.shared import SharedEnvironments, shared_reward
+from runner.parallelism.rollout_partition import SharedEnvironments, shared_reward
 from runner.parallelism.world import World
 from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec

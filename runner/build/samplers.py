@@ -25,7 +25,7 @@ from runner.interfaces import Device, Learner, Sampler
 from runner.model.build import DTYPES
 from runner.model.export import blanks
 from runner.parallelism.config import ZeroConfig
-from runner.parallelism.shared import FirstSampler, SharedSampler
+from runner.parallelism.rollout_partition import FirstSampler, SharedSampler
 from runner.parallelism.world import World
 from runner.run_dir.folder import RunFolder
 from runner.sampler.base import DrawingConfig, JobSamplerConfig

@@ -5,8 +5,8 @@
 
 Pieces are those of torch's fully_shard (FSDP2), which hangs on the forward of modules; ours are used from outside of
 their forward too, the LM head's weight in chunks. Hence one module around all, whose forward is whatever has to be
-done. Layers that are cut (runner.parallelism.tensor) stay cut in a pass, and are joined where all is gathered. A model
-that is not sharded passes through unchanged.
+done. Layers that are cut (runner.parallelism.tensor_parallel) stay cut in a pass, and are joined where all is gathered.
+A model that is not sharded passes through unchanged.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
-from runner.parallelism.fitting import Sizes, fitted, misfits
-from runner.parallelism.mesh import Mesh
+from runner.parallelism.mesh import Mesh, Sizes, fitted, misfits
 from runner.spec.base import ComponentConfig
 
 DEEPSPEED_DEVICES = ("cpu", "cuda", "npu")

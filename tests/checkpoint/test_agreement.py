@@ -14,7 +14,7 @@ from runner.checkpoint.config import SafetensorsConfig
 from runner.checkpoint.store import CheckpointStore
 from runner.core.errors import CheckpointError, RunnerError
 from runner.distributed.work_partition import ALONE
-from runner.parallelism.group import GroupPeers
+from runner.parallelism.process_groups import GroupPeers
 from runner.trainer.learner_state import load_parameters, restore, state_of
 from tests.parallelism.forked import TIMEOUT_S, ranks
 

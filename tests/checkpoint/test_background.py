@@ -18,7 +18,7 @@ from runner.checkpoint import manifest
 from runner.checkpoint.config import CheckpointConfig, SafetensorsConfig
 from runner.checkpoint.store import CheckpointStore
 from runner.core.errors import RunnerError, StorageError, TrainingDiverged
-from runner.parallelism.group import GroupPeers
+from runner.parallelism.process_groups import GroupPeers
 from tests.checkpoint.conftest import make_state
 from tests.parallelism.forked import TIMEOUT_S, ranks
 

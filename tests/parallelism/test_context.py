@@ -23,8 +23,8 @@ from runner.parallelism.mesh import Mesh
 from runner.trainer.learner import LocalLearner
 from tests.model import zoo
 from tests.parallelism.forked import ranks
-from tests.parallelism.test_shard import BOTH, FAMILIES, close, made, part, scalar, trained, valued
-from tests.parallelism.test_tensor import doubled
+from tests.parallelism.test_fsdp import BOTH, FAMILIES, close, made, part, scalar, trained, valued
+from tests.parallelism.test_tensor_parallel import doubled
 from tests.parallelism.worlds import meshed
 
 SLOW = pytest.mark.slow

@@ -23,8 +23,8 @@ from runner.model import export, published
 from runner.parallelism.config import EpConfig, FsdpConfig, MeshConfig, PpConfig, TpConfig
 from runner.parallelism.mesh import Mesh
 from tests.parallelism.forked import ranks
-from tests.parallelism.test_loading import read, saved
-from tests.parallelism.test_shard import made
+from tests.parallelism.test_fsdp import made
+from tests.parallelism.test_weight_scatter import read, saved
 from tests.parallelism.worlds import meshed
 
 CPU = torch.device("cpu")

@@ -32,8 +32,8 @@ from runner.parallelism.config import (
 from runner.parallelism.mesh import Mesh
 from tests.model import zoo
 from tests.parallelism.forked import ranks
-from tests.parallelism.test_loading import read, saved
-from tests.parallelism.test_shard import made
+from tests.parallelism.test_fsdp import made
+from tests.parallelism.test_weight_scatter import read, saved
 from tests.parallelism.worlds import meshed
 
 SLOW = pytest.mark.slow

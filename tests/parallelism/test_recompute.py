@@ -8,8 +8,8 @@ import pytest
 
 from runner.core.auto_choices import Decisions
 from runner.model import compiled
-from tests.parallelism import test_shard as pieces
-from tests.parallelism import test_tensor as slices
+from tests.parallelism import test_fsdp as pieces
+from tests.parallelism import test_tensor_parallel as slices
 
 SLOW = pytest.mark.slow
 WAYS = ["selective", pytest.param(2, marks=SLOW)]

@@ -13,9 +13,9 @@ from runner.checkpoint.config import SafetensorsConfig
 from runner.checkpoint.store import CheckpointStore
 from runner.trainer.learner import LocalLearner
 from tests.parallelism.forked import ranks
-from tests.parallelism.test_shard import made
-from tests.parallelism.test_shard_checkpoint import close, files, learner, step, store
-from tests.parallelism.test_tensor import LORA, SLOW, sliced
+from tests.parallelism.test_fsdp import made
+from tests.parallelism.test_fsdp_checkpoint import close, files, learner, step, store
+from tests.parallelism.test_tensor_parallel import LORA, SLOW, sliced
 
 Grid = tuple[int, int, int]
 

@@ -12,10 +12,10 @@ from runner.core.rank_info import Place
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
 from runner.interfaces import Device
-from runner.parallelism import groups
+from runner.parallelism import process_groups as groups
 from runner.parallelism.config import DdpConfig, MeshConfig, SingleConfig
-from runner.parallelism.group import GroupPeers
 from runner.parallelism.mesh import Mesh
+from runner.parallelism.process_groups import GroupPeers
 from runner.parallelism.world import World, build, data_peers
 from tests.parallelism.forked import TIMEOUT_S, ranks
 

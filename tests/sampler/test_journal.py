@@ -25,7 +25,7 @@ from torch import Tensor
 from runner.core.errors import StorageError
 from runner.distributed.work_partition import ALONE
 from runner.interfaces import Request, Rollout
-from runner.parallelism.shared import SharedSampler
+from runner.parallelism.rollout_partition import SharedSampler
 from runner.parallelism.world import World
 from runner.sampler.journal import Journal
 from runner.trainer.rollout_feed import Feed

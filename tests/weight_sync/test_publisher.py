@@ -22,7 +22,7 @@ from runner.core.tolerance import TOLERANCES
 from runner.device.config import CudaConfig
 from runner.distributed.work_partition import ALONE
 from runner.interfaces import Request, Rollout
-from runner.parallelism.shared import FirstSampler
+from runner.parallelism.rollout_partition import FirstSampler
 from runner.parallelism.world import World
 from runner.sampler.probed import ROWS, TOKENS, Probe
 from runner.trainer.learner import LocalLearner

@@ -88,7 +88,7 @@ def _band(tensors: int, pooled: int, card: Card) -> Band:
 
 
 def _communicators(mesh: Mesh) -> int:
-    """Of a rank: one for each different set of ranks that it speaks to (see `parallelism.groups`)."""
+    """Of a rank: one for each different set of ranks that it speaks to (see `parallelism.process_groups`)."""
     sets = [mesh.families(*names) for names in _SPEAKING]
     if mesh.ep > 1:
         sets += [mesh.experts(), mesh.expert_copies()]

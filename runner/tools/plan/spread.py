@@ -25,10 +25,9 @@ from runner.core.errors import Problem, SpecError
 from runner.distributed.pipeline_schedule import in_flight
 from runner.model.flops import MatmulWeights, ModelFlops, attention_widths, is_expert, matmul_weights
 from runner.parallelism.config import MeshConfig, ParallelismConfig, ShardedConfig, ZeroConfig
-from runner.parallelism.experts import refuse_adapters
-from runner.parallelism.fitting import sizes_of
-from runner.parallelism.mesh import Mesh
-from runner.parallelism.stages import runs
+from runner.parallelism.expert_parallel import refuse_adapters
+from runner.parallelism.mesh import Mesh, sizes_of
+from runner.parallelism.pipeline_parallel import runs
 from runner.spec.base import Head
 from runner.spec.job import JobSpec
 from runner.tools.plan.model import cut, layers, made, period, samples

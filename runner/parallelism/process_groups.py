@@ -1,20 +1,30 @@
-"""Process groups as `Peers`: values over gloo on the CPU, sums over the device's own backend.
+"""The process groups of a mesh, and collectives over them: objects over gloo, sums over the device's own backend.
 
-gradients ──end to end──▶ buckets ──all-reduce, one in flight while the next is filled──▶ back in place
+    world     ──for each set of mesh dimensions──▶ lists of ranks ──every rank creates each──▶ this rank's own group
+    gradients ──end to end──▶ buckets ──all-reduce, one in flight while the next is filled──▶ back in place
+
+Groups are created once, in the same order on every rank, each with the job's timeout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh
 
 from runner.core.errors import DeadlineExceeded, RankLost
 from runner.core.rank_info import tells_of_loss
 from runner.interfaces import Peers
+from runner.parallelism import p2p_channels as borders
+from runner.parallelism.mesh import COPIES, DATA, Family, Mesh, family
+from runner.parallelism.p2p_channels import Borders
 
 T = TypeVar("T")
 BUCKET_BYTES = 25 * 2**20  # as torch's DistributedDataParallel
@@ -114,3 +124,56 @@ def _finish(work: Any, flat: Tensor, bucket: Sequence[Tensor]) -> None:
     parts = torch.split(flat, [one.numel() for one in bucket])
     for one, part in zip(bucket, parts, strict=True):
         one.copy_(part.view_as(one))
+
+
+WEIGHTS = ("dp_replicate", "dp_shard", "tp")  # dimensions in which a stage's weights lie; cp ranks are among dp_shard
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The groups that this rank is in.
+
+    of: `data`, `copies` (whose gradients add up), `cp`, `tp`, `pp`, `ep`, `expert_copies`, `expert_pieces`,
+    `dp_replicate`, `dp_shard`; one rank alone where a dimension has one. Where there are stages: `stages`, the data
+    ranks of all of them, and `ends`, the first and the last of `pp`
+    """
+
+    of: Mapping[str, Any]
+    weights: DeviceMesh  # the ranks of this stage, by the names in WEIGHTS
+    experts: DeviceMesh  # those of this stage and slice, by the names in `Mesh.expert_grid`
+    borders: Borders | None = None  # to the stages beside this one
+
+
+def made(mesh: Mesh, kind: str, backend: str, timeout: timedelta, chunks: int = 1) -> Groups:
+    """Make the groups of all ranks; chunks: runs of layers on each stage. Collective."""
+    every = {
+        "data": mesh.families(*DATA),
+        "copies": mesh.families(*COPIES),
+        "expert_copies": mesh.expert_copies(),
+        "expert_pieces": mesh.expert_pieces(),
+        "ep": mesh.experts(),
+        "dp_shard": mesh.families("dp_shard", "cp"),
+        **{name: mesh.families(name) for name in ("pp", "dp_replicate", "cp", "tp")},
+    }
+    if mesh.pp > 1:
+        every["stages"] = mesh.families("pp", *DATA)
+        every["ends"] = [(stages[0], stages[-1]) for stages in mesh.families("pp")]
+    rank = distributed.get_rank()
+    known: dict[tuple[Family, ...], Any] = {}
+    for families in every.values():
+        if (key := tuple(families)) not in known:
+            known[key], _ = distributed.new_subgroups_by_enumeration(
+                [list(one) for one in families], timeout=timeout, backend=backend
+            )
+    own = {name: known[tuple(families)] for name, families in every.items()}
+    stage = torch.tensor(family(mesh.families(*COPIES, "tp"), rank)).view(mesh.dp_replicate, mesh.pieces, mesh.tp)
+    weights = DeviceMesh.from_group([own[name] for name in WEIGHTS], kind, stage, mesh_dim_names=WEIGHTS)
+    experts = _experts(mesh, own, kind, family(mesh.families(*COPIES), rank))
+    pair = partial(distributed.new_group, timeout=timeout, backend=backend)
+    return Groups(own, weights, experts, borders.made(mesh.families("pp"), chunks, pair) if mesh.pp > 1 else None)
+
+
+def _experts(mesh: Mesh, own: Mapping[str, Any], kind: str, copies: Family) -> DeviceMesh:
+    named = {**own, "dp_shard": own["expert_pieces"]}
+    names, ranks = tuple(mesh.expert_grid), torch.tensor(copies).view(*mesh.expert_grid.values())
+    return DeviceMesh.from_group([named[name] for name in names], kind, ranks, mesh_dim_names=names)

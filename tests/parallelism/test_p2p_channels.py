@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from runner.core.auto_choices import Decisions
 from runner.core.errors import RunnerError, SamplerFault
 from runner.interfaces import Request, Rollout
-from runner.parallelism.shared import FirstSampler
+from runner.parallelism.rollout_partition import FirstSampler
 from runner.parallelism.world import World
 from runner.sampler.probed import Probe
 from runner.trainer.learner import LocalLearner
@@ -31,8 +31,8 @@ from runner.weight_sync.weight_checksum import digest_of
 from tests.model import zoo
 from tests.parallelism import test_learning as plain
 from tests.parallelism.forked import ranks
+from tests.parallelism.test_fsdp import made
 from tests.parallelism.test_published import LAYOUTS
-from tests.parallelism.test_shard import made
 from tests.parallelism.worlds import alone, meshed
 
 SLOW = pytest.mark.slow

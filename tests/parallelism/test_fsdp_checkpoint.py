@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from runner.checkpoint.config import SafetensorsConfig
 from runner.checkpoint.store import CheckpointStore
 from runner.core.errors import CheckpointError, RunnerError
-from runner.parallelism.group import GroupPeers
+from runner.parallelism.process_groups import GroupPeers
 from runner.trainer.learner import LocalLearner
 from tests.parallelism.forked import TIMEOUT_S, ranks
-from tests.parallelism.test_shard import CPU, made, part, sharded
+from tests.parallelism.test_fsdp import CPU, made, part, sharded
 
 
 def learner(model: Any) -> LocalLearner:

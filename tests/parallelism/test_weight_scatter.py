@@ -22,7 +22,7 @@ from runner.model.config import HfConfig, TinyConfig
 from runner.model.tiny import byte_tokenizer
 from runner.parallelism.config import DdpConfig, FsdpConfig, HsdpConfig, MeshConfig, TpConfig
 from runner.parallelism.mesh import Mesh
-from runner.parallelism.weights import META, Weights
+from runner.parallelism.weight_scatter import META, Weights
 from tests.model import zoo
 from tests.parallelism.forked import ranks
 from tests.parallelism.worlds import meshed

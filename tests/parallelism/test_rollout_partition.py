@@ -10,7 +10,13 @@ from torch import Tensor
 
 from runner.core.errors import DataError, RunnerError
 from runner.interfaces import Completion, Observation, Prompt, Request, Rollout, Written
-from runner.parallelism.shared import FirstSampler, SharedAnswerer, SharedEnvironments, SharedSampler, shared_reward
+from runner.parallelism.rollout_partition import (
+    FirstSampler,
+    SharedAnswerer,
+    SharedEnvironments,
+    SharedSampler,
+    shared_reward,
+)
 from runner.parallelism.world import World
 from tests.parallelism.worlds import on_ranks
 

@@ -14,10 +14,10 @@ from runner.parallelism.mesh import Mesh
 from runner.parallelism.world import World
 from runner.trainer.learner import LocalLearner
 from tests.parallelism.forked import ranks
+from tests.parallelism.test_fsdp import BOTH, made
+from tests.parallelism.test_fsdp_checkpoint import close, files, store
 from tests.parallelism.test_learning import Curved, given
-from tests.parallelism.test_shard import BOTH, made
-from tests.parallelism.test_shard_checkpoint import close, files, store
-from tests.parallelism.test_stages import learner
+from tests.parallelism.test_pipeline_parallel import learner
 from tests.parallelism.worlds import alone, meshed
 
 SLOW = pytest.mark.slow

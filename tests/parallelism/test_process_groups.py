@@ -14,9 +14,9 @@ from torch import Tensor, distributed, nn
 from runner.core.errors import DeadlineExceeded, RankLost
 from runner.core.rank_info import Place
 from runner.distributed.work_partition import sum_gradients
-from runner.parallelism import group
+from runner.parallelism import process_groups as group
 from runner.parallelism.config import DdpConfig, PpConfig
-from runner.parallelism.group import GroupPeers, buckets
+from runner.parallelism.process_groups import GroupPeers, buckets
 from runner.parallelism.world import World, build
 from tests.parallelism.forked import ranks
 from tests.parallelism.worlds import device, on_ranks

@@ -23,7 +23,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
 from runner.distributed.dtensor_utils import whole
 from runner.interfaces import LossFn
-from runner.parallelism import experts
+from runner.parallelism import expert_parallel as experts
 from runner.parallelism.config import (
     CpConfig,
     DdpConfig,
@@ -39,8 +39,8 @@ from runner.parallelism.world import World
 from runner.trainer.learner import LocalLearner
 from tests.model import zoo
 from tests.parallelism.forked import ranks
+from tests.parallelism.test_fsdp import close, made, part, scalar, valued
 from tests.parallelism.test_learning import STEPS, Curved, given
-from tests.parallelism.test_shard import close, made, part, scalar, valued
 from tests.parallelism.worlds import alone, meshed
 
 SLOW = pytest.mark.slow

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError
+from runner.parallelism.apply import refuse_another
 from runner.parallelism.config import EpConfig
-from runner.parallelism.group import GroupPeers
 from runner.parallelism.mesh import Mesh
-from runner.parallelism.probed import refuse_another
+from runner.parallelism.process_groups import GroupPeers
 from tests.model import zoo
 from tests.parallelism.forked import TIMEOUT_S, ranks
 from tests.parallelism.worlds import meshed

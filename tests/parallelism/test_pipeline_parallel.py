@@ -15,15 +15,15 @@ from torch import Tensor
 from runner.algorithm.sft import CrossEntropy
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
-from runner.parallelism.borders import Way
 from runner.parallelism.config import FsdpConfig, MeshConfig, PpConfig
 from runner.parallelism.mesh import Mesh
+from runner.parallelism.p2p_channels import Way
 from runner.parallelism.world import World
 from runner.trainer.learner import LocalLearner
 from tests.model import zoo
 from tests.parallelism.forked import ranks
+from tests.parallelism.test_fsdp import BOTH, FAMILIES, close, made, scalar, valued
 from tests.parallelism.test_learning import CPU, difference, given, learnt
-from tests.parallelism.test_shard import BOTH, FAMILIES, close, made, scalar, valued
 from tests.parallelism.worlds import alone, meshed
 
 SLOW = pytest.mark.slow

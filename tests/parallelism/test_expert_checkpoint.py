@@ -17,9 +17,9 @@ from runner.parallelism.mesh import Mesh
 from runner.parallelism.world import World
 from runner.trainer.learner import LocalLearner
 from tests.parallelism.forked import ranks
-from tests.parallelism.test_experts import EP2, LAYOUTS, SLOW, moe
-from tests.parallelism.test_shard import CPU, part
-from tests.parallelism.test_shard_checkpoint import close, files, store
+from tests.parallelism.test_expert_parallel import EP2, LAYOUTS, SLOW, moe
+from tests.parallelism.test_fsdp import CPU, part
+from tests.parallelism.test_fsdp_checkpoint import close, files, store
 from tests.parallelism.worlds import alone, meshed
 
 Layout = tuple[MeshConfig, Mesh] | None  # None = one process

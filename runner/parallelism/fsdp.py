@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard
 from runner.core import torch_compat
 from runner.distributed.dtensor_utils import local
 from runner.interfaces import Decide
-from runner.parallelism.experts import layers as spread_layers
+from runner.parallelism.expert_parallel import layers as spread_layers
 
 
 class Shardable(Protocol):

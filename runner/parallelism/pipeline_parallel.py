@@ -1,14 +1,19 @@
-"""A model whose layers lie in runs on several ranks, through which micro-batches pass (pipeline parallelism).
+"""Pipeline parallel: each stage has a run of the model's layers, and micro-batches pass through the stages.
 
     stage 0   ids ──embedding──▶ layers 0 … k ──hidden──▶
     stage 1                                    ──hidden──▶ layers k+1 … n ──norm, heads──▶ loss
                                                ◀─gradient─
 
-A stage has the whole structure of the model under all of its names. Parameters of other stages stay on `meta`; where
-their layers were, hidden states come in or go out, and autograd carries what passes as it carries everything: the
-backward pass of what was handed on waits for its gradient. What is handed on has an empty tensor as its result, at
-which this rank's backward pass begins. So a schedule is an order of passes, and nothing
-else (`runner.distributed.pipeline_schedule`).
+A stage has the whole structure of the model under all of its names. Parameters of other stages stay on `meta`. In
+place of the layers before a stage's own, hidden states are received; after its own they are sent, and the forward pass
+ends there:
+
+    layers of the model      0   1   2   3   4   5
+    forward pass of a stage  ·  recv 2   3  send
+
+Autograd carries the transfers like any other operation: the backward pass of a sent tensor waits for its gradient. What
+was sent returns an empty tensor, at which this rank's backward pass begins. So a schedule is an order of passes, and
+nothing else (`runner.distributed.pipeline_schedule`).
 """
 
 from __future__ import annotations
@@ -26,9 +31,85 @@ from torch import Tensor, distributed, nn
 from runner.core.errors import Problem, RunnerError, SpecError
 from runner.distributed import dtensor_utils, pipeline_schedule
 from runner.interfaces.learning import Turn
-from runner.parallelism.borders import Borders
-from runner.parallelism.passing import Elsewhere, HandedOn, Layers, Received, Sent
-from runner.parallelism.weights import Slot, slots
+from runner.parallelism.p2p_channels import Border, Borders
+from runner.parallelism.weight_scatter import Slot, slots
+
+
+class Received(torch.autograd.Function):
+    """Hidden states from the stage before, which their gradient goes back to."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, border: Border, blank: Tensor) -> Tensor:
+        ctx.border = border
+        return border.hidden.receive(blank.shape, blank.dtype, blank.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.border.gradients.send(grad)
+        return None, None, None
+
+
+class Sent(torch.autograd.Function):
+    """Nothing, [0]; hidden states have gone to the stage after this one, from which their gradient comes."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, border: Border, hidden: Tensor) -> Tensor:
+        ctx.border, ctx.like = border, (hidden.shape, hidden.dtype, hidden.device)
+        border.hidden.send(hidden)
+        return hidden.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, ctx.border.gradients.receive(*ctx.like)
+
+
+class HandedOn(Exception):
+    """Leaves a forward pass whose other layers are on other ranks; token: what its backward pass begins at."""
+
+    def __init__(self, token: Tensor) -> None:
+        super().__init__()
+        self.token = token
+
+
+class Elsewhere:
+    """What stands for a layer of another stage, or of a run of layers that has no turn now."""
+
+    def __init__(self, layer: nn.Module, work: Callable[[Tensor], Tensor]) -> None:
+        self._layer, self._work = layer, work
+
+    def __call__(self, *inputs: Any, **keywords: Any) -> Tensor:
+        """What becomes of the hidden states, which come first or by name."""
+        return self._work(inputs[0] if inputs else keywords["hidden_states"])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+class Shows(Protocol):
+    """What is needed of a stage."""
+
+    passing: bool  # whether a forward pass is in it
+
+    def shown(self, layers: Sequence[nn.Module]) -> list[Any]: ...  # what stands for each of them in it
+
+
+class Layers(nn.ModuleList):
+    """The layers of a model, of which a pass is shown those of its stage, and `Elsewhere` for the others."""
+
+    def __init__(self, layers: Sequence[nn.Module], stage: Shows) -> None:
+        super().__init__(layers)
+        self._stage = stage
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._shown())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._shown()[index] if isinstance(index, slice) else super().__getitem__(index)
+
+    def _shown(self) -> list[Any]:
+        layers = [layer for layer in self._modules.values() if layer is not None]
+        return self._stage.shown(layers) if self._stage.passing else layers
+
 
 T = TypeVar("T")
 Forward = Callable[..., Any]

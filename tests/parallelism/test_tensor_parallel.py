@@ -24,7 +24,7 @@ from runner.parallelism.config import FsdpConfig, TpConfig
 from runner.parallelism.mesh import Mesh
 from tests.model import zoo
 from tests.parallelism.forked import ranks
-from tests.parallelism.test_shard import BOTH, FAMILIES, close, made, part, scalar, trained, valued
+from tests.parallelism.test_fsdp import BOTH, FAMILIES, close, made, part, scalar, trained, valued
 from tests.parallelism.worlds import meshed
 
 SLOW = pytest.mark.slow

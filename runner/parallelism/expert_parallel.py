@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from runner.core.errors import Problem, SpecError
 from runner.distributed.autograd_collectives import all_to_all, exchanged
 from runner.interfaces import Decide
-from runner.parallelism.slices import Slices, Use, distribute
+from runner.parallelism.tensor_parallel import Slices, Use, distribute
 
 
 class Spreadable(Protocol):

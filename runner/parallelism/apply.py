@@ -1,0 +1,192 @@
+"""Apply a mesh to a model that rank 0 has loaded: tensor, expert, pipeline and context parallel, then FSDP.
+
+weights taken out ──▶ structure cut and sharded on `meta` ──▶ weights scattered ──▶ outputs compared with those before
+
+Afterwards a few tokens are computed again; a model that computes something else than before is context_parallel_error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import gcd
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, distributed
+
+from runner.core.errors import Problem, SpecError
+from runner.core.rank_info import tells_of_loss
+from runner.distributed.work_partition import on_first
+from runner.interfaces import Decide, Device, Peers
+from runner.parallelism.config import MeshConfig, ParallelismConfig, ShardedConfig
+from runner.parallelism.mesh import Mesh
+from runner.parallelism.process_groups import Groups
+from runner.parallelism.weight_scatter import Weights, slots
+
+
+class Probed(Protocol):
+    """What is needed of a model."""
+
+    inner: Any
+
+    # whether the hidden states of a handful of tokens still are these, as far as this rank can tell
+    def computes(self, wanted: Tensor) -> bool: ...
+
+
+def refuse_another(
+    model: Probed, wanted: Tensor, everyone: Peers, refusal: Callable[[str], SpecError], how: str
+) -> None:
+    """Raise what `refusal` makes of the reason for a model that is another one now: on all ranks where it computes
+    something else on one of them; where it cannot compute, on the ranks that cannot.
+
+    wanted: what it once computed; how: what was done to it, in words. Collective over everyone. Memory that is
+    exhausted and ranks that are lost are no fault of the model.
+    """
+    name = type(model.inner).__name__
+    try:
+        alike = model.computes(wanted)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:  # of whatever kind it is
+        if tells_of_loss(str(error)):
+            raise
+        said = (str(error).splitlines() or [""])[0]
+        raise refusal(f"{name} cannot compute {how} ({said})") from error
+    if not all(everyone.gather(alike)):
+        raise refusal(f"{name} computes something else {how}")
+
+
+Style = Literal["ulysses", "ring"]
+
+
+class Spreadable(Protocol):
+    """What is needed of a model."""
+
+    inner: Any
+
+    @property
+    def padded(self) -> bool: ...  # whether its rows lie side by side
+
+    def share_tokens(self, group: Any, style: Style) -> None: ...
+
+    # hidden states of a handful of tokens, and whether they are still the same
+    def probed(self) -> Tensor: ...
+
+    def computes(self, wanted: Tensor) -> bool: ...
+
+
+def apply_context_parallel(
+    model: Spreadable, group: Any, everyone: Peers, *, style: Style | None, slices: int, decide: Decide
+) -> None:
+    """Let each rank of `group` compute its tokens of every batch from now on. Collective over everyone.
+
+    model: with its weights, or its pieces of them; style: None = ulysses where it can be; slices: in how many its
+    layers are cut. Raises SpecError, on all ranks, for a model that cannot, or is another one then.
+    """
+    name = type(model.inner).__name__
+    if model.padded:
+        raise context_parallel_error(f"{name} runs padded rows (model.layout), of which no rank can have a part")
+    wanted, style = model.probed(), _choose_cp_style(model, distributed.get_world_size(group), style, slices, decide)
+    model.share_tokens(group, style)
+    refuse_another(model, wanted, everyone, context_parallel_error, "from some tokens of a row, beside its attention")
+
+
+def _choose_cp_style(model: Spreadable, ranks: int, style: Style | None, slices: int, decide: Decide) -> Style:
+    heads = model.inner.config.get_text_config().num_attention_heads // slices
+    fits = heads % ranks == 0
+    if style == "ulysses" and not fits:
+        most = gcd(heads, ranks)
+        text = f"cp={ranks} does not divide the {heads} heads of a slice; type parallelism.cp_style=ring"
+        raise SpecError([Problem("parallelism.cp", f"{text}, or parallelism.cp={most}" if most > 1 else text)])
+    if style is None:
+        style = "ulysses" if fits else "ring"
+        decide.state("parallelism.cp_style", style, f"cp={ranks}, and {heads} heads{' of a slice' * (slices > 1)}")
+    return style
+
+
+def context_parallel_error(why: str) -> SpecError:
+    return SpecError([Problem("parallelism.cp", f"{why}; type parallelism.cp=1, with parallelism=fsdp or tp")])
+
+
+@dataclass(frozen=True, slots=True)
+class Spreading:
+    """Where models go: `groups` is None where each rank has all of them; everyone: all ranks."""
+
+    config: ParallelismConfig
+    mesh: Mesh
+    groups: Groups | None
+    everyone: Peers
+    device: Device
+    decide: Decide
+
+    def spread(self, model: Any) -> None:
+        """Spread `model` in place, before it has an optimizer. Collective; raises SpecError where that cannot be."""
+        device = self.device.torch_device
+        offload = isinstance(self.config, ShardedConfig) and self.config.cpu_offload
+        wanted = on_first(self.everyone, model.probed) if self.mesh.parts > 1 else None
+        weights = Weights(model.whole, self.everyone, device)
+        kinds = {frozenset(map(type, block.modules())): block for block in reversed(model.blocks())}
+        with weights.lent(model.whole, list(kinds.values())):  # what the device exchanges is tried out there
+            self.device.fuse(model.inner)
+        if self.groups is not None:
+            self._in_pieces(model, self.groups)
+        absent = [name for name, slot in slots(model.whole) if slot.tensor in model.stage.elsewhere]
+        weights.hand_out(model.whole, torch.device("cpu") if offload else device, absent)
+        model.device = device
+        with torch.no_grad():
+            model.whole.run(lambda: None)  # fully_shard looks at its pieces while all that learns is known to
+        model.stage.settle()
+        if wanted is not None:
+            refuse_another(model, wanted, self.everyone, *self._refusal())
+        if self.groups is not None and self.mesh.cp > 1:
+            self._share_tokens(model, self.groups)
+
+    def _refusal(self) -> tuple[Callable[[str], SpecError], str]:
+        """What refuses a model that is another one now, and what was done to it."""
+        if self.mesh.pp > 1:
+            from runner.parallelism import pipeline_parallel as stages
+
+            return stages.refused, "in stages"
+        if self.mesh.tp > 1:
+            from runner.parallelism import tensor_parallel as tensor
+
+            return tensor.refused, "when its layers are cut"
+        from runner.parallelism import expert_parallel as experts
+
+        return experts.refused, "when its experts lie apart"
+
+    def _in_pieces(self, model: Any, groups: Groups) -> None:
+        """Make of each parameter what this rank holds of it, while there are no numbers."""
+        if self.mesh.tp > 1:
+            from runner.parallelism.tensor_parallel import cut
+
+            cut(model, groups.weights["tp"], decide=self.decide)
+        if self.mesh.ep > 1:
+            from runner.parallelism import expert_parallel as experts
+
+            alone = self.mesh.tp == 1 and not isinstance(self.config, ShardedConfig)
+            experts.spread(model, groups.experts["ep"], alone=alone, decide=self.decide)
+        if isinstance(self.config, MeshConfig) and groups.borders is not None:
+            from runner.parallelism.pipeline_parallel import divide
+
+            chunks, device = self.config.pp_chunks, self.device.torch_device
+            divide(model, groups.borders, groups.of["pp"], chunks=chunks, device=device)
+        if isinstance(self.config, ShardedConfig):
+            from runner.parallelism.fsdp import shard
+
+            shard(
+                model,
+                groups.weights,
+                groups.experts if self.mesh.ep > 1 else None,
+                device=self.device.torch_device,
+                reshard=self.config.reshard_after_forward,
+                offload=self.config.cpu_offload,
+                decide=self.decide,
+            )
+
+    def _share_tokens(self, model: Any, groups: Groups) -> None:
+        style = self.config.cp_style if isinstance(self.config, MeshConfig) else None
+        apply_context_parallel(
+            model, groups.of["cp"], self.everyone, style=style, slices=self.mesh.tp, decide=self.decide
+        )
