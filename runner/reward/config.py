@@ -21,7 +21,7 @@ Parts = Annotated[tuple[dict[str, Any], ...], Field(strict=False, min_length=1)]
 class NoRewardConfig(RewardConfig):
     """Nothing is scored: for algorithms that learn from given data."""
 
-    factory: ClassVar[str] = "runner.reward.none:build"
+    factory: ClassVar[str] = "runner.reward.rules:build_none"
     summable: ClassVar[bool] = False
     name: Literal["none"] = "none"
 
@@ -46,7 +46,7 @@ class ColumnConfig(FallibleConfig):
 class ExactConfig(ColumnConfig):
     """1 where the answer, stripped of blanks around it, equals a column; else 0."""
 
-    factory: ClassVar[str] = "runner.reward.exact:build"
+    factory: ClassVar[str] = "runner.reward.rules:build_exact"
     name: Literal["exact"] = "exact"
     ignore_case: bool = Field(default=False, description="Take capital and small letters for the same.")
     extract: str | None = Field(
@@ -61,7 +61,7 @@ class ExactConfig(ColumnConfig):
 class NumericConfig(ColumnConfig):
     """1 where the last number of the answer equals the last number of a column; else 0."""
 
-    factory: ClassVar[str] = "runner.reward.numeric:build"
+    factory: ClassVar[str] = "runner.reward.rules:build_numeric"
     name: Literal["numeric"] = "numeric"
     extract: str | None = Field(
         default=None,
@@ -76,7 +76,7 @@ class NumericConfig(ColumnConfig):
 class FormatConfig(FallibleConfig):
     """1 where the whole text matches a regular expression, else 0."""
 
-    factory: ClassVar[str] = "runner.reward.format:build"
+    factory: ClassVar[str] = "runner.reward.rules:build_format"
     name: Literal["format"] = "format"
     pattern: str = Field(
         min_length=1, description="Regular expression for the whole text; the dot matches line breaks too."
@@ -89,7 +89,7 @@ class FormatConfig(FallibleConfig):
 class LengthConfig(RewardConfig):
     """Shapes the length of answers, in tokens: DAPO's penalty for overlong ones (max, cache), or a target."""
 
-    factory: ClassVar[str] = "runner.reward.length:build"
+    factory: ClassVar[str] = "runner.reward.rules:build_length"
     name: Literal["length"] = "length"
     max: int | None = Field(
         default=None, ge=1, description="Longest answer; -1 above it, 0 below max - cache, a straight line between."
@@ -130,7 +130,7 @@ class MathConfig(ColumnConfig, PooledConfig):
 class CountdownConfig(FallibleConfig):
     """1 where the answer is an arithmetic expression of the given numbers that makes the target; else 0."""
 
-    factory: ClassVar[str] = "runner.reward.countdown:build"
+    factory: ClassVar[str] = "runner.reward.rules:build_countdown"
     name: Literal["countdown"] = "countdown"
     numbers: str = Field(default="numbers", min_length=1, description="Column that holds the list of whole numbers.")
     target: str = Field(default="target", min_length=1, description="Column that holds the number to make.")

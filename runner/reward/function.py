@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from runner.core.errors import Problem, SpecError
 from runner.core.rng import derive
 from runner.reward.config import FunctionConfig
-from runner.reward.faults import Faults, Scored
 from runner.reward.output import Output
 from runner.reward.payload import arguments, encoded
 from runner.reward.pool import CannotStart, Pool, Target
-from runner.reward.scorer import Group, Scorer
+from runner.reward.scorer import Faults, Group, Scored, Scorer
 
 if TYPE_CHECKING:
     from runner.interfaces import Decide

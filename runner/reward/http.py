@@ -18,9 +18,8 @@ from runner.core.errors import EnvironmentProblem
 from runner.core.http_client import AnswerTooLargeError, cause, request, run
 from runner.reward.base import OWN
 from runner.reward.config import HttpConfig
-from runner.reward.faults import Fault, Faults, Scored, unscored
 from runner.reward.payload import arguments, encoded
-from runner.reward.scorer import Group, Scorer
+from runner.reward.scorer import Fault, Faults, Group, Scored, Scorer, unscored
 from runner.reward.worker import judged
 
 LARGEST_BYTES = 64 << 20

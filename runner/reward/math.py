@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import EnvironmentProblem
 from runner.reward.config import MathConfig
-from runner.reward.faults import Fault, Faults, Scored, Unscorable
 from runner.reward.output import Output
 from runner.reward.pool import CannotStart, Pool, Target
-from runner.reward.scorer import Group, Scorer, column
+from runner.reward.scorer import Fault, Faults, Group, Scored, Scorer, Unscorable, column
 
 if TYPE_CHECKING:
     from runner.interfaces import Completion

@@ -6,7 +6,7 @@ from collections import deque
 
 import regex  # type: ignore[import-untyped]  # Python's own `re` cannot be stopped
 
-from runner.reward.faults import Unscorable
+from runner.reward.scorer import Unscorable
 
 SEARCH_S = 2.0
 

@@ -27,9 +27,9 @@ from typing import IO, Any
 
 from runner.core.subprocess import ChildProcess, JsonLines
 from runner.reward import worker
-from runner.reward.faults import Fault, Scored, unscored
 from runner.reward.output import Output
 from runner.reward.payload import encoded
+from runner.reward.scorer import Fault, Scored, unscored
 
 START_S = 120.0  # for importing the file and what it imports
 END_S = 10.0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.reward.config import CountdownConfig
-from runner.reward.countdown import solves, value
+from runner.reward.rules import solves, value
 from tests.reward.samples import answer, scores
 
 

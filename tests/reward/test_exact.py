@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from runner.core.errors import DataError
 from runner.reward.config import ExactConfig
-from runner.reward.exact import equal
+from runner.reward.rules import equal
 from tests.reward.samples import answer, made, scores
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from runner.core.errors import DataError, EnvironmentProblem
-from runner.reward.faults import MOST_KINDS, Fault, Faults, Scored, unscored
+from runner.reward.scorer import MOST_KINDS, Fault, Faults, Scored, unscored
 
 
 def test_the_first_of_a_kind_is_said_and_all_are_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.reward.config import LengthConfig
-from runner.reward.length import nearness, overlong
+from runner.reward.rules import nearness, overlong
 from tests.reward.samples import answer, scores
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.reward.config import NumericConfig
-from runner.reward.numeric import last_number, near
+from runner.reward.rules import last_number, near
 from tests.reward.samples import answer, scores
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from runner.reward import patterns
-from runner.reward.faults import Unscorable
+from runner.reward.scorer import Unscorable
 
 NEVER_ENDS = ("(?:a|aa)+[bc]", "a" * 5000)
 

@@ -129,7 +129,7 @@ def test_every_reward_but_none_and_sum_can_be_a_part_and_a_plug_ins_too() -> Non
     class Theirs(RewardConfig):
         """A plug-in's reward."""
 
-        factory = "runner.reward.none:build"
+        factory = "runner.reward.rules:build"
         name: str = "theirs"
 
     known = problems({"name": "?"})["reward.parts[0].name"].rpartition("(")[2]

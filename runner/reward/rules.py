@@ -1,0 +1,158 @@
+"""Rewards that are computed from the text by a rule: exact, format, length, numeric, countdown; and none.
+
+The length is counted in tokens, the end token included:
+
+overlong (DAPO, 2503.14476, section 3.4):            target:
+  0 ────────┐                                          0        ╱╲
+             ╲                                                 ╱  ╲
+ -1           └───────                                -1 _____╱    ╲_____
+      max-cache  max                                        0 target 2·target
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from decimal import Context, Decimal
+from fractions import Fraction
+from typing import Any
+
+from runner.core.safe_arithmetic import NotArithmetic, evaluated
+from runner.interfaces import Completion
+from runner.reward.config import CountdownConfig, ExactConfig, FormatConfig, LengthConfig, NoRewardConfig, NumericConfig
+from runner.reward.patterns import last, matches
+from runner.reward.scorer import Faults, Scorer, Unscorable, column, each
+
+
+def build_none(config: NoRewardConfig, **_: Any) -> None:
+    """Nothing to build."""
+
+
+def equal(answer: str, wanted: str, ignore_case: bool = False) -> bool:
+    """Whether two texts are the same but for blanks around them."""
+    a, b = answer.strip(), wanted.strip()
+    return a.casefold() == b.casefold() if ignore_case else a == b
+
+
+def build_exact(config: ExactConfig, **_: Any) -> Scorer:
+    """The reward; an answer in which `extract` finds nothing scores 0."""
+
+    def rate(completion: Completion) -> float:
+        wanted = str(column(completion, config.column, "column"))
+        answer = completion.text if config.extract is None else last(config.extract, completion.text)
+        return float(answer is not None and equal(answer, wanted, config.ignore_case))
+
+    return Scorer(each(rate), Faults("reward=exact", config.max_failures, "set reward.column to a column of the data"))
+
+
+def build_format(config: FormatConfig, **_: Any) -> Scorer:
+    """The reward: 1 where `pattern` matches the whole text, else 0."""
+    ask = each(lambda completion: float(matches(config.pattern, completion.text)))
+    return Scorer(ask, Faults("reward=format", config.max_failures, "simplify reward.pattern"))
+
+
+def overlong(length: int, most: int, cache: int) -> float:
+    """DAPO's soft overlong punishment: 0 up to most - cache tokens, -1 above most, a straight line between."""
+    if length > most:
+        return -1.0
+    return min(0.0, (most - cache - length) / cache)
+
+
+def nearness(length: int, target: int) -> float:
+    """0 at the target, falling in a straight line to -1 at no tokens and at twice the target."""
+    return -min(1.0, abs(length - target) / target)
+
+
+def build_length(config: LengthConfig, **_: Any) -> Scorer:
+    """The reward; `problems` sees to it that there is a target, or else max and cache."""
+
+    def rate(completion: Completion) -> float:
+        if config.target is not None:
+            return nearness(len(completion.ids), config.target)
+        assert config.max is not None and config.cache is not None
+        return overlong(len(completion.ids), config.max, config.cache)
+
+    return Scorer(each(rate), Faults("reward=length", 1, ""))
+
+
+# A sign counts unless it stands after a number, a letter or a bracket: the last number of "5-3" is 3.
+NUMBER = re.compile(
+    r"(?:(?<![0-9A-Za-z).])[-+−])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?"
+    r"|(?:(?<![0-9A-Za-z).])[-+−])?\.[0-9]+"
+)
+# Exact far beyond any answer, and bounded: 1e9999999999 becomes infinity and not a number of that many digits.
+EXACT = Context(prec=100, Emax=10_000, Emin=-10_000, traps=[])
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number of a text: 1,234.5 and -2e3 are numbers, of 3/4 it is the 4; None if there is none."""
+    found = NUMBER.findall(text)
+    return _finite(found[-1].replace(",", "").replace("−", "-")) if found else None
+
+
+def near(a: Decimal, b: Decimal, tolerance: float) -> bool:
+    """Whether |a - b| ≤ tolerance, computed with 100 digits."""
+    return bool(EXACT.abs(EXACT.subtract(a, b)) <= Decimal(repr(tolerance)))
+
+
+def reference(completion: Completion, name: str) -> Decimal:
+    """The right number: the last one of the column's text. Raises Unscorable if there is none."""
+    value = column(completion, name, "column")
+    number = last_number(str(value)) if not isinstance(value, bool) else None
+    if number is None:
+        raise Unscorable("no number in the column", f"column '{name}' holds no number but {str(value)[:80]!r}")
+    return number
+
+
+def build_numeric(config: NumericConfig, **_: Any) -> Scorer:
+    """The reward; an answer without a number scores 0."""
+
+    def rate(completion: Completion) -> float:
+        wanted = reference(completion, config.column)
+        text = completion.text if config.extract is None else last(config.extract, completion.text)
+        number = last_number(text or "")
+        return float(number is not None and near(number, wanted, config.tolerance))
+
+    return Scorer(each(rate), Faults("reward=numeric", config.max_failures, "set reward.column to a column of numbers"))
+
+
+def _finite(text: str) -> Decimal | None:
+    number = EXACT.create_decimal(text)
+    return number if number.is_finite() else None
+
+
+def value(expression: str) -> tuple[Fraction, list[int]] | None:
+    """The value of an expression and the numbers in it; None if it has no value. What stands after = is not read."""
+    try:
+        return evaluated(expression.partition("=")[0])
+    except NotArithmetic:
+        return None
+
+
+def solves(expression: str, numbers: Sequence[int], target: Fraction, use_all: bool = True) -> bool:
+    """Whether the expression makes the target from the numbers, each exactly once, or else at most once."""
+    found = value(expression)
+    if found is None or found[0] != target:
+        return False
+    used, given = Counter(found[1]), Counter(numbers)
+    return used == given if use_all else used <= given
+
+
+def build_countdown(config: CountdownConfig, **_: Any) -> Scorer:
+    """The reward; what is no expression scores 0."""
+
+    def rate(completion: Completion) -> float:
+        numbers = _numbers(column(completion, config.numbers, "numbers"), config.numbers)
+        [target] = _numbers([column(completion, config.target, "target")], config.target)
+        text = completion.text if config.extract is None else last(config.extract, completion.text)
+        return float(text is not None and solves(text, numbers, Fraction(target), config.use_all))
+
+    remedy = "set reward.numbers and reward.target to columns of the data"
+    return Scorer(each(rate), Faults("reward=countdown", config.max_failures, remedy))
+
+
+def _numbers(values: Any, name: str) -> list[int]:
+    if isinstance(values, list | tuple) and values and all(type(v) is int for v in values):
+        return list(values)
+    raise Unscorable(f"column {name} is unusable", f"column '{name}' holds no whole numbers but {str(values)[:80]}")
