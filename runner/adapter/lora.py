@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -11,28 +11,12 @@ from torch import nn
 from runner.adapter.config import LoraConfig, NoAdapterConfig
 from runner.core.errors import Problem, SpecError
 from runner.core.rng import derive
-from runner.interfaces import Decide
+from runner.interfaces import Decide, TrainableModel
 
-M = TypeVar("M", bound="Wrappable")
-N = TypeVar("N", bound="HasModule")
-
-
-class HasModule(Protocol):
-    """What training without an adapter needs of a model."""
-
-    module: nn.Module
+M = TypeVar("M", bound=TrainableModel)
 
 
-class Wrappable(Protocol):
-    """What this adapter needs of a model: the transformers model, the seed of its weights, and how to be wrapped."""
-
-    inner: Any
-    seed: int
-
-    def wrapped(self: M, module: nn.Module, *, decide: Decide) -> M: ...
-
-
-def train_all(config: NoAdapterConfig, model: N, *, decide: Decide) -> N:
+def train_all(config: NoAdapterConfig, model: M, *, decide: Decide) -> M:
     """The same model with all its parameters trainable: full fine-tuning."""
     model.module.requires_grad_(True)
     return model

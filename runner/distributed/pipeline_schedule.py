@@ -11,13 +11,11 @@ take turns in groups of as many as there are stages; the last group may be small
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from runner.interfaces.learning import Turn
-
-T = TypeVar("T")
 
 
 def pipelined(rank: int, stages: int, chunks: int, count: int) -> list[Turn]:
@@ -78,7 +76,7 @@ class Undivided:
     def settle(self) -> None:
         """All parameters are here."""
 
-    def passed(self, run: Callable[[Callable[..., Any]], T], forward: Callable[..., Any]) -> T:
+    def passed(self, run: Callable[[Callable[..., Any]], Tensor], forward: Callable[..., Any]) -> Tensor:
         """All layers."""
         return run(forward)
 

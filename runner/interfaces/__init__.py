@@ -40,6 +40,14 @@ if TYPE_CHECKING:
     from runner.interfaces.learning import Terms as Terms
     from runner.interfaces.learning import Tracker as Tracker
     from runner.interfaces.learning import Turn as Turn
+    from runner.interfaces.model import ContextParallelStyle as ContextParallelStyle
+    from runner.interfaces.model import GenerativeModel as GenerativeModel
+    from runner.interfaces.model import GreedyAnswerer as GreedyAnswerer
+    from runner.interfaces.model import PublishedPart as PublishedPart
+    from runner.interfaces.model import ScoringModel as ScoringModel
+    from runner.interfaces.model import TrainableModel as TrainableModel
+    from runner.interfaces.model import Writes as Writes
+    from runner.interfaces.model import generative as generative
     from runner.interfaces.sampling import Around as Around
     from runner.interfaces.sampling import Bounds as Bounds
     from runner.interfaces.sampling import Completion as Completion
@@ -94,6 +102,16 @@ _MODULES = {
         "Rollout",
         "Sampler",
         "Written",
+    ),
+    "model": (
+        "ContextParallelStyle",
+        "GenerativeModel",
+        "GreedyAnswerer",
+        "PublishedPart",
+        "ScoringModel",
+        "TrainableModel",
+        "Writes",
+        "generative",
     ),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

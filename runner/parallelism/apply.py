@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -18,24 +18,15 @@ from torch import Tensor, distributed
 from runner.core.errors import Problem, SpecError
 from runner.core.rank_info import tells_of_loss
 from runner.distributed.work_partition import on_first
-from runner.interfaces import Decide, Device, Peers
+from runner.interfaces import ContextParallelStyle, Decide, Device, Peers, TrainableModel
 from runner.parallelism.config import MeshConfig, ParallelismConfig, ShardedConfig
 from runner.parallelism.mesh import Mesh
 from runner.parallelism.process_groups import Groups
 from runner.parallelism.weight_scatter import Weights, slots
 
 
-class Probed(Protocol):
-    """What is needed of a model."""
-
-    inner: Any
-
-    # whether the hidden states of a handful of tokens still are these, as far as this rank can tell
-    def computes(self, wanted: Tensor) -> bool: ...
-
-
 def refuse_another(
-    model: Probed, wanted: Tensor, everyone: Peers, refusal: Callable[[str], SpecError], how: str
+    model: TrainableModel, wanted: Tensor, everyone: Peers, refusal: Callable[[str], SpecError], how: str
 ) -> None:
     """Raise what `refusal` makes of the reason for a model that is another one now: on all ranks where it computes
     something else on one of them; where it cannot compute, on the ranks that cannot.
@@ -57,27 +48,14 @@ def refuse_another(
         raise refusal(f"{name} computes something else {how}")
 
 
-Style = Literal["ulysses", "ring"]
-
-
-class Spreadable(Protocol):
-    """What is needed of a model."""
-
-    inner: Any
-
-    @property
-    def padded(self) -> bool: ...  # whether its rows lie side by side
-
-    def share_tokens(self, group: Any, style: Style) -> None: ...
-
-    # hidden states of a handful of tokens, and whether they are still the same
-    def probed(self) -> Tensor: ...
-
-    def computes(self, wanted: Tensor) -> bool: ...
-
-
 def apply_context_parallel(
-    model: Spreadable, group: Any, everyone: Peers, *, style: Style | None, slices: int, decide: Decide
+    model: TrainableModel,
+    group: Any,
+    everyone: Peers,
+    *,
+    style: ContextParallelStyle | None,
+    slices: int,
+    decide: Decide,
 ) -> None:
     """Let each rank of `group` compute its tokens of every batch from now on. Collective over everyone.
 
@@ -92,7 +70,9 @@ def apply_context_parallel(
     refuse_another(model, wanted, everyone, context_parallel_error, "from some tokens of a row, beside its attention")
 
 
-def _choose_cp_style(model: Spreadable, ranks: int, style: Style | None, slices: int, decide: Decide) -> Style:
+def _choose_cp_style(
+    model: TrainableModel, ranks: int, style: ContextParallelStyle | None, slices: int, decide: Decide
+) -> ContextParallelStyle:
     heads = model.inner.config.get_text_config().num_attention_heads // slices
     fits = heads % ranks == 0
     if style == "ulysses" and not fits:
@@ -120,7 +100,7 @@ class Spreading:
     device: Device
     decide: Decide
 
-    def spread(self, model: Any) -> None:
+    def spread(self, model: TrainableModel) -> None:
         """Spread `model` in place, before it has an optimizer. Collective; raises SpecError where that cannot be."""
         device = self.device.torch_device
         offload = isinstance(self.config, ShardedConfig) and self.config.cpu_offload
@@ -156,7 +136,7 @@ class Spreading:
 
         return experts.refused, "when its experts lie apart"
 
-    def _in_pieces(self, model: Any, groups: Groups) -> None:
+    def _in_pieces(self, model: TrainableModel, groups: Groups) -> None:
         """Make of each parameter what this rank holds of it, while there are no numbers."""
         if self.mesh.tp > 1:
             from runner.parallelism.tensor_parallel import cut
@@ -185,7 +165,7 @@ class Spreading:
                 decide=self.decide,
             )
 
-    def _share_tokens(self, model: Any, groups: Groups) -> None:
+    def _share_tokens(self, model: TrainableModel, groups: Groups) -> None:
         style = self.config.cp_style if isinstance(self.config, MeshConfig) else None
         apply_context_parallel(
             model, groups.of["cp"], self.everyone, style=style, slices=self.mesh.tp, decide=self.decide

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
@@ -26,15 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from runner.core.errors import Problem, SpecError
 from runner.distributed.autograd_collectives import all_to_all, exchanged
-from runner.interfaces import Decide
+from runner.interfaces import Decide, TrainableModel
 from runner.parallelism.tensor_parallel import Slices, Use, distribute
-
-
-class Spreadable(Protocol):
-    """What is needed of a model: the module around all it computes, and the transformers model in it."""
-
-    whole: Any
-    inner: Any
 
 
 def layers(module: nn.Module) -> list[Any]:
@@ -42,7 +35,7 @@ def layers(module: nn.Module) -> list[Any]:
     return [part for part in module.modules() if hasattr(part, "_is_expert_parallel")]
 
 
-def spread(model: Spreadable, mesh: DeviceMesh, *, alone: bool, decide: Decide) -> None:
+def spread(model: TrainableModel, mesh: DeviceMesh, *, alone: bool, decide: Decide) -> None:
     """Make of every layer's experts, on the meta device (see `weights`), those that this rank holds.
 
     mesh: of one dimension; alone: whether nothing else lies in pieces or slices, so that every other parameter becomes

@@ -11,8 +11,7 @@ and no cast is kept for the backward pass. Routers, score heads and value heads 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,29 +21,12 @@ from torch.distributed.tensor import Shard
 
 from runner.core import torch_compat
 from runner.distributed.dtensor_utils import local
-from runner.interfaces import Decide
+from runner.interfaces import Decide, TrainableModel
 from runner.parallelism.expert_parallel import layers as spread_layers
 
 
-class Shardable(Protocol):
-    """What is needed of a model: the module around all it computes, and the layers in it."""
-
-    whole: Any
-    inner: Any
-    stage: Any
-
-    @property
-    def compute_type(self) -> torch.dtype: ...
-
-    def float32_modules(self) -> list[nn.Module]: ...
-
-    def blocks(self) -> list[nn.Module]: ...
-
-    def gathered(self) -> AbstractContextManager[None]: ...
-
-
 def shard(
-    model: Shardable,
+    model: TrainableModel,
     mesh: DeviceMesh,
     experts: DeviceMesh | None = None,
     *,
@@ -95,7 +77,7 @@ def _precision(compute: torch.dtype) -> MixedPrecisionPolicy:
 
 
 def _shard_experts(
-    model: Shardable, mesh: DeviceMesh, reshard: bool, policy: dict[str, Any], decide: Decide
+    model: TrainableModel, mesh: DeviceMesh, reshard: bool, policy: dict[str, Any], decide: Decide
 ) -> set[nn.Parameter]:
     """Take each layer's experts to pieces over the ranks that have the same ones; those that stay as they are."""
     layers = [part for part in spread_layers(model.inner) if policy["ignored_params"].isdisjoint(part.parameters())]

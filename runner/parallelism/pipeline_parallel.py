@@ -23,13 +23,14 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, distributed, nn
 
 from runner.core.errors import Problem, RunnerError, SpecError
 from runner.distributed import dtensor_utils, pipeline_schedule
+from runner.interfaces import TrainableModel
 from runner.interfaces.learning import Turn
 from runner.parallelism.p2p_channels import Border, Borders
 from runner.parallelism.weight_scatter import Slot, slots
@@ -111,21 +112,7 @@ class Layers(nn.ModuleList):
         return self._stage.shown(layers) if self._stage.passing else layers
 
 
-T = TypeVar("T")
 Forward = Callable[..., Any]
-
-
-class Divisible(Protocol):
-    """What is needed of a model: the module around all, the transformers model in it, and its layers."""
-
-    whole: Any
-    inner: Any
-    stage: Any
-
-    @property
-    def compute_type(self) -> torch.dtype: ...
-
-    def blocks(self) -> list[nn.Module]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +139,7 @@ class Staged:
     undone: while the whole model is on every rank; passing: while a forward pass is in this stage
     """
 
-    def __init__(self, model: Divisible, borders: Borders, group: Any, chunks: int, device: torch.device) -> None:
+    def __init__(self, model: TrainableModel, borders: Borders, group: Any, chunks: int, device: torch.device) -> None:
         """group: the stages; model: on `meta`, whose parameters elsewhere will stay there."""
         self.stages, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
         self.undone = self.passing = False
@@ -174,7 +161,7 @@ class Staged:
         """The stage that has a layer."""
         return next(at for at, run in enumerate(self._runs) if place in run) % self.stages
 
-    def _homes(self, model: Divisible, homes: dict[int, int]) -> list[tuple[tuple[int, ...], list[Slot]]]:
+    def _homes(self, model: TrainableModel, homes: dict[int, int]) -> list[tuple[tuple[int, ...], list[Slot]]]:
         """Of each parameter the stages that have it, in order, and where in the module it is."""
         of = {id(p): homes[id(layer)] for layer in model.blocks() for p in layer.parameters()}
         embedding = {id(p) for p in model.inner.get_input_embeddings().parameters()}
@@ -212,7 +199,7 @@ class Staged:
         """See `Stage`."""
         self._chunk = turn.chunk
 
-    def passed(self, run: Callable[[Forward], T], forward: Forward) -> T | Tensor:
+    def passed(self, run: Callable[[Forward], Tensor], forward: Forward) -> Tensor:
         """See `Stage`: an empty tensor where hidden states were handed on."""
         if self.undone:
             return run(forward)
@@ -295,7 +282,7 @@ def runs(layers: int, count: int) -> list[range]:
     return [range(first, end) for first, end in pairwise(accumulate(sizes, initial=0))]
 
 
-def _layers(model: Divisible) -> tuple[nn.Module, str, list[nn.Module]]:
+def _layers(model: TrainableModel) -> tuple[nn.Module, str, list[nn.Module]]:
     """The list of a model's layers, and where it is. Raises SpecError for a model without exactly one, and for one that
     has more before it than an embedding."""
     blocks, kind = model.blocks(), type(model.inner).__name__
@@ -316,10 +303,10 @@ def refused(why: str) -> SpecError:
     return SpecError([Problem("parallelism.pp", f"{why}; type parallelism.pp=1, with parallelism=fsdp or tp")])
 
 
-def divide(model: Divisible, borders: Borders, group: Any, *, chunks: int, device: torch.device) -> None:
+def divide(model: TrainableModel, borders: Borders, group: Any, *, chunks: int, device: torch.device) -> None:
     """Make of `model`, on the meta device (see `weights`), the stage that this rank of `group` has.
 
-    `probed.refuse_another` follows, when the stages have their numbers. Raises SpecError, on all ranks, for a model
+    `apply.refuse_another` follows, when the stages have their numbers. Raises SpecError, on all ranks, for a model
     that does not name its layers.
     """
     model.stage = stage = Staged(model, borders, group, chunks, device)

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from runner.core.errors import Problem, SpecError
 from runner.distributed import dtensor_utils
 from runner.distributed.autograd_collectives import added
-from runner.interfaces import Decide
+from runner.interfaces import Decide, TrainableModel
 
 Plan = dict[int, int]  # parameter, by identity → the dimension that it is cut in
 
@@ -190,21 +190,11 @@ LAYERS = (
 )
 
 
-class Sliceable(Protocol):
-    """What is needed of a model."""
-
-    whole: Any
-    inner: Any
-
-    # embedding and LM head, if the rows of some ids are all that is needed for these
-    def ends(self) -> list[Any]: ...
-
-
-def cut(model: Sliceable, mesh: DeviceMesh, *, decide: Decide) -> None:
+def cut(model: TrainableModel, mesh: DeviceMesh, *, decide: Decide) -> None:
     """Make of every parameter of `model`, on the meta device (see `weights`), the slice of it that this rank holds, or
     a replica.
 
-    mesh: of one dimension. `probed.refuse_another` follows, when the slices have their numbers. The model's parameters
+    mesh: of one dimension. `apply.refuse_another` follows, when the slices have their numbers. The model's parameters
     are other objects afterwards. Raises SpecError, on all ranks, for a model that has no such layers.
     """
     slices, plan = Slices(mesh), Plan()
@@ -273,7 +263,7 @@ def _entering(slices: Slices, part: nn.Module, inputs: tuple[Any, ...], keywords
     return inputs, keywords | {"hidden_states": slices.enter(keywords["hidden_states"])}
 
 
-def _ends(model: Sliceable, slices: Slices, decide: Decide) -> set[Any]:
+def _ends(model: TrainableModel, slices: Slices, decide: Decide) -> set[Any]:
     """Of embedding and LM head what is cut by ids."""
     ends = model.ends()
     if rows := [len(end.weight) for end in ends if len(end.weight) % slices.size]:

@@ -19,7 +19,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from runner.core.errors import EnvironmentProblem
 from runner.distributed.dtensor_utils import span
 from runner.distributed.work_partition import together
-from runner.interfaces import Peers
+from runner.interfaces import Peers, TrainableModel
 
 META = torch.device("meta")
 
@@ -157,19 +157,7 @@ def _part(like: Tensor, full: Tensor, home: torch.device) -> Tensor:
 LIBRARIES = ("torch", "transformers", "peft")
 
 
-class Loadable(Protocol):
-    """What is needed of a model: what is saved of it, the module around all, the transformers model in it."""
-
-    whole: Any
-    inner: Any
-
-    # what was found out by computing, in plain values; and the same, told to a model that has no weights
-    def found(self) -> dict[str, Any]: ...
-
-    def adopt(self, found: dict[str, Any]) -> None: ...
-
-
-M = TypeVar("M", bound=Loadable)
+M = TypeVar("M", bound=TrainableModel)
 
 
 def loaded(make: Callable[[torch.device], M], everyone: Peers) -> M:
@@ -195,7 +183,7 @@ def loaded(make: Callable[[torch.device], M], everyone: Peers) -> M:
     return made[0]
 
 
-def described(model: Loadable) -> dict[str, str]:
+def described(model: TrainableModel) -> dict[str, str]:
     """What a model is made of but for its numbers: classes, tensors, options, and the libraries that compute it."""
     own = {f"module {name or 'all'}": type(part).__qualname__ for name, part in model.whole.named_modules()}
     own |= {name: f"{slot.tensor.dtype} {list(slot.tensor.shape)}" for name, slot in slots(model.whole)}

@@ -20,13 +20,13 @@ from runner.core.errors import EnvironmentProblem, SpecError
 from runner.core.rank_info import Place
 from runner.distributed.dtensor_utils import added_up, apart, local, total_norm
 from runner.distributed.work_partition import ALONE, add_gradients, reached
-from runner.interfaces import Decide, Device, Gradients, Peers, Stage
+from runner.interfaces import Decide, Device, Gradients, Peers, Stage, TrainableModel
 from runner.parallelism import process_groups as groups
 from runner.parallelism.apply import Spreading
 from runner.parallelism.config import DdpConfig, MeshConfig, ParallelismConfig, SeveralConfig, ShardedConfig, ZeroConfig
 from runner.parallelism.mesh import Mesh, sizes_of
 from runner.parallelism.process_groups import GroupPeers, Groups, StagePeers
-from runner.parallelism.weight_scatter import Loadable, loaded
+from runner.parallelism.weight_scatter import loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class MeshGradients:
         return (whole.square() + told[-1]).sqrt() if told[-1] else whole
 
 
-M = TypeVar("M", bound=Loadable)
+M = TypeVar("M", bound=TrainableModel)
 
 ADDRESS = ("MASTER_ADDR", "MASTER_PORT")  # torchrun's names
 
@@ -121,14 +121,14 @@ class World:
 
     def load(self, make: Callable[[torch.device], M]) -> M:
         """The model that `make` builds on a device: with its weights on the CPU of the first rank, elsewhere without.
-        See `loading.loaded`."""
+        See `weight_scatter.loaded`."""
         return loaded(make, self.everyone)
 
-    def shard(self, model: Any, decide: Decide) -> None:
+    def shard(self, model: TrainableModel, decide: Decide) -> None:
         """Spread a loaded model's weights over all ranks' devices. See `Spreading.spread`."""
         Spreading(self.config, self.mesh, self.groups, self.everyone, self.device, decide).spread(model)
 
-    def gradients(self, model: Any) -> Gradients:
+    def gradients(self, model: TrainableModel) -> Gradients:
         """What makes one of the gradients that all ranks find of a model that was spread."""
         experts: Peers = self.copies
         stages: Peers = ALONE
@@ -145,7 +145,7 @@ class World:
         member = distributed.get_rank(group) >= 0 if group is not None else False
         return GroupPeers(group, self.config.timeout_s) if member else ALONE
 
-    def whole(self, model: Any) -> AbstractContextManager[Any]:
+    def whole(self, model: TrainableModel) -> AbstractContextManager[Any]:
         """While `model` has whole weights, so that ranks may call it as often as each one needs."""
         return model.gathered() if self.sharded or isinstance(self.config, ZeroConfig) else nullcontext()
 

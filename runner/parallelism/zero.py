@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from runner.core.errors import CheckpointError, EnvironmentProblem
 from runner.core.rank_info import Place
-from runner.interfaces import Decide
+from runner.interfaces import Decide, TrainableModel
 from runner.parallelism.world import World
 
 PERSISTENT = 10  # times the hidden size: numbers up to which a parameter stays whole, as transformers sets it
@@ -41,7 +41,12 @@ class Zero:
     """One trained model and its optimizer in DeepSpeed's hands. What reads or writes it is collective."""
 
     def __init__(
-        self, model: Any, optimizer: torch.optim.Optimizer, world: World, clip_norm: float | None, decide: Decide
+        self,
+        model: TrainableModel,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        clip_norm: float | None,
+        decide: Decide,
     ) -> None:
         """Take over `model`, which is whole on every rank's device, and `optimizer`, made over what learns of it.
 
@@ -72,7 +77,7 @@ class Zero:
             self._take_to_pieces(model)
         decide.state("parallelism", f"DeepSpeed {deepspeed.__version__}, ZeRO-{stage}", "its optimizer makes the steps")
 
-    def _take_to_pieces(self, model: Any) -> None:
+    def _take_to_pieces(self, model: TrainableModel) -> None:
         """What stands outside of the layers is there for a whole pass: the LM head's weight is used in chunks."""
         from deepspeed.runtime.zero import register_external_parameter
 

@@ -9,48 +9,20 @@ and a token with them only where its uniform number falls between two such sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from runner.core.batch import Batch, pack
+from runner.core.batch import pack
 from runner.core.errors import TrainingDiverged
-from runner.interfaces import Decide, Request, Rollout
+from runner.interfaces import Decide, GenerativeModel, Request, Rollout
 from runner.sampler.bounds import check_ids, room
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.draw import Rule, draw, uniforms
 from runner.sampler.stops import Stops
-
-Choose = Callable[[Tensor, Sequence[int]], Sequence[int | None]]
-
-
-class Writes(Protocol):
-    """What writes many answers at once, with the model in the state that writing needs."""
-
-    ends: frozenset[int]
-    vocabulary: int
-    longest: tuple[int, str] | None  # tokens of prompt and answer together, and why
-
-    def write(self, prompts: Sequence[Sequence[int]], choose: Choose, rows: int) -> None: ...
-
-
-class Writable(Protocol):
-    """What this sampler needs of a model."""
-
-    tokenizer: Any
-    device: torch.device
-
-    def writer(self, *, decide: Decide) -> Writes: ...
-
-    def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]: ...
-
-    def eval(self) -> None: ...
-
-    def trainable(self) -> dict[str, nn.Parameter]: ...
 
 
 @dataclass(slots=True)
@@ -74,7 +46,7 @@ class Answer:
 class TorchSampler:
     """Draws rollouts from `model`, which is the trainer's own or a copy that `load` fills."""
 
-    def __init__(self, config: TorchSamplerConfig, model: Writable, *, decide: Decide) -> None:
+    def __init__(self, config: TorchSamplerConfig, model: GenerativeModel, *, decide: Decide) -> None:
         """Raises SpecError for ids outside the vocabulary, and for a model that cannot be sampled from."""
         self._model = model
         self._writer = model.writer(decide=decide)
@@ -163,6 +135,6 @@ def _fill(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor])
         parameter.copy_(tensors[name])
 
 
-def build(config: TorchSamplerConfig, *, model: Writable, decide: Decide) -> TorchSampler:
+def build(config: TorchSamplerConfig, *, model: GenerativeModel, decide: Decide) -> TorchSampler:
     """A sampler over `model`."""
     return TorchSampler(config, model, decide=decide)

@@ -13,10 +13,10 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from runner.core.batch import Batch, Places, places
 from runner.core.errors import TrainingDiverged
@@ -33,37 +33,15 @@ from runner.interfaces import (
     LossFn,
     Outputs,
     Peers,
+    ScoringModel,
     Stage,
     State,
-    Terms,
+    TrainableModel,
 )
 from runner.trainer.batch_partition import deal, joined, own_part, spread
 from runner.trainer.learner_state import restore, state_of
 
 log = logging.getLogger("runner")
-
-
-class ScoringModel(Protocol):
-    """What scoring needs of a model adapter."""
-
-    @property
-    def padded(self) -> bool: ...  # whether every row takes as many places as the longest
-
-    def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]: ...
-
-
-class TrainableModel(ScoringModel, Protocol):
-    """What the learner needs of a model adapter."""
-
-    def linear(
-        self, batch: Batch, coefficients: Tensor, terms: Terms | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]: ...
-
-    def trainable(self) -> dict[str, nn.Parameter]: ...
-
-    def train(self) -> None: ...
-
-    def eval(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,153 @@
+"""A model that is trained, scored, sampled from and exported, as every other package sees it.
+
+`CausalLM` is the largest: a policy. A policy with a value head, a reward model and a pipeline stage are less, and
+raise SpecError for what they cannot do.
+
+Legend: N rows, T tokens, S of them, H hidden size, V vocabulary (see `runner.core.batch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from runner.core.batch import Batch
+from runner.interfaces.device import Decide, VarlenAttention
+from runner.interfaces.learning import Stage, Terms
+from runner.interfaces.sampling import Bounds, Finish, Written
+
+ContextParallelStyle = Literal["ulysses", "ring"]
+PublishedPart = Literal["all", "changed", "fixed", "base", "adapter"]  # see `runner.model.published`
+# logits [R, V] of R rows, and which rows these are → the next token of each; None ends the row
+Choose = Callable[[Tensor, Sequence[int]], Sequence[int | None]]
+
+
+class Writes(Protocol):
+    """Continues many prompts at once. longest: most tokens of prompt and answer together, and why; None = no limit."""
+
+    ends: frozenset[int]
+    vocabulary: int
+    longest: tuple[int, str] | None
+
+    def write(self, prompts: Sequence[Sequence[int]], choose: Choose, rows: int) -> None: ...
+
+
+class ScoringModel(Protocol):
+    """All that is needed to score a batch."""
+
+    @property
+    def padded(self) -> bool: ...  # whether every row takes as many places as the longest
+
+    def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]: ...  # name → [T] or [N]
+
+
+class TrainableModel(ScoringModel, Protocol):
+    """A transformers model, with an adapter around it or without, and its tokenizer.
+
+    module   what is saved, and whose parameters are trained: `inner`, or the peft model around it
+    inner    the transformers model. Its attributes differ from one architecture to the next: hence no type
+    whole    the module around all, which FSDP shards and every pass goes through (`runner.model.whole`)
+    seed     of its initial weights, adapters included
+    stage    which of its layers this rank has
+    longest  most tokens of a row, and why; None = no limit
+    """
+
+    module: nn.Module
+    inner: Any
+    whole: Any
+    tokenizer: Any
+    seed: int
+    device: torch.device
+    stage: Stage
+    longest: tuple[int, str] | None
+    own_attention: str  # what the transformers model attends with by itself
+    flops: Any  # runner.model.flops.ModelFlops
+
+    @property
+    def origin(self) -> dict[str, str]: ...  # what must be equal for a checkpoint to fit, beside its parameters
+
+    @property
+    def compute_type(self) -> torch.dtype: ...  # of matrix products
+
+    # --- training ---
+
+    def linear(
+        self, batch: Batch, coefficients: Tensor, terms: Terms | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+    def trainable(self) -> dict[str, nn.Parameter]: ...
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+    def dropout_rate(self) -> float: ...  # the largest of model and adapter
+
+    def without_dropout(self) -> float: ...  # switches it off for good and returns what it was
+
+    def compile(self, decide: Decide) -> None: ...
+
+    # --- how it is built ---
+
+    def wrapped(self, module: nn.Module, *, decide: Decide) -> Self: ...  # the same model inside a peft model
+
+    def attend_with(self, kernel: VarlenAttention, *, decide: Decide) -> None: ...
+
+    def attend_anew(self, exchange: Callable[[Any], None]) -> None: ...
+
+    def merge(self) -> None: ...  # lets `save` write the adapter merged into its base
+
+    # --- parallelism ---
+
+    def blocks(self) -> list[nn.Module]: ...  # this rank's layers, first to last
+
+    def float32_modules(self) -> list[nn.Module]: ...  # which compute in float32 where compute_type is another
+
+    def ends(self) -> list[Any]: ...  # embedding and LM head, where some rows of them serve some ids
+
+    def gathered(self) -> AbstractContextManager[None]: ...  # with all parameters on this rank
+
+    def share_tokens(self, group: Any, style: ContextParallelStyle) -> None: ...  # context parallel
+
+    def found(self) -> dict[str, Any]: ...  # what was found out by computing, in plain values …
+
+    def adopt(self, found: Mapping[str, Any]) -> None: ...  # … for the same model without weights
+
+    def probed(self) -> Tensor: ...  # hidden states [T, H] of a handful of tokens
+
+    def computes(self, wanted: Tensor) -> bool: ...  # whether `probed` still gives the same
+
+    # --- what leaves it ---
+
+    def save(self, folder: Path | None) -> None: ...
+
+    def published(
+        self, way: PublishedPart, *, keep: bool = True, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]: ...
+
+    def published_bytes(self, way: PublishedPart) -> int: ...
+
+    def blueprint(self, folder: Path) -> None: ...
+
+
+class GenerativeModel(TrainableModel, Protocol):
+    """A model that continues text."""
+
+    def lm_head(self) -> Callable[[Tensor], Tensor]: ...  # hidden states [S, H] → logits [S, V]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, rows: int | None = None, finish: Finish = ...
+    ) -> list[Written]: ...
+
+    def stream(
+        self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, top_p: float, seed: int
+    ) -> Iterator[str]: ...
+
+    def writer(self, *, decide: Decide) -> Writes: ...
+
+    def bounds(self) -> Bounds: ...
