@@ -12,7 +12,6 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +20,7 @@ from runner import __version__
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch
 from runner.distributed.work_partition import on_first
-from runner.interfaces import Data, Device, Experience, Model, Peers
+from runner.interfaces import Data, Device, Experience, GenerativeModel, Model, Peers
 from runner.spec.job import JobSpec
 from runner.tracker.text import counted
 from runner.trainer.held_out_loss import shares
@@ -48,7 +47,13 @@ class Foreseeable(Protocol):
 
 
 def build_cached(
-    spec: JobSpec, policy: Any, device: Device, peers: Peers, everyone: Peers, decide: Decisions, cache: Path
+    spec: JobSpec,
+    policy: GenerativeModel,
+    device: Device,
+    peers: Peers,
+    everyone: Peers,
+    decide: Decisions,
+    cache: Path,
 ) -> CachedModel:
     """The reference over the kept log-probabilities of this model, in a folder below `cache`."""
 
@@ -68,13 +73,13 @@ def build_cached(
         everyone,
         budget=spec.algorithm.micro_batch_tokens,
         device=device.torch_device,
-        during=nullcontext if spec.adapter.name == "none" else policy.module.disable_adapter,
+        during=policy.adapter_disabled,
         peers=peers,
         stage=policy.stage,
     )
 
 
-def _key(spec: JobSpec, policy: Any, origin: Mapping[str, str], device: Device) -> str:
+def _key(spec: JobSpec, policy: GenerativeModel, origin: Mapping[str, str], device: Device) -> str:
     """sha256 of what the log-probabilities depend on, beside the tokens that they are kept by."""
     architecture = policy.inner.config.to_dict()
     whole = {

@@ -9,7 +9,7 @@ from typing import Any
 from runner.algorithm.episodes.episode import Player, Turns
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError
-from runner.interfaces import Algorithm, Data, Environments, Finish, Model, Question
+from runner.interfaces import Algorithm, Data, Environments, Finish, Model, Question, TrainableModel, generative
 from runner.parallelism.rollout_partition import SharedAnswerer
 from runner.parallelism.world import World
 from runner.sampler.stops import Stops
@@ -24,7 +24,7 @@ def build_evaluation(
     spec: JobSpec,
     data: Data,
     learner: LocalLearner,
-    model: Any,
+    model: TrainableModel,
     algorithm: Algorithm,
     models: Mapping[str, Model],
     world: World,
@@ -40,7 +40,7 @@ def build_evaluation(
         held_out = HeldOutLoss(algorithm, given, spec.algorithm.batch_size, shown, model.tokenizer)
         known = {role: Remembered(one) if isinstance(one, FrozenModel) else one for role, one in models.items()}
         found.append(lambda: held_out.evaluate(known))
-    if questions and hasattr(model, "generate"):
+    if questions and (policy := generative(model)) is not None:
         limit = spec.evaluation.max_new_tokens
         asked = askable(questions, model.tokenizer, limit, decide)
         _check_room(asked, limit, model.longest, decide)
@@ -50,7 +50,7 @@ def build_evaluation(
             longest = None if model.longest is None else model.longest[0]
             converse = Player(model.tokenizer, environments, Turns(model.tokenizer), longest).greedy
             ask = Evaluator((), asked, spec.evaluation.batch_size, limit, converse, finish)
-        answerer: Any = SharedAnswerer(model, world.everyone, partial(world.whole, model))
+        answerer = SharedAnswerer(policy, world.everyone, partial(world.whole, model))
         found.append(lambda: ask.evaluate(learner, answerer))
     if not found:
         decide(

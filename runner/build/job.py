@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -25,7 +25,7 @@ from runner.core.rank_info import Place
 from runner.core.signals import StopSignal
 from runner.device.peak import peak
 from runner.distributed.work_partition import on_first
-from runner.interfaces import Algorithm, Callback, Data, Peers, State
+from runner.interfaces import Algorithm, Callback, Data, GenerativeModel, Peers, State, TrainableModel
 from runner.parallelism.world import World
 from runner.run_dir.folder import RunFolder
 from runner.run_dir.resume_compatibility import identity, refuse_changed
@@ -83,7 +83,7 @@ class Built:
     """A job, and what its launcher needs beside it."""
 
     job: Job
-    model: Any
+    model: TrainableModel
     store: CheckpointStore
     sections: Mapping[str, Any]
     identity: Mapping[str, Any]
@@ -133,7 +133,7 @@ def build(
     if spec.algorithm.samples:
         from runner.build.samplers import build_sampler
 
-        sampler = build_sampler(spec, model, tokenizer, device, world, decide, folder, store)
+        sampler = build_sampler(spec, cast(GenerativeModel, model), tokenizer, device, world, decide, folder, store)
     environments = build_environments(spec, world.feed_peers, decide)
     parts = Parts(data, tokenizer, spec.seed, decide, sampler, reward, environments, models.frozen)
     algorithm = registry.factory(spec.algorithm)(spec.algorithm, parts)
@@ -142,7 +142,7 @@ def build(
     if sampler is not None:
         from runner.build.samplers import build_publisher
 
-        publisher = build_publisher(spec, folder, sampler, main, model, world)
+        publisher = build_publisher(spec, folder, sampler, main, cast(GenerativeModel, model), world)
     evaluate = None
     if spec.evaluation.every:
         from runner.build.evaluation import build_evaluation
@@ -226,8 +226,11 @@ def _publish_nothing(version: int) -> None:
 
 def _identity(spec: JobSpec, data: Data, models: Models, world: World) -> dict[str, Any]:
     """What a checkpoint says of the job that wrote it."""
-    read = [models.model, *models.frozen.values()]
-    origin, *others = on_first(world.everyone, lambda: [dict(one.origin) for one in read])  # who has read the weights
+
+    def origins() -> list[Mapping[str, str]]:
+        return [dict(models.model.origin), *(dict(one.origin) for one in models.frozen.values())]
+
+    origin, *others = on_first(world.everyone, origins)  # which has read the weights
     own = identity(spec, data.fingerprint, data.style, origin, world.device.describe())
     own["frozen"] = dict(zip(models.frozen, others, strict=True))
     own["mesh"] = world.layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError, UnfitModel
 from runner.core.paths import cache_folder
 from runner.core.rng import derive
-from runner.interfaces import Data, Device, Model, Peers, Role
+from runner.interfaces import Data, Device, GenerativeModel, Model, Peers, Role, TrainableModel
 from runner.model import dense
 from runner.model.build import DTYPES, Fit
 from runner.model.flops import ModelFlops
@@ -169,7 +169,7 @@ def fitting(device: Device, decide: Decisions) -> Callable[[nn.Module], None]:
 
 
 def build_learner(
-    spec: JobSpec, role: str, model: Any, device: Device, world: World, decide: Decisions
+    spec: JobSpec, role: str, model: TrainableModel, device: Device, world: World, decide: Decisions
 ) -> LocalLearner:
     """The learner over the model's trainable parameters."""
     registry = default_registry()
@@ -201,7 +201,7 @@ def build_learner(
     )
 
 
-def _settle_dropout(spec: JobSpec, model: Any, peers: Peers, decide: Decisions) -> None:
+def _settle_dropout(spec: JobSpec, model: TrainableModel, peers: Peers, decide: Decisions) -> None:
     """On or off, as the algorithm says. Raises SpecError where it was asked for and there is none."""
     if spec.algorithm.asks_for_dropout() and not model.dropout_rate():
         text = f"{type(model.inner).__name__} has no dropout to keep, and no adapter.dropout is set; leave it out"
@@ -217,7 +217,7 @@ def build_frozen(
     spec: JobSpec,
     role: str,
     wanted: Frozen,
-    policy: Any,
+    policy: GenerativeModel,
     tokenizer: Any,
     device: Device,
     world: World,
@@ -230,12 +230,13 @@ def build_frozen(
 
         return build_cached(spec, policy, device, world.peers, world.everyone, decide, cache_folder())
     way = wanted.way or ("copy" if spec.adapter.name == "none" else "adapter")
-    model, during = policy, nullcontext
+    model: TrainableModel = policy
+    during: Callable[[], AbstractContextManager[Any]] = nullcontext
     if wanted.path is not None:
         model = build_teacher(spec, role, wanted, tokenizer, device, world, decide)
         _refuse_unlike_passes(model, policy, world, role)
     elif way == "adapter":
-        during = policy.module.disable_adapter
+        during = policy.adapter_disabled
     else:
         model = build_model(spec, tokenizer, device, decide, world=world, trains=False)
         model.module.requires_grad_(False)
@@ -244,7 +245,7 @@ def build_frozen(
     return FrozenModel(model, budget=budget, device=device.torch_device, during=during, **options)
 
 
-def _refuse_unlike_passes(model: Any, policy: Any, world: World, role: str) -> None:
+def _refuse_unlike_passes(model: TrainableModel, policy: GenerativeModel, world: World, role: str) -> None:
     """Raise SpecError where ranks might wait for one another for ever: each runs as many passes as the others, in
     micro-batches of the policy, which another layout may have to cut again."""
     if world.mesh.dp_shard * world.mesh.ep > 1 and model.padded != policy.padded:
@@ -288,7 +289,7 @@ class Models:
 
     learners: Mapping[Role, LocalLearner]
     frozen: Mapping[Role, FrozenModel]
-    model: Any
+    model: TrainableModel
     flops: Mapping[Role, ModelFlops]
 
     @property

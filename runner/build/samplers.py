@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
 from runner.core.rank_info import Machine
 from runner.core.tolerance import tolerance
-from runner.interfaces import Device, Learner, Sampler
+from runner.interfaces import Device, GenerativeModel, Learner, Sampler, TrainableModel
 from runner.model.build import DTYPES
 from runner.model.export import blanks
 from runner.parallelism.config import ZeroConfig
@@ -46,7 +46,7 @@ from runner.weight_sync.shelf_folder import claim
 
 def build_sampler(
     spec: JobSpec,
-    policy: Any,
+    policy: GenerativeModel,
     tokenizer: Any,
     device: Device,
     world: World,
@@ -63,7 +63,13 @@ def build_sampler(
 
 
 def _sampler(
-    spec: JobSpec, policy: Any, tokenizer: Any, device: Device, world: World, decide: Decisions, folder: RunFolder
+    spec: JobSpec,
+    policy: GenerativeModel,
+    tokenizer: Any,
+    device: Device,
+    world: World,
+    decide: Decisions,
+    folder: RunFolder,
 ) -> Sampler:
     if spec.launch.samplers:
         return FirstSampler(lambda: _remotes(spec, policy, device, folder), world.feed_peers)
@@ -77,7 +83,7 @@ def _sampler(
     return SharedSampler(made(spec, model, decide, folder), world.feed_peers, partial(world.whole, model))
 
 
-def _remotes(spec: JobSpec, policy: Any, device: Device, folder: RunFolder) -> Remotes:
+def _remotes(spec: JobSpec, policy: GenerativeModel, device: Device, folder: RunFolder) -> Remotes:
     assert isinstance(spec.sampler, DrawingConfig)  # or nothing would be sampled
     count = spec.launch.samplers // spec.sampler.cards()
     vocabulary, by = policy.bounds().vocabulary, collectives_of(spec, device)
@@ -91,7 +97,7 @@ def collectives_of(spec: JobSpec, device: Device) -> Collectives | None:
     return Collectives(device.backend.rpartition(":")[2], device.torch_device)
 
 
-def made(spec: JobSpec, model: Any, decide: Decisions, folder: RunFolder) -> Sampler:
+def made(spec: JobSpec, model: TrainableModel, decide: Decisions, folder: RunFolder) -> Sampler:
     """The sampler of this process. An engine reads from a folder of its own, which it removes."""
     options: Mapping[str, Any] = {}
     if spec.sampler.engine:
@@ -129,7 +135,7 @@ def build_own_sampler(
 
 
 def build_publisher(
-    spec: JobSpec, folder: RunFolder, sampler: Sampler, learner: Learner, policy: Any, world: World
+    spec: JobSpec, folder: RunFolder, sampler: Sampler, learner: Learner, policy: GenerativeModel, world: World
 ) -> Publisher:
     """What brings the weights of `learner`, whose model is `policy`, to the sampler."""
     lag = spec.algorithm.steps_ahead()
@@ -142,7 +148,7 @@ def build_publisher(
     )
 
 
-def _sending(spec: JobSpec, learner: Learner, policy: Any, world: World, folder: RunFolder) -> Route:
+def _sending(spec: JobSpec, learner: Learner, policy: GenerativeModel, world: World, folder: RunFolder) -> Route:
     place = world.place
     apart = spec.launch.samplers > 0 or spec.sampler.served  # rank 0 alone speaks to it
     pieces = policy.whole.sharded or isinstance(world.config, ZeroConfig)
@@ -170,7 +176,7 @@ def _first_here(world: World) -> int:
 
 
 def _sent(
-    spec: JobSpec, learner: Learner, policy: Any, *, keep: bool
+    spec: JobSpec, learner: Learner, policy: GenerativeModel, *, keep: bool
 ) -> tuple[Weights, Weights | None, tuple[int, int]]:
     """What is sent after each step and, unless it is nothing, before the first one; and how many bytes they are."""
     if not (ways := spec.sampler.sent()):  # the same model elsewhere
@@ -182,14 +188,14 @@ def _sent(
     return send[0], send[1] if send[1:] else None, (sizes[0], sizes[1])
 
 
-def _engine_type(spec: JobSpec, policy: Any) -> torch.dtype | None:
+def _engine_type(spec: JobSpec, policy: GenerativeModel) -> torch.dtype | None:
     """The data type that an engine of ours computes in; None = it is not ours to say."""
     if not hasattr(spec.sampler, "dtype"):
         return None
-    return DTYPES[spec.sampler.dtype] if spec.sampler.dtype else cast(torch.dtype, policy.compute_type)
+    return DTYPES[spec.sampler.dtype] if spec.sampler.dtype else policy.compute_type
 
 
-def _probe(spec: JobSpec, policy: Any, device: Device) -> Probe:
+def _probe(spec: JobSpec, policy: GenerativeModel, device: Device) -> Probe:
     types = {policy.compute_type, _engine_type(spec, policy) or policy.inner.dtype}
     usual = tolerance(*map(device.matmul_precision, types)).logprobs
     given = spec.sampler.probe if isinstance(spec.sampler, DrawingConfig) else None

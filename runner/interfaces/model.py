@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +65,10 @@ class TrainableModel(ScoringModel, Protocol):
     device: torch.device
     stage: Stage
     longest: tuple[int, str] | None
+    layout: str  # packed or padded
     own_attention: str  # what the transformers model attends with by itself
     flops: Any  # runner.model.flops.ModelFlops
+    source: Any  # where its first weights come from: runner.model.source.Source
 
     @property
     def origin(self) -> dict[str, str]: ...  # what must be equal for a checkpoint to fit, beside its parameters
@@ -122,6 +124,10 @@ class TrainableModel(ScoringModel, Protocol):
 
     def computes(self, wanted: Tensor) -> bool: ...  # whether `probed` still gives the same
 
+    # --- scoring ---
+
+    def adapter_disabled(self) -> AbstractContextManager[Any]: ...  # the base alone; nothing to do without an adapter
+
     # --- what leaves it ---
 
     def save(self, folder: Path | None) -> None: ...
@@ -135,14 +141,20 @@ class TrainableModel(ScoringModel, Protocol):
     def blueprint(self, folder: Path) -> None: ...
 
 
-class GenerativeModel(TrainableModel, Protocol):
-    """A model that continues text."""
+class GreedyAnswerer(Protocol):
+    """What gives greedy answers, at most `rows` at a time."""
 
-    def lm_head(self) -> Callable[[Tensor], Tensor]: ...  # hidden states [S, H] → logits [S, V]
+    tokenizer: Any
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, rows: int | None = None, finish: Finish = ...
     ) -> list[Written]: ...
+
+
+class GenerativeModel(TrainableModel, GreedyAnswerer, Protocol):
+    """A model that continues text."""
+
+    def lm_head(self) -> Callable[[Tensor], Tensor]: ...  # hidden states [S, H] → logits [S, V]
 
     def stream(
         self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, top_p: float, seed: int
@@ -151,3 +163,8 @@ class GenerativeModel(TrainableModel, Protocol):
     def writer(self, *, decide: Decide) -> Writes: ...
 
     def bounds(self) -> Bounds: ...
+
+
+def generative(model: TrainableModel) -> GenerativeModel | None:
+    """The same model, if it continues text; None for one that gives a number to a text."""
+    return cast(GenerativeModel, model) if hasattr(type(model), "generate") else None

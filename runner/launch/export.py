@@ -11,20 +11,20 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import yaml
 from safetensors import SafetensorError
 
 from runner.core.errors import StorageError
 from runner.core.fsync_io import reason
+from runner.interfaces import TrainableModel
 from runner.run_dir.folder import shown
 from runner.spec.job import JobSpec
 
 CARD = "README.md"
 
 
-def write_export(model: Any, target: Path, spec: JobSpec, step: int, values: Mapping[str, float]) -> None:
+def write_export(model: TrainableModel, target: Path, spec: JobSpec, step: int, values: Mapping[str, float]) -> None:
     """Write `model` and its card, with the metrics `values` of `step`, as the folder `target`.
 
     Raises StorageError, with `target` as it was, where the disk refuses or something else than a folder is there.

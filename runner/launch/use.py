@@ -12,6 +12,7 @@ from runner.checkpoint.reader import Loaded
 from runner.core.auto_choices import Decisions
 from runner.core.errors import CheckpointError, DataError, EnvironmentProblem, SpecError
 from runner.data.tokenise import special_ends
+from runner.interfaces import GenerativeModel
 from runner.launch.export import write_export
 from runner.launch.local import status
 from runner.run_dir.folder import RunFolder, locked, shown
@@ -61,7 +62,7 @@ def _what_now(folder: RunFolder, spec: JobSpec) -> str:
 
 
 def answer(
-    model: Any,
+    model: GenerativeModel,
     prompt: str,
     style: PromptStyle,
     *,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.core.rank_info import Place
+from runner.interfaces import TrainableModel
 from runner.parallelism.config import ZeroConfig
 from runner.run_dir.folder import shown
 from runner.spec.job import JobSpec
@@ -29,7 +30,7 @@ LOGGER = "runner"
 RETRIES = "huggingface_hub.utils._http"
 
 
-def title(spec: JobSpec, model: Any) -> dict[str, str]:
+def title(spec: JobSpec, model: TrainableModel) -> dict[str, str]:
     """The facts of a run's first line: what learns, how many numbers of it, and where."""
     everything = sum(_numbers(p) for p in model.module.parameters())
     learnt = sum(_numbers(p) for p in model.trainable().values())

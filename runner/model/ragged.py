@@ -209,6 +209,11 @@ class RaggedModel:
         """See `Whole.gathered`."""
         return self.whole.gathered()
 
+    def adapter_disabled(self) -> AbstractContextManager[Any]:
+        """While it computes what its base computes; without an adapter it does anyway."""
+        module: Any = self.module
+        return nullcontext() if self.module is self.inner else module.disable_adapter()
+
     def train(self) -> None:
         """Let passes with gradient run in training mode, as they do from the start."""
         self._training = True

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from runner.interfaces import (
     Environment,
     Environments,
     Finish,
+    GreedyAnswerer,
     Observation,
     Partners,
     Peers,
@@ -189,27 +190,22 @@ class SharedPartners(Partners):
         return together(self.peers, owners, lambda mine: Partners.answer(self, [turns[i] for i in mine]))
 
 
-class Answerer(Protocol):
-    """What gives greedy answers."""
-
-    tokenizer: Any
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, rows: int | None = None, finish: Finish = ...
-    ) -> list[Written]: ...
-
-
 class SharedAnswerer:
     """A model on each rank, which answers some of the prompts, `rows` at a time."""
 
-    def __init__(self, model: Answerer, peers: Peers, whole: Whole) -> None:
+    def __init__(self, model: GreedyAnswerer, peers: Peers, whole: Whole) -> None:
         self.tokenizer = model.tokenizer
         self._model, self._peers, self._whole = model, peers, whole
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, rows: int | None = None, **options: Finish
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        rows: int | None = None,
+        finish: Finish | None = None,
     ) -> list[Written]:
-        """The greedy answer to each prompt; all ranks ask for the same."""
+        """The greedy answer to each prompt; all ranks ask for the same. finish: None = as the model does by itself."""
+        options = {} if finish is None else {"finish": finish}
 
         def work(mine: list[int]) -> list[Written]:
             return self._model.generate([prompts[i] for i in mine], max_new_tokens, rows, **options)

@@ -20,19 +20,9 @@ import torch
 from runner.core.batch import pack
 from runner.core.errors import OutOfMemory
 from runner.core.metrics import Metrics
-from runner.interfaces import Decide, Finish, Model, Prompt, Question, Written
+from runner.interfaces import Decide, Finish, GreedyAnswerer, Model, Prompt, Question, Written
 
 Sample = dict[str, Any]
-
-
-class Answerer(Protocol):
-    """What can be asked."""
-
-    tokenizer: Any
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, rows: int | None = None, finish: Finish = ...
-    ) -> list[Written]: ...
 
 
 class Answered(Protocol):
@@ -70,7 +60,7 @@ class Evaluator:
     converse: Converse | None = None
     finish: Finish | None = None
 
-    def evaluate(self, model: Model, answerer: Answerer) -> Report:
+    def evaluate(self, model: Model, answerer: GreedyAnswerer) -> Report:
         """eval/loss (nats per learnt token) and eval/exact_match (share of greedy answers equal to the expected).
 
         Raises OutOfMemory, naming the knob, where the device cannot answer so many questions at once.
@@ -92,7 +82,7 @@ class Evaluator:
             metrics.add("eval/loss", -(weight * logprobs).sum(), (weight != 0).sum())
         return metrics
 
-    def _ask(self, answerer: Answerer) -> Iterator[Sample]:
+    def _ask(self, answerer: GreedyAnswerer) -> Iterator[Sample]:
         try:
             answers = self._answers(answerer)
         except torch.OutOfMemoryError as error:
@@ -111,7 +101,7 @@ class Evaluator:
                 "exact": text.strip() == question.answer.strip(),
             }
 
-    def _answers(self, answerer: Answerer) -> list[tuple[str, Sequence[Mapping[str, Any]]]]:
+    def _answers(self, answerer: GreedyAnswerer) -> list[tuple[str, Sequence[Mapping[str, Any]]]]:
         """The final answer to each question, and what was said before it."""
         generate = partial(answerer.generate, max_new_tokens=self.max_new_tokens, rows=self.batch_size)
         if self.finish is not None:

@@ -16,7 +16,7 @@ import torch
 from runner.core.batch import Batch, unit_spans
 from runner.core.errors import RunnerError
 from runner.distributed.work_partition import ALONE
-from runner.interfaces import LOGPROBS, Outputs, Peers
+from runner.interfaces import LOGPROBS, Outputs, Peers, TrainableModel
 from runner.trainer.logprob_cache import KeptLogprobs, unit_keys
 from runner.trainer.reference_model import FrozenModel
 
@@ -28,7 +28,12 @@ class CachedModel(FrozenModel):
     """
 
     def __init__(
-        self, model: Any, kept: KeptLogprobs, origin: Mapping[str, str], everyone: Peers = ALONE, **options: Any
+        self,
+        model: TrainableModel,
+        kept: KeptLogprobs,
+        origin: Mapping[str, str],
+        everyone: Peers = ALONE,
+        **options: Any,
     ) -> None:
         """origin: where the model's weights come from; everyone: all ranks, each of which has what is kept; options:
         see `FrozenModel`."""

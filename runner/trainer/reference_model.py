@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from runner.core.batch import Batch
+from runner.core.errors import UnfitModel
 from runner.distributed.pipeline_schedule import UNDIVIDED
 from runner.distributed.work_partition import ALONE
-from runner.interfaces import Outputs, Peers, Stage
+from runner.interfaces import Outputs, Peers, Stage, TrainableModel, generative
 from runner.trainer.learner import score
 
 
@@ -21,7 +22,7 @@ class FrozenModel:
 
     def __init__(
         self,
-        model: Any,
+        model: TrainableModel,
         *,
         budget: int,
         device: torch.device,
@@ -36,13 +37,14 @@ class FrozenModel:
     @property
     def origin(self) -> Mapping[str, str]:
         """Where its weights come from."""
-        origin: Mapping[str, str] = self._model.origin
-        return origin
+        return self._model.origin
 
     def lm_head(self) -> Callable[[Tensor], Tensor]:
         """What makes logits [S, V] of its output `hidden` [S, H]. Raises UnfitModel without such a head."""
-        found: Callable[[Tensor], Tensor] = self._model.lm_head()
-        return found
+        model = generative(self._model)
+        if model is None:
+            raise UnfitModel(f"{type(self._model).__name__} has no LM head")
+        return model.lm_head()
 
     @torch.no_grad()
     def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
