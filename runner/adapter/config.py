@@ -13,6 +13,11 @@ class AdapterConfig(ComponentConfig):
     group: ClassVar[str] = "adapter"
     trains_base: ClassVar[bool] = False  # whether the model's own weights are trainable
 
+    @property
+    def needs_whole_layers(self) -> str | None:
+        """The option that makes it depend on whole layers, which tensor parallelism and vLLM do not have; or None."""
+        return None
+
 
 class NoAdapterConfig(AdapterConfig):
     """Full fine-tuning: every parameter learns."""
@@ -41,6 +46,10 @@ class LoraConfig(AdapterConfig):
     )
     dora: bool = Field(default=False, description="Weight-decomposed adaptation (Liu et al., 2402.09353).")
     rslora: bool = Field(default=False, description="Rank-stabilised scale alpha/√rank (Kalajdzievski, 2312.03732).")
+
+    @property
+    def needs_whole_layers(self) -> str | None:
+        return "adapter.dora" if self.dora else None
 
 
 COMPONENTS = (NoAdapterConfig, LoraConfig)

@@ -23,11 +23,10 @@ from runner.model import dense
 from runner.model.build import DTYPES, Fit
 from runner.model.flops import ModelFlops
 from runner.model.ragged import RaggedModel
-from runner.parallelism.config import ZeroConfig
 from runner.parallelism.weight_scatter import META
 from runner.parallelism.world import World
 from runner.run_dir.folder import RunFolder
-from runner.spec.base import Head
+from runner.spec.base import Dtype, Head
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry, resolve
 from runner.trainer.learner import LocalLearner
@@ -50,8 +49,8 @@ def build_device(spec: JobSpec, decide: Decisions) -> Device:
 
 def _refuse_types(spec: JobSpec, device: Device) -> None:
     """Raise SpecError for every data type that is asked for and that the device cannot compute with."""
-    asked: dict[str, str] = {"model.dtype": spec.model.compute_dtype}
-    if spec.algorithm.rewarded and (reward := getattr(spec.reward, "dtype", None)):
+    asked: dict[str, Dtype] = {"model.dtype": spec.model.compute_dtype}
+    if spec.algorithm.rewarded and (reward := spec.reward.model_dtype()):
         asked["reward.dtype"] = reward
     asked |= {f"algorithm.{role}_dtype": one.dtype for role, one in spec.algorithm.frozen().items() if one.dtype}
     found = [
@@ -179,7 +178,7 @@ def build_learner(
     _settle_dropout(spec, model, world.copies, decide)
     optimizer = registry.factory(spec.optimizer)(spec.optimizer, parameters=model.trainable(), decide=decide)
     make: Callable[..., LocalLearner] = LocalLearner
-    if isinstance(spec.parallelism, ZeroConfig):
+    if spec.parallelism.deepspeed:
         from runner.parallelism.zero import Zero
         from runner.trainer.deepspeed_learner import ZeroLearner
 
@@ -229,7 +228,7 @@ def build_frozen(
         from runner.build.beforehand import build_cached
 
         return build_cached(spec, policy, device, world.peers, world.everyone, decide, cache_folder())
-    way = wanted.way or ("copy" if spec.adapter.name == "none" else "adapter")
+    way = wanted.way or ("copy" if spec.adapter.trains_base else "adapter")
     model: TrainableModel = policy
     during: Callable[[], AbstractContextManager[Any]] = nullcontext
     if wanted.path is not None:

@@ -24,17 +24,15 @@ from runner.core.tolerance import tolerance
 from runner.interfaces import Device, GenerativeModel, Learner, Sampler, TrainableModel
 from runner.model.build import DTYPES
 from runner.model.export import blanks
-from runner.parallelism.config import ZeroConfig
 from runner.parallelism.rollout_partition import FirstSampler, SharedSampler
 from runner.parallelism.world import World
 from runner.run_dir.folder import RunFolder
-from runner.sampler.base import DrawingConfig, JobSamplerConfig
+from runner.sampler.base import DrawingConfig
 from runner.sampler.journal import Journal
 from runner.sampler.probed import Probe
 from runner.sampler.remote.backends import Collectives
 from runner.sampler.remote.remotes import Remotes
 from runner.sampler.remote.secret import token
-from runner.sampler.server.config import VllmServerConfig
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.trainer.callbacks import Activity
@@ -92,7 +90,7 @@ def _remotes(spec: JobSpec, policy: GenerativeModel, device: Device, folder: Run
 
 def collectives_of(spec: JobSpec, device: Device) -> Collectives | None:
     """By which weights get from this process, or to it, over the network; None = over HTTP."""
-    if not isinstance(spec.sampler, JobSamplerConfig) or spec.sampler.transport != "collective":
+    if not spec.sampler.collective():
         return None
     return Collectives(device.backend.rpartition(":")[2], device.torch_device)
 
@@ -151,7 +149,7 @@ def build_publisher(
 def _sending(spec: JobSpec, learner: Learner, policy: GenerativeModel, world: World, folder: RunFolder) -> Route:
     place = world.place
     apart = spec.launch.samplers > 0 or spec.sampler.served  # rank 0 alone speaks to it
-    pieces = policy.whole.sharded or isinstance(world.config, ZeroConfig)
+    pieces = policy.whole.sharded or world.config.deepspeed
     own = not pieces and policy.module is policy.inner  # whole here, with nothing to be merged
     if not apart and own:  # an engine in the rank, which draws while that waits
         return Copied(partial(policy.published, "all"), handed=True)
@@ -164,8 +162,7 @@ def _sending(spec: JobSpec, learner: Learner, policy: GenerativeModel, world: Wo
 
 def _room(spec: JobSpec, size: tuple[int, int]) -> int:
     """Bytes for versions of which size[0] differ and size[1] do not: as many as the lag needs, and a server's own."""
-    beside = spec.sampler.copies() if isinstance(spec.sampler, VllmServerConfig) else 0
-    return (spec.algorithm.steps_ahead() + 1 + beside) * size[0] + size[1]
+    return (spec.algorithm.steps_ahead() + 1 + spec.sampler.copies()) * size[0] + size[1]
 
 
 def _first_here(world: World) -> int:
@@ -190,13 +187,13 @@ def _sent(
 
 def _engine_type(spec: JobSpec, policy: GenerativeModel) -> torch.dtype | None:
     """The data type that an engine of ours computes in; None = it is not ours to say."""
-    if not hasattr(spec.sampler, "dtype"):
-        return None
-    return DTYPES[spec.sampler.dtype] if spec.sampler.dtype else policy.compute_type
+    products = next(name for name, dtype in DTYPES.items() if dtype == policy.compute_type)
+    dtype = spec.sampler.weights_dtype(products)
+    return None if dtype is None else DTYPES[dtype]
 
 
 def _probe(spec: JobSpec, policy: GenerativeModel, device: Device) -> Probe:
     types = {policy.compute_type, _engine_type(spec, policy) or policy.inner.dtype}
     usual = tolerance(*map(device.matmul_precision, types)).logprobs
-    given = spec.sampler.probe if isinstance(spec.sampler, DrawingConfig) else None
+    given = spec.sampler.logprob_tolerance()
     return Probe.of(spec.seed, policy.bounds().vocabulary, usual if given is None else given)

@@ -27,6 +27,8 @@ class DeviceConfig(ComponentConfig):
     """Where tensors live and which kernels run."""
 
     group: ClassVar[str] = "device"
+    is_cpu: ClassVar[bool] = False  # the processor itself, whose memory is the host's
+    is_auto: ClassVar[bool] = False  # which device it is turns out where the job runs
     checks: ClassVar[str | None] = None
     """What `run doctor device=NAME` looks at, as "module:attribute": (name, function from Machine to Finding) pairs;
     None = the doctor's own."""
@@ -79,6 +81,7 @@ class CpuConfig(DeviceConfig):
 
     factory: ClassVar[str] = "runner.device.cpu:Cpu"
     name: Literal["cpu"] = "cpu"
+    is_cpu: ClassVar[bool] = True
     deterministic: bool = Field(
         default=True, description="Use deterministic kernels only, or fail; needed for exact resume."
     )
@@ -201,6 +204,7 @@ class AutoConfig(DeviceConfig):
 
     factory: ClassVar[str] = "runner.device.auto:pick"
     name: Literal["auto"] = "auto"
+    is_auto: ClassVar[bool] = True
 
     @property
     def default_dtype(self) -> Dtype:

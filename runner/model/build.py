@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from runner.core.errors import EnvironmentProblem
 from runner.model.precision import float32_modules
+from runner.spec.base import Dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def sha256(files: Iterable[Path]) -> str:
     return whole.hexdigest()
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HEADS = frozenset({"lm_head.weight", "score.weight"})  # what a model with the other head has instead
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 Fit = Callable[[nn.Module], None]

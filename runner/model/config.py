@@ -54,7 +54,7 @@ class ModelConfig(ComponentConfig):
         if self.activation_offloading and not self.gradient_checkpointing:
             text = "moves what goes into layers that are recomputed; type model.gradient_checkpointing=true, or leave"
             found.append(("model.activation_offloading", f"{text} it out"))
-        elif self.activation_offloading and job.device.name == "cpu":
+        elif self.activation_offloading and job.device.is_cpu:
             text = "device=cpu keeps activations in the host's memory already; leave it out"
             found.append(("model.activation_offloading", text))
         return found

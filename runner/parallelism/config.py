@@ -17,6 +17,7 @@ class ParallelismConfig(ComponentConfig):
 
     group: ClassVar[str] = "parallelism"
     factory: ClassVar[str] = "runner.parallelism.world:build"
+    deepspeed: ClassVar[bool] = False  # whether DeepSpeed keeps gradients and optimizer state
 
     def mesh(self, world: int) -> Mesh:
         """The grid of `world` ranks. Raises SpecError, with what would fit, where there is none."""
@@ -120,9 +121,9 @@ class MeshConfig(SeveralConfig):
         if found := super().problems(job):
             return found
         mesh = self.mesh(job.launch.world)
-        if mesh.tp > 1 and getattr(job.adapter, "dora", False):
+        if mesh.tp > 1 and (option := job.adapter.needs_whole_layers):
             text = "its norms are over whole layers, which tensor parallelism cuts; leave it out"
-            found.append(("adapter.dora", text))
+            found.append((option, text))
         if mesh.cp > 1 and job.model.layout == "padded":
             text = f"the rows that parallelism.cp={mesh.cp} shares out lie end to end; leave it out"
             found.append(("model.layout", text))
@@ -171,7 +172,7 @@ class ShardedConfig(MeshConfig):
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
-        if self.cpu_offload and job.device.name == "cpu":
+        if self.cpu_offload and job.device.is_cpu:
             found.append(("parallelism.cpu_offload", "device=cpu computes in the host's memory already; leave it out"))
         elif self.cpu_offload and not found and _whole_experts(self.mesh(job.launch.world)):
             text = "experts that are in no pieces stay on their device; leave it out, or type a smaller parallelism.ep"
@@ -231,6 +232,7 @@ class EpConfig(MeshConfig):
 class ZeroConfig(SeveralConfig):
     """DeepSpeed's ZeRO, from an extra."""
 
+    deepspeed: ClassVar[bool] = True
     stage: ClassVar[int]
 
     def mesh(self, world: int) -> Mesh:

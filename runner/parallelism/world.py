@@ -23,7 +23,7 @@ from runner.distributed.work_partition import ALONE, add_gradients, reached
 from runner.interfaces import Decide, Device, Gradients, Peers, Stage, TrainableModel
 from runner.parallelism import process_groups as groups
 from runner.parallelism.apply import Spreading
-from runner.parallelism.config import DdpConfig, MeshConfig, ParallelismConfig, SeveralConfig, ShardedConfig, ZeroConfig
+from runner.parallelism.config import DdpConfig, MeshConfig, ParallelismConfig, SeveralConfig, ShardedConfig
 from runner.parallelism.mesh import Mesh, sizes_of
 from runner.parallelism.process_groups import GroupPeers, Groups, StagePeers
 from runner.parallelism.weight_scatter import loaded
@@ -108,7 +108,7 @@ class World:
     @property
     def layout(self) -> str:
         """What makes the order of summation, in words."""
-        return f"{self.mesh}, {self.config.name}" if isinstance(self.config, ZeroConfig) else str(self.mesh)
+        return f"{self.mesh}, {self.config.name}" if self.config.deepspeed else str(self.mesh)
 
     def admit(self, architecture: Any) -> None:
         """Raise SpecError for a transformers config that does not divide as the mesh needs it."""
@@ -147,7 +147,7 @@ class World:
 
     def whole(self, model: TrainableModel) -> AbstractContextManager[Any]:
         """While `model` has whole weights, so that ranks may call it as often as each one needs."""
-        return model.gathered() if self.sharded or isinstance(self.config, ZeroConfig) else nullcontext()
+        return model.gathered() if self.sharded or self.config.deepspeed else nullcontext()
 
     def close(self) -> None:
         """End the process groups; every rank is here."""

@@ -23,6 +23,10 @@ class RewardConfig(ComponentConfig):
         """The same config; where it leaves the data type of a model open, with `dtype`."""
         return self
 
+    def model_dtype(self) -> Dtype | None:
+        """The data type of a model that scores; None = there is none, or it is left open."""
+        return None
+
     def columns(self) -> list[tuple[str, str]]:
         """(option, column) of each column of the data that it cannot score without; nothing of the user's is run."""
         return []

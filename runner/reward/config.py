@@ -220,6 +220,9 @@ class ModelRewardConfig(FallibleConfig):
     def with_dtype(self, dtype: Dtype) -> Self:
         return self.model_copy(update={"dtype": self.dtype or dtype})
 
+    def model_dtype(self) -> Dtype | None:
+        return self.dtype
+
     def absolute(self) -> Self:
         return self.model_copy(update={"path": absolute_if_local(self.path)})
 

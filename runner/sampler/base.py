@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from runner.spec.base import ComponentConfig
+from runner.spec.base import ComponentConfig, Dtype
 
 Stop = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -31,6 +31,23 @@ class SamplerConfig(ComponentConfig):
     def sent(self) -> tuple[Sent, ...]:
         """What an engine is sent of the policy: at every version, and, before the first one, for all of them."""
         return ()
+
+    def weights_dtype(self, products: Dtype) -> Dtype | None:
+        """The data type of an engine's weights, where that of the policy's matrix products is `products`; None = the
+        engine is not the job's."""
+        return None
+
+    def logprob_tolerance(self) -> float | None:
+        """Most that log-probabilities may differ from the trainer's after a sync, where it was set (`probe`)."""
+        return None
+
+    def copies(self) -> int:
+        """Versions of the weights that lie in this machine's memory beside those that the lag needs."""
+        return 0
+
+    def collective(self) -> bool:
+        """Whether weights get to it from card to card."""
+        return False
 
     def cards(self) -> int:
         """Devices that one process which only samples takes."""
@@ -84,6 +101,9 @@ class DrawingConfig(SamplerConfig):
     def patience_s(self) -> float:
         return PATIENCE_S if self.timeout_s is None else self.timeout_s
 
+    def logprob_tolerance(self) -> float | None:
+        return self.probe
+
     def answer_tokens(self) -> int:
         return self.max_new_tokens
 
@@ -99,6 +119,9 @@ class JobSamplerConfig(DrawingConfig):
         description="How weights get to samplers on other machines: http, or collective = from card to card, by NCCL "
         "or HCCL (gloo on the CPU); null = http.",
     )
+
+    def collective(self) -> bool:
+        return self.transport == "collective"
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         if self.transport is None:

@@ -94,9 +94,9 @@ class VllmServerConfig(DrawingConfig):
 
     def _sent(self, job: Any, understood: bool) -> list[tuple[str, str]]:
         found = []
-        if self.sync == "adapter" and job.adapter.name == "none":
+        if self.sync == "adapter" and job.adapter.trains_base:
             found.append(("sampler.sync", "adapter=none has no adapter to send; type sampler.sync=reload"))
-        if self.sync == "adapter" and getattr(job.adapter, "dora", False):
+        if self.sync == "adapter" and job.adapter.needs_whole_layers:
             found.append(("sampler.sync", "vLLM knows no DoRA; type sampler.sync=reload"))
         if understood and self.folder is None and urlsplit(self.url).hostname not in LOOPBACK:
             text = f"{urlsplit(self.url).hostname} may be another machine; set sampler.folder=PATH, seen by both"

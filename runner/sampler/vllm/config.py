@@ -58,6 +58,9 @@ class VllmSamplerConfig(JobSamplerConfig):
     def cards(self) -> int:
         return self.tp
 
+    def weights_dtype(self, products: Dtype) -> Dtype | None:
+        return self.dtype or products
+
     def preflight_here(self) -> None:
         from runner.sampler.vllm.need import need_vllm  # here, because every command reads this module
 
@@ -67,7 +70,7 @@ class VllmSamplerConfig(JobSamplerConfig):
         return [*super().problems(job), *self._placing(job), *self._sending(job), *self._computing(job)]
 
     def _placing(self, job: Any) -> Iterator[tuple[str, str]]:
-        own, cpu = job.launch.samplers > 0, job.device.name == "cpu"
+        own, cpu = job.launch.samplers > 0, job.device.is_cpu
         if self.tp > 1 and not own:
             text = "an engine over several devices has processes of its own; set launch.samplers, or leave it out"
             yield "sampler.tp", text
@@ -87,9 +90,9 @@ class VllmSamplerConfig(JobSamplerConfig):
     def _sending(self, job: Any) -> Iterator[tuple[str, str]]:
         if self.sync != "adapter":
             return
-        if job.adapter.name == "none":
+        if job.adapter.trains_base:
             yield "sampler.sync", "adapter=none has no adapter to send; type sampler.sync=merged"
-        elif getattr(job.adapter, "dora", False):
+        elif job.adapter.needs_whole_layers:
             yield "sampler.sync", "vLLM knows no DoRA; type sampler.sync=merged"
 
     def _computing(self, job: Any) -> Iterator[tuple[str, str]]:
@@ -100,11 +103,11 @@ class VllmSamplerConfig(JobSamplerConfig):
         if not COLDEST <= self.temperature <= HOTTEST:
             text = f"vLLM draws at {COLDEST} to {HOTTEST}, and takes colder for {COLDEST} without a word"
             yield "sampler.temperature", f"{text}; give one of these"
-        if self.eager is False and job.device.name == "cpu":
+        if self.eager is False and job.device.is_cpu:
             yield "sampler.eager", "the CPU captures no graphs; leave it out"
         heads, groups = getattr(job.model, "heads", 0), getattr(job.model, "kv_heads", 0)  # of a folder vLLM says it
         size = job.model.hidden_size // heads if heads else CPU_HEADS[0]
-        if job.device.name == "cpu" and size not in CPU_HEADS:
+        if job.device.is_cpu and size not in CPU_HEADS:
             text = f"vLLM's attention on the CPU has no heads of {size} numbers, but of 32, 64 …; take fewer heads"
             yield "model.heads", text
         if heads % self.tp:
