@@ -11,15 +11,18 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 from safetensors import SafetensorError
 
 from runner.core.errors import StorageError
 from runner.core.fsync_io import reason
-from runner.interfaces import TrainableModel
 from runner.run_dir.folder import shown
 from runner.spec.job import JobSpec
+
+if TYPE_CHECKING:  # it brings torch, which may be broken
+    from runner.interfaces import TrainableModel
 
 CARD = "README.md"
 

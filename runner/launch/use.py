@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from runner import build
 from runner.checkpoint.reader import Loaded
 from runner.core.auto_choices import Decisions
 from runner.core.errors import CheckpointError, DataError, EnvironmentProblem, SpecError
 from runner.data.tokenise import special_ends
-from runner.interfaces import GenerativeModel
 from runner.launch.export import write_export
 from runner.launch.local import status
 from runner.run_dir.folder import RunFolder, locked, shown
 from runner.run_dir.resume_compatibility import PromptStyle, refuse_changed_model, refuse_changed_spec
 from runner.spec.job import JobSpec
 from runner.trainer.learner_state import load_parameters
+
+if TYPE_CHECKING:  # it brings torch, which may be broken
+    from runner.interfaces import GenerativeModel
 
 SETTABLE = ("device", "model.path", "model.trust_remote_code")  # what a use may set of a run's spec
 

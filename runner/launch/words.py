@@ -13,15 +13,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runner.core.rank_info import Place
-from runner.interfaces import TrainableModel
 from runner.parallelism.config import ZeroConfig
 from runner.run_dir.folder import shown
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
 from runner.tracker.text import counted, number, rate
+
+if TYPE_CHECKING:  # it brings torch, which may be broken
+    from runner.interfaces import TrainableModel
 
 LONGEST_EXAMPLE = 100  # characters of a prompt that is offered to be typed
 NO_EXAMPLE = '"…"'
