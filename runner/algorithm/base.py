@@ -14,7 +14,7 @@ class Frozen(NamedTuple):
 
     way: the model with its adapter off, or a frozen copy of what it starts from; None = off where there is an adapter;
         cached = what either says of all that the run asks for, computed before the first step
-    path: another model, by folder or hub id, instead of either; the option of its role's name says it
+    path: another model, by folder or hub id, instead of either; option: says it
     revision: of the hub; dtype: of its weights, None = that of the matrix products
     """
 
@@ -22,6 +22,7 @@ class Frozen(NamedTuple):
     path: str | None = None
     revision: str | None = None
     dtype: Dtype | None = None
+    option: str | None = None
 
 
 class AlgorithmConfig(ComponentConfig):
@@ -124,6 +125,54 @@ class ComparingConfig(AlgorithmConfig):
         description="Keep the dropout of model and adapter where the policy learns: noise, as what it is compared with "
         "has none.",
     )
+    models: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "reference": {"path": "reference_path", "revision": "reference_revision", "dtype": "reference_dtype"}
+    }
+    reference_path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Another model as the reference: a folder, a run, recipe:NAME, which is run first, or a hub id; "
+        "null = the weights that this job starts from.",
+    )
+    reference_revision: str | None = Field(
+        default=None, description="Branch, tag or commit of such a reference on the hub; null = its default branch."
+    )
+    reference_dtype: Dtype | None = Field(
+        default=None, description="Data type of its weights, and that it computes in; null = model.dtype."
+    )
+
+    def first_models(self) -> Mapping[str, str]:
+        own = {"reference_path": self.reference_path} if self.reference_path else {}
+        return {**super().first_models(), **own}
+
+    def absolute(self) -> Self:
+        path = self.reference_path and absolute_if_local(self.reference_path)
+        return super().absolute().model_copy(update={"reference_path": path})
+
+    def referred(self, way: Literal["adapter", "copy", "cached"] | None) -> Frozen:
+        """The reference: another model, or, in this way, what the job starts from."""
+        if self.reference_path is None:
+            return Frozen(way)
+        path, revision, dtype = self.reference_path, self.reference_revision, self.reference_dtype
+        return Frozen(path=path, revision=revision, dtype=dtype, option="reference_path")
+
+    def reference_problems(self, way: str | None, job: Any) -> list[tuple[str, str]]:
+        """What is wrong with the reference, which is wanted in this way."""
+        if self.reference_path is None:
+            text = "belongs to algorithm.reference_path; give that, or leave it out"
+            set_ = {"reference_revision": self.reference_revision, "reference_dtype": self.reference_dtype}
+            found = [(f"algorithm.{name}", text) for name, value in set_.items() if value is not None]
+        elif way is not None:
+            text = f"algorithm.reference={way} is of what the job starts from; leave one of them out"
+            found = [("algorithm.reference_path", text)]
+        elif "reference" not in self.frozen():
+            found = [("algorithm.reference_path", f"this algorithm={self.name} has no reference model; leave it out")]
+        else:
+            found = []
+        if way == "adapter" and job.adapter.name == "none":
+            text = "there is no adapter to switch off; type adapter=lora, or algorithm.reference=copy"
+            found.append(("algorithm.reference", text))
+        return found
 
     def drops_out(self) -> bool:
         return self.dropout
@@ -142,6 +191,9 @@ class ComparingConfig(AlgorithmConfig):
 class TaughtConfig(AlgorithmConfig):
     """What learns from a teacher: another model with the same tokenizer, which only scores."""
 
+    models: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "teacher": {"path": "teacher", "revision": "teacher_revision", "dtype": "teacher_dtype"}
+    }
     teacher: str = Field(
         min_length=1,
         description="The teacher: a model's folder, a run, recipe:NAME, which is run first, or a hub id.",
@@ -155,11 +207,11 @@ class TaughtConfig(AlgorithmConfig):
     )
 
     def frozen(self) -> Mapping[str, Frozen]:
-        teacher = Frozen(path=self.teacher, revision=self.teacher_revision, dtype=self.teacher_dtype)
+        teacher = Frozen(path=self.teacher, revision=self.teacher_revision, dtype=self.teacher_dtype, option="teacher")
         return {**super().frozen(), "teacher": teacher}
 
     def first_models(self) -> Mapping[str, str]:
         return {**super().first_models(), "teacher": self.teacher}
 
     def absolute(self) -> Self:
-        return self.model_copy(update={"teacher": absolute_if_local(self.teacher)})
+        return super().absolute().model_copy(update={"teacher": absolute_if_local(self.teacher)})

@@ -223,7 +223,7 @@ def build_frozen(
     decide: Decisions,
 ) -> FrozenModel:
     """The reference: the policy with its adapter off, or a copy of what it starts from, in its data type, so that both
-    say the same before the first step; the teacher: another model."""
+    say the same before the first step; a teacher, or a reference with a path: another model."""
     if wanted.way == "cached":
         from runner.build.beforehand import build_cached
 
@@ -256,9 +256,9 @@ def _refuse_unlike_passes(model: TrainableModel, policy: GenerativeModel, world:
 def build_teacher(
     spec: JobSpec, role: str, wanted: Frozen, tokenizer: Any, device: Device, world: World, decide: Decisions
 ) -> Any:
-    """Another model than the job's, with the same tokenizer; the option of its role's name says which."""
+    """Another model than the job's, with the same tokenizer."""
     build = resolve("runner.model.teacher:build")
-    key, seed = f"algorithm.{role}", derive(spec.seed, role)
+    key, seed = f"algorithm.{wanted.option or role}", derive(spec.seed, role)
     options = {"tokenizer": tokenizer, "seed": seed, "decide": decide, "longest": longest_row(spec), "key": key}
     options |= {"dtype": wanted.dtype, "admit": world.admit}
 

@@ -56,7 +56,7 @@ def with_other_models(spec: JobSpec) -> JobSpec:
 
 def _other_model(spec: JobSpec, option: str, path: str) -> str:
     """The absolute folder or hub id that `path`, which an option of the algorithm says, stands for."""
-    key, revision = f"algorithm.{option}", f"{option}_revision"
+    key, revision = f"algorithm.{option}", f"{option.removesuffix('_path')}_revision"
     if path.startswith(RECIPE):
         where = _run_first(spec, path.removeprefix(RECIPE), key, own_model=True)
     elif is_hub_id(path) and "/" not in path:

@@ -62,5 +62,5 @@ def refuse_other_vocabulary(path: str, key: str, teachers: Any, students: Any) -
         return
     raise EnvironmentProblem(
         f"{key}={path}: its tokenizer is not the student's: {what}\n"
-        "  distillation compares probabilities of the same ids: give a teacher with the student's tokenizer"
+        "  probabilities of the same ids are compared: give a model with the tokenizer of the one that learns"
     )

@@ -170,3 +170,25 @@ def test_memory_that_nobody_wrote_is_not_filled_where_kernels_are_deterministic(
     Cpu(CpuConfig(), decide=Decisions()).prepare()
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.utils.deterministic.fill_uninitialized_memory
+
+
+def test_a_reference_with_a_path_is_that_model(workdir: Path) -> None:
+    """The weights that the job starts from, given by their path, score as their copy does; others score otherwise."""
+    words = ["algorithm=grpo", "algorithm.kl=k3", "sampler=torch", "reward=exact", "data=demo", "model=tiny_half"]
+
+    def reference(more: str, seed: int = 0) -> torch.Tensor:
+        spec = compose_job([*words, f"seed={seed}", more]).spec
+        decide, tokenizer = Decisions(), build_tokenizer(spec)
+        device = build_device(spec, decide)
+        policy = build_model(spec, tokenizer, device, decide, world=alone())
+        if not Path("mine").exists():
+            policy.inner.save_pretrained("mine")
+            tokenizer.save_pretrained("mine")
+        wanted = spec.algorithm.frozen()["reference"]
+        model = parts.build_frozen(spec, "reference", wanted, policy, tokenizer, device, alone(), decide)
+        return model.forward(batch(), LOGPROBS)["logprobs"]
+
+    own = reference("algorithm.reference=copy")
+    given = reference("algorithm.reference_path=mine", seed=1)
+    assert torch.equal(own, given)
+    assert not torch.allclose(own, reference("algorithm.reference=copy", seed=1))

@@ -128,7 +128,7 @@ class PolicyConfig(ComparingConfig):
     )
 
     def frozen(self) -> Mapping[str, Frozen]:
-        return {} if self.kl == "none" else {"reference": Frozen(self.reference)}
+        return {} if self.kl == "none" else {"reference": self.referred(self.reference)}
 
     def steps_ahead(self) -> int:
         return self.lag
@@ -216,10 +216,7 @@ class PolicyConfig(ComparingConfig):
                 "reward": f"{self.kl} has no gradient in expectation as a loss; type algorithm.kl=k3, or",
             }
             found.append(("algorithm.kl", f"{reasons[place]} kl_place={place} for {self.kl}"))
-        if self.reference == "adapter" and job.adapter.name == "none":
-            found.append(
-                ("algorithm.reference", "there is no adapter to switch off; type adapter=lora, or reference=copy")
-            )
+        found += self.reference_problems(self.reference, job)
         if self.ratio == "sequence" and self.aggregation != "seq_mean_token_mean":
             found.append(
                 ("algorithm.aggregation", f"a sequence ratio needs seq_mean_token_mean, not {self.aggregation}")
@@ -337,6 +334,7 @@ class OpdConfig(TaughtConfig, PolicyConfig):
     """On-policy distillation: the student samples, and each token is worth log p_teacher − log p_student."""
 
     factory: ClassVar[str] = "runner.algorithm.policy.optimisation:build"
+    models: ClassVar[Mapping[str, Mapping[str, str]]] = {**TaughtConfig.models, **PolicyConfig.models}
     rewarded: ClassVar[bool] = False
     name: Literal["opd"] = "opd"
     group_size: int = Field(default=1, ge=1, description="Answers sampled per prompt.")

@@ -24,14 +24,10 @@ class PreferenceConfig(ComparingConfig):
     )
 
     def frozen(self) -> Mapping[str, Frozen]:
-        return {"reference": Frozen(self.reference)}
+        return {"reference": self.referred(self.reference)}
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        found = super().problems(job)
-        if self.frozen() and self.reference == "adapter" and job.adapter.name == "none":
-            text = "there is no adapter to switch off; type adapter=lora, or algorithm.reference=copy"
-            found.append(("algorithm.reference", text))
-        return found
+        return super().problems(job) + self.reference_problems(self.reference if self.frozen() else None, job)
 
 
 @with_options

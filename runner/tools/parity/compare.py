@@ -34,6 +34,7 @@ OWN = (
     "model.trust_remote_code",
     "data.path",
     "algorithm.teacher",
+    "algorithm.reference_path",
 )
 SAME_WEIGHTS = {False: 1e-9, True: 2.0**-8}  # largest relative distance; of different data types: bfloat16's rounding
 SMALL_GRADIENT = 0.1  # of the root mean square of the gradients' norms: below it a gradient is judged by that
