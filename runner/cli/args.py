@@ -34,7 +34,7 @@ VERBS = {
     "parity": "whether another device computes the same; `run parity --record cpu`, then `--compare FILE device=npu`",
 }
 WORDS = {
-    "run": "+recipe=NAME, group=option, group.key=value",
+    "run": "+recipe=NAME or FILE.yaml, group=option, group.key=value",
     "list": "a group",
     "explain": "a key, a group, or group=option",
     "schema": "job or recipe",
@@ -72,7 +72,7 @@ class _Parser(argparse.ArgumentParser):
 def _about_flags(message: str) -> str:
     """What to type instead of an unknown word with dashes."""
     if "--config" in message.split():
-        return "; a config file of yours is a recipe: recipes/NAME.yaml here, chosen with +recipe=NAME"
+        return "; a config file of yours is a recipe, chosen by its path: +recipe=FILE.yaml"
     flag = next((word for word in message.split() if word.startswith("--")), "")
     dashed = flag.replace("_", "-").partition("=")[0]
     if dashed in FLAGS_OF_VERBS and dashed != flag:
@@ -129,9 +129,9 @@ def is_override(word: str) -> bool:
 
 
 def _unknown_verb(word: str) -> str:
-    recipe = Path(word).stem if Path(word).suffix in (".yaml", ".yml") else word
-    if any((place / f"{recipe}.yaml").is_file() for place in (Path("recipes"), recipes_dir())) or recipe != word:
-        return f"no verb named '{word}'; a recipe (a file in ./recipes) is run with: run +recipe={recipe}"
+    by_name = any((place / f"{word}.yaml").is_file() for place in (Path("recipes"), recipes_dir()))
+    if by_name or Path(word).suffix in (".yaml", ".yml"):
+        return f"no verb named '{word}'; a recipe (a name, or a file's path) is run with: run +recipe={word}"
     if "." in word:
         return f"no verb named '{word}'; to set it: run {word}=VALUE; to read about it: run explain {word}"
     meant = suggest.nearest(word, VERBS)
@@ -156,6 +156,8 @@ def _run(parser: argparse.ArgumentParser) -> None:
     _config_dir(parser)
     parser.add_argument("--spec", type=Path, help="a run's folder or its spec.yaml: that job again")
     parser.add_argument("--folder", type=_path, help="where the run leaves its files (a new folder below outputs/)")
+    about = "what a job is composed of (defaults), and where its files are looked for (searchpath); runs nothing"
+    parser.add_argument("--info", help=about)
     about = "a sweep: a job for each combination of values, e.g. -m seed=1,2,3; see run sweep --help"
     parser.add_argument("--multirun", "-m", action="store_true", help=about)
 

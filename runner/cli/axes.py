@@ -28,9 +28,9 @@ from pydantic import ValidationError
 
 from runner.checkpoint.config import direction
 from runner.cli.compose import Draft
+from runner.cli.config_sources import GROUP
 from runner.cli.files import SWEEP
-from runner.cli.overrides import Typed, problem
-from runner.cli.sources import GROUP
+from runner.cli.overrides import Typed, problem, with_home
 from runner.core.errors import Problem
 from runner.spec import suggest
 from runner.spec.origin import COMMAND_LINE, leaves, origin_of
@@ -126,7 +126,7 @@ def sweeps_in(words: Sequence[str], loader: ConfigLoader) -> tuple[list[Override
     parser = OverridesParser.create()
     for word in words:
         try:
-            override = parser.parse_override(word)
+            override = parser.parse_override(with_home(word))
         except HydraException:
             fixed.append(word)
             continue

@@ -5,6 +5,7 @@ eval "$(run -sc install=bash)"        and the shell then asks: run -sc query=bas
 
 from __future__ import annotations
 
+import glob
 import io
 import os
 from argparse import Namespace
@@ -20,10 +21,11 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.algorithm.registered import plug_ins
 from runner.cli.args import ACTIONS, VERBS, UsageError, flags_of, is_override
 from runner.cli.conf import BESIDE
-from runner.cli.sources import GROUP, options, session
+from runner.cli.config_sources import GROUP, SUFFIXES
+from runner.cli.sources import options, session
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
-from runner.spec.schema import groups_of, model_schema, sections
+from runner.spec.schema import MODEL, groups_of, model_schema, packages_of, sections
 
 COMMANDS = ("install", "uninstall", "query")
 NAMING = ("resume", "status", "infer", "export", "report", "diff", "sweep")  # verbs that name a run, or a sweep
@@ -42,8 +44,9 @@ def answer(args: Namespace) -> int:
             return 0
         line = os.environ.get("COMP_LINE", "run ")
         values = _values(line.split(" ")[-1])
-        found = values or query(plugin, line) + _recipes(line, options(loader.get_sources(), GROUP))
-        found += _added(line.split(" ")[-1])
+        sources = loader.get_sources()
+        found = values or query(plugin, line) + _recipes(line, options(sources, GROUP))
+        found += _second(line.split(" ")[-1], options(sources, MODEL)) + _added(line.split(" ")[-1])
     print(("\n" if shell == "fish" else " ").join(sorted(set(found))))
     return 0
 
@@ -116,7 +119,21 @@ def _few(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _recipes(line: str, names: Sequence[str]) -> list[str]:
-    """`recipe=x` and `+recipe=x`, those in folders included."""
+    """`recipe=x` and `+recipe=x`, those in folders included, and files."""
     word = line.split(" ")[-1]
     key, equals, start = word.partition("=")
-    return [f"{key}={name}" for name in names if name.startswith(start)] if equals and key.lstrip("+") == GROUP else []
+    if not equals or key.lstrip("+") != GROUP:
+        return []
+    files = [f"{path}/" if os.path.isdir(path) else path for path in glob.glob(f"{glob.escape(start)}*") if start]
+    known = [name for name in names if name.startswith(start)]
+    return [f"{key}={name}" for name in [*known, *(file for file in files if file.endswith(("/", *SUFFIXES)))]]
+
+
+def _second(word: str, models: Sequence[str]) -> list[str]:
+    """`model@OPTION=` for each option that takes a second model, and the models for it."""
+    key, equals, start = word.partition("=")
+    known = [f"{MODEL}@{package}" for package in packages_of(default_registry())]
+    if equals:
+        return [f"{key}={name}" for name in models if key.lstrip("+") in known and name.startswith(start)]
+    plus = "+" if word.startswith("+") else ""
+    return [f"{plus}{name}=" for name in known if "@" in word and f"{plus}{name}".startswith(word)]

@@ -15,17 +15,20 @@ from typing import Any
 
 import yaml
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.default_element import ResultDefault
 from omegaconf import DictConfig, OmegaConf
 
+from runner.cli.config_sources import GROUP, SWEEPER, fault, is_file_name
 from runner.cli.files import SWEEP, Files, Uncomposable, compose_files, is_sweep, line_of, misplaced, worded
 from runner.cli.overrides import SWEEP_ALONE, Typed, apply, check, escaped, problem, read, resolve, with_demo
-from runner.cli.sources import GROUP, options, recipes, session
+from runner.cli.sources import options, recipes, session
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
-from runner.spec.decode import decode, unknown_name
+from runner.spec.decode import decode, unknown_name, with_origins
 from runner.spec.job import RECIPE, JobSpec
 from runner.spec.origin import COMMAND_LINE, leaves, origin_of
 from runner.spec.registry import Registry, default_registry
 from runner.spec.schema import groups_of
+from runner.spec.second_model import with_second_models
 
 
 def unknown_stages(spec: JobSpec, origins: Mapping[str, str]) -> list[Problem]:
@@ -37,8 +40,11 @@ def unknown_stages(spec: JobSpec, origins: Mapping[str, str]) -> list[Problem]:
     if not named:
         return []
     known = recipes()
-    wrong = {key: unknown_name(GROUP, name, known) for key, name in named.items() if name not in known}
-    return [Problem(key, message, origin_of(key, origins)) for key, message in wrong.items()]
+    wrong = {
+        key: fault(name) if is_file_name(name) else "" if name in known else unknown_name(GROUP, name, known)
+        for key, name in named.items()
+    }
+    return [Problem(key, message, origin_of(key, origins)) for key, message in wrong.items() if message]
 
 
 SPEC = "spec.yaml"
@@ -65,6 +71,7 @@ class Draft:
     problems: list[Problem]
     unsure: frozenset[str] = frozenset()  # groups whose choice was a mistake: what else is said of them may be wrong
     notes: tuple[str, ...] = ()
+    entries: tuple[ResultDefault, ...] = ()  # Hydra's defaults list, the first merged first
     sweep: Mapping[str, Any] = field(default_factory=dict)  # what the files say of a sweep, with who said it
     sweep_origins: Mapping[str, str] = field(default_factory=dict)
 
@@ -83,7 +90,8 @@ def compose_job(words: Sequence[str], config_dir: Path | None = None, more: More
     drafted = draft(words, config_dir)
     if others := more(drafted):
         drafted = draft([*words, *others], config_dir)
-    unused = dict.fromkeys(drafted.sweep_origins.values())
+    said_by = drafted.sweep_origins.values()
+    unused = dict.fromkeys([who for who in said_by if not who.startswith(SWEEPER)] or said_by)
     said = tuple(f"{who}: its section {SWEEP} is for run -m; this is one run" for who in unused)
     drafted = replace(drafted, notes=drafted.notes + said)
     return finish(drafted, default_registry())
@@ -110,9 +118,11 @@ def re_draft(spec_yaml: Path, overrides: Sequence[str], config_dir: Path | None 
     if any(t.key == GROUP for t in choices):
         problems.append(Problem(GROUP, "a spec is a whole job already; it takes single overrides", COMMAND_LINE))
         choices = [t for t in choices if t.key != GROUP]
+    notes: tuple[str, ...] = ()
     if choices or config_dir:
-        problems += _sections(choices, registry, config, origins, config_dir)
-    return _overlaid(Files(config, origins), typed, problems)
+        wrong, notes = _sections(choices, registry, config, origins, config_dir)
+        problems += wrong
+    return replace(_overlaid(Files(config, origins), typed, problems), notes=notes)
 
 
 def draft(words: Sequence[str], config_dir: Path | None = None) -> Draft:
@@ -175,6 +185,8 @@ def finish(drafted: Draft, registry: Registry) -> Composed:
 def _doubtful(problem: Problem, unsure: frozenset[str], registry: Registry) -> bool:
     """Whether a problem may only come from the component that was taken in place of an unknown one."""
     group, _, key = problem.key.partition(".")
+    if problem.key in unsure:
+        return True
     if group in unsure:
         return not key or any(key in cls.model_fields for cls in registry.classes(group).values())
     return any(f"{name}=" in problem.message for name in unsure)
@@ -187,10 +199,11 @@ def _checked(
     kept, problems = [], []
     unsure: set[str] = set()
     for choice in choices:
-        good, wrong = check(choice, known(choice.key))
+        group, _, package = choice.key.partition("@")
+        good, wrong = check(choice, known(group))
         problems += wrong
         if wrong:
-            unsure.update(groups if choice.key == GROUP else [choice.key])
+            unsure.update(groups if choice.key == GROUP else [package or choice.key])
         if good:
             kept.append(good)
     return kept, problems, frozenset(unsure)
@@ -210,8 +223,10 @@ def _overlaid(files: Files, typed: Sequence[Typed], problems: Sequence[Problem])
     of_files = {key: who for key, who in files.origins.items() if not key.startswith("hydra.")}
     origins = of_files | {key: COMMAND_LINE for t in values for key in _touched(t, of_files)}
     data, broken = resolve(files.config, origins)
-    drafted = Draft(data, origins, [t.line for t in typed], found + broken)
-    return replace(drafted, sweep=files.sweep, sweep_origins=files.sweep_origins)
+    data, translated, wrong_model = with_second_models(data, origins, default_registry())
+    broken += with_origins(wrong_model, origins)
+    drafted = Draft(data, translated, [t.line for t in typed], found + broken)
+    return replace(drafted, entries=files.entries, sweep=files.sweep, sweep_origins=files.sweep_origins)
 
 
 def _touched(typed: Typed, origins: Mapping[str, str]) -> set[str]:
@@ -228,8 +243,8 @@ def _is_choice(key: str) -> bool:
 
 def _sections(
     choices: Sequence[Typed], registry: Registry, config: DictConfig, origins: dict[str, str], config_dir: Path | None
-) -> list[Problem]:
-    """Put newly chosen components in place of a spec's."""
+) -> tuple[list[Problem], tuple[str, ...]]:
+    """Put newly chosen components in place of a spec's; returns what is wrong with them, and the lines to tell."""
     with session(registry, config_dir) as loader:
         known = partial(options, loader.get_sources())
         kept, problems, _ = _checked(choices, known, groups_of(registry))
@@ -238,11 +253,12 @@ def _sections(
         except Uncomposable as error:
             raise SpecError([*problems, error.problem]) from error
     for choice in kept:
-        for key in [k for k in origins if k.startswith(f"{choice.key}.")]:
+        section = choice.key.rpartition("@")[2]
+        for key in [k for k in origins if f"{k}.".startswith(f"{section}.")]:
             del origins[key]
-        config[choice.key] = files.config[choice.key]
-        origins |= {k: who for k, who in files.origins.items() if k.startswith(f"{choice.key}.")}
-    return problems
+        OmegaConf.update(config, section, OmegaConf.select(files.config, section), merge=False)
+        origins |= {k: who for k, who in files.origins.items() if k.startswith(f"{section}.")}
+    return problems, files.notes if kept else ()
 
 
 def _load_spec(path: Path) -> DictConfig:

@@ -16,16 +16,20 @@ from hydra.core.config_loader import ConfigLoader
 
 from runner.cli.axes import Axis, axes_in, decode, recipe_axes, recipe_space, space_in
 from runner.cli.compose import Composed, Composer, Draft, finish, re_draft
+from runner.cli.config_sources import GROUP
 from runner.cli.files import SWEEP
 from runner.cli.overrides import read
-from runner.cli.sources import GROUP, session
+from runner.cli.sources import session
 from runner.core.errors import Problem, SpecError
 from runner.run_dir.manifest import fingerprint
 from runner.spec.registry import default_registry
 from runner.sweep.config import SweepConfig
 from runner.sweep.space import Dimension, Search
 
-HYDRAS_SWEEPERS = {"hydra/sweeper=optuna": "sweep.search=optuna"}  # what users of Hydra's plug-in type
+HYDRAS_SWEEPERS = {  # what users of Hydra's plug-in type
+    "hydra/sweeper=optuna": "sweep.search=optuna",
+    "hydra/sweeper=basic": "sweep.search=null",
+}
 LISTS = (f"{SWEEP}.metric", f"{SWEEP}.metric_mode")
 MOST_JOBS = 10_000
 MOST_NAMED = 3  # jobs that a problem names, of those that have it

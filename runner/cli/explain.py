@@ -13,7 +13,8 @@ from runner.algorithm.registered import choices, functions
 from runner.cli.args import UsageError, is_override
 from runner.cli.compose import Draft, draft, finish
 from runner.cli.conf import BESIDE, scalar
-from runner.cli.sources import GROUP, options, plain, session
+from runner.cli.config_sources import GROUP
+from runner.cli.sources import options, plain, session
 from runner.core.errors import SpecError
 from runner.interfaces.losses import Registration
 from runner.spec import suggest

@@ -17,8 +17,8 @@ import yaml
 
 from runner.cli.args import UsageError, is_override
 from runner.cli.compose import SPEC, Composed, Draft, More, compose_job, no_more, re_decode
+from runner.cli.config_sources import GROUP
 from runner.cli.overrides import TRUST
-from runner.cli.sources import GROUP
 from runner.core.rank_info import VARIABLES
 from runner.spec.job import JobSpec
 
@@ -30,7 +30,11 @@ USABLE = re.compile(rf"[+]*(?:device(?:\.\w+)?=|model\.path=|{re.escape(TRUST)})
 
 
 def run(args: Namespace) -> int:
-    """Start a job, or print it with --cfg job."""
+    """Start a job; with --cfg job print it, with --info say what it is composed of."""
+    if args.info:
+        from runner.cli import listing
+
+        return listing.info(args)
     if args.multirun:
         from runner.cli import sweep
 

@@ -12,20 +12,32 @@ from pathlib import Path
 from hydra.plugins.config_source import ConfigSource
 
 from runner.cli.args import VERBS, UsageError, parser_of
+from runner.cli.compose import Composer
 from runner.cli.conf import BESIDE, choices, scalar
-from runner.cli.sources import GROUP, holders, options, session
+from runner.cli.config_sources import GROUP, file_of, holders, label
+from runner.cli.sources import options, session
+from runner.core.errors import SpecError
 from runner.spec import suggest
 from runner.spec.registry import Registry, default_registry
 from runner.spec.schema import groups_of, job_schema, recipe_schema
 from runner.sweep.config import SweepConfig
 
+INFO = {  # Hydra's other words after --info
+    "config": "the job is printed by: run --cfg job …",
+    "all": "there is --info defaults, --info searchpath, and for the job itself: run --cfg job …",
+    "defaults-tree": "--info defaults says of each file in which one it was chosen",
+    "plugins": "what there is, plug-ins included, is listed by: run list",
+}
+ROOT = "<root>"  # what Hydra calls the parent of job.yaml
+PROVIDERS = {"main": "shipped", "runner": "shipped", "files": "+recipe=FILE", "schema": "components without a file"}
+PLACES = {"files": "any file, by its path", "schema": "structured://"}
 # A full stop before a capital letter, but not that of an initial or of an abbreviation.
 SENTENCE_END = re.compile(r"(?<!\b[A-Z])(?<!\bDr)(?<!\bal)(?<!\be\.g)(?<!\bi\.e)\. (?=[A-Z])")
 SWEEP_FIELDS = [(name, info) for name, info in SweepConfig.model_fields.items() if name != "over"]
 SWEEPS = """start a sweep
   run -m +recipe=sft_demo optimizer.lr=1e-4,3e-4 seed=1,2,3     a job for each combination
   run -m +recipe=a,b 'seed=range(1,4)'                          recipes, ranges, globs: Hydra's grammar
-  run -m +recipe=mine                                           a recipe with a section sweep.over
+  run -m +recipe=mine                                           a recipe with a section sweep.over; or a search
   run -m --spec outputs/latest seed=1,2,3                       the job of a run, varied
   run -m hydra/sweeper=optuna sweep.trials=20 'optimizer.lr=tag(log,interval(1e-5,1e-2))'     a search (docs/sweeps.md)
   run -m --cfg job …                                            print the jobs (of a search: its corners), run nothing
@@ -34,14 +46,16 @@ EXAMPLES = """examples
   run                                            the demo, on this machine, in under 90 s
   run algorithm=sft data=file data.path=my.jsonl model=hf model.path=/models/Qwen3-0.6B
   run +recipe=sft_demo optimizer.lr=1e-3         the command line beats the recipe
+  run +recipe=exp/mine.yaml                      a recipe by its file's path
   run --cfg job +recipe=sft_demo                 print the job, run nothing
+  run --info defaults +recipe=sft_demo           the files that it is composed of
   run --spec outputs/latest/spec.yaml seed=1     the job of a run, again
   run +recipe=sft_demo launch.devices=4 parallelism=ddp     one job on four devices (docs/parallelism.md)
   run -m +recipe=sft_demo seed=1,2,3             a sweep (run sweep --help)
   eval "$(run -sc install=bash)"                 tab completion (bash, zsh, fish)
 
 any verb --help (its options and their defaults), --debug (tracebacks), --version
-run      --cfg job, --spec FILE, --config-dir FOLDER, --folder FOLDER, -m/--multirun
+run      --cfg job, --info defaults|searchpath, --spec FILE, --config-dir FOLDER, --folder FOLDER, -m/--multirun
 resume   --cfg job
 status   --json
 infer    --file PROMPTS, --checkpoint STEP|best, --max-new-tokens, --temperature, --top-p, --seed, device=NAME
@@ -108,12 +122,50 @@ def schema(args: Namespace) -> int:
     return 0
 
 
+def info(args: Namespace) -> int:
+    """`run --info defaults|searchpath`. Raises UsageError with what says the same where Hydra has another word."""
+    if args.info not in ("defaults", "searchpath"):
+        instead = INFO.get(args.info, "there is --info defaults and --info searchpath")
+        raise UsageError(f"run --info {args.info}: {instead}")
+    if args.multirun or args.spec:
+        raise UsageError("--info is about one job and its files; leave --multirun and --spec out")
+    with session(default_registry(), args.config_dir) as loader:
+        sources = loader.get_sources()
+        if args.info == "searchpath":
+            _columns([("provider", "search path"), *((PROVIDERS.get(s.provider, s.provider), url(s)) for s in sources)])
+            return 0
+        drafted = Composer(loader).draft(args.words)
+        rows = [("config", "package", "file", "chosen in")]
+        for entry in drafted.entries:
+            path = str(entry.config_path)
+            file = file_of(holders(sources, path)[0], path)
+            parent = label(entry.parent, sources) if entry.parent not in (None, path, ROOT) else ""
+            rows.append((label(path, sources), entry.package or "_global_", file, parent))
+    _columns(rows)
+    for note in drafted.notes:
+        print(f"\nnote: {note}")
+    if drafted.problems:
+        raise SpecError(drafted.problems)
+    return 0
+
+
+def url(source: ConfigSource) -> str:
+    """Where a source looks, as a user would say it."""
+    return PLACES.get(source.provider) or (source.path if source.path.startswith("/") else source.full_path())
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+
 def about(sources: Sequence[ConfigSource], group: str, name: str, registry: Registry) -> str:
     """The first sentence on an option: of its class's docstring, or of the first comment of its file."""
     if cls := registry.classes(group).get(name):
         return first_sentence((cls.__doc__ or "").strip().splitlines())
     source = holders(sources, f"{group}/{name}")[0]
-    path = Path(source.path, name if group == GROUP else f"{group}/{name}").with_suffix(".yaml")
+    path = Path(file_of(source, f"{group}/{name}"))
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     comments = [line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), lines)]
     said = [c for c in comments if not c.startswith(("@", "yaml-language-server"))]

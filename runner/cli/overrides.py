@@ -20,11 +20,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from runner.cli.sources import GROUP
+from runner.cli.config_sources import GROUP, fault, is_file_name, named
 from runner.core.errors import Problem, SecurityRefusal
 from runner.spec import suggest
 from runner.spec.decode import MISSING, unknown_name
 from runner.spec.origin import COMMAND_LINE, leaves, origin_of
+from runner.spec.registry import default_registry
+from runner.spec.schema import MODEL, packages_of
 
 DEMO = "sft_demo"
 TRUST = "model.trust_remote_code="  # a run's spec.yaml may not say so: whoever uses the run says it again
@@ -81,9 +83,16 @@ def _parse(word: str) -> Override | Problem:
         key, equals, value = word.partition("=")
         if value.startswith("~/") and "'" not in value:  # a quoted word, or a shell that expands none after an equals
             return _parse(f"{key}='{Path(value).expanduser()}'")
+        if (at_home := with_home(word)) != word:
+            return _parse(at_home)
         if not equals:
             return problem(word, f"not an override; write {word.lstrip('+~')}=VALUE")
         return problem(key.lstrip("+"), f"cannot read {value or 'an empty value'}; quote it: '{key}=\"{value}\"'")
+
+
+def with_home(word: str) -> str:
+    """A word with the home folder in place of each ~/ that begins one of several values."""
+    return re.sub(r"(?<=[=,\[])~/", f"{Path.home()}/", word)
 
 
 def _judge(override: Override, word: str, groups: Collection[str]) -> Typed | Problem:
@@ -95,7 +104,9 @@ def _judge(override: Override, word: str, groups: Collection[str]) -> Typed | Pr
         return problem(
             word, "nothing can be removed; set another value, or leave it out in a copy of the recipe in ./recipes"
         )
-    if override.package is not None or "/" in key:
+    if override.package is not None:
+        return _second(override, word)
+    if "/" in key:
         return problem(word, f"there is no such group; groups are {', '.join(groups)}")
     if override.is_sweep_override():
         several = f"{override.get_value_string()} is several values"
@@ -105,6 +116,20 @@ def _judge(override: Override, word: str, groups: Collection[str]) -> Typed | Pr
     if choice and isinstance(value, list) and key != GROUP:
         return problem(key, "takes one choice, not a list")
     return Typed(word, key, "null" if choice and value is None else value, choice)
+
+
+def _second(override: Override, word: str) -> Typed | Problem:
+    """The choice of a second model, for an option that takes one (model@algorithm.teacher=hf), or why not."""
+    group, package, value = override.key_or_group, str(override.package), override.value()
+    known = packages_of(default_registry())
+    if group != MODEL or package not in known:
+        meant = suggest.nearest(f"{group}@{package}", [f"{MODEL}@{one}" for one in known])
+        hint = f"; did you mean '{meant}'?" if meant else ""
+        there = ", ".join(f"{MODEL}@{one}" for one in known)
+        return problem(word, f"nothing takes {group}@{package}{hint} (a second model is chosen with {there})")
+    if not isinstance(value, str):
+        return problem(f"{group}@{package}", "takes one choice")
+    return Typed(word, f"{group}@{package}", value, True)
 
 
 def with_demo(typed: Sequence[Typed]) -> tuple[list[Typed], tuple[str, ...]]:
@@ -121,19 +146,27 @@ def check(choice: Typed, known: Collection[str]) -> tuple[Typed | None, list[Pro
     """The choice with the nearest name where one is unknown (None if nothing is near), and a problem for each."""
     kept, problems = [], []
     for name in choice.names:
+        if choice.key == GROUP and is_file_name(name):
+            wrong = fault(name)
+            kept += [] if wrong else [named(name)]
+            problems += [problem(GROUP, wrong)] if wrong else []
+            continue
         if name in known:
             kept.append(name)
             continue
-        meant = suggest.name(choice.key, name, known)
+        group = choice.key.partition("@")[0]
+        meant = suggest.name(group, name, known)
         kept += [meant] if meant else []
-        problems.append(problem(choice.key, unknown_name(choice.key, name, known) + _as_path(choice.key, name)))
+        problems.append(problem(choice.key, unknown_name(group, name, known) + _as_path(choice.key, name)))
     value = kept if choice.key == GROUP else kept[0] if kept else None
     return (Typed(choice.line, choice.key, value, True) if kept else None), problems
 
 
 def _as_path(group: str, name: str) -> str:
-    if group == GROUP and Path(name).suffix in (".yaml", ".yml"):
-        return f"; a file in ./recipes is chosen by its name: +{GROUP}={Path(name).stem}"
+    if group == GROUP and Path(f"{name}.yaml").expanduser().is_file():
+        return f"; a file is chosen by its path: +{GROUP}={name}.yaml"
+    if "@" in group and ("/" in name or "." in name):
+        return f"; a path is given with {group.partition('@')[2]}={name}"
     member = {"model": "hf", "data": "file"}.get(group)
     return (
         f"; a path is given with {group}={member} {group}.path={name}"

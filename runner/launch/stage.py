@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from runner.spec.origin import leaves
 
 STAGE = "RUNNER_STAGE"  # set in the environment of a recipe that is run first
 STAGES = OUTPUTS / "stages"
+PLAIN_NAME = re.compile(r"[\w./-]+")
 HOW_IT_IS_WATCHED = ("name", "tracker", "watch", "strict")  # what changes nothing of the result
 LAYOUT = ("launch", "parallelism")  # nor does this, up to the order of summation
 KEY_CHARACTERS = 16
@@ -60,10 +62,16 @@ def words_of(recipe: str, spec: Mapping[str, Any], *, own_model: bool) -> list[s
     """What is typed for a recipe that a job (`spec`, plain data) has run first: on the job's device, and on its model
     unless the recipe has its own."""
     groups = ("device", "tracker") if own_model else ("device", "model", "tracker")
-    words = [f"+recipe={recipe}", f"seed={spec['seed']}"]
+    words = [f"+recipe={_quoted(recipe)}", f"seed={spec['seed']}"]
     for group in groups:
         words += [f"{group}={spec[group]['name']}", *_options(group, spec[group])]
     return words
+
+
+def _quoted(recipe: str) -> str:
+    """A recipe's name, or its file's path, in the grammar of the command line."""
+    path = recipe.replace("\\", "\\\\").replace("'", "\\'")
+    return recipe if PLAIN_NAME.fullmatch(recipe) else f"'{path}'"
 
 
 def layout_of(words: Sequence[str], spec: Mapping[str, Any]) -> tuple[list[str], str]:
@@ -94,7 +102,8 @@ def _options(group: str, values: Mapping[str, Any]) -> list[str]:
 
 def folder_of(recipe: str, words: Sequence[str]) -> Path:
     """Where the stage that these words describe is kept. Raises StageFailed where they describe none."""
-    return STAGES / recipe / key_of(words)
+    name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe  # a file may be anywhere
+    return STAGES / name / key_of(words)
 
 
 def key_of(words: Sequence[str]) -> str:

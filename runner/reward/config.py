@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -210,6 +211,7 @@ class ModelRewardConfig(FallibleConfig):
     """A trained reward model: a sequence classifier with one label, which scores prompt and answer."""
 
     factory: ClassVar[str] = "runner.reward.model:build"
+    models: ClassVar[Mapping[str, Mapping[str, str]]] = {"path": {"path": "path", "dtype": "dtype"}}
     name: Literal["model"] = "model"
     path: str = Field(min_length=1, description="Folder or hub id of the reward model; safetensors only.")
     dtype: Dtype | None = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
@@ -43,6 +44,7 @@ class ComponentConfig(Config):
 
     group: ClassVar[str]
     factory: ClassVar[str]
+    models: ClassVar[Mapping[str, Mapping[str, str]]] = {}  # option that takes a model: a model's option → our own
     name: str = Field(description="Which registered component of this group to use.")
 
     @classmethod

@@ -205,7 +205,7 @@ def _with_way_out(problems: list[Problem], chosen: Classes, keys: Keys) -> list[
         return problems
     place = max(left, key=lambda i: (problems[i].key.startswith("algorithm."), i))
     problem, group = problems[place], problems[place].key.partition(".")[0]
-    cls, recipe = chosen[group], problem.origin.partition("/")[2]
+    cls, recipe = chosen[group], problem.origin[len("recipe/") :]  # or "recipe FILE"
     assert cls is not None  # it is left over from another one
     way = f"the recipe sets it for another {group}: take a recipe of {group}={cls.component_name()} (run list recipes)"
     text = f"{problem.message}; {way}, or a copy of {recipe} in ./recipes without it"
@@ -218,7 +218,7 @@ def _left_over(problem: Problem, chosen: Classes, keys: Keys) -> bool:
     cls = chosen.get(group)
     others = {option for options in keys.options.get(group, {}).values() for option in options}
     known = others - cls.model_fields.keys() if cls else set[str]()
-    return problem.origin.startswith("recipe/") and leaf in known
+    return problem.origin.startswith(("recipe/", "recipe ")) and leaf in known
 
 
 def _with_device_defaults(job: JobSpec) -> JobSpec:

@@ -13,6 +13,7 @@ from runner.spec.base import ComponentConfig
 from runner.spec.job import JobSpec
 from runner.spec.registry import Registry, default_registry
 
+MODEL = "model"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
@@ -20,6 +21,13 @@ def groups_of(registry: Registry) -> tuple[str, ...]:
     """The groups that a job has, in the order of its fields."""
     known = registry.groups()
     return tuple(name for name in JobSpec.model_fields if name in known)
+
+
+def packages_of(registry: Registry) -> tuple[str, ...]:
+    """The options that take a second model, by their dotted keys."""
+    groups = groups_of(registry)
+    found = (f"{group}.{name}" for group in groups for cls in registry.classes(group).values() for name in cls.models)
+    return tuple(dict.fromkeys(found))
 
 
 def sections() -> dict[str, type[BaseModel]]:
@@ -80,6 +88,10 @@ def recipe_schema(
             field["anyOf"] = field.pop("oneOf")
     del schema["required"]
     overrides = {f"override /{group}": {"enum": names} for group, names in options.items()}
+    second = {
+        f"/{MODEL}@{package}": {"enum": options[MODEL]} for package in packages_of(registry or default_registry())
+    }
+    overrides |= second | {f"override {key}": value for key, value in second.items()}
     choice = {"type": "object", "properties": overrides, "additionalProperties": False, "maxProperties": 1}
     defaults = {
         "description": "Which component each group uses; a plain name extends another recipe.",

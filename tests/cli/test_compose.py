@@ -117,13 +117,6 @@ def test_own_conf_adds_presets(workdir: Path) -> None:
     assert composed.origins["data.path"] == "data/mine"
 
 
-def test_a_file_hidden_by_a_shipped_one_is_pointed_out(workdir: Path) -> None:
-    recipe(workdir / "conf/optimizer", "adamw", "name: adamw\nlr: 9\n")
-    composed = compose_job(["data=demo"])
-    assert composed.spec.optimizer.lr == 1e-5
-    assert any("optimizer/adamw" in note and "hidden" in note for note in composed.notes)
-
-
 def test_a_preset_without_a_component_is_told_to_extend_one(workdir: Path) -> None:
     recipe(workdir / "conf/data", "mine", "path: my.jsonl\neval_path: held_out.jsonl\n")
     [problem] = problems("data=mine")
@@ -179,7 +172,7 @@ def test_all_mistakes_of_a_command_line_come_together(workdir: Path) -> None:
         ("data=my.jsonl", "data", "a path is given with data=file data.path=my.jsonl"),
         ("device.name=npu", "device.name", "a component is chosen with device=npu"),
         ("optimizer={name: sgd}", "optimizer.name", "a component is chosen with optimizer=sgd"),
-        ("+recipe=recipes/mine.yaml", "recipe", "chosen by its name: +recipe=mine"),
+        ("+recipe=recipes/mine.yaml", "recipe", "no file recipes/mine.yaml: there is no folder recipes"),
         ("data.path=a,b", "data.path", "write a list as 'data.path=[a,b]'"),
         ("name=my run", "name", "expected a text of at most 80 letters, digits, '.', '_' and '-'"),
         ("model.dtype=bf16", "model.dtype", "did you mean 'bfloat16'?"),
@@ -192,7 +185,7 @@ def test_all_mistakes_of_a_command_line_come_together(workdir: Path) -> None:
         ("hydra.run.dir=x", "hydra.run.dir", "Hydra's own settings are not used"),
         ("hydra/launcher=x", "hydra/launcher", "Hydra's own settings are not used"),
         ("optimizer/x=3", "optimizer/x=3", "there is no such group"),
-        ("optimizer@foo=sgd", "optimizer@foo=sgd", "there is no such group"),
+        ("optimizer@foo=sgd", "optimizer@foo=sgd", "nothing takes optimizer@foo"),
         ("data.path=a(b", "data.path", "quote it: 'data.path=\"a(b\"'"),
         ("foo=1", "foo", "not an option of a job"),
         ("o=1", "o", "not an option of a job"),
@@ -266,6 +259,8 @@ def test_one_mistake_in_a_recipe_names_the_file(text: str, key: str, message: st
         (b"- 1", "expected the sections of a job"),
         (b"defaults: [bad]", "in a circle"),
         (b"defaults: 3", "defaults"),
+        (b"3", "recipes/bad.yaml: Invalid loaded object type"),
+        (b"# @package a b", "recipes/bad.yaml: Too many components"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(content: bytes, message: str, workdir: Path) -> None:

@@ -249,7 +249,7 @@ def _settings(page: Page, run: Run) -> None:
     """What the command line and recipes set; the whole spec is in spec.yaml."""
     values = dict(leaves(run.spec))
     chosen = {key: who for key, who in run.set_by.items() if key in values and who not in FILES and "/" not in who}
-    chosen |= {key: who for key, who in run.set_by.items() if key in values and who.startswith("recipe/")}
+    chosen |= {key: who for key, who in run.set_by.items() if key in values and who.startswith("recipe")}
     if not run.typed and not chosen:
         return  # a whole spec was run as it was
     page.head("What was set")

@@ -1,0 +1,254 @@
+"""Folders and single files as Hydra's sources of config files.
+
+A file may extend the one of the same name that it overrides, which Hydra knows no name for:
+
+    conf/optimizer/adamw.yaml, `defaults: [adamw, _self_]`  ──▶  optimizer/adamw~  ──▶  the next one in the search path
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePosixPath
+
+from hydra.core.object_type import ObjectType
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from runner.core.paths import conf_dir, recipes_dir
+from runner.run_dir.folder import shown
+from runner.spec import suggest
+
+JOB = "job"
+GROUP = "recipe"
+SWEEPER = "hydra/sweeper"
+SHIPPED = "shipped"
+NEXT = "~"  # optimizer/adamw~ is the second optimizer/adamw of the search path, optimizer/adamw~~ the third
+FILE = ":"  # recipe/:/FOLDER/exp.yaml is a file, wherever it is
+SUFFIXES = (".yaml", ".yml")
+MOST_NAMED = 12  # files of a folder that a message names
+
+
+class FolderSource(ConfigSource):
+    """The YAML files of a folder: conf/<group>/<name>.yaml."""
+
+    after: Sequence[ConfigSource] = ()  # the sources after this one in the search path
+
+    @staticmethod
+    def scheme() -> str:
+        return "conf"
+
+    def available(self) -> bool:
+        return Path(self.path).is_dir()
+
+    def is_group(self, config_path: str) -> bool:
+        place = self.place(config_path)
+        return place is not None and place.is_dir()
+
+    def is_config(self, config_path: str) -> bool:
+        return self.holder(config_path) is not None
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        name = config_path.rstrip(NEXT)
+        holder = self.holder(config_path)
+        if holder is None:
+            raise ConfigLoadError(f"no file in {self.path}: {config_path}")
+        result = holder.read(name) if isinstance(holder, FolderSource) else holder.load_config(name)
+        following = config_path + NEXT
+        if self.holder(following) is not None:  # else a file that extends itself is a circle
+            _replace(result.config, name, following)
+        return result
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        place = self.place(config_path)
+        found: list[str] = []
+        if place is None:
+            return found
+        for name in sorted(os.listdir(place)):
+            if name.endswith(".yaml") or (place / name).is_dir():
+                self._list_add_result(found, f"{config_path}/{name}", name, results_filter)
+        return sorted(set(found))
+
+    def holder(self, config_path: str) -> ConfigSource | None:
+        """The source whose file a config path names: this one, or, for `name~`, one after it."""
+        name = config_path.rstrip(NEXT)
+        if not self.has_file(name):
+            return None
+        held = [self, *(source for source in self.after if source.is_config(name))]
+        depth = len(config_path) - len(name)
+        return held[depth] if depth < len(held) else None
+
+    def has_file(self, name: str) -> bool:
+        place = self.place(self._normalize_file_name(name))
+        return place is not None and os.path.isfile(place)
+
+    def read(self, name: str) -> ConfigResult:
+        """The content of a file of this folder. Raises ConfigLoadError, which names it."""
+        place = self.place(self._normalize_file_name(name))
+        assert place is not None  # is_config was asked
+        try:
+            with place.open(encoding="utf-8") as file:
+                header = self._get_header_dict(file.read())
+                file.seek(0)
+                config = OmegaConf.load(file)
+        except UnicodeDecodeError as error:
+            raise ConfigLoadError(f"{place}: not UTF-8 (byte {error.start})") from error
+        except (OSError, ValueError) as error:
+            raise ConfigLoadError(f"{place}: {error}") from error
+        if PurePosixPath(name).parts[0] == GROUP:
+            # A recipe is about the whole job, also when its author forgot to say so.
+            header["package"] = header["package"] or "_global_"
+        return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header=header)
+
+    def place(self, config_path: str) -> Path | None:
+        """The file or folder of a config path, whether it exists or not; None outside of this source."""
+        return None if ".." in PurePosixPath(config_path).parts else Path(self.path, config_path)
+
+
+class RecipesSource(FolderSource):
+    """The YAML files of a folder, and of the folders in it, as the config group `recipe`."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "recipes"
+
+    def is_group(self, config_path: str) -> bool:
+        return self.available() if config_path == "" else super().is_group(config_path)
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        if config_path == "":
+            return [GROUP] if results_filter != ObjectType.CONFIG else []
+        return super().list(config_path, results_filter)
+
+    def place(self, config_path: str) -> Path | None:
+        parts = PurePosixPath(config_path).parts
+        return None if parts[:1] != (GROUP,) or ".." in parts else Path(self.path, *parts[1:])
+
+
+class RecipeFileSource(FolderSource):
+    """Any YAML file as a recipe, by its absolute path. What it extends is a file beside it, else a recipe by name."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "recipe-file"
+
+    def is_group(self, config_path: str) -> bool:
+        return False
+
+    def read(self, name: str) -> ConfigResult:
+        result = super().read(name)
+        file = self.place(self._normalize_file_name(name))
+        defaults = defaults_of(result.config)
+        for index, entry in enumerate(defaults):
+            if file is not None and isinstance(entry, str) and not entry.startswith(("/", "_self_")):
+                beside = file.parent / self._normalize_file_name(entry)
+                if beside == file or not beside.is_file():
+                    defaults[index] = f"/{GROUP}/{entry}"
+        return result
+
+    def place(self, config_path: str) -> Path | None:
+        start = f"{GROUP}/{FILE}"
+        return Path(config_path.removeprefix(start)) if config_path.startswith(start) else None
+
+    @staticmethod
+    def _normalize_file_name(filename: str) -> str:
+        return filename if filename.endswith(SUFFIXES) else f"{filename}.yaml"
+
+
+def is_file_name(recipe: str) -> bool:
+    """Whether a recipe is named by its file's path."""
+    return recipe.endswith(SUFFIXES)
+
+
+def named(recipe: str) -> str:
+    """The name of the recipe in a file, as a member of the group."""
+    return f"{FILE}{os.path.abspath(os.path.expanduser(recipe))}"
+
+
+def fault(recipe: str) -> str:
+    """Why there is no recipe at this path, and what there is; empty if there is one."""
+    path = Path(os.path.abspath(os.path.expanduser(recipe)))
+    if os.path.isfile(path):
+        return ""
+    if os.path.isdir(path):
+        return f"{recipe} is a folder, not a file" + _there(path, "")
+    folder = next(place for place in path.parents if os.path.isdir(place))
+    own = Path("recipes", f"{path.stem}.yaml")
+    by_name = f"; the one in ./recipes is +{GROUP}={path.stem}" if own.is_file() and own.absolute() != path else ""
+    if folder != path.parent:
+        return f"no file {recipe}: there is no folder {shown(path.parent)}{by_name}" + _there(folder, "")
+    return f"no file {recipe}{by_name}" + _there(folder, path.name)
+
+
+def _there(folder: Path, name: str) -> str:
+    """The recipes and folders of a folder, and the one that was probably meant."""
+    try:
+        entries = sorted(e.name + ("/" if e.is_dir() else "") for e in os.scandir(folder) if e.name[0] != ".")
+    except OSError as error:
+        return f"; {shown(folder)} cannot be read: {error.strerror}"
+    found = [entry for entry in entries if entry.endswith(("/", *SUFFIXES))]
+    meant = suggest.nearest(name, [entry for entry in found if entry[-1] != "/"]) if name else None
+    hint = f"; did you mean '{meant}'?" if meant else ""
+    more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    return f"{hint} (in {shown(folder)}: {', '.join(found[:MOST_NAMED]) or 'neither recipes nor folders'}{more})"
+
+
+def holders(sources: Iterable[ConfigSource], config_path: str) -> list[ConfigSource]:
+    """The sources that have a config of this path; the first is the one used."""
+    return [source for source in sources if source.is_config(config_path)]
+
+
+def folders_named(config_path: str, sources: Iterable[ConfigSource]) -> list[str]:
+    """Folders that stand where the file of a config would be."""
+    places = (s.place(f"{config_path}.yaml") for s in sources if isinstance(s, FolderSource))
+    return [shown(place) for place in places if place is not None and place.is_dir()]
+
+
+def file_of(source: ConfigSource, config_path: str) -> str:
+    """The file of a config that a source has, as a user would type it; the source's URL where it is no file."""
+    if isinstance(source, FolderSource):
+        holder = source.holder(config_path)
+        if holder is not None and holder is not source:
+            return file_of(holder, config_path.rstrip(NEXT))
+        place = source.place(source._normalize_file_name(config_path))
+        return shown(place.absolute()) if place is not None else source.full_path()
+    if source.scheme() == "file":
+        return shown(Path(source.path, f"{config_path}.yaml"))
+    return source.full_path()
+
+
+def owner_of(source: ConfigSource, config_path: str) -> str:
+    """Whose a config is: `shipped`, or its file."""
+    if isinstance(source, FolderSource) and (holder := source.holder(config_path)) not in (None, source):
+        return owner_of(holder, config_path.rstrip(NEXT)) if holder else ""
+    shipped = source.path in (str(conf_dir()), str(recipes_dir()))
+    return SHIPPED if shipped else file_of(source, config_path)
+
+
+def label(config_path: str, sources: Iterable[ConfigSource]) -> str:
+    """A config path as the user knows it."""
+    start = f"{GROUP}/{FILE}"
+    if config_path.startswith(start):
+        file = config_path.removeprefix(start)
+        return f"{GROUP} {shown(Path(file if file.endswith(SUFFIXES) else f'{file}.yaml'))}"
+    if config_path.endswith(NEXT) and (held := holders(sources, config_path)):
+        return f"{config_path.rstrip(NEXT)} ({owner_of(held[0], config_path)})"
+    return config_path
+
+
+def defaults_of(config: object) -> ListConfig:
+    """The defaults list of a file; an empty one where it has none, or something else by that name."""
+    found = config.get("defaults") if isinstance(config, DictConfig) else None
+    return found if isinstance(found, ListConfig) else ListConfig([])
+
+
+def _replace(config: object, name: str, following: str) -> None:
+    """Let what a config extends by its own name be the `following` one of that name."""
+    defaults = defaults_of(config)
+    group = name.rpartition("/")[0]
+    for index, entry in enumerate(defaults):
+        if isinstance(entry, str):
+            written, at, package = entry.partition("@")
+            target = written[1:] if written.startswith("/") else f"{group}/{written}".lstrip("/")
+            if target == name:
+                defaults[index] = f"{written}{following.removeprefix(name)}{at}{package}"
