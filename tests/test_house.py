@@ -10,6 +10,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -288,3 +289,80 @@ def test_the_wheel_carries_conf_and_recipes(tmp_path: Path) -> None:
     assert {str(p.relative_to(ROOT)) for p in MODULES} <= names
     assert {str(p.relative_to(ROOT)) for p in (ROOT / "runner").rglob("page.*")} <= names  # a report's style and script
     assert not [n for n in names if n.startswith(("tests/", "conf/", "recipes/", "simulators/")) or "npu_sim" in n]
+
+
+GROUPS = {path.parent.name for path in (ROOT / "runner").glob("*/config.py")}
+# What still asks another component's config by type or name, and what names devices, each for a reason.
+ASKED_BY_NAME = {
+    "runner/build/samplers.py: isinstance DrawingConfig",  # samplers in processes of their own take its options
+    "runner/cli/job.py: composed.spec.launch.name == task.NAME",  # a job that Slurm queues is submitted before all else
+    "runner/cli/sweep.py: isinstance WandbConfig",
+    "runner/launch/stages.py: getattr(spec.algorithm, revision, None)",  # the option belongs to a path of the same name
+    "runner/optimizer/config.py: job.parallelism.name in self.layouts",  # names that the message lists
+    "runner/parallelism/config.py: job.device.name not in ('auto', *DEEPSPEED_DEVICES)",
+    "runner/tools/plan/estimate.py: spec.device.name == 'npu'",  # a fault of vllm-ascend alone
+    "runner/tools/plan/model.py: isinstance SmallConfig",
+    "runner/tools/plan/model.py: isinstance HfConfig",
+    "runner/tools/plan/words.py: spec.launch.name == 'ray'",
+}
+NAMES_DEVICES = {
+    "runner/launch/slurm/commands.py", "runner/launch/slurm/submission.py", "runner/launch/slurm/task.py",
+    "runner/optimizer/adamw8bit.py", "runner/optimizer/optimizers.py", "runner/parallelism/config.py",
+    "runner/parallelism/fsdp.py", "runner/parallelism/world.py", "runner/sampler/vllm/arguments.py",
+    "runner/spec/suggest.py", "runner/sweep/executor.py", "runner/sweep/executors/ray.py",
+    "runner/tools/plan/estimate.py",
+}  # fmt: skip
+
+
+def config_group(node: ast.AST) -> str | None:
+    """The group of `spec.GROUP` or `job.GROUP` in a chain of attributes."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    names.insert(0, node.id if isinstance(node, ast.Name) else "")
+    found = [group for owner, group in pairwise(names) if owner in ("spec", "job")]
+    return found[0] if found and found[0] in GROUPS else None
+
+
+def asked_by_name(package: str, tree: ast.Module, configs: dict[str, str]) -> Iterator[str]:
+    """Where a module asks the config of another package by its type, its name, or for an attribute it may not have."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            if node.func.id == "isinstance":
+                types = node.args[1].elts if isinstance(node.args[1], ast.Tuple) else [node.args[1]]
+                names = [one.id for one in types if isinstance(one, ast.Name)]
+                yield from (f"isinstance {name}" for name in names if configs.get(name, package) != package)
+            elif node.func.id in ("getattr", "hasattr") and config_group(node.args[0]) not in (None, package):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Compare):
+            sides = (node.left, *node.comparators)
+            chains = [side for side in sides if isinstance(side, ast.Attribute) and side.attr == "name"]
+            if any(config_group(side) not in (None, package) for side in chains):
+                yield ast.unparse(node)
+
+
+def test_a_config_is_asked_by_method() -> None:
+    """What a component means for others, its config says; a plug-in's component can then answer too."""
+    trees = {path.relative_to(ROOT): parse(path) for path in MODULES}
+    configs = {
+        node.name: path.parts[1]
+        for path, tree in trees.items()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
+    }
+    found = {f"{path}: {text}" for path, tree in trees.items() for text in asked_by_name(path.parts[1], tree, configs)}
+    assert found == ASKED_BY_NAME
+    planted = ast.parse("isinstance(x, HfConfig); getattr(job.model, 'path', 0); spec.reward.name == 'sum'")
+    assert len(list(asked_by_name("launch", planted, configs))) == 3
+
+
+def test_few_modules_name_devices() -> None:
+    naming = {
+        str(path.relative_to(ROOT))
+        for path in MODULES
+        if any(isinstance(node, ast.Constant) and node.value in ("cuda", "npu") for node in ast.walk(parse(path)))
+    }
+    assert {
+        name for name in naming if not name.startswith(("runner/device/", "runner/tools/doctor/", "runner/cli/doctor"))
+    } == NAMES_DEVICES

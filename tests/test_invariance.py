@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 import torch
 
-from runner.adapter import full, lora
+from runner.adapter import lora
 from runner.adapter.config import LoraConfig, NoAdapterConfig
 from runner.algorithm.sft import CrossEntropy
 from runner.core.batch import Batch, pack, with_totals
@@ -58,7 +58,7 @@ def learner(budget: int, layout: str, checkpointing: bool, kind: str, adapter: s
                 if "lora_B" in name:
                     torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
     else:
-        model = full.attach(NoAdapterConfig(), model, decide=lambda *words: None)
+        model = lora.train_all(NoAdapterConfig(), model, decide=lambda *words: None)
     if kind == "adamw64":
         model.module.double()
     parameters = list(model.trainable().values())

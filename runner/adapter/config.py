@@ -14,6 +14,11 @@ class AdapterConfig(ComponentConfig):
     trains_base: ClassVar[bool] = False  # whether the model's own weights are trainable
 
     @property
+    def dropout_rate(self) -> float:
+        """The rate of dropout on what goes into it."""
+        return 0.0
+
+    @property
     def needs_whole_layers(self) -> str | None:
         """The option that makes it depend on whole layers, which tensor parallelism and vLLM do not have; or None."""
         return None
@@ -46,6 +51,10 @@ class LoraConfig(AdapterConfig):
     )
     dora: bool = Field(default=False, description="Weight-decomposed adaptation (Liu et al., 2402.09353).")
     rslora: bool = Field(default=False, description="Rank-stabilised scale alpha/√rank (Kalajdzievski, 2312.03732).")
+
+    @property
+    def dropout_rate(self) -> float:
+        return self.dropout
 
     @property
     def needs_whole_layers(self) -> str | None:

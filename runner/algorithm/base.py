@@ -29,6 +29,7 @@ class AlgorithmConfig(ComponentConfig):
     """How a step learns, and the one batch vocabulary."""
 
     group: ClassVar[str] = "algorithm"
+    scores_within_passes: ClassVar[bool] = False  # a frozen model is run between the learner's own passes
     items: ClassVar[ItemKind] = "sft"  # what it learns from
     learns_all: ClassVar[bool] = False  # every token of an item, and not its answers only
     samples: ClassVar[bool] = False  # whether it needs a sampler
@@ -43,6 +44,11 @@ class AlgorithmConfig(ComponentConfig):
         ge=1,
         description="Tokens that are on a device at once; changes memory and speed, never the update.",
     )
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Answers to each prompt of a step."""
+        return 1
 
     @classmethod
     def extended(cls) -> type[Self]:
@@ -169,7 +175,7 @@ class ComparingConfig(AlgorithmConfig):
             found = [("algorithm.reference_path", f"this algorithm={self.name} has no reference model; leave it out")]
         else:
             found = []
-        if way == "adapter" and job.adapter.name == "none":
+        if way == "adapter" and job.adapter.trains_base:
             text = "there is no adapter to switch off; type adapter=lora, or algorithm.reference=copy"
             found.append(("algorithm.reference", text))
         return found
@@ -182,7 +188,7 @@ class ComparingConfig(AlgorithmConfig):
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
-        if not self.dropout and getattr(job.adapter, "dropout", 0) > 0:
+        if not self.dropout and job.adapter.dropout_rate > 0:
             text = f"algorithm={self.name} learns without dropout; leave it out, or type algorithm.dropout=true"
             found.append(("adapter.dropout", text))
         return found

@@ -28,7 +28,7 @@ class CptConfig(AlgorithmConfig):
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
-        if getattr(job.data, "loss_on", "assistant") != "assistant":
+        if job.data.chooses_tokens:
             found.append(("data.loss_on", "algorithm=cpt learns every token; leave it out, or type algorithm=sft"))
         return found
 
@@ -38,6 +38,7 @@ class DistillConfig(TaughtConfig):
 
     factory: ClassVar[str] = "runner.algorithm.distillation:build"
     explains: ClassVar[str | None] = "runner.algorithm.explain:distillation"
+    scores_within_passes: ClassVar[bool] = True
     name: Literal["distill"] = "distill"
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
         default="forward_kl", description="KL(teacher ‖ student), KL(student ‖ teacher), or what lies between them."

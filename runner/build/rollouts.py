@@ -34,7 +34,7 @@ def _instead(spec: JobSpec, key: str, name: str, meant: str) -> str:
     """What to do about a column that is not there; a function names its columns itself."""
     if not key.endswith(".path"):
         return f"type {key}={meant}"
-    renaming = f", or the column: 'data.columns={{{meant}: {name}}}'" if hasattr(spec.data, "columns") else ""
+    renaming = f", or the column: 'data.columns={{{meant}: {name}}}'" if spec.data.renames_columns else ""
     return f"rename the argument{renaming}"
 
 

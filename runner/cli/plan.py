@@ -43,7 +43,7 @@ def show(args: Namespace) -> int:
 
 def _card(name: str | None, spec: JobSpec) -> Card | None:
     """The card that was named, or the usual one of the job's device; None for the CPU. Raises UsageError."""
-    device = "auto" if spec.device.name == "auto" else spec.device.kind.name
+    device = "auto" if spec.device.is_auto else spec.device.kind.name
     if name is None:
         return CARDS[USUAL[device]] if device in USUAL else None
     if name not in CARDS:

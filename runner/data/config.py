@@ -14,6 +14,7 @@ class DataConfig(ComponentConfig):
     """Items, how they become tokens, and in which order they come."""
 
     group: ClassVar[str] = "data"
+    renames_columns: ClassVar[bool] = False  # whether it has the option data.columns
     max_length: int = Field(
         default=1024,
         ge=2,
@@ -39,6 +40,21 @@ class DataConfig(ComponentConfig):
 
         `kind` is what the algorithm learns from.
         """
+
+    @property
+    def source(self) -> str | tuple[str, ...]:
+        """Where the rows come from, in a word."""
+        return self.name
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether its sources are drawn from by weight, each at a pace of its own."""
+        return False
+
+    @property
+    def chooses_tokens(self) -> bool:
+        """Whether it says which tokens are trained on, other than the assistant's."""
+        return False
 
 
 class DemoConfig(DataConfig):
@@ -100,6 +116,8 @@ class DemoConfig(DataConfig):
 class SourceConfig(DataConfig):
     """What file and hub have in common."""
 
+    renames_columns: ClassVar[bool] = True
+
     weights: Numbers | None = Field(
         default=None, description="Share of each source in a mixture, e.g. [0.7,0.3]; null = by their sizes."
     )
@@ -114,6 +132,14 @@ class SourceConfig(DataConfig):
         default=256, ge=1, description="Most held-out items used per evaluation; null = all."
     )
     cache: bool = Field(default=True, description="Keep the tokenised data on disk and use it again.")
+
+    @property
+    def is_mixture(self) -> bool:
+        return bool(self.weights)
+
+    @property
+    def chooses_tokens(self) -> bool:
+        return self.loss_on != "assistant"
 
     def sources(self) -> tuple[str, ...]:
         """The places the training items come from."""
@@ -162,6 +188,10 @@ class FileConfig(SourceConfig):
     )
     eval_path: str | None = Field(default=None, description="Held-out file or folder; null = no evaluation.")
 
+    @property
+    def source(self) -> str | tuple[str, ...]:
+        return self.path
+
     def absolute(self) -> Self:
         paths = tuple(absolute_if_local(p) for p in self.sources())
         return self.model_copy(
@@ -193,6 +223,10 @@ class HubConfig(SourceConfig):
     split: str = Field(default="train", min_length=1, description="Split to train on.")
     eval_split: str | None = Field(default=None, description="Split to evaluate on; null = no evaluation.")
     revision: str | None = Field(default=None, description="Branch, tag or commit; null = the default branch.")
+
+    @property
+    def source(self) -> str | tuple[str, ...]:
+        return self.path
 
     def sources(self) -> tuple[str, ...]:
         return (self.path,) if isinstance(self.path, str) else self.path

@@ -52,6 +52,16 @@ class DeviceConfig(ComponentConfig):
         """What drivers, torch and Ray call such a device."""
         return CPU
 
+    @property
+    def host_threads(self) -> int:
+        """Cores that one process of a job keeps busy."""
+        return 1
+
+    @property
+    def fused_ops(self) -> tuple[str, ...]:
+        """The operators of a model that the device's fused ones replace."""
+        return ()
+
     def visible(self) -> tuple[str, ...] | None:
         """The cards that a job of this process may use, by their names in its environment; None on the processor, which
         any number of ranks share. Answers without torch. Raises EnvironmentProblem for a list that is none."""
@@ -88,6 +98,10 @@ class CpuConfig(DeviceConfig):
     threads: int = Field(
         default=1, ge=1, description="Intra-op threads of torch; 1 is fastest for tiny models, and bits depend on it."
     )
+
+    @property
+    def host_threads(self) -> int:
+        return self.threads
 
     def environment(self, job: Any) -> Sequence[Preset]:
         return engine(job, threads=self.threads)
@@ -144,6 +158,10 @@ class NpuConfig(DeviceConfig):
         description="Environment variables to start with; null = colocated_rl for a job that samples, disaggregated_rl "
         "with launch.samplers, else train.",
     )
+
+    @property
+    def fused_ops(self) -> tuple[str, ...]:
+        return self.fused
 
     @property
     def kind(self) -> Kind:

@@ -139,7 +139,7 @@ _UNBOUND = Variable("nobind", "vLLM would bind its workers to memory nodes, and 
 
 def engine(job: Any, *, threads: int | None = None) -> tuple[Preset, ...]:
     """What an engine in a process of `job` wants; threads: of the processor, where the engine runs on it."""
-    if job.sampler.name != "vllm":
+    if not job.sampler.starts_engine:
         return ()
     variables = _ENGINE | (_WORKERS if job.sampler.cards() > 1 else {})
     if threads is not None:

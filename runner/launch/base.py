@@ -29,6 +29,10 @@ class LaunchConfig(ComponentConfig):
         default=None, ge=0, description="Times that a sampler that is lost is started anew; null = 3."
     )
 
+    def sweep_problem(self) -> tuple[str, str] | None:
+        """Why a job of a sweep cannot have it: key and message; None = it can."""
+        return None
+
     @property
     def here(self) -> bool:
         """Whether the processes run on this machine, whose device is looked at before; else each looks at its own."""
@@ -70,7 +74,7 @@ class LaunchConfig(ComponentConfig):
         if self.samplers % job.sampler.cards():
             text = f"{self.samplers} devices do not divide into samplers of {job.sampler.cards()} each"
             found.append(("launch.samplers", f"{text} (sampler.tp); set a multiple of it"))
-        waits = getattr(job.parallelism, "timeout_s", None)
+        waits = job.parallelism.deadline_s
         if (self.samplers or job.sampler.served) and waits is not None and job.sampler.patience_s >= waits:
             text = f"the ranks wait {waits:g} s for one another (parallelism.timeout_s), and rank 0 for samplers; less"
             found.append(("sampler.timeout_s", f"{text} than that is expected"))
@@ -138,6 +142,9 @@ class StartedConfig(MachinesConfig):
     nodes: int = Field(default=1, ge=1, description="Machines; who starts the command on them says how many there are.")
     node: int | None = Field(default=None, ge=0, description="This machine's number; not to be set, it is told.")
     address: str | None = Field(default=None, description="HOST:PORT of machine 0; not to be set, it is told.")
+
+    def sweep_problem(self) -> tuple[str, str] | None:
+        return "launch", f"{self.name}: the sweep starts its jobs; on Slurm with sweep.on=slurm and launch=local"
 
     def _about_machines(self, job: Any) -> list[tuple[str, str]]:
         told = self.node is not None or self.address is not None

@@ -76,7 +76,7 @@ def _worded(target: Path) -> Iterator[None]:
 
 def write_card(export: Path, spec: JobSpec, step: int, values: Mapping[str, float]) -> None:
     """Write README.md into an export; `values` are the metrics of the exported step."""
-    base = getattr(spec.model, "path", None)
+    base = spec.model.source
     head = {
         "library_name": "peft" if (export / "adapter_config.json").is_file() else "transformers",
         "pipeline_tag": "text-generation",
@@ -85,7 +85,7 @@ def write_card(export: Path, spec: JobSpec, step: int, values: Mapping[str, floa
     }
     rows = [
         ("base model", base or f"{spec.model.name}, from random weights"),
-        ("data", getattr(spec.data, "path", spec.data.name)),
+        ("data", spec.data.source),
         ("algorithm", spec.algorithm.name),
         ("adapter", spec.adapter.name),
         ("step", f"{step} of {spec.steps}"),

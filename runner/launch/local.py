@@ -37,7 +37,6 @@ from runner.launch.team import Team
 from runner.launch.verdict import is_final
 from runner.run_dir.folder import RunFolder, claim, create, locked, point_latest, shown
 from runner.run_dir.resume_compatibility import frozen
-from runner.schedule.config import DecayConfig
 from runner.spec.job import JobSpec
 from runner.spec.origin import COMMAND_LINE
 from runner.spec.registry import default_registry
@@ -144,7 +143,7 @@ def _begin_late(folder: RunFolder, spec: JobSpec, typed: Mapping[str, Any]) -> i
 
 def _say_stretched(before: JobSpec, spec: JobSpec) -> None:
     """A falling schedule falls towards the end of the run: with more steps the curve is not that of one longer run."""
-    if spec.steps != before.steps and isinstance(spec.schedule, DecayConfig):
+    if spec.steps != before.steps and spec.schedule.falls:
         moved = f"schedule={spec.schedule.name} now ends at step {spec.steps} and not {before.steps}"
         print(f"note: {moved}: the learning rate rises again, unlike in one run of that length", file=sys.stderr)
 

@@ -252,7 +252,7 @@ def _connected(spec: JobSpec) -> socket.socket:
 
 def deadline_s(spec: JobSpec) -> float:
     """Seconds that a rank or a machine is waited for."""
-    return float(getattr(spec.parallelism, "timeout_s", TIMEOUT_S))
+    return TIMEOUT_S if spec.parallelism.deadline_s is None else spec.parallelism.deadline_s
 
 
 def _address(spec: JobSpec) -> str:

@@ -182,7 +182,7 @@ def _alone(folder: RunFolder, whose: str) -> Iterator[int]:
 
 def check_model(spec: JobSpec) -> None:
     """Raise SpecError where model.path is meant as a folder and is no model's; say where it is taken as a hub id."""
-    path = getattr(spec.model, "path", None)
+    path = spec.model.source
     if path is None:
         return
     folder = Path(path).expanduser()

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.core.rank_info import Place
-from runner.parallelism.config import ZeroConfig
 from runner.run_dir.folder import shown
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
@@ -39,7 +38,7 @@ def title(spec: JobSpec, model: TrainableModel) -> dict[str, str]:
     share = "all" if learnt >= everything else rate(learnt)
     return {
         "name": spec.name,
-        "model": f"{getattr(spec.model, 'path', spec.model.name)}{_first_weights(spec)}",
+        "model": f"{spec.model.source or spec.model.name}{_first_weights(spec)}",
         "adapter": spec.adapter.name,
         "parameters": f"{rate(everything)}, {share} learnt",
         "device": spec.device.name,
@@ -56,14 +55,14 @@ def _first_weights(spec: JobSpec) -> str:
     """Where they come from, if not from model.path."""
     if spec.init_from is not None:
         return f" (weights of {shown(Path(spec.init_from))})"
-    return " (random weights)" if getattr(spec.model, "from_scratch", True) else ""  # tiny has no other
+    return " (random weights)" if spec.model.draws_weights else ""  # tiny has no other
 
 
 def ranks(spec: JobSpec, place: Place, folder: Path) -> str:
     """How the ranks of a job stand to one another, and where those that have no screen write."""
     own = spec.parallelism
     said = f"ranks    {place.size}: parallelism={own.name}"
-    if not isinstance(own, ZeroConfig):
+    if not own.deepspeed:
         said += f", {own.mesh(place.size)}"
     logs = f"{shown(folder / 'ranks')}/1.log" + (f" to {place.size - 1}.log" if place.size > 2 else "")
     return f"{said}; this is rank 0, the others' words: {logs}"
@@ -73,7 +72,7 @@ def amount(spec: JobSpec, items: int) -> str:
     """How much data a run sees: items, per step, and how often it sees each."""
     per_step = spec.algorithm.batch_size
     said = f"data     {counted(items, 'item')} · {per_step} per step · {counted(spec.steps, 'step')}"
-    if getattr(spec.data, "weights", None):  # a mixture's sources are gone through at paces of their own
+    if spec.data.is_mixture:  # a mixture's sources are gone through at paces of their own
         return said
     return f"{said} = {number(float(f'{spec.steps * per_step / items:.3g}'))} epochs"
 

@@ -41,6 +41,16 @@ class ModelConfig(ComponentConfig):
     )
 
     @property
+    def source(self) -> str | None:
+        """The folder or hub id that the model is read from; None = it is made here."""
+        return None
+
+    @property
+    def draws_weights(self) -> bool:
+        """Whether its first weights are random numbers."""
+        return True
+
+    @property
     def compute_dtype(self) -> Dtype:
         """`dtype`; of a config that no job was decoded with, and that leaves it out, that of the CPU."""
         return self.dtype or "float32"
@@ -169,6 +179,14 @@ class HfConfig(ModelConfig):
         description="Run Python code that comes with the model. Only for models whose code you have read.",
     )
     from_scratch: bool = Field(default=False, description="Keep the architecture, draw the weights at random.")
+
+    @property
+    def source(self) -> str | None:
+        return self.path
+
+    @property
+    def draws_weights(self) -> bool:
+        return self.from_scratch
 
     def absolute(self) -> Self:
         tokenizer = self.tokenizer and absolute_if_local(self.tokenizer)

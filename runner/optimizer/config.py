@@ -14,6 +14,7 @@ class OptimizerConfig(ComponentConfig):
     """How gradients become an update."""
 
     group: ClassVar[str] = "optimizer"
+    low_bit: ClassVar[str | None] = None  # the optimizer of the same update with moments in fewer bits
     lr: float = Field(default=1e-5, gt=0, description="Peak learning rate; the schedule multiplies it.")
     weight_decay: float = Field(default=0.0, ge=0, description="Decay of matrices; biases and norms are not decayed.")
     clip_norm: float | None = Field(default=1.0, gt=0, description="Largest global gradient norm; null = no clipping.")
@@ -40,6 +41,7 @@ class AdamWConfig(OptimizerConfig):
     """AdamW (Loshchilov & Hutter, 1711.05101)."""
 
     factory: ClassVar[str] = "runner.optimizer.optimizers:build_adamw"
+    low_bit: ClassVar[str | None] = "adamw8bit"
     name: Literal["adamw"] = "adamw"
     betas: Annotated[Pair, Field(description="Decay rates of the first and second moment.")] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
@@ -82,6 +84,7 @@ class UnshardedOptimizerConfig(OptimizerConfig):
 class AdamW8bitConfig(UnshardedOptimizerConfig):
     """AdamW with moments in 8 bits (Dettmers et al., 2110.02861; torchao), for all weights of a model on one card."""
 
+    low_bit: ClassVar[str | None] = "adamw8bit"
     factory: ClassVar[str] = "runner.optimizer.adamw8bit:build"
     name: Literal["adamw8bit"] = "adamw8bit"
     betas: Annotated[Pair, Field(description="Decay rates of the first and second moment.")] = (0.9, 0.95)

@@ -103,7 +103,7 @@ class Spreading:
     def spread(self, model: TrainableModel) -> None:
         """Spread `model` in place, before it has an optimizer. Collective; raises SpecError where that cannot be."""
         device = self.device.torch_device
-        offload = isinstance(self.config, ShardedConfig) and self.config.cpu_offload
+        offload = self.config.offloads
         wanted = on_first(self.everyone, model.probed) if self.mesh.parts > 1 else None
         weights = Weights(model.whole, self.everyone, device)
         kinds = {frozenset(map(type, block.modules())): block for block in reversed(model.blocks())}
@@ -145,7 +145,7 @@ class Spreading:
         if self.mesh.ep > 1:
             from runner.parallelism import expert_parallel as experts
 
-            alone = self.mesh.tp == 1 and not isinstance(self.config, ShardedConfig)
+            alone = self.mesh.tp == 1 and not self.config.shards
             experts.spread(model, groups.experts["ep"], alone=alone, decide=self.decide)
         if isinstance(self.config, MeshConfig) and groups.borders is not None:
             from runner.parallelism.pipeline_parallel import divide
@@ -166,7 +166,11 @@ class Spreading:
             )
 
     def _share_tokens(self, model: TrainableModel, groups: Groups) -> None:
-        style = self.config.cp_style if isinstance(self.config, MeshConfig) else None
         apply_context_parallel(
-            model, groups.of["cp"], self.everyone, style=style, slices=self.mesh.tp, decide=self.decide
+            model,
+            groups.of["cp"],
+            self.everyone,
+            style=self.config.context_style,
+            slices=self.mesh.tp,
+            decide=self.decide,
         )

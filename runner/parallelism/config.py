@@ -18,6 +18,36 @@ class ParallelismConfig(ComponentConfig):
     group: ClassVar[str] = "parallelism"
     factory: ClassVar[str] = "runner.parallelism.world:build"
     deepspeed: ClassVar[bool] = False  # whether DeepSpeed keeps gradients and optimizer state
+    shards: ClassVar[bool] = False  # whether weights lie in pieces on several devices
+
+    @property
+    def deadline_s(self) -> float | None:
+        """Seconds that a rank waits for the others; None where there is one."""
+        return None
+
+    @property
+    def context_style(self) -> Literal["ring", "ulysses"] | None:
+        """How context-parallel ranks exchange what attention needs; None = the job chooses."""
+        return None
+
+    @property
+    def stage_chunks(self) -> int:
+        """Runs of layers on each pipeline rank."""
+        return 1
+
+    @property
+    def offloads(self) -> bool:
+        """Whether shards, and the optimizer's step on them, are in the host's memory."""
+        return False
+
+    @property
+    def reshards(self) -> bool:
+        """Whether a layer's gathered weights are freed after its forward pass."""
+        return False
+
+    def uneven(self, mesh: Mesh, sizes: Sizes) -> list[Problem]:
+        """What of a model does not divide as the mesh needs it, with what would fit."""
+        return []
 
     def mesh(self, world: int) -> Mesh:
         """The grid of `world` ranks. Raises SpecError, with what would fit, where there is none."""
@@ -52,6 +82,10 @@ class SeveralConfig(ParallelismConfig):
     timeout_s: float = Field(
         default=1800.0, gt=0, description="Seconds that a rank waits for the others before the job ends with an error."
     )
+
+    @property
+    def deadline_s(self) -> float | None:
+        return self.timeout_s
 
     def _refuse_one(self, world: int) -> None:
         if world == 1:
@@ -104,10 +138,18 @@ class MeshConfig(SeveralConfig):
         description="Runs of layers on each pp rank; more than one are interleaved: less waiting, more messages.",
     )
 
+    @property
+    def context_style(self) -> Literal["ring", "ulysses"] | None:
+        return self.cp_style
+
+    @property
+    def stage_chunks(self) -> int:
+        return self.pp_chunks
+
     def mesh(self, world: int) -> Mesh:
         """See `ParallelismConfig`."""
         own = f"parallelism={self.name}"
-        if self.dp_shard != 1 and not isinstance(self, ShardedConfig):
+        if self.dp_shard != 1 and not self.shards:
             text = f"{own} keeps whole copies; type parallelism=fsdp, or hsdp, for parts of them"
             raise SpecError([Problem("parallelism.dp_shard", text)])
         self._refuse_one(world)
@@ -141,12 +183,11 @@ class MeshConfig(SeveralConfig):
 
     def _crossing(self, job: Any) -> list[tuple[str, str]]:
         """A teacher's passes within the learner's own, whose order through several runs of layers is another one."""
-        if self.pp_chunks > 1 and job.algorithm.name == "distill":
+        if self.pp_chunks > 1 and job.algorithm.scores_within_passes:
             return [("parallelism.pp_chunks", "distill asks its teacher between its own passes; leave it out")]
         return []
 
     def uneven(self, mesh: Mesh, sizes: Sizes) -> list[Problem]:
-        """What of a model does not divide as the mesh needs it, with what would fit."""
         return misfits(mesh, sizes, chunks=self.pp_chunks, ulysses=self.cp_style == "ulysses")
 
 
@@ -160,6 +201,8 @@ class DdpConfig(MeshConfig):
 class ShardedConfig(MeshConfig):
     """Weights, gradients and optimizer state lie in parts on several devices; layers are gathered for their turn."""
 
+    shards: ClassVar[bool] = True
+
     reshard_after_forward: bool = Field(
         default=True,
         description="Free a layer's gathered weights after its forward pass and gather them again for its backward "
@@ -169,6 +212,14 @@ class ShardedConfig(MeshConfig):
         default=False,
         description="Keep the parts, and the optimizer's step on them, in the host's memory: less on the device, slow.",
     )
+
+    @property
+    def offloads(self) -> bool:
+        return self.cpu_offload
+
+    @property
+    def reshards(self) -> bool:
+        return self.reshard_after_forward
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)

@@ -23,7 +23,7 @@ from runner.distributed.work_partition import ALONE, add_gradients, reached
 from runner.interfaces import Decide, Device, Gradients, Peers, Stage, TrainableModel
 from runner.parallelism import process_groups as groups
 from runner.parallelism.apply import Spreading
-from runner.parallelism.config import DdpConfig, MeshConfig, ParallelismConfig, SeveralConfig, ShardedConfig
+from runner.parallelism.config import DdpConfig, MeshConfig, ParallelismConfig, SeveralConfig
 from runner.parallelism.mesh import Mesh, sizes_of
 from runner.parallelism.process_groups import GroupPeers, Groups, StagePeers
 from runner.parallelism.weight_scatter import loaded
@@ -103,7 +103,7 @@ class World:
     @property
     def sharded(self) -> bool:
         """Whether models lie in pieces."""
-        return isinstance(self.config, ShardedConfig) or self.mesh.parts > 1
+        return self.config.shards or self.mesh.parts > 1
 
     @property
     def layout(self) -> str:
@@ -112,7 +112,7 @@ class World:
 
     def admit(self, architecture: Any) -> None:
         """Raise SpecError for a transformers config that does not divide as the mesh needs it."""
-        if isinstance(self.config, MeshConfig) and (found := self.config.uneven(self.mesh, sizes_of(architecture))):
+        if found := self.config.uneven(self.mesh, sizes_of(architecture)):
             raise SpecError(found)
 
     def in_copies(self) -> World:
@@ -164,7 +164,7 @@ def build(config: ParallelismConfig, *, device: Device, place: Place) -> World:
     config.preflight()
     if not isinstance(config, SeveralConfig):
         return World(config, device, place, mesh, None, ALONE, ALONE, ALONE, ALONE, ALONE)
-    chunks = config.pp_chunks if isinstance(config, MeshConfig) else 1
+    chunks = config.stage_chunks
     return World(config, device, place, mesh, *_join(device, place, mesh, chunks, config.timeout_s))
 
 

@@ -13,6 +13,7 @@ class RewardConfig(ComponentConfig):
     """How sampled answers are scored."""
 
     group: ClassVar[str] = "reward"
+    runs_model: ClassVar[bool] = False  # whether a model on the device scores
     summable: ClassVar[bool] = True  # whether it can be a part of a sum
 
     def absolute(self) -> Self:

@@ -212,6 +212,7 @@ class ModelRewardConfig(FallibleConfig):
 
     factory: ClassVar[str] = "runner.reward.model:build"
     models: ClassVar[Mapping[str, Mapping[str, str]]] = {"path": {"path": "path", "dtype": "dtype"}}
+    runs_model: ClassVar[bool] = True
     name: Literal["model"] = "model"
     path: str = Field(min_length=1, description="Folder or hub id of the reward model; safetensors only.")
     dtype: Dtype | None = Field(

@@ -18,6 +18,32 @@ class SamplerConfig(ComponentConfig):
     group: ClassVar[str] = "sampler"
     engine: ClassVar[bool] = False  # it has weights of its own, under the names that a model on the hub has them by
     served: ClassVar[bool] = False  # it runs already, outside of the job
+    shares_model: ClassVar[bool] = False  # the model itself draws: the trainer's, or a copy of it
+
+    @property
+    def starts_engine(self) -> bool:
+        """Whether the job starts an engine that has weights and a cache of its own."""
+        return self.engine and not self.served
+
+    @property
+    def memory_share(self) -> float | None:
+        """The share of a card that its engine takes; None = the usual one."""
+        return None
+
+    @property
+    def cache_size_gib(self) -> float | None:
+        """GiB for keys and values; None = what the share leaves."""
+        return None
+
+    @property
+    def sleep_level(self) -> int | None:
+        """What an engine beside a trainer gives up while that trains (0, 1, 2); None = the usual for the device."""
+        return None
+
+    @property
+    def max_concurrent(self) -> int | None:
+        """Most answers in work at once."""
+        return None
 
     def answer_tokens(self) -> int:
         """Most tokens of one answer."""
@@ -100,6 +126,10 @@ class DrawingConfig(SamplerConfig):
     @property
     def patience_s(self) -> float:
         return PATIENCE_S if self.timeout_s is None else self.timeout_s
+
+    @property
+    def max_concurrent(self) -> int | None:
+        return self.batch_size
 
     def logprob_tolerance(self) -> float | None:
         return self.probe

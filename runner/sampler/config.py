@@ -19,6 +19,7 @@ class TorchSamplerConfig(JobSamplerConfig):
     """The model itself draws, in plain PyTorch: rollouts are equal bit for bit in every run on the same machine."""
 
     factory: ClassVar[str] = "runner.sampler.torch:build"
+    shares_model: ClassVar[bool] = True
     name: Literal["torch"] = "torch"
 
     def problems(self, job: Any) -> list[tuple[str, str]]:

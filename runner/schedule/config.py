@@ -20,6 +20,7 @@ class ScheduleConfig(ComponentConfig):
     """A factor on the learning rate, from the fraction of the run that is done."""
 
     group: ClassVar[str] = "schedule"
+    falls: ClassVar[bool] = False  # towards the end of the run
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear rise from 0 to the peak.")
 
 
@@ -32,6 +33,8 @@ class ConstantConfig(ScheduleConfig):
 
 class DecayConfig(ScheduleConfig):
     """What falling schedules have in common: the end would be reached one step after the last, which still learns."""
+
+    falls: ClassVar[bool] = True
 
     final_ratio: float = Field(
         default=0.0, ge=0, le=1, description="Share of the peak that the learning rate falls towards."

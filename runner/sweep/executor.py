@@ -17,8 +17,6 @@ from typing import Any, Literal, Protocol, Self
 
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.device.visible import VARIABLES
-from runner.launch.base import StartedConfig
-from runner.launch.ray.config import RayConfig
 from runner.sweep.config import SweepConfig
 from runner.sweep.job import SILENT_S, JobAttempt, JobStatus, StopReason, read_status, silent_s
 
@@ -274,13 +272,8 @@ def need_of(spec: Any, cards: Cards) -> Need:
 
     Raises SpecError for device=auto if none is known, and for a job on several machines, or that something else starts.
     """
-    if isinstance(spec.launch, StartedConfig):
-        text = f"{spec.launch.name}: the sweep starts its jobs; on Slurm with sweep.on=slurm and launch=local"
-        raise SpecError([Problem("launch", text)])
-    if isinstance(spec.launch, RayConfig) and spec.launch.address is not None:
-        typed = f"launch=local sweep.on=ray sweep.address={spec.launch.address}"
-        text = f"the sweep itself gives its jobs their devices; type {typed}"
-        raise SpecError([Problem("launch.address", text)])
+    if (problem := spec.launch.sweep_problem()) is not None:
+        raise SpecError([Problem(*problem)])
     if (nodes := spec.launch.machines) > 1:
         text = f"is {nodes}, and a job of a sweep has one machine; leave it out"
         raise SpecError([Problem("launch.nodes", text)])
@@ -293,4 +286,4 @@ def need_of(spec: Any, cards: Cards) -> Need:
     processes = spec.launch.devices + spec.launch.samplers
     if kind in VARIABLES:
         return Need(kind, processes)
-    return Need("core", getattr(spec.device, "threads", 1) * processes)
+    return Need("core", spec.device.host_threads * processes)

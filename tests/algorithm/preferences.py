@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.adapter import full, lora
+from runner.adapter import lora
 from runner.adapter.config import LoraConfig, NoAdapterConfig
 from runner.interfaces import Judged, Pair
 from runner.model import tiny
@@ -75,7 +75,7 @@ def model(
         for number, parameter in enumerate(made.trainable().values()):  # B starts at zero, where nothing is adapted
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(number))
     else:
-        made = full.attach(NoAdapterConfig(), made, decide=refuse)
+        made = lora.train_all(NoAdapterConfig(), made, decide=refuse)
     if double:
         made.module.double()
     return made

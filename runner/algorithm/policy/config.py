@@ -127,6 +127,10 @@ class PolicyConfig(ComparingConfig):
         description="Stop if sampler and trainer differ by more than this at lag 0 (mean |log-prob.|); null = never.",
     )
 
+    @property
+    def samples_per_prompt(self) -> int:
+        return self.group_size
+
     def frozen(self) -> Mapping[str, Frozen]:
         return {} if self.kl == "none" else {"reference": self.referred(self.reference)}
 

@@ -32,6 +32,12 @@ class RayConfig(LaunchConfig):
         if self.address is not None:
             knock(self.address)
 
+    def sweep_problem(self) -> tuple[str, str] | None:
+        if self.address is None:
+            return None
+        typed = f"launch=local sweep.on=ray sweep.address={self.address}"
+        return "launch.address", f"the sweep itself gives its jobs their devices; type {typed}"
+
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
         if self.address is None:
@@ -43,7 +49,7 @@ class RayConfig(LaunchConfig):
             if self.address.startswith("ray://"):
                 text = "Ray's client cannot follow a job; type http://HOST:8265, or type this on a node of the cluster"
             found.append(("launch.address", text))
-        if job.device.name == "auto":
+        if job.device.is_auto:
             text = "what the nodes have is not known here, and Ray wants its name; type device=npu, cuda or cpu"
             found.append(("device", text))
         return found

@@ -45,7 +45,7 @@ class Taken(NamedTuple):
 def seats(spec: JobSpec) -> list[Seat]:
     """The ranks, the samplers, all of one resource. A process on cards asks for no cores: cards are what is scarce."""
     kind = spec.device.kind
-    each = getattr(spec.device, "threads", 1) if kind is CPU else 1
+    each = spec.device.host_threads if kind is CPU else 1
     ranks = [Seat("rank", rank, kind.resource, each) for rank in range(spec.launch.world)]
     cards = spec.sampler.cards()
     return ranks + [Seat("sampler", index, kind.resource, each * cards) for index in range(count_of(spec))]

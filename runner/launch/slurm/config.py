@@ -50,6 +50,6 @@ class SlurmConfig(StartedConfig):
                 found.append(("launch.sbatch", f"{name} is set by {who}; leave it out"))
             if value is False:
                 found.append(("launch.sbatch", f"{name}: false says nothing to sbatch; leave it out"))
-        if self.gres is not None and job.device.name == "cpu":
+        if self.gres is not None and job.device.is_cpu:
             found.append(("launch.gres", "device=cpu has no cards; leave it out"))
         return found

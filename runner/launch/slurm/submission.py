@@ -123,12 +123,12 @@ def _cores(spec: JobSpec) -> int | None:
     """Those of a machine; None for a job on cards: the cluster's number."""
     if _kind(spec) in GRES:
         return None
-    return getattr(spec.device, "threads", 1) * (spec.launch.devices + spec.launch.samplers)
+    return spec.device.host_threads * (spec.launch.devices + spec.launch.samplers)
 
 
 def _kind(spec: JobSpec) -> str:
     """The device's name. Raises SpecError for auto, which is known on the machines only."""
-    if spec.device.name == "auto":
+    if spec.device.is_auto:
         text = "auto is not known before the job runs there; name the device: cpu, cuda or npu"
         raise SpecError([Problem("device", text)])
     return str(spec.device.name)

@@ -58,6 +58,18 @@ class VllmSamplerConfig(JobSamplerConfig):
     def cards(self) -> int:
         return self.tp
 
+    @property
+    def memory_share(self) -> float | None:
+        return self.memory
+
+    @property
+    def cache_size_gib(self) -> float | None:
+        return self.cache_gib
+
+    @property
+    def sleep_level(self) -> int | None:
+        return self.sleep
+
     def weights_dtype(self, products: Dtype) -> Dtype | None:
         return self.dtype or products
 
@@ -105,7 +117,8 @@ class VllmSamplerConfig(JobSamplerConfig):
             yield "sampler.temperature", f"{text}; give one of these"
         if self.eager is False and job.device.is_cpu:
             yield "sampler.eager", "the CPU captures no graphs; leave it out"
-        heads, groups = getattr(job.model, "heads", 0), getattr(job.model, "kv_heads", 0)  # of a folder vLLM says it
+        sizes = job.model.sizes()  # of a folder vLLM says it
+        heads, groups = (sizes[kind][1] if kind in sizes else 0 for kind in ("heads", "kv_heads"))
         size = job.model.hidden_size // heads if heads else CPU_HEADS[0]
         if job.device.is_cpu and size not in CPU_HEADS:
             text = f"vLLM's attention on the CPU has no heads of {size} numbers, but of 32, 64 …; take fewer heads"

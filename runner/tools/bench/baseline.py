@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from runner.core.batch import Batch, micro_batches
 from runner.core.prefix_tree import paths, rows_alone
 from runner.model.build import DTYPES
-from runner.model.config import HfConfig
 from runner.spec.job import JobSpec
 
 
@@ -32,8 +31,8 @@ class BaselineLoop:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self._spec, self._device = spec, device
-        assert isinstance(spec.model, HfConfig)
-        config = AutoConfig.from_pretrained(spec.model.path, local_files_only=True)
+        assert spec.model.source is not None  # the cases write a model's folder
+        config = AutoConfig.from_pretrained(spec.model.source, local_files_only=True)
         make: Any = AutoModelForCausalLM.from_config
         with torch.device(device):
             model = make(config, dtype=DTYPES[spec.stored_dtype()])
@@ -44,7 +43,7 @@ class BaselineLoop:
             # the older name, until transformers 5.5 is no longer supported
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
-        if spec.adapter.name != "none":
+        if not spec.adapter.trains_base:
             model = _with_adapter(spec, model)
         self.model = model.train()
         self._learning = [p for p in model.parameters() if p.requires_grad]

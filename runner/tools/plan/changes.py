@@ -9,7 +9,6 @@ from typing import Any
 from runner.core.errors import SpecError
 from runner.device.cards import Card
 from runner.sampler.vllm.arguments import ALONE
-from runner.sampler.vllm.config import VllmSamplerConfig
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.tools.plan.estimate import Band, estimate
@@ -45,7 +44,7 @@ def fewer_answers(spec: JobSpec) -> Iterator[Change]:
 
 def sleeping_engines(spec: JobSpec) -> Iterator[Change]:
     """An engine that hands its memory back while its rank trains."""
-    if isinstance(spec.sampler, VllmSamplerConfig) and not spec.launch.samplers and not asleep(spec):
+    if spec.sampler.starts_engine and not spec.launch.samplers and not asleep(spec):
         changed = _with(spec, "sampler.sleep", 1)
         if not changed.sampler.problems(changed):
             yield Change("sampler.sleep=1", changed, "the same answers; the engine wakes up in every step")
@@ -53,7 +52,7 @@ def sleeping_engines(spec: JobSpec) -> Iterator[Change]:
 
 def engine_s_share(spec: JobSpec) -> Iterator[Change]:
     """Less of a card for an engine beside a rank; all that can be had for one on devices of its own."""
-    if not isinstance(spec.sampler, VllmSamplerConfig) or spec.device.name == "cpu":
+    if not spec.sampler.starts_engine or spec.device.is_cpu:
         return
     share, own = share_of(spec), spec.launch.samplers > 0
     cost = "the same answers, in more turns where keys and values have less room"
@@ -122,12 +121,12 @@ def offloading(spec: JobSpec) -> Iterator[Change]:
 
 def suggest_low_bit_optimizers(spec: JobSpec) -> Iterator[Change]:
     """Fewer bytes of optimizer state, and then of weights and gradients, for each trained number."""
-    if spec.adapter.name != "none" or spec.optimizer.name not in ("adamw", "adamw8bit"):
+    if not spec.adapter.trains_base or spec.optimizer.low_bit is None:
         return
-    kind = default_registry().classes("optimizer")["adamw8bit"]
+    kind = default_registry().classes("optimizer")[spec.optimizer.low_bit]
     kept = {name: value for name, value in spec.optimizer.model_dump().items() if name in kind.model_fields}
     for rounding in (False, True):
-        section: Any = kind.model_validate(kept | {"name": "adamw8bit", "stochastic_rounding": rounding})
+        section: Any = kind.model_validate(kept | {"name": spec.optimizer.low_bit, "stochastic_rounding": rounding})
         changed = spec.model_copy(update={"optimizer": section})
         words = "optimizer=adamw8bit" + " optimizer.stochastic_rounding=true" * rounding
         cost = "another update: weights in bfloat16, rounded at random" if rounding else "nearly the same update"
@@ -137,7 +136,7 @@ def suggest_low_bit_optimizers(spec: JobSpec) -> Iterator[Change]:
 
 def adapting(spec: JobSpec) -> Iterator[Change]:
     """Few weights that learn."""
-    if spec.adapter.name == "none":
+    if spec.adapter.trains_base:
         changed = spec.model_copy(update={"adapter": default_registry().classes("adapter")["lora"].model_validate({})})
         yield Change("adapter=lora", changed, "another update: a low-rank one, which wants a larger optimizer.lr")
 

@@ -87,7 +87,7 @@ def made(spec: JobSpec, head: Head, architecture: Any, adapted: bool = True) -> 
     with torch.device(META):
         module = auto.from_config(shape, dtype=DTYPES[spec.stored_dtype(trains=adapted)])
     quiet = Decisions()
-    if fused := getattr(spec.device, "fused", ()):
+    if fused := spec.device.fused_ops:
         fuse(module, fused, MetaOperators(), quiet)
     model = kind(module, None, spec.model, seed=0, decide=quiet)
     if adapted:

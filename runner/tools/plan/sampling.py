@@ -17,10 +17,7 @@ from typing import Any
 from runner.device.cards import GIB, Card
 from runner.model.build import DTYPES
 from runner.model.flops import head_size
-from runner.sampler.base import DrawingConfig
-from runner.sampler.server.config import VllmServerConfig
 from runner.sampler.vllm.arguments import ALONE, BESIDE
-from runner.sampler.vllm.config import VllmSamplerConfig
 from runner.spec.job import JobSpec
 from runner.tools.plan.measure import longest
 from runner.tools.plan.spread import Part, Spread, Term, Weights
@@ -77,32 +74,31 @@ def by_the_model(spec: JobSpec, shape: Any, drawing: int) -> list[Term]:
 
 def engine_of(spec: JobSpec, shape: Any, whole: Mapping[str, Weights], card: Card | None) -> Engine | None:
     """The engine of a job with sampler=vllm; None for any other. On no known card it has what the answers need."""
-    config = spec.sampler
-    if not isinstance(config, VllmSamplerConfig):
+    config, size = spec.sampler, _sent_size(spec)
+    if not config.starts_engine or size is None:
         return None
-    cards, size = config.cards(), size_of(DTYPES[config.dtype] if config.dtype else compute_dtype(spec))
+    cards, adapter_alone = config.cards(), "adapter" in config.sent()
     kept = next(iter(whole.values()))
-    numbers = kept.all.frozen if config.sync == "adapter" else kept.total - _adapted(spec, kept)
-    weights = ceil(numbers * size / cards) + (kept.all.trained * size if config.sync == "adapter" else 0)
+    numbers = kept.all.frozen if adapter_alone else kept.total - _adapted(spec, kept)
+    weights = ceil(numbers * size / cards) + (kept.all.trained * size if adapter_alone else 0)
     row = longest(spec) * token_bytes(shape, size, cards)
     wanted = at_once(spec, drawing(spec))
     pool = wanted * row if card is None else max(0, round(share_of(spec) * card.memory) - weights)
-    pool = pool if config.cache_gib is None else round(config.cache_gib * GIB)
+    pool = pool if config.cache_size_gib is None else round(config.cache_size_gib * GIB)
     return Engine(cards, weights, pool, pool // row, wanted, longest(spec))
 
 
 def share_of(spec: JobSpec) -> float:
     """The share of a card that an engine takes."""
-    given = spec.sampler.memory if isinstance(spec.sampler, VllmSamplerConfig) else None
-    return given or (ALONE if spec.launch.samplers else BESIDE)
+    return spec.sampler.memory_share or (ALONE if spec.launch.samplers else BESIDE)
 
 
 def asleep(spec: JobSpec) -> int:
     """What an engine beside a rank gives up while that trains, as `sampler.sleep` says it."""
     config = spec.sampler
-    if not isinstance(config, VllmSamplerConfig) or spec.launch.samplers:
+    if not config.starts_engine or spec.launch.samplers:
         return 0
-    return int(spec.device.name != "cpu") if config.sleep is None else config.sleep
+    return int(not spec.device.is_cpu) if config.sleep_level is None else config.sleep_level
 
 
 def samplers_of(spec: JobSpec, shape: Any, whole: Mapping[str, Weights], engine: Engine | None) -> Samplers | None:
@@ -123,13 +119,13 @@ def drawing(spec: JobSpec) -> int:
 
 def answers(spec: JobSpec) -> int:
     """Answers of a step."""
-    return int(spec.algorithm.batch_size * getattr(spec.algorithm, "group_size", 1))
+    return spec.algorithm.batch_size * spec.algorithm.samples_per_prompt
 
 
 def at_once(spec: JobSpec, drawing: int) -> int:
     """Answers that one of so many that draw has in work at once."""
     share = ceil(answers(spec) / drawing)
-    return min(share, spec.sampler.batch_size) if isinstance(spec.sampler, DrawingConfig) else share
+    return share if spec.sampler.max_concurrent is None else min(share, spec.sampler.max_concurrent)
 
 
 def token_bytes(shape: Any, size: int, slices: int = 1) -> int:
@@ -141,7 +137,7 @@ def token_bytes(shape: Any, size: int, slices: int = 1) -> int:
 
 def _adapted(spec: JobSpec, model: Weights) -> int:
     """Numbers of an adapter, which an engine gets merged into its base."""
-    return 0 if spec.adapter.name == "none" else model.all.trained
+    return 0 if spec.adapter.trains_base else model.all.trained
 
 
 def shelf_of(spec: JobSpec, whole: Mapping[str, Weights], spread: Spread) -> list[Term]:
@@ -151,11 +147,11 @@ def shelf_of(spec: JobSpec, whole: Mapping[str, Weights], spread: Spread) -> lis
     apart, ahead = spec.launch.samplers > 0 or spec.sampler.served, spec.algorithm.steps_ahead()
     ways = spec.sampler.sent()
     by_reference = not apart and spread.mesh.world == spread.mesh.data and not spread.sharded
-    if not (ways or spec.launch.samplers) or (by_reference and spec.adapter.name == "none"):
+    if not (ways or spec.launch.samplers) or (by_reference and spec.adapter.trains_base):
         return []
     model, size = next(iter(whole.values())), _sent_size(spec)
     changed, fixed = (_sent(spec, model, size, way) for way in (*(ways or ("adapter",)), None)[:2])
-    beside = spec.sampler.copies() if isinstance(spec.sampler, VllmServerConfig) else 0
+    beside = spec.sampler.copies()
     said = "the weights after a step" if ahead == 0 else f"the weights after each of {ahead + 1} steps"
     said += ", and what the server has of them" if beside else ""
     return [Term(said + (", and those that none changes" if fixed else ""), fixed + (ahead + 1 + beside) * changed)]
@@ -163,16 +159,15 @@ def shelf_of(spec: JobSpec, whole: Mapping[str, Weights], spread: Spread) -> lis
 
 def _sent_size(spec: JobSpec) -> int | None:
     """Bytes of a number that is sent to an engine of ours; None = as the model has it."""
-    config = spec.sampler
-    if not isinstance(config, VllmSamplerConfig):
-        return None
-    return size_of(DTYPES[config.dtype] if config.dtype else compute_dtype(spec))
+    products = next(name for name, dtype in DTYPES.items() if dtype == compute_dtype(spec))
+    dtype = spec.sampler.weights_dtype(products)
+    return None if dtype is None else size_of(DTYPES[dtype])
 
 
 def _sent(spec: JobSpec, model: Weights, size: int | None, way: str | None) -> int:
     """Bytes of what is sent in this way, None = nothing. An adapter may change all layers that it is merged into; what
     learns, "adapter", is all of a model that has none."""
-    adapted = spec.adapter.name != "none"
+    adapted = not spec.adapter.trains_base
     layers = sum((*model.layers, *model.experts), Part())
     parts = {
         "adapter": Part(model.all.trained, 0, model.all.trained_bytes),

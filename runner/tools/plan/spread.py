@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from runner.core.errors import Problem, SpecError
 from runner.distributed.pipeline_schedule import in_flight
 from runner.model.flops import MatmulWeights, ModelFlops, attention_widths, is_expert, matmul_weights
-from runner.parallelism.config import MeshConfig, ParallelismConfig, ShardedConfig, ZeroConfig
+from runner.parallelism.config import ParallelismConfig
 from runner.parallelism.expert_parallel import refuse_adapters
 from runner.parallelism.mesh import Mesh, sizes_of
 from runner.parallelism.pipeline_parallel import runs
@@ -165,24 +165,22 @@ class Spread:
 def spread_of(config: ParallelismConfig, world: int, architecture: Any) -> Spread:
     """How a job with this section lies on so many ranks. Raises SpecError for sizes that do not fit a transformers
     config, and for DeepSpeed's ways."""
-    if isinstance(config, ZeroConfig):
+    if config.deepspeed:
         text = f"a plan can be made of torch's own ways, not of {config.name}; type parallelism=fsdp, or ddp"
         raise SpecError([Problem("parallelism", text)])
     mesh = config.mesh(world)
-    if isinstance(config, MeshConfig) and (found := config.uneven(mesh, sizes_of(architecture))):
+    if found := config.uneven(mesh, sizes_of(architecture)):
         raise SpecError(found)
     heads = architecture.get_text_config().num_attention_heads // mesh.tp
-    style = config.cp_style if isinstance(config, MeshConfig) else None
-    sharded = config if isinstance(config, ShardedConfig) else None
-    pieces = mesh.pieces if sharded else 1
+    style, pieces = config.context_style, mesh.pieces if config.shards else 1
     return Spread(
         mesh=mesh,
         pieces=pieces,
         experts=max(pieces, mesh.ep),
-        chunks=config.pp_chunks if isinstance(config, MeshConfig) else 1,
+        chunks=config.stage_chunks,
         ring=style == "ring" or (style is None and heads % mesh.cp > 0),
-        offloaded=sharded is not None and sharded.cpu_offload,
-        resharded=sharded is not None and sharded.reshard_after_forward,
+        offloaded=config.offloads,
+        resharded=config.reshards,
     )
 
 

@@ -55,7 +55,7 @@ class Terms:
         ]
         if self.engine:
             found.append(Phase("sampling", [*held, *engine]))
-        elif self.spec.sampler.name == "torch" and not self.spec.launch.samplers:
+        elif self.spec.sampler.shares_model and not self.spec.launch.samplers:
             found.append(Phase("sampling", [*held, *self._sampling()]))
         return [Phase(phase.name, [term for term in phase.terms if term.bytes]) for phase in found]
 
@@ -96,7 +96,7 @@ class Terms:
     def _held(self) -> list[Term]:
         """What a rank holds from the first step to the last."""
         ahead = self.spec.algorithm.steps_ahead()
-        here = ahead and self.spec.sampler.name == "torch" and not self.spec.launch.samplers
+        here = ahead and self.spec.sampler.shares_model and not self.spec.launch.samplers
         copies = (ahead + 1) * next(iter(self.own.values())).all.trained_bytes if here else 0
         versions = Term("versions for sampling ahead", copies)
         if self.spread.offloaded:
@@ -172,7 +172,7 @@ def frozen_of(spec: JobSpec, shape: Any, spread: Spread, number: int) -> tuple[l
     """Models that only score, on a rank of stage `number`, and what is not counted. shape: of what slices have."""
     terms, left_out = [], []
     for role, one in spec.algorithm.frozen().items():
-        way = one.way or ("copy" if spec.adapter.name == "none" else "adapter")
+        way = one.way or ("copy" if spec.adapter.trains_base else "adapter")
         if one.path is not None and one.path.startswith("recipe:"):
             left_out.append(f"the {role} of {one.path}, which is not there yet")
         elif one.path is not None:
@@ -181,9 +181,9 @@ def frozen_of(spec: JobSpec, shape: Any, spread: Spread, number: int) -> tuple[l
             terms.append(Term(role, _scoring(other, spread, number).frozen * size // spread.mesh.tp))
         elif way == "copy":
             terms.append(Term(role, _scoring(weights(spec, "lm", shape, trains=False), spread, number).frozen_bytes))
-    if spec.reward.name == "model":
+    if spec.reward.runs_model:
         left_out.append("the reward model")
-    if spec.sampler.name == "vllm_server":
+    if spec.sampler.served:
         left_out.append("the server that samples")
     return terms, left_out
 

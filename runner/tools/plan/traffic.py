@@ -46,7 +46,7 @@ def work_of(
 ) -> Work:
     """The work of a rank of this stage. whole, own: by role, the models, and what slices have of them."""
     mesh = spread.mesh
-    rows = spec.algorithm.batch_size * getattr(spec.algorithm, "group_size", 1)
+    rows = spec.algorithm.batch_size * spec.algorithm.samples_per_prompt
     rows *= 2 if spec.algorithm.items == "pairs" else 1
     tokens = ceil(rows * longest(spec) / mesh.data)
     cuts = ceil(tokens / spec.algorithm.micro_batch_tokens)

@@ -77,8 +77,8 @@ def _room(engine: Engine) -> str:
 
 
 def _models(spec: JobSpec, plan: Estimate) -> str:
-    name = getattr(spec.model, "path", spec.model.name)
-    adapter = "all weights learn" if spec.adapter.name == "none" else f"adapter={spec.adapter.name}"
+    name = spec.model.source or spec.model.name
+    adapter = "all weights learn" if spec.adapter.trains_base else f"adapter={spec.adapter.name}"
     first = next(iter(plan.models.values()))
     numbers = f"{first.total / 1e9:.2f} billion weights, {first.all.trained / 1e6:.1f} million of them learn"
     roles = "" if len(plan.models) == 1 else f", once each for {' and '.join(plan.models)}"
