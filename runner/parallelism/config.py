@@ -26,7 +26,7 @@ class ParallelismConfig(ComponentConfig):
         return None
 
     @property
-    def context_style(self) -> Literal["ring", "ulysses"] | None:
+    def context_style(self) -> Literal["ulysses", "ring"] | None:
         """How context-parallel ranks exchange what attention needs; None = the job chooses."""
         return None
 
@@ -139,7 +139,7 @@ class MeshConfig(SeveralConfig):
     )
 
     @property
-    def context_style(self) -> Literal["ring", "ulysses"] | None:
+    def context_style(self) -> Literal["ulysses", "ring"] | None:
         return self.cp_style
 
     @property
