@@ -1,14 +1,29 @@
-"""What packages know of one another: Protocols and records, one module per subject. A plug-in may import all of it.
+"""What a plug-in may import beside `runner.spec` and `runner.testing`: what a component's factory gets and gives.
 
-Names are imported when they are first used: only some of them need torch.
+Protocols and records that packages know one another by, one module per subject, and the few helpers that components
+share. `runner.interfaces.losses` has the decorators of losses. Every other module of `runner` is private.
+
+Each name is imported when it is first used: only some of them need torch.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from runner.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from runner.algorithm.parts import LearnsFromData as LearnsFromData
+    from runner.algorithm.parts import Parts as Parts
+    from runner.core.batch import Batch as Batch
+    from runner.core.batch import pack as pack
+    from runner.core.errors import DataError as DataError
+    from runner.core.errors import EnvironmentProblem as EnvironmentProblem
+    from runner.core.errors import Problem as Problem
+    from runner.core.errors import RunnerError as RunnerError
+    from runner.core.errors import SpecError as SpecError
+    from runner.core.metrics import Metrics as Metrics
+    from runner.core.rng import derive as derive
     from runner.interfaces.data import Data as Data
     from runner.interfaces.data import Item as Item
     from runner.interfaces.data import Judged as Judged
@@ -61,63 +76,39 @@ if TYPE_CHECKING:
     from runner.interfaces.sampling import Rollout as Rollout
     from runner.interfaces.sampling import Sampler as Sampler
     from runner.interfaces.sampling import Written as Written
+    from runner.reward.scorer import Fault as Fault
+    from runner.reward.scorer import Faults as Faults
+    from runner.reward.scorer import Scored as Scored
+    from runner.reward.scorer import Scorer as Scorer
+    from runner.reward.scorer import Unscorable as Unscorable
+    from runner.reward.scorer import column as column
+    from runner.reward.scorer import each as each
+    from runner.reward.scorer import unscored as unscored
+    from runner.run_dir.folder import RunFolder as RunFolder
+    from runner.run_dir.manifest import redacted as redacted
+    from runner.spec.registry import resolve as resolve
+    from runner.trainer.callbacks import NoOp as NoOp
 
-_MODULES = {
-    "data": ("Data", "Item", "Judged", "Pair", "Prompt", "Question"),
-    "device": ("Decide", "DenseAttention", "Device", "VarlenAttention"),
-    "learning": (
-        "Algorithm",
-        "Callback",
-        "Experience",
-        "Gradients",
-        "LOGPROBS",
-        "Learner",
-        "LinearLossFn",
-        "LogitsLossFn",
-        "Loss",
-        "LossFn",
-        "Model",
-        "Outputs",
-        "Peers",
-        "Role",
-        "Sample",
-        "Stage",
-        "State",
-        "StepEnd",
-        "Terms",
-        "Tracker",
-        "Turn",
-    ),
-    "sampling": (
-        "Around",
-        "Bounds",
-        "Completion",
-        "Environment",
-        "Environments",
-        "Finish",
-        "Observation",
-        "Partners",
-        "Request",
-        "Reward",
-        "Rollout",
-        "Sampler",
-        "Written",
-    ),
-    "model": (
-        "ContextParallelStyle",
-        "GenerativeModel",
-        "GreedyAnswerer",
-        "PublishedPart",
-        "ScoringModel",
-        "TrainableModel",
-        "Writes",
-        "generative",
-    ),
-}
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+lazy_exports(
+    globals(),
+    {
+        "runner.algorithm.parts": "LearnsFromData Parts",
+        "runner.core.batch": "Batch pack",
+        "runner.core.errors": "DataError EnvironmentProblem Problem RunnerError SpecError",
+        "runner.core.metrics": "Metrics",
+        "runner.core.rng": "derive",
+        "runner.interfaces.data": "Data Item Judged Pair Prompt Question",
+        "runner.interfaces.device": "Decide DenseAttention Device VarlenAttention",
+        "runner.interfaces.learning": "Algorithm Callback Experience Gradients LOGPROBS Learner LinearLossFn "
+        "LogitsLossFn Loss LossFn Model Outputs Peers Role Sample Stage State StepEnd Terms Tracker Turn",
+        "runner.interfaces.model": "ContextParallelStyle GenerativeModel GreedyAnswerer PublishedPart "
+        "ScoringModel TrainableModel Writes generative",
+        "runner.interfaces.sampling": "Around Bounds Completion Environment Environments Finish Observation "
+        "Partners Request Reward Rollout Sampler Written",
+        "runner.reward.scorer": "Fault Faults Scored Scorer Unscorable column each unscored",
+        "runner.run_dir.folder": "RunFolder",
+        "runner.run_dir.manifest": "redacted",
+        "runner.spec.registry": "resolve",
+        "runner.trainer.callbacks": "NoOp",
+    },
+)

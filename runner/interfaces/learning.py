@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from torch import Tensor, nn
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
-from runner.core.batch import Batch
-from runner.core.metrics import Metrics
+    from runner.core.batch import Batch
+    from runner.core.metrics import Metrics
 
 T = TypeVar("T")
 
@@ -94,7 +95,7 @@ class Stage(Protocol):
 
 
 LOGPROBS = frozenset({"logprobs"})  # what most losses need
-Outputs = Mapping[str, Tensor]  # name → [T] (or [N]) tensor
+Outputs = Mapping[str, "Tensor"]  # name → [T] (or [N]) tensor
 State = dict[str, Any]  # JSON-able values; tensors only under the key "tensors"
 Role = str  # "policy", "critic", ...
 
@@ -130,7 +131,7 @@ class LinearLossFn(Protocol):
 
 
 # logits [S, V] of some tokens, and those tokens' channels [S, …] → named terms [S], of which "loss" is learnt
-Terms = Callable[[Tensor, Mapping[str, Tensor]], Mapping[str, Tensor]]
+Terms = Callable[["Tensor", Mapping[str, "Tensor"]], Mapping[str, "Tensor"]]
 
 
 @runtime_checkable
