@@ -296,7 +296,6 @@ GROUPS = {path.parent.name for path in (ROOT / "runner").glob("*/config.py")}
 ASKED_BY_NAME = {
     "runner/build/samplers.py: isinstance DrawingConfig",  # samplers in processes of their own take its options
     "runner/cli/job.py: composed.spec.launch.name == task.NAME",  # a job that Slurm queues is submitted before all else
-    "runner/cli/sweep.py: isinstance WandbConfig",
     "runner/launch/stages.py: getattr(spec.algorithm, revision, None)",  # the option belongs to a path of the same name
     "runner/optimizer/config.py: job.parallelism.name in self.layouts",  # names that the message lists
     "runner/parallelism/config.py: job.device.name not in ('auto', *DEEPSPEED_DEVICES)",

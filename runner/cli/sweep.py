@@ -27,7 +27,6 @@ from runner.sweep.executor import Cards, need_of
 from runner.sweep.plan import JobPlan, Plan, Ranking, SweepFolder
 from runner.sweep.search import Propose, load, unfit
 from runner.sweep.space import Search
-from runner.tracker.config import WandbConfig
 
 
 def start(args: Namespace) -> int:
@@ -163,13 +162,12 @@ def rankings(options: SweepConfig, specs: Sequence[JobSpec]) -> tuple[Ranking, .
 
 
 def _tracked(member: Member, folder: SweepFolder) -> dict[str, Any]:
-    """A job's data; in W&B it belongs to the sweep's group and is named by what it varies, unless it says otherwise."""
+    """A job's data; what its tracker shows the jobs of a sweep by is the sweep's, unless the job says otherwise."""
     data = dict(member.composed.data)
-    if isinstance(member.composed.spec.tracker, WandbConfig):
-        own = {"run_group": folder.root.name, "display_name": JobPlan(0, member.varied).label}
-        # with --spec they may be those of the sweep that the spec comes from
-        said = {k: v for k in own if (v := data["tracker"][k]) and _origin(member, f"tracker.{k}") != SPEC}
-        data["tracker"] = data["tracker"] | own | said
+    own = member.composed.spec.tracker.of_sweep(folder.root.name, JobPlan(0, member.varied).label)
+    # with --spec they may be those of the sweep that the spec comes from
+    said = {k: v for k in own if (v := data["tracker"][k]) and _origin(member, f"tracker.{k}") != SPEC}
+    data["tracker"] = data["tracker"] | own | said
     return data
 
 

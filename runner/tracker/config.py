@@ -12,6 +12,13 @@ class TrackerConfig(ComponentConfig):
 
     group: ClassVar[str] = "tracker"
 
+    def of_sweep(self, sweep: str, job: str) -> dict[str, str]:
+        """The options that a job of a sweep gets where they are not set, by which the sink shows jobs together.
+
+        sweep: the name of the sweep's folder; job: what this job varies, e.g. "lr=1e-4 seed=2"
+        """
+        return {}
+
 
 class NoTrackerConfig(TrackerConfig):
     """metrics.jsonl and the screen only."""
@@ -36,6 +43,9 @@ class WandbConfig(TrackerConfig):
     deadline_s: float = Field(
         default=30.0, gt=0, description="Seconds that the end of a run waits for the sink, at most."
     )
+
+    def of_sweep(self, sweep: str, job: str) -> dict[str, str]:
+        return {"run_group": sweep, "display_name": job}
 
 
 class TensorboardConfig(TrackerConfig):
