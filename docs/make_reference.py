@@ -12,9 +12,9 @@ from runner.cli.conf import BESIDE, scalar
 from runner.cli.sources import plain
 from runner.interfaces.losses import INPUTS, Kind
 from runner.spec.base import ComponentConfig
-from runner.spec.job import JobSpec
+from runner.spec.job import CallbacksConfig, JobSpec
 from runner.spec.registry import Registry, built_in_registry
-from runner.spec.schema import groups_of, model_schema, sections
+from runner.spec.schema import CALLBACKS, groups_of, model_schema, sections
 from runner.spec.words import expectation
 
 PATH = Path(__file__).with_name("reference.md")
@@ -81,9 +81,15 @@ def reference() -> str:
     """The whole page."""
     registry = built_in_registry()
     groups, parts = groups_of(registry), sections()
-    lines = [HEAD, "## The job", *table(JobSpec, {*groups, *parts})]
+    lines = [HEAD, "## The job", *table(JobSpec, {*groups, *parts, CALLBACKS})]
     for name, cls in (parts | BESIDE).items():
         lines += ["", f"## {name}", "", sentence(cls), *table(cls, ())]
+    lines += [
+        "",
+        f"## {CALLBACKS}",
+        "",
+        f"{sentence(CallbacksConfig)} Chosen with `{CALLBACKS}=[NAME,…]`; see [extend](extend.md).",
+    ]
     for name in groups:
         lines += group(name, registry)
     lines += losses()

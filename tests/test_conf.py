@@ -20,7 +20,7 @@ from runner.core.paths import conf_dir, recipes_dir
 from runner.spec.job import EvaluationConfig, JobSpec, WatchConfig
 from runner.spec.origin import leaves
 from runner.spec.registry import built_in_registry, default_registry
-from runner.spec.schema import groups_of
+from runner.spec.schema import CALLBACKS, groups_of
 
 GROUPS = groups_of(built_in_registry())
 CONF = sorted((p.parent.name, p.stem) for p in conf_dir().glob("*/*.yaml"))
@@ -90,7 +90,7 @@ def test_a_components_file_lists_every_option_with_its_default(group: str, cls: 
 def test_the_job_file_lists_every_group_and_every_default() -> None:
     content = plain(conf_dir() / "job.yaml")
     chosen = [key for entry in content.pop("defaults") if isinstance(entry, dict) for key in entry]
-    assert chosen == sorted(GROUPS, key=chosen.index)
+    assert chosen == sorted([*GROUPS, CALLBACKS], key=chosen.index)
     assert set(GROUPS) <= set(chosen)
     del content["hydra"]
     assert EvaluationConfig(**content.pop("evaluation")) == EvaluationConfig()
@@ -102,7 +102,7 @@ def test_the_job_file_lists_every_group_and_every_default() -> None:
 def test_the_job_file_comments_each_of_its_options(model: Any) -> None:
     lines = [line.strip() for line in (conf_dir() / "job.yaml").read_text(encoding="utf-8").splitlines()]
     for name, info in model.model_fields.items():
-        if name not in GROUPS:
+        if name not in (*GROUPS, CALLBACKS):
             assert any(a == f"# {info.description}" and b.startswith(f"{name}:") for a, b in pairwise(lines)), name
 
 
@@ -201,6 +201,7 @@ def test_our_composition_is_hydras(words: list[str], workdir: Path) -> None:
         theirs["model"]["path"] = "x"  # type: ignore[index,call-overload]
     dtype = "float32" if ours["device"]["name"] == "cpu" else "bfloat16"
     theirs["model"]["dtype"] = dtype  # type: ignore[index,call-overload]  # null, which is the device's to say
+    theirs["callbacks"] = {}  # type: ignore[index,call-overload]  # none is chosen
     assert ours == theirs
 
 

@@ -13,13 +13,14 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint
 from types import ModuleType
 from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, Field, GetCoreSchemaHandler, create_model
 
-from runner.core.errors import PLUGIN_WARNINGS, RunnerError
+from runner.core.errors import RunnerError
+from runner.core.plugins import plugins
 from runner.interfaces.losses import Kind, Option, Registration, registration_of
 
 BUILT_IN = ("policy.losses", "policy.advantages", "policy.kl", "policy.aggregation", "preference.losses")
@@ -42,18 +43,13 @@ def built_in() -> Functions:
 
 @cache
 def plug_ins() -> Functions:
-    """The functions of installed packages. A package that cannot be imported, or takes a name, is left out and named
-    in `PLUGIN_WARNINGS`."""
+    """The functions of installed packages. A module that cannot be imported, or takes a name, is left out and named."""
     found: dict[Kind, dict[str, Registration]] = {kind: {} for kind in get_args(Kind)}
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        owner = point.dist.name if point.dist else point.name
-        try:
-            loaded = _load(point.value, {kind: {**built_in()[kind], **found[kind]} for kind in found})
-        except Exception as error:  # a foreign package may fail in any way; name it and go on without it
-            why = str(error) if isinstance(error, RunnerError) else f"{type(error).__name__}: {error}"
-            text = f"the losses of the plug-in {owner} ({point.value}) are left out: {why}"
-            PLUGIN_WARNINGS.append(f"{text}\n  mend it, or: pip uninstall {owner}")
-            continue
+
+    def load(point: EntryPoint) -> list[Registration]:
+        return _load(point.value, {kind: {**built_in()[kind], **found[kind]} for kind in found})
+
+    for loaded in plugins(ENTRY_POINT_GROUP, load):
         for one in loaded:
             found[one.kind][one.name] = one
     return found

@@ -8,8 +8,9 @@ Data comes before the model, so that a mistake in it is found before gigabytes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -64,6 +65,8 @@ def _named(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'have' if len(ranks) > 1 else 'has'}"
 
 
+log = logging.getLogger("runner")
+
 ALONE = Place()
 Samples = Callable[[int, Sequence[Mapping[str, Any]]], None]
 
@@ -89,17 +92,20 @@ class Built:
     identity: Mapping[str, Any]
     data: Data
     world: World
+    callbacks: Mapping[str, Callback] = field(default_factory=dict)  # of plug-ins, by the names of their sections
 
     def save(self, step: int, values: Mapping[str, float]) -> Path:
         """Write a checkpoint of every section's state; all ranks do, each what it holds."""
-        return self.store.save(step, self._state(), values)
+        return self.store.save(step, self.state(), values)
 
     def start_saving(self, step: int, values: Mapping[str, float]) -> None:
         """The same while training goes on; what goes wrong is raised by `store.check`."""
-        self.store.start(step, self._state(), values)
+        self.store.start(step, self.state(), values)
 
-    def _state(self) -> dict[str, State]:
-        state: dict[str, State] = {name: part.state_dict() for name, part in self.sections.items()}
+    def state(self) -> dict[str, State]:
+        """Every section's state, and the identity of the run."""
+        parts = {**self.sections, **self.callbacks}
+        state: dict[str, State] = {name: part.state_dict() for name, part in parts.items()}
         return {**state, "identity": dict(self.identity)}
 
     def restore(self, state: Mapping[str, State]) -> None:
@@ -109,6 +115,11 @@ class Built:
             if name not in state:
                 raise CheckpointError(f"the checkpoint has no section {name!r}; it is of another version of this job")
             part.load_state_dict(state[name])
+        for name, callback in self.callbacks.items():
+            if name in state:
+                callback.load_state_dict(state[name])
+            else:
+                log.warning("%s begins here: the checkpoint has no state of it", name)
 
 
 def build(
@@ -150,7 +161,8 @@ def build(
         spoken = environments and replace(environments, peers=world.everyone)  # with the thread that trains
         evaluate = build_evaluation(spec, data, main, model, algorithm, models.all, world, spoken, decide)
     activity = Activity(device.readings(), spec.watch.device_s)
-    callbacks = _callbacks(spec, folder, evaluate, activity, publisher, outlets, decide)
+    own = _plugin_callbacks(spec, folder, model, outlets, place, decide)
+    callbacks = _callbacks(spec, folder, evaluate, activity, publisher, outlets, decide, own.values())
     job = Job(
         steps=spec.steps,
         device=device,
@@ -166,7 +178,7 @@ def build(
         peak_flops=peak(device, model.compute_type, decide).flops,
         closing=(activity.close, store.close, *(one.close for one in (reward, publisher, sampler) if one is not None)),
     )
-    built = Built(job, model, store, _sections(job), _identity(spec, data, models, world), data, world)
+    built = Built(job, model, store, _sections(job), _identity(spec, data, models, world), data, world, own)
     callbacks.append(_saving(spec, built))
     return built
 
@@ -237,6 +249,15 @@ def _identity(spec: JobSpec, data: Data, models: Models, world: World) -> dict[s
     return own
 
 
+def _plugin_callbacks(
+    spec: JobSpec, folder: RunFolder, model: TrainableModel, outlets: Outlets, place: Place, decide: Decisions
+) -> dict[str, Callback]:
+    """The callbacks of plug-ins that the job chooses, by the names of their sections."""
+    context = {"folder": folder, "model": model, "say": outlets.say, "is_rank0": place.leads, "decide": decide}
+    chosen = spec.callbacks.chosen.items()
+    return {f"callback.{name}": default_registry().factory(config)(config, **context) for name, config in chosen}
+
+
 def _callbacks(
     spec: JobSpec,
     folder: RunFolder,
@@ -245,14 +266,16 @@ def _callbacks(
     publisher: Publisher | None,
     outlets: Outlets,
     decide: Decisions,
+    own: Iterable[Callback],
 ) -> list[Callback]:
-    """Everything that hangs on the loop but for what saves."""
+    """Everything that hangs on the loop but for what saves. own: of plug-ins, whose numbers are recorded, too."""
     if evaluate is None:
         _say_unmeasured(spec, decide)
     return [
         *([] if evaluate is None else [_evaluation(spec, evaluate, outlets)]),
         *([activity] if spec.watch.device_s else []),
         *([] if publisher is None else [Sync(publisher.numbers)]),
+        *own,
         StallWatch(folder.stacks, spec.watch.stall_s),
         Record(outlets.step),
         *([Contrast()] if spec.algorithm.rewarded else []),

@@ -7,12 +7,15 @@ run infer latest --seed 3 device=cpu "a prompt" -- "steps=4 is a prompt, too"
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import NoReturn
 
 from runner.core.errors import RunnerError
 from runner.core.paths import recipes_dir
+from runner.core.plugins import LEFT_OUT, plugins
 from runner.spec import suggest
 
 VERBS = {
@@ -33,6 +36,7 @@ VERBS = {
     "`run bench device=cuda`",
     "parity": "whether another device computes the same; `run parity --record cpu`, then `--compare FILE device=npu`",
 }
+VERBS_GROUP = "runner.verbs"  # entry points: name → "module:function" of the words after it, which returns a code
 WORDS = {
     "run": "+recipe=NAME or FILE.yaml, group=option, group.key=value",
     "list": "a group",
@@ -123,6 +127,36 @@ def split_verb(argv: Sequence[str]) -> tuple[str, list[str]]:
     return "run", words
 
 
+Verb = Callable[[list[str]], int]
+
+
+@cache
+def plugin_verbs() -> dict[str, Verb]:
+    """The verbs of installed packages, by name."""
+
+    def load(point: EntryPoint) -> tuple[str, Verb]:
+        if point.name in VERBS:
+            raise RunnerError(f"there is a verb '{point.name}' already")
+        function = point.load()
+        if not callable(function):
+            raise RunnerError("it is no function")
+        return point.name, function
+
+    return dict(plugins(VERBS_GROUP, load))
+
+
+def plugin_verb(words: Sequence[str]) -> Verb | None:
+    """The verb of a plug-in that a command line begins with."""
+    first = words[0] if words else "-"
+    return None if first in VERBS or first.startswith("-") or is_override(first) else plugin_verbs().get(first)
+
+
+def all_verbs() -> dict[str, str]:
+    """Every verb with its line of help; that of a plug-in is the first of its function's docstring."""
+    about = {name: (verb.__doc__ or "").strip().partition("\n")[0] for name, verb in plugin_verbs().items()}
+    return VERBS | about
+
+
 def is_override(word: str) -> bool:
     """Whether a word sets or chooses something."""
     return "=" in word or word.startswith(("+", "~"))
@@ -134,10 +168,13 @@ def _unknown_verb(word: str) -> str:
         return f"no verb named '{word}'; a recipe (a name, or a file's path) is run with: run +recipe={word}"
     if "." in word:
         return f"no verb named '{word}'; to set it: run {word}=VALUE; to read about it: run explain {word}"
-    meant = suggest.nearest(word, VERBS)
+    verbs = all_verbs()
+    if (why := LEFT_OUT.get((VERBS_GROUP, word))) is not None:
+        return f"no verb named '{word}'; {why}"
+    meant = suggest.nearest(word, verbs)
     hint = f"; did you mean '{meant}'?" if meant else ""
-    width = max(map(len, VERBS))
-    return "\n".join([f"no verb named '{word}'{hint}", *(f"  {v.ljust(width)}  {about}" for v, about in VERBS.items())])
+    width = max(map(len, verbs))
+    return "\n".join([f"no verb named '{word}'{hint}", *(f"  {v.ljust(width)}  {about}" for v, about in verbs.items())])
 
 
 def _common(parser: argparse.ArgumentParser) -> None:

@@ -19,13 +19,13 @@ from hydra.plugins.completion_plugin import CompletionPlugin, DefaultCompletionP
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.algorithm.registered import plug_ins
-from runner.cli.args import ACTIONS, VERBS, UsageError, flags_of, is_override
+from runner.cli.args import ACTIONS, VERBS, UsageError, all_verbs, flags_of, is_override
 from runner.cli.conf import BESIDE
 from runner.cli.config_sources import GROUP, SUFFIXES
 from runner.cli.sources import options, session
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
-from runner.spec.schema import MODEL, groups_of, model_schema, packages_of, sections
+from runner.spec.schema import CALLBACKS, MODEL, groups_of, model_schema, packages_of, sections
 
 COMMANDS = ("install", "uninstall", "query")
 NAMING = ("resume", "status", "infer", "export", "report", "diff", "sweep")  # verbs that name a run, or a sweep
@@ -61,7 +61,7 @@ def query(plugin: CompletionPlugin, line: str) -> list[str]:
     command, *words = line.split(" ")
     first, *others = words or [""]
     if first == "list" and others:
-        return [name for name in (*groups_of(default_registry()), GROUP) if name.startswith(others[-1])]
+        return [name for name in (*groups_of(default_registry()), CALLBACKS, GROUP) if name.startswith(others[-1])]
     if first == "sweep" and len(others) == 1:
         return [action for action in ACTIONS if action.startswith(others[0])]
     named = others[1:] if first == "sweep" else others
@@ -70,7 +70,7 @@ def query(plugin: CompletionPlugin, line: str) -> list[str]:
     if (others or [first])[-1].startswith("--"):
         verb = first if first in VERBS else "run"
         return [flag for flag in flags_of(verb) if flag.startswith((others or [first])[-1])]
-    verbs = [verb for verb in VERBS if not others and verb.startswith(first)]
+    verbs = [verb for verb in all_verbs() if not others and verb.startswith(first)]
     asked = words if first not in VERBS else [w for w in others[:-1] if is_override(w)] + others[-1:]
     before = os.environ.get("COMP_LINE")
     os.environ["COMP_LINE"] = " ".join([command, *asked]) if asked else f"{command} "

@@ -256,7 +256,8 @@ def _sections(
         section = choice.key.rpartition("@")[2]
         for key in [k for k in origins if f"{k}.".startswith(f"{section}.")]:
             del origins[key]
-        OmegaConf.update(config, section, OmegaConf.select(files.config, section), merge=False)
+        chosen = OmegaConf.select(files.config, section)
+        OmegaConf.update(config, section, {} if chosen is None else chosen, merge=False)  # no callback has no section
         origins |= {k: who for k, who in files.origins.items() if k.startswith(f"{section}.")}
     return problems, files.notes if kept else ()
 

@@ -18,11 +18,12 @@ from runner.cli.sources import options, plain, session
 from runner.core.errors import SpecError
 from runner.interfaces.losses import Registration
 from runner.spec import suggest
+from runner.spec.base import ComponentConfig
 from runner.spec.decode import unjudged
-from runner.spec.job import JobSpec
+from runner.spec.job import CallbacksConfig, JobSpec
 from runner.spec.origin import at, origin_of
 from runner.spec.registry import Registry, default_registry, resolve
-from runner.spec.schema import Keys, groups_of, model_schema, sections
+from runner.spec.schema import CALLBACKS, Keys, groups_of, model_schema, sections
 from runner.spec.words import TYPES, span
 
 # Units by the end of a key's name; a field may also say `json_schema_extra={"unit": …}`.
@@ -49,10 +50,12 @@ def show(args: Namespace) -> int:
     key = keys[0]
     if key == "loss":
         return _loss(now, registry)
-    if key in groups_of(registry) or key in _parts():
+    if key in (*groups_of(registry), *_parts(), CALLBACKS):
         with session(registry, args.config_dir) as loader:
             names = options(loader.get_sources(), key)
-        _section(key, _owner(key, now, registry), now, names)
+        _section(key, CallbacksConfig if key == CALLBACKS else _owner(key, now, registry), now, names)
+    elif key.startswith(f"{CALLBACKS}.") and (owner := _owner(key, now, registry)):
+        _section(key, owner, now, ())
     else:
         _key(key, now, registry)
     _notes(now, registry)
@@ -99,18 +102,23 @@ def _owner(section: str, now: Draft, registry: Registry) -> type[BaseModel] | No
         return JobSpec
     if section in _parts():
         return _parts()[section]
-    chosen = now.data.get(section)
+    if section.startswith(f"{CALLBACKS}."):
+        name = section.removeprefix(f"{CALLBACKS}.")
+        chosen = now.data.get(CALLBACKS, {}).get(name, {"name": name})
+        section = CALLBACKS
+    else:
+        chosen = now.data.get(section)
     return registry.classes(section).get(str(chosen.get("name"))) if isinstance(chosen, Mapping) else None
 
 
 def _section(section: str, owner: type[BaseModel] | None, now: Draft, names: Sequence[str]) -> None:
     if owner is not None:
-        chosen = f"={now.data[section]['name']}" if names else ""
+        chosen = f"={now.data[section]['name']}" if names and section != CALLBACKS else ""
         print(f"{section}{chosen}: {' '.join((owner.__doc__ or '').split())}")
     if names:
         print(f"  choose with {section}=NAME: {', '.join(names)}")
     for name, info in owner.model_fields.items() if owner else ():
-        if name != "name" or not names:
+        if name != "name" or not issubclass(owner or JobSpec, ComponentConfig):
             value = _now(f"{section}.{name}", info, now)
             print(f"  {section}.{name}={value}\n      {info.description}")
 
@@ -118,7 +126,7 @@ def _section(section: str, owner: type[BaseModel] | None, now: Draft, names: Seq
 def _key(key: str, now: Draft, registry: Registry) -> None:
     section, _, leaf = key.rpartition(".")
     known = ("", *groups_of(registry), *_parts())
-    owner = _owner(section, now, registry) if section in known else None
+    owner = _owner(section, now, registry) if section in known or section.startswith(f"{CALLBACKS}.") else None
     if owner is None or leaf not in owner.model_fields:
         members = {n: c for n, c in registry.classes(section).items() if leaf in c.model_fields}
         if not members:
@@ -130,6 +138,9 @@ def _key(key: str, now: Draft, registry: Registry) -> None:
     else:
         value = _now(key, owner.model_fields[leaf], now)
         standing = [("now", value), ("set by", origin_of(key, now.origins) or "the schema's default")]
+        group, _, name = section.partition(".")
+        if group == CALLBACKS and name not in now.data.get(CALLBACKS, {}):
+            standing = [("now", f"not used: choose it with {CALLBACKS}={name}")]
     for label, text in [*_facts(key, leaf, owner), *standing]:
         print(f"{label.ljust(9)}{text}")
     for function in _functions(owner, leaf):

@@ -47,6 +47,7 @@ from runner.spec import suggest
 from runner.spec.decode import unknown_name
 from runner.spec.origin import leaves
 from runner.spec.registry import default_registry
+from runner.spec.schema import CALLBACKS
 
 
 def worded(error: Exception, sources: Sequence[ConfigSource], chosen: Sequence[str]) -> Problem:
@@ -253,7 +254,10 @@ def is_sweep(key: str) -> bool:
 def line_of(choice: Typed) -> str:
     """A choice as Hydra reads it."""
     names = [n if PLAIN_NAME.fullmatch(n) else "'" + n.replace("'", "\\'") + "'" for n in choice.names]
-    return f"+{GROUP}=[{','.join(names)}]" if choice.key == GROUP else f"{choice.key}={names[0]}"
+    several = f"[{','.join(names)}]"
+    if choice.key == GROUP:
+        return f"+{GROUP}={several}"
+    return f"{choice.key}={several if choice.key == CALLBACKS else names[0]}"
 
 
 def misplaced(files: Files, groups: Sequence[str]) -> list[Problem]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hydra.plugins.config_source import ConfigSource
 
-from runner.cli.args import VERBS, UsageError, parser_of
+from runner.cli.args import VERBS, UsageError, all_verbs, parser_of
 from runner.cli.compose import Composer
 from runner.cli.conf import BESIDE, choices, scalar
 from runner.cli.config_sources import GROUP, file_of, holders, label
@@ -19,7 +19,7 @@ from runner.cli.sources import options, session
 from runner.core.errors import SpecError
 from runner.spec import suggest
 from runner.spec.registry import Registry, default_registry
-from runner.spec.schema import groups_of, job_schema, recipe_schema
+from runner.spec.schema import CALLBACKS, groups_of, job_schema, recipe_schema
 from runner.sweep.config import SweepConfig
 
 INFO = {  # Hydra's other words after --info
@@ -78,7 +78,7 @@ def usage(args: Namespace) -> int:
         return 0
     print("run: trains language models after pre-training, from one declarative job\n")
     print("usage  run [verb] [+recipe=NAME] [group=option] [group.key=value]\n\nverbs")
-    _table(list(VERBS.items()))
+    _table(list(all_verbs().items()))
     registry = default_registry()
     with session(registry, args.config_dir) as loader:
         sources = loader.get_sources()
@@ -101,13 +101,14 @@ def _about_sweeps() -> None:
 def show(args: Namespace) -> int:
     """`run list [group]`: options with one line each."""
     registry = default_registry()
-    known = (*groups_of(registry), GROUP)
+    known = (*groups_of(registry), CALLBACKS, GROUP)
     wanted = [_group(word, known) for word in args.words] or list(known)
     with session(registry, args.config_dir) as loader:
         sources = loader.get_sources()
-        for index, group in enumerate(wanted):
+        found = {group: options(sources, group) for group in wanted}
+        for index, group in enumerate(group for group in wanted if found[group] or args.words):
             print(("\n" if index else "") + group)
-            _table([(name, about(sources, group, name, registry)) for name in options(sources, group)])
+            _table([(name, about(sources, group, name, registry)) for name in found[group]])
     return 0
 
 

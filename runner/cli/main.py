@@ -13,9 +13,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from runner import __version__
-from runner.cli.args import parse
-from runner.core.errors import PLUGIN_WARNINGS, Interrupted, RunnerError
+from runner.cli.args import parse, plugin_verb
+from runner.core.errors import Interrupted, RunnerError
 from runner.core.imports import import_frozen
+from runner.core.plugins import warnings
 
 HANDLERS = {
     "run": "runner.cli.job:run",
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     try:
-        return _dispatch(parse(_completing(words)))
+        return _answer(words)
     except Interrupted as stop:  # what the user wanted, and no error
         print(stop, file=sys.stderr)
         return stop.exit_code
@@ -64,18 +65,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _answer(words: list[str]) -> int:
+    """Run a verb of ours or of a plug-in, and name the plug-ins that were left out."""
+    completing = _completing(words)
+    try:
+        if (verb := plugin_verb(words)) is not None:
+            return verb(words[1:])
+        return _dispatch(parse(completing))
+    finally:
+        for text in () if "--shell-completion" in completing else warnings():  # a shell asks at every tab
+            print(f"warning: {text}", file=sys.stderr)
+
+
 def _dispatch(args: Namespace) -> int:
     if args.version:
         print(f"run {__version__}")
         return 0
     chosen = "help" if args.help else "complete" if args.shell_completion else args.verb
     module, _, name = HANDLERS[chosen].partition(":")
-    try:
-        code: int = getattr(import_frozen(module), name)(args)
-        return code
-    finally:
-        for text in PLUGIN_WARNINGS:
-            print(f"warning: {text}", file=sys.stderr)
+    code: int = getattr(import_frozen(module), name)(args)
+    return code
 
 
 def _completing(words: list[str]) -> list[str]:

@@ -26,9 +26,10 @@ from runner.spec import suggest
 from runner.spec.decode import MISSING, unknown_name
 from runner.spec.origin import COMMAND_LINE, leaves, origin_of
 from runner.spec.registry import default_registry
-from runner.spec.schema import MODEL, packages_of
+from runner.spec.schema import CALLBACKS, MODEL, packages_of
 
 DEMO = "sft_demo"
+SEVERAL = (GROUP, CALLBACKS)  # of which several may be chosen
 TRUST = "model.trust_remote_code="  # a run's spec.yaml may not say so: whoever uses the run says it again
 SWEEP_ALONE = "a sweep over several values is started with: run -m …"
 NO_MODEL = "no model chosen: taking model=tiny, from random weights; for a real one: model=hf model.path=FOLDER"
@@ -112,8 +113,8 @@ def _judge(override: Override, word: str, groups: Collection[str]) -> Typed | Pr
         several = f"{override.get_value_string()} is several values"
         written = f"'{key}=[{override.get_value_string()}]'" if override.is_choice_sweep() else "[1,2]"
         return problem(key, f"{several}; write a list as {written}; {SWEEP_ALONE}")
-    choice = key in (*groups, GROUP) and not isinstance(value, dict)
-    if choice and isinstance(value, list) and key != GROUP:
+    choice = key in (*groups, *SEVERAL) and not isinstance(value, dict)
+    if choice and isinstance(value, list) and key not in SEVERAL:
         return problem(key, "takes one choice, not a list")
     return Typed(word, key, "null" if choice and value is None else value, choice)
 
@@ -134,7 +135,7 @@ def _second(override: Override, word: str) -> Typed | Problem:
 
 def with_demo(typed: Sequence[Typed]) -> tuple[list[Typed], tuple[str, ...]]:
     """Add the demo where the command line chooses no recipe, model or data, and a line on what was taken unasked."""
-    chosen = {t.key: t.names[0] for t in typed if t.choice}
+    chosen = {t.key: t.names[0] for t in typed if t.choice and t.names}
     if chosen.keys() & {GROUP, "model", "data"}:
         unsaid = not chosen.keys() & {GROUP, "model"} and chosen["data"] != "demo"
         return list(typed), (NO_MODEL,) if unsaid else ()
@@ -158,8 +159,8 @@ def check(choice: Typed, known: Collection[str]) -> tuple[Typed | None, list[Pro
         meant = suggest.name(group, name, known)
         kept += [meant] if meant else []
         problems.append(problem(choice.key, unknown_name(group, name, known) + _as_path(choice.key, name)))
-    value = kept if choice.key == GROUP else kept[0] if kept else None
-    return (Typed(choice.line, choice.key, value, True) if kept else None), problems
+    value = kept if choice.key in SEVERAL else kept[0] if kept else None
+    return (Typed(choice.line, choice.key, value, True) if kept or not choice.names else None), problems
 
 
 def _as_path(group: str, name: str) -> str:

@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,8 +29,9 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from runner.cli.config_sources import GROUP, FolderSource, RecipeFileSource, RecipesSource, holders
 from runner.core.errors import EnvironmentProblem
 from runner.core.paths import conf_dir, recipes_dir
+from runner.core.plugins import plugins
 from runner.spec.registry import Registry
-from runner.spec.schema import groups_of
+from runner.spec.schema import CALLBACKS, groups_of
 
 ENTRY_POINT_GROUP = "runner.conf"
 
@@ -73,13 +74,14 @@ def _new(places: Iterable[tuple[str, str, Path]], seen: set[Path]) -> Iterator[t
 @cache
 def plugin_folders() -> tuple[tuple[str, Path], ...]:
     """(plug-in, folder of its package) for each installed package that offers conf/ or recipes/; none is imported."""
-    found = []
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        spec = importlib.util.find_spec(point.value)
-        if spec is None or not spec.submodule_search_locations:
-            raise EnvironmentProblem(f"the plug-in {point.name}: no package {point.value!r} to take conf/ from")
-        found += [(point.name, Path(place)) for place in spec.submodule_search_locations]
-    return tuple(found)
+    return tuple(place for places in plugins(ENTRY_POINT_GROUP, _folders) for place in places)
+
+
+def _folders(point: EntryPoint) -> list[tuple[str, Path]]:
+    spec = importlib.util.find_spec(point.value)
+    if spec is None or not spec.submodule_search_locations:
+        raise EnvironmentProblem(f"there is no package {point.value!r} to take conf/ from")
+    return [(point.name, Path(place)) for place in spec.submodule_search_locations]
 
 
 @contextmanager
@@ -121,7 +123,7 @@ def recipes() -> list[str]:
 
 def _store_components_without_file(registry: Registry, sources: Sequence[ConfigSource]) -> None:
     """Let `group=name` work for a plug-in's component that has no YAML file: its schema's defaults are its config."""
-    for group in groups_of(registry):
+    for group in (*groups_of(registry), CALLBACKS):
         for name, cls in registry.classes(group).items():
             if not holders(sources, f"{group}/{name}"):
                 fields = cls.model_fields.items()
@@ -129,7 +131,7 @@ def _store_components_without_file(registry: Registry, sources: Sequence[ConfigS
                     key: "???" if info.is_required() else plain(info.get_default(call_default_factory=True))
                     for key, info in fields
                 }
-                ConfigStore.instance().store(group=group, name=name, node=node)
+                ConfigStore.instance().store(group=group, name=name, node={name: node} if group == CALLBACKS else node)
 
 
 def plain(value: Any) -> Any:

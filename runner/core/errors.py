@@ -25,8 +25,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PLUGIN_WARNINGS: list[str] = []  # plug-ins that were left out, and why; the command line prints them
-
 
 class RunnerError(Exception):
     """Base of all errors that are worded for the user; `exit_code` is what the process ends with."""

@@ -23,8 +23,9 @@ PromptStyle = Literal["chat", "text"]
 # What may change when a run goes on: how long, on how many devices, how it is watched and kept; nothing that the curve
 # so far depends on. Of the sampler: where it is, how weights get there, how long it may take, how far off it may be.
 RESUMABLE = (
-    "steps", "strict", "launch", "parallelism", "evaluation", "watch", "tracker", "checkpoint", "sampler.timeout_s",
-    "sampler.probe", "sampler.transport", "sampler.url", "sampler.key_variable", "sampler.folder", "sampler.retries",
+    "steps", "strict", "launch", "parallelism", "evaluation", "watch", "callbacks", "tracker", "checkpoint",
+    "sampler.timeout_s", "sampler.probe", "sampler.transport", "sampler.url", "sampler.key_variable", "sampler.folder",
+    "sampler.retries",
 )  # fmt: skip
 LIBRARIES = ("torch", "transformers", "peft")
 

@@ -16,12 +16,13 @@ from typing import Any
 from pydantic import BaseModel, ValidationError, create_model
 
 from runner.core.errors import Problem, SecurityRefusal, SpecError
+from runner.core.plugins import LEFT_OUT
 from runner.spec import suggest
 from runner.spec.base import ComponentConfig, Config
-from runner.spec.job import JobSpec
+from runner.spec.job import CallbacksConfig, JobSpec
 from runner.spec.origin import COMMAND_LINE, at, leaves, origin_of
-from runner.spec.registry import Registry, default_registry
-from runner.spec.schema import Keys, groups_of, model_schema
+from runner.spec.registry import ENTRY_POINT_GROUP, Registry, default_registry
+from runner.spec.schema import CALLBACKS, Keys, groups_of, model_schema
 from runner.spec.words import complaint, shown
 
 MISSING = "???"
@@ -38,6 +39,7 @@ def decode(data: Mapping[str, Any], origins: Mapping[str, str], registry: Regist
     known = registry or default_registry()
     refuse_code(data, origins)
     chosen, found = _choose(data, known)
+    found += _callbacks(data, known)[1]
     data, missing = _missing(data, chosen)
     keys = Keys(known)
     job, wrong = _validate(data, chosen, keys)
@@ -85,13 +87,38 @@ def with_origins(found: Iterable[Found], origins: Mapping[str, str]) -> list[Pro
     return [Problem(key, message, origin_of(key, origins)) for key, message in first.items()]
 
 
+Callbacks = tuple[tuple[str, type[ComponentConfig]], ...]
+
+
 @cache
-def job_model(classes: tuple[tuple[str, type[ComponentConfig] | None], ...]) -> type[JobSpec]:
+def job_model(
+    classes: tuple[tuple[str, type[ComponentConfig] | None], ...], callbacks: Callbacks = ()
+) -> type[JobSpec]:
     """JobSpec with each group narrowed to its chosen class; None leaves a group that could not be chosen unchecked."""
     fields: dict[str, Any] = {
         group: (Any if cls is None else cls, None if cls is None else ...) for group, cls in classes
     }
+    if callbacks:
+        own: dict[str, Any] = {name: (cls, ...) for name, cls in callbacks}
+        fields[CALLBACKS] = (create_model("CallbacksConfig", __base__=CallbacksConfig, **own), ...)
     return create_model("JobSpec", __base__=JobSpec, __module__=__name__, **fields)
+
+
+def _callbacks(data: Mapping[str, Any], registry: Registry) -> tuple[Callbacks, list[Found]]:
+    """The class of each callback that the data choose, and what is wrong with the others."""
+    members, section = registry.classes(CALLBACKS), data.get(CALLBACKS)
+    chosen, found = [], list[Found]()
+    for key, options in section.items() if isinstance(section, Mapping) else ():
+        name = options.get("name") if isinstance(options, Mapping) else None
+        if isinstance(name, str) and name in members:
+            chosen.append((str(key), members[name]))
+        elif name is None and key in members:
+            found.append(
+                (f"{CALLBACKS}.{key}", f"is not chosen; type {CALLBACKS}={key}, or several: '{CALLBACKS}=[{key},…]'")
+            )
+        else:
+            found.append((f"{CALLBACKS}.{key}", unknown_name("callback", str(name or key), members)))
+    return tuple(chosen), found
 
 
 Classes = dict[str, type[ComponentConfig] | None]
@@ -118,6 +145,8 @@ def _choose(data: Mapping[str, Any], registry: Registry) -> tuple[Classes, list[
 def unknown_name(group: str, name: str, members: Iterable[str]) -> str:
     """`no device named 'gpu'; did you mean 'cuda'? (auto, cpu, cuda, npu)`."""
     members = sorted(members)
+    if (lost := LEFT_OUT.get((ENTRY_POINT_GROUP, name))) is not None:
+        return f"no {group} named '{name}'; {lost}"
     if (why := suggest.absent(group, name)) is not None:
         return f"no {group} named '{name}' ({', '.join(members)}): {why}"
     meant = suggest.name(group, name, members)
@@ -143,7 +172,7 @@ def _must_be_given(key: str, where: tuple[type[BaseModel] | None, str]) -> str:
 
 def _validate(data: Mapping[str, Any], chosen: Classes, keys: Keys) -> tuple[JobSpec | None, list[Found]]:
     """The job, if nothing but unknown keys is wrong, and what is wrong."""
-    model = job_model(tuple(chosen.items()))
+    model = job_model(tuple(chosen.items()), _callbacks(data, keys.registry)[0])
     try:
         whole = model.model_validate(data)
         return (whole if None not in chosen.values() else None), []

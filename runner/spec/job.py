@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from runner.adapter.config import AdapterConfig
 from runner.algorithm.config import AlgorithmConfig
@@ -22,6 +22,7 @@ from runner.sampler.config import SamplerConfig
 from runner.schedule.config import ScheduleConfig
 from runner.spec.base import Config, Dtype
 from runner.tracker.config import TrackerConfig
+from runner.trainer.config import CallbackConfig
 
 RECIPE = "recipe:"  # init_from=recipe:NAME: a recipe that is run first
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
@@ -58,6 +59,20 @@ class WatchConfig(Config):
     samples: int = Field(default=2, ge=0, description="Sampled answers per step that are written to samples.jsonl.")
 
 
+class CallbacksConfig(Config):
+    """Callbacks of plug-ins, any number of them: name → options."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "object"}})  # whatever is installed
+
+    @property
+    def chosen(self) -> dict[str, CallbackConfig]:
+        """The callbacks by name, in the order in which they were chosen."""
+        return {name: getattr(self, name) for name in type(self).model_fields}
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        return [problem for config in self.chosen.values() for problem in config.problems(job)]
+
+
 class JobSpec(Config):
     """One run. `job_model` narrows each group to the union of its registered components."""
 
@@ -87,6 +102,7 @@ class JobSpec(Config):
     checkpoint: CheckpointConfig
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Held-out evaluation.")
     watch: WatchConfig = Field(default_factory=WatchConfig, description="Guards.")
+    callbacks: CallbacksConfig = Field(default_factory=CallbacksConfig, description="Callbacks of plug-ins, by name.")
 
     def stored_dtype(self, *, trains: bool = True) -> Dtype:
         """The data type that a model's own weights are stored in; without `trains`, of a copy that only scores."""

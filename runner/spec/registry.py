@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any
 
-from runner.core.errors import EnvironmentProblem, RunnerError
+from runner.core.errors import RunnerError
+from runner.core.plugins import plugins
 from runner.spec.base import ComponentConfig
 
 ENTRY_POINT_GROUP = "runner.components"
@@ -32,6 +33,7 @@ BUILT_IN = (
     "checkpoint",
     "launch",
 )
+GROUPS = (*BUILT_IN, "callbacks")
 
 
 class Registry:
@@ -47,7 +49,9 @@ class Registry:
         names = self._classes.setdefault(cls.group, {})
         name = cls.component_name()
         if names.setdefault(name, cls) is not cls:
-            raise RunnerError(f"two components are registered as {cls.group}={name}: {names[name]} and {cls}")
+            raise RunnerError(
+                f"two components are registered as {cls.group}={name}: {_place(names[name])}, {_place(cls)}"
+            )
         return cls
 
     def groups(self) -> tuple[str, ...]:
@@ -63,6 +67,10 @@ class Registry:
         return resolve(type(config).factory)
 
 
+def _place(cls: type[ComponentConfig]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def resolve(path: str) -> Callable[..., Any]:
     """Import `"module:attribute"`, a path that is written in code and never in a config."""
     module, _, attribute = path.partition(":")
@@ -70,16 +78,12 @@ def resolve(path: str) -> Callable[..., Any]:
 
 
 def _load(point: EntryPoint) -> type[ComponentConfig]:
-    owner = point.dist.name if point.dist else "an installed package"
-    try:
-        cls = point.load()
-    except Exception as error:  # a foreign package may fail in any way; name it instead of crashing anonymously
-        raise EnvironmentProblem(
-            f"the plug-in {owner} offers the component {point.name!r} ({point.value}), which cannot be imported: "
-            f"{type(error).__name__}: {error}\n  mend it, or: pip uninstall {owner}"
-        ) from error
+    """The config class of a plug-in's component. Raises RunnerError for anything else."""
+    cls = point.load()
     if not (isinstance(cls, type) and issubclass(cls, ComponentConfig)):
-        raise EnvironmentProblem(f"the plug-in {owner}: {point.value} is not a ComponentConfig subclass")
+        raise RunnerError("it is no ComponentConfig")
+    if (group := getattr(cls, "group", None)) not in GROUPS:
+        raise RunnerError(f"there is no group {group!r} ({', '.join(GROUPS)})")
     return cls
 
 
@@ -95,8 +99,8 @@ def built_in_registry() -> Registry:
 
 @cache
 def default_registry() -> Registry:
-    """Every built-in component and every installed plug-in's."""
+    """Every built-in component and every installed plug-in's; one that cannot be had is left out, and named."""
     registry = Registry(cls.extended() for cls in _built_in())
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        registry.register(_load(point).extended())
+    for _ in plugins(ENTRY_POINT_GROUP, lambda point: registry.register(_load(point).extended())):
+        pass
     return registry

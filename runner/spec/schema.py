@@ -10,17 +10,18 @@ from typing import Any
 from pydantic import BaseModel, Field, create_model
 
 from runner.spec.base import ComponentConfig
-from runner.spec.job import JobSpec
+from runner.spec.job import CallbacksConfig, JobSpec
 from runner.spec.registry import Registry, default_registry
 
 MODEL = "model"
+CALLBACKS = "callbacks"  # the group of which a job has any number: name → options
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def groups_of(registry: Registry) -> tuple[str, ...]:
-    """The groups that a job has, in the order of its fields."""
+    """The groups that a job has one component of, in the order of its fields."""
     known = registry.groups()
-    return tuple(name for name in JobSpec.model_fields if name in known)
+    return tuple(name for name in JobSpec.model_fields if name in known and name != CALLBACKS)
 
 
 def packages_of(registry: Registry) -> tuple[str, ...]:
@@ -36,7 +37,9 @@ def sections() -> dict[str, type[BaseModel]]:
     return {
         name: cls
         for name, cls in annotations.items()
-        if isinstance(cls, type) and issubclass(cls, BaseModel) and not issubclass(cls, ComponentConfig)
+        if isinstance(cls, type)
+        and issubclass(cls, BaseModel)
+        and not issubclass(cls, ComponentConfig | CallbacksConfig)
     }
 
 
@@ -60,7 +63,8 @@ class Keys:
         for group in groups_of(self.registry):
             found[group] = {name: tuple(cls.model_fields) for name, cls in self.registry.classes(group).items()}
         found |= {name: {"": tuple(cls.model_fields)} for name, cls in sections().items()}
-        return found
+        callbacks = self.registry.classes(CALLBACKS).items()
+        return found | {f"{CALLBACKS}.{name}": {"": tuple(cls.model_fields)} for name, cls in callbacks}
 
 
 def job_schema(registry: Registry | None = None) -> dict[str, Any]:
@@ -87,7 +91,8 @@ def recipe_schema(
         if "oneOf" in field:
             field["anyOf"] = field.pop("oneOf")
     del schema["required"]
-    overrides = {f"override /{group}": {"enum": names} for group, names in options.items()}
+    overrides: dict[str, Any] = {f"override /{group}": {"enum": names} for group, names in options.items()}
+    overrides[f"override /{CALLBACKS}"] = {"type": "array", "items": {"type": "string"}}
     second = {
         f"/{MODEL}@{package}": {"enum": options[MODEL]} for package in packages_of(registry or default_registry())
     }

@@ -13,7 +13,8 @@ from pydantic import Field
 from runner.algorithm import registered
 from runner.algorithm.policy.config import GrpoConfig
 from runner.algorithm.preference.config import DpoConfig
-from runner.core.errors import PLUGIN_WARNINGS, RunnerError
+from runner.core import plugins
+from runner.core.errors import RunnerError
 from runner.interfaces.losses import INPUTS, PreferenceLosses, policy_loss, preference_loss, registration_of
 
 Sharpness = Annotated[float, Field(gt=0, description="How sharp")]
@@ -40,13 +41,14 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., registere
             if isinstance(content, list):
                 monkeypatch.setitem(sys.modules, name, module)
             points.append(SimpleNamespace(name=name, value=name, dist=SimpleNamespace(name=f"run-{name}")))
-        monkeypatch.setattr(registered, "entry_points", lambda group: points)
+        monkeypatch.setattr(plugins, "entry_points", lambda group: points)
+        monkeypatch.setattr(plugins, "_FAILED", {})
+        monkeypatch.setattr(plugins, "LEFT_OUT", {})
         registered.plug_ins.cache_clear()
         registered.functions.cache_clear()
         return registered.plug_ins()
 
     yield installed
-    PLUGIN_WARNINGS.clear()
     registered.plug_ins.cache_clear()
     registered.functions.cache_clear()
 
@@ -76,7 +78,7 @@ def test_a_function_that_does_not_fit_is_refused_by_name(function: Any, said: st
 
 def test_a_plug_in_adds_a_value_and_its_options(install: Any) -> None:
     found = install(theirs=[loss("sharp", sharp)])
-    assert list(found["policy_loss"]) == ["sharp"] and PLUGIN_WARNINGS == []
+    assert list(found["policy_loss"]) == ["sharp"] and plugins.warnings() == []
     cls = GrpoConfig.extended()
     names = list(cls.model_fields)
     assert names[names.index("objective") + 1 :][:4] == ["clip_low", "clip_high", "dual_clip", "tau_positive"]
@@ -130,18 +132,18 @@ def other_range(advantages: Any, *, clip_low: Annotated[float, Field(gt=5, descr
 def test_a_plug_in_that_takes_a_name_is_left_out_and_named(name: str, function: Any, said: str, install: Any) -> None:
     found = install(theirs=[loss(name, function)], good=[loss("good", lambda advantages: (advantages, {}))])
     assert list(found["policy_loss"]) == ["good"]
-    [warning] = PLUGIN_WARNINGS
+    [warning] = plugins.warnings()
     assert said in warning and "plug-in run-theirs" in warning and "pip uninstall run-theirs" in warning
 
 
 def test_two_functions_of_one_plug_in_may_not_share_a_name(install: Any) -> None:
     found = install(theirs=[loss("sharp", sharp), loss("sharp", lambda advantages: (advantages, {}))])
-    assert not found["policy_loss"] and "named 'sharp' exists" in PLUGIN_WARNINGS[0]
+    assert not found["policy_loss"] and "named 'sharp' exists" in plugins.warnings()[0]
 
 
 def test_a_plug_in_that_cannot_be_imported_is_named(install: Any) -> None:
     found = install(gone=ModuleNotFoundError(), good=[loss("good", sharp)])
-    assert list(found["policy_loss"]) == ["good"] and "(gone) are left out: ModuleNotFoundError" in PLUGIN_WARNINGS[0]
+    assert list(found["policy_loss"]) == ["good"] and "left out: gone (ModuleNotFoundError" in plugins.warnings()[0]
 
 
 def test_every_built_in_function_names_its_source_and_its_formula() -> None:

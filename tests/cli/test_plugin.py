@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import os
 import subprocess
 import sys
@@ -11,6 +13,8 @@ import pytest
 import yaml
 
 import runner
+from runner.reward.base import RewardConfig
+from runner.spec.registry import GROUPS
 
 ROOT = Path(runner.__file__).resolve().parent.parent
 PROJECT = """
@@ -37,6 +41,21 @@ class TheirsConfig(AlgorithmConfig):
     name: Literal["theirs"] = "theirs"
     sharpness: float = Field(default=2.5, gt=0, description="How sharp.")
 '''
+
+
+def call_tests(file: Path, site: Path, monkeypatch: pytest.MonkeyPatch, **fixtures: object) -> list[str]:
+    """Call the tests of a package's file in this process, where torch is there already; their names."""
+    monkeypatch.syspath_prepend(site)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    tests = {name: test for name, test in vars(module).items() if name.startswith("test_")}
+    for test in tests.values():
+        test(**{name: fixtures[name] for name in inspect.signature(test).parameters})
+    for cls in [cls for cls in RewardConfig.__subclasses__() if not cls.__module__.startswith("runner.")]:
+        cls.summable = False  # or they could be parts of a sum in other tests
+    return list(tests)
 
 
 @pytest.fixture(scope="module")
@@ -96,16 +115,74 @@ def test_its_options_are_judged_and_explained(site: Path, workdir: Path) -> None
     assert "meaning  How sharp." in run(site, workdir, "explain", "algorithm.sharpness", "algorithm=theirs").stdout
 
 
-def test_a_broken_package_is_named(site: Path, workdir: Path) -> None:
-    (workdir / "theirs.py").write_text("raise RuntimeError('broken')")
-    result = run(workdir, workdir, "list")  # the module without its metadata: nothing is loaded
-    assert result.returncode == 0
-    result = subprocess.run(
-        [sys.executable, "-m", "runner", "list"],
-        cwd=workdir,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(workdir), str(site)])},
-        capture_output=True,
-        text=True,
+def test_a_broken_package_is_named_once_and_left_out(site: Path, workdir: Path) -> None:
+    (workdir / "theirs.py").write_text("raise SystemExit('broken')")
+    assert run(workdir, workdir, "list").stderr == "", "the module without its metadata is not loaded"
+    path = os.pathsep.join([str(ROOT), str(workdir), str(site)])
+
+    def started(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "runner", *words]
+        return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+
+    listed = started("list", "optimizer")
+    assert (listed.returncode, "adamw" in listed.stdout) == (0, True)
+    assert listed.stderr == (
+        "warning: the plug-in theirs is not used in full\n"
+        "  left out: theirs (SystemExit: broken)\n"
+        "  left out: theirs (there is no package 'theirs' to take conf/ from)\n"
+        "  mend it, or: pip uninstall theirs\n"
     )
-    assert result.returncode == 2
-    assert "the plug-in theirs" in result.stderr and "pip uninstall theirs" in result.stderr
+    chosen = started("--cfg", "job", "algorithm=theirs")
+    why = "no algorithm named 'theirs'; that of the plug-in theirs is left out: SystemExit: broken"
+    assert (chosen.returncode, why in chosen.stderr) == (2, True)
+
+
+TAKEN = '''
+from typing import ClassVar, Literal
+from runner.spec import ComponentConfig, OptimizerConfig
+
+class Mine(OptimizerConfig):
+    """Mine."""
+    factory: ClassVar[str] = "taken:build"
+    name: Literal["adamw"] = "adamw"
+
+class Typo(ComponentConfig):
+    """A group that there is not."""
+    group: ClassVar[str] = "optimiser"
+    factory: ClassVar[str] = "taken:build"
+    name: Literal["mine"] = "mine"
+
+def explain(words):
+    """A verb that there is."""
+'''
+POINTS = """
+[runner.components]
+adamw = taken:Mine
+mine = taken:Typo
+word = taken:explain
+[runner.verbs]
+explain = taken:explain
+[runner.conf]
+taken = nowhere
+"""
+
+
+def test_a_name_that_is_taken_is_said(workdir: Path) -> None:
+    site = workdir / "site"
+    (site / "taken-1.0.dist-info").mkdir(parents=True)
+    (site / "taken.py").write_text(TAKEN)
+    (site / "taken-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: taken\nVersion: 1.0\n")
+    (site / "taken-1.0.dist-info" / "entry_points.txt").write_text(POINTS)
+    result = run(site, workdir, "help")
+    assert result.returncode == 0 and "adamw," in result.stdout
+    [head, *lines] = result.stderr.splitlines()
+    assert head == "warning: the plug-in taken is not used in full"
+    assert sorted(lines) == [
+        "  left out: adamw (two components are registered as optimizer=adamw: "
+        "runner.optimizer.config.AdamWConfig, taken.Mine)",
+        "  left out: explain (there is a verb 'explain' already)",
+        "  left out: mine (there is no group 'optimiser' (" + ", ".join(GROUPS) + "))",
+        "  left out: taken (there is no package 'nowhere' to take conf/ from)",
+        "  left out: word (it is no ComponentConfig)",
+        "  mend it, or: pip uninstall taken",
+    ]

@@ -10,15 +10,16 @@ import pytest
 
 from runner.cli import sources
 from runner.cli.main import main
+from runner.core import plugins
 from runner.spec import registry
 
 
 @pytest.fixture
 def without_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No package with entry points is installed."""
-    for module, cached in ((registry, registry.default_registry), (sources, sources.plugin_folders)):
-        monkeypatch.setattr(module, "entry_points", lambda group: ())
-        cached.cache_clear()
+    monkeypatch.setattr(plugins, "entry_points", lambda group: ())
+    registry.default_registry.cache_clear()
+    sources.plugin_folders.cache_clear()
     yield
     registry.default_registry.cache_clear()
     sources.plugin_folders.cache_clear()
