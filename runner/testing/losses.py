@@ -1,0 +1,149 @@
+"""The check of a registered loss, advantage, KL estimator, preference loss or aggregation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.interfaces.losses import Registration, registration_of
+from runner.testing.parts import require
+
+ROW = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 3, 3])  # of ten tokens
+MASK = torch.tensor([False, True, True, True, True, False, True, True, False, True])
+GROUP = torch.tensor([0, 0, 1, 1])  # of four rows
+LENGTHS = torch.tensor([2, 2, 2, 1])
+Inputs = dict[str, Any]
+
+
+def check_loss(function: Callable[..., Any]) -> None:
+    """A function with a decorator of `runner.interfaces.losses` gives numbers of the right shape, with a gradient where
+    it has to have one, that depend on nothing but their own token, row or pair.
+
+    Of an aggregation and an advantage, only what their kind promises of each token or row.
+    """
+    one = registration_of(function)
+    if one is None:
+        raise AssertionError(f"{function!r} has no decorator of runner.interfaces.losses, such as @policy_loss")
+    require(bool(one.paper and one.formula), f"{one.name}: paper and formula are what `run explain loss` says of it")
+    {
+        "policy_loss": _check_policy_loss,
+        "advantage": _check_advantage,
+        "kl_estimator": _check_kl_estimator,
+        "preference_loss": _check_preference_loss,
+        "aggregation": _check_aggregation,
+    }[one.kind](one)
+
+
+def _given(one: Registration, inputs: Mapping[str, Any]) -> Any:
+    return one.function(**{name: inputs[name] for name in one.inputs})
+
+
+def _normal(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+
+
+def _is_tensor(value: Any, size: int) -> bool:
+    return isinstance(value, Tensor) and tuple(value.shape) == (size,)
+
+
+def _policy_inputs() -> Inputs:
+    logprobs = (-_normal(10).abs() - 0.1).requires_grad_()
+    old = logprobs.detach() + 0.3 * _normal(10, seed=1)
+    return {
+        "logprobs": logprobs,
+        "old_logprobs": old,
+        "ratio": (logprobs - old).exp(),
+        "advantages": _normal(10, seed=2),
+        "mask": MASK,
+        "row": ROW,
+    }
+
+
+def _check_policy_loss(one: Registration) -> None:
+    inputs = _policy_inputs()
+    shape = f"{one.name} returns (loss [T], diagnostics by name, [T] each)"
+    made = _given(one, inputs)
+    require(isinstance(made, tuple) and len(made) == 2 and _is_tensor(made[0], 10), f"{shape}; got {made!r}")
+    loss, diagnostics = made
+    odd = [name for name, value in diagnostics.items() if not _is_tensor(value, 10)]
+    require(not odd, f"{shape}; {odd} have another shape")
+    require(bool(loss[MASK].isfinite().all()), f"{one.name}: the loss of trained tokens is finite; got {loss}")
+    _check_gradient(one, loss[MASK], [inputs["logprobs"]])
+    loose = (inputs[name].requires_grad for name in ("old_logprobs", "advantages"))
+    require(not any(loose), f"{one.name} changes its inputs in place")
+    part = ROW != 1  # a micro-batch that has not all rows
+    few = _given(one, {name: value[part] for name, value in inputs.items()})[0]
+    same = torch.allclose(few[MASK[part]], loss[part][MASK[part]])
+    require(same, f"{one.name}: the loss of a token depends on other rows, which another micro-batch may have")
+
+
+def _check_gradient(one: Registration, losses: Tensor, learning: list[Tensor]) -> None:
+    """Something of `learning` gets a gradient that is finite and not 0."""
+    text = f"{one.name}: no finite gradient reaches the policy"
+    require(losses.requires_grad, text)
+    weights = torch.arange(1.0, len(losses) + 1)  # so that what cancels out in the sum is seen
+    gradients = torch.autograd.grad((losses * weights).sum(), learning, allow_unused=True)
+    require(any(g is not None and bool(g.any()) and bool(g.isfinite().all()) for g in gradients), text)
+
+
+def _check_advantage(one: Registration) -> None:
+    rewards = torch.tensor([1.0, float("nan"), 0.25, 0.5], dtype=torch.float64)
+    token_rewards = torch.zeros(10, dtype=torch.float64)
+    token_rewards[[2, 4, 7, 9]] = rewards.nan_to_num()
+    inputs: Inputs = {"rewards": rewards, "group": GROUP, "lengths": LENGTHS, "token_rewards": token_rewards}
+    inputs |= {"mask": MASK, "row": ROW}
+    size = 10 if one.per_token else 4
+    made = _given(one, inputs)
+    require(
+        _is_tensor(made, size), f"{one.name} returns a number for each {'token' if size == 10 else 'row'}; got {made!r}"
+    )
+    trained = made[MASK] if one.per_token else made
+    require(
+        bool(trained.isfinite().all()), f"{one.name}: an advantage is finite, 0 where the reward is NaN; got {made}"
+    )
+    if "rewards" in one.inputs and not one.per_token:
+        require(float(made[1]) == 0, f"{one.name}: a row without a reward (NaN) has the advantage 0; got {made[1]}")
+    require(torch.equal(_given(one, inputs), made), f"{one.name} gives other numbers when it is called again")
+
+
+def _check_kl_estimator(one: Registration) -> None:
+    logprobs = (-_normal(10).abs() - 0.1).requires_grad_()
+    reference = (logprobs + 0.5 * _normal(10, seed=1)).detach()
+    inputs: Inputs = {"logprobs": logprobs, "reference_logprobs": reference, "ratio": torch.ones(10)}
+    made = _given(one, inputs)
+    require(_is_tensor(made, 10) and bool(made.isfinite().all()), f"{one.name} returns a finite [T]; got {made!r}")
+    zero = _given(one, inputs | {"reference_logprobs": logprobs.detach()})
+    text = f"{one.name}: the KL divergence of a policy from itself is 0; got {zero}"
+    require(torch.allclose(zero, torch.zeros(10), atol=1e-6), text)
+    if one.place == "loss":
+        require(made.requires_grad, f"{one.name}: a penalty in the loss has a gradient; say place='reward' otherwise")
+
+
+def _check_preference_loss(one: Registration) -> None:
+    names = ("chosen_log_ratios", "rejected_log_ratios", "chosen_logprobs", "rejected_logprobs")
+    inputs: Inputs = {name: (-_normal(4, seed=at).abs()).requires_grad_() for at, name in enumerate(names)}
+    inputs |= {"chosen_lengths": torch.tensor([3, 1, 4, 2]), "rejected_lengths": torch.tensor([2, 2, 5, 1])}
+    made = _given(one, inputs)
+    fits = isinstance(made, tuple) and len(made) == 3 and all(_is_tensor(part, 4) for part in made)
+    require(
+        fits, f"{one.name} returns PreferenceLosses(losses, chosen_rewards, rejected_rewards), [P] each; got {made!r}"
+    )
+    require(bool(made[0].isfinite().all()), f"{one.name}: losses are finite; got {made[0]}")
+    learning = [inputs[name] for name in one.inputs if name in names]
+    _check_gradient(one, made[0], learning)
+    few = _given(one, {name: value[:2] for name, value in inputs.items()})[0]
+    require(torch.allclose(few, made[0][:2]), f"{one.name}: the loss of a pair depends on other pairs")
+
+
+def _check_aggregation(one: Registration) -> None:
+    inputs: Inputs = {"mask": MASK.float(), "row": ROW, "group": GROUP[ROW], "tokens": 7, "rows": 4, "groups": 2}
+    inputs["max_length"] = 8.0
+    made = _given(one, inputs)
+    require(
+        _is_tensor(made, 10) and bool(made.isfinite().all()), f"{one.name} returns finite weights [T]; got {made!r}"
+    )
+    require(not bool(made[~MASK].any()), f"{one.name}: a token that is not trained has the weight 0; got {made}")
+    require(bool((made[MASK] > 0).all()), f"{one.name}: a trained token has a weight above 0; got {made}")

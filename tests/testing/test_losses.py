@@ -1,0 +1,113 @@
+"""The check of losses: the registered ones pass it, and broken ones are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner.algorithm.registered import built_in
+from runner.interfaces.losses import (
+    PreferenceLosses,
+    advantage,
+    aggregation,
+    kl_estimator,
+    policy_loss,
+    preference_loss,
+)
+from runner.testing import check_loss
+
+WORDS = {"paper": "None", "formula": "none"}
+
+
+@pytest.mark.parametrize("function", [one.function for kind in built_in().values() for one in kind.values()])
+def test_registered_losses(function: Callable[..., Any]) -> None:
+    check_loss(function)
+
+
+@policy_loss("mean", **WORDS)
+def mean(ratio: Tensor, advantages: Tensor) -> Any:
+    return -(ratio * advantages).mean(), {}
+
+
+@policy_loss("detached", **WORDS)
+def detached(logprobs: Tensor, advantages: Tensor) -> Any:
+    return -logprobs.detach() * advantages, {}
+
+
+@policy_loss("whitened", **WORDS)
+def whitened(logprobs: Tensor, advantages: Tensor) -> Any:
+    return -logprobs * (advantages - advantages.mean()), {}
+
+
+@policy_loss("scalar", **WORDS)
+def scalar(logprobs: Tensor, advantages: Tensor) -> Any:
+    return -logprobs * advantages, {"mine": logprobs.mean()}
+
+
+@advantage("not_a_number", **WORDS)
+def not_a_number(rewards: Tensor) -> Tensor:
+    return rewards - rewards.nanmean()
+
+
+@advantage("noisy", **WORDS)
+def noisy(rewards: Tensor) -> Tensor:
+    return torch.where(rewards.isnan(), 0, torch.rand_like(rewards))
+
+
+@advantage("one", **WORDS)
+def one(rewards: Tensor) -> Tensor:
+    return rewards.nan_to_num().sum()
+
+
+@kl_estimator("biased", **WORDS)
+def biased(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    return logprobs - reference_logprobs + 1
+
+
+@kl_estimator("fixed", **WORDS)
+def fixed(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    return (logprobs - reference_logprobs).detach()
+
+
+@preference_loss("joint", **WORDS)
+def joint(chosen_logprobs: Tensor, rejected_logprobs: Tensor) -> PreferenceLosses:
+    margin = chosen_logprobs - rejected_logprobs
+    return PreferenceLosses(margin.softmax(0), margin, margin)
+
+
+@preference_loss("bare", **WORDS)
+def bare(chosen_logprobs: Tensor, rejected_logprobs: Tensor) -> Any:
+    return rejected_logprobs - chosen_logprobs
+
+
+@aggregation("everything", **WORDS)
+def everything(mask: Tensor, tokens: int) -> Tensor:
+    return torch.ones_like(mask) / tokens
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (print, "has no decorator"),
+        (mean, r"returns \(loss \[T\], diagnostics"),
+        (detached, "no finite gradient reaches the policy"),
+        (whitened, "depends on other rows"),
+        (scalar, r"\['mine'\] have another shape"),
+        (not_a_number, "0 where the reward is NaN"),
+        (noisy, "other numbers when it is called again"),
+        (one, "a number for each row"),
+        (biased, "of a policy from itself is 0"),
+        (fixed, "a penalty in the loss has a gradient"),
+        (joint, "depends on other pairs"),
+        (bare, "returns PreferenceLosses"),
+        (everything, "not trained has the weight 0"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_violation_is_named(function: Callable[..., Any], said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        check_loss(function)
