@@ -30,6 +30,7 @@ VERBS = {
     "sweep": "go on with a sweep, or look at it; `run sweep resume latest`, `run sweep status latest`",
     "report": "a run as one HTML page: curves, samples, what was set; `run report latest`",
     "diff": "what differs between two runs in config, code, versions and data, and both curves; `run diff A B`",
+    "new": "write a package that adds a component; `run new reward words`",
     "doctor": "what this machine has, what is wrong with it, and what to type; `run doctor device=npu`",
     "plan": "what a job takes on which cards, without one, in seconds; `run plan +recipe=sft_npu launch.devices=8`",
     "bench": "measure tokens/s, MFU and memory of this device, and compare with plain transformers; "
@@ -49,6 +50,7 @@ WORDS = {
     "sweep": "resume, status or report; latest or a sweep's folder; with resume: sweep.parallel=N and its like",
     "report": "latest or a run's folder",
     "diff": "two runs, each latest or a folder",
+    "new": "reward, loss, environment, tracker, callback, optimizer or verb; then a name",
     "doctor": "device=NAME (all that are there)",
     "plan": "a job as for run",
     "bench": "options of a job (key=value), applied to every case",

@@ -24,6 +24,7 @@ HANDLERS = {
     "status": "runner.cli.report:show",
     "infer": "runner.cli.job:infer",
     "export": "runner.cli.job:export",
+    "new": "runner.cli.new:create",
     "doctor": "runner.cli.doctor:show",
     "plan": "runner.cli.plan:show",
     "bench": "runner.cli.bench:run",
