@@ -14,26 +14,23 @@ import math
 import os
 import re
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import yaml
 
-from runner.core.errors import StorageError
 from runner.run_dir.folder import OUTPUTS, RunFolder, shown
 from runner.spec.origin import leaves
 from runner.sweep.job import State, read_json
 from runner.sweep.plan import Plan, Record, SweepFolder, run_name, short_names
+from runner.tracker.console import Console
 from runner.tracker.text import duration, number, visible
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.live import Live
+    from rich.console import RenderableType
 
     from runner.sweep.results import MetricsTail
     from runner.sweep.scheduler import Running
@@ -50,7 +47,7 @@ RECIPE = "recipe"
 
 
 class SweepScreen:
-    """Says what happens. A screen that goes away stops nothing."""
+    """Says what happens, and keeps a table of it. A screen that goes away stops nothing."""
 
     def __init__(
         self,
@@ -61,44 +58,25 @@ class SweepScreen:
         stream: TextIO | None = None,
     ) -> None:
         """`trials`: how many jobs a search will have; None where all are known."""
-        self._folder, self._plan, self._record, self._trials = folder, plan, record, trials
-        self._stream = sys.stdout if stream is None else stream
-        self._lost = False
+        self._plan, self._record, self._trials = plan, record, trials
+        self._console = Console(folder.log, stream)
         self._timed = any(job.state == "done" for job in record)  # or: the first job that is done tells the time to go
         self._began = time.monotonic()
         self._running: dict[int, Running] = {}
         self._tails: dict[int, MetricsTail] = {}  # of ended jobs, too
-        self._rich: Console | None = None
-        self._live: Live | None = None
 
     def __enter__(self) -> Self:
         """Begin the live table, where there is a terminal."""
-        if self._stream.isatty() and os.environ.get("TERM") != "dumb":
-            from rich.console import Console
-            from rich.live import Live
-
-            rich = Console(file=self._stream, force_terminal=True, highlight=False, markup=False, emoji=False)
-            self._rich = rich
-            self._live = Live(get_renderable=lambda: self.table(rich.height), console=rich, refresh_per_second=2)
-            self._live.start()
+        self._console.show(lambda rich: self.table(rich.height))
         return self
 
     def __exit__(self, *_: object) -> None:
         """End the live table."""
-        live, self._live = self._live, None
-        if live is not None:
-            self._write(live.stop)
+        self._console.stop([])
 
     def say(self, text: str) -> None:
         """A line for the user, and for sweep.log. Raises StorageError where the log cannot be written."""
-        line = visible(text)
-        stamp = datetime.now().astimezone().isoformat(timespec="milliseconds")
-        try:
-            with self._folder.log.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(f"{stamp} {line}\n")
-        except OSError as error:
-            raise StorageError(f"cannot write {self._folder.log}: {error.strerror}") from error
-        self._write(lambda: self._print(line))
+        self._console.message(visible(text))
 
     def say_all(self, lines: Sequence[str]) -> None:
         """Several lines."""
@@ -112,23 +90,6 @@ class SweepScreen:
         if not self._timed and (line := first_done(self._plan, self._record, running, self._trials)):
             self._timed = True
             self.say(line)
-
-    def _print(self, line: str) -> None:
-        if self._live is not None and self._rich is not None:
-            self._rich.print(line, soft_wrap=True)
-            return
-        encoding = self._stream.encoding or "utf-8"
-        self._stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-        self._stream.flush()
-
-    def _write(self, write: Any) -> None:
-        if self._lost:
-            return
-        try:
-            write()
-        except OSError as error:  # a closed pipe or terminal: the jobs go on, and sweep.log has the rest
-            self._lost, self._live = True, None
-            self.say(f"the screen is gone ({error.strerror}); the sweep goes on")
 
     def table(self, height: int) -> RenderableType:
         """The live table, at most `height` lines: running jobs first, then those that failed, are done, and wait."""

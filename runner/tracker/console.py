@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from threading import RLock
@@ -54,8 +54,7 @@ class Console:
         """Begin to show a run of `steps` steps; `title` is e.g. name, device, seed, folder."""
         self.message(" · ".join(str(v) if k in ("name", "folder") else f"{k} {v}" for k, v in title.items()))
         self._progress = Progress(title, steps)
-        if self._live_wanted:
-            self._open_screen()
+        self.show(self._panel)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take in a finished step; a line follows at the first, the last, each evaluation, and about every 5 s."""
@@ -92,21 +91,24 @@ class Console:
         for line in summary_lines:
             self.message(line)
 
-    def _open_screen(self) -> None:
+    def show(self, draw: Callable[[RichConsole], Any]) -> None:
+        """Keep what `draw` returns, called by a thread of rich, below all lines until `stop`; on a terminal only."""
+        if not self._live_wanted:
+            return
         from rich.console import Console as RichConsole
         from rich.live import Live
 
-        self._rich = RichConsole(file=self._stream, force_terminal=True, highlight=False, markup=False, emoji=False)
-        live = Live(get_renderable=self._panel, console=self._rich, refresh_per_second=REDRAWS_PER_S)
-        self._live = live
+        rich = RichConsole(file=self._stream, force_terminal=True, highlight=False, markup=False, emoji=False)
+        live = Live(get_renderable=lambda: draw(rich), console=rich, refresh_per_second=REDRAWS_PER_S)
+        self._rich, self._live = rich, live
         self._on_screen(lambda: live.start(refresh=True))
 
-    def _panel(self) -> Any:
+    def _panel(self, rich: RichConsole) -> Any:
         progress = self._progress
-        if progress is None or self._rich is None:
+        if progress is None:
             return ""
         with self._lock:
-            return panel(progress, time.monotonic(), min(self._rich.width, WIDEST))
+            return panel(progress, time.monotonic(), min(rich.width, WIDEST))
 
     def _write(self, text: str, level: str = "info", *, head: str | None = None, on_screen: bool = True) -> None:
         line = visible(text)
@@ -133,7 +135,7 @@ class Console:
             write()
         except OSError as error:
             self._screen_lost, self._live = True, None
-            self._log(f"the screen is gone ({error.strerror}); the run goes on", "warning")
+            self._log(f"the screen is gone ({error.strerror}); the work goes on", "warning")
 
     def _log(self, line: str, level: str) -> None:
         stamp = datetime.now().astimezone().isoformat(timespec="milliseconds")
