@@ -9,7 +9,6 @@ start, resume ─▶ begin ─┤
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -35,7 +34,7 @@ from runner.launch.stage import is_stage
 from runner.launch.stages import TRUSTED, check_model, with_first_weights, with_other_models
 from runner.launch.team import Team
 from runner.launch.verdict import is_final
-from runner.run_dir.folder import RunFolder, claim, create, locked, point_latest, shown
+from runner.run_dir.folder import RunFolder, claim, create, locked, point_latest, read_json, shown
 from runner.run_dir.resume_compatibility import frozen
 from runner.spec.job import JobSpec
 from runner.spec.origin import COMMAND_LINE
@@ -193,11 +192,9 @@ def refuse_idle(before: JobSpec, spec: JobSpec, more: str) -> None:
 def status(folder: RunFolder) -> dict[str, object]:
     """status.json; empty where there is none, or none that can be read: the checkpoints tell how far a run is."""
     try:
-        return dict(json.loads(folder.status.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError) as error:
-        log.warning("%s cannot be read (%s); the checkpoints tell how far the run is", shown(folder.status), error)
+        return read_json(folder.status)
+    except EnvironmentProblem as error:
+        log.warning("%s; the checkpoints tell how far the run is", error)
         return {}
 
 

@@ -9,7 +9,6 @@ What can be said of those paths is said before the run folder is made and torch 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import signal
 import sys
@@ -23,7 +22,7 @@ from runner.core.subprocess import ChildProcess
 from runner.launch.slurm.commands import count_stage
 from runner.launch.slurm.task import obeyed
 from runner.launch.stage import StageFailed, environment, folder_of, go_on, layout_of, words_of
-from runner.run_dir.folder import RunFolder, shown
+from runner.run_dir.folder import RunFolder, read_json, shown
 from runner.spec.job import RECIPE, JobSpec
 
 TRUSTED = "model.trust_remote_code=true"  # what no spec.yaml may say for the user
@@ -152,8 +151,8 @@ def _run(
 def _is_done(folder: RunFolder) -> bool:
     """Whether a stage has ended well. Its export is looked for by who wants it."""
     try:
-        return bool(json.loads(folder.status.read_text(encoding="utf-8")).get("state") == "done")
-    except (OSError, ValueError, AttributeError):  # not begun, or cut off: it is run, or gone on with
+        return read_json(folder.status).get("state") == "done"
+    except EnvironmentProblem:  # cut off: it is gone on with
         return False
 
 

@@ -284,6 +284,16 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, text.encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is no file. Raises EnvironmentProblem where it cannot be read."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError) as error:
+        raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
+
+
 def shown(path: Path) -> str:
     """The path as the user would type it: relative to the current folder if it lies below."""
     try:

@@ -6,21 +6,19 @@ spec ─▶ sbatch --test-only ─▶ run folder: spec.yaml, status "waiting" �
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from runner.core.errors import EnvironmentProblem, Interrupted, Problem, SpecError
 from runner.launch.session import called
 from runner.launch.slurm.commands import GRES, OVER, USUAL, state_of, told
 from runner.launch.slurm.config import SlurmConfig
 from runner.launch.verdict import JobFailed
-from runner.run_dir.folder import RunFolder, shown, write_atomic, write_json
+from runner.run_dir.folder import RunFolder, read_json, shown, write_atomic, write_json
 from runner.spec.job import JobSpec
 
 WAITING = "waiting"  # the state of a run that was submitted, and has not begun
@@ -48,7 +46,7 @@ def put_off(folder: RunFolder) -> None:
 
 def refuse_alive(folder: RunFolder) -> None:
     """Raise EnvironmentProblem where Slurm still has a job of this run."""
-    job = kept(folder).get("job")
+    job = read_json(folder.slurm / "job.json").get("job")
     found = state_of(job) if job else None
     if found is not None and found[0] not in OVER:
         text = f"Slurm has this run already: job {job}, {found[0]}; wait for it, or: scancel {job}"
@@ -74,14 +72,6 @@ def submit(spec: JobSpec, folder: RunFolder, words: Sequence[str]) -> int:
     print(f"folder   {shown(folder.root)}\nlog      {shown(log)}\nwatch    run status {called(folder)}", flush=True)
     config = _launch(spec)
     return follow(folder, job, log) if config.wait else 0
-
-
-def kept(folder: RunFolder) -> dict[str, Any]:
-    """What was written down of the newest Slurm job of a run: job, log; empty where there was none."""
-    try:
-        return dict(json.loads((folder.slurm / "job.json").read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return {}
 
 
 def script(spec: JobSpec, where: Path, command: str) -> str:
@@ -205,7 +195,7 @@ def _print_more(log: Path, at: int) -> int:
 def _ended(folder: RunFolder, job: str, found: tuple[str, str]) -> int:
     deadline = time.monotonic() + LATE_S
     while True:
-        status = json.loads(folder.status.read_text(encoding="utf-8"))
+        status = read_json(folder.status)
         if status["state"] == "done":
             return 0
         if status["state"] not in (WAITING, "running") or time.monotonic() > deadline or found[0] != "COMPLETED":

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from runner.core.errors import EnvironmentProblem
-from runner.run_dir.folder import RunFolder
+from runner.run_dir.folder import RunFolder, read_json
 from runner.run_dir.manifest import redacted
 
 log = logging.getLogger("runner")
@@ -124,8 +124,8 @@ def read_run(folder: RunFolder) -> Run:
         redacted(spec),
         overrides.get("set_by", {}),
         tuple(redacted(overrides.get("typed", []))),
-        _json(folder.status),
-        _json(folder.manifest),
+        read_json(folder.status),
+        read_json(folder.manifest),
         _fingerprint(folder),
         read(folder.metrics),
     )
@@ -133,19 +133,8 @@ def read_run(folder: RunFolder) -> Run:
 
 def _fingerprint(folder: RunFolder) -> str:
     newest = max(folder.checkpoints.glob("step-*/state.json"), default=None)
-    identity = _json(newest).get("identity", {}) if newest is not None else {}
+    identity = read_json(newest).get("identity", {}) if newest is not None else {}
     return str(identity.get("data", "")) if isinstance(identity, dict) else ""
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """A file's content; empty where it is not there. Raises EnvironmentProblem where it is damaged."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
-    return dict(content) if isinstance(content, dict) else {}
 
 
 def _yaml(path: Path) -> dict[str, Any]:
