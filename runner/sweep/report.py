@@ -17,7 +17,7 @@ from runner.sweep.results import INTERVAL, SEED, Result, Results, Score, folds
 from runner.tools.report.chart import Curve, Point, hues
 from runner.tools.report.facts import read_run
 from runner.tools.report.page import Page, Row
-from runner.tracker.text import counted, duration, number, visible
+from runner.tracker.text import columns, counted, duration, number, visible
 
 LONGEST_LIST = 8  # values of an axis that are shown
 
@@ -43,8 +43,13 @@ def spans(plan: Plan, axis: str) -> str:
     return "; ".join(dimension.described() for dimension in space if dimension.key == axis)
 
 
+def _values(plan: Plan, axis: str) -> list[str]:
+    """What the jobs set a key to, each value once."""
+    return list(dict.fromkeys(job.varied[axis] for job in plan.jobs if axis in job.varied))
+
+
 def _listed(plan: Plan, axis: str) -> str:
-    values = list(dict.fromkeys(job.varied[axis] for job in plan.jobs if axis in job.varied))
+    values = _values(plan, axis)
     return ", ".join(values[:LONGEST_LIST]) + (f", … {len(values)} in all" if len(values) > LONGEST_LIST else "")
 
 
@@ -70,19 +75,31 @@ def rerun(plan: Plan, job: JobPlan) -> str:
 
 def table(results: Results) -> list[str]:
     """One line per job: what it varies, how far it is, its metric, time, device, folder."""
-    axes = results.plan.axes
-    head = ["job", *short_names(axes).values(), "state", "step", *metrics(results), "time", "device", "folder"]
-    return columns([head, *(_row(results, row, axes) for row in results.results)])
+    rows = [[*_head(results), "folder"]]
+    for row in results.results:
+        where = results.folder.run(row.job.index).root
+        device = placed(row.job.need, row.state.devices) if row.state.devices else ""
+        rows.append([*_cells(results, row), device, shown(where) if where.exists() else ""])
+    return columns(rows)
+
+
+def _head(results: Results) -> list[str]:
+    """Of the columns that the table on the screen and that of the page have."""
+    names = short_names(results.plan.axes).values()
+    return ["job", *names, "state", "step", *metrics(results), "time", "device"]
+
+
+def _cells(results: Results, row: Result) -> list[str]:
+    """A job's, up to its time."""
+    varied = [row.job.varied.get(axis, "") for axis in results.plan.axes]
+    steps = f"{row.steps}/{results.plan.data(row.job).get('steps', '?')}"
+    scores = ["" if score is None else number(score.value) for score in row.scores] or [""]
+    return [str(row.job.index), *varied, row.state.state, steps, *scores, duration(row.state.seconds)]
 
 
 def metrics(results: Results) -> list[str]:
     """What ranks the jobs; `metric` where nothing does yet."""
     return [ranking.metric for ranking in results.rankings] or ["metric"]
-
-
-def scored(row: Result) -> list[str]:
-    """A job's values, as many as there are metrics."""
-    return ["" if score is None else number(score.value) for score in row.scores] or [""]
 
 
 def seed_means(results: Results) -> list[list[str]]:
@@ -112,31 +129,9 @@ def ending(results: Results) -> list[str]:
     return [*lines, f"results  {shown(results.folder.table)}", f"report   {shown(results.folder.report)}"]
 
 
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of text, aligned; nothing is cut."""
-    shown_rows = [[visible(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in shown_rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in shown_rows]
-
-
 def name_of(folder: SweepFolder) -> str:
     """How the sweep is called in a command."""
     return "latest" if (SWEEPS / "latest").resolve() == folder.root.resolve() else shown(folder.root)
-
-
-def _row(results: Results, row: Result, axes: Sequence[str]) -> list[str]:
-    folder = results.folder.run(row.job.index).root
-    total = results.plan.data(row.job).get("steps", "?")
-    return [
-        str(row.job.index),
-        *(row.job.varied.get(axis, "") for axis in axes),
-        row.state.state,
-        f"{row.steps}/{total}",
-        *scored(row),
-        duration(row.state.seconds),
-        placed(row.job.need, row.state.devices) if row.state.devices else "",
-        shown(folder) if folder.exists() else "",
-    ]
 
 
 def winning(results: Results) -> Iterator[str]:
@@ -251,15 +246,11 @@ def _curves(results: Results) -> dict[str, list[Curve]]:
 
 def _jobs_section(page: Page, results: Results) -> None:
     page.head("Jobs")
-    axes = results.plan.axes
     rows = []
     for row, hue in zip(results.results, hues(len(results.results)), strict=True):
-        varied = [row.job.varied.get(axis, "") for axis in axes]
-        steps = f"{row.steps}/{results.plan.data(row.job).get('steps', '?')}"
-        cells = [str(row.job.index), *varied, row.state.state, steps, *scored(row), duration(row.state.seconds)]
-        rows.append(Row([*cells, ",".join(row.state.devices)], str(row.job.index), row.state.state, hue))
-    head = ["job", *short_names(axes).values(), "state", "step", *metrics(results), "time", "device"]
-    page.table(head, rows)
+        cells = [*_cells(results, row), ",".join(row.state.devices)]
+        rows.append(Row(cells, str(row.job.index), row.state.state, hue))
+    page.table(_head(results), rows)
 
 
 def _means_section(page: Page, results: Results) -> None:
@@ -282,12 +273,10 @@ def _failures_section(page: Page, results: Results) -> None:
 
 def _varies_section(page: Page, results: Results) -> None:
     page.head("What varies")
-    rows = []
-    for axis in results.plan.axes:
-        values = dict.fromkeys(job.varied[axis] for job in results.plan.jobs if axis in job.varied)
-        rows.append(Row([axis, spans(results.plan, axis) or ", ".join(values)]))
+    plan = results.plan
+    rows = [Row([axis, spans(plan, axis) or ", ".join(_values(plan, axis))]) for axis in plan.axes]
     page.table(["key", "values"], rows, wrap=True)
-    page.code(redact("run -m " + " ".join(results.plan.typed)))
+    page.code(redact("run -m " + " ".join(plan.typed)))
 
 
 def _environment_section(page: Page, results: Results) -> None:

@@ -39,6 +39,13 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of text, aligned; nothing is cut."""
+    cells = [[visible(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
 def counted(count: int, noun: str) -> str:
     """1 step, 2 steps."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -12,7 +12,7 @@ from runner.spec.origin import leaves
 from runner.tools.report.chart import Curve, hues
 from runner.tools.report.facts import Run, Series, read_run
 from runner.tools.report.page import Page, Row, ordered
-from runner.tracker.text import number, sparkline, visible
+from runner.tracker.text import columns, number, sparkline, visible
 
 ABSENT = "–"
 SHORT = 12  # digits of a fingerprint
@@ -49,7 +49,7 @@ def lines(first: RunFolder, second: RunFolder) -> list[str]:
     found = differences(a, b)
     rows = [[d.where, d.name, d.first, d.second] for d in found]
     out += (
-        _columns([["what", "key", "A", "B"], *rows])
+        columns([["what", "key", "A", "B"], *rows])
         if rows
         else ["config, code, versions, device and data are the same"]
     )
@@ -57,9 +57,7 @@ def lines(first: RunFolder, second: RunFolder) -> list[str]:
     if metrics:
         out += [
             "",
-            *_columns(
-                [["metric", "A", "", "B", "", "B − A"], *(_metric(n, a.series[n], b.series[n]) for n in metrics)]
-            ),
+            *columns([["metric", "A", "", "B", "", "B − A"], *(_metric(n, a.series[n], b.series[n]) for n in metrics)]),
         ]
     for name, mine, other in (("A", a, b), ("B", b, a)):
         alone = [n for n in ordered([*mine.series], None) if n not in other.series and not n.startswith(OWN)]
@@ -107,8 +105,3 @@ def _metric(name: str, a: Series, b: Series) -> list[str]:
     (_, mine), (_, other) = a.last, b.last
     sparks = [sparkline([value for _, value in s.points], SPARKS) for s in (a, b)]
     return [name, number(mine), sparks[0], number(other), sparks[1], f"{other - mine:+.4g}"]
-
-
-def _columns(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
