@@ -182,7 +182,7 @@ def needs(plan: Plan, options: SweepConfig, record: Record | None = None) -> lis
 
 
 def _counts(record: Record) -> str:
-    return ", ".join(f"{count} {state}" for state, count in record.count().items())
+    return ", ".join(f"{count} {state}" for state, count in record.count_states().items())
 
 
 def _catch_up(folder: SweepFolder, record: Record) -> Iterator[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
@@ -27,7 +27,7 @@ from runner.core.errors import EnvironmentProblem, StorageError
 from runner.run_dir.folder import OUTPUTS, RunFolder, point_latest, write_atomic, write_json
 from runner.sweep.config import Better
 from runner.sweep.executor import Need
-from runner.sweep.job import STATES, State, from_json
+from runner.sweep.job import STATES, State, from_json, to_json
 from runner.sweep.space import Search
 
 SWEEPS = OUTPUTS / "sweeps"
@@ -188,19 +188,18 @@ class JobState:
     seconds: float = 0.0
 
 
-class Record:
+class Record(list[JobState]):
     """The states of all jobs, in memory and on the disk."""
 
-    def __init__(self, folder: SweepFolder, jobs: Sequence[JobState]) -> None:
+    def __init__(self, folder: SweepFolder, jobs: Iterable[JobState]) -> None:
+        super().__init__(jobs)
         self._folder = folder
-        self._jobs = list(jobs)
-        self._lines = [_line(job) for job in jobs]
 
     @classmethod
     def begin(cls, folder: SweepFolder, count: int) -> Record:
         """All jobs waiting, written."""
-        record = cls(folder, [JobState()] * count)
-        record._write()
+        record = cls(folder, [])
+        record.grow(count)
         return record
 
     @classmethod
@@ -212,15 +211,6 @@ class Record:
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise EnvironmentProblem(f"{folder.state} cannot be read: {error}") from error
 
-    def __getitem__(self, index: int) -> JobState:
-        return self._jobs[index]
-
-    def __iter__(self) -> Iterator[JobState]:
-        return iter(self._jobs)
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
     def change(self, index: int, **changes: Any) -> None:
         """Change what is known of a job, and write it. Raises StorageError."""
         self.assume(index, **changes)
@@ -228,8 +218,7 @@ class Record:
 
     def assume(self, index: int, **changes: Any) -> None:
         """Change what is known of a job in memory only."""
-        self._jobs[index] = replace(self._jobs[index], **changes)
-        self._lines[index] = _line(self._jobs[index])
+        self[index] = replace(self[index], **changes)
 
     def wait(self, indices: Iterable[int]) -> None:
         """Have these jobs wait for their turn, and write it once. Raises StorageError."""
@@ -239,20 +228,14 @@ class Record:
 
     def grow(self, count: int) -> None:
         """Make it one of `count` jobs, the new ones waiting. Raises StorageError."""
-        more = [JobState()] * (count - len(self._jobs))
-        self._jobs += more
-        self._lines += [_line(job) for job in more]
+        self += [JobState()] * (count - len(self))
         self._write()
 
-    def count(self) -> Mapping[State, int]:
+    def count_states(self) -> Mapping[State, int]:
         """How many jobs are in each state, those without a job left out."""
-        counts = {state: sum(job.state == state for job in self._jobs) for state in STATES}
+        counts = {state: sum(job.state == state for job in self) for state in STATES}
         return {state: number for state, number in counts.items() if number}
 
     def _write(self) -> None:
-        write_atomic(self._folder.state, '{"jobs": [\n' + ",\n".join(self._lines) + "\n]}\n")
-
-
-def _line(job: JobState) -> str:
-    """A job as it stands in the file: made when it changes, as the file is written once for each change of any."""
-    return json.dumps(asdict(job), allow_nan=False)
+        lines = [json.dumps(job, allow_nan=False) for job in to_json(list[JobState], self)]
+        write_atomic(self._folder.state, '{"jobs": [\n' + ",\n".join(lines) + "\n]}\n")

@@ -122,7 +122,7 @@ class SweepScreen:
                 style=COLOURS.get(state.state),
             )
         more = f"  and {len(order) - room} more" if len(order) > room else ""
-        counts = " · ".join(f"{count} {state}" for state, count in record.count().items())
+        counts = " · ".join(f"{count} {state}" for state, count in record.count_states().items())
         left = remaining_s(plan, record, self._running, self._trials)
         clock = duration(time.monotonic() - self._began) + ("" if left is None else f" · about {spoken(left)} to go")
         return Group(grid, Text(more), Text(f"  {counts} · {clock}"))
