@@ -25,7 +25,7 @@ from runner.launch import member
 from runner.launch.member import Order
 from runner.launch.ray import child as children
 from runner.launch.ray.attempt import closed
-from runner.launch.ray.child import CHUNK, Child, packed, surroundings, unpacked
+from runner.launch.ray.child import CHUNK, ORDER, Child, surroundings
 from runner.launch.ray.link import Link, need_ray
 from runner.launch.ray.seats import Seat, Taken, described, free, grouped, refuse_too_many, seats, table
 from runner.launch.verdict import Ear, JobFailed, is_final
@@ -179,7 +179,7 @@ def test_an_order_is_the_same_after_its_way_over_the_line(tmp_path: Path) -> Non
         order(tmp_path),
         order(tmp_path, role="sampler", folder=RunFolder(tmp_path).of_sampler(3), place=None, cards=(4, 5)),
     ):
-        assert unpacked(json.loads(json.dumps(packed(one)))) == one
+        assert ORDER.validate_python(json.loads(json.dumps(ORDER.dump_python(one, mode="json")))) == one
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from runner.device.kinds import CPU, CUDA
 from runner.launch.local import attempts
 from runner.launch.machines import LOOPBACK, SAMPLER_HOST
 from runner.launch.member import Order
-from runner.launch.ray.child import packed
+from runner.launch.ray.child import ORDER
 from runner.launch.ray.config import RayConfig
 from runner.launch.ray.environment import carried
 from runner.launch.ray.knock import ADDRESS
@@ -191,7 +191,7 @@ class RayLink(Link):
     def start(self, seat: int, order: Order) -> RayProcess:
         """Have a process started on a seat, whose last one has ended."""
         process = self._processes[seat] = RayProcess(self, seat, order)
-        self.send(do="start", seat=seat, order=packed(order))
+        self.send(do="start", seat=seat, order=ORDER.dump_python(order, mode="json"))
         return process
 
     def follow(self, wait_s: float = 0.0) -> None:

@@ -15,44 +15,22 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from runner.core.errors import EnvironmentProblem, RunnerError
-from runner.core.rank_info import Place, alone
+from runner.core.rank_info import alone
 from runner.device.kinds import KINDS
 from runner.launch.janitor import Janitor
 from runner.launch.machines import SAMPLER_HOST, met_at
 from runner.launch.member import Member, Order
 from runner.launch.verdict import Ear, Report
-from runner.run_dir.folder import RunFolder
 
 TICK_S = 0.05
 CHUNK = 2**14  # bytes of each stream in one answer: small ones go without Ray's object store
+ORDER = TypeAdapter(Order)  # to and from JSON
 FULL = 2**20  # bytes that nobody has fetched yet, at which the process has to wait
-
-
-def packed(order: Order) -> dict[str, Any]:
-    """An order as JSON."""
-    place = order.place and [order.place.rank, order.place.size, order.place.local_rank, order.place.local_size]
-    return {
-        "role": order.role,
-        "index": order.index,
-        "folder": [str(order.folder.root), order.folder.rank, order.folder.service],
-        "attempt": order.attempt,
-        "cards": list(order.cards),
-        "environment": dict(order.environment),
-        "place": place,
-        "meets": order.meets,
-    }
-
-
-def unpacked(order: Mapping[str, Any]) -> Order:
-    """The order that was packed."""
-    root, rank, service = order["folder"]
-    place = None if order["place"] is None else Place(*order["place"])
-    folder = RunFolder(Path(root), rank, service)
-    return Order(**{**order, "folder": folder, "cards": tuple(order["cards"]), "place": place})
 
 
 def surroundings(carried: Mapping[str, str], kind: str, devices: Sequence[str], alike: int) -> dict[str, str]:

@@ -70,14 +70,15 @@ class Attendant:
 
     def start(self, order: dict[str, Any], carried: dict[str, str], folder: str, alike: int) -> None:
         """Start a process. `folder`: the user's, for paths to be shown as there; `alike`: the job's on this node."""
-        from runner.launch.ray.child import Child, surroundings, unpacked
+        from runner.launch.ray.child import ORDER, Child, surroundings
 
         if os.path.isdir(folder):
             os.chdir(folder)
         handle = None
         if order["meets"]:
             handle, self._listener = self._listener.detach(), None
-        self._child = Child(unpacked(order), surroundings(carried, self._kind, self._devices, alike), handle)
+        environment = surroundings(carried, self._kind, self._devices, alike)
+        self._child = Child(ORDER.validate_python(order), environment, handle)
 
     def hear(self) -> dict[str, Any]:
         """What the process has said since."""
