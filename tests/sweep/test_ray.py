@@ -15,10 +15,11 @@ import pytest
 
 from runner.core import subprocess as processes
 from runner.core.errors import EnvironmentProblem
+from runner.launch.ray.link import actor_options
 from runner.sweep.commands import status
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import Need
-from runner.sweep.executors.ray import RayExecutor, _resources
+from runner.sweep.executors.ray import RayExecutor, resource_of
 from tests.ray_cluster import cluster
 from tests.sweep import toy
 from tests.sweep.test_scheduler import ROOT, only_sweep
@@ -103,8 +104,8 @@ def test_as_many_jobs_at_once_as_all_nodes_hold() -> None:
 
 
 def test_a_job_on_cards_asks_ray_for_no_cores() -> None:
-    assert _resources(Need("cuda", 2)) == {"num_cpus": 0, "num_gpus": 2}
-    assert _resources(Need("npu", 2)) == {"num_cpus": 0, "resources": {"NPU": 2}}
+    assert actor_options(resource_of("cuda"), 2) == {"num_cpus": 0, "num_gpus": 2}
+    assert actor_options(resource_of("npu"), 2) == {"num_cpus": 0, "resources": {"NPU": 2}}
 
 
 @pytest.mark.parametrize(

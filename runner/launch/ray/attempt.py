@@ -62,14 +62,11 @@ def _run(spec: JobSpec, folder: RunFolder, number: int) -> None:
 @contextmanager
 def reserved(spec: JobSpec, say: Callable[[str], None]) -> Iterator[RayStarter]:
     """All seats of a job, for as long as the block lasts. Raises EnvironmentProblem, Interrupted."""
-    assert isinstance(spec.launch, RayConfig)
-    wanted, stop, address = seats(spec), StopSignal(), spec.launch.address
-    own = _of_this_machine(spec, wanted) if address is None else {}
+    starter, stop = RayStarter(spec, seats(spec)), StopSignal()
     with stop.installed(), stop.at_once():
-        link = RayLink({"address": address, "resources": own}).__enter__()
-    with closed(link):
+        starter.__enter__()
+    with closed(starter):
         with stop.installed(), stop.at_once():
-            starter = RayStarter(spec, link, wanted)
             say(starter.reserve(say))
         yield starter
 
@@ -91,34 +88,47 @@ def closed(link: Link) -> Iterator[None]:
         raise JobFailed(str(error), error.exit_code, stopped=True) from error
 
 
-class RayStarter:
-    """The `Starter` of launch=ray: each process on its seat."""
+class RayStarter(Link):
+    """Ray's driver as the `Starter` of launch=ray: each process on its seat.
 
-    def __init__(self, spec: JobSpec, link: RayLink, wanted: Sequence[Seat]) -> None:
-        self._spec, self._link, self._wanted = spec, link, wanted
+    taken: where the seats are; free: what the cluster has left, while they are waited for; broken: why nobody answers
+    any more
+    """
+
+    def __init__(self, spec: JobSpec, wanted: Sequence[Seat]) -> None:
+        assert isinstance(spec.launch, RayConfig)
+        address = spec.launch.address
+        own = _of_this_machine(spec, wanted) if address is None else {}
+        super().__init__("runner.launch.ray.driver", {"address": address, "resources": own})
+        self._spec, self._wanted = spec, wanted
+        self.taken: list[Taken] = []
+        self.free: Mapping[str, float] | None = None
+        self.broken = ""
+        self._met: list[tuple[str, int]] = []
+        self._processes: dict[int, RayProcess] = {}
 
     def reserve(self, say: Callable[[str], None]) -> str:
         """Wait for the seats; returns who sits where, for the user. Raises EnvironmentProblem where they are not free,
         DeadlineExceeded where Ray's actors do not begin."""
-        link, what = self._link, described(self._wanted)
-        refuse_too_many(self._wanted, link.nodes, link.where)
+        what = described(self._wanted)
+        refuse_too_many(self._wanted, self.nodes, self.where)
         brought = carried(os.environ)
         chosen = [(seat.role, seat.resource, seat.count) for seat in self._wanted]
-        link.send(do="reserve", seats=chosen, kind=self._spec.device.kind.name, carried=brought, folder=os.getcwd())
+        self.send(do="reserve", seats=chosen, kind=self._spec.device.kind.name, carried=brought, folder=os.getcwd())
         begin, told = time.monotonic(), False
-        while not link.taken:
-            link.hear(POLL_S)
+        while not self.taken:
+            self.hear(POLL_S)
             waited = time.monotonic() - begin
-            if link.free is not None and waited > PATIENCE_S and not told:
+            if self.free is not None and waited > PATIENCE_S and not told:
                 told = True
                 say(f"waiting  at most {FREE_S:g} s: {self._lack()}")
-            if link.free is not None and waited > FREE_S:
+            if self.free is not None and waited > FREE_S:
                 raise EnvironmentProblem(f"{self._lack()}; `ray status` says who has the rest: try again later")
             if waited > FREE_S + HIRE_S:
                 raise DeadlineExceeded(
-                    f"{link.where}: {what} are reserved, and the actors did not begin in {HIRE_S:g} s"
+                    f"{self.where}: {what} are reserved, and the actors did not begin in {HIRE_S:g} s"
                 )
-        lines = [f"ray      {link.where}: {what} in one placement group", *table(self._wanted, link.taken)]
+        lines = [f"ray      {self.where}: {what} in one placement group", *table(self._wanted, self.taken)]
         if self._spec.launch.here and (named := os.environ.get(ADDRESS)):
             lines.append(f"note     {ADDRESS}={named} is not used without launch.address=auto")
         if not self._spec.launch.here:
@@ -130,69 +140,27 @@ class RayStarter:
         return [Place(rank, self._spec.launch.world, 0, 1) for rank in range(self._spec.launch.world)]
 
     def meeting(self) -> tuple[str, int]:
-        """Where rank 0's actor listens. Raises EnvironmentProblem where it does not say."""
-        return self._link.meet(0, LOOPBACK if self._is_one_node() else self._link.taken[0].node)
-
-    def start(self, order: Order) -> RayProcess:
-        """Have it started."""
-        at = [(seat.role, seat.index) for seat in self._wanted].index((order.role, order.index))
-        more = {}
-        if not self._is_one_node():
-            more[SAMPLER_HOST] = self._link.taken[at].node
-        elif "GLOO_SOCKET_IFNAME" not in os.environ:
-            more["GLOO_SOCKET_IFNAME"] = "lo"  # a host's own name need not lead anywhere, as in many containers
-        return self._link.start(at, replace(order, environment={**more, **order.environment}))
-
-    def close(self) -> None:
-        """What it holds is the block's, of `reserved`."""
-
-    def _is_one_node(self) -> bool:
-        return len({place.node for place in self._link.taken}) == 1
-
-    def _lack(self) -> str:
-        """What is missing of what is wanted."""
-        has = free(self._wanted, self._link.nodes, self._link.free or {})
-        return f"the job wants {described(self._wanted)}, and {self._link.where} has {has} free"
-
-
-def _of_this_machine(spec: JobSpec, wanted: Sequence[Seat]) -> dict[str, Any]:
-    """What a cluster of our own declares: what the job needs. Raises EnvironmentProblem where this machine lacks it."""
-    count = sum(seat.count for seat in wanted)
-    kind, cards = spec.device.kind, spec.device.visible()
-    if kind is CPU or cards is None:  # which any number of processes share
-        return {"num_cpus": count, "num_gpus": 0}
-    refuse_too_many(wanted, [{kind.resource: len(cards)}], "this machine")
-    if kind is CUDA:
-        return {"num_cpus": 1, "num_gpus": count}
-    return {"num_cpus": 1, "num_gpus": 0, "resources": {kind.resource: count}}
-
-
-class RayLink(Link):
-    """Ray's driver. `taken`: where the seats are; `free`: what the cluster has left, while they are waited for;
-    `broken`: why nobody answers any more."""
-
-    def __init__(self, asked: Mapping[str, Any]) -> None:
-        super().__init__("runner.launch.ray.driver", asked)
-        self.taken: list[Taken] = []
-        self.free: Mapping[str, float] | None = None
-        self._met: list[tuple[str, int]] = []
-        self.broken = ""
-        self._processes: dict[int, RayProcess] = {}
-
-    def meet(self, seat: int, host: str) -> tuple[str, int]:
-        """Have a seat's actor listen for the ranks at an address of its node; returns that and the port.
-
-        Raises EnvironmentProblem where it cannot.
-        """
-        self.send(do="meet", seat=seat, host=host)
+        """Where rank 0's actor listens: an address of its node, and the port. Raises EnvironmentProblem where it does
+        not say."""
+        self.send(do="meet", seat=0, host=LOOPBACK if self._is_one_node() else self.taken[0].node)
         self.wait_for(lambda: bool(self._met), MEET_S)
         return self._met.pop()
 
-    def start(self, seat: int, order: Order) -> RayProcess:
-        """Have a process started on a seat, whose last one has ended."""
+    def start(self, order: Order) -> RayProcess:
+        """Have a process started on its seat, whose last one has ended."""
+        seat = [(one.role, one.index) for one in self._wanted].index((order.role, order.index))
+        more = {}
+        if not self._is_one_node():
+            more[SAMPLER_HOST] = self.taken[seat].node
+        elif "GLOO_SOCKET_IFNAME" not in os.environ:
+            more["GLOO_SOCKET_IFNAME"] = "lo"  # a host's own name need not lead anywhere, as in many containers
+        order = replace(order, environment={**more, **order.environment})
         process = self._processes[seat] = RayProcess(self, seat, order)
         self.send(do="start", seat=seat, order=ORDER.dump_python(order, mode="json"))
         return process
+
+    def close(self) -> None:
+        """What it holds is the block's, of `reserved`."""
 
     def follow(self, wait_s: float = 0.0) -> None:
         """Take in what is said of the processes; where the driver is gone, all of them are."""
@@ -222,11 +190,31 @@ class RayLink(Link):
         else:
             process.lose(event["why"])
 
+    def _is_one_node(self) -> bool:
+        return len({place.node for place in self.taken}) == 1
+
+    def _lack(self) -> str:
+        """What is missing of what is wanted."""
+        has = free(self._wanted, self.nodes, self.free or {})
+        return f"the job wants {described(self._wanted)}, and {self.where} has {has} free"
+
+
+def _of_this_machine(spec: JobSpec, wanted: Sequence[Seat]) -> dict[str, Any]:
+    """What a cluster of our own declares: what the job needs. Raises EnvironmentProblem where this machine lacks it."""
+    count = sum(seat.count for seat in wanted)
+    kind, cards = spec.device.kind, spec.device.visible()
+    if kind is CPU or cards is None:  # which any number of processes share
+        return {"num_cpus": count, "num_gpus": 0}
+    refuse_too_many(wanted, [{kind.resource: len(cards)}], "this machine")
+    if kind is CUDA:
+        return {"num_cpus": 1, "num_gpus": count}
+    return {"num_cpus": 1, "num_gpus": 0, "resources": {kind.resource: count}}
+
 
 class RayProcess:
     """A process on another node, or below an actor on this one; see `launch.member.Process`."""
 
-    def __init__(self, link: RayLink, seat: int, order: Order) -> None:
+    def __init__(self, link: RayStarter, seat: int, order: Order) -> None:
         self.order, self.ear = order, Ear()
         self.code: int | None = None
         self._link, self._seat = link, seat

@@ -36,6 +36,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from runner.core.subprocess import JsonLines
 from runner.launch.member import Role
 from runner.launch.ray.cluster import opened
+from runner.launch.ray.link import actor_options
 from runner.launch.ray.seats import grouped
 
 TICK_S = 0.02
@@ -108,20 +109,6 @@ class Seat:
     order: dict[str, Any] | None = None
     doomed: bool = False
 
-    @property
-    def bundle_of(self) -> dict[str, float]:
-        """What it reserves."""
-        return {self.resource: self.count}
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The same, as an actor asks for it."""
-        if self.resource == "CPU":
-            return {"num_cpus": self.count}
-        if self.resource == "GPU":
-            return {"num_cpus": 0, "num_gpus": self.count}
-        return {"num_cpus": 0, "resources": self.bundle_of}
-
 
 class Driver:
     """The job's seats, and who sits there."""
@@ -155,7 +142,7 @@ class Driver:
     def _reserve(self, seats: Sequence[Sequence[Any]], kind: str, carried: dict[str, str], folder: str) -> None:
         self._seats = [Seat(*seat) for seat in seats]
         self._kind, self._brought = kind, (carried, folder)
-        self._group = placement_group([seat.bundle_of for seat in self._seats], strategy="PACK")
+        self._group = placement_group([{seat.resource: seat.count} for seat in self._seats], strategy="PACK")
 
     def _await_group(self) -> None:
         """Hire an actor for each seat once all bundles are reserved."""
@@ -175,7 +162,8 @@ class Driver:
     def _hire(self, at: int) -> None:
         seat = self._seats[at]
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=seat.bundle)
-        options = {"scheduling_strategy": place, "max_concurrency": CALLS, "max_restarts": 0, **seat.options}
+        options = {"scheduling_strategy": place, "max_concurrency": CALLS, "max_restarts": 0}
+        options |= actor_options(seat.resource, seat.count)
         seat.actor = ray.remote(Attendant).options(**options).remote(self._kind, seat.resource)
         self._ask("where", at)
 

@@ -46,6 +46,13 @@ def need_ray(option: str) -> None:
         raise EnvironmentProblem(f"{option} needs the package ray: pip install 'posttrain-run[ray]'")
 
 
+def actor_options(resource: str, count: int) -> dict[str, Any]:
+    """How an actor asks for so much of a resource. A process on cards asks for no cores: cards are what is scarce."""
+    if resource == "CPU":
+        return {"num_cpus": count}
+    return {"num_cpus": 0, **({"num_gpus": count} if resource == "GPU" else {"resources": {resource: count}})}
+
+
 class Link:
     """Ray's driver, from start to end. `nodes`: what each node has.
 

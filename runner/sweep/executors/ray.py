@@ -15,7 +15,7 @@ from typing import Any, Self
 from runner.core.errors import EnvironmentProblem
 from runner.device.kinds import KINDS
 from runner.launch.ray.environment import carried
-from runner.launch.ray.link import Link, need_ray
+from runner.launch.ray.link import Link, actor_options, need_ray
 from runner.sweep import executor as base
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import Gone, Identity, Need, RemoteJob, Say
@@ -61,7 +61,12 @@ class RayExecutor(Link, base.RemoteExecutor):
     def submit(self, need: Need, attempt: JobAttempt) -> RemoteJob:
         attempt = replace(attempt, environment=carried(os.environ))
         job = RemoteJob(self, attempt.index, {"token": attempt.token, "note": attempt.note})
-        request = {"token": job.token, "name": ACTOR + job.token, "resources": _resources(need), "wrapper": WRAPPER}
+        request = {
+            "token": job.token,
+            "name": ACTOR + job.token,
+            "resources": actor_options(resource_of(need.kind), need.count),
+            "wrapper": WRAPPER,
+        }
         self.send(do="start", **request, attempt=asdict(attempt))
         self.add(job)
         return job
@@ -114,8 +119,7 @@ class RayExecutor(Link, base.RemoteExecutor):
             self._lost[event["token"]] = event["why"]
 
     def _on_nodes(self, kind: str) -> list[int]:
-        name = "CPU" if kind == "core" else KINDS[kind].resource
-        return [int(node.get(name, 0)) for node in self.nodes]
+        return [int(node.get(resource_of(kind), 0)) for node in self.nodes]
 
     def _cluster(self) -> str:
         count, address = len(self.nodes), self.options.address
@@ -134,10 +138,6 @@ class RayExecutor(Link, base.RemoteExecutor):
             raise EnvironmentProblem(f"a job wants {need} of one node; {self._cluster()}: {has}; {advice}")
 
 
-def _resources(need: Need) -> dict[str, Any]:
-    """What its actor asks of Ray. What is on cards asks for no cores, as on one machine: cards are what is scarce."""
-    if need.kind == "core":
-        return {"num_cpus": need.count}
-    if need.kind == "cuda":
-        return {"num_cpus": 0, "num_gpus": need.count}
-    return {"num_cpus": 0, "resources": {KINDS[need.kind].resource: need.count}}
+def resource_of(kind: str) -> str:
+    """What Ray counts of a kind of device."""
+    return "CPU" if kind == "core" else KINDS[kind].resource
