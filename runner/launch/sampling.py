@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from runner.core.auto_choices import Decisions
@@ -25,9 +25,19 @@ from runner.sampler.remote import secret
 
 
 def main(root: str, attempt: str, pipe: str, index: str) -> int:
-    """Returns the exit code; the launcher hears the reason."""
+    """Serve until SIGTERM. Returns the exit code; the launcher, at the other end of `pipe`, hears the reason."""
     folder = RunFolder(Path(root)).of_sampler(int(index))
-    return serve_until_told(folder, pipe, lambda: _serve(folder, int(attempt), int(index)))
+    stop = StopSignal()
+    stop.install()
+    secret.take()
+    link = Link(int(pipe))
+
+    def work() -> None:
+        if stop.number is None:
+            with suppress(Interrupted), stop.at_once():
+                _serve(folder, int(attempt), int(index))
+
+    return reported(link, folder, work)
 
 
 def _serve(folder: RunFolder, attempt: int, index: int) -> None:
@@ -46,25 +56,6 @@ def _serve(folder: RunFolder, attempt: int, index: int) -> None:
             activity.on_start(0)
             token, host = secret.token(), os.environ.get(SAMPLER_HOST, LOOPBACK)
             serve(sampler, index, folder.samplers, token=token, host=host, collectives=by, device=activity.taken)
-
-
-def serve_until_told(folder: RunFolder, pipe: str, serve: Callable[[], None]) -> int:
-    """Serve until SIGTERM. Returns the exit code; the launcher, at the other end of `pipe`, hears the reason."""
-    stop = StopSignal()
-    stop.install()
-    secret.take()
-    link = Link(int(pipe))
-
-    def work() -> None:
-        if stop.number is not None:
-            return
-        try:
-            with stop.at_once():
-                serve()
-        except Interrupted:
-            return
-
-    return reported(link, folder, work)
 
 
 if __name__ == "__main__":

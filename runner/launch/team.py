@@ -170,29 +170,26 @@ class Team:
 
     def _end(self) -> None:
         """Whatever happened: nothing of this job is left running here."""
-        for member in self.members:
-            member.kill()
-        for member in self.members:
-            member.ended()
-        self._end_services()
+        kill_all(self.members)
+        self.services.end()
         leader = next((member for member in self.members if member.order.leads), None)
         if leader is not None and leader.ended().code != 0 and sys.stdout.isatty():
             sys.stdout.write(SHOW_CURSOR)  # a live screen that was killed has hidden it
             sys.stdout.flush()
-
-    def _end_services(self) -> None:
-        """Give them the time to end what they have started, an engine and its memory."""
-        self.services.stop()
-        deadline = time.monotonic() + GRACE_S
-        while self.services.run() and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-        self.services.end()
 
     def _with_way_on(self, verdict: Verdict) -> Verdict:
         """With what to type next, where nothing is wrong with the job itself."""
         if is_stage() or verdict.strength not in (KILLED, LAGGED, WAITED):
             return verdict
         return verdict._replace(message=f"{verdict.message}\n  go on: run resume {called(self.folder)}")
+
+
+def kill_all(members: Sequence[Process]) -> None:
+    """End those that still run, at once."""
+    for member in members:
+        member.kill()
+    for member in members:
+        member.ended()
 
 
 def environment(meeting: tuple[str, int]) -> Mapping[str, str]:
@@ -240,22 +237,15 @@ class Services:
             if self.failed is None and (verdict := self._lost(member)) is not None:
                 self._replace(at, verdict)
 
-    def stop(self) -> None:
-        """Tell those that still run to end."""
+    def end(self) -> None:
+        """End those that still run, with the time to end what they have started, an engine and its memory."""
         for member in self.members:
             if member.runs():
                 member.signal(signal.SIGTERM)
-
-    def run(self) -> bool:
-        """Whether one still does."""
-        return any([member.runs() for member in self.members])  # all are looked at
-
-    def end(self) -> None:
-        """End those that still run."""
-        for member in self.members:
-            member.kill()
-        for member in self.members:
-            member.ended()
+        deadline = time.monotonic() + GRACE_S
+        while any([member.runs() for member in self.members]) and time.monotonic() < deadline:  # all are looked at
+            time.sleep(POLL_S)
+        kill_all(self.members)
 
     def _samplers(self) -> Iterator[Order]:
         each = self.spec.sampler.cards()
