@@ -51,7 +51,8 @@ class JobProcess(ChildProcess):
                 super().__init__(command, stdout=log, stderr=subprocess.STDOUT, env=variables, cwd=attempt.place)
         except OSError as error:
             raise StorageError(f"cannot start a job: {error}") from error
-        self.identity = identify(self.pid)
+        found = identify(self.pid)  # None: it has ended
+        self.identity: Mapping[str, int] = {"pid": found[0], "started": found[1]} if found else {}
 
     def poll(self) -> int | None:
         """The exit code (negative: the signal that killed it), None while it runs. What it left behind is killed."""

@@ -129,7 +129,7 @@ class LocalExecutor(Executor):
         return {}
 
 
-class LocalJob:
+class LocalJob(JobProcess):
     """A process of this machine and what it holds."""
 
     reason = None  # its exit code tells all
@@ -138,28 +138,19 @@ class LocalJob:
         devices = executor.acquire(need)
         assert devices is not None, "the scheduler calls has_room first"
         self._executor, self._need, self.devices = executor, need, devices
-        cores = devices if need.kind == "core" else ()
-        self._process = JobProcess(attempt, environment(need, devices), cores)
         self._began, self._holds = time.monotonic(), True
-
-    @property
-    def identity(self) -> Identity:
-        process = self._process.identity
-        return {} if process is None else {"pid": process[0], "started": process[1]}
+        super().__init__(attempt, environment(need, devices), devices if need.kind == "core" else ())
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self._began
 
     def poll(self) -> int | None:
-        code = self._process.poll()
+        code = super().poll()
         if code is not None and self._holds:
             self._holds = False
             self._executor.release(self._need, self.devices)
         return code
-
-    def signal(self, number: int) -> None:
-        self._process.signal(number)
 
 
 def is_alive(process: ProcessIdentity) -> bool:
