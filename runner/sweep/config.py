@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from runner.launch.slurm.config import Account, Gres, Partition, Qos, Sbatch, sbatch_problems
 from runner.spec.base import Config, Names
 
 Better = Literal["max", "min"]
@@ -29,20 +30,16 @@ class SweepConfig(Config):
     address: str | None = Field(
         default=None, description="Of the Ray cluster, host:port or auto; null = one on this machine for this sweep."
     )
-    partition: str | None = Field(default=None, description="Slurm partition; null = that of the cluster.")
-    account: str | None = Field(default=None, description="Slurm account.")
-    qos: str | None = Field(default=None, description="Slurm quality of service.")
-    gres: str | None = Field(
-        default=None, description="What Slurm calls a job's cards, e.g. gpu:a100 or npu:910b; null = gpu or npu."
-    )
+    partition: Partition = None
+    account: Account = None
+    qos: Qos = None
+    gres: Gres = None
     cpus: int | None = Field(
         default=None,
         ge=1,
         description="Cores of a job on Slurm; null = device.threads; on cards, what the cluster gives.",
     )
-    sbatch: dict[str, str | int | bool] = Field(
-        default_factory=dict, description="More options of sbatch: {mem: 64G, constraint: a100, exclusive: true}."
-    )
+    sbatch: Sbatch = Field(default_factory=dict)
     parallel: int | None = Field(default=None, ge=1, description="Jobs at once; null = as many as fit.")
     fail_fast: bool = Field(default=False, description="Stop all jobs when one has failed.")
     max_failures: int | None = Field(
@@ -101,10 +98,7 @@ class SweepConfig(Config):
         if self.on != "slurm":
             yield from ((bool(getattr(self, name)), name, "is for sweep.on=slurm; leave it out") for name in SLURM)
             return
-        for name, value in self.sbatch.items():
-            who = BY_THE_SWEEP.get(name.replace("_", "-"))
-            yield who is not None, "sbatch", f"{name} is set by {who}; leave it out"
-            yield value is False, "sbatch", f"{name}: false says nothing to sbatch; leave it out"
+        yield from ((True, "sbatch", text) for text in sbatch_problems(self.sbatch, BY_THE_SWEEP))
         text = "time follows from sweep.timeout_s; leave one of them out"
         yield "time" in self.sbatch and self.timeout_s is not None, "sbatch", text
         text = "must be given: what a search learns from is what has ended before"

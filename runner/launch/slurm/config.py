@@ -1,11 +1,23 @@
 """Who starts the processes of a job: Slurm."""
 
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from runner.launch.base import StartedConfig
 
+# Options of Slurm that a job and a sweep have alike
+Partition = Annotated[str | None, Field(description="Slurm partition; null = that of the cluster.")]
+Account = Annotated[str | None, Field(description="Slurm account.")]
+Qos = Annotated[str | None, Field(description="Slurm quality of service.")]
+Gres = Annotated[
+    str | None, Field(description="What Slurm calls a machine's cards, e.g. gpu:a100 or npu:910b; null = gpu or npu.")
+]
+Sbatch = Annotated[
+    dict[str, str | int | bool],
+    Field(description="More options of sbatch: {mem: 64G, constraint: a100, exclusive: true}."),
+]
 SAID_BY_LAUNCH = {
     **dict.fromkeys(
         ("array", "job-name", "output", "error", "open-mode", "signal", "requeue", "chdir"), "launch=slurm"
@@ -15,18 +27,25 @@ SAID_BY_LAUNCH = {
 }  # what launch.sbatch may not say, and where it is said
 
 
+def sbatch_problems(sbatch: Mapping[str, object], elsewhere: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with more options of sbatch; `elsewhere`: those that are set, and by what."""
+    for name, value in sbatch.items():
+        if who := elsewhere.get(name.replace("_", "-")):
+            yield f"{name} is set by {who}; leave it out"
+        if value is False:
+            yield f"{name}: false says nothing to sbatch; leave it out"
+
+
 class SlurmConfig(StartedConfig):
     """The machines of a Slurm job: in one, the command joins it; on a login node, it is submitted."""
 
     factory: ClassVar[str] = "runner.launch.local:attempt"
     name: Literal["slurm"] = "slurm"
     nodes: int = Field(default=1, ge=1, description="Machines to ask for; a Slurm job says itself how many it has.")
-    partition: str | None = Field(default=None, description="Slurm partition; null = that of the cluster.")
-    account: str | None = Field(default=None, description="Slurm account.")
-    qos: str | None = Field(default=None, description="Slurm quality of service.")
-    gres: str | None = Field(
-        default=None, description="What Slurm calls a machine's cards, e.g. gpu:a100 or npu:910b; null = gpu or npu."
-    )
+    partition: Partition = None
+    account: Account = None
+    qos: Qos = None
+    gres: Gres = None
     cpus: int | None = Field(
         default=None,
         ge=1,
@@ -38,18 +57,12 @@ class SlurmConfig(StartedConfig):
     grace_s: int = Field(
         default=120, ge=1, description="Seconds before that limit at which the job saves, and goes back into the queue."
     )
-    sbatch: dict[str, str | int | bool] = Field(
-        default_factory=dict, description="More options of sbatch: {mem: 64G, constraint: a100, exclusive: true}."
-    )
+    sbatch: Sbatch = Field(default_factory=dict)
     wait: bool = Field(default=False, description="Follow a job that was submitted to its end, and end as it does.")
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
-        for name, value in self.sbatch.items():
-            if who := SAID_BY_LAUNCH.get(name.replace("_", "-")):
-                found.append(("launch.sbatch", f"{name} is set by {who}; leave it out"))
-            if value is False:
-                found.append(("launch.sbatch", f"{name}: false says nothing to sbatch; leave it out"))
+        found += [("launch.sbatch", text) for text in sbatch_problems(self.sbatch, SAID_BY_LAUNCH)]
         if self.gres is not None and job.device.is_cpu:
             found.append(("launch.gres", "device=cpu has no cards; leave it out"))
         return found
