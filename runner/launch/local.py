@@ -34,7 +34,7 @@ from runner.launch.stage import is_stage
 from runner.launch.stages import TRUSTED, check_model, with_first_weights, with_other_models
 from runner.launch.team import Team
 from runner.launch.verdict import is_final
-from runner.run_dir.folder import RunFolder, claim, create, locked, point_latest, read_json, shown
+from runner.run_dir.folder import RunFolder, claim, create, locked, point_latest, read_mapping, shown
 from runner.run_dir.resume_compatibility import frozen
 from runner.spec.job import JobSpec
 from runner.spec.origin import COMMAND_LINE
@@ -192,7 +192,7 @@ def refuse_idle(before: JobSpec, spec: JobSpec, more: str) -> None:
 def status(folder: RunFolder) -> dict[str, object]:
     """status.json; empty where there is none, or none that can be read: the checkpoints tell how far a run is."""
     try:
-        return read_json(folder.status)
+        return read_mapping(folder.status)
     except EnvironmentProblem as error:
         log.warning("%s; the checkpoints tell how far the run is", error)
         return {}

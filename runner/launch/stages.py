@@ -22,7 +22,7 @@ from runner.core.subprocess import ChildProcess
 from runner.launch.slurm.commands import count_stage
 from runner.launch.slurm.task import obeyed
 from runner.launch.stage import StageFailed, environment, folder_of, go_on, layout_of, words_of
-from runner.run_dir.folder import RunFolder, read_json, shown
+from runner.run_dir.folder import RunFolder, read_mapping, shown
 from runner.spec.job import RECIPE, JobSpec
 
 TRUSTED = "model.trust_remote_code=true"  # what no spec.yaml may say for the user
@@ -151,7 +151,7 @@ def _run(
 def _is_done(folder: RunFolder) -> bool:
     """Whether a stage has ended well. Its export is looked for by who wants it."""
     try:
-        return read_json(folder.status).get("state") == "done"
+        return read_mapping(folder.status).get("state") == "done"
     except EnvironmentProblem:  # cut off: it is gone on with
         return False
 

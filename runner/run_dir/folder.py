@@ -18,6 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from runner.core import fsync_io
 from runner.core.errors import EnvironmentProblem, StorageError
 
@@ -284,13 +286,17 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, text.encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is no file. Raises EnvironmentProblem where it cannot be read."""
+def read_mapping(path: Path, *, must_exist: bool = False) -> dict[str, Any]:
+    """The mapping in a JSON or YAML file; empty where there is no file, unless there must be one.
+
+    Raises EnvironmentProblem where it cannot be read.
+    """
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError) as error:
+        parse = json.loads if path.suffix == ".json" else yaml.safe_load
+        return dict(parse(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        if isinstance(error, FileNotFoundError) and not must_exist:
+            return {}
         raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
 
 

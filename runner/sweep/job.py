@@ -18,8 +18,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 from pydantic import TypeAdapter
 
 from runner.core.errors import EnvironmentProblem
-from runner.run_dir import folder
-from runner.run_dir.folder import RunFolder, write_json
+from runner.run_dir.folder import RunFolder, read_mapping, write_json
 
 T = TypeVar("T")
 State = Literal["waiting", "running", "done", "pruned", "failed", "killed", "timeout", "interrupted"]
@@ -125,7 +124,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:  # slow to make
 
 def read_status(path: Path, token: str) -> JobStatus | None:
     """The status of this attempt; None where there is none yet, which that of another attempt is, too."""
-    data = read_json(
+    data = read_if_whole(
         path
     )  # empty: not there yet, or a shared folder that fails for a moment; the next poll reads again
     return from_json(JobStatus, data) if data.get("token") == token else None
@@ -149,7 +148,7 @@ class JobResult:
 
 def job_result(code: int, reason: StopReason | None, run: RunFolder, output: Path) -> JobResult:
     """The state that an exit code (negative: a signal) means, for a job that was told to stop or was not."""
-    status = read_json(run.status)
+    status = read_if_whole(run.status)
     if status.get("state") == "done" and (code == 0 or reason):
         return JobResult("done", None)
     if code == 0:
@@ -166,10 +165,10 @@ def job_result(code: int, reason: StopReason | None, run: RunFolder, output: Pat
     return JobResult("failed", f"exit code {code}" + (f": {line}" if line else ""))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is none that can be read."""
+def read_if_whole(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON or YAML file; empty where there is none that can be read."""
     try:
-        return folder.read_json(path)
+        return read_mapping(path)
     except EnvironmentProblem:
         return {}
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import yaml
 
 from runner.core.errors import EnvironmentProblem, StorageError
-from runner.run_dir.folder import OUTPUTS, RunFolder, point_latest, write_atomic, write_json
+from runner.run_dir.folder import OUTPUTS, RunFolder, point_latest, read_mapping, write_atomic, write_json
 from runner.sweep.config import Better
 from runner.sweep.executor import Need
 from runner.sweep.job import STATES, State, from_json, to_json
@@ -206,9 +206,8 @@ class Record(list[JobState]):
     def read(cls, folder: SweepFolder) -> Record:
         """As a sweep left it. Raises EnvironmentProblem where it cannot be read."""
         try:
-            content = json.loads(folder.state.read_text(encoding="utf-8"))["jobs"]
-            return cls(folder, from_json(list[JobState], content))
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            return cls(folder, from_json(list[JobState], read_mapping(folder.state, must_exist=True)["jobs"]))
+        except (ValueError, KeyError) as error:
             raise EnvironmentProblem(f"{folder.state} cannot be read: {error}") from error
 
     def change(self, index: int, **changes: Any) -> None:

@@ -20,11 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
-import yaml
-
 from runner.run_dir.folder import OUTPUTS, RunFolder, shown
 from runner.spec.origin import leaves
-from runner.sweep.job import State, read_json
+from runner.sweep.job import State, read_if_whole
 from runner.sweep.plan import Plan, Record, SweepFolder, run_name, short_names
 from runner.tracker.console import Console
 from runner.tracker.text import duration, number, visible
@@ -161,7 +159,7 @@ def earlier(plan: Plan, outputs: Path = OUTPUTS) -> Pace | None:
     specs = [path for pattern in ("[0-9]*/*/spec.yaml", "sweeps/*/*/spec.yaml") for path in outputs.glob(pattern)]
     timed = sorted(((path.stat().st_mtime, path) for path in specs if not path.parent.is_symlink()), reverse=True)
     for _, path in timed[:MOST_READ]:
-        run, spec = RunFolder(path.parent), _yaml(path)
+        run, spec = RunFolder(path.parent), read_if_whole(path)  # one that cannot be read is no evidence
         seconds = _seconds(run)
         if seconds is not None and _comparable(spec, ignored) == wanted:
             steps = max(int(spec.get("steps", 1)), 1)
@@ -229,7 +227,7 @@ def _steps(plan: Plan, sections: Mapping[str, Any]) -> int:
 def _seconds(run: RunFolder) -> float | None:
     """How long a run of this machine took that was done at its first attempt: its spec is written first, its status
     last."""
-    status, host = read_json(run.status), read_json(run.manifest).get("platform", {}).get("host")
+    status, host = read_if_whole(run.status), read_if_whole(run.manifest).get("platform", {}).get("host")
     if status.get("state") != "done" or status.get("attempt") != 1 or host != socket.gethostname():
         return None
     return run.status.stat().st_mtime - run.spec.stat().st_mtime
@@ -250,11 +248,3 @@ def _as_typed(value: Any) -> Any:
         return value
     stage = STAGE.fullmatch(value)
     return f"recipe:{stage[1]}" if stage else os.path.realpath(value) if os.path.exists(value) else value
-
-
-def _yaml(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
-        return {}  # a run that cannot be read is no evidence
-    return content if isinstance(content, dict) else {}

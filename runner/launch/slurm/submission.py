@@ -18,7 +18,7 @@ from runner.launch.session import called
 from runner.launch.slurm.commands import GRES, OVER, USUAL, state_of, told
 from runner.launch.slurm.config import SlurmConfig
 from runner.launch.verdict import JobFailed
-from runner.run_dir.folder import RunFolder, read_json, shown, write_atomic, write_json
+from runner.run_dir.folder import RunFolder, read_mapping, shown, write_atomic, write_json
 from runner.spec.job import JobSpec
 
 WAITING = "waiting"  # the state of a run that was submitted, and has not begun
@@ -46,7 +46,7 @@ def put_off(folder: RunFolder) -> None:
 
 def refuse_alive(folder: RunFolder) -> None:
     """Raise EnvironmentProblem where Slurm still has a job of this run."""
-    job = read_json(folder.slurm / "job.json").get("job")
+    job = read_mapping(folder.slurm / "job.json").get("job")
     found = state_of(job) if job else None
     if found is not None and found[0] not in OVER:
         text = f"Slurm has this run already: job {job}, {found[0]}; wait for it, or: scancel {job}"
@@ -195,7 +195,7 @@ def _print_more(log: Path, at: int) -> int:
 def _ended(folder: RunFolder, job: str, found: tuple[str, str]) -> int:
     deadline = time.monotonic() + LATE_S
     while True:
-        status = read_json(folder.status)
+        status = read_mapping(folder.status)
         if status["state"] == "done":
             return 0
         if status["state"] not in (WAITING, "running") or time.monotonic() > deadline or found[0] != "COMPLETED":

@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from runner.core.errors import EnvironmentProblem
-from runner.run_dir.folder import RunFolder, read_json
+from runner.run_dir.folder import RunFolder, read_mapping
 from runner.run_dir.manifest import redacted
 
 log = logging.getLogger("runner")
@@ -114,18 +111,15 @@ class Run:
 
 def read_run(folder: RunFolder) -> Run:
     """Everything that is known of a run, secrets masked. Raises EnvironmentProblem where its spec cannot be read."""
-    try:
-        spec = yaml.safe_load(folder.spec.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise EnvironmentProblem(f"{folder.spec} cannot be read: {error}") from error
-    overrides = _yaml(folder.overrides)
+    spec = read_mapping(folder.spec, must_exist=True)
+    overrides = read_mapping(folder.overrides)
     return Run(
         folder,
         redacted(spec),
         overrides.get("set_by", {}),
         tuple(redacted(overrides.get("typed", []))),
-        read_json(folder.status),
-        read_json(folder.manifest),
+        read_mapping(folder.status),
+        read_mapping(folder.manifest),
         _fingerprint(folder),
         read(folder.metrics),
     )
@@ -133,15 +127,5 @@ def read_run(folder: RunFolder) -> Run:
 
 def _fingerprint(folder: RunFolder) -> str:
     newest = max(folder.checkpoints.glob("step-*/state.json"), default=None)
-    identity = read_json(newest).get("identity", {}) if newest is not None else {}
+    identity = read_mapping(newest).get("identity", {}) if newest is not None else {}
     return str(identity.get("data", "")) if isinstance(identity, dict) else ""
-
-
-def _yaml(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, yaml.YAMLError) as error:
-        raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
-    return dict(content) if isinstance(content, dict) else {}

@@ -18,12 +18,11 @@ from statistics import fmean
 from typing import Any
 
 import psutil
-import yaml
 
 from runner.core.errors import EnvironmentProblem
 from runner.core.rank_info import Machine
 from runner.launch.slurm.commands import state_of
-from runner.run_dir.folder import RunFolder, is_latest, is_locked, read_json, shown
+from runner.run_dir.folder import RunFolder, is_latest, is_locked, read_mapping, shown
 from runner.tracker.text import counted, duration, number, size, visible
 
 TAIL_BYTES = 2**18  # of metrics.jsonl
@@ -77,10 +76,7 @@ class Standing:
 
 def standing(folder: RunFolder) -> Standing:
     """Read it. Raises EnvironmentProblem where the folder cannot be read."""
-    try:
-        spec, status = yaml.safe_load(folder.spec.read_text(encoding="utf-8")), read_json(folder.status)
-    except (OSError, yaml.YAMLError) as error:
-        raise EnvironmentProblem(f"{folder.spec} cannot be read: {error}") from error
+    spec, status = read_mapping(folder.spec, must_exist=True), read_mapping(folder.status)
     rows = _tail(folder.metrics)
     seconds = [row["perf/step_s"] for row in rows[-RECENT:] if row.get("perf/step_s") is not None]
     step, steps = int(rows[-1]["step"]) if rows else 0, int(spec["steps"])
@@ -119,11 +115,11 @@ def _running(folder: RunFolder, members: list[Member]) -> str:
 
 def _members(folder: RunFolder, status: Mapping[str, Any]) -> list[Member]:
     """The launcher of each machine and what it has started; where there is none, the ranks."""
-    lists = [read_json(path) for path in sorted(folder.members.glob("*.json"))]
+    lists = [read_mapping(path) for path in sorted(folder.members.glob("*.json"))]
     lists = [found for found in lists if found.get("attempt") == status.get("attempt")]
     if lists:
         return [member for index, found in enumerate(lists) for member in _listed(found, f"launcher {index}")]
-    ranks = read_json(folder.manifest).get("ranks", [])
+    ranks = read_mapping(folder.manifest).get("ranks", [])
     if not ranks or status.get("pid") != ranks[0]["pid"]:  # of an attempt before
         return []
     ended = status.get("state") != "running"
@@ -195,7 +191,7 @@ def _tail(path: Path) -> list[dict[str, Any]]:
 
 def _slurm(folder: RunFolder) -> dict[str, str] | None:
     """The newest Slurm job of the run, and what Slurm says of it where it answers."""
-    kept = read_json(folder.slurm / "job.json")
+    kept = read_mapping(folder.slurm / "job.json")
     if not kept:
         return None
     try:
