@@ -305,10 +305,10 @@ ASKED_BY_NAME = {
     "runner/tools/plan/words.py: spec.launch.name == 'ray'",
 }
 NAMES_DEVICES = {
-    "runner/launch/slurm/commands.py", "runner/launch/slurm/submission.py", "runner/launch/slurm/task.py",
+    "runner/launch/need.py", "runner/launch/slurm/commands.py", "runner/launch/slurm/task.py",
     "runner/optimizer/adamw8bit.py", "runner/optimizer/optimizers.py", "runner/parallelism/config.py",
     "runner/parallelism/fsdp.py", "runner/parallelism/world.py", "runner/sampler/vllm/arguments.py",
-    "runner/spec/suggest.py", "runner/sweep/executor.py", "runner/sweep/executors/ray.py",
+    "runner/spec/suggest.py", "runner/sweep/executors/ray.py",
     "runner/tools/plan/estimate.py",
 }  # fmt: skip
 

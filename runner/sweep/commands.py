@@ -16,12 +16,13 @@ from pathlib import Path
 import yaml
 
 from runner.core.errors import EnvironmentProblem, Interrupted, Problem, SpecError, SweepFailed
+from runner.launch.need import Need
 from runner.run_dir.folder import RunFolder, is_locked, locked, shown
 from runner.spec.origin import leaves
 from runner.sweep import plan as plans
 from runner.sweep import report as reports
 from runner.sweep.config import SweepConfig
-from runner.sweep.executor import Executor, Need
+from runner.sweep.executor import Executor
 from runner.sweep.executors import local, ray, slurm
 from runner.sweep.job import FAILED, FINISHED, SILENT_S, StopReason, job_result, read_status, silent_s
 from runner.sweep.plan import JobPlan, Plan, Record, SweepFolder

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
-from runner.device.visible import VARIABLES
+from runner.launch.need import Need
 from runner.sweep.config import SweepConfig
 from runner.sweep.job import SILENT_S, JobAttempt, JobStatus, StopReason, read_status, silent_s
 
@@ -26,22 +26,9 @@ Identity = Mapping[str, Any]
 Say = Callable[[str], None]  # a line for the user and for sweep.log
 Cards = Sequence[str] | None  # the kinds of card where jobs run; None: not known
 
-ORDER = ("npu", "cuda")  # which kind device=auto takes where there are several, like the device itself
-WORDS = {"core": "core", "cuda": "GPU", "npu": "NPU"}
 LOWER_CARDS = "lower launch.devices or launch.samplers"
 LOWER_CORES = "lower device.threads, launch.devices or launch.samplers"
 POLL_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """What a job occupies while it runs: cores of a machine, GPUs or NPUs, and how many of them."""
-
-    kind: Literal["core", "cuda", "npu"] = "core"
-    count: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.count} {WORDS[self.kind]}{'s' if self.count > 1 else ''}"
 
 
 class Job(Protocol):
@@ -277,13 +264,4 @@ def need_of(spec: Any, cards: Cards) -> Need:
     if (nodes := spec.launch.machines) > 1:
         text = f"is {nodes}, and a job of a sweep has one machine; leave it out"
         raise SpecError([Problem("launch.nodes", text)])
-    kind = spec.device.name
-    if kind == "auto":
-        if cards is None:
-            text = "auto is not known before a job runs there; name the device: cpu, cuda or npu"
-            raise SpecError([Problem("device", text)])
-        kind = next((k for k in ORDER if k in cards), "cpu")
-    processes = spec.launch.devices + spec.launch.samplers
-    if kind in VARIABLES:
-        return Need(kind, processes)
-    return Need("core", spec.device.host_threads * processes)
+    return Need.of(spec, cards)

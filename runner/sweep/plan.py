@@ -24,9 +24,9 @@ from typing import Any, Literal
 import yaml
 
 from runner.core.errors import EnvironmentProblem, StorageError
+from runner.launch.need import Need
 from runner.run_dir.folder import OUTPUTS, RunFolder, point_latest, read_mapping, write_atomic, write_json
 from runner.sweep.config import Better
-from runner.sweep.executor import Need
 from runner.sweep.job import STATES, State, from_json, to_json
 from runner.sweep.space import Search
 

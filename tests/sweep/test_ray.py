@@ -15,10 +15,10 @@ import pytest
 
 from runner.core import subprocess as processes
 from runner.core.errors import EnvironmentProblem
+from runner.launch.need import Need
 from runner.launch.ray.link import actor_options
 from runner.sweep.commands import status
 from runner.sweep.config import SweepConfig
-from runner.sweep.executor import Need
 from runner.sweep.executors.ray import RayExecutor, resource_of
 from tests.ray_cluster import cluster
 from tests.sweep import toy

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from runner.cli.compose import compose_job
 from runner.core.errors import EnvironmentProblem, SpecError
+from runner.launch.need import Need
 from runner.sweep.config import SweepConfig
-from runner.sweep.executor import Need, need_of, placed
+from runner.sweep.executor import need_of, placed
 from runner.sweep.executors.local import LocalExecutor, cards_here, environment
 
 

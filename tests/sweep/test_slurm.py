@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from runner.core.errors import EnvironmentProblem
+from runner.launch.need import Need
 from runner.launch.slurm.cards import numbered
 from runner.launch.slurm.commands import OVER, words
 from runner.sweep import commands
 from runner.sweep.commands import make_executor
 from runner.sweep.config import SweepConfig
-from runner.sweep.executor import Need
 from runner.sweep.executors.slurm import Entry, SlurmExecutor, array_of, read_queue, resources
 from runner.sweep.job import JobAttempt
 from runner.sweep.plan import SweepFolder

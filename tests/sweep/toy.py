@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from runner.core.errors import RunnerError
+from runner.launch.need import Need
 from runner.sweep import commands, plan
 from runner.sweep.commands import make_executor
 from runner.sweep.config import SweepConfig
-from runner.sweep.executor import Need
 from runner.sweep.plan import JobPlan, JobState, Plan, Ranking, Record, SweepFolder
 from runner.sweep.space import Dimension, Search
 

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 from runner.core.errors import EnvironmentProblem, StorageError
+from runner.launch.need import Need
 from runner.run_dir.folder import OUTPUTS, RunFolder
 
 # What a job does not come back from. PREEMPTED is such a state only where preempted jobs are not requeued.
@@ -24,6 +25,11 @@ GRES = {"cuda": "gpu", "npu": "npu"}  # what Slurm usually calls the cards of a 
 FOLDERS = OUTPUTS / ".slurm"  # <job>: the run folder that a Slurm job has made; <job>.stages: what it ran first
 TIMEOUT_S = 60.0
 LINE_BYTES = 2**16  # no line of metrics.jsonl is longer
+
+
+def gres_of(given: str | None, need: Need) -> str:
+    """What Slurm calls the cards, if nobody says else; empty for cores."""
+    return "" if need.kind == "core" else given or GRES[need.kind]
 
 
 def signals_all() -> bool:

@@ -13,13 +13,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from runner.core.errors import EnvironmentProblem, Interrupted, Problem, SpecError
+from runner.core.errors import EnvironmentProblem, Interrupted
+from runner.launch.need import Need
 from runner.launch.session import called
-from runner.launch.slurm.commands import GRES, OVER, USUAL, state_of, told
+from runner.launch.slurm.commands import OVER, USUAL, gres_of, state_of, told
 from runner.launch.slurm.config import SlurmConfig
 from runner.launch.verdict import JobFailed
 from runner.run_dir.folder import RunFolder, read_mapping, shown, write_atomic, write_json
 from runner.spec.job import JobSpec
+from runner.tracker.text import counted
 
 WAITING = "waiting"  # the state of a run that was submitted, and has not begun
 SUBMITTED = re.compile(r"Submitted batch job (\d+)")
@@ -27,7 +29,6 @@ LOST = 75  # exit code of a job that ended without a word
 ASK_S = 3.0  # between two questions to Slurm
 SILENT_S = 600.0  # after which a Slurm that does not answer is asked no more
 LATE_S = 10.0  # for what a job has written to come through a shared disk
-UNITS = {"cuda": "GPU", "npu": "NPU"}
 
 
 def try_out(spec: JobSpec) -> None:
@@ -90,7 +91,8 @@ def _launch(spec: JobSpec) -> SlurmConfig:
 
 
 def _options(spec: JobSpec) -> list[tuple[str, str | int | bool]]:
-    config, cards = _launch(spec), spec.launch.devices + spec.launch.samplers
+    config, need = _launch(spec), Need.of(spec)
+    is_on_cores = need.kind == "core"
     asked: Mapping[str, str | int | bool | None] = {
         "job-name": spec.name,
         "nodes": config.nodes,
@@ -100,8 +102,8 @@ def _options(spec: JobSpec) -> list[tuple[str, str | int | bool]]:
         "account": config.account,
         "qos": config.qos,
         "time": config.time,
-        "gres": f"{config.gres or GRES[_kind(spec)]}:{cards}" if _kind(spec) in GRES else None,
-        "cpus-per-task": config.cpus or _cores(spec),
+        "gres": None if is_on_cores else f"{gres_of(config.gres, need)}:{need.count}",
+        "cpus-per-task": config.cpus or (need.count if is_on_cores else None),  # beside cards: the cluster's number
         "requeue": True,
         "open-mode": "append",  # a job that is requeued writes to the same log
         "signal": f"B:USR2@{config.grace_s}",
@@ -109,29 +111,13 @@ def _options(spec: JobSpec) -> list[tuple[str, str | int | bool]]:
     return [(name, value) for name, value in {**asked, **config.sbatch}.items() if value is not None]
 
 
-def _cores(spec: JobSpec) -> int | None:
-    """Those of a machine; None for a job on cards: the cluster's number."""
-    if _kind(spec) in GRES:
-        return None
-    return spec.device.host_threads * (spec.launch.devices + spec.launch.samplers)
-
-
-def _kind(spec: JobSpec) -> str:
-    """The device's name. Raises SpecError for auto, which is known on the machines only."""
-    if spec.device.is_auto:
-        text = "auto is not known before the job runs there; name the device: cpu, cuda or npu"
-        raise SpecError([Problem("device", text)])
-    return str(spec.device.name)
-
-
 def _asked(spec: JobSpec) -> str:
     """2 machines, each 8 NPUs"""
-    config, cards = _launch(spec), spec.launch.devices + spec.launch.samplers
-    unit = UNITS.get(_kind(spec), "process")
-    machines = f"{config.nodes} machine{'s' if config.nodes > 1 else ''}, " + ("each " if config.nodes > 1 else "")
-    where = f", partition {config.partition}" if config.partition else ""
-    plural = "" if cards == 1 else "es" if unit == "process" else "s"
-    return f"{machines}{cards} {unit}{plural}{where}"
+    config, need = _launch(spec), Need.of(spec)
+    processes = spec.launch.devices + spec.launch.samplers
+    each = f"{processes} process{'es' if processes > 1 else ''}" if need.kind == "core" else str(need)
+    machines = f"{counted(config.nodes, 'machine')}, " + ("each " if config.nodes > 1 else "")
+    return machines + each + (f", partition {config.partition}" if config.partition else "")
 
 
 def follow(folder: RunFolder, job: str, log: Path) -> int:

@@ -18,9 +18,10 @@ from runner.core.subprocess import identify
 from runner.device import visible
 from runner.device.kinds import KINDS
 from runner.device.visible import VARIABLES
+from runner.launch.need import WORDS, Need
 from runner.sweep import executor as base
 from runner.sweep.config import SweepConfig
-from runner.sweep.executor import POLL_S, WORDS, Executor, Identity, Job, Need, Say
+from runner.sweep.executor import POLL_S, Executor, Identity, Job, Say
 from runner.sweep.job import JobAttempt
 from runner.sweep.job_wrapper import JobProcess
 

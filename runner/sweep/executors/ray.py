@@ -14,11 +14,12 @@ from typing import Any, Self
 
 from runner.core.errors import EnvironmentProblem
 from runner.device.kinds import KINDS
+from runner.launch.need import ORDER, WORDS, Need
 from runner.launch.ray.environment import carried
 from runner.launch.ray.link import Link, actor_options, need_ray
 from runner.sweep import executor as base
 from runner.sweep.config import SweepConfig
-from runner.sweep.executor import Gone, Identity, Need, RemoteJob, Say
+from runner.sweep.executor import Gone, Identity, RemoteJob, Say
 from runner.sweep.executors.local import present
 from runner.sweep.job import JobAttempt, StopReason
 
@@ -47,7 +48,7 @@ class RayExecutor(Link, base.RemoteExecutor):
 
     @property
     def cards(self) -> tuple[str, ...]:
-        return tuple(kind for kind in base.ORDER if sum(self._on_nodes(kind)))
+        return tuple(kind for kind in ORDER if sum(self._on_nodes(kind)))
 
     def check(self, needs: Iterable[Need]) -> None:
         self.needs = list(needs)
@@ -131,7 +132,7 @@ class RayExecutor(Link, base.RemoteExecutor):
         there = self._on_nodes(need.kind)
         most = max(there, default=0)
         if need.count > most:
-            word = base.WORDS[need.kind] + "s"
+            word = WORDS[need.kind] + "s"
             has = f"{most} {word} at most, {sum(there)} in all" if most else f"no {word}"
             lower = base.LOWER_CORES if need.kind == "core" else base.LOWER_CARDS
             advice = lower if most else "`ray status` lists what there is"

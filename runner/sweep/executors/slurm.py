@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from runner.core.errors import EnvironmentProblem
-from runner.launch.slurm.commands import GRES, OVER, USUAL, signals_all, told, words
+from runner.launch.need import Need
+from runner.launch.slurm.commands import OVER, USUAL, gres_of, signals_all, told, words
 from runner.run_dir.folder import write_json
 from runner.sweep.config import SweepConfig
-from runner.sweep.executor import Gone, Identity, Need, RemoteExecutor, RemoteJob, Say
+from runner.sweep.executor import Gone, Identity, RemoteExecutor, RemoteJob, Say
 from runner.sweep.executors.slurm_job import SAVE
 from runner.sweep.job import JobAttempt, StopReason
 
@@ -225,7 +226,7 @@ class SlurmExecutor(RemoteExecutor):
         asked = {**resources(self.options, need), "job_name": self._folder.name}
         executor = submitit_executor(path.parent, asked, own)
         program = ["exec", sys.executable, "-P", "-m", "runner.sweep.executors.slurm_job", str(path)]
-        command = shlex.join([*program, gres_of(self.options, need), "all" if self._all_signalled else "first"])
+        command = shlex.join([*program, gres_of(self.options.gres, need), "all" if self._all_signalled else "first"])
         try:
             job: Any = executor._submit_command(command)
         except (FailedJobError, FailedSubmissionError) as error:
@@ -276,7 +277,7 @@ def resources(options: SweepConfig, need: Need) -> dict[str, Any]:
         "nodes": 1,
         "ntasks_per_node": 1,
         "cpus_per_task": options.cpus or (need.count if need.kind == "core" else None),
-        "gres": None if need.kind == "core" else f"{gres_of(options, need)}:{need.count}",
+        "gres": None if need.kind == "core" else f"{gres_of(options.gres, need)}:{need.count}",
         "time": None if limit is None else math.ceil((limit + options.grace_s) / MINUTE_S) + 1,
         "wckey": None,
         "stderr_to_stdout": True,
@@ -284,11 +285,6 @@ def resources(options: SweepConfig, need: Need) -> dict[str, Any]:
     }
     more: dict[str, Any] = {"requeue": True, "signal": f"B:USR2@{math.ceil(options.grace_s)}"}
     return {**asked, "additional_parameters": {**more, **dict(options.sbatch)}}
-
-
-def gres_of(options: SweepConfig, need: Need) -> str:
-    """What Slurm calls the cards; empty for cores."""
-    return "" if need.kind == "core" else options.gres or GRES[need.kind]
 
 
 def array_of(indices: Iterable[int], at_once: int | None) -> str:
