@@ -157,32 +157,24 @@ def on_screen(path: Path, *, silent: bool = False) -> Iterator[Console]:
 
     silent: only in the log at `path`, as for the ranks that do not speak to the user
     """
-    with open(os.devnull, "w") as nowhere:
-        console = Console(path, nowhere if silent else None)
-        with _listening(_ToConsole(console)):
-            try:
-                yield console
-            finally:
-                console.stop([])
-
-
-@contextmanager
-def _listening(handler: logging.Handler) -> Iterator[None]:
-    """Hand the handler what is logged."""
     loggers = [logging.getLogger(LOGGER), logging.getLogger("py.warnings")]
     levels = {name: logging.getLogger(name).level for name in (LOGGER, RETRIES)}
-    logging.captureWarnings(True)
-    for logger in loggers:
-        logger.addHandler(handler)
-        logger.propagate = False
-    loggers[0].setLevel(logging.INFO)
-    logging.getLogger(RETRIES).setLevel(logging.ERROR)  # five lines a file, before the error that says it all
-    try:
-        yield
-    finally:
-        logging.captureWarnings(False)
+    with open(os.devnull, "w") as nowhere:
+        console = Console(path, nowhere if silent else None)
+        handler = _ToConsole(console)
+        logging.captureWarnings(True)
         for logger in loggers:
-            logger.removeHandler(handler)
-            logger.propagate = True
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+            logger.addHandler(handler)
+            logger.propagate = False
+        loggers[0].setLevel(logging.INFO)
+        logging.getLogger(RETRIES).setLevel(logging.ERROR)  # five lines a file, before the error that says it all
+        try:
+            yield console
+        finally:
+            logging.captureWarnings(False)
+            for logger in loggers:
+                logger.removeHandler(handler)
+                logger.propagate = True
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)
+            console.stop([])
