@@ -15,15 +15,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-import yaml
-
 from runner.core.errors import RunnerError
 from runner.core.rank_info import Place
 from runner.core.signals import StopSignal
 from runner.launch.member import watch_stacks
 from runner.launch.session import Session
 from runner.launch.verdict import Link, Report
-from runner.run_dir.folder import RunFolder
+from runner.run_dir.folder import RunFolder, read_mapping
 from runner.sampler.remote import secret
 from runner.spec.decode import decode
 from runner.spec.job import JobSpec
@@ -76,9 +74,8 @@ def serve(listener: int) -> object:
 
 
 def read_spec(folder: RunFolder) -> JobSpec:
-    """The job in a run folder. Raises SpecError."""
-    data = yaml.safe_load(folder.spec.read_text(encoding="utf-8"))
-    return decode(data, {})
+    """The job in a run folder. Raises EnvironmentProblem where it cannot be read, SpecError."""
+    return decode(read_mapping(folder.spec, must_exist=True), {})
 
 
 def leave(code: int) -> NoReturn:

@@ -41,14 +41,6 @@ if TYPE_CHECKING:
     from runner.checkpoint.store import CheckpointStore, Loaded
 
 
-def _tell_nobody(step: int) -> None:
-    """Nobody watches this process."""
-
-
-def _is_met() -> None:
-    """Somebody else holds what the ranks meet at, or there is one process."""
-
-
 @dataclass(slots=True)
 class Session:
     """An attempt at `spec` in `folder`, which the caller has locked, at this `place` of the job.
@@ -60,11 +52,13 @@ class Session:
     folder: RunFolder
     attempt: int
     place: Place = field(default_factory=Place)
-    progress: Callable[[int], None] = _tell_nobody  # so many steps are finished
+    progress: Callable[[int], None] = field(default=lambda step: None)  # so many steps are finished
     stop: StopSignal = field(default_factory=StopSignal)
     values: Mapping[str, float] = field(default_factory=dict)  # the newest step's numbers, for the model card
     turn: Turn | None = None  # what stands around a user's message, where the data are conversations
-    meet: Callable[[], object] = _is_met  # called once torch is there; what it returns is held to the end
+    meet: Callable[[], object] = field(
+        default=lambda: None
+    )  # called once torch is there; the result is held to the end
 
     def run(self) -> None:
         """Run to the end. Raises RunnerError for everything that is worded for the user."""

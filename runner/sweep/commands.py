@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from runner.core.errors import EnvironmentProblem, Interrupted, Problem, SpecError, SweepFailed
 from runner.launch.need import Need
-from runner.run_dir.folder import RunFolder, is_locked, locked, shown
+from runner.run_dir.folder import RunFolder, is_locked, locked, read_mapping, shown
 from runner.spec.origin import leaves
 from runner.sweep import plan as plans
 from runner.sweep import report as reports
@@ -161,11 +159,7 @@ def refuse_changed(folder: SweepFolder, plan: Plan) -> None:
     problems = []
     for job in plan.jobs:
         path = folder.spec(job.index)
-        try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError) as error:
-            raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
-        now, before = dict(leaves(content)), dict(leaves(plan.data(job)))
+        now, before = dict(leaves(read_mapping(path, must_exist=True))), dict(leaves(plan.data(job)))
         for key in dict.fromkeys([*before, *now]):
             if now.get(key) != before.get(key) or (key in now) != (key in before):
                 was, is_now = (repr(values[key]) if key in values else "not there" for values in (before, now))

@@ -111,7 +111,11 @@ def layout(own: Mapping[str, Any], origins: Mapping[str, str], device: str) -> l
 def _machines() -> int:
     """On how many machines the step, or else the Slurm job, is that this process is in."""
     task = Task.of(os.environ)
-    return task.machines if task is not None else int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    return (
+        task.machines
+        if task is not None
+        else int(os.environ.get("SLURM_JOB_NUM_NODES", os.environ.get("SLURM_NNODES", "1")))
+    )
 
 
 def _is_set(name: str, origins: Mapping[str, str]) -> bool:
@@ -152,7 +156,7 @@ def through_srun(spec: JobSpec) -> None:
         return
     if Task.of(os.environ) is not None:
         return _say_few_cores(spec)
-    machines = int(os.environ.get("SLURM_JOB_NUM_NODES", os.environ.get("SLURM_NNODES", "1")))
+    machines = _machines()
     command = srun([sys.executable, "-P", "-m", "runner", *sys.argv[1:]], machines)
     print(
         f"srun     {machines} × this command, one on each machine of Slurm job {os.environ['SLURM_JOB_ID']}", flush=True
