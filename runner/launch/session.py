@@ -56,9 +56,7 @@ class Session:
     stop: StopSignal = field(default_factory=StopSignal)
     values: Mapping[str, float] = field(default_factory=dict)  # the newest step's numbers, for the model card
     turn: Turn | None = None  # what stands around a user's message, where the data are conversations
-    meet: Callable[[], object] = field(
-        default=lambda: None
-    )  # called once torch is there; the result is held to the end
+    meet: Callable[[], object] = field(default=lambda: None)  # called with torch there; the result is held to the end
 
     def run(self) -> None:
         """Run to the end. Raises RunnerError for everything that is worded for the user."""

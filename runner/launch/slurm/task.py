@@ -111,11 +111,8 @@ def layout(own: Mapping[str, Any], origins: Mapping[str, str], device: str) -> l
 def _machines() -> int:
     """On how many machines the step, or else the Slurm job, is that this process is in."""
     task = Task.of(os.environ)
-    return (
-        task.machines
-        if task is not None
-        else int(os.environ.get("SLURM_JOB_NUM_NODES", os.environ.get("SLURM_NNODES", "1")))
-    )
+    said = os.environ.get("SLURM_JOB_NUM_NODES", os.environ.get("SLURM_NNODES", "1"))
+    return task.machines if task is not None else int(said)
 
 
 def _is_set(name: str, origins: Mapping[str, str]) -> bool:
