@@ -140,19 +140,28 @@ class RunFolder:
 
 
 def create(name: str, outputs: Path = OUTPUTS) -> RunFolder:
-    """Make a new run's folder, unique under concurrent starts. Raises StorageError where it cannot."""
+    """Make a new run's folder. Raises StorageError where it cannot."""
     now = datetime.now()
-    root = day = outputs / now.strftime("%Y-%m-%d")
+    return RunFolder(make_unique(outputs / now.strftime("%Y-%m-%d"), f"{now.strftime('%H%M%S')}-{name}", "run folder"))
+
+
+def make_unique(parent: Path, name: str, what: str, inside: str = ".") -> Path:
+    """Make a folder `parent`/`name`-<4 hex> with a folder `inside`, unique under concurrent starts; its absolute path.
+
+    what: what the error calls it. Raises StorageError where it cannot.
+    """
+    root = parent
     try:
-        day.mkdir(parents=True, exist_ok=True)
+        parent.mkdir(parents=True, exist_ok=True)
         while True:
-            root = day / f"{now.strftime('%H%M%S')}-{name}-{secrets.token_hex(2)}"
+            root = parent / f"{name}-{secrets.token_hex(2)}"
             with suppress(FileExistsError):  # another start drew the same name in the same second: draw again
                 root.mkdir()
-                return RunFolder(root.absolute())
+                (root / inside).mkdir(exist_ok=True)
+                return root.absolute()
     except OSError as error:
         raise StorageError(
-            f"cannot make the run folder {root}: {error.strerror}; run from a folder you can write to"
+            f"cannot make the {what} {root}: {error.strerror}; run from a folder you can write to"
         ) from error
 
 

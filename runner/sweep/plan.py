@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -23,9 +21,9 @@ from typing import Any, Literal
 
 import yaml
 
-from runner.core.errors import EnvironmentProblem, StorageError
+from runner.core.errors import EnvironmentProblem
 from runner.launch.need import Need
-from runner.run_dir.folder import OUTPUTS, RunFolder, point_latest, read_mapping, write_atomic, write_json
+from runner.run_dir.folder import OUTPUTS, RunFolder, make_unique, point_latest, read_mapping, write_atomic, write_json
 from runner.sweep.config import Better
 from runner.sweep.job import STATES, State, from_json, to_json
 from runner.sweep.space import Search
@@ -127,19 +125,9 @@ def short_names(keys: list[str]) -> dict[str, str]:
 
 
 def create(name: str, sweeps: Path = SWEEPS) -> SweepFolder:
-    """Make a new sweep's folder, unique under concurrent starts. Raises StorageError where it cannot."""
-    now = datetime.now()
-    root = sweeps
-    try:
-        sweeps.mkdir(parents=True, exist_ok=True)
-        while True:
-            root = sweeps / f"{now.strftime('%Y%m%d-%H%M%S')}-{name}-{secrets.token_hex(2)}"
-            with suppress(FileExistsError):  # another start drew the same name in the same second: draw again
-                root.mkdir()
-                (root / "jobs").mkdir()
-                return SweepFolder(root.absolute())
-    except OSError as error:
-        raise StorageError(f"cannot make the sweep's folder {root}: {error.strerror}") from error
+    """Make a new sweep's folder. Raises StorageError where it cannot."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    return SweepFolder(make_unique(sweeps, f"{stamp}-{name}", "sweep's folder", "jobs"))
 
 
 def write(folder: SweepFolder, plan: Plan) -> None:
