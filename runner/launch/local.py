@@ -170,23 +170,16 @@ def refuse_other_job(before: JobSpec, spec: JobSpec) -> None:
         message = f"{spec.steps} is below the run's {before.steps}; a run can only get longer"
         raise SpecError([Problem("steps", message, COMMAND_LINE)])
     began, now = frozen(before), frozen(spec)
-    problems = [
-        Problem(name, "was fixed when the run began; start a new run to change it", COMMAND_LINE)
-        for name in now
-        if began[name] != now[name]
-    ]
-    if problems:
-        raise SpecError(problems)
+    text = "was fixed when the run began; start a new run to change it"
+    if changed := [name for name in now if began[name] != now[name]]:
+        raise SpecError([Problem(name, text, COMMAND_LINE) for name in changed])
 
 
 def refuse_idle(before: JobSpec, spec: JobSpec, more: str) -> None:
     """Raise SpecError naming every override of a finished run that no step would see."""
-    problems = [
-        Problem(name, f"the run is finished, so this changes nothing; with more steps it does: {more}", COMMAND_LINE)
-        for name in _changed(before, spec)
-    ]
-    if problems:
-        raise SpecError(problems)
+    text = f"the run is finished, so this changes nothing; with more steps it does: {more}"
+    if changed := [name for name in type(spec).model_fields if getattr(before, name) != getattr(spec, name)]:
+        raise SpecError([Problem(name, text, COMMAND_LINE) for name in changed])
 
 
 def status(folder: RunFolder) -> dict[str, object]:
@@ -203,10 +196,6 @@ def next_attempt(folder: RunFolder) -> int:
     last = status(folder).get("attempt")
     kept = [int(path.name) for path in folder.attempts.glob("*") if path.name.isdecimal()]
     return max([1, *kept, *([last] if isinstance(last, int) else [])]) + 1
-
-
-def _changed(before: JobSpec, spec: JobSpec) -> list[str]:
-    return [name for name in type(spec).model_fields if getattr(before, name) != getattr(spec, name)]
 
 
 def attempt(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, Any]) -> int:

@@ -18,6 +18,7 @@ from runner.device.kinds import CPU
 from runner.launch.member import Role
 from runner.launch.team import count_of
 from runner.spec.job import JobSpec
+from runner.tracker.text import counted
 
 WORDS = {"CPU": "core", "GPU": "GPU", "NPU": "NPU"}  # of what Ray counts
 TASKS: dict[Role, str] = {"rank": "to train", "sampler": "to sample"}  # in the order of seats
@@ -72,7 +73,7 @@ def _refuse_large(wanted: Sequence[Seat], there: Sequence[int], where: str) -> N
     resource, largest = wanted[0].resource, max(seat.count for seat in wanted)
     alike = [seat for seat in wanted if seat.count == largest]
     if len(alike) > (fit := sum(count // largest for count in there)):
-        each = f"{_counted(largest, resource)} of one node"
+        each = f"{counted(largest, WORDS[resource])} of one node"
         who = (
             f"1 {alike[0].role} wants {each}" if len(alike) == 1 else f"{len(alike)} {alike[0].role}s want {each} each"
         )
@@ -82,7 +83,7 @@ def _refuse_large(wanted: Sequence[Seat], there: Sequence[int], where: str) -> N
 
 def described(wanted: Sequence[Seat]) -> str:
     """All that is wanted, in words: 8 NPUs (6 to train, 2 to sample)."""
-    total = _counted(sum(seat.count for seat in wanted), wanted[0].resource)
+    total = counted(sum(seat.count for seat in wanted), WORDS[wanted[0].resource])
     tasks = [
         f"{sum(seat.count for seat in wanted if seat.role == role)} {task}"
         for role, task in TASKS.items()
@@ -94,7 +95,9 @@ def described(wanted: Sequence[Seat]) -> str:
 def free(wanted: Sequence[Seat], nodes: Sequence[Mapping[str, float]], left: Mapping[str, float]) -> str:
     """How much of what is wanted nobody has: 3 of 8 NPUs."""
     resource = wanted[0].resource
-    return f"{int(left.get(resource, 0))} of {_counted(sum(int(node.get(resource, 0)) for node in nodes), resource)}"
+    return (
+        f"{int(left.get(resource, 0))} of {counted(sum(int(node.get(resource, 0)) for node in nodes), WORDS[resource])}"
+    )
 
 
 def table(wanted: Sequence[Seat], taken: Sequence[Taken]) -> Iterator[str]:
@@ -106,7 +109,7 @@ def table(wanted: Sequence[Seat], taken: Sequence[Taken]) -> Iterator[str]:
         first, last = own[0][0], own[-1][0]
         name = f"{role} {first.index}" if len(own) == 1 else f"{role}s {first.index} to {last.index}"
         devices = ", ".join(device for _, place in own for device in place.devices)
-        count = _counted(sum(seat.count for seat, _ in own), first.resource)
+        count = counted(sum(seat.count for seat, _ in own), WORDS[first.resource])
         rows.append((name, f"{host} ({node})", f"{first.resource} {devices}" if devices else count))
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     for name, where, what in rows:
@@ -126,17 +129,13 @@ def grouped(nodes: Sequence[str], roles: Iterable[Role]) -> list[int]:
     ]
 
 
-def _counted(count: int, resource: str) -> str:
-    return f"{count} {WORDS[resource]}{'' if count == 1 else 's'}"
-
-
 def _total(there: Sequence[int], resource: str) -> str:
     """8 NPUs on 2 nodes (4 + 4)"""
-    nodes = f"{len(there)} node{'' if len(there) == 1 else 's'}"
+    nodes = counted(len(there), "node")
     if not sum(there):
         return f"no {WORDS[resource]} on {nodes}"
     parts = f" ({' + '.join(map(str, there))})" if len(there) > 1 else ""
-    return f"{_counted(sum(there), resource)} on {nodes}{parts}"
+    return f"{counted(sum(there), WORDS[resource])} on {nodes}{parts}"
 
 
 def _advice(total: int, wanted: Sequence[Seat]) -> str:
