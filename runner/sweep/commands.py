@@ -67,7 +67,7 @@ def start(
         record = Record.begin(folder, len(plan.jobs))
         plans.write(folder, plan)
         scheduler = Scheduler(folder, plan, record, options, executor, propose)
-        scheduler.screen.say_all(reports.planned(folder, plan, options, executor.describe(), executor.parallel))
+        scheduler.screen.say(*reports.planned(folder, plan, options, executor.describe(), executor.parallel))
         scheduler.adopt()
         return _run(scheduler, range(len(plan.jobs)), command)
 
@@ -224,7 +224,7 @@ def _end(scheduler: Scheduler) -> int:
     record, results = scheduler.record, gather(scheduler.folder, scheduler.plan, scheduler.record)
     write_files(results)
     reports.write_page(results)
-    scheduler.screen.say_all(reports.ending(results))
+    scheduler.screen.say(*reports.ending(results))
     total, again = len(record), f"run sweep resume {reports.name_of(scheduler.folder)}"
     failed = sum(job.state in FAILED for job in record)
     left = sum(job.state not in FAILED | FINISHED for job in record)

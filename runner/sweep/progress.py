@@ -72,14 +72,10 @@ class SweepScreen:
         """End the live table."""
         self._console.stop([])
 
-    def say(self, text: str) -> None:
-        """A line for the user, and for sweep.log. Raises StorageError where the log cannot be written."""
-        self._console.message(visible(text))
-
-    def say_all(self, lines: Sequence[str]) -> None:
-        """Several lines."""
+    def say(self, *lines: str) -> None:
+        """Lines for the user, and for sweep.log. Raises StorageError where the log cannot be written."""
         for line in lines:
-            self.say(line)
+            self._console.message(visible(line))
 
     def show(self, running: dict[int, Running]) -> None:
         """Take in how far the running jobs are."""
