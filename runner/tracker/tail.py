@@ -32,3 +32,14 @@ class Tail:
         whole = chunk[: chunk.rfind(b"\n") + 1]
         self._offset += len(whole)
         return [json.loads(line) for line in whole.splitlines()]
+
+
+def last_lines(path: Path, size: int) -> list[str]:
+    """The whole lines within the last `size` bytes of a file; none if there is no file yet."""
+    try:
+        with path.open("rb") as file:
+            start = max(file.seek(0, 2) - size, 0)
+            file.seek(start)
+            return file.read().decode("utf-8", "replace").split("\n")[bool(start) : -1]
+    except FileNotFoundError:
+        return []

@@ -11,6 +11,7 @@ from pathlib import Path
 from runner.core.errors import EnvironmentProblem, StorageError
 from runner.launch.need import Need
 from runner.run_dir.folder import OUTPUTS, RunFolder
+from runner.tracker.tail import last_lines
 
 # What a job does not come back from. PREEMPTED is such a state only where preempted jobs are not requeued.
 OVER = frozenset({
@@ -91,12 +92,7 @@ def steps_of(run: RunFolder) -> int:
 
 
 def _steps_of(run: RunFolder) -> int:
-    try:
-        with run.metrics.open("rb") as file:
-            file.seek(max(file.seek(0, 2) - LINE_BYTES, 0))
-            lines = [line for line in file.read().split(b"\n")[:-1] if line.startswith(b'{"step"')]
-    except FileNotFoundError:
-        return 0
+    lines = [line for line in last_lines(run.metrics, 2 * LINE_BYTES) if line.startswith('{"step"')]
     return int(json.loads(lines[-1])["step"]) if lines else 0
 
 

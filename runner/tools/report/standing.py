@@ -23,6 +23,7 @@ from runner.core.errors import EnvironmentProblem
 from runner.core.rank_info import Machine
 from runner.launch.slurm.commands import state_of
 from runner.run_dir.folder import RunFolder, is_latest, is_locked, read_mapping, shown
+from runner.tracker.tail import last_lines
 from runner.tracker.text import counted, duration, number, size, visible
 
 TAIL_BYTES = 2**18  # of metrics.jsonl
@@ -177,14 +178,7 @@ def _state_here(pid: int) -> str:
 def _tail(path: Path) -> list[dict[str, Any]]:
     """The last steps' numbers; a line that is being written is left out."""
     try:
-        with path.open("rb") as file:
-            start = max(file.seek(0, 2) - TAIL_BYTES, 0)
-            file.seek(start)
-            lines = file.read().split(b"\n")[bool(start) : -1]
-    except FileNotFoundError:
-        return []
-    try:
-        return [json.loads(line) for line in lines]
+        return [json.loads(line) for line in last_lines(path, TAIL_BYTES)]
     except ValueError as error:
         raise EnvironmentProblem(f"{path} is damaged: {error}") from error
 
