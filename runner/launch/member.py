@@ -124,8 +124,6 @@ class Starter(Protocol):
 
     def start(self, order: Order) -> Process: ...
 
-    def close(self) -> None: ...  # what it holds itself; the processes have ended
-
 
 @dataclass(slots=True)
 class Member:

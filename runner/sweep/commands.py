@@ -210,8 +210,8 @@ def _catch_up(folder: SweepFolder, record: Record) -> Iterator[str]:
 
 
 def _settle(folder: SweepFolder, record: Record, index: int, code: int, reason: StopReason | None) -> None:
-    result = job_result(code, reason, folder.run(index), folder.output(index))
-    record.assume(index, state=result.state, exit_code=code, error=result.error)
+    state, error = job_result(code, reason, folder.run(index), folder.output(index))
+    record.assume(index, state=state, exit_code=code, error=error)
 
 
 def _run(scheduler: Scheduler, todo: Sequence[int], command: Command | None) -> int:

@@ -138,31 +138,24 @@ def silent_s(path: Path) -> float:
         return float("inf")
 
 
-@dataclass(frozen=True, slots=True)
-class JobResult:
-    """How a job ended; `error` None where it is done."""
-
-    state: State
-    error: str | None
-
-
-def job_result(code: int, reason: StopReason | None, run: RunFolder, output: Path) -> JobResult:
-    """The state that an exit code (negative: a signal) means, for a job that was told to stop or was not."""
+def job_result(code: int, reason: StopReason | None, run: RunFolder, output: Path) -> tuple[State, str | None]:
+    """The state that an exit code (negative: a signal) means, for a job that was told to stop or was not; and the
+    error, None where it is done."""
     status = read_if_whole(run.status)
     if status.get("state") == "done" and (code == 0 or reason):
-        return JobResult("done", None)
+        return "done", None
     if code == 0:
         what = f"its status is {status.get('state')}" if status else "left no status that can be read (status.json)"
-        return JobResult("failed", f"ended with exit code 0, but {what}")
+        return "failed", f"ended with exit code 0, but {what}"
     if reason and code in STOP_CODES:
-        return JobResult(reason.state, reason.why)
+        return reason.state, reason.why
     if code < 0:
-        return JobResult("killed", f"killed by {_signal_name(-code)}")
+        return "killed", f"killed by {_signal_name(-code)}"
     if code in STOP_CODES:
-        return JobResult("interrupted", f"stopped by {_signal_name(code - 128)}")
+        return "interrupted", f"stopped by {_signal_name(code - 128)}"
     text = str(status.get("error") or "") if status.get("exit_code") == code else ""
     line = " ".join(text.split())[:LONGEST] or last_line(output)
-    return JobResult("failed", f"exit code {code}" + (f": {line}" if line else ""))
+    return "failed", f"exit code {code}" + (f": {line}" if line else "")
 
 
 def read_if_whole(path: Path) -> dict[str, Any]:

@@ -293,23 +293,23 @@ class Scheduler:
         self, index: int, code: int, reason: StopReason | None, seconds: float, known_there: StopReason | None = None
     ) -> None:
         """Write down how a job ended, and do what follows from it. known_there: the executor's reason."""
-        result = job_result(code, reason or known_there, self.folder.run(index), self.folder.output(index))
+        state, error = job_result(code, reason or known_there, self.folder.run(index), self.folder.output(index))
         job, total = self.plan.jobs[index], self.record[index].seconds + seconds
-        known = {"exit_code": code, "error": result.error, "identity": None, "seconds": round(total, 3)}
+        known = {"exit_code": code, "error": error, "identity": None, "seconds": round(total, 3)}
         again_s = None
-        if result.state in FAILED and result.state != "timeout" and reason is None and not self.stopped:
+        if state in FAILED and state != "timeout" and reason is None and not self.stopped:
             again_s = self._retries.wait_s(index, code)
         if again_s is not None:
             self._waiting.append(index)
             self.record.change(index, state="waiting", **known)
-            self.screen.say(f"job {index}  {job.label}: {result.error}; again in {again_s:.0f} s")
+            self.screen.say(f"job {index}  {job.label}: {error}; again in {again_s:.0f} s")
             return
-        self.record.change(index, state=result.state, **known)
+        self.record.change(index, state=state, **known)
         if self.trials is not None:
             self.trials.ended(index, self.record[index])
-        text = f"done in {seconds:.1f} s" if result.state == "done" else f"{result.state}: {result.error}"
+        text = f"done in {seconds:.1f} s" if state == "done" else f"{state}: {error}"
         self.screen.say(f"job {index}  {job.label}: {text}")
-        if result.state in FAILED and (why := self._retries.reason_to_stop()) and not self.stopped:
+        if state in FAILED and (why := self._retries.reason_to_stop()) and not self.stopped:
             self._stop(why, signal.SIGTERM)
 
     def _stop(self, why: str, number: int) -> None:

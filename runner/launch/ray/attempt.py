@@ -159,9 +159,6 @@ class RayStarter(Link):
         self.send(do="start", seat=seat, order=ORDER.dump_python(order, mode="json"))
         return process
 
-    def close(self) -> None:
-        """What it holds is the block's, of `reserved`."""
-
     def follow(self, wait_s: float = 0.0) -> None:
         """Take in what is said of the processes; where the driver is gone, all of them are."""
         try:
