@@ -271,6 +271,7 @@ def test_the_search_path_is_in_order(workdir: Path, capsys: pytest.CaptureFixtur
         (["--info", "defaults-tree"], "--info defaults"),
         (["--info", "nonsense"], "--info defaults and --info searchpath"),
         (["-m", "--info", "defaults"], "leave --multirun"),
+        (["--info", "defaults", "--cfg", "job", "--folder", "here"], "leave --cfg and --folder out"),
         (["--info", "defaults", "+recipe=nope"], "no recipe named 'nope'"),
     ],
 )
