@@ -352,6 +352,10 @@ def test_a_recipe_chooses_a_second_model_and_the_command_line_beats_it(workdir: 
             "model@algorithm.teacher=qwen3_0_6b algorithm.teacher.pth=x",
             "not an option of model=hf; did you mean 'path'",
         ),
+        (
+            "model@algorithm.teacher=qwen3_0_6b algorithm.teacher=/m",
+            "given twice, as model@algorithm.teacher=qwen3_0_6b and as algorithm.teacher=/m; leave one of them out",
+        ),
         ("algorithm.teacher=x model@algorithm.teachr=hf", "did you mean 'model@algorithm.teacher'?"),
         ("algorithm.teacher=x optimizer@x=sgd", "a second model is chosen with model@algorithm.reference, model@"),
         (
