@@ -11,6 +11,7 @@ import yaml
 from runner.cli.compose import Composed, compose_job, re_decode
 from runner.cli.expand import expand
 from runner.cli.main import main
+from runner.cli.sources import plugin_folders
 from runner.core.errors import SpecError
 from runner.core.paths import conf_dir
 from runner.launch.stage import folder_of, words_of
@@ -259,6 +260,9 @@ def test_the_search_path_is_in_order(workdir: Path, capsys: pytest.CaptureFixtur
     (workdir / "more").mkdir()
     assert main(["--info", "searchpath", "--config-dir", "more"]) == 0
     providers = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    last = providers.index("+recipe=FILE")
+    assert set(providers[5:last]) <= {name for name, _ in plugin_folders()}  # of packages that are installed here
+    del providers[5:last]
     assert providers == ["hydra", "--config-dir", "you", "shipped", "shipped", "+recipe=FILE", "components"]
 
 
