@@ -58,11 +58,14 @@ def plug_ins() -> Functions:
 def _load(module: str, known: dict[Kind, dict[str, Registration]]) -> list[Registration]:
     """What a plug-in's module registers. Raises RunnerError where it does not fit what is `known`, to which
     it is added."""
-    loaded = list(_registrations(importlib.import_module(module)))
-    for one in loaded:
+    loaded = []
+    for one in _registrations(importlib.import_module(module)):
+        if known[one.kind].get(one.name) is one:
+            continue  # imported there to be built upon, or named twice
         if why := _conflict(one, known):
             raise RunnerError(why)
         known[one.kind][one.name] = one
+        loaded.append(one)
     return loaded
 
 
@@ -187,7 +190,7 @@ def _conflict(one: Registration, known: Functions) -> str:
     """Why a function cannot be added to those that are known; empty if it can."""
     subject = f"the option '{{}}' of {one.kind} '{one.name}'"
     if one.name in known[one.kind]:
-        return f"a {one.kind} named '{one.name}' exists ({known[one.kind][one.name].function.__module__})"
+        return f"{one.kind} '{one.name}' exists already ({known[one.kind][one.name].function.__module__})"
     for name, option in one.options.items():
         if name in RESERVED[one.kind] | _beside(one.kind, known):
             return f"{subject.format(name)} is an option of the algorithm; rename it"

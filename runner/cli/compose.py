@@ -215,6 +215,12 @@ def _overlaid(files: Files, typed: Sequence[Typed], problems: Sequence[Problem])
     wrong = [
         problem(key, f"a component is chosen with {key.removesuffix('.name')}={name}") for key, name in named.items()
     ]
+    second = {t.key.partition("@")[2]: t for t in typed if t.choice and "@" in t.key}
+    wrong += [
+        problem(t.key, f"given twice, as {second[t.key].line} and as {t.line}; leave one of them out")
+        for t in typed
+        if t.key in second and not isinstance(t.value, dict)
+    ]
     of_sweep = [t for t in typed if is_sweep(t.key)]
     wrong += [problem(t.key, f"is about a sweep; {SWEEP_ALONE}") for t in of_sweep]
     skipped = [*named, *(t.key for t in of_sweep)]

@@ -128,8 +128,9 @@ def info(args: Namespace) -> int:
     if args.info not in ("defaults", "searchpath"):
         instead = INFO.get(args.info, "there is --info defaults and --info searchpath")
         raise UsageError(f"run --info {args.info}: {instead}")
-    if args.multirun or args.spec:
-        raise UsageError("--info is about one job and its files; leave --multirun and --spec out")
+    others = {"--multirun": args.multirun, "--spec": args.spec, "--cfg": args.cfg, "--folder": args.folder}
+    if named := [flag for flag, value in others.items() if value]:
+        raise UsageError(f"--info is about one job and its files, and runs nothing; leave {' and '.join(named)} out")
     with session(default_registry(), args.config_dir) as loader:
         sources = loader.get_sources()
         if args.info == "searchpath":

@@ -33,6 +33,7 @@ CLEANERS = ("multiprocessing.resource_tracker", "runner.launch.janitor")
 SETTLE_S = 2.0  # for them to do so
 POLL_S = 0.05
 READ_BYTES = 2**16
+LONGEST_POLL_S = 2e6  # of one call of poll, which takes milliseconds as a C int
 LONGEST_BYTES = 2**30  # of a message that is read
 
 Identity = tuple[int, int]  # number and start time, in clock ticks since boot: no later process has both
@@ -98,15 +99,16 @@ class ChildProcess(subprocess.Popen[bytes]):
         )
 
     def runs(self) -> bool:
-        """Whether it still does. Once it does not, what is left of its session is killed, and `returncode` is set."""
-        if self.returncode is not None:
-            return False
-        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return True
-        self._kill_session()  # before it is reaped: until then no other process can have its number
+        """Whether it still does. Once it does not, what is left of its session is killed, and `returncode` is set.
+        Any thread may ask."""
         with self._reaping:
+            if self.returncode is not None:
+                return False
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return True
+            self._kill_session()  # before it is reaped: until then no other process can have its number
             self.wait()
-        return False
+            return False
 
     def ends_within(self, seconds: float) -> bool:
         """Whether it ends in that time."""
@@ -150,7 +152,7 @@ class ChildProcess(subprocess.Popen[bytes]):
 
     def _kill_session(self) -> None:
         if self._own_session and self.returncode is None:
-            kill_group(self.pid)
+            kill_session(self.pid)
 
 
 # --- which processes there are, and their end ------------------------------------------------------------------------
@@ -195,18 +197,20 @@ def kill(processes: Iterable[psutil.Process]) -> None:
             process.kill()
 
 
-def kill_group(group: int) -> None:
-    """SIGKILL to all processes of a group; to those that remove what the others leave last, if they have not ended
-    by then."""
+def kill_session(leader: int) -> None:
+    """SIGKILL to all processes of a session, whatever their group; to those that remove what the others leave last, if
+    they have not ended by then."""
     import psutil
 
-    mine = [process for process in psutil.process_iter() if _group(process.pid) == group and is_alive(process)]
+    mine = [process for process in psutil.process_iter() if _session(process.pid) == leader and is_alive(process)]
     cleaners = [process for process in mine if is_cleaner(process)]
     with suppress(psutil.AccessDenied):
         kill([process for process in mine if process not in cleaners])
     psutil.wait_procs(cleaners, timeout=SETTLE_S)
-    with suppress(ProcessLookupError, PermissionError):  # nobody is left in it
-        os.killpg(group, signal.SIGKILL)
+    with suppress(psutil.AccessDenied):
+        kill(cleaners)
+    with suppress(ProcessLookupError, PermissionError):  # what has been started meanwhile; nobody is left in it
+        os.killpg(leader, signal.SIGKILL)
 
 
 def is_cleaner(process: psutil.Process) -> bool:
@@ -220,10 +224,10 @@ def is_cleaner(process: psutil.Process) -> bool:
     return any(program in words for program in CLEANERS)
 
 
-def _group(pid: int) -> int | None:
-    """The number of a process's group; None where it has ended."""
+def _session(pid: int) -> int | None:
+    """The number of a process's session; None where it has ended."""
     try:
-        return os.getpgid(pid)
+        return os.getsid(pid)
     except ProcessLookupError:
         return None
 
@@ -262,14 +266,15 @@ class JsonLines:
         """The same for a message that is JSON by now, with its newline."""
         assert self._writing is not None
         end = time.monotonic() + within_s
+        rest = memoryview(line)  # a pipe takes 64 KiB at a time: copies of the rest would be quadratic
         with self._lock, suppress(ConnectionError):
-            while line:
+            while rest:
                 try:
-                    line = line[os.write(self._writing, line) :]
+                    rest = rest[os.write(self._writing, rest) :]
                 except BlockingIOError:
                     if not _is_ready(self._writing, select.POLLOUT, end - time.monotonic()):
                         raise TimeoutError(f"not read within {within_s:g} s") from None
-        return not line
+        return not rest
 
     def receive(self, wait_s: float = 0.0) -> list[Any] | None:
         """The messages that have come, once there is something to read or `wait_s` is over; None at the end.
@@ -325,7 +330,7 @@ def _is_ready(descriptor: int, event: int, seconds: float) -> bool:
     """Whether reading or writing does not block, after at most so many seconds."""
     waiting = select.poll()
     waiting.register(descriptor, event)
-    return bool(waiting.poll(None if math.isinf(seconds) else max(seconds, 0.0) * 1000))
+    return bool(waiting.poll(None if seconds > LONGEST_POLL_S else max(seconds, 0.0) * 1000))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from runner.core.subprocess import ChildProcess, JsonLines, kill_group
+from runner.core.subprocess import ChildProcess, JsonLines, kill_session
 from runner.core.tmpdir import remove
 
 # The module by its path: whatever an environment has in store for Python's start is not for this process
@@ -45,7 +45,7 @@ class Janitor:
             self._lines.send({"folder": str(folder)})
 
     def watch(self, group: int) -> None:
-        """This process group ends with the launcher."""
+        """This session, by its leader's number, ends with the launcher."""
         self._lines.send({"watch": group})
 
     def forget(self, group: int) -> None:
@@ -73,7 +73,7 @@ def main(lines: Iterable[bytes]) -> None:
         else:
             folders.append(told["folder"])
     for group in groups:
-        kill_group(group)
+        kill_session(group)
     if groups:
         time.sleep(SETTLE_S)
     for folder in folders:

@@ -93,6 +93,13 @@ def test_a_plug_in_adds_a_value_and_its_options(install: Any) -> None:
         cls(objective="sharp", sharpness=0.0)
 
 
+def test_a_plug_in_may_import_what_it_builds_upon(install: Any) -> None:
+    ours = registered.built_in()["policy_loss"]["clip"].function
+    theirs = loss("sharp", sharp)
+    found = install(theirs=[ours, theirs, theirs], more=[theirs])
+    assert list(found["policy_loss"]) == ["sharp"] and not plugins.warnings()
+
+
 def flatter(
     chosen_log_ratios: Any,
     rejected_log_ratios: Any,
@@ -123,7 +130,7 @@ def other_range(advantages: Any, *, clip_low: Annotated[float, Field(gt=5, descr
 @pytest.mark.parametrize(
     ("name", "function", "said"),
     [
-        ("clip", sharp, "a policy_loss named 'clip' exists (runner.algorithm.policy.losses)"),
+        ("clip", sharp, "policy_loss 'clip' exists already (runner.algorithm.policy.losses)"),
         ("sharp", reserved, "the option 'batch_size' of policy_loss 'sharp' is an option of the algorithm"),
         ("sharp", of_another_kind, "the option 'gamma' of policy_loss 'sharp' is an option of the algorithm"),
         ("sharp", other_range, "has another type or range than that of 'clip'"),
@@ -138,7 +145,7 @@ def test_a_plug_in_that_takes_a_name_is_left_out_and_named(name: str, function: 
 
 def test_two_functions_of_one_plug_in_may_not_share_a_name(install: Any) -> None:
     found = install(theirs=[loss("sharp", sharp), loss("sharp", lambda advantages: (advantages, {}))])
-    assert not found["policy_loss"] and "named 'sharp' exists" in plugins.warnings()[0]
+    assert not found["policy_loss"] and "'sharp' exists already" in plugins.warnings()[0]
 
 
 def test_a_plug_in_that_cannot_be_imported_is_named(install: Any) -> None:

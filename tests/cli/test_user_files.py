@@ -11,6 +11,7 @@ import yaml
 from runner.cli.compose import Composed, compose_job, re_decode
 from runner.cli.expand import expand
 from runner.cli.main import main
+from runner.cli.sources import plugin_folders
 from runner.core.errors import SpecError
 from runner.core.paths import conf_dir
 from runner.launch.stage import folder_of, words_of
@@ -259,6 +260,9 @@ def test_the_search_path_is_in_order(workdir: Path, capsys: pytest.CaptureFixtur
     (workdir / "more").mkdir()
     assert main(["--info", "searchpath", "--config-dir", "more"]) == 0
     providers = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    last = providers.index("+recipe=FILE")
+    assert set(providers[5:last]) <= {name for name, _ in plugin_folders()}  # of packages that are installed here
+    del providers[5:last]
     assert providers == ["hydra", "--config-dir", "you", "shipped", "shipped", "+recipe=FILE", "components"]
 
 
@@ -271,6 +275,7 @@ def test_the_search_path_is_in_order(workdir: Path, capsys: pytest.CaptureFixtur
         (["--info", "defaults-tree"], "--info defaults"),
         (["--info", "nonsense"], "--info defaults and --info searchpath"),
         (["-m", "--info", "defaults"], "leave --multirun"),
+        (["--info", "defaults", "--cfg", "job", "--folder", "here"], "leave --cfg and --folder out"),
         (["--info", "defaults", "+recipe=nope"], "no recipe named 'nope'"),
     ],
 )
@@ -350,6 +355,10 @@ def test_a_recipe_chooses_a_second_model_and_the_command_line_beats_it(workdir: 
         (
             "model@algorithm.teacher=qwen3_0_6b algorithm.teacher.pth=x",
             "not an option of model=hf; did you mean 'path'",
+        ),
+        (
+            "model@algorithm.teacher=qwen3_0_6b algorithm.teacher=/m",
+            "given twice, as model@algorithm.teacher=qwen3_0_6b and as algorithm.teacher=/m; leave one of them out",
         ),
         ("algorithm.teacher=x model@algorithm.teachr=hf", "did you mean 'model@algorithm.teacher'?"),
         ("algorithm.teacher=x optimizer@x=sgd", "a second model is chosen with model@algorithm.reference, model@"),

@@ -7,12 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from runner.core.subprocess import ChildProcess, JsonLines, descendants, identify, kill_group, with_pdeathsig
+from runner.core.subprocess import ChildProcess, JsonLines, descendants, identify, kill_session, with_pdeathsig
 from tests.launch.several import ROOT, gone
 
 REPORT = "import signal; print(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())))"
@@ -33,7 +35,8 @@ time.sleep(100)
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(100)"
 STARTS = """
 import signal, subprocess, time
-sleeping = [subprocess.Popen(["sleep", "100"], start_new_session=new) for new in (False, True)]
+ways = ({}, {"process_group": 0}, {"start_new_session": True})
+sleeping = [subprocess.Popen(["sleep", "100"], **way) for way in ways]
 print(*(one.pid for one in sleeping), flush=True)
 time.sleep(100)
 """
@@ -91,7 +94,7 @@ def test_a_child_ends_with_a_parent_that_is_killed() -> None:
 
 
 @pytest.mark.parametrize("leader", ["alive", "dead"])
-def test_of_a_group_that_is_killed_no_shared_memory_is_left(leader: str) -> None:
+def test_of_a_session_that_is_killed_no_shared_memory_is_left(leader: str) -> None:
     with ChildProcess([sys.executable, "-c", SHARES, leader], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         shared = Path("/dev/shm", process.stdout.readline().decode().strip())
@@ -99,7 +102,7 @@ def test_of_a_group_that_is_killed_no_shared_memory_is_left(leader: str) -> None
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # and not reaped, as a launcher does it
         else:
             assert shared.exists()
-        kill_group(process.pid)
+        kill_session(process.pid)
         assert gone([process.pid]) and not shared.exists()
 
 
@@ -116,13 +119,31 @@ def test_a_child_that_is_told_to_end_is_killed_after_its_grace(program: str, cod
 def test_what_a_child_started_in_its_session_ends_with_it_and_the_rest_is_found() -> None:
     with ChildProcess([sys.executable, "-c", STARTS], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        inside, outside = map(int, process.stdout.readline().split())
+        inside, group, outside = map(int, process.stdout.readline().split())
         below = descendants(process.pid)
-        assert {one.pid for one in below} == {inside, outside}
+        assert {one.pid for one in below} == {inside, group, outside}
         process.send_signal(signal.SIGKILL)  # to itself alone
         assert process.ends_within(10) and process.returncode == -signal.SIGKILL
-        assert gone([inside]) and identify(outside) is not None
+        assert gone([inside, group]) and identify(outside) is not None
         os.kill(outside, signal.SIGKILL)
+
+
+def test_several_threads_find_the_end_of_a_child() -> None:
+    ends: list[bool] = []
+    for _ in range(10):
+        with ChildProcess(["sleep", "0.02"]) as process:
+
+            def wait(process: ChildProcess = process) -> None:
+                while process.runs():
+                    pass
+                ends.append(process.returncode == 0)
+
+            threads = [threading.Thread(target=wait) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    assert ends == [True] * 30
 
 
 def test_signals_that_come_while_a_child_is_waited_for_are_sent_to_it() -> None:
@@ -145,6 +166,29 @@ def test_messages_of_any_size_come_back_whole_and_what_is_printed_is_none() -> N
             lines.receive_one(10)
         assert lines.receive() is None
         assert it.wait() == 0 and it.stderr.read() == b"printed\n"
+
+
+def test_what_is_left_of_a_large_message_is_not_copied_for_each_part() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        lines, message, got = JsonLines(writing=there.fileno()), b"1" * 2**22 + b"\n", bytearray(2**22 + 1)
+        reader = threading.Thread(target=lambda: here.recv_into(got, 0, socket.MSG_WAITALL))
+        reader.start()
+        tracemalloc.start()
+        try:
+            assert lines.write(message, 30)
+            assert tracemalloc.get_traced_memory()[1] < len(message) / 4
+        finally:
+            tracemalloc.stop()
+        reader.join()
+        assert got == message
+
+
+def test_a_deadline_may_be_longer_than_poll_knows() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        there.sendall(b"1\n")
+        assert JsonLines(here.fileno(), here.fileno()).receive_one(1e9) == 1
 
 
 def test_nobody_is_waited_for_longer_than_the_deadline() -> None:

@@ -18,7 +18,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import cast
 
-from runner.core.subprocess import ChildProcess
+from runner.core.subprocess import ChildProcess, descendants, kill
 from runner.device.config import DeviceConfig
 from runner.device.kinds import NPU
 from runner.spec.registry import default_registry
@@ -174,14 +174,21 @@ def run_command(words: Sequence[str], deadline_s: float, extra: Mapping[str, str
     try:
         out, err = process.communicate(timeout=deadline_s)
     except subprocess.TimeoutExpired:
-        process.kill()
+        _end(process)
         out, err = process.communicate()
         said = "\n".join([*err.decode(errors="replace").strip().splitlines()[-1:], f"no end after {deadline_s:.0f} s"])
         return Answer(None, out.decode(errors="replace"), said, late=True)
     except BaseException:
-        process.kill()
+        _end(process)
         raise
     return Answer(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
+
+
+def _end(process: ChildProcess) -> None:
+    """Kill a command and all below it: what went into a session of its own would hold the pipes open."""
+    below = descendants(process.pid)
+    process.kill()
+    kill(below)
 
 
 def _remembered(run: Ask) -> Ask:

@@ -108,10 +108,12 @@ def test_nothing_is_tried_without_a_visible_device_or_a_build_for_it(tmp_path: P
     assert tried(nvidia(tmp_path / "cpu build", None), "kernels", "cuda", 2).verdict is Verdict.SKIPPED
 
 
-def test_a_command_past_its_deadline_is_killed_with_all_below_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own_session", [False, True])
+def test_a_command_past_its_deadline_is_killed_with_all_below_it(own_session: bool, tmp_path: Path) -> None:
     program = (
         "import subprocess, sys, time\n"
-        f"child = subprocess.Popen(['sleep', '60'])\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
+        f"child = subprocess.Popen(['sleep', '60'], start_new_session={own_session})\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
         "print('begun', flush=True)\ntime.sleep(60)\n"
     )
     begin = time.monotonic()
