@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from runner.algorithm.registered import built_in
+from runner.algorithm.loss_registry import built_in
 from runner.cli.conf import BESIDE, scalar
 from runner.cli.sources import plain
 from runner.interfaces.losses import INPUTS, Kind

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 from pydantic import Field
 
 from runner.algorithm.base import ComparingConfig, Frozen, TaughtConfig
-from runner.algorithm.registered import Registered, chosen, functions, with_options
+from runner.algorithm.loss_registry import Registered, chosen, functions, with_options
 from runner.spec.base import Head, ItemKind
 
 OF_KL = ("kl_coef", "kl_place", "kl_target", "reference")
