@@ -141,10 +141,10 @@ class ComparingConfig(AlgorithmConfig):
         "null = the weights that this job starts from.",
     )
     reference_revision: str | None = Field(
-        default=None, description="Branch, tag or commit of such a reference on the hub; null = its default branch."
+        default=None, description="Branch, tag or commit of reference_path on the hub; null = its default branch."
     )
     reference_dtype: Dtype | None = Field(
-        default=None, description="Data type of its weights, and that it computes in; null = model.dtype."
+        default=None, description="Data type in which the reference is stored and computes; null = model.dtype."
     )
 
     def first_models(self) -> Mapping[str, str]:
@@ -209,7 +209,7 @@ class TaughtConfig(AlgorithmConfig):
     )
     teacher_dtype: Dtype | None = Field(
         default=None,
-        description="Data type of its weights, and that it computes in; null = model.dtype.",
+        description="Data type in which the teacher is stored and computes; null = model.dtype.",
     )
 
     def frozen(self) -> Mapping[str, Frozen]:
