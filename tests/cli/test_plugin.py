@@ -178,11 +178,11 @@ def test_a_name_that_is_taken_is_said(workdir: Path) -> None:
     [head, *lines] = result.stderr.splitlines()
     assert head == "warning: the plug-in taken is not used in full"
     assert sorted(lines) == [
+        "  fix it, or: pip uninstall taken",
         "  left out: adamw (two components are registered as optimizer=adamw: "
         "runner.optimizer.config.AdamWConfig, taken.Mine)",
         "  left out: explain (there is a verb 'explain' already)",
         "  left out: mine (there is no group 'optimiser' (" + ", ".join(GROUPS) + "))",
         "  left out: taken (there is no package 'nowhere' to take conf/ from)",
         "  left out: word (it is no ComponentConfig)",
-        "  fix it, or: pip uninstall taken",
     ]
