@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from runner.algorithm.registered import built_in
+from runner.algorithm.loss_registry import built_in
 from runner.cli.conf import BESIDE, scalar
 from runner.cli.sources import plain
 from runner.interfaces.losses import INPUTS, Kind
@@ -64,13 +64,29 @@ TITLES: dict[Kind, str] = {
     "aggregation": "`aggregation` of grpo, ppo, opd",
     "preference_loss": "`loss` of dpo: preference losses",
 }
+SYMBOLS: dict[Kind, str] = {
+    "policy_loss": "r: `ratio`; A: `advantages`; π: the policy; sg: stop-gradient",
+    "advantage": "R: reward of an answer, less its KL penalty; r_t: that of token t; group: the answers to one prompt",
+    "kl_estimator": "d = log π − log π_ref of the token; r: `ratio`",
+    "aggregation": "each formula is the weight of one trained token in the loss",
+    "preference_loss": "of each answer, over its tokens: d: the sum of log π − log π_ref, p: the sum of log π, "
+    "n: their number; c: chosen, r: rejected; σ: sigmoid",
+}
 
 
 def losses() -> Iterator[str]:
     """The registered functions of each kind: formula, paper and options with their defaults; the inputs of the kind."""
     yield from ["", "## Losses", "", "A package adds its own: [extend](extend.md)."]
     for kind, title in TITLES.items():
-        yield from ["", f"### {title}", "", "| name | formula | paper | options |", "| --- | --- | --- | --- |"]
+        yield from [
+            "",
+            f"### {title}",
+            "",
+            f"Symbols: {SYMBOLS[kind]}.",
+            "",
+            "| name | formula | paper | options |",
+            "| --- | --- | --- | --- |",
+        ]
         for one in built_in()[kind].values():
             options = ", ".join(f"`{name}` = {scalar(option.default)}" for name, option in one.options.items())
             yield f"| `{one.name}` | {one.formula} | {one.paper} | {options} |"

@@ -365,3 +365,16 @@ def test_few_modules_name_devices() -> None:
     assert {
         name for name in naming if not name.startswith(("runner/device/", "runner/tools/doctor/", "runner/cli/doctor"))
     } == NAMES_DEVICES
+
+
+def test_modules_that_the_pages_name_exist() -> None:
+    """`runner/core/rng.py`, `trainer/loop.py`, `tests/conftest.py`: whatever begins with a folder of ours."""
+    homes = [ROOT, ROOT / "runner"]
+    missing = [
+        f"{page.relative_to(ROOT)}: {name}"
+        for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+        for name in re.findall(r"`(?:python )?([\w-]+/[\w/-]+\.py)`", page.read_text(encoding="utf-8"))
+        if any((home / name.partition("/")[0]).is_dir() for home in homes)
+        and not any((home / name).is_file() for home in homes)
+    ]
+    assert missing == []

@@ -11,7 +11,7 @@ from textwrap import dedent
 import pytest
 from pydantic import BaseModel
 
-from runner.algorithm.registered import built_in
+from runner.algorithm.loss_registry import built_in
 from runner.interfaces.losses import INPUTS
 from runner.spec.job import JobSpec
 from runner.spec.registry import built_in_registry

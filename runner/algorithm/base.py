@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from runner.algorithm import registered
+from runner.algorithm import loss_registry
 from runner.spec.base import ITEM_WORDS, ComponentConfig, Dtype, Head, ItemKind, absolute_if_local
 
 
@@ -52,13 +52,13 @@ class AlgorithmConfig(ComponentConfig):
 
     @classmethod
     def extended(cls) -> type[Self]:
-        return registered.with_options(cls, registered.functions)
+        return loss_registry.with_options(cls, loss_registry.functions)
 
     @model_serializer(mode="wrap")
     def _leave_out_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Without null options of plug-ins: a run that used none can go on where none, or another one, is installed."""
         data: dict[str, Any] = handler(self)
-        unset = {name for name in registered.plug_in_options(type(self)) if data.get(name) is None}
+        unset = {name for name in loss_registry.plug_in_options(type(self)) if data.get(name) is None}
         return {name: value for name, value in data.items() if name not in unset}
 
     def learners(self) -> dict[str, Head]:
@@ -102,7 +102,7 @@ class AlgorithmConfig(ComponentConfig):
         return False
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        found = [*self._parts_problems(job), *registered.unused_options(self)]
+        found = [*self._parts_problems(job), *loss_registry.unused_options(self)]
         if self.batch_size % self.mini_batches:
             text = f"{self.mini_batches} does not divide algorithm.batch_size={self.batch_size}"
             found.append(("algorithm.mini_batches", text))
@@ -141,10 +141,10 @@ class ComparingConfig(AlgorithmConfig):
         "null = the weights that this job starts from.",
     )
     reference_revision: str | None = Field(
-        default=None, description="Branch, tag or commit of such a reference on the hub; null = its default branch."
+        default=None, description="Branch, tag or commit of reference_path on the hub; null = its default branch."
     )
     reference_dtype: Dtype | None = Field(
-        default=None, description="Data type of its weights, and that it computes in; null = model.dtype."
+        default=None, description="Data type in which the reference is stored and computes; null = model.dtype."
     )
 
     def first_models(self) -> Mapping[str, str]:
@@ -209,7 +209,7 @@ class TaughtConfig(AlgorithmConfig):
     )
     teacher_dtype: Dtype | None = Field(
         default=None,
-        description="Data type of its weights, and that it computes in; null = model.dtype.",
+        description="Data type in which the teacher is stored and computes; null = model.dtype.",
     )
 
     def frozen(self) -> Mapping[str, Frozen]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from runner.algorithm.base import AlgorithmConfig
 from runner.algorithm.config import CptConfig, DistillConfig, SftConfig
+from runner.algorithm.loss_registry import chosen, options_in_force
 from runner.algorithm.policy.config import FromCritic, FromRewards, FromTeacher, PolicyConfig
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
-from runner.algorithm.registered import chosen, options_in_force
 
 DIVERGENCES = {
     "forward_kl": "KL(P ‖ Q)",

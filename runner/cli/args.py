@@ -71,8 +71,15 @@ class UsageError(RunnerError):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        hint = _about_flags(message) if "unrecognized" in message else ""
+        hint = _about_flags(message) if "unrecognized" in message else self._missing_value(message)
         raise UsageError(f"{self.prog}: {message}{hint}\n  see: run --help")
+
+    def _missing_value(self, message: str) -> str:
+        """What the option takes that stands without a value."""
+        flag = message.removeprefix("argument ").partition(": expected ")[0]
+        meant = [a for a in self._actions if "/".join(a.option_strings) == flag != message]
+        typed = [f"{a.option_strings[0]} {a.metavar or a.dest.upper()} ({a.help})" for a in meant]
+        return "".join(f"; type {one}" for one in typed)
 
 
 def _about_flags(message: str) -> str:
@@ -195,8 +202,8 @@ def _run(parser: argparse.ArgumentParser) -> None:
     _config_dir(parser)
     parser.add_argument("--spec", type=Path, help="a run's folder or its spec.yaml: that job again")
     parser.add_argument("--folder", type=_path, help="where the run leaves its files (a new folder below outputs/)")
-    about = "what a job is composed of (defaults), and where its files are looked for (searchpath); runs nothing"
-    parser.add_argument("--info", help=about)
+    about = "print what a job is composed of (defaults), or the folders of config files (searchpath); run nothing"
+    parser.add_argument("--info", metavar="defaults|searchpath", help=about)
     about = "a sweep: a job for each combination of values, e.g. -m seed=1,2,3; see run sweep --help"
     parser.add_argument("--multirun", "-m", action="store_true", help=about)
 

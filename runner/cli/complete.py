@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from hydra.plugins.completion_plugin import CompletionPlugin, DefaultCompletionPlugin
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.algorithm.registered import plug_ins
+from runner.algorithm.loss_registry import plug_ins
 from runner.cli.args import ACTIONS, VERBS, UsageError, all_verbs, flags_of, is_override
 from runner.cli.conf import BESIDE
 from runner.cli.config_sources import GROUP, SUFFIXES

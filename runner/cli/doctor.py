@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from runner.cli.args import UsageError
 from runner.spec.decode import unknown_name
 from runner.spec.registry import default_registry
-from runner.spec.suggest import absent
 from runner.tools.doctor import report
 from runner.tools.doctor.examine import examine, looked_at
 from runner.tools.doctor.machine import device_config, of_this_process, trial_simulator
@@ -53,7 +52,7 @@ def _wanted(words: Sequence[str]) -> tuple[str, str | None, str | None]:
     named = dict(word.partition("=")[::2] for word in words)
     wrong = [(key, value) for key, value in named.items() if value not in known.get(key, ())]
     for key, value in wrong:
-        if key in known and absent(key, value):
+        if key in known and value:
             raise UsageError(f"run doctor: {unknown_name(key, value, known[key])}")
     if wrong or len(named) < len(words):
         said = " ".join(f"[{key}={'|'.join(values)}]" for key, values in known.items())

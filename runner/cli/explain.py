@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from runner.algorithm.registered import choices, functions
+from runner.algorithm.loss_registry import choices, functions
 from runner.cli.args import UsageError, is_override
 from runner.cli.compose import Draft, draft, finish
 from runner.cli.conf import BESIDE, scalar

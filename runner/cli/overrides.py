@@ -87,6 +87,8 @@ def _parse(word: str) -> Override | Problem:
         if (at_home := with_home(word)) != word:
             return _parse(at_home)
         if not equals:
+            if is_file_name(word):
+                return problem(word, f"not an override; a recipe is chosen by its path: +{GROUP}={word}")
             return problem(word, f"not an override; write {word.lstrip('+~')}=VALUE")
         return problem(key.lstrip("+"), f"cannot read {value or 'an empty value'}; quote it: '{key}=\"{value}\"'")
 

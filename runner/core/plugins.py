@@ -35,7 +35,7 @@ def warnings() -> list[str]:
             [
                 f"the plug-in {owner} is not used in full",
                 *map(_line, failed.items()),
-                f"mend it, or: pip uninstall {owner}",
+                f"fix it, or: pip uninstall {owner}",
             ]
         )
         for owner, failed in _FAILED.items()

@@ -62,7 +62,7 @@ class StopSignal:
         self.number = number
         if self._at_once:
             raise StopNow
-        said = f"\n{_name(number)}: finishing this step, then saving; once more ends at once\n"
+        said = f"\n{_name(number)}: finishing this step, then saving; send it again to stop immediately\n"
         with suppress(OSError):  # nobody may be left to read it
             os.write(2, said.encode())  # no logging, no stream: what the signal interrupted may hold their locks
 

@@ -104,7 +104,7 @@ class Registration:
     """A function with what is known of it before anything runs.
 
     per_token: of an advantage, whether the function returns [T] instead of [N]
-    place: of a KL estimator, where its penalty may stand
+    kl_in: of a KL estimator, where its penalty may be added
     """
 
     kind: Kind
@@ -115,7 +115,7 @@ class Registration:
     inputs: tuple[str, ...]
     options: Mapping[str, Option]
     per_token: bool = False
-    place: Literal["loss", "reward"] = "loss"
+    kl_in: Literal["loss", "reward"] = "loss"
 
 
 if TYPE_CHECKING:
@@ -146,12 +146,12 @@ def advantage(name: str, *, paper: str, formula: str, per_token: bool = False) -
     return lambda function: _register(function, "advantage", name, paper, formula, per_token=per_token)
 
 
-def kl_estimator(name: str, *, paper: str, formula: str, place: Literal["loss", "reward"] = "loss") -> Callable[[T], T]:
+def kl_estimator(name: str, *, paper: str, formula: str, kl_in: Literal["loss", "reward"] = "loss") -> Callable[[T], T]:
     """Register a value of `algorithm.kl`: an estimate [T] of KL(policy ‖ reference) of each token.
 
-    place: where the penalty may stand; one in the reward needs no gradient. In the formula d = log π − log π_ref.
+    kl_in: where the penalty may be added; one in the reward needs no gradient. In the formula d = log π − log π_ref.
     """
-    return lambda function: _register(function, "kl_estimator", name, paper, formula, place=place)
+    return lambda function: _register(function, "kl_estimator", name, paper, formula, kl_in=kl_in)
 
 
 def preference_loss(name: str, *, paper: str, formula: str) -> Callable[[D], D]:

@@ -46,8 +46,8 @@ def _own(
         how = f"type {MODEL}@{key}={_usual(registry)} {key}.path=…, or {key}=PATH"
         return missing, [(key, f"a section without the name of a model; {how}")]
     if "path" not in cls.model_fields:
-        made = f"{MODEL}={cls.component_name()} is made anew, from random weights"
-        return missing, [(key, f"{made}; a second model has weights already: {MODEL}@{key}={_usual(registry)}")]
+        made = f"{MODEL}={cls.component_name()} has random weights"
+        return missing, [(key, f"{made}; a second model needs trained weights: {MODEL}@{key}={_usual(registry)}")]
     # the option itself takes the path, or it is null beside one that does
     values, found = (missing if option in own.values() else {option: (None, key)}), list(_unused(key, model, own, cls))
     for name, mine in own.items():

@@ -118,8 +118,10 @@ def _check_kl_estimator(one: Registration) -> None:
     zero = _given(one, inputs | {"reference_logprobs": logprobs.detach()})
     text = f"{one.name}: the KL divergence of a policy from itself is 0; got {zero}"
     require(torch.allclose(zero, torch.zeros(10), atol=1e-6), text)
-    if one.place == "loss":
-        require(made.requires_grad, f"{one.name}: a penalty in the loss has a gradient; say place='reward' otherwise")
+    if one.kl_in == "loss":
+        require(
+            made.requires_grad, f"{one.name}: a penalty in the loss has a gradient; declare kl_in='reward' otherwise"
+        )
 
 
 def _check_preference_loss(one: Registration) -> None:

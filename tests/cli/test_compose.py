@@ -178,6 +178,7 @@ def test_all_mistakes_of_a_command_line_come_together(workdir: Path) -> None:
         ("model.dtype=bf16", "model.dtype", "did you mean 'bfloat16'?"),
         ("output_dir=x", "output_dir", "runs go to ./outputs"),
         ("steps", "steps", "not an override; write steps=VALUE"),
+        ("exp/mine.yaml", "exp/mine.yaml", "not an override; a recipe is chosen by its path: +recipe=exp/mine.yaml"),
         ("steps=1,2", "steps", "a sweep over several values is started with: run -m"),
         ("seed=range(1,3)", "seed", "a sweep over several values is started with: run -m"),
         ("sweep.parallel=2", "sweep.parallel", "is about a sweep"),

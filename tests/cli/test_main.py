@@ -110,6 +110,8 @@ def test_cfg_prints_yaml_that_is_the_job(workdir: Path, capsys: pytest.CaptureFi
         (["explain", "+recipe=sft_demo"], "run --cfg job +recipe=sft_demo"),
         (["explain", "evaluation.everyy"], "did you mean 'evaluation.every'?"),
         (["--spec", "."], "spec.yaml: no such file"),
+        (["--spec"], "expected one argument; type --spec SPEC (a run's folder or its spec.yaml"),
+        (["--info"], "expected one argument; type --info defaults|searchpath (print what a job is composed of"),
         (["--cfg", "all"], "invalid choice"),
         (["list", "devise"], "no group named 'devise'; did you mean 'device'?"),
         (["explain"], "one key is expected"),

@@ -130,7 +130,7 @@ def test_a_broken_package_is_named_once_and_left_out(site: Path, workdir: Path) 
         "warning: the plug-in theirs is not used in full\n"
         "  left out: theirs (SystemExit: broken)\n"
         "  left out: theirs (there is no package 'theirs' to take conf/ from)\n"
-        "  mend it, or: pip uninstall theirs\n"
+        "  fix it, or: pip uninstall theirs\n"
     )
     chosen = started("--cfg", "job", "algorithm=theirs")
     why = "no algorithm named 'theirs'; that of the plug-in theirs is left out: SystemExit: broken"
@@ -178,11 +178,11 @@ def test_a_name_that_is_taken_is_said(workdir: Path) -> None:
     [head, *lines] = result.stderr.splitlines()
     assert head == "warning: the plug-in taken is not used in full"
     assert sorted(lines) == [
+        "  fix it, or: pip uninstall taken",
         "  left out: adamw (two components are registered as optimizer=adamw: "
         "runner.optimizer.config.AdamWConfig, taken.Mine)",
         "  left out: explain (there is a verb 'explain' already)",
         "  left out: mine (there is no group 'optimiser' (" + ", ".join(GROUPS) + "))",
         "  left out: taken (there is no package 'nowhere' to take conf/ from)",
         "  left out: word (it is no ComponentConfig)",
-        "  mend it, or: pip uninstall taken",
     ]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.algorithm.registered import built_in
+from runner.algorithm.loss_registry import built_in
 from runner.interfaces.losses import (
     PreferenceLosses,
     advantage,

@@ -30,7 +30,7 @@ AggregationLength = Annotated[
 ]
 
 
-@aggregation("token_mean", paper="DAPO 2503.14476; TRL: dapo", formula="1 / (learnt tokens of the step)")
+@aggregation("token_mean", paper="DAPO 2503.14476; TRL: dapo", formula="1 / (trained tokens of the step)")
 def token_mean(mask: Tensor, tokens: int) -> Tensor:
     """1 / tokens, [T]: every token weighs the same."""
     return _floating(mask) / max(tokens, 1)
@@ -39,10 +39,10 @@ def token_mean(mask: Tensor, tokens: int) -> Tensor:
 @aggregation(
     "seq_mean_token_mean",
     paper="GRPO 2402.03300; GSPO 2507.18071; TRL: grpo",
-    formula="1 / (learnt tokens of the answer × answers of the step)",
+    formula="1 / (trained tokens of the answer × answers of the step)",
 )
 def seq_mean_token_mean(mask: Tensor, row: Tensor, rows: int) -> Tensor:
-    """1 / (learnt tokens of the row · rows), [T]: every row weighs the same. row: int64 [T]."""
+    """1 / (trained tokens of the row · rows), [T]: every row weighs the same. row: int64 [T]."""
     return _mean_within(mask, row) / max(rows, 1)
 
 
@@ -64,9 +64,9 @@ def seq_mean_token_sum_norm(
     return seq_mean_token_sum(mask, rows) / (max_length if aggregation_length is None else aggregation_length)
 
 
-@aggregation("prompt_mean", paper="SkyRL", formula="1 / (learnt tokens of the prompt's answers × prompts of the step)")
+@aggregation("prompt_mean", paper="SkyRL", formula="1 / (trained tokens of the prompt's answers × prompts of the step)")
 def prompt_mean(mask: Tensor, group: Tensor, groups: int) -> Tensor:
-    """1 / (learnt tokens of the prompt's samples · prompts), [T]: every prompt weighs the same. group: int64 [T]."""
+    """1 / (trained tokens of the prompt's samples · prompts), [T]: every prompt weighs the same. group: int64 [T]."""
     return _mean_within(mask, group) / max(groups, 1)
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 from pydantic import Field
 
 from runner.algorithm.base import ComparingConfig, Frozen, TaughtConfig
-from runner.algorithm.registered import Registered, chosen, functions, with_options
+from runner.algorithm.loss_registry import Registered, chosen, functions, with_options
 from runner.spec.base import Head, ItemKind
 
 OF_KL = ("kl_coef", "kl_place", "kl_target", "reference")
@@ -214,12 +214,12 @@ class PolicyConfig(ComparingConfig):
             found.append(("algorithm.lag", f"{self.lag} needs algorithm.correction=decoupled: {why}"))
         if self.kl_target is not None and self.in_force.kl_coef == 0:
             found.append(("algorithm.kl_target", "an adaptive coefficient cannot start at kl_coef=0"))
-        if self.kl != "none" and (place := chosen(self, "kl").place) != self.in_force.kl_place:
+        if self.kl != "none" and (kl_in := chosen(self, "kl").kl_in) != self.in_force.kl_place:
             reasons = {
                 "loss": "in the reward only k1 is unbiased; type algorithm.kl=k1, or",
                 "reward": f"{self.kl} has no gradient in expectation as a loss; type algorithm.kl=k3, or",
             }
-            found.append(("algorithm.kl", f"{reasons[place]} kl_place={place} for {self.kl}"))
+            found.append(("algorithm.kl", f"{reasons[kl_in]} kl_place={kl_in} for {self.kl}"))
         found += self.reference_problems(self.reference, job)
         if self.ratio == "sequence" and self.aggregation != "seq_mean_token_mean":
             found.append(

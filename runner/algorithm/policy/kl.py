@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 HORIZON = 10_000  # samples over which the coefficient may change by about a factor e^0.2
 
 
-@kl_estimator("k1", paper="Schulman 2020", formula="d", place="reward")
+@kl_estimator("k1", paper="Schulman 2020", formula="d", kl_in="reward")
 def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """d, [T]; unbiased, of either sign ("kl" in verl)."""
     return logprobs - reference_logprobs

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from runner.algorithm.loss_registry import compute
 from runner.algorithm.policy import kl
 from runner.algorithm.policy import losses as policy_losses
 from runner.algorithm.policy.config import PolicyConfig
 from runner.algorithm.policy.importance import drift, sequence_ratio, token_ratio
-from runner.algorithm.registered import compute
 from runner.core.batch import Batch, row_of_tokens
 from runner.core.metrics import Metrics
 from runner.interfaces import Loss, LossFn, Outputs, Role

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from runner.algorithm.base import AlgorithmConfig, ComparingConfig, Frozen
-from runner.algorithm.registered import Registered, chosen, options_in_force, with_options
+from runner.algorithm.loss_registry import Registered, chosen, options_in_force, with_options
 from runner.spec.base import Head, ItemKind
 
 

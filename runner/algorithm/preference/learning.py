@@ -27,10 +27,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from runner.algorithm.loss_registry import compute
 from runner.algorithm.parts import LearnsFromData, Parts
 from runner.algorithm.preference import losses as formulas
 from runner.algorithm.preference.config import DpoConfig, KtoConfig
-from runner.algorithm.registered import compute
 from runner.core.batch import Batch, row_sum, split_rows, with_totals
 from runner.core.metrics import Metrics
 from runner.core.prefix_tree import Branch, Tree, pack_trees

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runner.algorithm.loss_registry import chosen, options_in_force
 from runner.algorithm.policy.config import GrpoConfig
 from runner.algorithm.policy.losses import sapo
-from runner.algorithm.registered import chosen, options_in_force
 from runner.cli.compose import compose_job
 from runner.cli.main import main
 from runner.core.errors import SpecError

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from runner.algorithm.base import Frozen
+from runner.algorithm.loss_registry import options_in_force
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
-from runner.algorithm.registered import options_in_force
 from runner.core.errors import SpecError
 from runner.spec.decode import decode
 from runner.spec.registry import default_registry

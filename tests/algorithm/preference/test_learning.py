@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from runner.algorithm.loss_registry import functions
 from runner.algorithm.parts import Parts
 from runner.algorithm.preference.config import DpoConfig, KtoConfig
 from runner.algorithm.preference.learning import build_dpo, build_kto, mismatched
-from runner.algorithm.registered import functions
 from runner.interfaces import Judged, Pair
 from runner.trainer.reference_model import FrozenModel
 from tests.algorithm.preference.test_losses import ALPHA, BETA, CASES, GAMMA, LAM, SMOOTHING, sig

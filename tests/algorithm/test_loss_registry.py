@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import pytest
 from pydantic import Field
 
-from runner.algorithm import registered
+from runner.algorithm import loss_registry
 from runner.algorithm.policy.config import GrpoConfig
 from runner.algorithm.preference.config import DpoConfig
 from runner.core import plugins
@@ -29,10 +29,10 @@ def sharp(advantages: Any, *, sharpness: Sharpness = 2.5, scale: float = 3.0) ->
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., registered.Functions]]:
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., loss_registry.Functions]]:
     """Install modules as plug-ins; what they register is the answer."""
 
-    def installed(**modules: list[Any] | Exception) -> registered.Functions:
+    def installed(**modules: list[Any] | Exception) -> loss_registry.Functions:
         points = []
         for name, content in modules.items():
             module = ModuleType(name)
@@ -44,13 +44,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., registere
         monkeypatch.setattr(plugins, "entry_points", lambda group: points)
         monkeypatch.setattr(plugins, "_FAILED", {})
         monkeypatch.setattr(plugins, "LEFT_OUT", {})
-        registered.plug_ins.cache_clear()
-        registered.functions.cache_clear()
-        return registered.plug_ins()
+        loss_registry.plug_ins.cache_clear()
+        loss_registry.functions.cache_clear()
+        return loss_registry.plug_ins()
 
     yield installed
-    registered.plug_ins.cache_clear()
-    registered.functions.cache_clear()
+    loss_registry.plug_ins.cache_clear()
+    loss_registry.functions.cache_clear()
 
 
 def test_a_function_stays_a_function_and_says_what_it_takes() -> None:
@@ -84,10 +84,10 @@ def test_a_plug_in_adds_a_value_and_its_options(install: Any) -> None:
     assert names[names.index("objective") + 1 :][:4] == ["clip_low", "clip_high", "dual_clip", "tau_positive"]
     config = cls(objective="sharp", sharpness=4.0)
     assert isinstance(config, GrpoConfig)
-    assert registered.options_in_force(config, "objective") == {"sharpness": 4.0}
+    assert loss_registry.options_in_force(config, "objective") == {"sharpness": 4.0}
     assert config.model_dump()["sharpness"] == 4.0
     assert cls().model_dump() == GrpoConfig().model_dump()  # a run that does not use it is the same run
-    said = dict(registered.unused_options(cls(sharpness=4.0)))
+    said = dict(loss_registry.unused_options(cls(sharpness=4.0)))
     assert said == {"algorithm.sharpness": "not used with objective=clip; it belongs to objective=sharp"}
     with pytest.raises(ValueError, match="greater than 0"):
         cls(objective="sharp", sharpness=0.0)
@@ -114,8 +114,8 @@ def test_an_option_that_exists_is_shared_and_has_the_default_of_each_loss(instal
     cls = DpoConfig.extended()
     assert "0.7 (flatter)" in str(cls.model_fields["beta"].description)
     assert list(cls.model_fields) == list(DpoConfig.model_fields)
-    assert registered.options_in_force(cls(loss="flatter"), "loss") == {"beta": 0.7}
-    assert registered.options_in_force(cls(), "loss") == {"beta": 0.1}
+    assert loss_registry.options_in_force(cls(loss="flatter"), "loss") == {"beta": 0.7}
+    assert loss_registry.options_in_force(cls(), "loss") == {"beta": 0.1}
 
 
 def reserved(advantages: Any, *, batch_size: Sharpness = 1.0) -> Any: ...
@@ -155,7 +155,7 @@ def test_a_plug_in_that_cannot_be_imported_is_named(install: Any) -> None:
 
 def test_every_built_in_function_names_its_source_and_its_formula() -> None:
     for kind in INPUTS:
-        assert registered.built_in()[kind]
-        for one in registered.built_in()[kind].values():
+        assert loss_registry.built_in()[kind]
+        for one in loss_registry.built_in()[kind].values():
             assert one.paper and one.formula and one.function.__doc__, one.name
             assert all(option in one.formula or kind == "aggregation" for option in one.options), one.name

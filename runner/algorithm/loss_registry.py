@@ -1,4 +1,4 @@
-"""What is registered with `runner.interfaces.losses`, here and by plug-ins, as values and options of configs.
+"""Registry of the losses of `runner.interfaces.losses`, ours and those of plug-ins, as values and options of configs.
 
     functions of a kind ──Registered──▶ the values that an option takes      (`objective: one of clip, cispo, …`)
                         ──with_options▶ the options that its functions read  (`clip_low: null`)
