@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import yaml
 from packaging.version import Version
 
 from runner.device.kinds import CUDA, NPU, Kind
@@ -17,25 +19,10 @@ SHARED_ALLOCATOR = "PYTORCH_ALLOC_CONF"
 # What may not stand beside growing segments on an NPU.
 EXCLUDES = ("max_split_size_mb", "garbage_collection_threshold")
 
-# Variable → the values CANN or torch_npu documents.
-CHOICES = {
-    "TASK_QUEUE_ENABLE": QUEUES,
-    "ASCEND_LAUNCH_BLOCKING": ("0", "1"),
-    "INF_NAN_MODE_ENABLE": ("0", "1"),
-    "HCCL_DETERMINISTIC": ("true", "false", "strict"),
-    "LCCL_DETERMINISTIC": ("0", "1"),
-    "TORCH_HCCL_ASYNC_ERROR_HANDLING": ("0", "1"),
-    "VLLM_ASCEND_ENABLE_NZ": ("0", "1", "2"),
-    "TORCH_DEVICE_BACKEND_AUTOLOAD": ("0", "1"),
-}
-NUMBERS = ("HCCL_BUFFSIZE", "P2P_HCCL_BUFFSIZE", "ACL_DEVICE_SYNC_TIMEOUT")
-# What a documented value means that one rarely wants.
-REMARKS = {
-    ("INF_NAN_MODE_ENABLE", "0"): "numbers saturate, and no guard sees an overflow",
-    ("ASCEND_LAUNCH_BLOCKING", "1"): "every operator waits for the one before: for debugging only",
-    ("TORCH_HCCL_ASYNC_ERROR_HANDLING", "0"): "a process whose peer is gone waits for ever",
-    ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0"): "a script has to import torch_npu itself, as our jobs do",
-}
+_TABLE = yaml.safe_load(Path(__file__).with_name("variables.yaml").read_text(encoding="utf-8"))
+CHOICES: dict[str, Sequence[str]] = {"TASK_QUEUE_ENABLE": QUEUES, **_TABLE["choices"]}
+NUMBERS: list[str] = _TABLE["numbers"]
+REMARKS: dict[str, dict[str, str]] = _TABLE["remarks"]
 
 
 def npu_allocator(machine: Machine) -> Finding:
@@ -89,7 +76,9 @@ def choices(machine: Machine) -> Finding:
             "unset HCCL_ASYNC_ERROR_HANDLING",
         )
     remarks = {
-        f"{name}={value}: {REMARKS[name, value]}": name for name, value in given.items() if (name, value) in REMARKS
+        f"{name}={value}: {REMARKS[name][value]}": name
+        for name, value in given.items()
+        if value in REMARKS.get(name, {})
     }
     if remarks:
         return warning("; ".join(remarks), f"unset {' '.join(remarks.values())}")

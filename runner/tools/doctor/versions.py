@@ -23,6 +23,7 @@ TORCH_OF_VLLM: dict[str, str] = _TABLES["torch_of_vllm"]
 CANN: dict[str, tuple[str, ...]] = {cann: tuple(built) for cann, built in _TABLES["cann"].items()}
 PYTHON: dict[str, tuple[str, str]] = _TABLES["python"]
 CPU_BUILD: list[str] = _TABLES["cpu_build"]
+PACKAGES: dict[str, str] = _TABLES["compiler_packages"]  # of CANN's compiler of operators
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
