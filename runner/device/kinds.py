@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from runner.spec.base import Dtype
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
@@ -14,7 +16,8 @@ class Kind:
     visible: the variable that lists the cards a process may use; names: how an entry may begin that is no number
     unread: a variable of another project's that looks as if it did, which no driver reads
     nodes: the device files of its cards; allocator: the variable that sets its memory up
-    The processor has none of the last six.
+    dtype: the data type that a model computes in where `model.dtype` is left out
+    The processor has none of visible, names, unread, nodes and allocator.
     """
 
     name: str
@@ -25,6 +28,7 @@ class Kind:
     unread: str | None = None
     nodes: str | None = None
     allocator: str | None = None
+    dtype: Dtype = "bfloat16"
 
     @property
     def backend(self) -> str:
@@ -32,7 +36,7 @@ class Kind:
         return self.collectives if self.name == "cpu" else f"cpu:gloo,{self.name}:{self.collectives}"
 
 
-CPU = Kind(name="cpu", collectives="gloo", resource="CPU")
+CPU = Kind(name="cpu", collectives="gloo", resource="CPU", dtype="float32")
 CUDA = Kind(
     name="cuda",
     collectives="nccl",
