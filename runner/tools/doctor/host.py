@@ -28,17 +28,8 @@ def platform(machine: Machine) -> Finding:
     return ok(seen)
 
 
-def python(machine: Machine) -> Finding:
-    """A Python that this project and what it is made of take."""
-    return _python(machine, (PROJECT, "torch", "transformers"))
-
-
-def npu_python(machine: Machine) -> Finding:
-    """A Python that the packages for an NPU take."""
-    return _python(machine, ("torch-npu", "vllm", "vllm-ascend"))
-
-
-def _python(machine: Machine, names: Sequence[str]) -> Finding:
+def python(machine: Machine, names: Sequence[str] = (PROJECT, "torch", "transformers")) -> Finding:
+    """A Python that these packages take."""
     version = ".".join(map(str, machine.python))
     there = [name for name in names if name in machine.packages]
     if not there:

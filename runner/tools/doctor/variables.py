@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 from packaging.version import Version
 
-from runner.device.kinds import CUDA, NPU, Kind
+from runner.device.kinds import NPU, Kind
 from runner.device.presets import QUEUES
 from runner.device.visible import parse, unread
 from runner.tools.doctor.finding import Finding, ok, problem, skipped, warning
@@ -25,17 +25,8 @@ NUMBERS: list[str] = _TABLE["numbers"]
 REMARKS: dict[str, dict[str, str]] = _TABLE["remarks"]
 
 
-def npu_allocator(machine: Machine) -> Finding:
-    """The NPU's allocator: one variable, and no settings that exclude one another."""
-    return _allocator(machine, NPU)
-
-
-def cuda_allocator(machine: Machine) -> Finding:
-    """The same for CUDA."""
-    return _allocator(machine, CUDA)
-
-
-def _allocator(machine: Machine, kind: Kind) -> Finding:
+def allocator(machine: Machine, kind: Kind) -> Finding:
+    """A kind of device's allocator: one variable, and no settings that exclude one another."""
     own = str(kind.allocator)
     given = {name: machine.environment[name] for name in (own, SHARED_ALLOCATOR) if name in machine.environment}
     seen = ", ".join(f"{name}={value}" for name, value in given.items()) or "none set"
@@ -85,14 +76,10 @@ def choices(machine: Machine) -> Finding:
     return ok(", ".join(f"{name}={value}" for name, value in given.items()) or "none set")
 
 
-def npu_visible(machine: Machine, count: Callable[[Machine], int]) -> Finding:
-    """ASCEND_RT_VISIBLE_DEVICES against the chips there are: CANN drops a number it does not have, silently."""
-    return _visible(machine, NPU, count(machine))
-
-
-def cuda_visible(machine: Machine, count: Callable[[Machine], int]) -> Finding:
-    """CUDA_VISIBLE_DEVICES against the GPUs there are: CUDA forgets what stands behind a wrong entry, silently."""
-    return _visible(machine, CUDA, count(machine))
+def visible(machine: Machine, kind: Kind, count: Callable[[Machine], int]) -> Finding:
+    """The list of visible devices against those there are: CANN drops a number it does not have, CUDA all that stands
+    behind a wrong entry, silently."""
+    return _visible(machine, kind, count(machine))
 
 
 def _visible(machine: Machine, kind: Kind, count: int) -> Finding:
