@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,26 +57,30 @@ def read(path: Path) -> dict[str, Series]:
 
     A last line without its newline is still being written, or torn, and left out; any other damaged line is named.
     """
+    found: dict[str, list[tuple[int, float]]] = {}
+    lost: dict[str, int | None] = {}
+    for number, line in enumerate(whole_lines(path), 1):
+        try:
+            row = json.loads(line)
+            step = int(row.pop("step"))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            log.warning("%s: line %d is damaged and left out (%s)", path, number, error)
+            continue
+        for name, value in row.items():
+            is_finite = isinstance(value, int | float) and math.isfinite(value)
+            lost[name] = None if is_finite else step
+            if is_finite:
+                found.setdefault(name, []).append((step, float(value)))
+    return {name: Series(tuple(points), lost[name]) for name, points in found.items()}
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file that end in a newline; none where there is no file."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     except FileNotFoundError:
-        return {}
-    found: dict[str, list[tuple[int, float]]] = {}
-    lost: dict[str, int | None] = {}
-    for number, line in enumerate(lines, 1):
-        if line.endswith("\n"):
-            try:
-                row = json.loads(line)
-                step = int(row.pop("step"))
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                log.warning("%s: line %d is damaged and left out (%s)", path, number, error)
-                continue
-            for name, value in row.items():
-                is_finite = isinstance(value, int | float) and math.isfinite(value)
-                lost[name] = None if is_finite else step
-                if is_finite:
-                    found.setdefault(name, []).append((step, float(value)))
-    return {name: Series(tuple(points), lost[name]) for name, points in found.items()}
+        return []
+    return [line for line in lines if line.endswith("\n")]
 
 
 SHOWN_PACKAGES = ("torch", "torch-npu", "transformers", "peft", "datasets", "vllm", "posttrain-run")
@@ -114,45 +118,41 @@ class Run:
 
 def read_run(folder: RunFolder) -> Run:
     """Everything that is known of a run, secrets masked. Raises EnvironmentProblem where its spec cannot be read."""
-    try:
-        spec = yaml.safe_load(folder.spec.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise EnvironmentProblem(f"{folder.spec} cannot be read: {error}") from error
-    overrides = _yaml(folder.overrides)
+    spec = read_spec(folder)
+    overrides = read_content(folder.overrides, yaml.safe_load)
     return Run(
         folder,
         redacted(spec),
         overrides.get("set_by", {}),
         tuple(redacted(overrides.get("typed", []))),
-        _json(folder.status),
-        _json(folder.manifest),
+        read_content(folder.status),
+        read_content(folder.manifest),
         _fingerprint(folder),
         read(folder.metrics),
     )
 
 
+def read_spec(folder: RunFolder) -> dict[str, Any]:
+    """The spec that a run left. Raises EnvironmentProblem where there is none, or it is damaged."""
+    if not folder.spec.exists():
+        raise EnvironmentProblem(f"{folder.spec} cannot be read: there is no such file")
+    return read_content(folder.spec, yaml.safe_load)
+
+
 def _fingerprint(folder: RunFolder) -> str:
     newest = max(folder.checkpoints.glob("step-*/state.json"), default=None)
-    identity = _json(newest).get("identity", {}) if newest is not None else {}
+    identity = read_content(newest).get("identity", {}) if newest is not None else {}
     return str(identity.get("data", "")) if isinstance(identity, dict) else ""
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """A file's content; empty where it is not there. Raises EnvironmentProblem where it is damaged."""
+def read_content(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
+    """What a file of JSON, or of what `parse` reads, holds; empty where it is not there.
+
+    Raises EnvironmentProblem where it is damaged, or holds something else than keys and values.
+    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return dict(parse(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
-    return dict(content) if isinstance(content, dict) else {}
-
-
-def _yaml(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, yaml.YAMLError) as error:
-        raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
-    return dict(content) if isinstance(content, dict) else {}

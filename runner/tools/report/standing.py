@@ -18,12 +18,12 @@ from statistics import fmean
 from typing import Any
 
 import psutil
-import yaml
 
 from runner.core.errors import EnvironmentProblem
 from runner.core.rank_info import Machine
 from runner.launch.slurm.commands import state_of
 from runner.run_dir.folder import RunFolder, is_latest, is_locked, shown
+from runner.tools.report.facts import read_content, read_spec
 from runner.tracker.text import counted, duration, number, size, visible
 
 TAIL_BYTES = 2**18  # of metrics.jsonl
@@ -77,10 +77,7 @@ class Standing:
 
 def standing(folder: RunFolder) -> Standing:
     """Read it. Raises EnvironmentProblem where the folder cannot be read."""
-    try:
-        spec, status = yaml.safe_load(folder.spec.read_text(encoding="utf-8")), _json(folder.status)
-    except (OSError, yaml.YAMLError) as error:
-        raise EnvironmentProblem(f"{folder.spec} cannot be read: {error}") from error
+    spec, status = read_spec(folder), read_content(folder.status)
     rows = _tail(folder.metrics)
     seconds = [row["perf/step_s"] for row in rows[-RECENT:] if row.get("perf/step_s") is not None]
     step, steps = int(rows[-1]["step"]) if rows else 0, int(spec["steps"])
@@ -119,11 +116,11 @@ def _running(folder: RunFolder, members: list[Member]) -> str:
 
 def _members(folder: RunFolder, status: Mapping[str, Any]) -> list[Member]:
     """The launcher of each machine and what it has started; where there is none, the ranks."""
-    lists = [_json(path) for path in sorted(folder.members.glob("*.json"))]
+    lists = [read_content(path) for path in sorted(folder.members.glob("*.json"))]
     lists = [found for found in lists if found.get("attempt") == status.get("attempt")]
     if lists:
         return [member for index, found in enumerate(lists) for member in _listed(found, f"launcher {index}")]
-    ranks = _json(folder.manifest).get("ranks", [])
+    ranks = read_content(folder.manifest).get("ranks", [])
     if not ranks or status.get("pid") != ranks[0]["pid"]:  # of an attempt before
         return []
     ended = status.get("state") != "running"
@@ -195,7 +192,7 @@ def _tail(path: Path) -> list[dict[str, Any]]:
 
 def _slurm(folder: RunFolder) -> dict[str, str] | None:
     """The newest Slurm job of the run, and what Slurm says of it where it answers."""
-    kept = _json(folder.slurm / "job.json")
+    kept = read_content(folder.slurm / "job.json")
     if not kept:
         return None
     try:
@@ -210,16 +207,6 @@ def _logs(folder: RunFolder, members: list[Member]) -> list[str]:
     """The logs that are there."""
     named = [folder.log, *(folder.root / member.log for member in members)]
     return [str(path) for path in dict.fromkeys(named) if path.is_file()]
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """A file's content; empty where it is not there. Raises EnvironmentProblem where it is damaged."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError) as error:
-        raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
 
 
 def _age_s(moment: float) -> float:
