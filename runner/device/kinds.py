@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
 
 from runner.spec.base import Dtype
 
@@ -36,23 +39,6 @@ class Kind:
         return self.collectives if self.name == "cpu" else f"cpu:gloo,{self.name}:{self.collectives}"
 
 
-CPU = Kind(name="cpu", collectives="gloo", resource="CPU", dtype="float32")
-CUDA = Kind(
-    name="cuda",
-    collectives="nccl",
-    resource="GPU",
-    visible="CUDA_VISIBLE_DEVICES",
-    names=("GPU-", "MIG-"),
-    nodes="/dev/nvidia[0-9]*",
-    allocator="PYTORCH_CUDA_ALLOC_CONF",
-)
-NPU = Kind(
-    name="npu",
-    collectives="hccl",
-    resource="NPU",
-    visible="ASCEND_RT_VISIBLE_DEVICES",
-    unread="NPU_VISIBLE_DEVICES",  # of AReaL
-    nodes="/dev/davinci[0-9]*",
-    allocator="PYTORCH_NPU_ALLOC_CONF",
-)
-KINDS = {kind.name: kind for kind in (CPU, CUDA, NPU)}
+_TABLE = yaml.safe_load(Path(__file__).with_name("kinds.yaml").read_text(encoding="utf-8"))
+KINDS = {name: Kind(name=name, **one | {"names": tuple(one.get("names", ()))}) for name, one in _TABLE.items()}
+CPU, CUDA, NPU = KINDS["cpu"], KINDS["cuda"], KINDS["npu"]

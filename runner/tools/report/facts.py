@@ -16,11 +16,11 @@ import yaml
 from runner.core.errors import EnvironmentProblem
 from runner.run_dir.folder import RunFolder
 from runner.run_dir.manifest import redacted
+from runner.tracker.screen import METRICS
 
 log = logging.getLogger("runner")
 
-# Which metric ranks or is shown first, where nobody said: held-out before rewards before the training loss.
-PREFERRED = ("eval/exact_match", "eval/accuracy", "eval/loss", "reward/mean", "train/loss")
+PREFERRED: list[str] = METRICS["preferred"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from runner.core.rank_info import Machine
 from runner.launch.slurm.commands import state_of
 from runner.run_dir.folder import RunFolder, is_latest, is_locked, shown
 from runner.tools.report.facts import read_content, read_spec
+from runner.tracker.screen import METRICS
 from runner.tracker.text import counted, duration, number, size, visible
 
 TAIL_BYTES = 2**18  # of metrics.jsonl
@@ -214,22 +215,8 @@ def _age_s(moment: float) -> float:
     return max(datetime.now(UTC).timestamp() - moment, 0.0)
 
 
-# Lines of numbers: what each is about, and how the names begin that stand in it, in their order.
-LINES = {
-    "learns": ("reward/mean", "train/loss", "train/grad_norm", "eval/"),
-    "times": ("perf/step_s", "perf/tokens_per_s", "perf/mfu", "time/"),
-    "samples": (
-        "rollout/length",
-        "rollout/cut_off",
-        "rollout/staleness",
-        "perf/publish_s",
-        "perf/load_s",
-        "sync/",
-        "sampler/",
-    ),
-    "device": ("device/", "perf/peak_memory_bytes"),
-}
-COUNTS = ("sampler/restarts", "sampler/resyncs", "sampler/rejected")  # of what went wrong: worth a word if it did
+LINES: dict[str, list[str]] = METRICS["status"]
+COUNTS: list[str] = METRICS["counts"]
 GO_ON = ("interrupted", "failed", "killed")
 
 
