@@ -40,13 +40,16 @@ class Member:
 
     name: str
     role: str
-    host: str
-    pid: int | None
-    state: str
-    step: int | None
-    heard_s: float | None
-    replaced: int
     log: str
+    state: str
+    host: str = ""
+    pid: int | None = None
+    step: int | None = None
+    heard_s: float | None = None
+    replaced: int = 0
+
+
+TOLD = ("name", "role", "log", "host", "pid", "step", "replaced")  # of a member, by its list
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,7 @@ def _unlisted(index: int, size: int, rank: Mapping[str, Any], ended: bool) -> Me
     state = "ended" if ended else _state_here(rank["pid"]) if is_here else "elsewhere"
     log = f"ranks/{index}.log" if index else "run.log"
     role = "rank" if index else "launcher"  # it holds the run's folder
-    return Member(f"rank {index} of {size}", role, rank["host"], rank["pid"], state, None, None, 0, log)
+    return Member(f"rank {index} of {size}", role, log, state, rank["host"], rank["pid"])
 
 
 def _listed(found: Mapping[str, Any], name: str) -> list[Member]:
@@ -152,17 +155,7 @@ def _member(one: Mapping[str, Any], age: float) -> Member:
     elif one["runs"] and age > SILENT_S:
         state = "silent"
     heard = _age_s(one["heard"]) if "heard" in one and state != "ended" else None
-    return Member(
-        name=one["name"],
-        role=one["role"],
-        host=one.get("host", ""),
-        pid=one.get("pid"),
-        state=state,
-        step=one.get("step"),
-        heard_s=heard,
-        replaced=one.get("replaced", 0),
-        log=one["log"],
-    )
+    return Member(**{key: one[key] for key in TOLD if key in one}, state=state, heard_s=heard)
 
 
 def _state_here(pid: int) -> str:
