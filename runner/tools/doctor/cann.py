@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from packaging.version import Version
 
 from runner.device import cann as places
+from runner.device.backend import LIBRARY
 from runner.device.soc import CHIPS, generation
 from runner.tools.doctor import ascend
 from runner.tools.doctor.finding import Finding, ok, problem, skipped, unknown, warning
 from runner.tools.doctor.host import ARCHITECTURES
 from runner.tools.doctor.machine import Machine
 from runner.tools.doctor.versions import AS_OF, CANN, cann_for, release, torch_npu_for
-
-LIBRARY = "libhccl.so"  # CANN's library for sums over cards: without it torch_npu cannot be imported
 
 
 @dataclass(frozen=True, slots=True)

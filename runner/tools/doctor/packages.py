@@ -108,16 +108,10 @@ def vllm_pair(machine: Machine) -> Finding:
         return skipped("vllm-ascend is not installed")
     wanted = release(plugin)
     if vllm is None:
-        return problem(
-            f"vllm-ascend {plugin} without vllm",
-            f"VLLM_TARGET_DEVICE=empty pip install --no-binary vllm vllm=={wanted}",
-        )
+        return problem(f"vllm-ascend {plugin} without vllm", _install_vllm(wanted))
     seen = f"vllm {vllm}, vllm-ascend {plugin}"
     if release(vllm) != wanted:
-        return problem(
-            f"{seen}: vllm-ascend needs vllm {wanted}",
-            f"VLLM_TARGET_DEVICE=empty pip install --no-binary vllm vllm=={wanted}",
-        )
+        return problem(f"{seen}: vllm-ascend needs vllm {wanted}", _install_vllm(wanted))
     row = set_of_vllm_ascend(plugin)
     if row is None:
         return unknown(f"{seen}: not in the table of {AS_OF}")
@@ -137,8 +131,12 @@ def _engine(machine: Machine) -> str:
     usable = [one for one in SETS if one.usable and one.vllm_ascend]
     fitting = [one for one in usable if found and found.version and one.cann and same(found.version, one.cann)]
     one = next(iter([*fitting, *usable]))
-    plain = f"VLLM_TARGET_DEVICE=empty pip install --no-binary vllm vllm=={one.vllm}"
-    return f"{plain}; pip install vllm-ascend=={one.vllm_ascend} -c constraints/npu-{one.name}.txt"
+    return f"{_install_vllm(one.vllm)}; pip install vllm-ascend=={one.vllm_ascend} -c constraints/npu-{one.name}.txt"
+
+
+def _install_vllm(version: str | None) -> str:
+    """vLLM itself, without what it has for CUDA: vllm-ascend brings the rest."""
+    return f"VLLM_TARGET_DEVICE=empty pip install --no-binary vllm vllm=={version}"
 
 
 def wheel_and_soc(machine: Machine) -> Finding:

@@ -146,17 +146,9 @@ def _rank(device: str, rank: int, world: int, meeting: str) -> int:
     good = bool((values.cpu() == wanted).all())
     distributed.destroy_process_group()
     if rank == 0:
-        print(
-            json.dumps(
-                {
-                    "device": device,
-                    "what": "all-reduce",
-                    "backend": KINDS[device].collectives,
-                    "world": world,
-                    "good": good,
-                }
-            )
-        )
+        backend = KINDS[device].collectives
+        found = {"device": device, "what": "all-reduce", "backend": backend, "world": world, "good": good}
+        print(json.dumps(found))
     return 0 if good else 1
 
 
