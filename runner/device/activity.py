@@ -16,10 +16,10 @@ import psutil
 
 from runner.core.errors import EnvironmentProblem
 from runner.device import npu_smi, nvidia_smi
+from runner.device.cards import MIB
 from runner.device.visible import parse
 
 DEADLINE_S = 20.0
-MB = 1 << 20
 Reading = Callable[[], Mapping[str, float]]
 
 
@@ -65,7 +65,7 @@ def npu(index: int, visible: str | None) -> Reading:
 
 def _numbers(of: nvidia_smi.Gpu | npu_smi.Chip) -> dict[str, float]:
     found = {name: getattr(of, name) for name in ("busy_percent", "temperature_c", "power_w")}
-    found["memory_used_bytes"] = None if of.memory_used_mb is None else float(of.memory_used_mb * MB)
+    found["memory_used_bytes"] = None if of.memory_used_mb is None else float(of.memory_used_mb * MIB)
     return {name: value for name, value in found.items() if value is not None}
 
 

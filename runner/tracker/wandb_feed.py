@@ -53,8 +53,12 @@ def open_run(settings: Mapping[str, Any], folder: Path, mode: str, watched_pid: 
         resume="allow",
         mode=mode,  # type: ignore[arg-type]  # Literal["offline", "online"] since it was read from the config
         dir=str(folder),
+        name=settings["name"],
+        project=settings["project"],
+        entity=settings["entity"],
         group=settings["run_group"],
-        **{name: settings[name] for name in ("name", "project", "entity", "tags", "config")},
+        tags=settings["tags"],
+        config=settings["config"],
         settings=wandb.Settings(
             silent=True,
             console="off",

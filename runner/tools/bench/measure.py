@@ -22,6 +22,7 @@ from runner import __version__, build
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch
 from runner.core.signals import StopSignal
+from runner.device.cards import GIB
 from runner.device.peak import Peak, measure_matmul, peak
 from runner.interfaces import Device
 from runner.run_dir.folder import RunFolder
@@ -34,7 +35,6 @@ from runner.trainer import loop
 from runner.trainer.callbacks import Record
 
 WARM_UP = 1  # steps that do not count
-GIB = 2**30
 COPIED_BYTES = {"cpu": 64 * 2**20}  # elsewhere a quarter of a GiB
 RESET_PEAK = Path("/proc/self/clear_refs")  # Linux: the largest resident set begins anew
 

@@ -7,8 +7,9 @@ from collections import Counter
 from runner.device import npu_smi
 from runner.device.soc import CHIPS, generation, soc_name
 from runner.tools.doctor.driver import after_nodes, hand_in
-from runner.tools.doctor.finding import Finding, many, ok, problem, skipped, unknown, warning
+from runner.tools.doctor.finding import Finding, ok, problem, skipped, unknown, warning
 from runner.tools.doctor.machine import Answer, Machine
+from runner.tracker.text import counted
 
 FOREIGN_SHARE = 0.1  # of a chip's memory; an idle 64 GB chip itself holds about 3 GB
 UNKNOWN = "a name that the doctor's table does not have"
@@ -73,7 +74,7 @@ def memory_in_use(machine: Machine) -> Finding:
         what = [*(["in use: " + ", ".join(full)] if full else []), *(["processes: " + ", ".join(used)] if used else [])]
         return warning("; ".join(what), "wait, end them, or choose free chips: export ASCEND_RT_VISIBLE_DEVICES=…")
     sizes = sorted({c.memory_total_mb for c in info.chips if c.memory_total_mb})
-    return ok(f"{many(len(info.chips), 'chip')} free, {' or '.join(map(str, sizes))} MB each")
+    return ok(f"{counted(len(info.chips), 'chip')} free, {' or '.join(map(str, sizes))} MB each")
 
 
 def topology(machine: Machine) -> Finding:
@@ -87,7 +88,7 @@ def topology(machine: Machine) -> Finding:
     except ValueError as error:
         return unknown(str(error))
     kinds = Counter(links.values())
-    seen = ", ".join(f"{many(count // 2, 'pair')} {kind}" for kind, count in kinds.most_common())
+    seen = ", ".join(f"{counted(count // 2, 'pair')} {kind}" for kind, count in kinds.most_common())
     slow = sum(count for kind, count in kinds.items() if kind not in FAST_LINKS)
     return ok(seen) if slow < sum(kinds.values()) else warning(f"{seen}: all traffic goes over the host")
 
@@ -100,7 +101,7 @@ def numbering(machine: Machine) -> Finding:
     listed, files = len(info.chips), len(machine.nodes)
     if files and listed != files:
         return warning(
-            f"npu-smi lists {many(listed, 'chip')}, /dev has {files}: programs see the smaller number",
+            f"npu-smi lists {counted(listed, 'chip')}, /dev has {files}: programs see the smaller number",
             "docker run with one --device /dev/davinciN per chip" if machine.in_container else "npu-smi info -m",
         )
     try:

@@ -12,7 +12,7 @@ from runner.device.kinds import CUDA
 from runner.device.soc import generation
 from runner.tools.doctor import ascend
 from runner.tools.doctor.cann import find
-from runner.tools.doctor.finding import Finding, many, ok, problem, skipped, unknown, warning
+from runner.tools.doctor.finding import Finding, ok, problem, skipped, unknown, warning
 from runner.tools.doctor.host import PROJECT
 from runner.tools.doctor.machine import Machine
 from runner.tools.doctor.versions import (
@@ -27,6 +27,7 @@ from runner.tools.doctor.versions import (
     torch_for,
     torch_npu_for,
 )
+from runner.tracker.text import counted
 
 STACK = (PROJECT, "torch-npu", "vllm", "vllm-ascend", "triton-ascend", "transformers", "peft", "hydra-core")
 _BUILD = re.compile(r"""^__(?:soc_version|device_type)__\s*=\s*["']?(?:AscendDeviceType\.)?([\w-]+)""", re.MULTILINE)
@@ -160,7 +161,7 @@ def pins(machine: Machine) -> Finding:
     """What the packages of the stack demand of one another."""
     broken = unmet(machine, STACK)
     if not broken:
-        return ok(f"{many(sum(name in machine.packages for name in STACK), 'package')}: all they demand is there")
+        return ok(f"{counted(sum(name in machine.packages for name in STACK), 'package')}: all they demand is there")
     answer = problem if any(name == PROJECT for name, *_ in broken) else warning
     demands = " ".join(f"'{line.partition(';')[0].strip()}'" for *_, line in broken)
     return answer("; ".join(text for _, text, _ in broken), f"pip install {demands}")
