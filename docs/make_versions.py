@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "npu-versions.md"
 HEAD = f"""# Versions on an Ascend NPU
 
-Written by `docs/make_versions.py` from `runner/tools/doctor/versions.py`, which [`run doctor`](doctor.md)
+Written by `docs/make_versions.py` from `runner/tools/doctor/versions.yaml`, which [`run doctor`](doctor.md)
 reads too; do not edit. As of {AS_OF}. What is not in a table is reported as unknown, never guessed.
 
 Three rules stand behind the tables. torch_npu X.Y.Z, with or without a post number, needs torch X.Y.Z. The post number
@@ -102,7 +102,7 @@ def page() -> str:
     lines = [HEAD, "## Sets", *table((*head, "constraints"), map(row, SETS)), FOOT]
     lines += [*table(("set", "what was done", "result"), CHECKED), ""]
     lines += ["## CANN and torch_npu", *table(("CANN", "torch_npu"), ((c, ", ".join(b)) for c, b in CANN.items()))]
-    ranges = ((torch, f"{low[0]}.{low[1]} to {high[0]}.{high[1]}") for torch, (low, high) in PYTHON.items())
+    ranges = ((torch, f"{low} to {high}") for torch, (low, high) in PYTHON.items())
     lines += ["", "## Python", *table(("torch_npu", "Python"), ranges)]
     return "\n".join(lines) + "\n"
 

@@ -71,14 +71,18 @@ ALONE = Place()
 Samples = Callable[[int, Sequence[Mapping[str, Any]]], None]
 
 
+def _ignore(*given: object) -> None:
+    """Nobody reads it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outlets:
     """Where numbers, samples and words go: given by whoever launches."""
 
-    step: Sequence[Callable[[int, Mapping[str, float]], None]]
-    samples: Samples  # of an evaluation, which are shown too
-    rollouts: Samples  # of a step
-    say: Callable[[str], None]
+    step: Sequence[Callable[[int, Mapping[str, float]], None]] = ()
+    samples: Samples = _ignore  # of an evaluation, which are shown too
+    rollouts: Samples = _ignore  # of a step
+    say: Callable[[str], None] = _ignore
 
 
 @dataclass(frozen=True, slots=True)

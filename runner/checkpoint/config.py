@@ -44,22 +44,14 @@ class CheckpointConfig(ComponentConfig):
         return []
 
 
-BETTER: dict[str, Literal["max", "min"]] = {
-    "loss": "min",
-    "perplexity": "min",
-    "exact_match": "max",
-    "accuracy": "max",
-    "reward": "max",
-    "reward/mean": "max",
-    "margin": "max",
-    "reverse_kl": "min",
-    "divergence": "min",
-}
+LESS_IS_BETTER = ("loss", "perplexity", "reverse_kl", "divergence")
+MORE_IS_BETTER = ("exact_match", "accuracy", "reward", "reward/mean", "margin")
 
 
 def direction(metric: str) -> Literal["max", "min"] | None:
     """Whether more (max) or less (min) of a metric is better, known from its name (eval/loss → min); None = unknown."""
-    return BETTER.get(metric) or BETTER.get(metric.rpartition("/")[2])
+    names = {metric, metric.rpartition("/")[2]}
+    return "min" if names.intersection(LESS_IS_BETTER) else "max" if names.intersection(MORE_IS_BETTER) else None
 
 
 class SafetensorsConfig(CheckpointConfig):

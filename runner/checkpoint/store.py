@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -64,31 +65,18 @@ class HostCopy:
             ) from error
 
 
-class Flight:
-    """One write on its way, of the checkpoint of `step`."""
+def _in_background(work: Callable[[], object]) -> Future[object]:
+    """Begin work in a thread that the end of the program does not wait for."""
+    future: Future[object] = Future()
 
-    def __init__(self, step: int, work: Callable[[], object]) -> None:
-        self.step = step
-        self._work, self._error = work, list[BaseException]()
-        self._thread = Thread(target=self._run, name="checkpoint writer", daemon=True)
-        self._thread.start()
-
-    @property
-    def landed(self) -> bool:
-        """Whether it is over, well or not."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Until it is over. Raises what went wrong."""
-        self._thread.join()
-        if self._error:
-            raise self._error[0]
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._work()
+            future.set_result(work())
         except BaseException as error:  # whoever waits raises it
-            self._error.append(error)
+            future.set_exception(error)
+
+    Thread(target=run, name="checkpoint writer", daemon=True).start()
+    return future
 
 
 __all__ = ["CheckpointStore", "Loaded"]
@@ -108,7 +96,7 @@ class CheckpointStore:
         self._config, self._root, self._report = config, root, report
         self._writer = Writer(config, root, report, beside)
         self._host = HostCopy()
-        self._flight: Flight | None = None
+        self._flight: tuple[int, Future[object]] | None = None  # the step that is being written, and its end
         self.peers: Peers = Alone()  # who save together
         self.background: Peers = Alone()  # the same, for the thread that writes
 
@@ -148,11 +136,12 @@ class CheckpointStore:
         agreed, values = self._agreed(state), dict(metrics)
         copied: list[Agreed] = []
         each(self.peers, lambda: copied.append(replace(agreed, pieces=self._host.taken(agreed.pieces))))
-        self._flight = Flight(step, lambda: self._writer.write(step, copied[0], values, self.background))
+        work = _in_background(lambda: self._writer.write(step, copied[0], values, self.background))
+        self._flight = (step, work)
 
     def check(self) -> None:
         """Raise, on all ranks at once, what a write in the background met; all call it after each step."""
-        if self._flight is not None and all(self.peers.gather(self._flight.landed)):
+        if self._flight is not None and all(self.peers.gather(self._flight[1].done())):
             self._settle()
 
     def close(self) -> None:
@@ -162,12 +151,12 @@ class CheckpointStore:
                 self._settle()
             except Exception as error:
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
-                self._report(f"the checkpoint of step {flight.step} was not written: {reason}")
+                self._report(f"the checkpoint of step {flight[0]} was not written: {reason}")
 
     def _settle(self) -> None:
         flight, self._flight = self._flight, None
         if flight is not None:
-            flight.wait()
+            flight[1].result()
 
     def _wait_for(self, step: int) -> None:
         """Let the write before the one of `step` end; there is one copy, and one writer."""
@@ -176,9 +165,7 @@ class CheckpointStore:
         begin = time.monotonic()
         self._settle()
         if (waited := time.monotonic() - begin) > NOTICED_S:
-            self._report(
-                f"checkpoint of step {step}: waited {waited:.1f} s until that of step {flight.step} was written"
-            )
+            self._report(f"checkpoint of step {step}: waited {waited:.1f} s until that of step {flight[0]} was written")
 
     def _agreed(self, state: Mapping[str, State]) -> Agreed:
         return agreement.agree(lambda: sections.split(state), self.peers)

@@ -28,11 +28,6 @@ def allocator(device: torch.device) -> dict[str, float]:
     }
 
 
-def peak_bytes(device: torch.device) -> int:
-    """Largest number of bytes that tensors held so far."""
-    return int(torch.get_device_module(device).max_memory_allocated(device))
-
-
 def refuse_hidden(kind: Kind, count: int) -> None:
     """Raise EnvironmentProblem if the driver shows another number of cards than the list of visible ones names: it
     drops a wrong number without a word, and the job would run on other cards than was meant."""

@@ -16,10 +16,10 @@ import psutil
 
 from runner.core.errors import EnvironmentProblem
 from runner.device import npu_smi, nvidia_smi
+from runner.device.cards import MIB
 from runner.device.visible import parse
 
 DEADLINE_S = 20.0
-MB = 1 << 20
 Reading = Callable[[], Mapping[str, float]]
 
 
@@ -40,7 +40,7 @@ def gpu(uuid: str) -> Reading:
     def read() -> Mapping[str, float]:
         for found in nvidia_smi.parse_query(printed(*nvidia_smi.QUERY)):
             if found.uuid.removeprefix("GPU-") == uuid.removeprefix("GPU-"):
-                return _numbers(found.busy_percent, found.temperature_c, found.power_w, found.memory_used_mb)
+                return _numbers(found)
         raise EnvironmentProblem(f"nvidia-smi lists no GPU {uuid}")
 
     return read
@@ -57,21 +57,15 @@ def npu(index: int, visible: str | None) -> Reading:
         here = [place for place in places if place.logical == logical]
         for found in npu_smi.parse_info(printed("npu-smi", "info")).chips:
             if here and (found.card, found.chip) == (here[0].card, here[0].chip):
-                return _numbers(found.busy_percent, found.temperature_c, found.power_w, found.memory_used_mb)
+                return _numbers(found)
         raise EnvironmentProblem(f"npu-smi lists no chip with the logical number {logical}")
 
     return read
 
 
-def _numbers(
-    busy_percent: float | None, temperature_c: float | None, power_w: float | None, used_mb: int | None
-) -> dict[str, float]:
-    found = {
-        "busy_percent": busy_percent,
-        "temperature_c": temperature_c,
-        "power_w": power_w,
-        "memory_used_bytes": None if used_mb is None else float(used_mb * MB),
-    }
+def _numbers(of: nvidia_smi.Gpu | npu_smi.Chip) -> dict[str, float]:
+    found = {name: getattr(of, name) for name in ("busy_percent", "temperature_c", "power_w")}
+    found["memory_used_bytes"] = None if of.memory_used_mb is None else float(of.memory_used_mb * MIB)
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -40,7 +40,7 @@ class DeviceConfig(ComponentConfig):
     @property
     def default_dtype(self) -> Dtype:
         """The data type that a model computes in where `model.dtype` is left out."""
-        return "float32"
+        return self.kind.dtype
 
     @property
     def float32_peak(self) -> str | None:
@@ -127,10 +127,6 @@ class CudaConfig(DeviceConfig):
         return "tf32" if dtype == "float32" and self.tf32 else dtype
 
     @property
-    def default_dtype(self) -> Dtype:
-        return "bfloat16"
-
-    @property
     def float32_peak(self) -> str:
         reached = "1/2 of the peak in bfloat16 (TF32)" if self.tf32 else "1/15 of the peak in bfloat16"
         return f"at most {reached} on an A100, H100 or H200, and no flash kernel"
@@ -166,10 +162,6 @@ class NpuConfig(DeviceConfig):
     @property
     def kind(self) -> Kind:
         return NPU
-
-    @property
-    def default_dtype(self) -> Dtype:
-        return "bfloat16"
 
     @property
     def float32_peak(self) -> str:
@@ -223,11 +215,6 @@ class AutoConfig(DeviceConfig):
     factory: ClassVar[str] = "runner.device.auto:pick"
     name: Literal["auto"] = "auto"
     is_auto: ClassVar[bool] = True
-
-    @property
-    def default_dtype(self) -> Dtype:
-        """That of the device that will probably be picked."""
-        return self._probable().default_dtype
 
     @property
     def float32_peak(self) -> str | None:

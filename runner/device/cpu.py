@@ -8,28 +8,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from runner.device.accelerator import use_deterministic
 from runner.device.activity import Reading, own_process
+from runner.device.base import TorchDevice
 from runner.device.config import CpuConfig
-from runner.interfaces import Decide, DenseAttention, VarlenAttention
+from runner.interfaces import Decide
 
 
-class Cpu:
+class Cpu(TorchDevice[CpuConfig]):
     """The processor, with a fixed number of threads, because bits depend on it."""
 
     name = "cpu"
 
     def __init__(self, config: CpuConfig, *, decide: Decide) -> None:
-        self.config = config
-        self.torch_device = torch.device("cpu")
-        self.backend = config.kind.backend
+        super().__init__(config, torch.device("cpu"), decide)
 
     def prepare(self) -> None:
         """Fix what results depend on."""
         torch.set_num_threads(self.config.threads)
-        use_deterministic(self.config.deterministic)
+        super().prepare()
 
     def synchronize(self) -> None:
         """Nothing runs behind the processor's back."""
@@ -50,22 +47,3 @@ class Cpu:
     def readings(self) -> Sequence[Reading]:
         """Of this process."""
         return (own_process(),)
-
-    def matmul_precision(self, dtype: torch.dtype) -> str:
-        """As the options say."""
-        return self.config.matmul_precision(str(dtype).removeprefix("torch."))
-
-    def lacks(self, dtype: torch.dtype) -> str | None:
-        """Nothing."""
-        return None
-
-    def attention(self, dtype: torch.dtype) -> VarlenAttention | None:
-        """None: one call of torch's kernel per row is fastest here."""
-        return None
-
-    def dense_attention(self) -> DenseAttention | None:
-        """None: transformers calls torch's, which chooses among its own."""
-        return None
-
-    def fuse(self, module: nn.Module) -> None:
-        """Nothing to exchange."""

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from runner.core.errors import EnvironmentProblem
-from runner.device.accelerator import allocator, own_card, peak_bytes, use_deterministic
+from runner.device.accelerator import own_card
 from runner.device.activity import Reading, gpu
+from runner.device.base import TorchDevice
 from runner.device.config import CudaConfig
 from runner.device.cuda_attention import kernel
-from runner.interfaces import Decide, DenseAttention, VarlenAttention
+from runner.interfaces import Decide, VarlenAttention
 
 
-class Cuda:
+class Cuda(TorchDevice[CudaConfig]):
     """One NVIDIA GPU of this process. Raises EnvironmentProblem where there is none."""
 
     name = "cuda"
@@ -30,24 +29,13 @@ class Cuda:
                 "  in order: 1. nvidia-smi must list a GPU  2. CUDA_VISIBLE_DEVICES must not be empty  "
                 "3. install a CUDA build of torch\n  or run it here: device=cpu"
             )
-        self.config = config
-        self._decide = decide
-        self.torch_device = own_card(config.kind, torch.cuda.device_count())
-        self.backend = config.kind.backend
+        super().__init__(config, own_card(config.kind, torch.cuda.device_count()), decide)
 
     def prepare(self) -> None:
         """Choose precision and determinism."""
-        use_deterministic(self.config.deterministic)
+        super().prepare()
         torch.backends.cuda.matmul.allow_tf32 = self.config.tf32
         torch.backends.cudnn.allow_tf32 = self.config.tf32
-
-    def synchronize(self) -> None:
-        """Wait for the GPU, so that times mean something."""
-        torch.cuda.synchronize(self.torch_device)
-
-    def peak_memory_bytes(self) -> int:
-        """Largest number of bytes that tensors held so far."""
-        return peak_bytes(self.torch_device)
 
     def describe(self) -> dict[str, Any]:
         """What exactness depends on."""
@@ -56,11 +44,7 @@ class Cuda:
     def readings(self) -> Sequence[Reading]:
         """Of the card as nvidia-smi sees it, and of this process's allocator."""
         uuid = str(torch.cuda.get_device_properties(self.torch_device).uuid)
-        return gpu(uuid), partial(allocator, self.torch_device)
-
-    def matmul_precision(self, dtype: torch.dtype) -> str:
-        """As the options say."""
-        return self.config.matmul_precision(str(dtype).removeprefix("torch."))
+        return gpu(uuid), self.allocator
 
     def lacks(self, dtype: torch.dtype) -> str | None:
         """Nothing: what an old card does not have, torch computes in float32, which is said."""
@@ -74,10 +58,3 @@ class Cuda:
     def attention(self, dtype: torch.dtype) -> VarlenAttention | None:
         """The flash kernel that is installed, for models that compute in float16 or bfloat16."""
         return kernel(self.config, dtype, self._decide)
-
-    def dense_attention(self) -> DenseAttention | None:
-        """None: transformers calls torch's, which chooses among its own."""
-        return None
-
-    def fuse(self, module: nn.Module) -> None:
-        """Nothing to exchange."""

@@ -50,52 +50,36 @@ class FlashAttention:
             edges(key_lengths, query.device),
             max(query_lengths),
             max(key_lengths),
-            dropout_p=dropout,
-            softmax_scale=scale,
-            causal=True,
-            window_size=(-1, -1) if window is None else (window - 1, 0),
-            deterministic=self._deterministic,
+            **self._options(window, dropout, scale, grouped=query.shape[1] != key.shape[1]),
         )
         return out
 
+    def _options(self, window: int | None, dropout: float, scale: float, grouped: bool) -> dict[str, Any]:
+        return {
+            "dropout_p": dropout,
+            "softmax_scale": scale,
+            "causal": True,
+            "window_size": (-1, -1) if window is None else (window - 1, 0),
+            "deterministic": self._deterministic,
+        }
 
-class TorchFlashAttention:
-    """`VarlenAttention` by `function`, called like `varlen_attn` of torch.nn.attention.varlen; it has no dropout."""
+
+class TorchFlashAttention(FlashAttention):
+    """The same by `function`, called like `varlen_attn` of torch.nn.attention.varlen; it has no dropout.
+
+    Raises EnvironmentProblem for a model whose attention has dropout.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+        super().__init__(function, deterministic=False)
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        query_lengths: tuple[int, ...],
-        key_lengths: tuple[int, ...],
-        window: int | None,
-        dropout: float,
-        scale: float,
-    ) -> Tensor:
-        """See `VarlenAttention`. Raises EnvironmentProblem for a model whose attention has dropout."""
+    def _options(self, window: int | None, dropout: float, scale: float, grouped: bool) -> dict[str, Any]:
         if dropout:
             raise EnvironmentProblem(
                 f"torch's own kernel for rows end to end has no dropout, and this model's attention has {dropout}\n"
                 "  set device.attention=sdpa, or install flash-attn"
             )
-        out: Tensor = self._function(
-            query,
-            key,
-            value,
-            edges(query_lengths, query.device),
-            edges(key_lengths, query.device),
-            max(query_lengths),
-            max(key_lengths),
-            scale=scale,
-            window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return out
+        return {"scale": scale, "window_size": (-1 if window is None else window - 1, 0), "enable_gqa": grouped}
 
 
 def kernel(config: CudaConfig, dtype: torch.dtype, decide: Decide) -> VarlenAttention | None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from runner.spec.base import Dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +19,8 @@ class Kind:
     visible: the variable that lists the cards a process may use; names: how an entry may begin that is no number
     unread: a variable of another project's that looks as if it did, which no driver reads
     nodes: the device files of its cards; allocator: the variable that sets its memory up
-    The processor has none of the last six.
+    dtype: the data type that a model computes in where `model.dtype` is left out
+    The processor has none of visible, names, unread, nodes and allocator.
     """
 
     name: str
@@ -25,6 +31,7 @@ class Kind:
     unread: str | None = None
     nodes: str | None = None
     allocator: str | None = None
+    dtype: Dtype = "bfloat16"
 
     @property
     def backend(self) -> str:
@@ -32,23 +39,6 @@ class Kind:
         return self.collectives if self.name == "cpu" else f"cpu:gloo,{self.name}:{self.collectives}"
 
 
-CPU = Kind(name="cpu", collectives="gloo", resource="CPU")
-CUDA = Kind(
-    name="cuda",
-    collectives="nccl",
-    resource="GPU",
-    visible="CUDA_VISIBLE_DEVICES",
-    names=("GPU-", "MIG-"),
-    nodes="/dev/nvidia[0-9]*",
-    allocator="PYTORCH_CUDA_ALLOC_CONF",
-)
-NPU = Kind(
-    name="npu",
-    collectives="hccl",
-    resource="NPU",
-    visible="ASCEND_RT_VISIBLE_DEVICES",
-    unread="NPU_VISIBLE_DEVICES",  # of AReaL
-    nodes="/dev/davinci[0-9]*",
-    allocator="PYTORCH_NPU_ALLOC_CONF",
-)
-KINDS = {kind.name: kind for kind in (CPU, CUDA, NPU)}
+_TABLE = yaml.safe_load(Path(__file__).with_name("kinds.yaml").read_text(encoding="utf-8"))
+KINDS = {name: Kind(name=name, **one | {"names": tuple(one.get("names", ()))}) for name, one in _TABLE.items()}
+CPU, CUDA, NPU = KINDS["cpu"], KINDS["cuda"], KINDS["npu"]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from runner.core.errors import EnvironmentProblem
-from runner.device.accelerator import allocator, own_card, peak_bytes, refuse_hidden, use_deterministic
+from runner.device.accelerator import own_card, refuse_hidden
 from runner.device.activity import Reading, npu
+from runner.device.base import TorchDevice
 from runner.device.config import NpuConfig
 from runner.device.npu_attention import DenseFusionAttention, FusionAttention
 from runner.device.npu_fused import fuse
@@ -21,7 +21,7 @@ from runner.device.visible import VARIABLES
 from runner.interfaces import Decide, DenseAttention, VarlenAttention
 
 
-class Npu:
+class Npu(TorchDevice[NpuConfig]):
     """One Ascend NPU of this process, through `torch.accelerator` wherever that is enough.
 
     Raises EnvironmentProblem where torch_npu finds no card.
@@ -38,23 +38,8 @@ class Npu:
         if current is None or current.type != "npu":
             refuse_hidden(config.kind, 0)
             raise EnvironmentProblem("device=npu: torch_npu is installed and finds no card; npu-smi info must list one")
-        self.config = config
-        self._decide = decide
+        super().__init__(config, own_card(config.kind, torch.accelerator.device_count()), decide)
         self._operators: Any = torch_npu
-        self.torch_device = own_card(config.kind, torch.accelerator.device_count())
-        self.backend = config.kind.backend
-
-    def prepare(self) -> None:
-        """Choose determinism."""
-        use_deterministic(self.config.deterministic)
-
-    def synchronize(self) -> None:
-        """Wait for the NPU, so that times mean something."""
-        torch.accelerator.synchronize(self.torch_device)
-
-    def peak_memory_bytes(self) -> int:
-        """Largest number of bytes that tensors held so far."""
-        return peak_bytes(self.torch_device)
 
     def describe(self) -> dict[str, Any]:
         """What exactness depends on."""
@@ -64,11 +49,7 @@ class Npu:
     def readings(self) -> Sequence[Reading]:
         """Of the chip as npu-smi sees it, and of this process's allocator."""
         index = self.torch_device.index
-        return npu(index, os.environ.get(VARIABLES["npu"])), partial(allocator, self.torch_device)
-
-    def matmul_precision(self, dtype: torch.dtype) -> str:
-        """As the options say."""
-        return self.config.matmul_precision(str(dtype).removeprefix("torch."))
+        return npu(index, os.environ.get(VARIABLES["npu"])), self.allocator
 
     def lacks(self, dtype: torch.dtype) -> str | None:
         """bfloat16, where the card is older than A2."""

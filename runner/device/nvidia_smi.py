@@ -9,7 +9,7 @@ FIELDS = "index,name,uuid,memory.used,memory.total,utilization.gpu,temperature.g
 QUERY = ("nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """One line of the query; None where the GPU does not say."""
 
@@ -38,16 +38,8 @@ def links(text: str) -> dict[str, int]:
 
 
 def _gpu(row: list[str]) -> Gpu:
-    return Gpu(
-        index=int(row[0]),
-        name=row[1],
-        uuid=row[2],
-        memory_used_mb=int(_number(row[3]) or 0),
-        memory_total_mb=int(_number(row[4]) or 0),
-        busy_percent=_number(row[5]),
-        temperature_c=_number(row[6]),
-        power_w=_number(row[7]),
-    )
+    index, name, uuid, used, total, *readings = row
+    return Gpu(int(index), name, uuid, int(_number(used) or 0), int(_number(total) or 0), *map(_number, readings))
 
 
 def _number(text: str) -> float | None:

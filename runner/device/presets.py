@@ -1,4 +1,4 @@
-"""Environment variables that suit the work of an accelerator, as data: each with its value and the reason for it.
+"""Environment variables that suit the work of an accelerator, as presets.yaml has them.
 
     presets of a job ──┐
     what the user set ─┴─ resolve() ─▶ what to set before torch is imported, and which of the user's own stand
@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from runner.core.rank_info import Place
 from runner.device.kinds import NPU
@@ -55,105 +58,30 @@ def resolve(presets: Sequence[Preset], own: Mapping[str, str]) -> Resolved:
     return Resolved(free, kept)
 
 
-_GROWING = Variable(
-    "expandable_segments:True",
-    "batches change their size from step to step; segments that grow do not leave unusable gaps",
-    rival="PYTORCH_ALLOC_CONF",  # torch_npu reads either name, and ends the process where it finds both
-)
-_FIXED = Variable(
-    "expandable_segments:False",
-    "an engine that hands its memory back between steps (vllm-ascend's sleep mode) refuses growing segments",
-    rival="PYTORCH_ALLOC_CONF",
-)
-_PATIENT = Variable("600", "seconds; CANN's 120 pass while one process still reads a large model")
-_PLAIN = Variable("0", "weights that are replaced while the engine runs must lie in the plain layout, not in NZ")
+def _read() -> dict[str, dict[str, Preset]]:
+    table = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8"))
+    return {
+        kind: {name: Preset(name, {key: Variable(**one) for key, one in found.items()}) for name, found in own.items()}
+        for kind, own in table.items()
+    }
 
-PRESETS = {  # of an NPU
-    preset.name: preset
-    for preset in (
-        Preset(
-            "train",
-            {
-                "PYTORCH_NPU_ALLOC_CONF": _GROWING,
-                "TASK_QUEUE_ENABLE": Variable("2", "more of an operator's launch runs in a second thread"),
-                "CPU_AFFINITY_CONF": Variable("2", "the launching threads stay on cores close to their card"),
-                "HCCL_CONNECT_TIMEOUT": _PATIENT,
-            },
-        ),
-        Preset(
-            "colocated_rl",
-            {
-                "PYTORCH_NPU_ALLOC_CONF": _FIXED,
-                "TASK_QUEUE_ENABLE": Variable("1", "2 is faster and peaks higher, and the sampler needs that memory"),
-                "HCCL_CONNECT_TIMEOUT": _PATIENT,
-                "VLLM_ASCEND_ENABLE_NZ": _PLAIN,
-            },
-        ),
-        Preset(
-            "disaggregated_rl",
-            {
-                "PYTORCH_NPU_ALLOC_CONF": _GROWING,
-                "TASK_QUEUE_ENABLE": Variable("2", "more of an operator's launch runs in a second thread"),
-                "CPU_AFFINITY_CONF": Variable("2", "the launching threads stay on cores close to their card"),
-                "HCCL_CONNECT_TIMEOUT": Variable("7200", "seconds, CANN's most: samplers are up long before trainers"),
-                "HCCL_EXEC_TIMEOUT": Variable("14416", "seconds, in CANN's steps of 68: trainers wait for samples"),
-                "HCCL_EVENT_TIMEOUT": Variable("14500", "seconds; has to be above HCCL_EXEC_TIMEOUT"),
-                "VLLM_ASCEND_ENABLE_NZ": _PLAIN,
-            },
-        ),
-        Preset(
-            "debug",
-            {
-                "ASCEND_LAUNCH_BLOCKING": Variable("1", "an error is raised by the operator that made it; slow"),
-                "TORCH_NPU_COMPACT_ERROR_OUTPUT": Variable("0", "errors are printed in full"),
-                "OOM_SNAPSHOT_ENABLE": Variable("1", "a picture of the memory is written where it runs out"),
-            },
-        ),
-        Preset(
-            "deterministic",
-            {
-                "HCCL_DETERMINISTIC": Variable(
-                    "strict", "sums over cards keep their order; CANN knows true, false, strict"
-                ),
-                "LCCL_DETERMINISTIC": Variable("1", "the same for sums within a machine"),
-                "ATB_MATMUL_SHUFFLE_K_ENABLE": Variable("0", "ATB's products add up in one order"),
-                "ATB_LLM_LCOC_ENABLE": Variable("0", "no products that overlap with communication"),
-                "CLOSE_MATMUL_K_SHIFT": Variable("1", "products add up in one order whichever core makes them"),
-            },
-        ),
-    )
-}
 
-_ENGINE = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": Variable("0", "the engine runs in this process, and takes weights as they lie"),
-    "VLLM_NO_USAGE_STATS": Variable("1", "vLLM would report the machine and the model to its makers"),
-    "VLLM_LOGGING_LEVEL": Variable("CRITICAL", "what goes wrong reaches the run as an error, without pages beside it"),
-}
-_WORKERS = {  # of an engine over several cards, which has a process for each
-    "VLLM_WORKER_MULTIPROC_METHOD": Variable("spawn", "vLLM would fork them, and a process that has an NPU cannot be"),
-    "VLLM_LOGGING_LEVEL": Variable("ERROR", "what a worker dies of is nowhere but in its words, which go to the log"),
-}
-_NO_COMPILER = Variable("1", "else a kernel that ranks log-probabilities is compiled, for ten seconds")
-_UNBOUND = Variable("nobind", "vLLM would bind its workers to memory nodes, and wants one for each")
+_TABLE = _read()
+PRESETS = _TABLE["npu"]
+CUDA_DETERMINISTIC = _TABLE["cuda"]["deterministic"]
 
 
 def engine(job: Any, *, threads: int | None = None) -> tuple[Preset, ...]:
     """What an engine in a process of `job` wants; threads: of the processor, where the engine runs on it."""
     if not job.sampler.starts_engine:
         return ()
-    variables = _ENGINE | (_WORKERS if job.sampler.cards() > 1 else {})
+    own = {name: preset.variables for name, preset in _TABLE["vllm"].items()}
+    variables = {**own["engine"], **(own["workers"] if job.sampler.cards() > 1 else {})}
     if threads is not None:
         variables["OMP_NUM_THREADS"] = Variable(str(threads), "device.threads; vLLM's kernels would take every core")
-        variables["VLLM_CPU_OMP_THREADS_BIND"] = _UNBOUND
-        if not job.model.compile:
-            variables["TORCH_COMPILE_DISABLE"] = _NO_COMPILER
+        variables |= own["processor"] if job.model.compile else {**own["processor"], **own["uncompiled"]}
     return (Preset("vllm", variables),)
 
-
-CUDA_DETERMINISTIC = Preset(
-    "deterministic",
-    {"CUBLAS_WORKSPACE_CONFIG": Variable(":4096:8", "cuBLAS repeats itself only with workspaces of fixed size")},
-)
 
 FIRST_PORT, LAST_PORT = 20000, 32767  # below those that Linux hands out by itself, which begin at 32768
 BLOCK = 16  # ports that HCCL takes, one for each card of a machine

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+import yaml
 
 Generation = Literal["first", "A2", "A3", "310P", "310B", "950", "unknown"]
 
-# Checked in this order on the name in lower case without the prefix "ascend".
-_RULES: tuple[tuple[re.Pattern[str], Generation], ...] = (
-    (re.compile(r"950.*|a5"), "950"),
-    (re.compile(r"310p.*"), "310P"),
-    (re.compile(r"310b.*"), "310B"),
-    (re.compile(r"910_?93\w*|910c|93\d\d|a3"), "A3"),
-    (re.compile(r"910b[1-4](?:c|-1)?|a2"), "A2"),  # 910B3 is A2, whatever it is often taken for
-    (re.compile(r"910(?:a|b|pro\w*|premium\w*)"), "first"),  # 910B without a digit is the first generation, not A2
-    (re.compile(r"910"), "A3"),  # npu-smi info calls an A3 plainly Ascend910
-)
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """A generation's names, and what CANN's installers and the doctor say of it (see chips.yaml)."""
+
+    pattern: str
+    installer: str
+    kernels: str
+    remark: str | None = None
+
+
+_TABLE = yaml.safe_load(Path(__file__).with_name("chips.yaml").read_text(encoding="utf-8"))
+CHIPS: dict[Generation, Chip] = {name: Chip(**one) for name, one in _TABLE.items()}
 
 
 def generation(name: str) -> Generation:
     """The generation that a chip's name belongs to: `910B3` → A2, `Ascend910_9392` → A3, `910B` → first."""
     bare = name.strip().lower().replace(" ", "").removeprefix("ascend")
-    return next((found for pattern, found in _RULES if pattern.fullmatch(bare)), "unknown")
+    return next((found for found, chip in CHIPS.items() if re.fullmatch(chip.pattern, bare)), "unknown")
 
 
 def soc_name(board: Mapping[str, str]) -> str | None:

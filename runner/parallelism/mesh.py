@@ -91,6 +91,18 @@ class Mesh(NamedTuple):
         size = self.expert_grid["dp_shard"]
         return [held[at : at + size] for held in self.expert_copies() for at in range(0, len(held), size)]
 
+    def groups(self) -> dict[str, list[Family]]:
+        """The sets of ranks that work together, by what they share: `data`, `copies`, experts, each dimension."""
+        return {
+            "data": self.families(*DATA),
+            "copies": self.families(*COPIES),
+            "expert_copies": self.expert_copies(),
+            "expert_pieces": self.expert_pieces(),
+            "ep": self.experts(),
+            "dp_shard": self.families("dp_shard", "cp"),
+            **{name: self.families(name) for name in ("pp", "dp_replicate", "cp", "tp")},
+        }
+
     def _rank(self, place: Sequence[int]) -> int:
         rank = 0
         for at, size in zip(place, self.dims.values(), strict=True):

@@ -146,15 +146,7 @@ class Groups:
 
 def made(mesh: Mesh, kind: str, backend: str, timeout: timedelta, chunks: int = 1) -> Groups:
     """Make the groups of all ranks; chunks: runs of layers on each stage. Collective."""
-    every = {
-        "data": mesh.families(*DATA),
-        "copies": mesh.families(*COPIES),
-        "expert_copies": mesh.expert_copies(),
-        "expert_pieces": mesh.expert_pieces(),
-        "ep": mesh.experts(),
-        "dp_shard": mesh.families("dp_shard", "cp"),
-        **{name: mesh.families(name) for name in ("pp", "dp_replicate", "cp", "tp")},
-    }
+    every = mesh.groups()
     if mesh.pp > 1:
         every["stages"] = mesh.families("pp", *DATA)
         every["ends"] = [(stages[0], stages[-1]) for stages in mesh.families("pp")]

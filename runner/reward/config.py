@@ -44,12 +44,9 @@ class ColumnConfig(FallibleConfig):
         return [("reward.column", self.column)]
 
 
-class ExactConfig(ColumnConfig):
-    """1 where the answer, stripped of blanks around it, equals a column; else 0."""
+class ExtractConfig(FallibleConfig):
+    """A reward that reads the answer, or a part of it."""
 
-    factory: ClassVar[str] = "runner.reward.rules:build_exact"
-    name: Literal["exact"] = "exact"
-    ignore_case: bool = Field(default=False, description="Take capital and small letters for the same.")
     extract: str | None = Field(
         default=None,
         description="Regular expression with one group: its last match is the answer; null = the whole text.",
@@ -59,19 +56,20 @@ class ExactConfig(ColumnConfig):
         return _pattern_problems("extract", self.extract, groups=1)
 
 
-class NumericConfig(ColumnConfig):
+class ExactConfig(ExtractConfig, ColumnConfig):
+    """1 where the answer, stripped of blanks around it, equals a column; else 0."""
+
+    factory: ClassVar[str] = "runner.reward.rules:build_exact"
+    name: Literal["exact"] = "exact"
+    ignore_case: bool = Field(default=False, description="Take capital and small letters for the same.")
+
+
+class NumericConfig(ExtractConfig, ColumnConfig):
     """1 where the last number of the answer equals the last number of a column; else 0."""
 
     factory: ClassVar[str] = "runner.reward.rules:build_numeric"
     name: Literal["numeric"] = "numeric"
-    extract: str | None = Field(
-        default=None,
-        description="Regular expression with one group, in whose last match the number is; null = in the whole text.",
-    )
     tolerance: float = Field(default=1e-6, ge=0, description="Largest difference that still counts as equal.")
-
-    def problems(self, job: Any) -> list[tuple[str, str]]:
-        return _pattern_problems("extract", self.extract, groups=1)
 
 
 class FormatConfig(FallibleConfig):
@@ -128,7 +126,7 @@ class MathConfig(ColumnConfig, PooledConfig):
             raise EnvironmentProblem('reward=math needs math-verify\n  pip install "posttrain-run[math]"')
 
 
-class CountdownConfig(FallibleConfig):
+class CountdownConfig(ExtractConfig):
     """1 where the answer is an arithmetic expression of the given numbers that makes the target; else 0."""
 
     factory: ClassVar[str] = "runner.reward.rules:build_countdown"
@@ -136,16 +134,9 @@ class CountdownConfig(FallibleConfig):
     numbers: str = Field(default="numbers", min_length=1, description="Column that holds the list of whole numbers.")
     target: str = Field(default="target", min_length=1, description="Column that holds the number to make.")
     use_all: bool = Field(default=True, description="Each number exactly once; false = at most once.")
-    extract: str | None = Field(
-        default=None,
-        description="Regular expression with one group: its last match is the expression; null = the whole text.",
-    )
 
     def columns(self) -> list[tuple[str, str]]:
         return [("reward.numbers", self.numbers), ("reward.target", self.target)]
-
-    def problems(self, job: Any) -> list[tuple[str, str]]:
-        return _pattern_problems("extract", self.extract, groups=1)
 
 
 class FunctionConfig(FallibleConfig, PooledConfig):

@@ -39,8 +39,6 @@ def build(config: FunctionConfig, *, seed: int, decide: Decide, folder: Path | N
         raise SpecError([Problem("reward.path", f"{file} cannot be used: {error}; mend the file")]) from error
 
     def ask(group: Group) -> Scored:
-        if not group:
-            return Scored([])
         given = arguments(group)
         return pool.call(given, len(group), derive(seed, "reward", hashlib.sha256(encoded(given)).hexdigest()))
 

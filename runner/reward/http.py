@@ -79,8 +79,6 @@ def build(config: HttpConfig, **_: Any) -> Scorer:
     endpoint = Endpoint(config.url, config.timeout_s, config.retries, config.backoff_s)
 
     def ask(group: Group) -> Scored:
-        if not group:
-            return Scored([])
         try:
             answer = endpoint.ask(encoded(_body(group)))
         except _Failure as failure:

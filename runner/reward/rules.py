@@ -20,13 +20,26 @@ from typing import Any
 
 from runner.core.safe_arithmetic import NotArithmetic, evaluated
 from runner.interfaces import Completion
-from runner.reward.config import CountdownConfig, ExactConfig, FormatConfig, LengthConfig, NoRewardConfig, NumericConfig
+from runner.reward.config import (
+    CountdownConfig,
+    ExactConfig,
+    ExtractConfig,
+    FormatConfig,
+    LengthConfig,
+    NoRewardConfig,
+    NumericConfig,
+)
 from runner.reward.patterns import last, matches
 from runner.reward.scorer import Faults, Scorer, Unscorable, column, each
 
 
 def build_none(config: NoRewardConfig, **_: Any) -> None:
     """Nothing to build."""
+
+
+def answer_of(completion: Completion, config: ExtractConfig) -> str | None:
+    """What `extract` finds in a completion, None where that is nothing; without it all of the text."""
+    return completion.text if config.extract is None else last(config.extract, completion.text)
 
 
 def equal(answer: str, wanted: str, ignore_case: bool = False) -> bool:
@@ -40,7 +53,7 @@ def build_exact(config: ExactConfig, **_: Any) -> Scorer:
 
     def rate(completion: Completion) -> float:
         wanted = str(column(completion, config.column, "column"))
-        answer = completion.text if config.extract is None else last(config.extract, completion.text)
+        answer = answer_of(completion, config)
         return float(answer is not None and equal(answer, wanted, config.ignore_case))
 
     return Scorer(each(rate), Faults("reward=exact", config.max_failures, "set reward.column to a column of the data"))
@@ -110,7 +123,7 @@ def build_numeric(config: NumericConfig, **_: Any) -> Scorer:
 
     def rate(completion: Completion) -> float:
         wanted = reference(completion, config.column)
-        text = completion.text if config.extract is None else last(config.extract, completion.text)
+        text = answer_of(completion, config)
         number = last_number(text or "")
         return float(number is not None and near(number, wanted, config.tolerance))
 
@@ -145,7 +158,7 @@ def build_countdown(config: CountdownConfig, **_: Any) -> Scorer:
     def rate(completion: Completion) -> float:
         numbers = _numbers(column(completion, config.numbers, "numbers"), config.numbers)
         [target] = _numbers([column(completion, config.target, "target")], config.target)
-        text = completion.text if config.extract is None else last(config.extract, completion.text)
+        text = answer_of(completion, config)
         return float(text is not None and solves(text, numbers, Fraction(target), config.use_all))
 
     remedy = "set reward.numbers and reward.target to columns of the data"

@@ -123,7 +123,8 @@ class Scorer:
         self._faults.close()
 
     def _scored(self, groups: Sequence[Group]) -> Iterator[Scored]:
-        return map(self._ask, groups) if self._threads is None else self._threads.map(self._ask, groups)
+        go = map if self._threads is None else self._threads.map
+        return go(lambda group: self._ask(group) if group else Scored([]), groups)
 
 
 def each(rate: Callable[[Completion], float]) -> Callable[[Group], Scored]:

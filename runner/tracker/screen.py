@@ -10,7 +10,10 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
 
 from runner.tracker.text import duration, number, rate, size, sparkline, visible
 
@@ -20,19 +23,10 @@ if TYPE_CHECKING:
 
 Better = Literal["less", "more"]
 
-# Metrics that get a curve of their own, where a run has them: name, word on the screen, which direction is better.
-CURVES: tuple[tuple[str, str, Better], ...] = (
-    ("reward/mean", "reward", "more"),
-    ("distill/reverse_kl", "reverse KL", "less"),
-    ("train/loss", "loss", "less"),
-    ("eval/loss", "eval loss", "less"),
-    ("eval/exact_match", "exact match", "more"),
-    ("eval/accuracy", "accuracy", "more"),
-)
-# Metrics that a plain line shows, in this order.
-PLAIN = (
-    *(name for name, _, _ in CURVES), "train/grad_norm", "train/lr", "perf/tokens_per_s", "perf/mfu",
-)  # fmt: skip
+# metrics.yaml: how the metrics of a run are shown, by their names
+METRICS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("metrics.yaml").read_text(encoding="utf-8"))
+CURVES: dict[str, dict[str, Any]] = METRICS["curves"]
+PLAIN = (*CURVES, *METRICS["plain"])
 EQUAL = "reward/zero_variance"  # share of the groups that teach nothing; shown where there is any
 SAMPLE_CHARACTERS = 400
 POINTS = 512  # of a curve; beyond, neighbours are merged
@@ -91,9 +85,9 @@ class Progress:
         self.latest.update(metrics)
         self.now = dict(metrics)
         self.times.append((step, now))
-        for name, _, better in CURVES:
+        for name, one in CURVES.items():
             if name in metrics:
-                self.curves.setdefault(name, Curve(better)).add(step, metrics[name])
+                self.curves.setdefault(name, Curve(one["better"])).add(step, metrics[name])
 
     def remaining_s(self) -> float:
         """Seconds to go at the pace of the last steps; NaN before two steps are known."""
@@ -158,11 +152,13 @@ def _curve_rows(progress: Progress, width: int) -> list[Text]:
     from rich.text import Text
 
     rows = []
-    for name, word, _ in CURVES:
+    for name, one in CURVES.items():
         if curve := progress.curves.get(name):
             bars = sparkline(curve.series(), max(width - 48, 8))
             best = f"best {number(curve.best)} @ {curve.best_step}" if not math.isnan(curve.best) else ""
-            rows.append(Text.assemble((f"{word:12}", "dim"), f"{number(curve.last):>10}  ", (bars, "cyan"), "  ", best))
+            rows.append(
+                Text.assemble((f"{one['word']:12}", "dim"), f"{number(curve.last):>10}  ", (bars, "cyan"), "  ", best)
+            )
     return rows or [Text("waiting for the first step", "dim")]
 
 

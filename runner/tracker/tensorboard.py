@@ -12,7 +12,6 @@ from runner.run_dir.folder import RunFolder, shown
 from runner.run_dir.manifest import redacted
 
 if TYPE_CHECKING:
-    from runner.interfaces import Decide
     from runner.tracker.config import TensorboardConfig
     from runner.tracker.console import Console
 
@@ -54,15 +53,7 @@ class TensorboardTracker:
 
 
 def build(
-    config: TensorboardConfig,
-    *,
-    folder: RunFolder,
-    spec: Mapping[str, Any],
-    run_id: str,
-    name: str,
-    first_step: int,
-    console: Console,
-    decide: Decide,
+    config: TensorboardConfig, *, folder: RunFolder, first_step: int, console: Console, **_: Any
 ) -> TensorboardTracker:
     """A writer that hides what an earlier attempt wrote after `first_step`.
 

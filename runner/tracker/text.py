@@ -53,18 +53,18 @@ def counted(count: int, noun: str) -> str:
 
 def rate(value: float) -> str:
     """A count per second: 950, 12.3k, 4.56M."""
-    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= limit:
-            return f"{value / limit:.3g}{suffix}"
-    return f"{value:.3g}"
+    return _scaled(value, ("G", "M", "k")) or f"{value:.3g}"
 
 
 def size(value: float) -> str:
     """Bytes: 512 B, 3.4 MB, 41.2 GB (powers of 1000)."""
-    for limit, suffix in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if value >= limit:
-            return f"{value / limit:.3g} {suffix}"
-    return f"{value:.0f} B"
+    return _scaled(value, (" GB", " MB", " kB")) or f"{value:.0f} B"
+
+
+def _scaled(value: float, units: Sequence[str]) -> str:
+    """In the largest of the units of 10⁹, 10⁶, 10³ that it fills; empty below them."""
+    fitting = ((limit, unit) for limit, unit in zip((1e9, 1e6, 1e3), units, strict=True) if value >= limit)
+    return next((f"{value / limit:.3g}{unit}" for limit, unit in fitting), "")
 
 
 def duration(seconds: float) -> str:

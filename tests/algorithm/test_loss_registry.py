@@ -94,7 +94,7 @@ def test_a_plug_in_adds_a_value_and_its_options(install: Any) -> None:
 
 
 def test_a_plug_in_may_import_what_it_builds_upon(install: Any) -> None:
-    ours = registered.built_in()["policy_loss"]["clip"].function
+    ours = loss_registry.built_in()["policy_loss"]["clip"].function
     theirs = loss("sharp", sharp)
     found = install(theirs=[ours, theirs, theirs], more=[theirs])
     assert list(found["policy_loss"]) == ["sharp"] and not plugins.warnings()

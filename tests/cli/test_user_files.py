@@ -12,7 +12,6 @@ import yaml
 from runner.cli.compose import Composed, compose_job, re_decode
 from runner.cli.expand import expand
 from runner.cli.main import main
-from runner.cli.sources import plugin_folders
 from runner.core.errors import SpecError
 from runner.core.paths import conf_dir
 from runner.launch.stage import folder_of, words_of

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import yaml
+
 from runner.tools.plan.published import PUBLISHED, Shape
 
 ROWS = 64  # of a file; steps take them in turns
@@ -55,7 +57,7 @@ class Case:
         tokenizer = byte_tokenizer(self.length)
         tokenizer.save_pretrained(folder / "model")
         ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-        AutoConfig.for_model(self.shape.kind, **self.shape.options() | ends).save_pretrained(folder / "model")
+        AutoConfig.for_model(**self.shape | ends).save_pretrained(folder / "model")
         letters = random.Random(0)
 
         def text(tokens: int) -> str:
@@ -75,28 +77,7 @@ class Case:
 
 def cases(toy: bool) -> list[Case]:
     """What is measured on a processor (toy), or on a card."""
-    short, long = (256, 1024) if toy else (2048, 8192)
-    tokens = long  # of a micro-batch; a step of sft has two
-    small = Shape("qwen3", 1024, 192, 576, 3, 4, 2, tied=True, head_size=48)
-    large = Shape("qwen3", 1024, 256, 768, 4, 4, 2, head_size=64)
-    if not toy:
-        small, large = PUBLISHED["Qwen/Qwen3-0.6B"], PUBLISHED["Qwen/Qwen3-8B"]
-    names = ("tiny", "small") if toy else ("0.6B", "8B")
-    budget = f"algorithm.micro_batch_tokens={tokens}"
-    full = ("model=hf",) if toy else ("model=qwen3_0_6b",)
-    adapted = ("model=hf" if toy else "model=qwen2_5_7b_instruct", "adapter=lora", "model.gradient_checkpointing=true")
-    group, answer = (4, 32) if toy else (8, 256)
-    sft = [
-        Case(
-            f"sft {name} {length}", shape, "text", 2 * tokens // length, length, length, ("algorithm=sft", budget, *how)
-        )
-        for name, shape, how in zip(names, (small, large), (full, adapted), strict=True)
-        for length in (short, long)
-    ]
-    sampling = (*("sampler=torch", f"sampler.max_new_tokens={answer}", "reward=length", f"reward.target={answer}"),)
-    grpo = ("algorithm=grpo", f"algorithm.group_size={group}", "algorithm.zero_variance=keep", *sampling, budget, *full)
-    dpo = Case(
-        f"dpo {names[0]} {short}", small, "pairs", tokens // short, short, short // 2, ("algorithm=dpo", budget, *full)
-    )
-    rows = 4 if toy else 16
-    return [*sft, dpo, Case(f"grpo {names[0]} {short // 2}", small, "prompts", rows, short // 2, answer, grpo)]
+    table = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
+    shapes = {**table["shapes"], **PUBLISHED}
+    found = table["toy" if toy else "card"]
+    return [Case(**one | {"shape": shapes[one["shape"]], "words": tuple(one["words"])}) for one in found]

@@ -22,6 +22,7 @@ from runner import __version__, build
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch
 from runner.core.signals import StopSignal
+from runner.device.cards import GIB
 from runner.device.peak import Peak, measure_matmul, peak
 from runner.interfaces import Device
 from runner.run_dir.folder import RunFolder
@@ -34,7 +35,6 @@ from runner.trainer import loop
 from runner.trainer.callbacks import Record
 
 WARM_UP = 1  # steps that do not count
-GIB = 2**30
 COPIED_BYTES = {"cpu": 64 * 2**20}  # elsewhere a quarter of a GiB
 RESET_PEAK = Path("/proc/self/clear_refs")  # Linux: the largest resident set begins anew
 
@@ -141,9 +141,8 @@ def _shortage(planned: int, device: Device) -> str | None:
 def _job(found: CaseResult, spec: JobSpec, folder: Path, decide: Decisions) -> tuple[CaseResult, list[Batch]]:
     lines: list[Mapping[str, float]] = []
     batches: list[Batch] = []
-    outlets = build.Outlets(step=(), samples=_drop, rollouts=_drop, say=_say_nothing)
     run_folder = RunFolder(folder)
-    built = build.build(spec, run_folder, build.build_store(spec, run_folder), decide, StopSignal(), outlets)
+    built = build.build(spec, run_folder, build.build_store(spec, run_folder), decide, StopSignal(), build.Outlets())
     count = built.job.flops["policy"]
 
     def count_and_keep(batch: Batch) -> float:
@@ -172,14 +171,6 @@ def _measure_baseline(spec: JobSpec, batches: Sequence[Batch], device: Device) -
         device.synchronize()
         seconds.append(time.perf_counter() - begin)
     return median(seconds[WARM_UP:])
-
-
-def _drop(step: int, rows: Any) -> None:
-    """Nobody reads the samples."""
-
-
-def _say_nothing(text: str) -> None:
-    """The table says it."""
 
 
 def _free() -> None:

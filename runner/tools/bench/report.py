@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from runner.core.errors import Disagreement
+from runner.device.cards import GIB
 from runner.tools.bench.measure import CaseResult, DeviceSpeed
 from runner.tools.bench.suite import FORMAT
 
@@ -14,7 +15,6 @@ HEAD = ("case", "tokens", "step s", "tokens/s", "MFU", "baseline s", "speedup", 
 WIDTHS = (18, 8, 9, 10, 8, 12, 9, 10, 10)
 COMPARED = ("case", "tokens/s", "tokens/s before", "ratio", "MFU", "MFU before")
 COMPARED_WIDTHS = (18, 10, 17, 8, 8, 12)
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)

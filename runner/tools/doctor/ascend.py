@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 from runner.device import npu_smi
-from runner.device.soc import Generation, generation, soc_name
+from runner.device.soc import CHIPS, generation, soc_name
 from runner.tools.doctor.driver import after_nodes, hand_in
-from runner.tools.doctor.finding import Finding, many, ok, problem, skipped, unknown, warning
+from runner.tools.doctor.finding import Finding, ok, problem, skipped, unknown, warning
 from runner.tools.doctor.machine import Answer, Machine
+from runner.tracker.text import counted
 
 FOREIGN_SHARE = 0.1  # of a chip's memory; an idle 64 GB chip itself holds about 3 GB
-REMARKS: dict[Generation, str] = {
-    "first": "not A2, whose name it nearly has: wheels and kernels of A2 do not fit it",
-    "310P": "made for inference; nobody has trained with this project on it",
-    "310B": "made for inference; nobody has trained with this project on it",
-    "950": "torch_npu's documents list torch's attention (SDPA) and FSDP2 as not supported on it",
-    "unknown": "a name that the doctor's table does not have",
-}
+UNKNOWN = "a name that the doctor's table does not have"
 # What joins two chips directly; everything else goes over PCIe or the host.
 FAST_LINKS = ("HCCS", "HCCS_SW", "SIO")
 
@@ -59,8 +54,9 @@ def _judge(info: npu_smi.Info, soc_found: str | None) -> Finding:
         return problem(f"{seen}; health of {', '.join(ill)}", "npu-smi info -t health -i <NPU>")
     if len(names) > 1:
         return warning(f"{seen}: different products; a job should see one kind", "export ASCEND_RT_VISIBLE_DEVICES=…")
-    remarks = [REMARKS[kind] for kind in sorted(kinds) if kind in REMARKS]
-    return warning(f"{seen}: {'; '.join(remarks)}") if remarks else ok(seen)
+    remarks = [CHIPS[kind].remark if kind in CHIPS else UNKNOWN for kind in sorted(kinds)]
+    said = "; ".join(filter(None, remarks))
+    return warning(f"{seen}: {said}") if said else ok(seen)
 
 
 def memory_in_use(machine: Machine) -> Finding:
@@ -78,7 +74,7 @@ def memory_in_use(machine: Machine) -> Finding:
         what = [*(["in use: " + ", ".join(full)] if full else []), *(["processes: " + ", ".join(used)] if used else [])]
         return warning("; ".join(what), "wait, end them, or choose free chips: export ASCEND_RT_VISIBLE_DEVICES=…")
     sizes = sorted({c.memory_total_mb for c in info.chips if c.memory_total_mb})
-    return ok(f"{many(len(info.chips), 'chip')} free, {' or '.join(map(str, sizes))} MB each")
+    return ok(f"{counted(len(info.chips), 'chip')} free, {' or '.join(map(str, sizes))} MB each")
 
 
 def topology(machine: Machine) -> Finding:
@@ -92,7 +88,7 @@ def topology(machine: Machine) -> Finding:
     except ValueError as error:
         return unknown(str(error))
     kinds = Counter(links.values())
-    seen = ", ".join(f"{many(count // 2, 'pair')} {kind}" for kind, count in kinds.most_common())
+    seen = ", ".join(f"{counted(count // 2, 'pair')} {kind}" for kind, count in kinds.most_common())
     slow = sum(count for kind, count in kinds.items() if kind not in FAST_LINKS)
     return ok(seen) if slow < sum(kinds.values()) else warning(f"{seen}: all traffic goes over the host")
 
@@ -105,7 +101,7 @@ def numbering(machine: Machine) -> Finding:
     listed, files = len(info.chips), len(machine.nodes)
     if files and listed != files:
         return warning(
-            f"npu-smi lists {many(listed, 'chip')}, /dev has {files}: programs see the smaller number",
+            f"npu-smi lists {counted(listed, 'chip')}, /dev has {files}: programs see the smaller number",
             "docker run with one --device /dev/davinciN per chip" if machine.in_container else "npu-smi info -m",
         )
     try:

@@ -8,22 +8,13 @@ from dataclasses import dataclass
 from packaging.version import Version
 
 from runner.device import cann as places
-from runner.device.soc import Generation, generation
+from runner.device.backend import LIBRARY
+from runner.device.soc import CHIPS, generation
 from runner.tools.doctor import ascend
 from runner.tools.doctor.finding import Finding, ok, problem, skipped, unknown, warning
 from runner.tools.doctor.host import ARCHITECTURES
 from runner.tools.doctor.machine import Machine
 from runner.tools.doctor.versions import AS_OF, CANN, cann_for, release, torch_npu_for
-
-CHIPS: dict[Generation, str] = {  # as the installers of operators are named: Ascend-cann-910b-ops_…
-    "first": "910",
-    "A2": "910b",
-    "A3": "A3",
-    "310P": "310p",
-    "310B": "310b",
-    "950": "950",
-}
-LIBRARY = "libhccl.so"  # CANN's library for sums over cards: without it torch_npu cannot be imported
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +67,8 @@ def toolkit(machine: Machine) -> Finding:
 
 def install_operators(machine: Machine, version: str) -> str:
     """The command that installs the operators (ops) of this machine's chip."""
-    chip = CHIPS.get(generation(ascend.soc(machine) or ""), "<chip>")
-    return f"bash Ascend-cann-{chip}-ops_{version}_linux-{machine.arch}.run --install"
+    chip = CHIPS.get(generation(ascend.soc(machine) or ""))
+    return f"bash Ascend-cann-{chip.installer if chip else '<chip>'}-ops_{version}_linux-{machine.arch}.run --install"
 
 
 def _fitting(machine: Machine) -> tuple[str, str]:

@@ -7,8 +7,9 @@ import re
 import stat
 from collections.abc import Sequence
 
-from runner.tools.doctor.finding import Finding, many, ok, problem, skipped
+from runner.tools.doctor.finding import Finding, ok, problem, skipped
 from runner.tools.doctor.machine import Machine
+from runner.tracker.text import counted
 
 DRIVER = "/usr/local/Ascend/driver/version.info"
 FIRMWARE = "/usr/local/Ascend/firmware/version.info"
@@ -52,10 +53,10 @@ def device_nodes(machine: Machine) -> Finding:
         other = "if this machine has no NPU: pip uninstall torch_npu; else: " if _may_be_none(machine) else ""
         return problem(f"no /dev/davinci0: no NPU, or {where}", f"{other}{hand_in(machine)}")
     if missing := [path for path in MANAGERS if not machine.exists(path)]:
-        return problem(f"{many(len(nodes), 'chip')}, but no {', '.join(missing)}", hand_in(machine))
+        return problem(f"{counted(len(nodes), 'chip')}, but no {', '.join(missing)}", hand_in(machine))
     if locked := [path for path in (*nodes, *MANAGERS) if not machine.may(machine.path(path), os.R_OK | os.W_OK)]:
         return _locked(machine, locked)
-    return ok(f"{many(len(nodes), 'chip')}: {nodes[0]}" + (f" … {nodes[-1]}" if len(nodes) > 1 else ""))
+    return ok(f"{counted(len(nodes), 'chip')}: {nodes[0]}" + (f" … {nodes[-1]}" if len(nodes) > 1 else ""))
 
 
 def _may_be_none(machine: Machine) -> bool:
@@ -113,7 +114,7 @@ def logs(machine: Machine) -> Finding:
     place = f"{folder}/debug/plog"
     if not machine.exists(place):
         return skipped(f"none yet; they will be in {place}")
-    return ok(f"{many(len(machine.glob(f'{place}/plog-*.log')), 'file')} in {place}")
+    return ok(f"{counted(len(machine.glob(f'{place}/plog-*.log')), 'file')} in {place}")
 
 
 def after_nodes(machine: Machine, remedy: str) -> str:

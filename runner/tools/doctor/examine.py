@@ -8,8 +8,10 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
+from runner.device import kinds
 from runner.device.visible import VARIABLES
 from runner.tools.doctor import (
     ascend,
@@ -32,7 +34,7 @@ Check = tuple[str, Callable[[Machine], Finding]]
 
 HOST: tuple[Check, ...] = (("platform", host.platform),)
 NPU_VARIABLES: tuple[Check, ...] = (
-    ("allocator", variables.npu_allocator),
+    ("allocator", partial(variables.allocator, kind=kinds.NPU)),
     ("HCCL time-outs", hccl.timeouts),
     ("HCCL network", hccl.network),
     ("other variables", variables.choices),
@@ -55,9 +57,9 @@ NPU: tuple[Check, ...] = (
     ("vllm, vllm-ascend", packages.vllm_pair),
     ("wheel, chip", packages.wheel_and_soc),
     ("engine on NPU", serving.npu_engine),
-    ("Python", host.npu_python),
+    ("Python", partial(host.python, names=("torch-npu", "vllm", "vllm-ascend"))),
     *NPU_VARIABLES,
-    ("visible devices", lambda machine: variables.npu_visible(machine, npu_count)),
+    ("visible devices", lambda machine: variables.visible(machine, kinds.NPU, npu_count)),
     ("container mounts", driver.container_mounts),
     ("import torch", imports.torch_with_npu),
 )
@@ -67,8 +69,8 @@ CUDA: tuple[Check, ...] = (
     ("in use", nvidia.memory_in_use),
     ("topology", nvidia.topology),
     ("driver, CUDA", nvidia.driver),
-    ("allocator", variables.cuda_allocator),
-    ("visible devices", lambda machine: variables.cuda_visible(machine, nvidia.count)),
+    ("allocator", partial(variables.allocator, kind=kinds.CUDA)),
+    ("visible devices", partial(variables.visible, kind=kinds.CUDA, count=nvidia.count)),
 )
 ANY: tuple[Check, ...] = (
     ("Python", host.python),

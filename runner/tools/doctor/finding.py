@@ -64,8 +64,3 @@ def unknown(evidence: str, remedy: str | None = None) -> Finding:
 def skipped(evidence: str) -> Finding:
     """Does not apply here."""
     return Finding(Verdict.SKIPPED, evidence)
-
-
-def many(count: int, noun: str) -> str:
-    """`1 chip`, `4 chips`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

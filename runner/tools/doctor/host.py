@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from runner.tools.doctor.finding import Finding, ok, problem, skipped, warning
 from runner.tools.doctor.machine import Machine
@@ -27,17 +28,8 @@ def platform(machine: Machine) -> Finding:
     return ok(seen)
 
 
-def python(machine: Machine) -> Finding:
-    """A Python that this project and what it is made of take."""
-    return _python(machine, (PROJECT, "torch", "transformers"))
-
-
-def npu_python(machine: Machine) -> Finding:
-    """A Python that the packages for an NPU take."""
-    return _python(machine, ("torch-npu", "vllm", "vllm-ascend"))
-
-
-def _python(machine: Machine, names: Sequence[str]) -> Finding:
+def python(machine: Machine, names: Sequence[str] = (PROJECT, "torch", "transformers")) -> Finding:
+    """A Python that these packages take."""
     version = ".".join(map(str, machine.python))
     there = [name for name in names if name in machine.packages]
     if not there:
@@ -56,9 +48,9 @@ def _takes(machine: Machine, names: Sequence[str]) -> Iterator[tuple[str, str]]:
         if package and package.python and version not in SpecifierSet(package.python):
             yield name, package.python
         elif package and name == "torch-npu":
-            low, high = PYTHON.get(".".join(release(package.version).split(".")[:2]), ((0, 0), (99, 0)))
-            if not low <= machine.python[:2] <= high:
-                yield name, f"{low[0]}.{low[1]} to {high[0]}.{high[1]}"
+            low, high = PYTHON.get(".".join(release(package.version).split(".")[:2]), ("0", "99"))
+            if not Version(low) <= Version(f"{machine.python[0]}.{machine.python[1]}") <= Version(high):
+                yield name, f"{low} to {high}"
 
 
 def disk(machine: Machine) -> Finding:

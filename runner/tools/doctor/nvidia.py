@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from runner.device import nvidia_smi
 from runner.device.kinds import CUDA
-from runner.tools.doctor.finding import Finding, many, ok, problem, skipped, unknown, warning
+from runner.tools.doctor.finding import Finding, ok, problem, skipped, unknown, warning
 from runner.tools.doctor.machine import Machine
+from runner.tracker.text import counted
 
 FOREIGN_SHARE = 0.1
 NODES = str(CUDA.nodes)
@@ -94,7 +95,7 @@ def topology(machine: Machine) -> Finding:
     if count(machine) < 2:
         return skipped("fewer than two GPUs")
     kinds = nvidia_smi.links(machine.ask("nvidia-smi", "topo", "-m").out)
-    seen = ", ".join(f"{many(number, 'pair')} {kind}" for kind, number in kinds.items())
+    seen = ", ".join(f"{counted(number, 'pair')} {kind}" for kind, number in kinds.items())
     return ok(seen) if kinds else unknown("no matrix of GPUs in what nvidia-smi topo -m printed")
 
 

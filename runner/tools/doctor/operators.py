@@ -4,34 +4,14 @@ from __future__ import annotations
 
 from packaging.version import Version
 
-from runner.device.soc import Generation, generation
+from runner.device.soc import CHIPS, generation
 from runner.tools.doctor import ascend
 from runner.tools.doctor.cann import Cann, find, install_operators, version_of
 from runner.tools.doctor.finding import Finding, ok, problem, skipped, unknown
 from runner.tools.doctor.machine import Machine
-from runner.tools.doctor.versions import same
+from runner.tools.doctor.versions import PACKAGES, same
 
 KERNELS = "opp/built-in/op_impl/ai_core/tbe/kernel"
-FOLDERS: dict[Generation, str] = {
-    "first": "ascend910",
-    "A2": "ascend910b",
-    "A3": "ascend910_93",
-    "310P": "ascend310p",
-    "310B": "ascend310b",
-    "950": "ascend950",
-}
-# What CANN's compiler of operators (tbe, in CANN's own folder of Python) imports, and the oldest version that its
-# installation guide takes.
-PACKAGES = {
-    "attrs": "0",
-    "decorator": "4.4.0",
-    "numpy": "1.19.2",
-    "protobuf": "0",
-    "psutil": "0",
-    "pyyaml": "0",
-    "scipy": "0",
-    "sympy": "1.5.1",
-}
 COMPILER = "tbe"
 
 
@@ -52,12 +32,12 @@ def operators(machine: Machine) -> Finding:
 
 def _of_chip(machine: Machine, seen: str, chips: list[str], remedy: str) -> Finding:
     chip = ascend.soc(machine)
-    wanted = FOLDERS.get(generation(chip or ""))
-    if not chips or wanted is None:
+    known = CHIPS.get(generation(chip or ""))
+    if not chips or known is None:
         return unknown(f"{seen} for {', '.join(chips) or 'a chip that they do not name'}; this is {chip or 'unknown'}")
-    if wanted not in chips:
-        return problem(f"{seen} are for {', '.join(chips)}, and this is {chip} ({wanted})", remedy)
-    return ok(f"{seen} for {wanted}")
+    if known.kernels not in chips:
+        return problem(f"{seen} are for {', '.join(chips)}, and this is {chip} ({known.kernels})", remedy)
+    return ok(f"{seen} for {known.kernels}")
 
 
 def python_packages(machine: Machine) -> Finding:

@@ -12,7 +12,7 @@ from runner.device.kinds import CUDA
 from runner.device.soc import generation
 from runner.tools.doctor import ascend
 from runner.tools.doctor.cann import find
-from runner.tools.doctor.finding import Finding, many, ok, problem, skipped, unknown, warning
+from runner.tools.doctor.finding import Finding, ok, problem, skipped, unknown, warning
 from runner.tools.doctor.host import PROJECT
 from runner.tools.doctor.machine import Machine
 from runner.tools.doctor.versions import (
@@ -27,6 +27,7 @@ from runner.tools.doctor.versions import (
     torch_for,
     torch_npu_for,
 )
+from runner.tracker.text import counted
 
 STACK = (PROJECT, "torch-npu", "vllm", "vllm-ascend", "triton-ascend", "transformers", "peft", "hydra-core")
 _BUILD = re.compile(r"""^__(?:soc_version|device_type)__\s*=\s*["']?(?:AscendDeviceType\.)?([\w-]+)""", re.MULTILINE)
@@ -108,16 +109,10 @@ def vllm_pair(machine: Machine) -> Finding:
         return skipped("vllm-ascend is not installed")
     wanted = release(plugin)
     if vllm is None:
-        return problem(
-            f"vllm-ascend {plugin} without vllm",
-            f"VLLM_TARGET_DEVICE=empty pip install --no-binary vllm vllm=={wanted}",
-        )
+        return problem(f"vllm-ascend {plugin} without vllm", _install_vllm(wanted))
     seen = f"vllm {vllm}, vllm-ascend {plugin}"
     if release(vllm) != wanted:
-        return problem(
-            f"{seen}: vllm-ascend needs vllm {wanted}",
-            f"VLLM_TARGET_DEVICE=empty pip install --no-binary vllm vllm=={wanted}",
-        )
+        return problem(f"{seen}: vllm-ascend needs vllm {wanted}", _install_vllm(wanted))
     row = set_of_vllm_ascend(plugin)
     if row is None:
         return unknown(f"{seen}: not in the table of {AS_OF}")
@@ -137,8 +132,12 @@ def _engine(machine: Machine) -> str:
     usable = [one for one in SETS if one.usable and one.vllm_ascend]
     fitting = [one for one in usable if found and found.version and one.cann and same(found.version, one.cann)]
     one = next(iter([*fitting, *usable]))
-    plain = f"VLLM_TARGET_DEVICE=empty pip install --no-binary vllm vllm=={one.vllm}"
-    return f"{plain}; pip install vllm-ascend=={one.vllm_ascend} -c constraints/npu-{one.name}.txt"
+    return f"{_install_vllm(one.vllm)}; pip install vllm-ascend=={one.vllm_ascend} -c constraints/npu-{one.name}.txt"
+
+
+def _install_vllm(version: str | None) -> str:
+    """vLLM itself, without what it has for CUDA: vllm-ascend brings the rest."""
+    return f"VLLM_TARGET_DEVICE=empty pip install --no-binary vllm vllm=={version}"
 
 
 def wheel_and_soc(machine: Machine) -> Finding:
@@ -162,7 +161,7 @@ def pins(machine: Machine) -> Finding:
     """What the packages of the stack demand of one another."""
     broken = unmet(machine, STACK)
     if not broken:
-        return ok(f"{many(sum(name in machine.packages for name in STACK), 'package')}: all they demand is there")
+        return ok(f"{counted(sum(name in machine.packages for name in STACK), 'package')}: all they demand is there")
     answer = problem if any(name == PROJECT for name, *_ in broken) else warning
     demands = " ".join(f"'{line.partition(';')[0].strip()}'" for *_, line in broken)
     return answer("; ".join(text for _, text, _ in broken), f"pip install {demands}")

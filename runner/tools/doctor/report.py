@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TextIO
 
-from runner.tools.doctor.finding import ANY_DEVICE, Entry, Verdict, many, skipped
+from runner.tools.doctor.finding import ANY_DEVICE, Entry, Verdict, skipped
+from runner.tracker.text import counted
 
 FORMAT = 1  # of --json; grows when a field changes its meaning or goes
 COLOURS = {
@@ -85,7 +86,7 @@ def _against(entries: Sequence[Entry], device: str) -> str | None:
     mine = [entry.finding.verdict for entry in entries if entry.group in (*COMMON, device, f"trial on {device}")]
     problems = sum(verdict in (Verdict.PROBLEM, Verdict.BUG) for verdict in mine)
     if problems:
-        return f"not ready: {many(problems, 'problem')}"
+        return f"not ready: {counted(problems, 'problem')}"
     tried = any(e.group == f"trial on {device}" and e.finding.verdict is Verdict.OK for e in entries)
     return None if tried else "nothing against it, but not tried"
 

@@ -22,11 +22,15 @@ HOLES = "a model's folder can run code that nobody trusted (CVE-2026-22807; olde
 
 def vllm(machine: Machine) -> Finding:
     """vLLM itself: there, without known holes, of a release that this project knows."""
-    found, asked = _vllm(machine), machine.sampler == "vllm"
+    found, asked = next(filter(None, map(machine.version, NAMES)), None), machine.sampler == "vllm"
     if found is None and machine.wanted == "npu":
         return skipped("vLLM is not installed; what that means is said of vllm, vllm-ascend")
     if found is None:
-        return problem(*_absent(machine)) if asked else skipped("vLLM is not installed; sampler=torch needs none")
+        if not asked:
+            return skipped("vLLM is not installed; sampler=torch needs none")
+        return problem(
+            "sampler=vllm was asked for, and vLLM is not installed", f"{_install(machine)}, or sampler=torch"
+        )
     text, seen = found, Version(release(found))
     bad = problem if asked else warning
     if seen < SAFE_VLLM:
@@ -42,14 +46,6 @@ def vllm(machine: Machine) -> Finding:
     if (seen.major, seen.minor) > (NEWEST_VLLM.major, NEWEST_VLLM.minor):
         return unknown(f"vLLM {text} is newer than {NEWEST_VLLM}, the newest that this project knows ({AS_OF})")
     return ok(f"vLLM {text}; known are {OLDEST_VLLM} to {NEWEST_VLLM}")
-
-
-def _vllm(machine: Machine) -> str | None:
-    return next((found for name in NAMES if (found := machine.version(name))), None)
-
-
-def _absent(machine: Machine) -> tuple[str, str]:
-    return "sampler=vllm was asked for, and vLLM is not installed", f"{_install(machine)}, or sampler=torch"
 
 
 def _install(machine: Machine) -> str:

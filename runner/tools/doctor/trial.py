@@ -40,8 +40,8 @@ JOB = (
     "algorithm.batch_size=8",
     "data.items=16",
     "data.held_out=2",
+    *("tracker=none", "evaluation.every=0", "checkpoint.every=1", "schedule=constant", "name=doctor"),
 )
-JOB_REST = ("tracker=none", "evaluation.every=0", "checkpoint.every=1", "schedule=constant", "name=doctor")
 
 
 def main(words: Sequence[str]) -> int:
@@ -52,7 +52,7 @@ def main(words: Sequence[str]) -> int:
         os.environ.pop(str(own.kind.visible), None)  # the cards are the trial's own
     if what == "train":
         os.chdir(rest[0])
-        os.execv(sys.executable, [sys.executable, "-P", "-m", "runner", f"device={device}", *JOB, *JOB_REST])
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "runner", f"device={device}", *JOB])
     if what == "reduce":
         return _reduce(device, int(rest[0]))
     kind = _begin(device)
@@ -146,17 +146,9 @@ def _rank(device: str, rank: int, world: int, meeting: str) -> int:
     good = bool((values.cpu() == wanted).all())
     distributed.destroy_process_group()
     if rank == 0:
-        print(
-            json.dumps(
-                {
-                    "device": device,
-                    "what": "all-reduce",
-                    "backend": KINDS[device].collectives,
-                    "world": world,
-                    "good": good,
-                }
-            )
-        )
+        backend = KINDS[device].collectives
+        found = {"device": device, "what": "all-reduce", "backend": backend, "world": world, "good": good}
+        print(json.dumps(found))
     return 0 if good else 1
 
 

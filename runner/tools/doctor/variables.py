@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import yaml
 from packaging.version import Version
 
-from runner.device.kinds import CUDA, NPU, Kind
+from runner.device.kinds import NPU, Kind
 from runner.device.presets import QUEUES
 from runner.device.visible import parse, unread
 from runner.tools.doctor.finding import Finding, ok, problem, skipped, warning
@@ -17,38 +19,14 @@ SHARED_ALLOCATOR = "PYTORCH_ALLOC_CONF"
 # What may not stand beside growing segments on an NPU.
 EXCLUDES = ("max_split_size_mb", "garbage_collection_threshold")
 
-# Variable → the values CANN or torch_npu documents.
-CHOICES = {
-    "TASK_QUEUE_ENABLE": QUEUES,
-    "ASCEND_LAUNCH_BLOCKING": ("0", "1"),
-    "INF_NAN_MODE_ENABLE": ("0", "1"),
-    "HCCL_DETERMINISTIC": ("true", "false", "strict"),
-    "LCCL_DETERMINISTIC": ("0", "1"),
-    "TORCH_HCCL_ASYNC_ERROR_HANDLING": ("0", "1"),
-    "VLLM_ASCEND_ENABLE_NZ": ("0", "1", "2"),
-    "TORCH_DEVICE_BACKEND_AUTOLOAD": ("0", "1"),
-}
-NUMBERS = ("HCCL_BUFFSIZE", "P2P_HCCL_BUFFSIZE", "ACL_DEVICE_SYNC_TIMEOUT")
-# What a documented value means that one rarely wants.
-REMARKS = {
-    ("INF_NAN_MODE_ENABLE", "0"): "numbers saturate, and no guard sees an overflow",
-    ("ASCEND_LAUNCH_BLOCKING", "1"): "every operator waits for the one before: for debugging only",
-    ("TORCH_HCCL_ASYNC_ERROR_HANDLING", "0"): "a process whose peer is gone waits for ever",
-    ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0"): "a script has to import torch_npu itself, as our jobs do",
-}
+_TABLE = yaml.safe_load(Path(__file__).with_name("variables.yaml").read_text(encoding="utf-8"))
+CHOICES: dict[str, Sequence[str]] = {"TASK_QUEUE_ENABLE": QUEUES, **_TABLE["choices"]}
+NUMBERS: list[str] = _TABLE["numbers"]
+REMARKS: dict[str, dict[str, str]] = _TABLE["remarks"]
 
 
-def npu_allocator(machine: Machine) -> Finding:
-    """The NPU's allocator: one variable, and no settings that exclude one another."""
-    return _allocator(machine, NPU)
-
-
-def cuda_allocator(machine: Machine) -> Finding:
-    """The same for CUDA."""
-    return _allocator(machine, CUDA)
-
-
-def _allocator(machine: Machine, kind: Kind) -> Finding:
+def allocator(machine: Machine, kind: Kind) -> Finding:
+    """A kind of device's allocator: one variable, and no settings that exclude one another."""
     own = str(kind.allocator)
     given = {name: machine.environment[name] for name in (own, SHARED_ALLOCATOR) if name in machine.environment}
     seen = ", ".join(f"{name}={value}" for name, value in given.items()) or "none set"
@@ -89,21 +67,19 @@ def choices(machine: Machine) -> Finding:
             "unset HCCL_ASYNC_ERROR_HANDLING",
         )
     remarks = {
-        f"{name}={value}: {REMARKS[name, value]}": name for name, value in given.items() if (name, value) in REMARKS
+        f"{name}={value}: {REMARKS[name][value]}": name
+        for name, value in given.items()
+        if value in REMARKS.get(name, {})
     }
     if remarks:
         return warning("; ".join(remarks), f"unset {' '.join(remarks.values())}")
     return ok(", ".join(f"{name}={value}" for name, value in given.items()) or "none set")
 
 
-def npu_visible(machine: Machine, count: Callable[[Machine], int]) -> Finding:
-    """ASCEND_RT_VISIBLE_DEVICES against the chips there are: CANN drops a number it does not have, silently."""
-    return _visible(machine, NPU, count(machine))
-
-
-def cuda_visible(machine: Machine, count: Callable[[Machine], int]) -> Finding:
-    """CUDA_VISIBLE_DEVICES against the GPUs there are: CUDA forgets what stands behind a wrong entry, silently."""
-    return _visible(machine, CUDA, count(machine))
+def visible(machine: Machine, kind: Kind, count: Callable[[Machine], int]) -> Finding:
+    """The list of visible devices against those there are: CANN drops a number it does not have, CUDA all that stands
+    behind a wrong entry, silently."""
+    return _visible(machine, kind, count(machine))
 
 
 def _visible(machine: Machine, kind: Kind, count: int) -> Finding:

@@ -242,7 +242,7 @@ def verdict(comparison: Comparison, tolerance: float) -> str:
     if gap := comparison.first_output:
         said.append(f"first in the forward pass: {_where(gap, comparison)}")
     if gap := comparison.first_gradient:
-        text = f"first in the backward pass: the gradient of {gap.name} differs by {_ratio(gap.distance)}"
+        text = f"first in the backward pass: the gradient of {gap.name} differs by {gap.distance:.2g}"
         said.append(f"{text} (bound {comparison.bounds.gradient:g})")
     if comparison.first_output is None and comparison.first_gradient is None:
         said.append("no module and no gradient of step 1 is beyond its bound: look at the optimizer, and at the sizes")
@@ -256,21 +256,17 @@ def _where(gap: Gap, comparison: Comparison) -> str:
         return (
             f"{gap.name}, whose output is {list(recorded)} recorded and {list(here)} here: see what was decided above"
         )
-    text = f"{gap.name}, whose output differs by {_ratio(gap.distance)} (bound {bound:g})"
+    text = f"{gap.name}, whose output differs by {gap.distance:.2g} (bound {bound:g})"
     if gap.taken is None:
         return text
     if gap.taken <= bound:
-        return f"{text} while its input differs by {_ratio(gap.taken)}"
+        return f"{text} while its input differs by {gap.taken:.2g}"
     owner = gap.name.rpartition(".")[0] or "the model"
-    return f"{text}; its input differs as much ({_ratio(gap.taken)}): it is what {owner} computes before it"
+    return f"{text}; its input differs as much ({gap.taken:.2g}): it is what {owner} computes before it"
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2g} %"
-
-
-def _ratio(distance: float) -> str:
-    return f"{distance:.2g}"
 
 
 def _summary(gaps: Sequence[Gap], bound: float) -> str:

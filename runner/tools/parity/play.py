@@ -8,7 +8,7 @@ Dropout is off, because every device draws its own random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
@@ -21,46 +21,20 @@ from runner.build import Built
 from runner.core.auto_choices import Decisions
 from runner.core.errors import TrainingDiverged
 from runner.core.signals import StopSignal
-from runner.interfaces import Model, State, StepEnd
+from runner.interfaces import Model, State
 from runner.run_dir.folder import RunFolder
 from runner.run_dir.resume_compatibility import LIBRARIES
 from runner.spec.job import JobSpec
 from runner.tools.parity.recording import Print, Recording
 from runner.tools.parity.watch import Watched
 from runner.trainer import loop
+from runner.trainer.callbacks import Record
 from runner.trainer.learner import LocalLearner
 from runner.trainer.loop import Job
 from runner.trainer.rollout_feed import Feed
 
 KEPT = ("train/loss", "train/grad_norm", "train/lr", "sampler/abs_logprob_diff")
 LIKELIHOOD = "nll"  # mean negative log-likelihood of the tokens that a step learns
-
-
-class Numbers:
-    """A callback that keeps the numbers of each step."""
-
-    def __init__(self, main: Watched) -> None:
-        self._main = main
-        self.steps: list[dict[str, float]] = []
-
-    def on_start(self, step: int) -> None:
-        """Nothing yet."""
-
-    def on_step(self, end: StepEnd) -> None:
-        """Keep what is compared."""
-        total, count = self._main.likelihood
-        own = {LIKELIHOOD: total / count} if count else {}
-        self.steps.append({name: end.values[name] for name in KEPT if name in end.values} | own)
-
-    def on_end(self) -> None:
-        """Nothing more."""
-
-    def state_dict(self) -> State:
-        """Never saved."""
-        return {}
-
-    def load_state_dict(self, state: State) -> None:
-        """Never saved."""
 
 
 def play(
@@ -79,13 +53,19 @@ def play(
     built = _build(spec, folder, decide, say)
     prints: dict[str, Print] = {}
     watched = {role: _watched(one, role, prints, decide) for role, one in built.job.learners.items()}
-    numbers = Numbers(next(iter(watched.values())))
+    main, numbers = next(iter(watched.values())), list[dict[str, float]]()
+
+    def keep(step: int, values: Mapping[str, float]) -> None:
+        total, count = main.likelihood
+        own = {LIKELIHOOD: total / count} if count else {}
+        numbers.append({name: values[name] for name in KEPT if name in values} | own)
+
     made = _made(built)
     job_spec = spec.model_dump(mode="json")
     accept(Recording(job_spec, made, (), prints))
     experiences: list[State] = []
     models: dict[str, Model] = {**built.job.models, **watched}
-    job = replace(built.job, steps=steps, callbacks=[numbers], learners=watched, models=models)
+    job = replace(built.job, steps=steps, callbacks=[Record([keep])], learners=watched, models=models)
     job = _replaying(job, given, steps) if given and spec.algorithm.samples else job
     job = _noting(job, experiences, steps) if given is None and spec.algorithm.samples else job
     ended = None
@@ -95,7 +75,7 @@ def play(
         if given is None:
             raise
         ended = str(error)
-    return Recording(job_spec, made, numbers.steps, prints, experiences, ended)
+    return Recording(job_spec, made, numbers, prints, experiences, ended)
 
 
 def _build(spec: JobSpec, folder: RunFolder, decide: Decisions, say: Callable[[str], None]) -> Built:
@@ -104,12 +84,7 @@ def _build(spec: JobSpec, folder: RunFolder, decide: Decisions, say: Callable[[s
         "checkpoint": spec.checkpoint.model_copy(update={"best": None}),
     }
     spec = spec.model_copy(update=quiet)
-    outlets = build.Outlets(step=(), samples=_drop, rollouts=_drop, say=say)
-    return build.build(spec, folder, build.build_store(spec, folder), decide, StopSignal(), outlets)
-
-
-def _drop(step: int, rows: Any) -> None:
-    """Nobody reads the samples."""
+    return build.build(spec, folder, build.build_store(spec, folder), decide, StopSignal(), build.Outlets(say=say))
 
 
 def _watched(learner: Any, role: str, prints: dict[str, Print], decide: Decisions) -> Watched:

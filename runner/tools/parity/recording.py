@@ -19,8 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -31,9 +29,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from torch import Tensor
 
+from runner.core import fsync_io
 from runner.core.errors import DataError, EnvironmentProblem, StorageError
 from runner.core.rng import derive
 
@@ -134,12 +133,9 @@ def write(path: Path, recording: Recording) -> None:
         "experiences": plain,
     }
     text = json.dumps(header)
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        save_file(tensors, aside, metadata={ENTRY: text, DIGEST: _digest(text, tensors)})
-        os.replace(aside, path)
+        fsync_io.replace_whole(path, save(tensors, metadata={ENTRY: text, DIGEST: _digest(text, tensors)}))
     except (OSError, SafetensorError) as error:
-        aside.unlink(missing_ok=True)
         raise StorageError(f"cannot write {path}: {error}") from error
 
 

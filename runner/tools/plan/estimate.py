@@ -88,23 +88,9 @@ def _band(tensors: int, pooled: int, card: Card) -> Band:
 
 
 def _communicators(mesh: Mesh) -> int:
-    """Of a rank: one for each different set of ranks that it speaks to (see `parallelism.process_groups`)."""
-    sets = [mesh.families(*names) for names in _SPEAKING]
-    if mesh.ep > 1:
-        sets += [mesh.experts(), mesh.expert_copies()]
-    return len({tuple(families) for families in sets if len(families[0]) > 1})
-
-
-_SPEAKING = (
-    ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
-    ("dp_replicate", "dp_shard", "cp"),
-    ("dp_replicate", "dp_shard"),
-    ("dp_shard", "cp"),
-    ("pp",),
-    ("dp_replicate",),
-    ("cp",),
-    ("tp",),
-)
+    """Of a rank: one for each different set of ranks that it speaks to, but for pieces of experts."""
+    sets = [families for name, families in mesh.groups().items() if name != "expert_pieces"]
+    return len({tuple(families) for families in (mesh.families(*mesh.dims), *sets) if len(families[0]) > 1})
 
 
 def _refuse_lost_experts(spec: JobSpec, whole: Mapping[str, Weights]) -> None:

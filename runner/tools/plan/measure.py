@@ -28,11 +28,6 @@ from runner.tools.plan.model import cut, layers, made, period, samples, unmixed
 from runner.tools.plan.spread import Spread
 from runner.tools.plan.tracking import META, Kind, Tracker, fused_attention, keep_gradients
 
-LEAST_DEPTH = (
-    3  # layers from which memory grows by the same with each; a deeper model is drawn through this and twice it
-)
-
-
 BETWEEN = "layers between"
 
 

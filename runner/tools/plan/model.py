@@ -55,7 +55,7 @@ def published(path: str, revision: str | None = None) -> tuple[Any, str]:
         return AutoConfig.from_pretrained(path, revision=revision, local_files_only=True), "the hub's cache"
     except (OSError, ValueError):
         if (shape := PUBLISHED.get(path)) is not None:
-            return AutoConfig.for_model(shape.kind, **shape.options()), "the list of published shapes"
+            return AutoConfig.for_model(**shape), "the list of published shapes"
     return _read(path, revision, local=False), "the hub"
 
 

@@ -21,7 +21,7 @@ from runner.sampler.vllm.arguments import ALONE, BESIDE
 from runner.spec.job import JobSpec
 from runner.tools.plan.measure import longest
 from runner.tools.plan.spread import Part, Spread, Term, Weights
-from runner.tools.plan.traffic import compute_dtype, peak_flops, size_of
+from runner.tools.plan.traffic import compute_dtype, peak_flops
 
 ENGINE = "the engine's weights"
 POOL = "the engine's keys and values"
@@ -67,8 +67,8 @@ def by_the_model(spec: JobSpec, shape: Any, drawing: int) -> list[Term]:
     """What the model itself needs beside its weights, as one of so many that draw."""
     rows, inner, dtype = at_once(spec, drawing), shape.get_text_config(), compute_dtype(spec)
     return [
-        Term("keys and values", rows * longest(spec) * token_bytes(shape, size_of(dtype))),
-        Term("logits", rows * inner.vocab_size * (size_of(dtype) + 4)),
+        Term("keys and values", rows * longest(spec) * token_bytes(shape, dtype.itemsize)),
+        Term("logits", rows * inner.vocab_size * (dtype.itemsize + 4)),
     ]
 
 
@@ -161,7 +161,7 @@ def _sent_size(spec: JobSpec) -> int | None:
     """Bytes of a number that is sent to an engine of ours; None = as the model has it."""
     products = next(name for name, dtype in DTYPES.items() if dtype == compute_dtype(spec))
     dtype = spec.sampler.weights_dtype(products)
-    return None if dtype is None else size_of(DTYPES[dtype])
+    return None if dtype is None else DTYPES[dtype].itemsize
 
 
 def _sent(spec: JobSpec, model: Weights, size: int | None, way: str | None) -> int:
@@ -192,6 +192,6 @@ def least_seconds(spec: JobSpec, whole: Mapping[str, Weights], card: Card | None
     many = drawing(spec)
     rows, share = at_once(spec, many), ceil(answers(spec) / many)
     numbers = next(iter(whole.values())).flops.weights.total / spec.sampler.cards()
-    reading = numbers * size_of(compute_dtype(spec)) / card.bandwidth
+    reading = numbers * compute_dtype(spec).itemsize / card.bandwidth
     tokens = spec.sampler.answer_tokens() - 1
     return tokens * max(share // rows * reading, 2 * numbers * share / peak)

@@ -21,7 +21,7 @@ from runner.tools.plan.model import published
 from runner.tools.plan.sampling import Engine, asleep, by_the_model
 from runner.tools.plan.spread import Part, Phase, Spread, Stage, Term, Weights, weights
 from runner.tools.plan.tracking import Kind
-from runner.tools.plan.traffic import attending, compute_dtype, size_of
+from runner.tools.plan.traffic import attending, compute_dtype
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Terms:
 
     def host(self) -> list[Term]:
         """What a rank keeps in its host's memory meanwhile, as far as it follows from the job's options."""
-        learnt, size = self._learnt(), size_of(compute_dtype(self.spec))
+        learnt, size = self._learnt(), compute_dtype(self.spec).itemsize
         states = learnt + self._state_bytes()
         pieces = sum(part.bytes for part in self._parts().values()) + states
         inputs = len(self.stage.layers) * self._tokens() * self.shape.get_text_config().hidden_size * size
@@ -127,7 +127,7 @@ class Terms:
             Term("activations of micro-batches in flight", waiting),
             Term("logits", taken["logits"]),
             Term("gradients", 0 if self.spread.offloaded else taken["gradients"]),
-            Term("layers gathered from other ranks", gathered.gathered(size_of(compute_dtype(self.spec)))),
+            Term("layers gathered from other ranks", gathered.gathered(compute_dtype(self.spec).itemsize)),
             Term("gradients on their way to other ranks", gathered.trained_bytes),
             *self._exchanged(),
         ]
@@ -141,7 +141,7 @@ class Terms:
         """Messages that leave and arrive in a pass: of rows whose tokens are shared out, between stages, to experts if
         they are chosen evenly."""
         mesh, inner = self.spread.mesh, self.shape.get_text_config()
-        numbers = self._tokens() * size_of(compute_dtype(self.spec))
+        numbers = self._tokens() * compute_dtype(self.spec).itemsize
         heads, kv = attending(inner, self.spread)
         travelling = 2 * kv if self.spread.ring else heads + 2 * kv
         taken = getattr(inner, "num_experts_per_tok", 0) or 0
@@ -177,7 +177,7 @@ def frozen_of(spec: JobSpec, shape: Any, spread: Spread, number: int) -> tuple[l
             left_out.append(f"the {role} of {one.path}, which is not there yet")
         elif one.path is not None:
             other = weights(spec, "lm", published(one.path, one.revision)[0], trains=False)
-            size = size_of(DTYPES[one.dtype or spec.model.compute_dtype])
+            size = DTYPES[one.dtype or spec.model.compute_dtype].itemsize
             terms.append(Term(role, _scoring(other, spread, number).frozen * size // spread.mesh.tp))
         elif way == "copy":
             terms.append(Term(role, _scoring(weights(spec, "lm", shape, trains=False), spread, number).frozen_bytes))

@@ -59,10 +59,7 @@ class MetaOperators:
 
     def npu_grouped_matmul(self, x: Sequence[Tensor], weight: Sequence[Tensor], **options: Any) -> Sequence[Tensor]:
         """[S, K] times [E, K, N] → [S, N], or, grouped along the sum, [K, S] times [S, N] → [E, K, N]."""
-        (left,), (right,) = x, weight
-        if options["group_type"] == 0:
-            return [left.new_empty(left.shape[0], right.shape[-1])]
-        return [left.new_empty(len(options["group_list"]), left.shape[0], right.shape[-1])]
+        return [grouped_product(x[0], weight[0], options["group_list"])]
 
 
 def grouped_product(left: Tensor, right: Tensor, offs: Tensor, *_: Any) -> Tensor:

@@ -86,7 +86,7 @@ class Traffic:
     @property
     def _size(self) -> int:
         """Bytes of a number of the hidden states."""
-        return size_of(compute_dtype(self.spec))
+        return compute_dtype(self.spec).itemsize
 
     @property
     def _hidden(self) -> int:
@@ -203,8 +203,3 @@ def matmul_precision(spec: JobSpec) -> str:
 def compute_dtype(spec: JobSpec) -> torch.dtype:
     """The data type of hidden states."""
     return DTYPES[spec.model.compute_dtype]
-
-
-def size_of(dtype: torch.dtype) -> int:
-    """Bytes of a number."""
-    return torch.empty((), dtype=dtype).element_size()

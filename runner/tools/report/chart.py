@@ -47,9 +47,13 @@ def svg(curves: Sequence[Curve], label: str) -> str:
     if not xs:
         return "<p>no values yet</p>"
     across, up = axis_of(min(0, *xs), max(xs)), axis_of(min(ys), max(ys))
-    body = "".join([grid(across, up, "step"), *(_line(curve, points, across, up) for curve, points in thin)])
-    said = html.escape(label, quote=True)
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{said}">{body}</svg>'
+    return _drawing(label, across, up, "step", [_line(curve, points, across, up) for curve, points in thin])
+
+
+def _drawing(label: str, across: Axis, up: Axis, below: str, marks: Sequence[str]) -> str:
+    """`marks` over the lines and numbers of both axes."""
+    body = "".join([grid(across, up, html.escape(below)), *marks])
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(label, quote=True)}">{body}</svg>'
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +109,17 @@ def grid(across: Axis, up: Axis, below: str) -> str:
 
 
 def _line(curve: Curve, points: Sequence[tuple[int, float]], across: Axis, up: Axis) -> str:
-    title = f"<title>{html.escape(curve.name)}</title>"
-    shared = f'class="curve" data-key="{html.escape(curve.key, quote=True)}" style="--hue:{curve.hue}"'
-    if len(points) == 1:
-        [(step, value)] = points
-        return f'<circle {shared} cx="{x_of(across, step):.1f}" cy="{y_of(up, value):.1f}" r="4">{title}</circle>'
-    line = " ".join(f"{x_of(across, step):.1f},{y_of(up, value):.1f}" for step, value in points)
-    return f'<polyline {shared} points="{line}">{title}</polyline>'
+    places = [(f"{x_of(across, step):.1f}", f"{y_of(up, value):.1f}") for step, value in points]
+    if len(places) == 1:
+        [(x, y)] = places
+        return _mark("circle", curve, f'cx="{x}" cy="{y}" r="4"')
+    return _mark("polyline", curve, f'points="{" ".join(map(",".join, places))}"')
+
+
+def _mark(tag: str, of: Curve | Point, place: str, kind: str = "curve") -> str:
+    """A shape in its colour, tied to its row, with its name on hover."""
+    shared = f'class="{kind}" data-key="{html.escape(of.key, quote=True)}" style="--hue:{of.hue}"'
+    return f"<{tag} {shared} {place}><title>{html.escape(of.name)}</title></{tag}>"
 
 
 def _tick(value: float) -> str:
@@ -142,13 +150,10 @@ def scatter_svg(points: Sequence[Point], x: str, y: str) -> str:
         return "<p>no values yet</p>"
     right, up = [point.x for point in points], [point.y for point in points]
     across, upward = axis_of(min(right), max(right)), axis_of(min(up), max(up))
-    dots = "".join(_dot(point, x_of(across, point.x), y_of(upward, point.y)) for point in points)
-    said = html.escape(f"{y} against {x}, {len(points)} jobs", quote=True)
-    lines = grid(across, upward, html.escape(x))
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{said}">{lines}{dots}</svg>'
+    dots = [_dot(point, x_of(across, point.x), y_of(upward, point.y)) for point in points]
+    return _drawing(f"{y} against {x}, {len(points)} jobs", across, upward, x, dots)
 
 
 def _dot(point: Point, x: float, y: float) -> str:
     kind = "curve" if point.chosen else "curve hollow"
-    shared = f'class="{kind}" data-key="{html.escape(point.key, quote=True)}" style="--hue:{point.hue}"'
-    return f'<circle {shared} cx="{x:.1f}" cy="{y:.1f}" r="5"><title>{html.escape(point.name)}</title></circle>'
+    return _mark("circle", point, f'cx="{x:.1f}" cy="{y:.1f}" r="5"', kind)

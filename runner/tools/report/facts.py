@@ -13,11 +13,11 @@ from typing import Any
 
 from runner.run_dir.folder import RunFolder, read_mapping
 from runner.run_dir.manifest import redacted
+from runner.tracker.screen import METRICS
 
 log = logging.getLogger("runner")
 
-# Which metric ranks or is shown first, where nobody said: held-out before rewards before the training loss.
-PREFERRED = ("eval/exact_match", "eval/accuracy", "eval/loss", "reward/mean", "train/loss")
+PREFERRED: list[str] = METRICS["preferred"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +54,30 @@ def read(path: Path) -> dict[str, Series]:
 
     A last line without its newline is still being written, or torn, and left out; any other damaged line is named.
     """
+    found: dict[str, list[tuple[int, float]]] = {}
+    lost: dict[str, int | None] = {}
+    for number, line in enumerate(whole_lines(path), 1):
+        try:
+            row = json.loads(line)
+            step = int(row.pop("step"))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            log.warning("%s: line %d is damaged and left out (%s)", path, number, error)
+            continue
+        for name, value in row.items():
+            is_finite = isinstance(value, int | float) and math.isfinite(value)
+            lost[name] = None if is_finite else step
+            if is_finite:
+                found.setdefault(name, []).append((step, float(value)))
+    return {name: Series(tuple(points), lost[name]) for name, points in found.items()}
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file that end in a newline; none where there is no file."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     except FileNotFoundError:
-        return {}
-    found: dict[str, list[tuple[int, float]]] = {}
-    lost: dict[str, int | None] = {}
-    for number, line in enumerate(lines, 1):
-        if line.endswith("\n"):
-            try:
-                row = json.loads(line)
-                step = int(row.pop("step"))
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                log.warning("%s: line %d is damaged and left out (%s)", path, number, error)
-                continue
-            for name, value in row.items():
-                is_finite = isinstance(value, int | float) and math.isfinite(value)
-                lost[name] = None if is_finite else step
-                if is_finite:
-                    found.setdefault(name, []).append((step, float(value)))
-    return {name: Series(tuple(points), lost[name]) for name, points in found.items()}
+        return []
+    return [line for line in lines if line.endswith("\n")]
 
 
 SHOWN_PACKAGES = ("torch", "torch-npu", "transformers", "peft", "datasets", "vllm", "posttrain-run")

@@ -23,7 +23,7 @@ from runner.run_dir.folder import RunFolder, shown, write_atomic
 from runner.run_dir.manifest import redact
 from runner.spec.origin import leaves
 from runner.tools.report.chart import Curve, Point, scatter_svg, svg
-from runner.tools.report.facts import PREFERRED, Run, read_run
+from runner.tools.report.facts import PREFERRED, Run, read_run, whole_lines
 from runner.tracker.text import duration, number
 
 HERE = Path(__file__).parent
@@ -201,7 +201,8 @@ def _times(page: Page, run: Run) -> None:
 
 
 def _samples(page: Page, folder: RunFolder) -> None:
-    rows = _last_samples(folder.samples)
+    path = folder.samples
+    rows = [row for line in whole_lines(path)[-MOST_SAMPLES:] if (row := _sample(line, path))]
     if not rows:
         return
     page.head("Newest samples")
@@ -209,15 +210,6 @@ def _samples(page: Page, folder: RunFolder) -> None:
     names.sort(key=lambda name: name in ("prompt", "answer"))
     cells = [Row([_text(row.get(name)) for name in names]) for row in rows]
     page.table(names, cells, wrap=True)
-
-
-def _last_samples(path: Path) -> list[dict[str, Any]]:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    whole = [line for line in lines if line.endswith("\n")]
-    return [row for line in whole[-MOST_SAMPLES:] if (row := _sample(line, path))]
 
 
 def _sample(line: str, path: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from runner.core.errors import EnvironmentProblem
 from runner.core.rank_info import Machine
 from runner.launch.slurm.commands import state_of
 from runner.run_dir.folder import RunFolder, is_latest, is_locked, read_mapping, shown
+from runner.tracker.screen import METRICS
 from runner.tracker.tail import last_lines
 from runner.tracker.text import counted, duration, number, size, visible
 
@@ -39,13 +40,16 @@ class Member:
 
     name: str
     role: str
-    host: str
-    pid: int | None
-    state: str
-    step: int | None
-    heard_s: float | None
-    replaced: int
     log: str
+    state: str
+    host: str = ""
+    pid: int | None = None
+    step: int | None = None
+    heard_s: float | None = None
+    replaced: int = 0
+
+
+TOLD = ("name", "role", "log", "host", "pid", "step", "replaced")  # of a member, by its list
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +137,7 @@ def _unlisted(index: int, size: int, rank: Mapping[str, Any], ended: bool) -> Me
     state = "ended" if ended else _state_here(rank["pid"]) if is_here else "elsewhere"
     log = f"ranks/{index}.log" if index else "run.log"
     role = "rank" if index else "launcher"  # it holds the run's folder
-    return Member(f"rank {index} of {size}", role, rank["host"], rank["pid"], state, None, None, 0, log)
+    return Member(f"rank {index} of {size}", role, log, state, rank["host"], rank["pid"])
 
 
 def _listed(found: Mapping[str, Any], name: str) -> list[Member]:
@@ -151,17 +155,7 @@ def _member(one: Mapping[str, Any], age: float) -> Member:
     elif one["runs"] and age > SILENT_S:
         state = "silent"
     heard = _age_s(one["heard"]) if "heard" in one and state != "ended" else None
-    return Member(
-        name=one["name"],
-        role=one["role"],
-        host=one.get("host", ""),
-        pid=one.get("pid"),
-        state=state,
-        step=one.get("step"),
-        heard_s=heard,
-        replaced=one.get("replaced", 0),
-        log=one["log"],
-    )
+    return Member(**{key: one[key] for key in TOLD if key in one}, state=state, heard_s=heard)
 
 
 def _state_here(pid: int) -> str:
@@ -207,22 +201,8 @@ def _age_s(moment: float) -> float:
     return max(datetime.now(UTC).timestamp() - moment, 0.0)
 
 
-# Lines of numbers: what each is about, and how the names begin that stand in it, in their order.
-LINES = {
-    "learns": ("reward/mean", "train/loss", "train/grad_norm", "eval/"),
-    "times": ("perf/step_s", "perf/tokens_per_s", "perf/mfu", "time/"),
-    "samples": (
-        "rollout/length",
-        "rollout/cut_off",
-        "rollout/staleness",
-        "perf/publish_s",
-        "perf/load_s",
-        "sync/",
-        "sampler/",
-    ),
-    "device": ("device/", "perf/peak_memory_bytes"),
-}
-COUNTS = ("sampler/restarts", "sampler/resyncs", "sampler/rejected")  # of what went wrong: worth a word if it did
+LINES: dict[str, list[str]] = METRICS["status"]
+COUNTS: list[str] = METRICS["counts"]
 GO_ON = ("interrupted", "failed", "killed")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from npu_simulator import process, register
 from npu_simulator.config import NpuSimConfig
 from runner.core.errors import EnvironmentProblem
-from runner.device.accelerator import allocator, refuse_hidden
+from runner.device.accelerator import refuse_hidden
 from runner.device.activity import Reading, own_process
 from runner.device.npu import Npu
 from runner.interfaces import Decide
@@ -42,7 +41,7 @@ class NpuSim(Npu):
 
     def readings(self) -> Sequence[Reading]:
         """Of this process, which does the work, and of the allocator of the simulated card."""
-        return own_process(), partial(allocator, self.torch_device)
+        return own_process(), self.allocator
 
     def describe(self) -> dict[str, Any]:
         """What exactness depends on: the CPU's kernels, too."""

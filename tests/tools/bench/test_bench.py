@@ -19,9 +19,19 @@ from runner.tools.bench.baseline import BaselineLoop, pad_batch
 from runner.tools.bench.cases import Case, cases
 from runner.tools.bench.report import BenchResult
 from runner.tools.bench.suite import bench, read_earlier
-from runner.tools.plan.published import Shape
 
-SHAPE = Shape("qwen3", 300, 16, 32, 1, 2, 1, tied=True, head_size=8)
+SHAPE = {
+    "model_type": "qwen3",
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 131072,
+    "head_dim": 8,
+}
 LORA = ("adapter=lora", "model.gradient_checkpointing=true")
 SAMPLING = ("sampler=torch", "sampler.max_new_tokens=8", "reward=length", "reward.target=8")
 SMALL = (

@@ -102,7 +102,7 @@ def test_a_disk_that_refuses_leaves_the_old_file(tmp_path: Path, monkeypatch: py
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(recording, "save_file", full)
+    monkeypatch.setattr(recording.fsync_io, "write_new", full)
     with pytest.raises(StorageError, match="No space left"):
         write(path, SAMPLE)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a", "old")]
