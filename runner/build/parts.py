@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,18 +19,18 @@ from runner.core.errors import Problem, SpecError, UnfitModel
 from runner.core.paths import cache_folder
 from runner.core.rng import derive
 from runner.interfaces import Data, Device, GenerativeModel, Model, Peers, Role, TrainableModel
-from runner.model import dense
 from runner.model.build import DTYPES, Fit
 from runner.model.flops import ModelFlops
 from runner.model.ragged import RaggedModel
-from runner.parallelism.weight_scatter import META
 from runner.parallelism.world import World
 from runner.run_dir.folder import RunFolder
 from runner.spec.base import Dtype, Head
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry, resolve
 from runner.trainer.learner import LocalLearner
-from runner.trainer.reference_model import FrozenModel
+
+if TYPE_CHECKING:
+    from runner.trainer.reference_model import FrozenModel
 
 log = logging.getLogger("runner")
 
@@ -107,6 +107,8 @@ def build_model(
 
 def build_blank_model(spec: JobSpec, tokenizer: Any, decide: Decisions, head: Head = "lm") -> Any:
     """The same without its numbers, on `meta`: for what only has to know what it is made of."""
+    from runner.parallelism.weight_scatter import META
+
     with META:
         return _making(spec, tokenizer, decide, head, None)(META, None)
 
@@ -150,6 +152,8 @@ def _at_home(
         model = world.load(lambda where: make(where, None))
         world.shard(model, decide)
         if (pad_batch := device.dense_attention()) is not None:
+            from runner.model import dense
+
             model.attend_anew(partial(dense.attend, kernel=pad_batch, decide=decide))
     if isinstance(model, RaggedModel) and not model.padded and (kernel := device.attention(model.compute_type)):
         model.attend_with(kernel, decide=decide)
@@ -162,6 +166,8 @@ def fitting(device: Device, decide: Decisions) -> Callable[[nn.Module], None]:
     def fit(module: nn.Module) -> None:
         device.fuse(module)
         if (kernel := device.dense_attention()) is not None:
+            from runner.model import dense
+
             dense.attend(module, kernel, decide)
 
     return fit
@@ -228,6 +234,8 @@ def build_frozen(
         from runner.build.beforehand import build_cached
 
         return build_cached(spec, policy, device, world.peers, world.everyone, decide, cache_folder())
+    from runner.trainer.reference_model import FrozenModel
+
     way = wanted.way or ("copy" if spec.adapter.trains_base else "adapter")
     model: TrainableModel = policy
     during: Callable[[], AbstractContextManager[Any]] = nullcontext

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runner.build.parts import fitting
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError
 from runner.interfaces import Data, Device, Environments, Peers, Reward
-from runner.parallelism.rollout_partition import SharedEnvironments, shared_reward
 from runner.parallelism.world import World
 from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.spec.suggest import nearest
+
+if TYPE_CHECKING:
+    from runner.parallelism.rollout_partition import SharedEnvironments
 
 
 def refuse_missing_columns(spec: JobSpec, data: Data) -> None:
@@ -53,10 +55,16 @@ def build_reward(
         folder=folder.root,
         fit=fitting(device, decide),
     )
+    from runner.parallelism.rollout_partition import shared_reward
+
     return None if reward is None else shared_reward(reward, world.feed_peers)
 
 
 def build_environments(spec: JobSpec, peers: Peers, decide: Decisions) -> SharedEnvironments | None:
     """The environments of the thread that has `peers`; None where answers are single turns."""
     made: Environments | None = default_registry().factory(spec.environment)(spec.environment, decide=decide)
-    return None if made is None else SharedEnvironments(made.make, made.max_turns, peers)
+    if made is None:
+        return None
+    from runner.parallelism.rollout_partition import SharedEnvironments
+
+    return SharedEnvironments(made.make, made.max_turns, peers)

@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping
 import psutil
 
 from runner.core.errors import EnvironmentProblem
-from runner.device import npu_smi, nvidia_smi
-from runner.device.visible import parse
 
 DEADLINE_S = 20.0
 MB = 1 << 20
@@ -37,6 +35,8 @@ def own_process() -> Reading:
 def gpu(uuid: str) -> Reading:
     """Of the GPU with this uuid, with or without its GPU-."""
 
+    from runner.device import nvidia_smi
+
     def read() -> Mapping[str, float]:
         for found in nvidia_smi.parse_query(printed(*nvidia_smi.QUERY)):
             if found.uuid.removeprefix("GPU-") == uuid.removeprefix("GPU-"):
@@ -48,6 +48,9 @@ def gpu(uuid: str) -> Reading:
 
 def npu(index: int, visible: str | None) -> Reading:
     """Of the NPU that this process calls `index`; `visible` is the list of visible devices, if there is one."""
+    from runner.device import npu_smi
+    from runner.device.visible import parse
+
     logical = index if visible is None else parse(visible).ids[index]
     places: list[npu_smi.Place] = []
 

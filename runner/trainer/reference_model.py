@@ -11,8 +11,7 @@ from torch import Tensor
 
 from runner.core.batch import Batch
 from runner.core.errors import UnfitModel
-from runner.distributed.pipeline_schedule import UNDIVIDED
-from runner.distributed.work_partition import ALONE
+from runner.distributed.work_partition import ALONE, UNDIVIDED
 from runner.interfaces import Outputs, Peers, Stage, TrainableModel, generative
 from runner.trainer.learner import score
 
