@@ -50,9 +50,9 @@ def start(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], where
     typed_job = spec.model_dump(mode="json")
     if is_other_machine(spec):
         return join(spec, typed_job)
-    if later := _is_for_later(spec):
-        from runner.launch.slurm import submission
-
+    if spec.launch.queued:
+        from runner.launch.slurm import submission, task
+    if later := spec.launch.queued and task.is_outside(spec):
         spec = checked(spec)
         submission.try_out(spec)
     else:
@@ -61,8 +61,6 @@ def start(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], where
     with locked(folder):
         write_spec(folder, spec)
         if spec.launch.queued and not later:
-            from runner.launch.slurm import task
-
             task.remember(folder)
         write_yaml(folder.overrides, {"typed": list(typed), "set_by": dict(origins)})
         if where is None:
@@ -71,15 +69,6 @@ def start(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], where
             return begin(spec, folder, 1, typed_job)
         submission.put_off(folder)
     return submission.submit(spec, folder, [word for word in typed if word.lstrip("+") == TRUSTED])
-
-
-def _is_for_later(spec: JobSpec) -> bool:
-    """Whether the job is for Slurm's queue, and this process is in no Slurm job."""
-    if not spec.launch.queued:
-        return False
-    from runner.launch.slurm import task
-
-    return task.is_outside(spec)
 
 
 def _obeying_slurm(spec: JobSpec) -> AbstractContextManager[None]:
@@ -130,13 +119,13 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
         refuse_idle(before, as_written(spec), more)
         print(f"{shown(folder.root)}: finished after {before.steps} steps; to go on: {more}")
         return 0
-    from runner.launch.slurm import submission
+    from runner.launch.slurm import submission, task
 
     torchrun.refuse_misfit(spec)
     typed_job = spec.model_dump(mode="json")
     if is_other_machine(spec):
         return join(spec, typed_job)
-    if _is_for_later(spec):
+    if task.is_outside(spec):
         submission.refuse_alive(folder)
         submission.try_out(spec)
         return submission.submit(spec, folder, typed)

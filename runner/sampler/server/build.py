@@ -14,10 +14,10 @@ import numpy as np
 from runner.core.errors import EnvironmentProblem
 from runner.interfaces import Bounds, Decide
 from runner.sampler.bounds import check_ids
+from runner.sampler.config import VllmServerConfig
 from runner.sampler.draw import Rule
 from runner.sampler.remote.check import Limits
 from runner.sampler.server.client import Client
-from runner.sampler.server.config import VllmServerConfig
 from runner.sampler.server.mode import FIX, Mode, fits, mode_of
 from runner.sampler.server.sampler import ServerSampler
 from runner.sampler.server.server import Server

@@ -26,9 +26,9 @@ from torch import Tensor
 from runner.core.errors import SamplerFault
 from runner.interfaces import Request, Rollout
 from runner.sampler.bounds import room
+from runner.sampler.config import VllmServerConfig
 from runner.sampler.remote.check import InvalidError, Limits, checked
 from runner.sampler.server.client import GarbledError, StatusError
-from runner.sampler.server.config import VllmServerConfig
 from runner.sampler.server.mark import Mark, mark_of
 from runner.sampler.server.server import Server
 from runner.sampler.server.sync import Nothing, Sync

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from runner.algorithm.policy.config import GrpoConfig, PpoConfig
-from runner.algorithm.policy.kl import KlControl
+from runner.algorithm.policy.importance import KlControl
 from runner.algorithm.registered import functions, options_in_force
 from runner.cli.compose import compose_job
 from runner.cli.main import main
