@@ -79,7 +79,7 @@ class VllmSamplerConfig(JobSamplerConfig):
         return self.dtype or products
 
     def preflight_here(self) -> None:
-        from runner.sampler.vllm.need import need_vllm  # here, because every command reads this module
+        from runner.sampler.vllm.versions import need_vllm  # here, because every command reads this module
 
         need_vllm()
 

@@ -59,8 +59,7 @@ CALLS: dict[str, Callable[[], Any]] = {
         whiten(x, mask),
     ],
     "ratios": lambda: [token_ratio(x, x), sequence_ratio(x, x, mask, ids)],
-    "kl": lambda: [importance.k1(x, x), importance.k2(x, x), importance.k3(x, x)]
-    + [importance.k3_ratio(x, x, x), importance.k3_plus(x, x)],
+    "kl": lambda: [
         importance.k1(x, x),
         importance.k2(x, x),
         importance.k3(x, x),
