@@ -15,7 +15,7 @@ from runner.spec.base import ComponentConfig
 from runner.spec.job import CallbacksConfig, JobSpec
 from runner.spec.registry import Registry, built_in_registry
 from runner.spec.schema import CALLBACKS, groups_of, model_schema, sections
-from runner.spec.words import expectation
+from runner.spec.suggest import expectation
 
 PATH = Path(__file__).with_name("reference.md")
 HEAD = """# Reference

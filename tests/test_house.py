@@ -295,7 +295,6 @@ GROUPS = {path.parent.name for path in (ROOT / "runner").glob("*/config.py")}
 # What still asks another component's config by type or name, and what names devices, each for a reason.
 ASKED_BY_NAME = {
     "runner/build/samplers.py: isinstance DrawingConfig",  # samplers in processes of their own take its options
-    "runner/cli/job.py: composed.spec.launch.name == task.NAME",  # a job that Slurm queues is submitted before all else
     "runner/launch/stages.py: getattr(spec.algorithm, revision, None)",  # the option belongs to a path of the same name
     "runner/optimizer/config.py: job.parallelism.name in self.layouts",  # names that the message lists
     "runner/parallelism/config.py: job.device.name not in ('auto', *DEEPSPEED_DEVICES)",
@@ -306,7 +305,7 @@ ASKED_BY_NAME = {
 }
 NAMES_DEVICES = {
     "runner/launch/need.py", "runner/launch/slurm/commands.py", "runner/launch/slurm/task.py",
-    "runner/optimizer/adamw8bit.py", "runner/optimizer/optimizers.py", "runner/parallelism/config.py",
+    "runner/optimizer/optimizers.py", "runner/parallelism/config.py",
     "runner/parallelism/fsdp.py", "runner/parallelism/world.py", "runner/sampler/vllm/arguments.py",
     "runner/spec/suggest.py", "runner/sweep/executors/ray.py",
     "runner/tools/plan/estimate.py",

@@ -17,7 +17,7 @@ from torch import Tensor
 from runner.interfaces import Request, Rollout
 from runner.sampler.remote import server
 from runner.sampler.remote.backends import Collectives
-from runner.sampler.remote.notes import Machine
+from runner.sampler.remote.listening import Machine
 from runner.sampler.remote.secret import token
 
 TENSOR_BYTES = 16 * 2**20

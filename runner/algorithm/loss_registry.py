@@ -23,7 +23,7 @@ from runner.core.errors import RunnerError
 from runner.core.plugins import plugins
 from runner.interfaces.losses import Kind, Option, Registration, registration_of
 
-BUILT_IN = ("policy.losses", "policy.advantages", "policy.kl", "policy.aggregation", "preference.losses")
+BUILT_IN = ("policy.losses", "policy.advantages", "policy.importance", "preference.losses")
 ENTRY_POINT_GROUP = "runner.losses"
 
 Functions = Mapping[Kind, Mapping[str, Registration]]  # kind → name → function

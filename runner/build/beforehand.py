@@ -23,9 +23,8 @@ from runner.distributed.work_partition import on_first
 from runner.interfaces import Data, Device, Experience, GenerativeModel, Model, Peers
 from runner.spec.job import JobSpec
 from runner.tracker.text import counted
-from runner.trainer.held_out_loss import shares
-from runner.trainer.logprob_cache import KeptLogprobs
-from runner.trainer.precomputed_reference import CachedModel
+from runner.trainer.evaluator import shares
+from runner.trainer.reference_model import CachedModel, KeptLogprobs
 
 FORMAT = 2  # raise it when keys or files are made in another way, so that no old file is used
 SAY_EVERY_S = 10.0

@@ -12,10 +12,9 @@ from runner.core.errors import Problem, SpecError
 from runner.interfaces import Algorithm, Data, Environments, Finish, Model, Question, TrainableModel, generative
 from runner.parallelism.rollout_partition import SharedAnswerer
 from runner.parallelism.world import World
-from runner.sampler.stops import Stops
+from runner.sampler.draw import Stops
 from runner.spec.job import JobSpec
-from runner.trainer.evaluator import Evaluator, Report, askable
-from runner.trainer.held_out_loss import HeldOutLoss, LearnsFromItems, Remembered
+from runner.trainer.evaluator import Evaluator, HeldOutLoss, LearnsFromItems, Remembered, Report, askable
 from runner.trainer.learner import LocalLearner
 from runner.trainer.reference_model import FrozenModel
 

@@ -17,8 +17,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from runner.algorithm.parts import Parts
-from runner.build.parts import Models, build_data, build_device, build_models, build_tokenizer
-from runner.build.rollouts import build_environments, build_reward, refuse_missing_columns
+from runner.build.parts import (
+    Models,
+    build_data,
+    build_device,
+    build_environments,
+    build_models,
+    build_reward,
+    build_tokenizer,
+    refuse_missing_columns,
+)
 from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
 from runner.core.errors import CheckpointError, DataError
@@ -33,8 +41,7 @@ from runner.run_dir.resume_compatibility import identity, refuse_changed
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.trainer.callbacks import Activity, Contrast, Evaluation, Record, Report, Rollouts, Saving, StallWatch, Sync
-from runner.trainer.loop import Job
-from runner.trainer.rollout_feed import Feed
+from runner.trainer.loop import Feed, Job
 
 if TYPE_CHECKING:
     from runner.weight_sync.publisher import Publisher

@@ -1,4 +1,6 @@
-"""The parts that every job has: device, tokenizer, data, models that learn or only score, learners, checkpoints."""
+"""The parts that jobs are made of: device, tokenizer, data, models that learn or only score, learners, checkpoints; and
+what judges and answers a policy's rollouts, reward and environments, of which each rank does its share.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,19 +20,21 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError, UnfitModel
 from runner.core.paths import cache_folder
 from runner.core.rng import derive
-from runner.interfaces import Data, Device, GenerativeModel, Model, Peers, Role, TrainableModel
-from runner.model import dense
+from runner.interfaces import Data, Device, Environments, GenerativeModel, Model, Peers, Reward, Role, TrainableModel
 from runner.model.build import DTYPES, Fit
 from runner.model.flops import ModelFlops
 from runner.model.ragged import RaggedModel
-from runner.parallelism.weight_scatter import META
 from runner.parallelism.world import World
 from runner.run_dir.folder import RunFolder
 from runner.spec.base import Dtype, Head
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry, resolve
+from runner.spec.suggest import nearest
 from runner.trainer.learner import LocalLearner
-from runner.trainer.reference_model import FrozenModel
+
+if TYPE_CHECKING:
+    from runner.parallelism.rollout_partition import SharedEnvironments
+    from runner.trainer.reference_model import FrozenModel
 
 log = logging.getLogger("runner")
 
@@ -107,6 +111,8 @@ def build_model(
 
 def build_blank_model(spec: JobSpec, tokenizer: Any, decide: Decisions, head: Head = "lm") -> Any:
     """The same without its numbers, on `meta`: for what only has to know what it is made of."""
+    from runner.parallelism.weight_scatter import META
+
     with META:
         return _making(spec, tokenizer, decide, head, None)(META, None)
 
@@ -150,6 +156,8 @@ def _at_home(
         model = world.load(lambda where: make(where, None))
         world.shard(model, decide)
         if (pad_batch := device.dense_attention()) is not None:
+            from runner.model import dense
+
             model.attend_anew(partial(dense.attend, kernel=pad_batch, decide=decide))
     if isinstance(model, RaggedModel) and not model.padded and (kernel := device.attention(model.compute_type)):
         model.attend_with(kernel, decide=decide)
@@ -162,6 +170,8 @@ def fitting(device: Device, decide: Decisions) -> Callable[[nn.Module], None]:
     def fit(module: nn.Module) -> None:
         device.fuse(module)
         if (kernel := device.dense_attention()) is not None:
+            from runner.model import dense
+
             dense.attend(module, kernel, decide)
 
     return fit
@@ -228,6 +238,8 @@ def build_frozen(
         from runner.build.beforehand import build_cached
 
         return build_cached(spec, policy, device, world.peers, world.everyone, decide, cache_folder())
+    from runner.trainer.reference_model import FrozenModel
+
     way = wanted.way or ("copy" if spec.adapter.trains_base else "adapter")
     model: TrainableModel = policy
     during: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -315,3 +327,55 @@ def build_models(spec: JobSpec, tokenizer: Any, device: Device, world: World, de
         for role, one in spec.algorithm.frozen().items()
     }
     return Models(learners, frozen, model, {role: one.flops for role, one in made.items()})
+
+
+def refuse_missing_columns(spec: JobSpec, data: Data) -> None:
+    """Raise SpecError for a column that the reward asks for and no row of the data has: before the model is loaded."""
+    if not spec.algorithm.samples:
+        return
+    missing = [(key, name) for key, name in spec.reward.columns() if name not in data.columns]
+    if not missing:
+        return
+    sole = next(iter(data.columns)) if len(data.columns) == len(missing) == 1 else "NAME"
+    there = ", ".join(sorted(data.columns)) or "none"
+    text = f"no row of the data has a column '{{}}'; columns for rewards: {there}; {{}}"
+    problems = [(key, name, _instead(spec, key, name, nearest(name, data.columns) or sole)) for key, name in missing]
+    raise SpecError([Problem(key, text.format(name, instead)) for key, name, instead in problems])
+
+
+def _instead(spec: JobSpec, key: str, name: str, meant: str) -> str:
+    """What to do about a column that is not there; a function names its columns itself."""
+    if not key.endswith(".path"):
+        return f"type {key}={meant}"
+    renaming = f", or the column: 'data.columns={{{meant}: {name}}}'" if spec.data.renames_columns else ""
+    return f"rename the argument{renaming}"
+
+
+def build_reward(
+    spec: JobSpec, tokenizer: Any, device: Device, world: World, decide: Decisions, folder: RunFolder
+) -> Reward | None:
+    """The reward; user code keeps its log in the run's folder."""
+    if not spec.algorithm.samples:
+        return None
+    reward: Reward | None = default_registry().factory(spec.reward)(
+        spec.reward,
+        device=device.torch_device,
+        tokenizer=tokenizer,
+        seed=spec.seed,
+        decide=decide,
+        folder=folder.root,
+        fit=fitting(device, decide),
+    )
+    from runner.parallelism.rollout_partition import shared_reward
+
+    return None if reward is None else shared_reward(reward, world.feed_peers)
+
+
+def build_environments(spec: JobSpec, peers: Peers, decide: Decisions) -> SharedEnvironments | None:
+    """The environments of the thread that has `peers`; None where answers are single turns."""
+    made: Environments | None = default_registry().factory(spec.environment)(spec.environment, decide=decide)
+    if made is None:
+        return None
+    from runner.parallelism.rollout_partition import SharedEnvironments
+
+    return SharedEnvironments(made.make, made.max_turns, peers)

@@ -26,7 +26,7 @@ from runner.checkpoint.manifest import Damaged, Manifest
 from runner.checkpoint.reader import folder_name
 from runner.core import fsync_io, safetensors_layout
 from runner.core.errors import CheckpointError, Problem, SpecError, StorageError
-from runner.core.fault_injection import failpoint
+from runner.core.fsync_io import failpoint
 from runner.distributed.work_partition import each, on_first
 from runner.interfaces import Peers
 

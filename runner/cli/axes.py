@@ -35,7 +35,7 @@ from runner.core.errors import Problem
 from runner.spec import suggest
 from runner.spec.origin import COMMAND_LINE, leaves, origin_of
 from runner.spec.schema import model_schema
-from runner.spec.words import complaint
+from runner.spec.suggest import complaint
 from runner.sweep.config import Better, SweepConfig, several
 from runner.sweep.space import Dimension
 

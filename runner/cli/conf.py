@@ -21,7 +21,7 @@ from runner.core.paths import conf_dir, recipes_dir
 from runner.spec.base import ComponentConfig
 from runner.spec.registry import Registry, built_in_registry, default_registry
 from runner.spec.schema import groups_of, model_schema, recipe_schema
-from runner.spec.words import expectation
+from runner.spec.suggest import expectation
 from runner.sweep.config import SweepConfig
 
 SCHEMA = ".schema.json"

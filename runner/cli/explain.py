@@ -24,7 +24,7 @@ from runner.spec.job import CallbacksConfig, JobSpec
 from runner.spec.origin import at, origin_of
 from runner.spec.registry import Registry, default_registry, resolve
 from runner.spec.schema import CALLBACKS, Keys, groups_of, model_schema, sections
-from runner.spec.words import TYPES, span
+from runner.spec.suggest import TYPES, span
 
 # Units by the end of a key's name; a field may also say `json_schema_extra={"unit": …}`.
 UNITS = {

@@ -52,10 +52,13 @@ def run(args: Namespace) -> int:
 def _start(args: Namespace, words: Sequence[str]) -> int:
     composed = _composed(args, words, _of_slurm)
     from runner.launch import local
+
+    if not composed.spec.launch.queued:
+        return local.start(composed.spec, composed.overrides, composed.origins, args.folder)
     from runner.launch.slurm import task
     from runner.run_dir.folder import shown
 
-    if composed.spec.launch.name == task.NAME and (before := task.begun(args.folder)) is not None:
+    if (before := task.begun(args.folder)) is not None:
         print(f"requeued {shown(before)} was begun by this Slurm job: going on there", file=sys.stderr)
         return _go_on(str(before), _trust(words))
     with task.obeyed(composed.spec):

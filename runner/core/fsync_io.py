@@ -1,13 +1,25 @@
-"""Files that are on the disk, not only in its cache, once a function returns."""
+"""Files that outlive their process, or must not: on the disk and not only in its cache once a function returns, at
+named instants where a test ends the process, and in folders that somebody else removes. Nothing here imports torch.
+
+    RUNNER_FAILPOINT=checkpoint.before_rename:kill              SIGKILL there; free when the variable is unset
+    RUNNER_FAILPOINT=checkpoint.write:ENOSPC                    OSError there, with any name of `errno`
+    <temporary files>/run-engine-<hash of the folder's path>    files by which workers meet, sockets
+
+vLLM leaves the last ones there where it is killed, and some wherever it ends. On the processor its workers share memory
+as well, under the names of those files, which outlasts them.
+"""
 
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import os
 import re
 import secrets
 import shutil
+import signal
+import tempfile
 from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -95,3 +107,39 @@ def human(num_bytes: int) -> str:
 def _existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that is there."""
     return folder if folder.exists() else _existing(folder.parent)
+
+
+def failpoint(name: str) -> None:
+    """Do what RUNNER_FAILPOINT asks for at `name`: nothing, unless it names this instant."""
+    where, _, action = os.environ.get("RUNNER_FAILPOINT", "").partition(":")
+    if where != name:
+        return
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    code = getattr(errno, action)
+    raise OSError(code, os.strerror(code))
+
+
+MEMORY = Path("/dev/shm")
+MEETINGS = "vllm_dist_*"  # vLLM's files by which its workers meet
+KEPT = ".kept"
+
+
+def temporary_of(folder: Path) -> Path:
+    """The folder for temporary files that goes with `folder`. Short, as a socket's path has at most 107 bytes."""
+    name = hashlib.blake2b(os.fsencode(folder.absolute()), digest_size=8).hexdigest()
+    return Path(tempfile.gettempdir(), f"run-engine-{name}")
+
+
+def keep_names(folder: Path) -> None:
+    """Once workers have met: how the files by which they met are called is known even when these are gone."""
+    for file in [*folder.glob(MEETINGS)]:
+        file.with_suffix(KEPT).touch()
+
+
+def remove(folder: Path, memory: Path = MEMORY) -> None:
+    """Remove such a folder, where there is one, and the memory that is called after files in it."""
+    for file in folder.glob(MEETINGS):
+        for shared in memory.glob(f"{glob.escape(file.stem)}*"):
+            shared.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -181,7 +181,7 @@ class SourceConfig(DataConfig):
 class FileConfig(SourceConfig):
     """Files of the user's: JSONL, JSON, CSV, Parquet, or a folder of them."""
 
-    factory: ClassVar[str] = "runner.data.file:build"
+    factory: ClassVar[str] = "runner.data.prepare:build"
     name: Literal["file"] = "file"
     path: str | Annotated[Names, Field(min_length=1)] = Field(
         description="A file or folder, or a list of them (a mixture)."
@@ -203,7 +203,7 @@ class FileConfig(SourceConfig):
 
     def preflight(self, kind: ItemKind) -> None:
         """Raise DataError for a missing file, and for what is wrong with the first 10,000 rows of each."""
-        from runner.data.sources import validate
+        from runner.data.formats import validate
 
         validate(self.sources(), self.eval_path, kind, self.columns)
 

@@ -1,21 +1,155 @@
-"""Tokenised tables and an order over them: the data of a job."""
+"""The data of a job: tokenised rows as Arrow tables, and an order over them. A table is memory-mapped from the cache on
+disk, or held in memory.
+
+    cache_dir/<key>/tokens.arrow    ROWS (sft): ids, learnt, the answer's span first, last
+                                    TREES (all else): prompt, answers, facts (JSON text)
+    cache_dir/<key>/summary.json    what was found while tokenising, and the sha256 of tokens.arrow
+
+A folder is made aside and renamed, so that it is whole or not there; one that was damaged later is found by
+its checksum and made again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
+import pyarrow as pa
+
+from runner.core.errors import StorageError
 from runner.data.items import ITEMS, QUESTIONS
 from runner.data.order import Rounds
-from runner.data.store import Record, Table
 from runner.interfaces import Question
 from runner.run_dir.resume_compatibility import PromptStyle
 from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+FORMAT = 3  # raise it when the files are laid out or summed up in another way, so that no old cache is used
+IDS = pa.list_(pa.int32())
+ROWS = pa.schema([("ids", IDS), ("learnt", pa.list_(pa.int8())), ("first", pa.int32()), ("last", pa.int32())])
+TREES = pa.schema([("prompt", IDS), ("answers", pa.list_(IDS)), ("facts", pa.large_string())])
+Record = dict[str, Any]
+Summary = dict[str, Any]
+Write = Callable[[Sequence[Record]], None]
+Fill = Callable[[Write], Summary]  # writes all rows and says what it found
+
+
+class Table:
+    """Tokenised rows, read when asked for.
+
+    pyarrow alone reads them: `datasets` would import pandas and cost each process half a processor second.
+    """
+
+    def __init__(self, source: pa.Buffer | pa.NativeFile) -> None:
+        """`source` holds an Arrow stream, whose batches are not copied."""
+        with pa.ipc.open_stream(source) as stream:
+            self._batches = list(stream)
+        self._starts = [0, *accumulate(batch.num_rows for batch in self._batches)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def rows(self, indices: Sequence[int]) -> list[Record]:
+        """The record of each index, in that order."""
+        return [self._row(index) for index in indices]
+
+    def _row(self, index: int) -> Record:
+        number = bisect_right(self._starts, index) - 1
+        record: Record = self._batches[number].slice(index - self._starts[number], 1).to_pylist()[0]
+        return record
+
+
+def in_memory(schema: pa.Schema, fill: Fill) -> tuple[Table, Summary]:
+    """The table that `fill` writes, nothing on disk."""
+    sink = pa.BufferOutputStream()
+    summary = _write(sink, schema, fill)
+    return Table(sink.getvalue()), summary
+
+
+def on_disk(folder: Path, schema: pa.Schema, fill: Fill, damaged: Callable[[str], None]) -> tuple[Table, Summary]:
+    """The table in `folder`, made by `fill` if it is not there or damaged; the latter is told to `damaged`.
+
+    One process of a machine at a time looks and makes it: the ranks of a job want the same one at once.
+    Raises StorageError where it cannot be written.
+    """
+    try:
+        with _alone(folder):
+            if folder.exists() and (fault := _fault(folder)):
+                damaged(f"{folder}: {fault}")
+                shutil.rmtree(folder)
+            if not folder.exists():
+                _build(folder, schema, fill)
+        summary: Summary = json.loads((folder / "summary.json").read_text())["summary"]
+    except OSError as error:
+        raise StorageError(
+            f"cannot write the token cache {folder}: {error.strerror or error}; free space, or set data.cache=false"
+        ) from error
+    return Table(pa.memory_map(str(folder / "tokens.arrow"))), summary
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _build(folder: Path, schema: pa.Schema, fill: Fill) -> None:
+    aside = Path(tempfile.mkdtemp(prefix=".staging-", dir=folder.parent))
+    try:
+        with (aside / "tokens.arrow").open("wb") as file:
+            summary = _write(file, schema, fill)
+            file.flush()
+            os.fsync(file.fileno())
+        record = {"sha256": sha256(aside / "tokens.arrow"), "summary": summary}
+        (aside / "summary.json").write_text(json.dumps(record, indent=2))
+        _rename(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _rename(aside: Path, folder: Path) -> None:
+    """Put the folder in place; another process that was faster has made the same one."""
+    try:
+        aside.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+
+
+def _write(sink: IO[bytes] | pa.NativeFile, schema: pa.Schema, fill: Fill) -> Summary:
+    with pa.ipc.new_stream(sink, schema) as writer:
+        return fill(lambda records: writer.write_batch(pa.RecordBatch.from_pylist(list(records), schema)))
+
+
+def _fault(folder: Path) -> str:
+    """What is damaged in a cache folder, or nothing."""
+    try:
+        wanted = json.loads((folder / "summary.json").read_text())["sha256"]
+        return "" if sha256(folder / "tokens.arrow") == wanted else "tokens.arrow does not have its checksum"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def sha256(file: Path) -> str:
+    """Digest of a file's bytes."""
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)

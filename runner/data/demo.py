@@ -29,12 +29,10 @@ import numpy as np
 
 from runner.data.config import DemoConfig
 from runner.data.examples import Answers, Ask, Chat, Example, Message, Reading, held_out_reading
-from runner.data.fingerprint import digest, tokenizer_digest
-from runner.data.items import ITEMS, QUESTIONS
+from runner.data.items import ITEMS, QUESTIONS, Limit, Tally
 from runner.data.order import BySize, Rounds, permutation, stream
-from runner.data.overlong import Limit, Tally
-from runner.data.rows import Place, Problems
-from runner.data.tokenise import Answered, Encoded, Tokeniser, encode
+from runner.data.readers import Place, Problems
+from runner.data.tokenise import Answered, Encoded, Tokeniser, digest, encode, tokenizer_digest
 from runner.interfaces import Decide, Question
 from runner.run_dir.resume_compatibility import PromptStyle
 from runner.spec.base import ItemKind

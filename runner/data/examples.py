@@ -1,19 +1,25 @@
-"""What a sound row says, before it becomes tokens, and what makes messages a conversation that can be learnt.
+"""Rows to examples: what a sound row says, before it becomes tokens, and what makes messages a conversation to learn.
 
-sft                  ─▶ Plain | Chat          of which the answer is learnt
-pairs, judged        ─▶ Answers               one prompt with its answers
-prompts              ─▶ Ask                   a prompt alone
+reading     functions                         example
+sft         text, conversation, answered      Plain | Chat, of which the answer is learnt
+pairs       pair, implicit_pair               Answers: one prompt with its answers
+judged      judged                            Answers
+prompts     ask                               Ask: a prompt alone
+held out    question                          Answers: the prompt with what a right answer says
+
+The columns are there and of the format's type (`chat`: messages, else text) when one of these functions sees them.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from runner.data.readers import kind
-from runner.data.rows import Place
+from runner.data.readers import Place, Row, kind
 from runner.spec.base import ItemKind
 
 Message = Mapping[str, Any]
@@ -148,3 +154,189 @@ class Answers:
 
 
 Example = Plain | Chat | Ask | Answers
+
+
+class Fault(Exception):
+    """What is wrong with a row."""
+
+
+def text(row: Row, chat: bool) -> Plain:
+    """{"text"}: everything is learnt."""
+    return Plain(row.place, None, _filled(row.value["text"], "text"))
+
+
+def conversation(row: Row, chat: bool) -> Chat:
+    """{"messages"}: the assistant's turns are learnt."""
+    return _chat(row, [], row.value["messages"], "messages")
+
+
+def answered(row: Row, chat: bool) -> Plain | Chat:
+    """{"prompt", "completion"}: the completion is learnt."""
+    prompt, completion = row.value["prompt"], row.value["completion"]
+    return _chat(row, prompt, completion, "completion") if chat else _plain(row, prompt, completion, "completion")
+
+
+def pair(row: Row, chat: bool) -> Answers:
+    """{"prompt", "chosen", "rejected"}."""
+    return _pair(row, chat, row.value["prompt"], row.value["chosen"], row.value["rejected"])
+
+
+def implicit_pair(row: Row, chat: bool) -> Answers:
+    """{"chosen", "rejected"}, which begin with the prompt."""
+    chosen, rejected = row.value["chosen"], row.value["rejected"]
+    if chat:
+        for column in ("chosen", "rejected"):
+            names = _names(column, row.value[column])
+            _refuse(conversation_fault(row.value[column], names, 0, f"column {column}"))
+        cut = common_messages(chosen, rejected)
+    else:
+        cut = common_text(_filled(chosen, "chosen"), _filled(rejected, "rejected"))
+    if not (chosen[:cut] if chat else chosen[:cut].strip()):
+        way_out = f"give it in a column `prompt`, {'as messages like the answers' if chat else 'as text'}"
+        raise Fault(f"chosen and rejected do not begin alike, so there is no prompt; {way_out}")
+    return _pair(row, chat, chosen[:cut], chosen[cut:], rejected[cut:])
+
+
+def judged(row: Row, chat: bool) -> Answers:
+    """{"prompt", "completion", "label"}."""
+    good = row.value["label"]
+    if not isinstance(good, bool):
+        hint = "; a CSV file has text only, use JSONL or Parquet" if isinstance(good, str) else ""
+        raise Fault(f"column label: expected true or false, found {kind(good)}{hint}")
+    answer = _reply(row, chat, row.value["prompt"], row.value["completion"], "completion")
+    return Answers(row.place, (answer,), {"good": good})
+
+
+def ask(row: Row, chat: bool) -> Ask:
+    """{"prompt"} and whatever else the row has; a completion made of messages is given on as what they say."""
+    prompt = row.value["prompt"]
+    columns = {name: value for name, value in row.value.items() if name != "prompt"}
+    if is_messages(columns.get("completion")):
+        columns["completion"] = _said(columns["completion"])
+    if not chat:
+        return Ask(row.place, _filled(prompt, "prompt"), columns=columns)
+    _refuse(prompt_fault(prompt, _names("prompt", prompt)))
+    return Ask(row.place, tuple(prompt), _tools(row), columns)
+
+
+def question(row: Row, chat: bool) -> Answers:
+    """{"prompt", "answer"} and whatever else the row has: a held-out prompt, and what a right answer says."""
+    prompt, answer = row.value["prompt"], _as_text(row.value["answer"])
+    columns = {name: value for name, value in row.value.items() if name != "prompt"}
+    facts = {"messages": prompt if chat else None, "columns": columns}
+    if not chat:
+        return Answers(row.place, (_plain(row, prompt, answer, "answer"),), facts)
+    _refuse(prompt_fault(prompt, _names("prompt", prompt)))
+    messages = (*prompt, {"role": "assistant", "content": _filled(answer, "answer")})
+    return Answers(row.place, (Chat(row.place, messages, len(prompt), _tools(row)),), facts)
+
+
+def common_messages(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
+    """How many leading messages are the prompt: all equal ones that an assistant turn follows on both sides."""
+    most = min(len(chosen), len(rejected)) - 1
+    cut = next((i for i in range(most) if chosen[i] != rejected[i]), most)
+    while cut and not chosen[cut]["role"] == rejected[cut]["role"] == "assistant":
+        cut -= 1
+    return cut
+
+
+def common_text(chosen: str, rejected: str) -> int:
+    """How many leading characters are the prompt: all equal ones, but no half of a word and no blank before one.
+
+    Where nothing stands between the words, as in Chinese, it ends at the first difference.
+    """
+    most = max(min(len(chosen.rstrip()), len(rejected.rstrip())) - 1, 0)
+    cut = next((i for i in range(most) if chosen[i] != rejected[i]), most)
+    if chosen[cut].isalnum() or rejected[cut].isalnum():
+        cut = len(chosen[:cut]) - _tail(chosen[:cut]) or cut
+    return cut - 1 if cut and chosen[cut - 1] == " " else cut
+
+
+def _tail(start: str) -> int:
+    """How many letters and digits a text ends with."""
+    return next((n for n, c in enumerate(reversed(start)) if not c.isalnum()), len(start))
+
+
+def _pair(row: Row, chat: bool, prompt: Any, chosen: Any, rejected: Any) -> Answers:
+    answers = (_reply(row, chat, prompt, chosen, "chosen"), _reply(row, chat, prompt, rejected, "rejected"))
+    return Answers(row.place, answers, {"margin": _margin(row.value.get("margin"))})
+
+
+def _reply(row: Row, chat: bool, prompt: Any, answer: Any, column: str) -> Any:
+    """A prompt and one answer, all of whose tokens count: so the assistant begins and ends it."""
+    if not chat:
+        return _plain(row, prompt, answer, column)
+    found = _chat(row, prompt, answer, column)
+    for end, message in (("begins", answer[0]), ("ends", answer[-1])):
+        if message["role"] != "assistant":
+            raise Fault(f"column {column} {end} with a turn of role {message['role']}; expected the assistant's answer")
+    return found
+
+
+def _plain(row: Row, prompt: str, completion: str, column: str) -> Plain:
+    return Plain(row.place, _filled(prompt, "prompt"), _filled(completion, column))
+
+
+def _chat(row: Row, prompt: Sequence[Message], answer: Sequence[Message], column: str) -> Chat:
+    """`messages`, or the prompt's and the answer's messages after one another."""
+    of_prompt = column != "messages"
+    if of_prompt and not prompt:
+        raise Fault("column prompt is empty; expected at least one message")
+    tools = _tools(row)
+    messages = (*prompt, *answer)
+    names = [*_names("prompt", prompt), *_names(column, answer)]
+    _refuse(conversation_fault(messages, names, len(prompt), f"the {column}" if of_prompt else "the conversation"))
+    return Chat(row.place, messages, len(prompt), tools)
+
+
+def _refuse(fault: str | None) -> None:
+    if fault:
+        raise Fault(fault)
+
+
+def _filled(value: str, column: str) -> str:
+    if not value.strip():
+        raise Fault(f"column {column} is empty; expected text")
+    return value
+
+
+def _names(column: str, messages: Sequence[Message]) -> list[str]:
+    return [f"{column}[{i}]" for i in range(len(messages))]
+
+
+def _margin(value: Any) -> float | None:
+    if value is None:
+        return None
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not -sys.float_info.max <= value <= sys.float_info.max:
+        raise Fault(f"column margin: expected a finite number, found {value if number else kind(value)}")
+    return float(value)
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    raise Fault(f"column answer: expected text or a number, found {kind(value)}")
+
+
+def _said(messages: Sequence[Message]) -> Any:
+    """What the assistant says last; messages that say nothing stay as they are."""
+    said = [m["content"] for m in messages if m.get("role") == "assistant" and isinstance(m.get("content"), str)]
+    return said[-1] if said else list(messages)
+
+
+def _tools(row: Row) -> Tools:
+    """`tools` is a list of JSON schemas, or that list as JSON text, as data sets made before `Json()` have it."""
+    value = row.value.get("tools")
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise Fault(f"column tools: text that is no JSON ({error}); expected a list of JSON schemas") from error
+    if not is_messages(value):
+        raise Fault(f"column tools: expected a list of JSON schemas, found {kind(value)}")
+    return tuple(value)

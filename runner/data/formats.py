@@ -1,5 +1,6 @@
-"""Rows, their columns renamed as the user says, to examples: which of TRL's formats the data has, and whether every row
-keeps to it.
+"""Sources of rows, their columns renamed as the user says, to examples: which of TRL's formats the data has, and
+whether every row keeps to it. The user's files are checked here before anything heavy is loaded: no torch, no
+tokenizer.
 
     sft        messages  |  prompt + completion  |  text                          pairs      prompt + chosen + rejected
     judged     prompt + completion + label                                                   chosen + rejected
@@ -11,15 +12,31 @@ the others may be either. A conversation may have a column `tools`, a pair a `ma
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
-from runner.data import parse
-from runner.data.examples import Answers, Example, Reading, is_messages
-from runner.data.readers import kind
-from runner.data.rows import Place, Problems, Row
+from runner.data.examples import (
+    Answers,
+    Example,
+    Fault,
+    Reading,
+    answered,
+    ask,
+    conversation,
+    held_out_reading,
+    implicit_pair,
+    is_messages,
+    judged,
+    pair,
+    question,
+    text,
+)
+from runner.data.readers import FileList, Place, Problems, Row, find_files, kind, read_file
+from runner.spec.base import ItemKind
 
 
 class Renaming:
@@ -57,11 +74,11 @@ Columns = tuple[str, ...]
 Parse = Callable[[Row, bool], Example]
 # In this order: a row with `messages` and `prompt` is a conversation, and one with `prompt` has no implicit prompt.
 FORMATS: dict[Reading, dict[Columns, Parse]] = {
-    "sft": {("messages",): parse.conversation, ("prompt", "completion"): parse.answered, ("text",): parse.text},
-    "pairs": {("prompt", "chosen", "rejected"): parse.pair, ("chosen", "rejected"): parse.implicit_pair},
-    "judged": {("prompt", "completion", "label"): parse.judged},
-    "prompts": {("prompt",): parse.ask},
-    "questions": {("prompt", "answer"): parse.question},
+    "sft": {("messages",): conversation, ("prompt", "completion"): answered, ("text",): text},
+    "pairs": {("prompt", "chosen", "rejected"): pair, ("chosen", "rejected"): implicit_pair},
+    "judged": {("prompt", "completion", "label"): judged},
+    "prompts": {("prompt",): ask},
+    "questions": {("prompt", "answer"): question},
 }
 NEEDS: dict[Reading, str] = {
     "sft": "expected the columns `messages`, or `prompt` and `completion`, or `text`",
@@ -128,7 +145,7 @@ class FormatCheck:
             row = self._sorted_out(self.format, row)
             try:
                 example = self._example(self.format, row)
-            except parse.Fault as fault:
+            except Fault as fault:
                 self.problems.add(row.place, str(fault))
                 continue
             if not self._counted(example):
@@ -158,12 +175,12 @@ class FormatCheck:
         missing = [name for name in form.columns if name not in row.value]
         if missing:
             found = _columns(row.value)
-            raise parse.Fault(f"no column {', '.join(missing)}; expected {form}{like}, found {found}")
+            raise Fault(f"no column {', '.join(missing)}; expected {form}{like}, found {found}")
         for name in form.columns:
             value = row.value[name]
             if name not in OTHER_TYPES and not (is_messages(value) if form.chat else isinstance(value, str)):
                 wanted = "a list of messages" if form.chat else "text"
-                raise parse.Fault(f"column {name}: expected {wanted}{like}, found {kind(value)}")
+                raise Fault(f"column {name}: expected {wanted}{like}, found {kind(value)}")
         return FORMATS[self.reading][form.columns](row, form.chat)
 
 
@@ -207,3 +224,52 @@ def _hint(value: Mapping[str, Any], reading: Reading) -> str:
     if other:
         return f"; {IS[other]}"
     return "; `prompt` alone has no answer to learn" if "prompt" in value else ""
+
+
+PREFLIGHT_ROWS = 10_000  # of each file: all of a small one, and a fraction of a second of a large one
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """A file or a folder of files, in the order of their names."""
+
+    name: str
+    list: FileList
+    key: str = "data.path"
+
+    def digest(self) -> str:
+        """sha256 over the names and bytes of all files."""
+        total = hashlib.sha256()
+        for file in self.list.files:
+            with file.open("rb") as handle:
+                total.update(f"{file.name}:{hashlib.file_digest(handle, 'sha256').hexdigest()}\n".encode())
+        return total.hexdigest()
+
+    def rows(self, problems: Problems, most: int | None = None) -> Iterator[Row]:
+        """The rows of every file, of each the first `most`."""
+        for file in self.list.files:
+            yield from islice(read_file(file, problems), most)
+
+
+def find_sources(paths: Sequence[str], eval_path: str | None) -> tuple[list[FileSource], FileSource | None]:
+    """(training sources, held-out source). Raises DataError for a path where no data file is."""
+    training = [FileSource(path, find_files(path)) for path in paths]
+    if eval_path is None:
+        return training, None
+    return training, FileSource(eval_path, find_files(eval_path, "data.eval_path"), "data.eval_path")
+
+
+def validate(
+    paths: Sequence[str], eval_path: str | None, kind: ItemKind, columns: Mapping[str, str] | None = None
+) -> None:
+    """Check that the files exist and that their first 10,000 rows are sound; imports neither torch nor a tokenizer.
+
+    Raises DataError with everything wrong with the first faulty source. `build` checks the remaining rows.
+    """
+    training, held_out = find_sources(paths, eval_path)
+    readings = [(source, kind) for source in training]
+    for source, reading in [*readings, *([(held_out, held_out_reading(kind))] if held_out else [])]:
+        problems = Problems(source.key, source.name)
+        for _ in FormatCheck(problems, reading, columns).examples(source.rows(problems, PREFLIGHT_ROWS)):
+            pass
+        problems.raise_if_any()

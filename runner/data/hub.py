@@ -13,10 +13,9 @@ import datasets  # type: ignore[import-untyped]
 
 from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.config import HubConfig
+from runner.data.dataset import sha256
 from runner.data.prepare import Preparation, build_data
-from runner.data.readers import without_nulls
-from runner.data.rows import Place, Problems, Row
-from runner.data.store import sha256
+from runner.data.readers import Place, Problems, Row, without_nulls
 from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:

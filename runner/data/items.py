@@ -1,22 +1,157 @@
-"""Stored records to what the trainer sees: items to learn from, and held-out questions to ask.
+"""Tokens to what the trainer sees: items to learn from, and held-out questions to ask; and what happens to examples
+above `data.max_length`, counted so that nothing disappears unsaid.
 
 sft      ids, learnt        ─▶ Item     (held out: Question)
 pairs    prompt, 2 answers  ─▶ Pair     judged   prompt, answer ─▶ Judged
 prompts  prompt             ─▶ Prompt   (held out, with the answer: Question)
+
+data.overlong
+error            a problem that names row and length
+skip             left out
+truncate_left    the last max_length tokens stay        truncate_right    the first ones stay
+split            pieces of max_length tokens, each beginning with the last token of the one before it,
+                 which is context there: every token but the first is learnt exactly once
+
+Of a prompt with answers, the length is that of the prompt and its longest answer, and only the prompt is cut, on its
+left: an answer without its end would teach a model not to stop. A prompt that is to be answered is measured alone.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
+from runner.data.examples import Reading
+from runner.data.readers import Problems
+from runner.data.tokenise import Answered, Encoded
 from runner.interfaces import Item, Judged, Pair, Prompt, Question
 from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Rule = Literal["error", "skip", "truncate_left", "truncate_right", "split"]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts over one source; tokens are those of the items that stay."""
+
+    rows: int = 0
+    items: int = 0
+    tokens: int = 0
+    learnt: int = 0
+    longest: int = 0  # tokens of the longest row before anything was cut
+    overlong: int = 0
+    cut_tokens: int = 0
+    left_out: int = 0  # rows skipped, or cut so far that nothing to learn was left
+
+    def __str__(self) -> str:
+        learnt = f", {self.learnt} of them learnt" if self.learnt else ""
+        return f"{self.items} items, {self.tokens} tokens{learnt}; longest row {self.longest}"
+
+    def see(self, length: int) -> None:
+        """Count a row of `length` tokens."""
+        self.rows += 1
+        self.longest = max(self.longest, length)
+
+    def keep(self, tokens: int, learnt: int) -> None:
+        """Count an item that stays."""
+        self.items += 1
+        self.tokens += tokens
+        self.learnt += learnt
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The longest item in tokens, and the rule for longer ones."""
+
+    max_length: int
+    rule: Rule
+    reading: Reading = "sft"
+
+    def apply(self, row: Encoded | Answered, tally: Tally, problems: Problems) -> Iterator[Encoded | Answered]:
+        """The items that a row becomes: one, none, or several; faults go to `problems`."""
+        length = self._length(row)
+        tally.see(length)
+        if _is_empty(row):
+            problems.add(row.place, f"no token to learn in the {length} tokens of this row; expected at least one")
+        elif length <= self.max_length:
+            yield _counted(row, tally)
+        elif self.rule == "error":
+            problems.add(row.place, f"{length} tokens, above data.max_length={self.max_length}", self._way_out())
+        else:
+            yield from self._shortened(row, length, tally)
+
+    def _length(self, row: Encoded | Answered) -> int:
+        if isinstance(row, Encoded):
+            return len(row.ids)
+        alone = self.reading in ("prompts", "questions")
+        return len(row.prompt) + (0 if alone else max(map(len, row.answers), default=0))
+
+    def _shortened(self, row: Encoded | Answered, length: int, tally: Tally) -> Iterator[Encoded | Answered]:
+        tally.overlong += 1
+        pieces = [] if self.rule == "skip" else self._pieces(row, length)
+        tally.left_out += not pieces
+        if pieces and self.rule != "split":
+            tally.cut_tokens += length - self.max_length
+        for piece in pieces:
+            yield _counted(piece, tally)
+
+    def _pieces(self, row: Encoded | Answered, length: int) -> list[Encoded] | list[Answered]:
+        """What is left of the row, as far as anything is."""
+        if isinstance(row, Answered):
+            rest = row.prompt[length - self.max_length :]
+            return [replace(row, prompt=rest)] if rest else []
+        if self.rule == "truncate_right":
+            pieces = [_slice(row, 0, self.max_length)]
+        elif self.rule == "truncate_left":
+            pieces = [_slice(row, length - self.max_length, length)]
+        else:
+            pieces = [_slice(row, at, at + self.max_length) for at in range(0, length - 1, self.max_length - 1)]
+        return [piece for piece in pieces if any(piece.learnt)]
+
+    def _way_out(self) -> str:
+        if self.reading != "sft":
+            return "raise data.max_length, or set data.overlong to skip or truncate_left (of the prompt)"
+        return (
+            "raise data.max_length, or set data.overlong to skip, truncate_left, truncate_right (or split: plain text)"
+        )
+
+    def report(self, tally: Tally) -> str:
+        """What the rule did, in words; empty if no row was too long."""
+        if not tally.overlong:
+            return ""
+        done = {"skip": "left out", "split": "split"}.get(self.rule, f"cut by {tally.cut_tokens} tokens in all")
+        lost = "nothing to learn remained" if self.reading == "sft" else "nothing of the prompt remained"
+        said = f", {tally.left_out} of them left out, as {lost}" if self.rule != "skip" and tally.left_out else ""
+        return f"{tally.overlong} of {tally.rows} rows were longer than data.max_length={self.max_length}: {done}{said}"
+
+
+def _is_empty(row: Encoded | Answered) -> bool:
+    """Whether there is nothing to learn, or nothing to answer."""
+    return not any(row.learnt) if isinstance(row, Encoded) else not row.prompt or not all(row.answers)
+
+
+def _counted(row: Encoded | Answered, tally: Tally) -> Encoded | Answered:
+    if isinstance(row, Encoded):
+        tally.keep(len(row.ids), sum(row.learnt))
+    else:
+        learnt = sum(map(len, row.answers))
+        tally.keep(len(row.prompt) + learnt, learnt)
+    return row
+
+
+def _slice(row: Encoded, start: int, stop: int) -> Encoded:
+    """Tokens start … stop of a row; an answer that is not whole, or has no prompt left, is none."""
+    ids, learnt = row.ids[start:stop], row.learnt[start:stop]
+    learnt[:1] = [0]
+    first, last = row.answer
+    whole = start < first and last <= stop
+    return replace(row, ids=ids, learnt=learnt, answer=(first - start, last - start) if whole else (0, 0))
+
 
 Record = Mapping[str, Any]
 Make = Callable[[Record, "PreTrainedTokenizerBase"], Any]

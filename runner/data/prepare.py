@@ -1,4 +1,4 @@
-"""Sources of rows to the data of a job.
+"""Sources of rows to the data of a job; data=file, whose sources are the user's own files.
 
 Source.rows ──FormatCheck──▶ Example ──Tokeniser──▶ Encoded | Answered ──Limit──▶ Table (cached) ──▶ TokenisedData
                   └──────────────── Problems ──────────────────────────┘   one DataError for all of a source's faults
@@ -18,17 +18,15 @@ import tokenizers
 import transformers
 
 from runner.core.errors import DataError
-from runner.data import store
-from runner.data.config import SourceConfig
-from runner.data.dataset import HeldOut, TokenisedData
+from runner.data.config import FileConfig, SourceConfig
+from runner.data.dataset import FORMAT, ROWS, TREES, HeldOut, Summary, Table, TokenisedData, Write, in_memory, on_disk
 from runner.data.examples import Reading, held_out_reading
-from runner.data.fingerprint import digest, tokenizer_digest
-from runner.data.formats import FormatCheck
+from runner.data.formats import FormatCheck, find_sources
+from runner.data.items import Limit, Tally
 from runner.data.order import BySize, Mixture, Order, Rounds
-from runner.data.overlong import Limit, Tally
-from runner.data.rows import Problems, Row
-from runner.data.tokenise import Tokeniser, encode
-from runner.interfaces import Decide
+from runner.data.readers import Problems, Row
+from runner.data.tokenise import Tokeniser, digest, encode, tokenizer_digest
+from runner.interfaces import Data, Decide
 from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:
@@ -67,23 +65,23 @@ class Preparation:
         learnt = self.config.loss_on if reading == "sft" else None
         return digest(source.digest(), tokenizer_digest(self.tokenizer), reading, options, learnt)
 
-    def table(self, source: Source, reading: Reading, key: str) -> tuple[store.Table, store.Summary]:
+    def table(self, source: Source, reading: Reading, key: str) -> tuple[Table, Summary]:
         """The source's table, from the cache where it is; what was found in the rows is said either way."""
 
-        def fill(write: store.Write) -> store.Summary:
+        def fill(write: Write) -> Summary:
             return self._fill(source, reading, write)
 
-        schema = store.ROWS if reading == "sft" else store.TREES
+        schema = ROWS if reading == "sft" else TREES
         if self.config.cache:  # the libraries may change what a template or a tokenizer does without changing its text
-            versions = (store.FORMAT, transformers.__version__, tokenizers.__version__)
+            versions = (FORMAT, transformers.__version__, tokenizers.__version__)
             folder = self.cache_dir / digest(key, *versions)[:32]
-            table, summary = store.on_disk(folder, schema, fill, self._say_damaged)
+            table, summary = on_disk(folder, schema, fill, self._say_damaged)
         else:
-            table, summary = store.in_memory(schema, fill)
+            table, summary = in_memory(schema, fill)
         self._say(source, reading, summary)
         return table, summary
 
-    def _fill(self, source: Source, reading: Reading, write: store.Write) -> store.Summary:
+    def _fill(self, source: Source, reading: Reading, write: Write) -> Summary:
         """Write every item of the source. Raises DataError with all that is wrong with it."""
         problems, tally = Problems(source.key, source.name), Tally()
         check = FormatCheck(problems, reading, self.config.columns)
@@ -107,7 +105,7 @@ class Preparation:
                 "  choose error, skip, truncate_left or truncate_right"
             )
 
-    def _say(self, source: Source, reading: Reading, summary: store.Summary) -> None:
+    def _say(self, source: Source, reading: Reading, summary: Summary) -> None:
         """Format, counts, and what was left out or could not be had."""
         where = f"{source.key}={source.name}"
         self._state("data.format", summary["format"], f"{where}: {summary['counts']}")
@@ -123,7 +121,7 @@ class Preparation:
         for note in summary["notes"]:
             self.decide("data.end_token", "learnt", "not learnt", f"{where}: {note}")
 
-    def _say_columns(self, where: str, reading: Reading, summary: store.Summary) -> None:
+    def _say_columns(self, where: str, reading: Reading, summary: Summary) -> None:
         ignored = f"not read: {', '.join(summary['ignored'])}"
         seen_by = {"prompts": "rewards", "questions": "environments"}.get(reading)
         if summary["ignored"] and seen_by:
@@ -180,7 +178,7 @@ def build_data(prepare: Preparation, sources: Sequence[Source], held_out: Source
     )
 
 
-def _held_out(prepare: Preparation, table: store.Table) -> HeldOut:
+def _held_out(prepare: Preparation, table: Table) -> HeldOut:
     """The held-out rows that are used; says so if these are not all."""
     found = HeldOut(table, prepare.config.eval_items)
     if len(found) < len(table):
@@ -189,7 +187,7 @@ def _held_out(prepare: Preparation, table: store.Table) -> HeldOut:
     return found
 
 
-def _refuse_unseen(config: SourceConfig, summaries: Sequence[store.Summary]) -> None:
+def _refuse_unseen(config: SourceConfig, summaries: Sequence[Summary]) -> None:
     """Raise DataError for a renaming of a column that no row of any source has."""
     seen = {name for summary in summaries for name in summary["renamed"]}
     unseen = [name for name in config.columns or () if name not in seen]
@@ -204,3 +202,21 @@ def _rounds(config: SourceConfig, sizes: Sequence[int], seed: int) -> Rounds:
         return Mixture(sizes, config.weights, seed, shuffle)
 
     return Rounds(order, seed, config.shuffle)
+
+
+def build(
+    config: FileConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    decide: Decide,
+    cache_dir: Path,
+    kind: ItemKind,
+) -> Data:
+    """The data of the user's files. Raises DataError, StorageError."""
+    training, held_out = find_sources(config.sources(), config.eval_path)
+    for source in [*training, *([held_out] if held_out else [])]:
+        if source.list.ignored:
+            names = f"not read: {', '.join(f.name for f in source.list.ignored)}"
+            decide("data.files", names, names, f"{source.key}={source.name}: no data files")
+    return build_data(Preparation(config, tokenizer, decide, cache_dir, kind), training, held_out, seed)

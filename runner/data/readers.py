@@ -1,12 +1,10 @@
-"""Bytes of a file to decoded lines with their places; what is not UTF-8 or far too long is a problem.
+"""Files to rows, strictly: nothing is coerced, skipped or guessed, and every fault names file and line.
 
-CSV to rows: a header, comma-separated, every value text; nothing is taken for a number or a date.
+    data.path ──find_files──▶ files ──read_file──▶ Row = (Place, columns), …      faults ──▶ Problems, one DataError
 
-JSONL and JSON to rows, by a strict reading of JSON: no NaN, no key twice, nothing coerced.
-
-Files to rows, strictly: nothing is coerced, skipped or guessed, and every fault names file and line.
-
-    data.path ──find_files──▶ files ──read_file──▶ Row, Row, …      faults ──▶ Problems
+    lines           UTF-8; what is not, or is far too long, is a problem
+    JSONL, JSON     no NaN, no key twice
+    CSV             a header, comma-separated; every value is text, nothing is taken for a number or a date
 
 `datasets` does not parse the text: its JSON reader turns a column of strings into integers or dates when
 some values look like them, and lets broken bytes and missing columns pass. No torch, no transformers here.
@@ -18,13 +16,66 @@ import csv
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from runner.core.errors import DataError
-from runner.data.rows import Place, Problems, Row
+
+SHOWN = 10  # problems that a message spells out; the rest is counted
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a row stands: a file and a 1-based line, or a source without lines and a 1-based row."""
+
+    source: str
+    number: int
+    unit: str = "line"
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.number}" if self.unit == "line" else f"{self.source}: {self.unit} {self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row as it was read: column name → value, not yet checked against a format."""
+
+    place: Place
+    value: Mapping[str, Any]
+
+
+class Problems:
+    """Collects what is wrong with a source, so that the user sees up to ten faults at once and their number."""
+
+    def __init__(self, key: str, source: str) -> None:
+        self.key = key  # the option that named the source, e.g. data.path
+        self.source = source
+        self.count = 0
+        self._shown: list[str] = []
+        self._hints: dict[str, None] = {}
+
+    def add(self, place: Place | str, message: str, hint: str = "") -> None:
+        """One more fault; `hint` says what to type next and is shown once below all faults."""
+        self.count += 1
+        if len(self._shown) < SHOWN:
+            self._shown.append(f"{place}: {message}")
+        if hint:
+            self._hints[hint] = None
+
+    def error(self) -> DataError:
+        """All of it as one error."""
+        head = f"{self.key}={self.source}: {self.count} problem{'s' if self.count != 1 else ''}"
+        if self.count > len(self._shown):
+            head += f" (the first {len(self._shown)})"
+        return DataError("\n  ".join([head, *self._shown, *self._hints]))
+
+    def raise_if_any(self) -> None:
+        """Raise DataError if anything was added."""
+        if self.count:
+            raise self.error()
+
 
 MAX_ROW_BYTES = 16 * 2**20  # a longer row is no training example but a mistake, e.g. a JSON list in a .jsonl
 BOM = b"\xef\xbb\xbf"

@@ -1,22 +1,19 @@
-"""Examples to tokens: ids, which of them are learnt, and where the last answer stands.
+"""Examples to tokens: ids, which of them are learnt, and where the last answer stands; and the digest of what they
+depend on.
 
-    Chat  ──chat.segments──▶ text, learnt?  ──┐
-    Plain ─────────────────▶ text, learnt?  ──┴─ one batch call ──▶ Encoded
-    Ask   ──the very first segment of these ─── one batch call ──▶ ids
+    Chat    ──chat.segments──▶ text, learnt?  ──┐
+    Plain   ─────────────────▶ text, learnt?  ──┴─ one batch call ──▶ Encoded
+    Ask     ──the very first segment of these ─── one batch call ──▶ ids ──▶ Answered
+    Answers ──each answer with the prompt──▶ ids ──cut where the answer begins──▶ Answered
 
 What is learnt follows from the segment a token came from, never from its value: an end-of-sequence token is
 learnt although it may also be the padding token. The first token of a row is never learnt: nothing predicts it.
-
-Prompts and their answers to tokens: the prompt once, and each answer as the ids that follow it.
-
-    Answers ──Tokeniser, each answer with the prompt──▶ ids = prompt + answer ──cut where the answer begins──▶ Answered
-    Ask     ──Tokeniser.prompts───────────────────────▶ prompt                                             ──▶ Answered
-
-So prompt + answer are the very tokens that sft has for them, without the blanks after the end token.
+A prompt and its answer are the very tokens that sft has for them, without the blanks after the end token.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from runner.core.errors import DataError
 from runner.data.chat import ChatTemplate, Learnt, NotPrefixStable, Segment
 from runner.data.examples import Answers, Ask, Chat, Example, Plain, is_learnt
-from runner.data.rows import Place, Problems
+from runner.data.readers import Place, Problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -283,3 +280,20 @@ def answered(tokeniser: Tokeniser, rows: Sequence[Answers], problems: Problems) 
             prompt = each[0].ids[: each[0].answer[0]]
             found.append(Answered(row.place, prompt, [e.ids[slice(*e.answer)] for e in each], row.facts))
     return found
+
+
+def digest(*parts: Any) -> str:
+    """sha256 of plain values."""
+    return hashlib.sha256(json.dumps([VERSION, *parts], sort_keys=True).encode()).hexdigest()
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 of all of a tokenizer that can change the ids: its algorithm, vocabulary, special tokens and template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    algorithm: Any = (
+        json.loads(backend.to_str()) if backend is not None else [type(tokenizer).__name__, tokenizer.get_vocab()]
+    )
+    if backend is not None:  # left by whoever used the tokenizer last; every call sets them anew
+        algorithm.update(truncation=None, padding=None)
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return digest(algorithm, special, tokenizer.chat_template, special_ends(tokenizer))

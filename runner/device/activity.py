@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import psutil
 
 from runner.core.errors import EnvironmentProblem
-from runner.device import npu_smi, nvidia_smi
 from runner.device.cards import MIB
 from runner.device.visible import parse
+
+if TYPE_CHECKING:
+    from runner.device import npu_smi, nvidia_smi
 
 DEADLINE_S = 20.0
 Reading = Callable[[], Mapping[str, float]]
@@ -37,6 +40,8 @@ def own_process() -> Reading:
 def gpu(uuid: str) -> Reading:
     """Of the GPU with this uuid, with or without its GPU-."""
 
+    from runner.device import nvidia_smi
+
     def read() -> Mapping[str, float]:
         for found in nvidia_smi.parse_query(printed(*nvidia_smi.QUERY)):
             if found.uuid.removeprefix("GPU-") == uuid.removeprefix("GPU-"):
@@ -48,6 +53,8 @@ def gpu(uuid: str) -> Reading:
 
 def npu(index: int, visible: str | None) -> Reading:
     """Of the NPU that this process calls `index`; `visible` is the list of visible devices, if there is one."""
+    from runner.device import npu_smi
+
     logical = index if visible is None else parse(visible).ids[index]
     places: list[npu_smi.Place] = []
 

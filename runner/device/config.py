@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from runner.core.errors import EnvironmentProblem
-from runner.device import cann
 from runner.device.kinds import CPU, CUDA, NPU, Kind
 from runner.device.presets import CUDA_DETERMINISTIC, PRESETS, Preset, engine, ports
 from runner.device.visible import present
@@ -188,6 +187,8 @@ class NpuConfig(DeviceConfig):
 
 def _npu_requirements() -> list[tuple[bool, str]]:
     """What a machine needs of an NPU, in the order in which to install it: whether it is there, and what to do."""
+    from runner.device import cann
+
     home = next(cann.homes(os.environ), None)
     return [
         (

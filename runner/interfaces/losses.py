@@ -23,6 +23,7 @@ otherwise.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,10 +33,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, 
 from pydantic.fields import FieldInfo
 
 from runner.core.errors import RunnerError
-from runner.interfaces.lazy import torch as torch
 
 if TYPE_CHECKING:
+    import torch as torch
     from torch import Tensor
+else:
+
+    class _Lazy:
+        """A module that is imported at its first attribute: what is registered can be explained without torch."""
+
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(importlib.import_module(self._name), attribute)
+
+    torch = _Lazy("torch")
 
 Kind = Literal["policy_loss", "advantage", "kl_estimator", "preference_loss", "aggregation"]
 

@@ -51,7 +51,7 @@ class TrainableModel(ScoringModel, Protocol):
 
     module   what is saved, and whose parameters are trained: `inner`, or the peft model around it
     inner    the transformers model. Its attributes differ from one architecture to the next: hence no type
-    whole    the module around all, which FSDP shards and every pass goes through (`runner.model.whole`)
+    whole    the module around all, which FSDP shards and every pass goes through (`runner.model.parameters`)
     seed     of its initial weights, adapters included
     stage    which of its layers this rank has
     longest  most tokens of a row, and why; None = no limit

@@ -18,6 +18,7 @@ class LaunchConfig(ComponentConfig):
     """How the processes of a job come to be."""
 
     group: ClassVar[str] = "launch"
+    queued: ClassVar[bool] = False  # whether it waits in Slurm's queue, whose signals it obeys
     devices: int = Field(default=1, ge=1, description="Processes that train, one per device; on the CPU, ranks.")
     samplers: int = Field(
         default=0, ge=0, description="Devices beside those that only sample; 0 = the ranks sample on their own."

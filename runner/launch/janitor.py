@@ -17,8 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from runner.core.fsync_io import remove
 from runner.core.subprocess import ChildProcess, JsonLines, kill_session
-from runner.core.tmpdir import remove
 
 # The module by its path: whatever an environment has in store for Python's start is not for this process
 PROGRAM = "import sys; sys.path += sys.argv[1:]; from runner.launch.janitor import main; main(sys.stdin.buffer)"

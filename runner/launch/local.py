@@ -14,32 +14,28 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import EnvironmentProblem, Interrupted, Problem, RunnerError, SpecError
 from runner.core.rank_info import Place, alone
-from runner.core.tmpdir import temporary_of
-from runner.device.visible import listed
 from runner.launch import torchrun
 from runner.launch.base import StartedConfig
-from runner.launch.janitor import Janitor
-from runner.launch.machines import LOOPBACK, Machines, address_towards, gathered, joined, met_at
-from runner.launch.member import Member, Order
 from runner.launch.records import keep_evidence, status_of, write_yaml
 from runner.launch.session import Session, called
-from runner.launch.slurm import submission, task
 from runner.launch.stage import is_stage
 from runner.launch.stages import TRUSTED, check_model, with_first_weights, with_other_models
-from runner.launch.team import Team
-from runner.launch.verdict import is_final
 from runner.run_dir.folder import RunFolder, claim, create, locked, point_latest, read_mapping, shown
 from runner.run_dir.resume_compatibility import frozen
 from runner.spec.job import JobSpec
 from runner.spec.origin import COMMAND_LINE
 from runner.spec.registry import default_registry
 from runner.tracker.console import Console
+
+if TYPE_CHECKING:  # most jobs are one process, which needs nothing of what starts several
+    from runner.launch.machines import Machines
+    from runner.launch.member import Member, Order
 
 log = logging.getLogger("runner")
 
@@ -53,7 +49,9 @@ def start(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], where
     typed_job = spec.model_dump(mode="json")
     if is_other_machine(spec):
         return join(spec, typed_job)
-    if later := task.is_outside(spec):
+    if spec.launch.queued:
+        from runner.launch.slurm import submission, task
+    if later := spec.launch.queued and task.is_outside(spec):
         spec = checked(spec)
         submission.try_out(spec)
     else:
@@ -61,7 +59,7 @@ def start(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], where
     folder = create(spec.name) if where is None else claim(where)
     with locked(folder):
         write_spec(folder, spec)
-        if spec.launch.name == task.NAME and not later:
+        if spec.launch.queued and not later:
             task.remember(folder)
         write_yaml(folder.overrides, {"typed": list(typed), "set_by": dict(origins)})
         if where is None:
@@ -70,6 +68,15 @@ def start(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], where
             return begin(spec, folder, 1, typed_job)
         submission.put_off(folder)
     return submission.submit(spec, folder, [word for word in typed if word.lstrip("+") == TRUSTED])
+
+
+def _obeying_slurm(spec: JobSpec) -> AbstractContextManager[None]:
+    """A block in which a job in Slurm's queue ends as Slurm wants it to."""
+    if not spec.launch.queued:
+        return nullcontext()
+    from runner.launch.slurm import task
+
+    return task.obeyed(spec)
 
 
 def begin(spec: JobSpec, folder: RunFolder, attempt: int, typed: Mapping[str, Any]) -> int:
@@ -111,6 +118,8 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
         refuse_idle(before, as_written(spec), more)
         print(f"{shown(folder.root)}: finished after {before.steps} steps; to go on: {more}")
         return 0
+    from runner.launch.slurm import submission, task
+
     torchrun.refuse_misfit(spec)
     typed_job = spec.model_dump(mode="json")
     if is_other_machine(spec):
@@ -205,7 +214,7 @@ def attempt(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, A
     """
 
     def run(now: int) -> None:
-        with task.obeyed(spec):
+        with _obeying_slurm(spec):
             _run(spec, folder, now, typed)
 
     attempts(spec, folder, number, run)
@@ -226,6 +235,8 @@ def attempts(spec: JobSpec, folder: RunFolder, number: int, run: Callable[[int],
                 raise
             raise Interrupted(error.exit_code - 128, f"{error}\ngo on    run resume {called(folder)}") from error
         except RunnerError as error:
+            from runner.launch.verdict import is_final
+
             if number >= last or is_final(error):
                 raise
             cause, *_ = str(error).splitlines()
@@ -243,8 +254,10 @@ def is_other_machine(spec: JobSpec) -> bool:
 
 def join(spec: JobSpec, typed: Mapping[str, Any]) -> int:
     """Take part in the job of machine 0, with this machine's devices; returns 0. Raises RunnerError."""
+    from runner.launch.machines import joined
+
     spec.device.preflight()
-    with task.obeyed(spec), joined(spec, typed) as (machines, folder, number):
+    with _obeying_slurm(spec), joined(spec, typed) as (machines, folder, number):
         _together(spec, folder, number, machines)
     return 0
 
@@ -253,6 +266,8 @@ def _run(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, Any]
     if torchrun.is_rank():
         torchrun.lead(spec, folder, number)
     elif spec.launch.machines > 1:
+        from runner.launch.machines import gathered
+
         with gathered(spec, folder, number, typed) as machines:
             _together(spec, folder, number, machines)
     elif spec.launch.alone and spec.launch.attempts == 1:
@@ -266,6 +281,9 @@ def _here(spec: JobSpec, folder: RunFolder, number: int) -> None:
     if not spec.sampler.engine:
         Session(spec, folder, number).run()
         return
+    from runner.core.fsync_io import temporary_of
+    from runner.launch.janitor import Janitor
+
     with closing(Janitor()) as janitor:
         janitor.remove(folder.engine, temporary_of(folder.engine))
         Session(spec, folder, number).run()
@@ -273,6 +291,8 @@ def _here(spec: JobSpec, folder: RunFolder, number: int) -> None:
 
 def _together(spec: JobSpec, folder: RunFolder, number: int, machines: Machines | None = None) -> None:
     """Start this machine's processes, and watch them to their end."""
+    from runner.launch.team import Team
+
     with closing(Local(spec, machines)) as starter:
         Team(spec, folder, number, starter, machines).run()
 
@@ -282,6 +302,9 @@ class Local:
 
     def __init__(self, spec: JobSpec, machines: Machines | None = None) -> None:
         """Raises EnvironmentProblem where devices are missing."""
+        from runner.launch.janitor import Janitor
+        from runner.launch.machines import LOOPBACK
+
         self._spec, self._machines = spec, machines
         self._cards = _cards(spec)
         self._own = None if machines is not None else socket.create_server((LOOPBACK, 0), backlog=512)
@@ -298,10 +321,13 @@ class Local:
         if self._machines is not None:
             return self._machines.store
         assert self._own is not None
-        return LOOPBACK, self._own.getsockname()[1]
+        host, port = self._own.getsockname()
+        return host, port
 
     def start(self, order: Order) -> Member:
         """Start a process. Raises StorageError, EnvironmentProblem."""
+        from runner.launch.member import Member
+
         listener = self._machines.listener if self._machines is not None else self._own
         handle = listener.fileno() if listener is not None and order.meets else None
         if self._janitor is not None:
@@ -321,6 +347,8 @@ class Local:
 
     def _surroundings(self) -> Mapping[str, str]:
         """What all processes of this machine have in their environment."""
+        from runner.launch.machines import LOOPBACK, address_towards, met_at
+
         processes = self._spec.launch.devices + self._spec.launch.samplers
         found = {}
         if "OMP_NUM_THREADS" not in os.environ:
@@ -342,6 +370,8 @@ def _cards(spec: JobSpec) -> tuple[str, ...] | None:
     whatever the device files are called (a container may have some of them). None on the processor, and where no
     sampler is to be given any. Raises EnvironmentProblem where ranks and samplers want more than there are.
     """
+    from runner.device.visible import listed
+
     there = spec.device.visible() if spec.launch.samplers else None
     if there is not None and listed(spec.device.kind) is None:
         there = tuple(map(str, range(len(there))))

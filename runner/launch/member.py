@@ -28,9 +28,9 @@ from typing import Any, Literal, Protocol
 import psutil
 
 from runner.core.errors import EnvironmentProblem, StorageError
+from runner.core.fsync_io import temporary_of
 from runner.core.rank_info import Machine, Place
 from runner.core.subprocess import ChildProcess
-from runner.core.tmpdir import temporary_of
 from runner.launch.janitor import Janitor
 from runner.launch.verdict import Ear, Ended
 from runner.run_dir.folder import RunFolder, shown

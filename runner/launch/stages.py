@@ -18,9 +18,6 @@ from pathlib import Path
 
 from runner.core.errors import EnvironmentProblem, Interrupted, Problem, SpecError, StorageError
 from runner.core.signals import Interrupts
-from runner.core.subprocess import ChildProcess
-from runner.launch.slurm.commands import count_stage
-from runner.launch.slurm.task import obeyed
 from runner.launch.stage import StageFailed, environment, folder_of, go_on, layout_of, words_of
 from runner.run_dir.folder import RunFolder, read_mapping, shown
 from runner.spec.job import RECIPE, JobSpec
@@ -104,6 +101,8 @@ def _run_first(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> Path
             )
             return folder.root
         layout = _layout_of(recipe, key, words, spec)
+        from runner.launch.slurm.task import obeyed
+
         with obeyed(spec):
             _run(folder, recipe, key, words, layout, lock, own_model=own_model)
     return folder.root
@@ -124,6 +123,9 @@ def _layout_of(recipe: str, key: str, words: Sequence[str], spec: JobSpec) -> li
 def _run(
     folder: RunFolder, recipe: str, key: str, words: Sequence[str], layout: Sequence[str], lock: int, *, own_model: bool
 ) -> None:
+    from runner.core.subprocess import ChildProcess
+    from runner.launch.slurm.commands import count_stage
+
     what = "its own model" if own_model else "this job's model"
     begun = folder.spec.is_file()
     verb = "going on with" if begun else "running"

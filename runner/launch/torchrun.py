@@ -22,7 +22,6 @@ from typing import Any
 
 from runner.core.errors import EnvironmentProblem, RankLost, RunnerError
 from runner.core.rank_info import MEETING, VARIABLES, Place
-from runner.core.subprocess import with_pdeathsig
 from runner.device.backend import AUTOLOAD
 from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
@@ -147,6 +146,8 @@ def _follow(place: Place) -> int:
 
 def _heard() -> dict[str, Any]:
     """What rank 0 tells, heard by a process of its own. Raises RankLost if rank 0 is gone."""
+    from runner.core.subprocess import with_pdeathsig
+
     command = with_pdeathsig([sys.executable, "-P", "-m", "runner.launch.torchrun"])
     own = {**os.environ, AUTOLOAD: "0"}  # a torch_npu that does not load would break it
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=own, check=False)

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from runner.core.errors import EnvironmentProblem
-from runner.model.precision import float32_modules
+from runner.model.parameters import float32_modules
 from runner.spec.base import Dtype
 
 

@@ -23,13 +23,12 @@ from runner.distributed.dtensor_utils import whole
 from runner.interfaces import Bounds, Decide, Finish, Terms, Written
 from runner.model import decoding, generation, head
 from runner.model.config import ModelConfig
-from runner.model.context import Tokens
 from runner.model.export import folded
-from runner.model.layout import longest_row
-from runner.model.precision import cache_casts
+from runner.model.layout import Tokens, longest_row
+from runner.model.parameters import cache_casts
 from runner.model.probe import head_objection
 from runner.model.ragged import RaggedModel
-from runner.model.terms import summed
+from runner.spec.base import Head
 
 
 class CausalLM(RaggedModel):
@@ -153,6 +152,8 @@ class CausalLM(RaggedModel):
         self, tokens: Tokens, places: Tensor, chosen: Tensor, terms: Terms
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Σ chosen · terms["loss"] at `places` [S], with coefficients `chosen` [S], and the detached terms [S]."""
+        from runner.model.terms import summed
+
         channels = {name: channel.index_select(0, places) for name, channel in tokens.batch.tokens.items()}
         if self.chunked:
             lm_head, states, _ = self._head_inputs(tokens, places)
@@ -290,3 +291,12 @@ class CausalLM(RaggedModel):
         if "temperature" in batch.tokens:
             logits = logits / batch.tokens["temperature"][places, None]
         return head.gather(logits, batch.tokens["ids"][places])
+
+
+def class_with(head: Head) -> type[RaggedModel]:
+    """What trains a model with this head."""
+    if head == "lm":
+        return CausalLM
+    from runner.model.value_head import ScalarModel, ValuedLM  # which are made of what is here
+
+    return ScalarModel if head == "scalar" else ValuedLM

@@ -1,13 +1,4 @@
-"""Attention by ranks that each have some tokens: each attends for some heads of all tokens (Jacobs et al., 2309.14509).
-
-    q k v of W tokens, all heads ──all-to-all──▶ of T tokens, h/C heads ──attention as ever──▶ ──all-to-all──▶ W, h
-
-Whatever attends to rows that lie end to end does so here: kernels, buckets, shared prompts, windows. Key-value heads
-that C does not divide are repeated until it does; the paper has as many of them as of heads.
-
-Legend: T tokens, C ranks, W tokens of each, h heads, d head size.
-
-Which tokens of a batch a rank computes: all of them, or a share (context parallelism).
+"""Context parallelism: each rank has a share of a batch's tokens, and its attention reaches the others'.
 
     batch [T] ──2·C runs──▶ a rank's tokens [W] ──model, whose attention reaches the others'──▶ hidden [W, H]
               hidden of the tokens before ──heads──▶ outputs of what they predict ──added over the ranks──▶ [T], on all
@@ -17,12 +8,17 @@ Rank r of C has the runs r and 2·C − 1 − r: early tokens, which see little,
 what is missing, and nothing is read of that. Every rank knows the whole batch and finds out on the CPU what the others
 have; what the model computes never has to be asked for.
 
-Legend: N rows, T tokens, C ranks, W tokens of each, S predicted tokens, H hidden size (see `runner.core.batch`).
+    q k v of W tokens, all heads ──all-to-all──▶ of T tokens, h/C heads ──attention as ever──▶ ──all-to-all──▶ W, h
+
+Ulysses (Jacobs et al., 2309.14509): each rank attends for some heads of all tokens. Whatever attends to rows that lie
+end to end does so here: kernels, buckets, shared prompts, windows. Key-value heads that C does not divide are repeated
+until it does; the paper has as many of them as of heads. For the other way see `runner.model.ring`.
+
+Legend: T tokens, C ranks, W tokens of each, S predicted tokens, h heads, d head size, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -34,9 +30,8 @@ from torch import Tensor
 from runner.core.batch import Batch
 from runner.distributed.autograd_collectives import added, exchanged
 from runner.interfaces import VarlenAttention
-from runner.model import layout
 from runner.model.attention import Rows, UnsupportedAttention, of_one_type, rows_of
-from runner.model.layout import Forward
+from runner.model.layout import Forward, Tokens, called
 from runner.model.ring import Ring, Sight
 
 
@@ -81,56 +76,6 @@ class Ulysses:
 Style = Literal["ulysses", "ring"]
 
 
-class Tokens:
-    """All tokens of a batch."""
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-        self.device = batch.tokens["ids"].device
-
-    def run(self, forward: Forward, kernel: VarlenAttention | None) -> Tensor:
-        """What `forward` gives for this rank's tokens in the packed layout, [W, …]."""
-        return layout.packed(forward, self.batch, kernel)
-
-    def predicted(self) -> Tensor:
-        """The places of the tokens that are no roots and are predicted here, int64 [S] on the batch's device."""
-        return self.moved(self.own((self.batch.structure.tokens["parent"] >= 0).nonzero()[:, 0]))
-
-    def own(self, places: Tensor) -> Tensor:
-        """Of the places of tokens that are no roots those that are predicted here."""
-        return places
-
-    def ended(self) -> tuple[Tensor, Tensor]:
-        """The rows whose last token is here, and its place; int64 on the batch's device."""
-        ends = torch.cumsum(self.batch.structure.rows["lengths"], 0) - 1
-        rows = self.here(ends).nonzero()[:, 0]
-        return self.moved(rows), self.moved(ends[rows])
-
-    def here(self, places: Tensor) -> Tensor:
-        """Whether each of the tokens at these places is on this rank."""
-        return torch.ones_like(places, dtype=torch.bool)
-
-    def read(self, values: Tensor, places: Tensor) -> Tensor:
-        """What `values` [W, …] has of the tokens at these places, which are here."""
-        return values.index_select(0, places)
-
-    def filled(self, values: Tensor, at: Tensor, size: int) -> Tensor:
-        """All that the ranks have found, [size, …]: `values` [S, …] at `at`, 0 where nobody has any; differentiable."""
-        return values.new_zeros(size, *values.shape[1:]).index_copy(0, at, values)
-
-    def total(self, value: Tensor) -> Tensor:
-        """The sum of what the ranks have found; differentiable."""
-        return value
-
-    def joined(self, values: Tensor) -> Tensor:
-        """`values` [W, …] of all tokens, [T, …]."""
-        return values
-
-    def moved(self, index: Tensor) -> Tensor:
-        """On the batch's device."""
-        return index.to(self.device, non_blocking=True)
-
-
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """Those who have a share of every batch's tokens, as one of them sees them."""
@@ -160,7 +105,7 @@ class Share(Tokens):
         """See `Tokens`."""
         held = self.moved(self._held[self._ranks.rank])
         ids, positions = (self.batch.tokens[name].index_select(0, held) for name in ("ids", "positions"))
-        return layout.called(forward, ids, positions, self._attention(kernel))
+        return called(forward, ids, positions, self._attention(kernel))
 
     def _attention(self, kernel: VarlenAttention | None) -> Ulysses | Ring:
         ranks = self._ranks
@@ -199,9 +144,6 @@ class Share(Tokens):
         """See `Tokens`."""
         places = self.moved(self._held[self._ranks.rank][self._real[self._ranks.rank]])
         return self.filled(self.read(values, places), places, self.batch.num_tokens)
-
-
-Sharing = Callable[[Batch], Tokens]  # which tokens of a batch this rank computes
 
 
 def held(tokens: int, ranks: int) -> tuple[Tensor, Tensor]:

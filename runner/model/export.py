@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from runner.core.errors import RunnerError
 from runner.core.progress_bars import no_progress_bar
 from runner.distributed.dtensor_utils import whole
-from runner.model.precision import read_as_stored
+from runner.model.parameters import read_as_stored
 
 
 def write(module: Any, folder: Path, *, merged: bool, used: bool) -> None:

@@ -1,28 +1,129 @@
-"""The LM head in chunks: log-probabilities of given ids, and entropies, without ever holding all logits.
+"""The LM head in chunks: log-probabilities of given ids, and entropies, without ever holding all logits; and the
+vocabulary of its logits, all ids on this rank or a run of them on each of several.
 
     hidden [S, H] ──chunk by chunk──▶ logits [chunk, V] ──log-softmax in float32──▶ logprobs [S], entropy [S]
+    of V/tp ids   ──top, sum of exponentials over the ranks──▶ log-probabilities
 
-Legend: S predicted tokens (hidden states of their parents), H hidden size, V vocabulary. Three ways:
-`score` of a linear head makes the logits again in the backward pass; `linear` knows the gradient of its
+Three ways: `score` of a linear head makes the logits again in the backward pass; `linear` knows the gradient of its
 result beforehand and makes the head's gradient while the logits are there; any other head module is called
-chunk by chunk under checkpointing. For other functions of the logits than these two see `runner.model.terms`, for a
-head whose ids lie on several ranks `runner.model.vocabulary`.
+chunk by chunk under checkpointing. For other functions of the logits than these two see `runner.model.terms`.
+
+No rank makes the logits of another one's ids (the loss-parallel head of Shoeybi et al., 1909.08053, section 3), but for
+a function that has to see whole rows of them, chunk by chunk.
+
+Legend: S predicted tokens (hidden states of their parents), n of them in a chunk, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from runner.model import vocabulary
-from runner.model.precision import original_class, stored_parameter
-from runner.model.vocabulary import Vocabulary
+from runner.distributed import dtensor_utils
+from runner.model.parameters import original_class, stored_parameter
+
+
+class Vocabulary:
+    """All ids."""
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """Log-probabilities [n, V] of logits, in float32 or better."""
+        return F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+    def at(self, values: Tensor, targets: Tensor) -> Tensor:
+        """What `values` [n, V] has for each token's target id, [n]."""
+        return values.gather(1, targets[:, None])[:, 0]
+
+    def add_at(self, values: Tensor, targets: Tensor, amounts: Tensor) -> Tensor:
+        """`values`, with `amounts` [n] added there, in place."""
+        return values.scatter_add_(1, targets[:, None], amounts[:, None])
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sums over ids that each rank has made of its own, over all ids; in place."""
+        return values
+
+    def joined(self, logits: Tensor) -> Tensor:
+        """Of all ids."""
+        return logits
+
+    def own(self, logits: Tensor) -> Tensor:
+        """Of this rank's ids."""
+        return logits
+
+
+@dataclass(frozen=True, slots=True)
+class Run(Vocabulary):
+    """The ids from `first` to before `end`, as many as each of the `size` ranks of `group` has.
+
+    All ranks call the same verbs for the same tokens; what is [n] comes out alike on all of them.
+    """
+
+    group: Any
+    size: int
+    first: int
+    end: int
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """See `Vocabulary`; of this rank's ids."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        top = wide.amax(1, keepdim=True)
+        distributed.all_reduce(top, distributed.ReduceOp.MAX, group=self.group)
+        wide = wide - top
+        return wide.sub_(self.total(wide.exp().sum(1, keepdim=True)).log_())
+
+    def at(self, values: Tensor, targets: Tensor) -> Tensor:
+        """See `Vocabulary`."""
+        places, mine = self._places(targets)
+        return self.total(Vocabulary.at(self, values, places).masked_fill(~mine, 0))
+
+    def add_at(self, values: Tensor, targets: Tensor, amounts: Tensor) -> Tensor:
+        """See `Vocabulary`."""
+        places, mine = self._places(targets)
+        return Vocabulary.add_at(self, values, places, amounts.masked_fill(~mine, 0))
+
+    def total(self, values: Tensor) -> Tensor:
+        """See `Vocabulary`."""
+        distributed.all_reduce(values, group=self.group)
+        return values
+
+    def joined(self, logits: Tensor) -> Tensor:
+        """See `Vocabulary`."""
+        logits = logits.contiguous()
+        parts = [torch.empty_like(logits) for _ in range(self.size)]
+        distributed.all_gather(parts, logits, group=self.group)
+        return torch.cat(parts, 1)
+
+    def own(self, logits: Tensor) -> Tensor:
+        """See `Vocabulary`."""
+        return logits[:, self.first : self.end]
+
+    def _places(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the targets are among this rank's ids, 0 for those of others, and which are its own."""
+        mine = (targets >= self.first) & (targets < self.end)
+        return (targets - self.first).masked_fill(~mine, 0), mine
+
+
+ALL_IDS = Vocabulary()
+
+
+def vocabulary_of(head: nn.Module) -> tuple[Tensor, Vocabulary]:
+    """What this rank holds of a plain head's weight [V, H], differentiable, as it is stored, and the ids
+    that it makes logits of."""
+    weight: Any = stored_parameter(head, "weight")
+    if not isinstance(weight, DTensor):
+        return weight, ALL_IDS
+    rows, mesh = dtensor_utils.span(weight)[0], weight.device_mesh
+    if rows == slice(0, len(weight)):
+        return weight.to_local(), ALL_IDS
+    return weight.to_local(), Run(mesh.get_group(), mesh.size(), rows.start, rows.stop)
 
 
 def is_plain(head: nn.Module) -> bool:
@@ -55,7 +156,7 @@ def score(
     """
     if not is_plain(head):
         return _called_in_chunks(head, hidden, targets, chunk)
-    weight, ids = vocabulary.of(head)
+    weight, ids = vocabulary_of(head)
     values: tuple[Tensor, Tensor] = _Score.apply(
         hidden, weight, stored_parameter(head, "bias"), targets, chunk, compute, ids
     )
@@ -77,7 +178,7 @@ def linear(
     if not (is_plain(head) and torch.is_grad_enabled()):
         values, _ = score(head, hidden, targets, chunk, compute)
         return (values * coefficients).sum(), values.detach()
-    weight, ids = vocabulary.of(head)
+    weight, ids = vocabulary_of(head)
     total, values = _Linear.apply(
         hidden, weight, stored_parameter(head, "bias"), targets, coefficients, chunk, compute, ids
     )
@@ -86,8 +187,8 @@ def linear(
 
 def gather(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """logits [S, V], targets int64 [S] → log-softmax at the targets and entropy, [S] each, in float32 or better."""
-    log_softmax = vocabulary.ALL.log_softmax(logits)
-    return vocabulary.ALL.at(log_softmax, targets), _entropy(log_softmax)
+    log_softmax = ALL_IDS.log_softmax(logits)
+    return ALL_IDS.at(log_softmax, targets), _entropy(log_softmax)
 
 
 def _entropy(log_softmax: Tensor) -> Tensor:

@@ -18,11 +18,10 @@ from runner.core.errors import EnvironmentProblem, SecurityRefusal
 from runner.core.progress_bars import no_progress_bar
 from runner.interfaces import Decide
 from runner.model.build import DTYPES, HEADS, Admit, Fit, Source, drawn, placed
-from runner.model.causal import CausalLM
+from runner.model.causal import class_with
 from runner.model.config import HfConfig
 from runner.model.layout import check_rows, longest_row
 from runner.model.ragged import RaggedModel
-from runner.model.value_head import ScalarModel, ValuedLM
 from runner.spec.base import Dtype, Head
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -86,7 +85,7 @@ def build(
     _check_vocabulary(module, tokenizer)
     if head != "scalar" and device.type != "meta":  # where the config is not the published one
         _mend_generation_config(path, module.generation_config, decide)
-    made = _MADE[head]
+    made = class_with(head)
     module = placed(module, kept, device, fit, DTYPES[config.compute_dtype])
     return made(module, tokenizer, config, seed=seed, decide=decide, source=source)
 
@@ -113,7 +112,6 @@ _AUTO: dict[Head, Any] = {
     "scalar": AutoModelForSequenceClassification,
     "lm+value": AutoModelForCausalLM,
 }
-_MADE: dict[Head, type[RaggedModel]] = {"lm": CausalLM, "scalar": ScalarModel, "lm+value": ValuedLM}
 
 
 def _architecture(path: str, key: str, config: HfConfig, head: Head) -> Any:

@@ -3,13 +3,13 @@
     packed   one row [1, T], positions from the batch, attention cut at row ends
     padded   [N, L] with the padding on the right, the model's own attention
 
-Legend: N rows, T tokens, L longest row, H features.
-
-How long a row may be before a model stops computing what it was made for.
+`Tokens` says which tokens of the batch this process computes: all, or a share of them (`runner.model.context`).
 
 Two kinds of rotary positions choose their frequencies by the longest row of the whole call: `dynamic` beyond
 max_position_embeddings, `longrope` beyond original_max_position_embeddings. There the numbers of a row, and so the
-update, would depend on what shares its micro-batch; up to there they do not.
+update, would depend on what shares its micro-batch; up to there they do not. Longer rows are refused.
+
+Legend: N rows, T tokens, W of them on this rank, S predicted tokens, L longest row, H features.
 """
 
 from __future__ import annotations
@@ -87,3 +87,56 @@ def check_rows(longest: int, limit: tuple[int, str] | None) -> None:
 def _ropes(parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The settings of each kind of layer; most models have one for all."""
     return [v for v in parameters.values() if isinstance(v, Mapping)] or [parameters]
+
+
+class Tokens:
+    """All tokens of a batch."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.device = batch.tokens["ids"].device
+
+    def run(self, forward: Forward, kernel: VarlenAttention | None) -> Tensor:
+        """What `forward` gives for this rank's tokens in the packed layout, [W, …]."""
+        return packed(forward, self.batch, kernel)
+
+    def predicted(self) -> Tensor:
+        """The places of the tokens that are no roots and are predicted here, int64 [S] on the batch's device."""
+        return self.moved(self.own((self.batch.structure.tokens["parent"] >= 0).nonzero()[:, 0]))
+
+    def own(self, places: Tensor) -> Tensor:
+        """Of the places of tokens that are no roots those that are predicted here."""
+        return places
+
+    def ended(self) -> tuple[Tensor, Tensor]:
+        """The rows whose last token is here, and its place; int64 on the batch's device."""
+        ends = torch.cumsum(self.batch.structure.rows["lengths"], 0) - 1
+        rows = self.here(ends).nonzero()[:, 0]
+        return self.moved(rows), self.moved(ends[rows])
+
+    def here(self, places: Tensor) -> Tensor:
+        """Whether each of the tokens at these places is on this rank."""
+        return torch.ones_like(places, dtype=torch.bool)
+
+    def read(self, values: Tensor, places: Tensor) -> Tensor:
+        """What `values` [W, …] has of the tokens at these places, which are here."""
+        return values.index_select(0, places)
+
+    def filled(self, values: Tensor, at: Tensor, size: int) -> Tensor:
+        """All that the ranks have found, [size, …]: `values` [S, …] at `at`, 0 where nobody has any; differentiable."""
+        return values.new_zeros(size, *values.shape[1:]).index_copy(0, at, values)
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum of what the ranks have found; differentiable."""
+        return value
+
+    def joined(self, values: Tensor) -> Tensor:
+        """`values` [W, …] of all tokens, [T, …]."""
+        return values
+
+    def moved(self, index: Tensor) -> Tensor:
+        """On the batch's device."""
+        return index.to(self.device, non_blocking=True)
+
+
+Sharing = Callable[[Batch], Tokens]  # which tokens of a batch this rank computes

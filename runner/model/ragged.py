@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -21,21 +21,21 @@ from torch import Tensor, distributed, nn
 from runner.core.batch import Batch, pack
 from runner.core.errors import Problem, SpecError
 from runner.core.progress_bars import no_progress_bar
-from runner.distributed.pipeline_schedule import UNDIVIDED
+from runner.distributed.work_partition import UNDIVIDED
 from runner.interfaces import Decide, Stage, VarlenAttention
 from runner.model import export, layout, published
 from runner.model.build import Source
-from runner.model.compiled import Compiled, refuse_without_compiler
 from runner.model.config import ModelConfig
-from runner.model.context import Ranks, Sharing, Style, Tokens
 from runner.model.export import gathered_on_cpu, rebuilt
 from runner.model.flops import model_flops
-from runner.model.layout import check_rows, longest_row
-from runner.model.precision import cast_on_read, float32_modules, is_tied
+from runner.model.layers import Compiled, largest, recompute, refuse_without_compiler, switch_off
+from runner.model.layout import Sharing, Tokens, check_rows, longest_row
+from runner.model.parameters import Whole, cast_on_read, float32_modules, is_tied
 from runner.model.probe import PROBE_ROWS, close, kernel_objection, packed_objection
 from runner.model.published import Published, Way
-from runner.model.recompute import largest, recompute, switch_off
-from runner.model.whole import Whole
+
+if TYPE_CHECKING:
+    from runner.model.context import Style
 
 T = TypeVar("T")
 
@@ -196,6 +196,8 @@ class RaggedModel:
     def share_tokens(self, group: Any, style: Style) -> None:
         """Compute, from now on, a share of every batch's tokens; the ranks of `group`, which all have the same model,
         the others. Each gives what all have found. For rows that are packed."""
+        from runner.model.context import Ranks
+
         self.tokens_of = Ranks(group, distributed.get_rank(group), distributed.get_world_size(group), style).tokens
 
     def blocks(self) -> list[nn.Module]:

@@ -20,10 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from runner.interfaces import Terms
-from runner.model import vocabulary
-from runner.model.head import Operands, is_plain, spans
-from runner.model.precision import stored_parameter
-from runner.model.vocabulary import Vocabulary
+from runner.model.head import Operands, Vocabulary, is_plain, spans, vocabulary_of
+from runner.model.parameters import stored_parameter
 
 Piece = Callable[[Tensor, slice], Mapping[str, Tensor]]  # a chunk's logits, and which chunk it is → its terms
 
@@ -48,7 +46,7 @@ def summed(
     cuts = list(spans(len(hidden), chunk)) or [slice(0, 0)]  # without a token the terms still have their names
     found: list[Mapping[str, Tensor]] = []
     if is_plain(head) and torch.is_grad_enabled():
-        weight, ids = vocabulary.of(head)
+        weight, ids = vocabulary_of(head)
         total: Tensor = _Summed.apply(
             hidden, weight, stored_parameter(head, "bias"), coefficients, piece, cuts, compute, found, ids
         )
@@ -61,7 +59,7 @@ def _whole_rows(head: nn.Module) -> Callable[[Tensor], Tensor]:
     """What makes logits of all ids, whoever has them."""
     if not (is_plain(head) and isinstance(stored_parameter(head, "weight"), DTensor)):
         return head
-    weight, ids = vocabulary.of(head)
+    weight, ids = vocabulary_of(head)
     return lambda states: ids.joined(F.linear(states, weight.to(states.dtype)))
 
 

@@ -21,11 +21,10 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Q
 
 from runner.interfaces import Decide
 from runner.model.build import DTYPES, Admit, Fit, Source, drawn, load_folder, placed
-from runner.model.causal import CausalLM
+from runner.model.causal import class_with
 from runner.model.config import ModelConfig, SmallConfig, TinyMoeConfig
 from runner.model.layout import check_rows, longest_row
 from runner.model.ragged import RaggedModel
-from runner.model.value_head import ScalarModel, ValuedLM
 from runner.spec.base import Dtype, Head
 
 PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
@@ -135,7 +134,7 @@ def build(
     check_rows(longest, longest_row(shape))
     if admit is not None:
         admit(shape)
-    kind, made = _KINDS[type(shape)][head]
+    kind, made = _KINDS[type(shape)][head == "scalar"], class_with(head)
     module: Any = drawn(lambda: kind(shape), seed)
     source = Source(drawn=f"from seed {seed} for {_shape(config)}")
     if init_from is not None:
@@ -152,15 +151,8 @@ def _shape(config: SmallConfig) -> str:
     return " ".join(f"{name}={value}" for name, value in own.items())
 
 
-_KINDS: dict[type, dict[Head, tuple[Any, type[RaggedModel]]]] = {
-    Qwen2Config: {
-        "lm": (Qwen2ForCausalLM, CausalLM),
-        "scalar": (Qwen2ForSequenceClassification, ScalarModel),
-        "lm+value": (Qwen2ForCausalLM, ValuedLM),
-    },
-    Qwen3MoeConfig: {
-        "lm": (Qwen3MoeForCausalLM, CausalLM),
-        "scalar": (Qwen3MoeForSequenceClassification, ScalarModel),
-        "lm+value": (Qwen3MoeForCausalLM, ValuedLM),
-    },
+# of a language model, and of one with a head of one number instead
+_KINDS: dict[type, tuple[Any, Any]] = {
+    Qwen2Config: (Qwen2ForCausalLM, Qwen2ForSequenceClassification),
+    Qwen3MoeConfig: (Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification),
 }

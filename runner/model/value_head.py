@@ -27,7 +27,7 @@ from runner.core.batch import Batch
 from runner.core.errors import EnvironmentProblem, UnfitModel
 from runner.interfaces import Decide
 from runner.model.causal import CausalLM
-from runner.model.context import Tokens
+from runner.model.layout import Tokens
 from runner.model.ragged import RaggedModel
 
 

@@ -85,7 +85,7 @@ class AdamW8bitConfig(UnshardedOptimizerConfig):
     """AdamW with moments in 8 bits (Dettmers et al., 2110.02861; torchao), for all weights of a model on one card."""
 
     low_bit: ClassVar[str | None] = "adamw8bit"
-    factory: ClassVar[str] = "runner.optimizer.adamw8bit:build"
+    factory: ClassVar[str] = "runner.optimizer.optimizers:build"
     name: Literal["adamw8bit"] = "adamw8bit"
     betas: Annotated[Pair, Field(description="Decay rates of the first and second moment.")] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")

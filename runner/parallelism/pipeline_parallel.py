@@ -13,7 +13,7 @@ ends there:
 
 Autograd carries the transfers like any other operation: the backward pass of a sent tensor waits for its gradient. What
 was sent returns an empty tensor, at which this rank's backward pass begins. So a schedule is an order of passes, and
-nothing else (`runner.distributed.pipeline_schedule`).
+nothing else (`runner.distributed.work_partition`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ import torch
 from torch import Tensor, distributed, nn
 
 from runner.core.errors import Problem, RunnerError, SpecError
-from runner.distributed import dtensor_utils, pipeline_schedule
+from runner.distributed import dtensor_utils
+from runner.distributed.work_partition import forwards, pipelined
 from runner.interfaces import TrainableModel
 from runner.interfaces.learning import Turn
-from runner.parallelism.p2p_channels import Border, Borders
+from runner.parallelism.process_groups import Border, Borders
 from runner.parallelism.weight_scatter import Slot, slots
 
 
@@ -189,11 +190,11 @@ class Staged:
 
     def turns(self, count: int) -> Sequence[Turn]:
         """See `Stage`."""
-        return pipeline_schedule.pipelined(self.rank, self.stages, self._chunks, count)
+        return pipelined(self.rank, self.stages, self._chunks, count)
 
     def flow(self, count: int) -> Sequence[Turn]:
         """See `Stage`."""
-        return pipeline_schedule.forwards(self.stages, self._chunks, count)
+        return forwards(self.stages, self._chunks, count)
 
     def enter(self, turn: Turn) -> None:
         """See `Stage`."""

@@ -1,18 +1,27 @@
-"""The process groups of a mesh, and collectives over them: objects over gloo, sums over the device's own backend.
+"""The process groups of a mesh, and what passes over them: objects over gloo, sums over the device's own backend,
+hidden states and gradients between neighbouring stages.
 
     world     ──for each set of mesh dimensions──▶ lists of ranks ──every rank creates each──▶ this rank's own group
     gradients ──end to end──▶ buckets ──all-reduce, one in flight while the next is filled──▶ back in place
 
-Groups are created once, in the same order on every rank, each with the job's timeout.
+    stage 0 ──hidden──▶ stage 1 ──hidden──▶ stage 2        (──▶ stage 0, where stages have several runs of layers)
+            ◀─gradient─         ◀─gradient─
+
+Groups are created once, in the same order on every rank, each with the job's timeout. Each direction of each border
+between stages is a group of its own two ranks: messages of one kind come in the order in which they were sent, and no
+message waits for one of another kind, which a communicator that is shared would have them do. Both sides know shape and
+type; sending returns at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -22,9 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from runner.core.errors import DeadlineExceeded, RankLost
 from runner.core.rank_info import tells_of_loss
 from runner.interfaces import Peers
-from runner.parallelism import p2p_channels as borders
 from runner.parallelism.mesh import COPIES, DATA, Family, Mesh, family
-from runner.parallelism.p2p_channels import Borders
 
 T = TypeVar("T")
 BUCKET_BYTES = 25 * 2**20  # as torch's DistributedDataParallel
@@ -162,10 +169,90 @@ def made(mesh: Mesh, kind: str, backend: str, timeout: timedelta, chunks: int = 
     weights = DeviceMesh.from_group([own[name] for name in WEIGHTS], kind, stage, mesh_dim_names=WEIGHTS)
     experts = _experts(mesh, own, kind, family(mesh.families(*COPIES), rank))
     pair = partial(distributed.new_group, timeout=timeout, backend=backend)
-    return Groups(own, weights, experts, borders.made(mesh.families("pp"), chunks, pair) if mesh.pp > 1 else None)
+    return Groups(own, weights, experts, make_borders(mesh.families("pp"), chunks, pair) if mesh.pp > 1 else None)
 
 
 def _experts(mesh: Mesh, own: Mapping[str, Any], kind: str, copies: Family) -> DeviceMesh:
     named = {**own, "dp_shard": own["expert_pieces"]}
     names, ranks = tuple(mesh.expert_grid), torch.tensor(copies).view(*mesh.expert_grid.values())
     return DeviceMesh.from_group([named[name] for name in names], kind, ranks, mesh_dim_names=names)
+
+
+@dataclass(slots=True)
+class Way:
+    """One direction of a border, as one of its two ranks sees it.
+
+    room: how many messages may be under way; a sender with more waits for the oldest to be taken
+    """
+
+    group: Any
+    room: int
+    pending: deque[tuple[Any, Tensor]] = field(default_factory=deque)  # tensors live until they were sent
+
+    @property
+    def _other(self) -> int:
+        return 1 - distributed.get_rank(self.group)
+
+    def send(self, tensor: Tensor) -> None:
+        """Let it go; its memory must not change afterwards."""
+        while self.pending and (self.pending[0][0].is_completed() or len(self.pending) >= self.room):
+            work, _ = self.pending.popleft()
+            work.wait()
+        tensor = tensor.detach().contiguous()
+        self.pending.append((distributed.isend(tensor, group=self.group, group_dst=self._other), tensor))
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The next one that was sent."""
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        distributed.recv(tensor, group=self.group, group_src=self._other)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """Between a stage and the next one."""
+
+    hidden: Way
+    gradients: Way
+
+
+@dataclass(frozen=True, slots=True)
+class Borders:
+    """Those of one stage: to the one before it and to the one after it. None at the ends."""
+
+    before: Border | None
+    after: Border | None
+
+    def warm_up(self, device: torch.device) -> None:
+        """One number each way, so that what is wrong between the ranks is known now. All stages call it."""
+        one = torch.ones(1, device=device)
+        if self.after is not None:
+            self.after.hidden.send(one)
+        if self.before is not None:
+            self.before.gradients.send(one)
+            self.before.hidden.receive([1], one.dtype, device)
+        if self.after is not None:
+            self.after.gradients.receive([1], one.dtype, device)
+
+
+def make_borders(families: Sequence[Family], chunks: int, new_group: Callable[[list[int]], Any]) -> Borders:
+    """Make the groups between the stages of each of `families`, on all ranks in the same order, and return those of
+    this rank. Collective.
+
+    chunks: runs of layers on each rank; with several the last stage hands on to the first
+    """
+    rank, room = distributed.get_rank(), 2 * len(families[0]) * chunks
+    before: Border | None = None
+    after: Border | None = None
+    for ranks in families:
+        for left, right in _neighbours(ranks, chunks > 1):
+            border = Border(*(Way(new_group([left, right]), room) for _ in range(2)))
+            after = border if rank == left else after
+            before = border if rank == right else before
+    return Borders(before, after)
+
+
+def _neighbours(family: Family, ring: bool) -> Iterator[tuple[int, int]]:
+    yield from pairwise(family)
+    if ring:
+        yield family[-1], family[0]

@@ -1,7 +1,7 @@
 """Tensor parallel: layers cut into slices on several devices (Shoeybi et al., 1909.08053, section 3).
 
     hidden ──▶ q k v, gate up: some heads, some features of each rank ──▶ o, down ──summed over ranks──▶ hidden
-    ids    ──▶ embedding: the rows of some ids ──summed──▶ hidden ──▶ LM head: their logits (runner.model.vocabulary)
+    ids    ──▶ embedding: the rows of some ids ──summed──▶ hidden ──▶ LM head: their logits (runner.model.head)
 
     whole ──enter──▶ slices ──leave──▶ whole      enter: identity, gradients summed; leave: sum, gradients unchanged
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -21,12 +21,11 @@ from runner.core.rank_info import Place
 from runner.distributed.dtensor_utils import added_up, apart, local, total_norm
 from runner.distributed.work_partition import ALONE, add_gradients, reached
 from runner.interfaces import Decide, Device, Gradients, Peers, Stage, TrainableModel
-from runner.parallelism import process_groups as groups
-from runner.parallelism.apply import Spreading
 from runner.parallelism.config import DdpConfig, MeshConfig, ParallelismConfig, SeveralConfig
 from runner.parallelism.mesh import Mesh, sizes_of
-from runner.parallelism.process_groups import GroupPeers, Groups, StagePeers
-from runner.parallelism.weight_scatter import loaded
+
+if TYPE_CHECKING:  # one process needs nothing of what joins several
+    from runner.parallelism.process_groups import Groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +121,14 @@ class World:
     def load(self, make: Callable[[torch.device], M]) -> M:
         """The model that `make` builds on a device: with its weights on the CPU of the first rank, elsewhere without.
         See `weight_scatter.loaded`."""
+        from runner.parallelism.weight_scatter import loaded
+
         return loaded(make, self.everyone)
 
     def shard(self, model: TrainableModel, decide: Decide) -> None:
         """Spread a loaded model's weights over all ranks' devices. See `Spreading.spread`."""
+        from runner.parallelism.apply import Spreading
+
         Spreading(self.config, self.mesh, self.groups, self.everyone, self.device, decide).spread(model)
 
     def gradients(self, model: TrainableModel) -> Gradients:
@@ -142,6 +145,8 @@ class World:
     def _peers(self, group: Any) -> Peers:
         """Those of a group; none for who is not in it."""
         assert isinstance(self.config, MeshConfig)
+        from runner.parallelism.process_groups import GroupPeers
+
         member = distributed.get_rank(group) >= 0 if group is not None else False
         return GroupPeers(group, self.config.timeout_s) if member else ALONE
 
@@ -172,6 +177,8 @@ def _join(
     device: Device, place: Place, mesh: Mesh, chunks: int, timeout_s: float
 ) -> tuple[Groups, Peers, Peers, Peers, Peers, Peers]:
     """All groups, and the peers of a `World` in their order."""
+    from runner.parallelism.process_groups import GroupPeers, made
+
     timeout = timedelta(seconds=timeout_s)
     here = device.torch_device
     try:
@@ -184,7 +191,7 @@ def _join(
             device_id=here if here.type == "cuda" else None,
         )
         threads = [distributed.new_group(backend="gloo", timeout=timeout) for _ in ("collecting", "saving")]
-        found = groups.made(mesh, here.type, device.backend, timeout, chunks)
+        found = made(mesh, here.type, device.backend, timeout, chunks)
     except (RuntimeError, ValueError) as error:
         raise EnvironmentProblem(
             f"{place} does not meet the others: {(str(error).splitlines() or [''])[0]}\n"
@@ -206,6 +213,8 @@ def _join(
 
 def data_peers(found: Groups, device: torch.device, timeout_s: float) -> Peers:
     """Those who share out the work."""
+    from runner.parallelism.process_groups import GroupPeers, StagePeers
+
     if found.borders is None:
         return GroupPeers(found.of["data"], timeout_s)
     return StagePeers(found.of["data"], GroupPeers(found.of["stages"], timeout_s), timeout_s, device)

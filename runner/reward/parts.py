@@ -19,7 +19,7 @@ from runner.core.errors import Problem, SpecError
 from runner.reward.base import RewardConfig
 from runner.spec import suggest
 from runner.spec.base import Config
-from runner.spec.words import complaint, shown
+from runner.spec.suggest import complaint, shown
 
 Found = tuple[str, str]  # key, message
 MISSING = "???"  # what a config file writes where a value has to be given

@@ -1,4 +1,5 @@
-"""Drawing one id per row from logits: temperature, truncation, and one pair of uniform numbers per draw.
+"""Drawing one id per row from logits (temperature, truncation, one pair of uniform numbers per draw), when an answer is
+over (an end token, a stop string in its text, its last permitted token), and what may be asked for.
 
     logits [B, V] ──÷ temperature──▶ top-k ─▶ nucleus ─▶ min-p ──softmax──▶ p ──inverse CDF at u──▶ ids [B]
 
@@ -11,13 +12,18 @@ an id of the block, which is faster and finer than one. Legend: B rows, V vocabu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from runner.core.errors import DataError, Problem, SpecError
+from runner.interfaces import Request
+from runner.sampler.base import DrawingConfig
 
 BLOCK = 512  # ids of a block
 UNIFORM_BITS = 24
@@ -134,3 +140,67 @@ def _passes(p: Tensor, u: Tensor) -> Tensor:
     point = running[:, -1:] * u >> UNIFORM_BITS  # always below the last sum
     place = torch.searchsorted(running, point, right=True)
     return place.clamp_(max=p.shape[1] - 1)  # where p is not a number
+
+
+CONTEXT = 8  # ids before a possible match, because a decoder may treat the first ones of a text differently
+
+
+class Stops:
+    """Ids and strings that end an answer. Strings are sought in the new text, special tokens included."""
+
+    def __init__(self, tokenizer: Any, ids: frozenset[int], strings: Sequence[str]) -> None:
+        self._tokenizer, self._ids, self._strings = tokenizer, ids, strings
+        # no id is shorter than a byte, so a match that ends in the last id lies within this many
+        self._tail = max((len(string.encode()) for string in strings), default=0) + CONTEXT
+
+    def finish(self, ids: Sequence[int], limit: int) -> str | None:
+        """Why an answer ends with its last id ("stop" or "length"), or None. To be asked after every id."""
+        return self._reason(ids[-self._tail :], len(ids), limit)
+
+    def end(self, ids: Sequence[int], limit: int) -> tuple[int, str] | None:
+        """How many of the ids that another drew the answer has, and why it ends there; None if it goes on."""
+        for size in range(1, len(ids) + 1):
+            if reason := self._reason(ids[max(size - self._tail, 0) : size], size, limit):
+                return size, reason
+        return None
+
+    def _reason(self, tail: Sequence[int], size: int, limit: int) -> str | None:
+        """The same of an answer of `size` ids that ends with these."""
+        if tail[-1] in self._ids or self._in_text(tail):
+            return "stop"
+        return "length" if size >= limit else None
+
+    def _in_text(self, tail: Sequence[int]) -> bool:
+        if not self._strings:
+            return False
+        text = self._tokenizer.decode(tail, skip_special_tokens=False)
+        return any(string in text for string in self._strings)
+
+
+def check_ids(config: DrawingConfig, vocabulary: int) -> None:
+    """Raise SpecError for ids and counts of ids outside the vocabulary."""
+    found = [
+        Problem("sampler.stop_tokens", f"the model has the ids 0 to {vocabulary - 1}, and no {token}")
+        for token in config.stop_tokens
+        if token >= vocabulary
+    ]
+    if config.top_k is not None and config.top_k > vocabulary:
+        found.append(Problem("sampler.top_k", f"the model has {vocabulary} ids, not {config.top_k}; leave it out"))
+    if found:
+        raise SpecError(found)
+
+
+def room(request: Request, most: int, longest: tuple[int, str] | None) -> int:
+    """The most tokens of this answer, where one has at most `most` and both prompt and answer `longest` (and why).
+
+    Raises ValueError where nothing is asked for, DataError where the prompt leaves no room.
+    """
+    limit, prompt = min(request.max_new_tokens, most), len(request.prompt)
+    if limit < 1:
+        raise ValueError(f"max_new_tokens={request.max_new_tokens}; an answer needs at least one token")
+    if longest is not None and prompt + limit > longest[0]:
+        raise DataError(
+            f"a prompt of {prompt} tokens and {limit} new ones are more than {longest[0]}: {longest[1]}; "
+            "lower sampler.max_new_tokens or data.max_length"
+        )
+    return limit

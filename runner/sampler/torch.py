@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from runner.core.batch import pack
 from runner.core.errors import TrainingDiverged
 from runner.interfaces import Decide, GenerativeModel, Request, Rollout
-from runner.sampler.bounds import check_ids, room
 from runner.sampler.config import TorchSamplerConfig
-from runner.sampler.draw import Rule, draw, uniforms
-from runner.sampler.stops import Stops
+from runner.sampler.draw import Rule, Stops, check_ids, draw, room, uniforms
 
 
 @dataclass(slots=True)

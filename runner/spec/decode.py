@@ -23,7 +23,7 @@ from runner.spec.job import CallbacksConfig, JobSpec
 from runner.spec.origin import COMMAND_LINE, at, leaves, origin_of
 from runner.spec.registry import ENTRY_POINT_GROUP, Registry, default_registry
 from runner.spec.schema import CALLBACKS, Keys, groups_of, model_schema
-from runner.spec.words import complaint, shown
+from runner.spec.suggest import complaint, shown
 
 MISSING = "???"
 Path = tuple[str, ...]

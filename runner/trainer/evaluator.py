@@ -1,26 +1,48 @@
-"""Held-out evaluation: the loss on held-out tokens and the exact match of greedy answers.
+"""Held-out evaluation: the loss on held-out tokens and the exact match of greedy answers; on pairs and judged answers,
+of which nothing can be asked, the algorithm's own loss.
 
     question ──generate──▶ answer ──the same as the expected one?──▶ eval/exact_match
     question ──generate──▶ turn ──environment──▶ words ──generate──▶ … ──▶ answer     the same, with an environment
+    held-out items ──experience──▶ prepare ──▶ measure, no gradient ──▶ the loss's metrics, under eval/
 
-It runs between steps, draws no random number and leaves no trace in training.
+It runs between steps, draws no random number and leaves no trace in training. It knows no algorithm: whatever the loss
+measures as `train/x`, `reward/x` or `policy/x` becomes `eval/x`. What a frozen model says of held-out items is the same
+in each evaluation, and is computed in the first.
+
+Legend: N rows, T tokens.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
-from itertools import islice
-from typing import Any, Protocol
+from itertools import islice, pairwise
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
-from runner.core.batch import pack
+from runner.core.batch import Batch, pack, unit_spans
 from runner.core.errors import OutOfMemory
 from runner.core.metrics import Metrics
-from runner.interfaces import Decide, Finish, GreedyAnswerer, Model, Prompt, Question, Written
+from runner.interfaces import (
+    LOGPROBS,
+    Decide,
+    Experience,
+    Finish,
+    GreedyAnswerer,
+    LossFn,
+    Model,
+    Outputs,
+    Prompt,
+    Question,
+    Role,
+    Written,
+)
+from runner.trainer.reference_model import unit_keys
 
 Sample = dict[str, Any]
 
@@ -134,3 +156,98 @@ def _batches(questions: Sequence[Question], size: int) -> Iterator[list[Question
     iterator = iter(questions)
     while batch := list(islice(iterator, size)):
         yield batch
+
+
+@runtime_checkable
+class LearnsFromItems(Protocol):
+    """What is needed of an algorithm: one unit per item, in the order of the items."""
+
+    losses: Mapping[Role, LossFn]
+
+    def experience(self, items: Sequence[Any]) -> Experience: ...
+
+    def prepare(self, experience: Experience, models: Mapping[Role, Model]) -> Iterator[Batch]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutLoss:
+    """Measures `algorithm` on `items` (records with tuples of ids, such as `Pair`).
+
+    batch_size: most items at once; that of training, where a loss couples its mini-batch (kto)
+    samples: how many items are reported in words
+    """
+
+    algorithm: LearnsFromItems
+    items: Sequence[Any]
+    batch_size: int
+    samples: int
+    tokenizer: Any
+
+    def evaluate(self, models: Mapping[Role, Model]) -> Report:
+        """eval/loss, eval/accuracy, eval/margin, … (whatever the loss measures), and time/eval_s.
+
+        A sample is an item in words, with its own numbers under the same names.
+        """
+        start = time.perf_counter()
+        metrics, samples = Metrics(), list[Sample]()
+        for items, batch in self._batches(models):
+            for role, loss in self.algorithm.losses.items():
+                learner: Any = models[role]  # what a loss is of
+                outputs = {name: value.cpu() for name, value in learner.measure(batch, loss).items()}
+                metrics.merge(loss(batch, outputs).metrics)
+                scored = zip(items, _per_unit(batch, outputs, loss), strict=True)
+                samples += [self._sample(*one) for one in islice(scored, self.samples - len(samples))]
+        return Report({**_renamed(metrics.result()), "time/eval_s": time.perf_counter() - start}, samples)
+
+    def _batches(self, models: Mapping[Role, Model]) -> Iterator[tuple[Sequence[Any], Batch]]:
+        """Prepared mini-batches, each with its items."""
+        for items in shares(self.items, self.batch_size):
+            first = 0
+            for batch in self.algorithm.prepare(self.algorithm.experience(items), models):
+                last = first + len(unit_spans(batch))
+                yield items[first:last], batch
+                first = last
+
+    def _sample(self, item: Any, metrics: Metrics) -> Sample:
+        words = {f.name: self._worded(getattr(item, f.name)) for f in fields(item)}
+        return {**words, **{n: v for n, v in _renamed(metrics.result()).items() if not math.isnan(v)}}
+
+    def _worded(self, value: Any) -> Any:
+        return self.tokenizer.decode(value) if isinstance(value, tuple) else value
+
+
+class Remembered:
+    """A frozen model that is asked once for each batch's log-probabilities, which stay in memory (4 bytes a token)."""
+
+    def __init__(self, model: Model) -> None:
+        self._model, self._known = model, dict[tuple[bytes, ...], Tensor]()
+
+    def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
+        """See `Model`; logprobs on the CPU, anything else from the model itself."""
+        if needs != LOGPROBS:
+            return self._model.forward(batch, needs)
+        key = tuple(unit_keys(batch))
+        if key not in self._known:
+            self._known[key] = self._model.forward(batch, needs)["logprobs"].cpu()
+        return {"logprobs": self._known[key]}
+
+
+def shares(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
+    """Runs of at most `most` items whose sizes differ by at most one, so that none is left with very few."""
+    count = math.ceil(len(items) / most)
+    edges = [len(items) * i // count for i in range(count + 1)]
+    return (items[a:b] for a, b in pairwise(edges))
+
+
+def _per_unit(batch: Batch, outputs: Outputs, loss: LossFn) -> Iterator[Metrics]:
+    """What the loss measures on each unit by itself."""
+    token = 0
+    for first, last, size in unit_spans(batch):
+        tokens, rows = slice(token, token + size), slice(first, last)
+        mine = {n: v[tokens if len(v) == batch.num_tokens else rows] for n, v in outputs.items()}
+        yield loss(batch.slice_rows(first, last), mine).metrics
+        token += size
+
+
+def _renamed(values: Mapping[str, float]) -> dict[str, float]:
+    return {f"eval/{name.rpartition('/')[2]}": value for name, value in values.items()}

@@ -23,8 +23,7 @@ from runner.core.errors import TrainingDiverged
 from runner.core.metrics import Metrics
 from runner.core.rng import derive
 from runner.distributed.dtensor_utils import scale_to, whole
-from runner.distributed.pipeline_schedule import UNDIVIDED
-from runner.distributed.work_partition import ALONE, Summed
+from runner.distributed.work_partition import ALONE, UNDIVIDED, Summed, deal, joined, own_part, spread
 from runner.interfaces import (
     Gradients,
     LinearLossFn,
@@ -38,7 +37,6 @@ from runner.interfaces import (
     State,
     TrainableModel,
 )
-from runner.trainer.batch_partition import deal, joined, own_part, spread
 from runner.trainer.learner_state import restore, state_of
 
 log = logging.getLogger("runner")

@@ -20,9 +20,8 @@ from runner.model.config import TinyConfig
 from runner.sampler import torch as torch_sampler
 from runner.sampler.config import TorchSamplerConfig
 from runner.trainer.learner import LocalLearner
-from runner.trainer.loop import Job
+from runner.trainer.loop import Feed, Job
 from runner.trainer.reference_model import FrozenModel
-from runner.trainer.rollout_feed import Feed
 from runner.weight_sync.publisher import Publisher
 from runner.weight_sync.routes import Copied, Shared
 

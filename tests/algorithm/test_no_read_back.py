@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from runner.algorithm import distillation
-from runner.algorithm.policy import aggregation, kl
+from runner.algorithm.policy import importance, losses
 from runner.algorithm.policy import losses as policy_losses
 from runner.algorithm.policy.advantages import (
     batch_std,
@@ -23,6 +23,7 @@ from runner.algorithm.policy.advantages import (
     opo,
     penalised_rewards,
     place_rewards,
+    whiten,
 )
 from runner.algorithm.policy.importance import (
     affected_share,
@@ -35,7 +36,6 @@ from runner.algorithm.policy.importance import (
     tis,
     token_ratio,
 )
-from runner.algorithm.policy.segments import whiten
 from runner.algorithm.preference import losses as preference
 
 x = torch.empty(6, dtype=torch.float64, device="meta")
@@ -59,7 +59,13 @@ CALLS: dict[str, Callable[[], Any]] = {
         whiten(x, mask),
     ],
     "ratios": lambda: [token_ratio(x, x), sequence_ratio(x, x, mask, ids)],
-    "kl": lambda: [kl.k1(x, x), kl.k2(x, x), kl.k3(x, x), kl.k3_ratio(x, x, x), kl.k3_plus(x, x)],
+    "kl": lambda: [
+        importance.k1(x, x),
+        importance.k2(x, x),
+        importance.k3(x, x),
+        importance.k3_ratio(x, x, x),
+        importance.k3_plus(x, x),
+    ],
     "policy": lambda: [
         policy_losses.ppo_clip(x, x, clip_low=0.2, clip_high=0.28, dual_clip=3.0),
         policy_losses.cispo(x, x, x, clip_low=0.2, clip_high=0.28),
@@ -75,11 +81,11 @@ CALLS: dict[str, Callable[[], Any]] = {
         distillation.coarse(x.view(2, 3), x.view(2, 3), 2),
     ],
     "aggregation": lambda: [
-        aggregation.token_mean(x, 6),
-        aggregation.seq_mean_token_mean(x, ids, 2),
-        aggregation.seq_mean_token_sum(x, 2),
-        aggregation.seq_mean_token_sum_norm(x, 2, 8.0),
-        aggregation.prompt_mean(x, ids, 1),
+        losses.token_mean(x, 6),
+        losses.seq_mean_token_mean(x, ids, 2),
+        losses.seq_mean_token_sum(x, 2),
+        losses.seq_mean_token_sum_norm(x, 2, 8.0),
+        losses.prompt_mean(x, ids, 1),
     ],
     "correction": lambda: [
         *(behaviour_log_ratio(x, x, mask, ids, level).exp() for level in ("token", "sequence")),

@@ -28,7 +28,7 @@ from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
 from runner.trainer.callbacks import NoOp
 from runner.trainer.loop import run
-from runner.trainer.precomputed_reference import CachedModel
+from runner.trainer.reference_model import CachedModel
 
 SMALL = (
     "model=tiny",

@@ -14,8 +14,15 @@ import torch
 
 from runner.build import parts
 from runner.build.job import _feed
-from runner.build.parts import build_data, build_device, build_learner, build_model, build_tokenizer, report_float32
-from runner.build.rollouts import refuse_missing_columns
+from runner.build.parts import (
+    build_data,
+    build_device,
+    build_learner,
+    build_model,
+    build_tokenizer,
+    refuse_missing_columns,
+    report_float32,
+)
 from runner.cli.compose import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.core.tmpdir import keep_names, remove, temporary_of
+from runner.core.fsync_io import keep_names, remove, temporary_of
 
 
 @pytest.mark.parametrize("ended", [False, True])

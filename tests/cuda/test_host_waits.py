@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.distributed.pipeline_schedule import Undivided
+from runner.distributed.work_partition import Undivided
 from runner.interfaces import Turn
 from tests.cuda.jobs import first_mini_batch
 

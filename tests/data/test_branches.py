@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from runner.data.chat import LossOn
 from runner.data.examples import Answers, Ask, Chat, Plain
-from runner.data.rows import Place, Problems
+from runner.data.readers import Place, Problems
 from runner.data.tokenise import Answered, Encoded, Tokeniser, encode
 from tests.data.conftest import CHATML, byte_tokenizer, chat
 

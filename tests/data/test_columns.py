@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.data.formats import Renaming, is_json
-from runner.data.rows import Place, Problems, Row
+from runner.data.readers import Place, Problems, Row
 
 
 def rename(columns: dict[str, str], *values: dict[str, Any]) -> tuple[list[Any], Renaming, str]:

@@ -14,7 +14,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, StorageError
 from runner.data.config import FileConfig
 from runner.data.dataset import TokenisedData
-from runner.data.file import build
+from runner.data.prepare import build
 from runner.spec.base import ItemKind
 from tests.data.conftest import CHATML, byte_tokenizer, chat
 

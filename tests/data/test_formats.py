@@ -8,7 +8,7 @@ import pytest
 
 from runner.data.examples import Chat, Plain
 from runner.data.formats import FormatCheck
-from runner.data.rows import Place, Problems, Row
+from runner.data.readers import Place, Problems, Row
 from tests.data.conftest import chat
 
 TALK = chat("2+2?", "4")

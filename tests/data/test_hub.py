@@ -13,7 +13,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.config import HubConfig
 from runner.data.hub import HubSource, build, load
-from runner.data.rows import Problems
+from runner.data.readers import Problems
 from tests.data.conftest import chat
 
 

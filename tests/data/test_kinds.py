@@ -18,7 +18,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.config import FileConfig
 from runner.data.dataset import TokenisedData
-from runner.data.file import build
+from runner.data.prepare import build
 from runner.interfaces import Judged, Pair, Prompt
 from runner.spec.base import ItemKind
 from tests.data.conftest import chat
@@ -268,7 +268,7 @@ def test_preflight_of_every_kind_without_heavy_imports_and_config_can_be_importe
     path = jsonl([{"prompt": "a b", "chosen": "a b", "rejected": "a c", "completion": "d", "label": True, "text": "a"}])
     program = (
         "import sys\n"
-        "import runner.data.sources\n"
+        "import runner.data.formats\n"
         "from runner.data.config import FileConfig\n"
         "for kind in ('sft', 'pairs', 'judged', 'prompts'):\n"
         "    FileConfig(path=sys.argv[1]).preflight(kind)\n"

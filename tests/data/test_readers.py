@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from runner.core.errors import DataError
 from runner.data import readers
 from runner.data.config import FileConfig
-from runner.data.readers import find_files, read_file
-from runner.data.rows import Problems, Row
+from runner.data.readers import Problems, Row, find_files, read_file
 
 
 def read(path: Path) -> tuple[list[Row], str]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from runner.core.errors import DataError
 from runner.data.chat import LossOn
 from runner.data.examples import Chat, Plain
-from runner.data.rows import Place, Problems
+from runner.data.readers import Place, Problems
 from runner.data.tokenise import VERSION, Encoded, Tokeniser
 from tests.data.conftest import CHATML, byte_tokenizer, chat
 

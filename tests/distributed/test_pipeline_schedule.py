@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.distributed.pipeline_schedule import UNDIVIDED, forwards, in_flight, pipelined
+from runner.distributed.work_partition import UNDIVIDED, forwards, in_flight, pipelined
 from runner.interfaces import Turn
 
 SIZES = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(0, 20))  # stages, runs of layers on each, count

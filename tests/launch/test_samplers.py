@@ -15,8 +15,8 @@ import pytest
 
 from runner.cli.compose import compose_job
 from runner.core.errors import DataError, EnvironmentProblem, RunnerError, SamplerFault
+from runner.core.fsync_io import temporary_of
 from runner.core.rank_info import Place
-from runner.core.tmpdir import temporary_of
 from runner.device import visible
 from runner.launch import member, team
 from runner.launch.local import Local, attempts

@@ -13,7 +13,7 @@ from runner.cli.compose import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import CheckpointError, EnvironmentProblem
 from runner.data.config import FileConfig
-from runner.data.file import build
+from runner.data.prepare import build
 from runner.launch.use import answer, export, prompt_ids
 from runner.run_dir.folder import RunFolder, lock, write_json
 from tests.data.conftest import byte_tokenizer, chat

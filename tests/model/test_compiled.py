@@ -20,7 +20,7 @@ from runner.adapter.config import LoraConfig
 from runner.cli.compose import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
-from runner.model import compiled
+from runner.model import layers
 from tests.model.zoo import LOGPROBS, batch, causal, gradients, greedy, relative, rows
 
 SHAPES = [(7, 1, 19), (5, 5), (30, 2, 12, 4, 4), (11,), (3, 17, 8)]
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "OPTIONS", {"dynamic": True, "backend": "aot_eager"})
-    monkeypatch.setattr(compiled, "refuse_without_compiler", lambda _: None)
+    monkeypatch.setattr(layers, "OPTIONS", {"dynamic": True, "backend": "aot_eager"})
+    monkeypatch.setattr(layers, "refuse_without_compiler", lambda _: None)
     torch._dynamo.reset()
     counters.clear()
 
@@ -112,8 +112,8 @@ def test_a_model_that_does_not_name_its_layers_says_so(monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_without_a_compiler_it_is_an_error_that_says_what_to_install() -> None:
     program = (
-        "import torch; from runner.core.errors import EnvironmentProblem; from runner.model import compiled\n"
-        "try: compiled.refuse_without_compiler(torch.device('cpu'))\n"
+        "import torch; from runner.core.errors import EnvironmentProblem; from runner.model import layers\n"
+        "try: layers.refuse_without_compiler(torch.device('cpu'))\n"
         "except EnvironmentProblem as error: print(error)"
     )
     own = {"CXX": "no-such-compiler", "PATH": "/nowhere", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runner.model import head
-from runner.model.vocabulary import ALL
+from runner.model.head import ALL_IDS
 
 
 class Largest(TorchDispatchMode):
@@ -63,7 +63,7 @@ def test_gradcheck(bias: bool) -> None:
     leaves = (hidden, *made.parameters())
 
     def rebuilt(h: Tensor, w: Tensor, b: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return head._Score.apply(h, w, b, targets, 2, None, ALL)
+        return head._Score.apply(h, w, b, targets, 2, None, ALL_IDS)
 
     assert torch.autograd.gradcheck(rebuilt, leaves)
     assert torch.autograd.gradcheck(lambda *t: rebuilt(*t)[1], leaves), "the entropy alone"

@@ -26,7 +26,7 @@ from runner.model.build import placed
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.export import write
-from runner.model.precision import original_class
+from runner.model.parameters import original_class
 from runner.model.tiny import byte_tokenizer
 from runner.model.value_head import ScalarModel
 from runner.trainer.learner import LocalLearner

@@ -17,7 +17,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
 from runner.parallelism.config import FsdpConfig, MeshConfig, PpConfig
 from runner.parallelism.mesh import Mesh
-from runner.parallelism.p2p_channels import Way
+from runner.parallelism.process_groups import Way
 from runner.parallelism.world import World
 from runner.trainer.learner import LocalLearner
 from tests.model import zoo

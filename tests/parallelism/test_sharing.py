@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from runner.core.batch import Batch, Places, cuts, pack, unit_spans
 from runner.core.errors import DataError, RunnerError
 from runner.distributed.dtensor_utils import total_norm
-from runner.distributed.work_partition import Alone, balanced, on_first, together
+from runner.distributed.work_partition import Alone, Share, balanced, deal, on_first, together
 from runner.parallelism.world import World
-from runner.trainer.batch_partition import Share, deal
 from tests.parallelism.worlds import on_ranks
 
 

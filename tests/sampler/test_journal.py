@@ -28,7 +28,7 @@ from runner.interfaces import Request, Rollout
 from runner.parallelism.rollout_partition import SharedSampler
 from runner.parallelism.world import World
 from runner.sampler.journal import Journal
-from runner.trainer.rollout_feed import Feed
+from runner.trainer.loop import Feed
 from runner.weight_sync.publisher import Publisher
 from runner.weight_sync.routes import Copied
 from tests.parallelism.worlds import on_ranks

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.model.tiny import byte_tokenizer
-from runner.sampler.stops import Stops
+from runner.sampler.draw import Stops
 
 TOKENIZER = byte_tokenizer(512)
 END, START = 258, 257

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from runner.algorithm.parts import Parts
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
+from runner.algorithm.preference.learning import build as build_rm
 from runner.algorithm.preference.learning import build_dpo, build_kto, pack_pairs
-from runner.algorithm.preference.reward_model import build as build_rm
 from runner.core.batch import Batch
 from runner.interfaces import Outputs
-from runner.trainer.held_out_loss import HeldOutLoss, LearnsFromItems, Remembered, shares
+from runner.trainer.evaluator import HeldOutLoss, LearnsFromItems, Remembered, shares
 from runner.trainer.reference_model import FrozenModel
 from tests.algorithm.preferences import (
     CPU,

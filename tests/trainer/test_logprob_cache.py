@@ -17,10 +17,8 @@ from runner.core import fsync_io
 from runner.core.batch import Batch, pack, select_units, unit_spans
 from runner.core.errors import RunnerError, StorageError
 from runner.interfaces import Outputs
-from runner.trainer import logprob_cache as module
-from runner.trainer.logprob_cache import KeptLogprobs, unit_keys
-from runner.trainer.precomputed_reference import CachedModel
-from runner.trainer.reference_model import FrozenModel
+from runner.trainer import reference_model as module
+from runner.trainer.reference_model import CachedModel, FrozenModel, KeptLogprobs, unit_keys
 from tests.algorithm.preferences import CPU, model, pairs
 
 LOGPROBS = frozenset({"logprobs"})

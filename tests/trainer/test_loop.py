@@ -18,8 +18,7 @@ from runner.distributed.work_partition import Alone
 from runner.interfaces import Callback, StepEnd
 from runner.trainer.callbacks import NoOp, Record, Saving
 from runner.trainer.learner import LocalLearner
-from runner.trainer.loop import Job, run
-from runner.trainer.rollout_feed import Feed
+from runner.trainer.loop import Feed, Job, run
 from tests.algorithm.test_sft import ThreeItems
 from tests.toys import Bigram
 

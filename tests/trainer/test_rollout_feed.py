@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.trainer.rollout_feed import Feed
+from runner.trainer.loop import Feed
 
 
 def feed_of(collect: Callable[[int], Any], last: int, lag: int) -> Feed[Any]:

@@ -26,7 +26,7 @@ from runner.parallelism.rollout_partition import FirstSampler
 from runner.parallelism.world import World
 from runner.sampler.probed import ROWS, TOKENS, Probe
 from runner.trainer.learner import LocalLearner
-from runner.trainer.rollout_feed import Feed
+from runner.trainer.loop import Feed
 from runner.weight_sync.publisher import Publisher, scores
 from runner.weight_sync.routes import Copied, Route, Shared, Shelving
 from runner.weight_sync.shelf import Shelf, Shelved

@@ -1,4 +1,5 @@
-"""Importance ratios of a policy to the one before the update, and weights against the drift from sampler to trainer.
+"""Two policies at the same tokens: importance ratios to the one before the update, weights against the drift from
+sampler to trainer, and estimates of the KL divergence from the reference, with the coefficient of its penalty.
 
     logprobs, old ──token_ratio | sequence_ratio──▶ r = exp(l − o) [T]                      of the policy loss
     old, sampled ──behaviour_log_ratio──▶ log rho [T] ──tis | mis | decoupled──▶ weights [T], times the policy loss
@@ -9,14 +10,25 @@
     decoupled   rho up to cap, else 0                 decoupled PPO 2110.00641, capped as in AReaL 2505.24298
 
 Legend: T tokens; l = logprobs of the policy; o = old = the trainer's logprobs under the policy that the step began
-with; mu = sampled = those that the sampler reported; rho = exp(o − mu); all float [T]; mask bool [T] are the learnt
-tokens; row int64 [T].
+with; mu = sampled = those that the sampler reported; rho = exp(o − mu); f = logprobs of the reference; d = l − f; all
+float [T]; mask bool [T] are the learnt tokens; row int64 [T].
 
 Weights are constants: without gradient. A policy loss whose ratio is taken to mu itself (o := mu) has this correction
 in it and must not be weighted again. Outside the mask rho is 1.
 
-Every log-ratio that is exponentiated is clamped to ±20 first, as verl and OpenRLHF do (TRL and NeMo-RL do not):
-exp(20) = 4.9e8 is finite in every dtype but float16. Beyond the clamp a token has no gradient.
+Estimates of KL(policy ‖ reference) per token: J. Schulman, "Approximating KL divergence" (2020); as losses: 2506.09477,
+2512.21852.
+
+    estimator   gradient in l, used as a loss
+    k1          1: zero in expectation, so useless as a loss; belongs in the reward
+    k2          d: that of the reverse KL on on-policy samples
+    k3          1 − exp(−d): biased, at most 1, without a lower bound
+    k3_ratio    d at r = 1: unbiased also off-policy
+    k3_plus     d: value of k3, gradient of k2
+
+Every log-ratio that is exponentiated, d in k3 and its kin too, is clamped to ±20 first, as verl and OpenRLHF do (TRL
+and NeMo-RL do not): exp(20) = 4.9e8 is finite in every dtype but float16. Beyond the clamp a token has no gradient. No
+estimate is clamped. (verl also clamps the value of k3 to ±10, OpenRLHF every estimator, slime only k3; TRL none.)
 """
 
 from __future__ import annotations
@@ -24,8 +36,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from runner.algorithm.policy.segments import sum_within
-from runner.interfaces.lazy import torch
+from runner.algorithm.policy.advantages import sum_within
+from runner.interfaces.losses import kl_estimator, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,3 +139,55 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
     kept = torch.where(mask, weights, 0)
     worth = mask.sum() * kept.square().sum()
     return torch.where(worth > 0, kept.sum().square() / torch.where(worth > 0, worth, 1), 0)
+
+
+HORIZON = 10_000  # samples over which the coefficient may change by about a factor e^0.2
+
+
+@kl_estimator("k1", paper="Schulman 2020", formula="d", kl_in="reward")
+def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """d, [T]; unbiased, of either sign ("kl" in verl)."""
+    return logprobs - reference_logprobs
+
+
+@kl_estimator("k2", paper="Schulman 2020", formula="d²/2")
+def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """d²/2, [T] ("mse")."""
+    return (logprobs - reference_logprobs).square() / 2
+
+
+@kl_estimator("k3", paper="Schulman 2020; GRPO 2402.03300", formula="exp(−d) − 1 + d")
+def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """exp(−d) − 1 + d, [T]; unbiased and never negative ("low_var_kl"; GRPO, 2402.03300)."""
+    difference = clamped(logprobs - reference_logprobs)
+    return torch.expm1(-difference) + difference
+
+
+@kl_estimator("k3_ratio", paper="DeepSeek-V3.2 2512.02556", formula="r·(exp(−d) − 1 + d)")
+def k3_ratio(logprobs: Tensor, reference_logprobs: Tensor, ratio: Tensor) -> Tensor:
+    """r·k3, [T]; `ratio` is `token_ratio` and carries gradient (DeepSeek-V3.2, 2512.02556; default in TRL, NeMo-RL)."""
+    return ratio * k3(logprobs, reference_logprobs)
+
+
+@kl_estimator("k3_plus", paper="k3+ of verl; 2506.09477", formula="exp(−d) − 1 + d, with the gradient of d²/2")
+def k3_plus(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """The value of k3 with the gradient of k2, [T] ("k3+", "low_var_kl+" in verl)."""
+    straight_through = k2(logprobs, reference_logprobs)
+    return k3(logprobs, reference_logprobs).detach() + straight_through - straight_through.detach()
+
+
+@dataclass(slots=True)
+class KlControl:
+    """Coefficient of the KL penalty (Ziegler et al., 1909.08593, section 2.2).
+
+    coefficient ← coefficient·(1 + clip(kl/target − 1, ±0.2)·samples/HORIZON); fixed without a target.
+    """
+
+    coefficient: float
+    target: float | None
+
+    def observe(self, kl: float, samples: int) -> None:
+        """Take in the mean KL per token of a step that learnt from so many samples."""
+        if self.target is not None:
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.coefficient *= 1 + error * samples / HORIZON

@@ -34,9 +34,9 @@ from runner.algorithm.episodes.rollouts import Collector, Experience, Group, exp
 from runner.algorithm.loss_registry import chosen, compute
 from runner.algorithm.parts import Parts
 from runner.algorithm.policy import advantages, importance
+from runner.algorithm.policy.advantages import whiten
 from runner.algorithm.policy.config import FromCritic, FromRewards, FromTeacher, PolicyConfig
-from runner.algorithm.policy.kl import KlControl
-from runner.algorithm.policy.segments import whiten
+from runner.algorithm.policy.importance import KlControl
 from runner.algorithm.policy.surrogate import from_teacher, losses_of
 from runner.core.batch import Batch, row_of_tokens, select_units, with_tokens, with_totals
 from runner.core.errors import TrainingDiverged

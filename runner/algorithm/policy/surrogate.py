@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from runner.algorithm.loss_registry import compute
-from runner.algorithm.policy import kl
 from runner.algorithm.policy import losses as policy_losses
 from runner.algorithm.policy.config import PolicyConfig
-from runner.algorithm.policy.importance import drift, sequence_ratio, token_ratio
+from runner.algorithm.policy.importance import drift, k1, k3, sequence_ratio, token_ratio
 from runner.core.batch import Batch, row_of_tokens
 from runner.core.metrics import Metrics
 from runner.interfaces import Loss, LossFn, Outputs, Role
@@ -102,9 +101,9 @@ class PolicyLoss:
         for name, (value, number) in drift(old, batch.tokens["sampled"], mask).items():
             metrics.add(f"sampler/{name}", value, number)
         if "reference" in batch.tokens:
-            mean("policy/kl", kl.k3(old, batch.tokens["reference"]))
+            mean("policy/kl", k3(old, batch.tokens["reference"]))
         if "teacher" in batch.tokens:
-            mean("distill/reverse_kl", kl.k1(old, batch.tokens["teacher"]))
+            mean("distill/reverse_kl", k1(old, batch.tokens["teacher"]))
         return metrics
 
 

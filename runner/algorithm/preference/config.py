@@ -86,7 +86,7 @@ class KtoConfig(PreferenceConfig):
 class RmConfig(AlgorithmConfig):
     """A reward model from pairs: Bradley-Terry on the scores of the two answers."""
 
-    factory: ClassVar[str] = "runner.algorithm.preference.reward_model:build"
+    factory: ClassVar[str] = "runner.algorithm.preference.learning:build"
     explains: ClassVar[str | None] = "runner.algorithm.explain:scores"
     items: ClassVar[ItemKind] = "pairs"
     name: Literal["rm"] = "rm"

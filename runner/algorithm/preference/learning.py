@@ -1,13 +1,15 @@
-"""Preference optimisation of a policy: dpo and its kin on pairs, kto on judged answers.
+"""Learning from preferences: dpo and its kin on pairs, kto on judged answers, and a reward model, a backbone with a
+head of one number that is taught which of two answers is preferred.
 
     Pair   ──pack_pairs──▶ one tree: prompt, chosen (branch 0), rejected (branch 1); one unit, so it is never cut
     pairs  ──collect──▶ trees ──prepare──▶ + reference's logprobs ──▶ mini-batches ──▶ a loss of four log-probabilities
     judged ──collect──▶ rows and their mismatches ──prepare──▶ + reference's logprobs, z ──▶ mini-batches ──▶ kto
+    pairs  ──collect──▶ trees ──prepare──▶ mini-batches ──▶ scores [N] ──▶ −log sigmoid(chosen − rejected)    rm
 
 Legend: N rows, T tokens, P pairs. The mathematics and its papers are in `losses`. The loss is the mean over
 the pairs (kto: answers) of the whole optimizer step, so it does not depend on micro-batches, sharing or ranks.
 
-Shared by all: every token of an answer counts, its end token included, and none of the prompt. The reference scores
+Of a policy every token of an answer counts, its end token included, and none of the prompt. The reference scores
 without dropout, and the policy learns without it, as in TRL: it would be noise in their ratio (`algorithm.dropout`).
 
 KTO (2402.01306): z, the estimate of KL(policy ‖ reference), is the mean log-ratio of mismatched answers. The prompt of
@@ -15,6 +17,10 @@ an answer is put before the next answer of the same mini-batch, as TRL does, and
 all ranks. It is made just before the update, without gradient or dropout and with the weights that the update starts
 from: those that the loss is computed with. Departures: the paper and TRL take the micro-batch of one device, here z
 does not depend on how the batch is cut; where two neighbours have the same prompt, their mismatch is none, as in TRL.
+
+A reward model's score is read at the last token of an answer, its end token. Sources: 2203.02155 (InstructGPT), the
+margin 2307.09288 (Llama 2), centring 2312.09244. Departure: InstructGPT weighs all pairs of one prompt together, here
+every pair counts alike.
 """
 
 from __future__ import annotations
@@ -30,7 +36,8 @@ from torch import Tensor
 from runner.algorithm.loss_registry import compute
 from runner.algorithm.parts import LearnsFromData, Parts
 from runner.algorithm.preference import losses as formulas
-from runner.algorithm.preference.config import DpoConfig, KtoConfig
+from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
+from runner.algorithm.preference.losses import bradley_terry
 from runner.core.batch import Batch, row_sum, split_rows, with_totals
 from runner.core.metrics import Metrics
 from runner.core.prefix_tree import Branch, Tree, pack_trees
@@ -265,3 +272,42 @@ def build_dpo(config: DpoConfig, parts: Parts) -> Dpo:
 def build_kto(config: KtoConfig, parts: Parts) -> Kto:
     """The algorithm over the job's data."""
     return Kto(config, parts.data)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreLoss:
+    """The mean over pairs of `bradley_terry`; reads the row channel `margin` [N], where there is one."""
+
+    centring: float
+    needs: frozenset[str] = frozenset({"scores"})
+
+    def __call__(self, batch: Batch, outputs: Outputs) -> Loss:
+        chosen, rejected = sides(batch, outputs["scores"])
+        margin = sides(batch, batch.rows["margin"])[0] if "margin" in batch.rows else 0.0
+        found = bradley_terry(chosen, rejected, margin=margin, centring=self.centring)
+        return Loss(found.losses.sum() / max(batch.totals["units"], 1), pair_metrics(found))
+
+
+class RewardModel(LearnsFromData):
+    """Learns to score the preferred answer higher."""
+
+    def __init__(self, config: RmConfig, data: Data) -> None:
+        self.config, self.data = config, data
+        self.losses: Mapping[Role, LossFn] = {"reward_model": ScoreLoss(config.centring)}
+
+    def collect(self, step: int) -> Batch:
+        """The step's pairs as trees."""
+        return self.experience(self.data.take(step, self.config.batch_size))
+
+    def experience(self, items: Sequence[Pair]) -> Batch:
+        """Any pairs as what `prepare` takes."""
+        return pack_pairs(items, share=self.config.share_prompts, margins=self.config.use_margin)
+
+    def prepare(self, experience: Batch, models: Mapping[Role, Model]) -> Iterator[Batch]:
+        """Mini-batches of whole pairs, each knowing its totals."""
+        yield from mini_batches(experience, self.config.mini_batches)
+
+
+def build(config: RmConfig, parts: Parts) -> RewardModel:
+    """The algorithm over the job's data."""
+    return RewardModel(config, parts.data)

@@ -40,6 +40,7 @@ class SlurmConfig(StartedConfig):
     """The machines of a Slurm job: in one, the command joins it; on a login node, it is submitted."""
 
     factory: ClassVar[str] = "runner.launch.local:attempt"
+    queued: ClassVar[bool] = True
     name: Literal["slurm"] = "slurm"
     nodes: int = Field(default=1, ge=1, description="Machines to ask for; a Slurm job says itself how many it has.")
     partition: Partition = None

@@ -18,8 +18,8 @@ from typing import Any
 from runner.core.errors import SamplerFault
 from runner.run_dir.folder import shown
 from runner.sampler.remote.counts import Counts
-from runner.sampler.remote.notes import Note, path_of
-from runner.sampler.remote.patience import Patience
+from runner.sampler.remote.listening import Note, path_of
+from runner.sampler.remote.window import Patience
 from runner.sampler.remote.wire import LARGEST_BYTES, Held, Json, Wrong, authorization
 
 CONNECT_S = 5.0

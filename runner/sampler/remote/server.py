@@ -14,9 +14,8 @@ from typing import NoReturn
 from runner.interfaces import Sampler
 from runner.sampler.remote.backends import Collectives
 from runner.sampler.remote.collective import getting
-from runner.sampler.remote.desk import Desk
 from runner.sampler.remote.keeper import Keeper
-from runner.sampler.remote.notes import path_of
+from runner.sampler.remote.listening import Desk, path_of
 from runner.sampler.remote.window import Window, offered
 from runner.sampler.remote.wire import Json
 

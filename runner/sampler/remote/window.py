@@ -1,8 +1,10 @@
-"""Where a process of a job is asked over HTTP: at once how it is, and in their turn what its verbs do.
+"""Where a process of a job is asked over HTTP: at once how it is, and in their turn what its verbs do; and how long
+that is waited for.
 
 GET /health ─▶ at once     POST VERB ─▶ the process, in its own time, a line feed each second meanwhile
 
-Each line feed says that the process lives; the answer, one line of JSON (`wire.py`), follows them. No torch here.
+Each line feed says that the process lives; the answer, one line of JSON (`wire.py`), follows them. Another thread can
+break the waiting off. No torch here.
 """
 
 from __future__ import annotations
@@ -11,17 +13,62 @@ import hashlib
 import json
 import logging
 import os
+import socket
+import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.core.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem, SamplerFault
 from runner.core.rank_info import Machine
-from runner.sampler.remote.listening import Handler, Listening, refuse_the_gone
-from runner.sampler.remote.notes import Note, url
+from runner.sampler.remote.listening import Handler, Listening, Note, refuse_the_gone, url
 from runner.sampler.remote.wire import BEAT_S, LARGEST_BYTES, Json
+
+
+class Patience:
+    """A deadline for all that is done under it, by several threads, until it is given up."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._end = time.monotonic() + timeout_s
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+
+    def left(self) -> float:
+        """Seconds that are left, 0 after the end. Raises SamplerFault once it was given up."""
+        if self._over.is_set():
+            raise SamplerFault("samplers are not waited for any more")
+        return max(self._end - time.monotonic(), 0.0)
+
+    def pause(self, seconds: float) -> None:
+        """Sleep so long, at most to the end. Raises SamplerFault once it was given up."""
+        self._over.wait(min(seconds, self.left()))
+        self.left()
+
+    def give_up(self) -> None:
+        """Break off whatever waits."""
+        self._over.set()
+        with self._lock:
+            for one in self._open:
+                with suppress(OSError):  # the other side was faster
+                    one.shutdown(socket.SHUT_RDWR)
+
+    @contextmanager
+    def over(self, connection: socket.socket) -> Iterator[None]:
+        """A connection that is cut where this is given up."""
+        with self._lock:
+            self._open.add(connection)
+        try:
+            self.left()  # it may have been given up before it was known of
+            yield
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+
 
 log = logging.getLogger("runner")
 

@@ -13,17 +13,14 @@ import numpy as np
 
 from runner.core.errors import EnvironmentProblem
 from runner.interfaces import Bounds, Decide
-from runner.sampler.bounds import check_ids
-from runner.sampler.draw import Rule
+from runner.sampler.config import VllmServerConfig
+from runner.sampler.draw import Rule, Stops, check_ids
 from runner.sampler.remote.check import Limits
 from runner.sampler.server.client import Client
-from runner.sampler.server.config import VllmServerConfig
-from runner.sampler.server.mode import FIX, Mode, fits, mode_of
 from runner.sampler.server.sampler import ServerSampler
 from runner.sampler.server.server import Server
 from runner.sampler.server.sync import sync_of
-from runner.sampler.server.wire import Asking
-from runner.sampler.stops import Stops
+from runner.sampler.server.wire import FIX, Asking, Mode, fits, mode_of
 
 FIXED_TOKENS = 16
 UNTOLD = (

@@ -25,15 +25,13 @@ from torch import Tensor
 
 from runner.core.errors import SamplerFault
 from runner.interfaces import Request, Rollout
-from runner.sampler.bounds import room
+from runner.sampler.config import VllmServerConfig
+from runner.sampler.draw import Stops, room
 from runner.sampler.remote.check import InvalidError, Limits, checked
 from runner.sampler.server.client import GarbledError, StatusError
-from runner.sampler.server.config import VllmServerConfig
-from runner.sampler.server.mark import Mark, mark_of
 from runner.sampler.server.server import Server
 from runner.sampler.server.sync import Nothing, Sync
-from runner.sampler.server.wire import Asking, drawn
-from runner.sampler.stops import Stops
+from runner.sampler.server.wire import Asking, Mark, drawn, mark_of
 from runner.weight_sync.shelf import Shelved
 
 log = logging.getLogger("runner")

@@ -1,17 +1,31 @@
 """What is asked of /v1/completions, and what its answers say: tokens in, tokens out, nothing is tokenised twice.
 
 Whatever a server would add by itself is said here: the end tokens (`ignore_eos` keeps those of its own files out), the
-penalties and cuts that a generation config may hold.
+penalties and cuts that a generation config may hold. No version and no digest of its weights can be asked of a server
+that keeps them: it is known by a mark.
+
+Log-probabilities are of the distribution that was drawn from, or the model's own, which vLLM reports unless it is told
+otherwise. Two requests tell: the likeliest id alone is drawn from, whose probability then is 1, at two temperatures.
+
+    log-probability at temperature 1, at 2        they are of
+    0, 0                                          what was drawn from      "processed"
+    a, a                                          the model itself         "raw"
+    a, b                                          the tempered model, before ids are cut   "tempered"
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
+
+from runner.core.errors import EnvironmentProblem
 from runner.sampler.draw import Rule
 from runner.sampler.remote.check import InvalidError
+from runner.sampler.server.client import GarbledError, StatusError
+from runner.sampler.server.server import Server
 
 Json = dict[str, Any]
 NO_LOGPROB = -9999.0  # vLLM's word for minus infinity, which JSON cannot say
@@ -121,3 +135,72 @@ def scored(answer: Any, row: Sequence[int]) -> list[float]:
         return [float(place[str(token)]["logprob"]) for token, place in zip(row[1:], found[1:], strict=True)]
     except (KeyError, TypeError) as error:
         raise InvalidError(f"prompt_logprobs is not of the prompt: {error!r}") from error
+
+
+DRIFT = 0.1  # nats, mean over the fixed row: what rounding to bfloat16 adds where another kernel computes it
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """started: when its process began, "" where it does not say; scores: of a fixed row, None where it gives none."""
+
+    started: str
+    scores: list[float] | None
+
+    def is_other(self, now: Mark) -> bool:
+        """Whether the server, or its weights, are other ones now, or may be: it says less, or more, than it did."""
+        if self.started != now.started:
+            return True
+        if self.scores is None or now.scores is None:
+            return self.scores is not now.scores
+        differences = [abs(a - b) for a, b in zip(self.scores, now.scores, strict=True)]
+        return not sum(differences) / len(differences) <= DRIFT
+
+
+def mark_of(server: Server, row: Sequence[int], model: str) -> Mark:
+    """What it is known by now."""
+    started = server.started()
+    try:
+        return Mark(started, server.score(row, model))
+    except (InvalidError, StatusError, GarbledError):
+        return Mark(started, None)
+
+
+Mode = Literal["processed", "raw", "tempered"]
+HOT = 2.0  # newer versions refuse more
+PROMPTS, TOKENS, ANSWER = 4, 8, 2
+EQUAL = 0.02  # nats: above the noise of bfloat16, far below what a factor of 2 does
+FIX = "start it with --logprobs-mode processed_logprobs"
+
+
+def mode_of(server: Server, vocabulary: int) -> Mode:
+    """What this server reports. Raises EnvironmentProblem if it gives no token ids or log-probabilities at all."""
+    draws = np.random.Generator(np.random.Philox(key=0))
+    prompts = draws.integers(0, vocabulary, (PROMPTS, TOKENS)).tolist()
+    cold, hot = ([value for prompt in prompts for value in _asked(server, prompt, t)] for t in (1.0, HOT))
+    if _mean(cold) < EQUAL and _mean(hot) < EQUAL:
+        return "processed"
+    return "raw" if _mean([a - b for a, b in zip(cold, hot, strict=True)]) < EQUAL else "tempered"
+
+
+def fits(mode: Mode, rule: Rule) -> bool:
+    """Whether these are the log-probabilities of what the rule draws from."""
+    cuts = rule.top_k is not None or rule.top_p < 1 or rule.min_p > 0
+    return mode == "processed" or rule.raw or (mode == "tempered" and not cuts)
+
+
+def _asked(server: Server, prompt: Sequence[int], temperature: float) -> list[float]:
+    """The log-probabilities of the likeliest answer."""
+    asking = Asking(Rule(temperature, top_k=1), frozenset(), ())
+    try:
+        answer = server.client.post("/v1/completions", asking.body(server.model, prompt, ANSWER, 0), server.until())
+        found = drawn(answer, prompt)
+        if len(found.ids) != ANSWER or len(found.logprobs) != ANSWER:
+            raise InvalidError(f"{ANSWER} tokens were asked for, and {len(found.ids)} came")
+        return [float(value) for value in found.logprobs]
+    except (InvalidError, StatusError, GarbledError, TypeError) as error:
+        raise EnvironmentProblem(f"nothing can be sampled from {server}: {error}") from error
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.abs(values).mean())

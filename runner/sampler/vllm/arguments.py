@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.core.errors import EnvironmentProblem
-from runner.sampler.vllm import ascend
-from runner.sampler.vllm.config import VllmSamplerConfig
+from runner.sampler.config import VllmSamplerConfig
+from runner.sampler.vllm import versions as ascend
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM makes room for
 BESIDE, ALONE = 0.45, 0.9  # of a card's memory: with a trainer on it, and without

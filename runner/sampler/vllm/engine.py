@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from runner.core.errors import EnvironmentProblem, RunnerError, SamplerFault
-from runner.core.tmpdir import keep_names, remove, temporary_of
+from runner.core.fsync_io import keep_names, remove, temporary_of
 from runner.sampler.vllm.guest import at_work, lodged, make_room, moving_in, moving_out
 
 PARTS = ("weights", "kv_cache")  # of an engine's memory, by vLLM's names

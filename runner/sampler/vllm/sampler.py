@@ -18,11 +18,9 @@ from torch import Tensor
 
 from runner.core.errors import SamplerFault, TrainingDiverged
 from runner.interfaces import Bounds, Request, Rollout
-from runner.sampler.bounds import check_ids, room
-from runner.sampler.draw import Rule
-from runner.sampler.stops import Stops
+from runner.sampler.config import VllmSamplerConfig
+from runner.sampler.draw import Rule, Stops, check_ids, room
 from runner.sampler.vllm.adapters import Adapters, of_adapter
-from runner.sampler.vllm.config import VllmSamplerConfig
 from runner.sampler.vllm.engine import Engine
 
 

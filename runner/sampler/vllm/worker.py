@@ -15,9 +15,7 @@ from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
 from runner.core.errors import EnvironmentProblem
-from runner.sampler.vllm.experts import has_experts, reload
-from runner.sampler.vllm.packing import leave_unpacked
-from runner.sampler.vllm.wrapped import as_wrapped, unwrapped
+from runner.sampler.vllm.packing import as_wrapped, has_experts, leave_unpacked, reload, unwrapped
 
 if current_platform.is_cpu():
     leave_unpacked()

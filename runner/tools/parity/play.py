@@ -30,8 +30,7 @@ from runner.tools.parity.watch import Watched
 from runner.trainer import loop
 from runner.trainer.callbacks import Record
 from runner.trainer.learner import LocalLearner
-from runner.trainer.loop import Job
-from runner.trainer.rollout_feed import Feed
+from runner.trainer.loop import Feed, Job
 
 KEPT = ("train/loss", "train/grad_norm", "train/lr", "sampler/abs_logprob_diff")
 LIKELIHOOD = "nll"  # mean negative log-likelihood of the tokens that a step learns

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from runner.core.errors import Problem, SpecError
 from runner.device.cards import HCCL_BUFFERS, Card
 from runner.parallelism.mesh import Mesh
-from runner.sampler.vllm.ascend import LOST, REMEDY
+from runner.sampler.vllm.versions import LOST, REMEDY
 from runner.spec.job import JobSpec
 from runner.tools.plan.measure import Passes
 from runner.tools.plan.model import architecture, of_experts, sliced

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from runner.core.errors import Problem, SpecError
-from runner.distributed.pipeline_schedule import in_flight
+from runner.distributed.work_partition import in_flight
 from runner.model.flops import MatmulWeights, ModelFlops, attention_widths, is_expert, matmul_weights
 from runner.parallelism.config import ParallelismConfig
 from runner.parallelism.expert_parallel import refuse_adapters

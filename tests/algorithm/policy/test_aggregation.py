@@ -11,20 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runner.algorithm.policy import aggregation
+from runner.algorithm.policy import losses
 from tests.algorithm.ragged import Rows, rows
 
 CONSTANT = 7.5
 Weigh = Callable[[Tensor, Tensor, Tensor, dict[str, int]], Tensor]
 
 WEIGHTS: dict[str, Weigh] = {
-    "token_mean": lambda mask, row, tree, totals: aggregation.token_mean(mask, totals["tokens"]),
-    "seq_mean_token_mean": lambda mask, row, tree, totals: aggregation.seq_mean_token_mean(mask, row, totals["rows"]),
-    "seq_mean_token_sum": lambda mask, row, tree, totals: aggregation.seq_mean_token_sum(mask, totals["rows"]),
-    "seq_mean_token_sum_norm": lambda mask, row, tree, totals: aggregation.seq_mean_token_sum_norm(
+    "token_mean": lambda mask, row, tree, totals: losses.token_mean(mask, totals["tokens"]),
+    "seq_mean_token_mean": lambda mask, row, tree, totals: losses.seq_mean_token_mean(mask, row, totals["rows"]),
+    "seq_mean_token_sum": lambda mask, row, tree, totals: losses.seq_mean_token_sum(mask, totals["rows"]),
+    "seq_mean_token_sum_norm": lambda mask, row, tree, totals: losses.seq_mean_token_sum_norm(
         mask, totals["rows"], CONSTANT
     ),
-    "prompt_mean": lambda mask, row, tree, totals: aggregation.prompt_mean(mask, tree, totals["prompts"]),
+    "prompt_mean": lambda mask, row, tree, totals: losses.prompt_mean(mask, tree, totals["prompts"]),
 }
 
 
@@ -92,8 +92,8 @@ def test_a_step_without_learnt_tokens_weighs_nothing(name: str) -> None:
 
 def test_fractional_weights_scale_their_token_and_count_as_one() -> None:
     mask, row = torch.tensor([0.5, 0.0, 1.0, 2.0], dtype=torch.float64), torch.tensor([0, 0, 0, 1])
-    assert aggregation.token_mean(mask, 3).tolist() == pytest.approx([0.5 / 3, 0, 1 / 3, 2 / 3])
-    assert aggregation.seq_mean_token_mean(mask, row, 2).tolist() == [0.125, 0, 0.25, 1.0]
+    assert losses.token_mean(mask, 3).tolist() == pytest.approx([0.5 / 3, 0, 1 / 3, 2 / 3])
+    assert losses.seq_mean_token_mean(mask, row, 2).tolist() == [0.125, 0, 0.25, 1.0]
 
 
 @pytest.mark.parametrize(

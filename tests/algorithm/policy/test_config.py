@@ -9,7 +9,7 @@ import pytest
 
 from runner.algorithm.loss_registry import functions, options_in_force
 from runner.algorithm.policy.config import GrpoConfig, PpoConfig
-from runner.algorithm.policy.kl import KlControl
+from runner.algorithm.policy.importance import KlControl
 from runner.cli.compose import compose_job
 from runner.cli.main import main
 from runner.core.errors import SpecError

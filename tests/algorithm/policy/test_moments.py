@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.algorithm.policy.segments import mean_and_variance, whiten
+from runner.algorithm.policy.advantages import mean_and_variance, whiten
 from tests.algorithm.ragged import Rows, rows
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from runner.algorithm.policy.aggregation import seq_mean_token_mean
 from runner.algorithm.policy.importance import sequence_ratio, token_ratio
+from runner.algorithm.policy.losses import seq_mean_token_mean
 from tests.algorithm.ragged import Rows, rows
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.algorithm.policy.segments import min_within, next_within, numbered, sum_within
+from runner.algorithm.policy.advantages import min_within, next_within, numbered, sum_within
 from tests.algorithm.ragged import Rows, rows
 
 IDS = st.lists(st.sampled_from([5, -1, 0, 10**12]), max_size=12)

@@ -11,7 +11,7 @@ import torch
 
 from runner.algorithm.parts import Parts
 from runner.algorithm.preference.config import RmConfig
-from runner.algorithm.preference.reward_model import build
+from runner.algorithm.preference.learning import build
 from runner.interfaces import Pair
 from tests.algorithm.preferences import (
     TOKENIZER,

@@ -25,7 +25,7 @@ from runner.interfaces import Request, Rollout
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.remote import pair
 from runner.sampler.remote.backends import Collectives
-from runner.sampler.remote.notes import Note, path_of
+from runner.sampler.remote.listening import Note, path_of
 from runner.sampler.remote.server import serve
 from runner.sampler.torch import TorchSampler, build
 from tests.model.zoo import causal

@@ -14,7 +14,7 @@ from pathlib import Path
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any
 
-from runner.sampler.remote.notes import Note, path_of
+from runner.sampler.remote.listening import Note, path_of
 from tests.sampler.remote.processes import Process
 
 Edit = Callable[[str, dict[str, Any]], dict[str, Any]]  # path, answer → answer

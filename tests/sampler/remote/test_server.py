@@ -19,12 +19,10 @@ import pytest
 
 from runner.core.errors import EnvironmentProblem, SamplerFault
 from runner.core.rank_info import Machine
-from runner.sampler.remote import notes as places
+from runner.sampler.remote import listening as places
 from runner.sampler.remote import secret
-from runner.sampler.remote.desk import Desk
 from runner.sampler.remote.keeper import Keeper
-from runner.sampler.remote.listening import refuse_the_gone
-from runner.sampler.remote.notes import Note, path_of
+from runner.sampler.remote.listening import Desk, Note, path_of, refuse_the_gone
 from runner.sampler.remote.secret import take, token
 from runner.sampler.remote.server import serve
 from runner.sampler.remote.wire import authorization

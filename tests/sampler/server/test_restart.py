@@ -23,12 +23,12 @@ from runner.build.samplers import _room
 from runner.cli.compose import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SamplerFault
+from runner.sampler.config import VllmServerConfig
 from runner.sampler.server import client as client_module
 from runner.sampler.server.build import build
 from runner.sampler.server.client import Client
-from runner.sampler.server.config import VllmServerConfig
-from runner.sampler.server.mark import Mark
 from runner.sampler.server.sampler import ServerSampler
+from runner.sampler.server.wire import Mark
 from runner.tools.plan.estimate import Estimate, estimate
 from runner.weight_sync.shelf import Shelf
 from runner.weight_sync.shelf_folder import claim

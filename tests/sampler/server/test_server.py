@@ -24,10 +24,10 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, EnvironmentProblem, SamplerFault, StorageError
 from runner.interfaces import Request, Rollout
 from runner.model.tiny import byte_tokenizer
+from runner.sampler.config import VllmServerConfig
 from runner.sampler.probed import Probe
 from runner.sampler.server import client as client_module
 from runner.sampler.server.build import build
-from runner.sampler.server.config import VllmServerConfig
 from runner.sampler.server.sampler import ServerSampler
 from runner.weight_sync.shelf import Shelf
 from runner.weight_sync.shelf_folder import claim

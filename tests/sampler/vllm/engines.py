@@ -18,7 +18,7 @@ from runner.interfaces import Request, Rollout
 from runner.model.causal import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer
-from runner.sampler.vllm.config import VllmSamplerConfig
+from runner.sampler.config import VllmSamplerConfig
 from tests.model.zoo import module, rows
 
 _SPEC = importlib.util.find_spec("vllm")

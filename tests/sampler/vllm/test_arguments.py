@@ -13,13 +13,14 @@ from runner.cli.compose import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, SpecError
 from runner.device.presets import PRESETS
-from runner.sampler.vllm import need, versions
+from runner.sampler.config import VllmSamplerConfig
+from runner.sampler.vllm import versions
+from runner.sampler.vllm import versions as need
 from runner.sampler.vllm.adapters import of_adapter
 from runner.sampler.vllm.arguments import Home, arguments, sleep_level
-from runner.sampler.vllm.ascend import LAYOUT, options
 from runner.sampler.vllm.build import _has_experts
-from runner.sampler.vllm.config import VllmSamplerConfig
-from runner.sampler.vllm.experts import has_experts, reload
+from runner.sampler.vllm.packing import has_experts, reload
+from runner.sampler.vllm.versions import LAYOUT, options
 from tests.model.zoo import causal
 
 JOB = ("+recipe=grpo_demo", "sampler=vllm")

@@ -26,9 +26,9 @@ from runner.adapter.lora import attach
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SamplerFault
 from runner.interfaces import Request, Rollout
+from runner.sampler.config import VllmServerConfig
 from runner.sampler.probed import Probe
 from runner.sampler.server.build import build
-from runner.sampler.server.config import VllmServerConfig
 from runner.sampler.server.sampler import ServerSampler
 from runner.weight_sync.shelf import Shelf
 from runner.weight_sync.shelf_folder import claim

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.data.examples import Reading
-from runner.data.overlong import Limit, Rule, Tally
-from runner.data.rows import Place, Problems
+from runner.data.items import Limit, Rule, Tally
+from runner.data.readers import Place, Problems
 from runner.data.tokenise import Answered, Encoded
 
 HERE = Place("a.jsonl", 7)

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.data.examples import Answers, Ask, Chat, Plain, Reading
+from runner.data.examples import Answers, Ask, Chat, Plain, Reading, common_text
 from runner.data.formats import FormatCheck
-from runner.data.parse import common_text
-from runner.data.rows import Place, Problems, Row
+from runner.data.readers import Place, Problems, Row
 from tests.data.conftest import chat
 
 HERE = Place("a.jsonl", 1)

@@ -1,22 +1,27 @@
-"""Dropout of a transformers or peft model, switched off for good.
+"""What decoder layers do in training beside computing: dropout, what they keep and what they compute a second time
+(activation checkpointing), and torch.compile.
 
-What a decoder layer keeps for its backward pass, and what it computes a second time (activation checkpointing).
-
-    full        what goes into the layer                             (Chen et al., 1604.06174)
+    full        what goes into the layer is kept                     (Chen et al., 1604.06174)
     every n-th  the same in layers 0, n, 2n, …; the others keep everything
     selective   that, what attention gives and every second matrix product  (Korthikanti et al., 2205.05198, section 5,
                 keep all but attention; attention's kernels keep no scores, so that it is attention that is dear here)
 
+    layer ──▶ its parts (norms, attention, feed-forward), each compiled once for all layers and for any number of tokens
+                             └── attention over rows end to end stays as it is, between two compiled pieces
+
 Legend: k inner size of a matrix product, n columns of what it gives. transformers runs its layers through the function
 that is set here, in training mode. Dropout draws the same numbers in both passes, so that no gradient is another.
+Parts are compiled and not the layer: what is recomputed and what is gathered (FSDP2) happens around them. Attention
+over rows is cut where rows end, which is another cut in every batch, and would be compiled for each. Text is written by
+what is not compiled.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -30,8 +35,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from runner.core.errors import EnvironmentProblem
 from runner.interfaces import Decide
+from runner.model.attention import NAME, ragged_attention
 
 
 def largest(module: nn.Module) -> float:
@@ -151,3 +159,51 @@ def _attends(operator: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -
     names = [one.name for one in operator._schema.arguments]
     given = dict(zip(names, arguments, strict=False)) | named
     return all(given.get(name, nothing) == nothing for name, nothing in DRAWS.items())
+
+
+OPTIONS: dict[str, Any] = {
+    "dynamic": True,
+    "options": {"fallback_random": True},  # dropout draws what it draws without
+}
+
+
+class Compiled:
+    """Some layers, whose parts compute by what torch has compiled from now on."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        """Nothing is compiled before it runs. Parts have all that is put into them by now: adapters, a device's own
+        operators."""
+        ALL_ATTENTION_FUNCTIONS.register(NAME, torch.compiler.disable(ragged_attention))
+        self._parts: list[tuple[Any, Callable[..., Any]]] = []
+        for part in (part for layer in layers for part in layer.children()):
+            self._parts.append((part, part.forward))
+            part.forward = torch.compile(part.forward, **OPTIONS)
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """Let the parts compute as they did, for as long as the block lasts."""
+        compiled = [part.forward for part, _ in self._parts]
+        for part, forward in self._parts:
+            part.forward = forward
+        try:
+            yield
+        finally:
+            for (part, _), forward in zip(self._parts, compiled, strict=True):
+                part.forward = forward
+
+
+@cache
+def refuse_without_compiler(device: torch.device) -> None:
+    """Raise EnvironmentProblem where torch cannot compile for `device`: it is tried with a sum."""
+
+    def doubled(numbers: Tensor) -> Tensor:
+        return numbers + numbers
+
+    try:
+        torch.compile(doubled, **OPTIONS)(torch.ones(4, device=device))
+    except RuntimeError as error:  # of whatever kind a compiler fails with
+        said = str(error).strip().splitlines()[0]
+        needs = "a C++ compiler (g++) on the path" if device.type == "cpu" else "its device's compiler, e.g. triton"
+        raise EnvironmentProblem(
+            f"model.compile=true: torch cannot compile for {device.type}: {said}\n  install {needs}, or leave it out"
+        ) from error
