@@ -247,6 +247,7 @@ class JsonLines:
     ) -> None:
         self._reading, self._writing, self._lock = reading, writing, threading.Lock()
         self._rest, self._longest_bytes, self._is_closed = bytearray(), longest_bytes, False
+        self._fault: ValueError | None = None  # of a line behind messages that were returned first
         for descriptor in (reading, writing):
             if descriptor is not None:
                 os.set_blocking(descriptor, False)
@@ -285,7 +286,7 @@ class JsonLines:
         if wait_s and not self._is_closed:
             _is_ready(self._reading, select.POLLIN, wait_s)
         messages: list[Any] = []
-        while not self._is_closed:
+        while not self._is_closed and self._fault is None:
             try:
                 content = os.read(self._reading, READ_BYTES)
             except BlockingIOError:
@@ -294,6 +295,8 @@ class JsonLines:
                 content = b""
             self._is_closed = not content
             messages += self.feed(content)
+        if self._fault is not None and not messages:
+            raise self._fault
         return None if self._is_closed and not messages else messages
 
     def receive_one(self, within_s: float) -> Any:
@@ -312,18 +315,28 @@ class JsonLines:
         raise EOFError
 
     def feed(self, content: bytes) -> list[Any]:
-        """The messages that these bytes complete. Raises ValueError."""
+        """The messages that these bytes complete.
+
+        Raises ValueError where a line is no message: at once, or, if messages came before it, at the next call.
+        """
+        if self._fault is not None:
+            raise self._fault
         *lines, rest = content.split(b"\n")
         if lines:
             lines[0] = bytes(self._rest) + lines[0]
             self._rest.clear()
         self._rest += rest
-        if len(self._rest) > self._longest_bytes:
-            raise ValueError(f"a message of more than {self._longest_bytes} bytes")
+        messages: list[Any] = []
         try:
-            return [json.loads(line) for line in lines]
-        except RecursionError as error:
-            raise ValueError("nested too deeply") from error
+            for line in lines:
+                messages.append(json.loads(line))
+            if len(self._rest) > self._longest_bytes:
+                raise ValueError(f"a message of more than {self._longest_bytes} bytes")
+        except (ValueError, RecursionError) as error:
+            self._fault = error if isinstance(error, ValueError) else ValueError("nested too deeply")
+            if not messages:
+                raise self._fault from error
+        return messages
 
 
 def _is_ready(descriptor: int, event: int, seconds: float) -> bool:

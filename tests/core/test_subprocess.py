@@ -214,3 +214,17 @@ def test_what_is_not_one_message_is_no_answer(content: bytes) -> None:
         there.sendall(content)
         with pytest.raises(EOFError):
             JsonLines(here.fileno(), here.fileno()).receive_one(1)
+
+
+def test_messages_before_a_broken_line_are_not_lost() -> None:
+    reading, writing = os.pipe()
+    lines = JsonLines(reading)
+    os.write(writing, b'{"verdict": 1}\nxx\n')
+    assert lines.receive(1.0) == [{"verdict": 1}]
+    for _ in range(2):
+        with pytest.raises(ValueError):
+            lines.receive(1.0)
+    os.close(reading)
+    os.close(writing)
+    with pytest.raises(ValueError, match="more than 4 bytes"):
+        JsonLines(longest_bytes=4).feed(b"12345")
