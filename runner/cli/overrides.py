@@ -1,6 +1,6 @@
-"""What was typed, read with Hydra's grammar: choices of components, values, and mistakes.
+"""What was typed on the command line, read with Hydra's grammar: choices of components, values, and mistakes.
 
-Interpolations: all of them are resolved at the start, and none of them may read a secret.
+Interpolations are resolved here too, all at the start; none of them may read a secret.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""What a trained model leaves for other programs: a Hugging Face folder, or a PEFT adapter beside a base they have.
+"""Export a trained model: a Hugging Face folder, or a PEFT adapter beside a base that others have.
 
-Low-rank adapters folded into the weights for as long as nothing learns: one matrix product instead of three.
+    shards on every rank ──tensor by tensor──▶ whole on rank 0's CPU, nowhere else ──▶ a module without shards
 
-A sharded model put together on the CPU of one rank, so that it can be written like any other: an adapter, or a
-model that an adapter is merged into. What is a model by itself is written tensor by tensor (`streamed`).
-
-pieces on every rank ──tensor by tensor──▶ whole on one rank's CPU, nowhere else ──▶ a module without pieces
+Only an adapter, or a model that an adapter is merged into, is gathered like this; a whole sharded model is written
+tensor by tensor (`published`). While nothing is trained, LoRA may be merged into the weights: one matrix product
+instead of three.
 """
 
 from __future__ import annotations

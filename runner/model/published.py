@@ -1,19 +1,14 @@
-"""The export of a model that lies in pieces, one tensor after the other: no rank ever holds the whole.
+"""The tensors of a model under the names of a Hugging Face folder or PEFT adapter, tensor by tensor, under any layout.
 
-pieces on every rank ──made whole──▶ first rank: as it is called and cut on the disk ──▶ its place in its file
-
-What the files hold is known before any tensor is there, from a model of the same shapes on `meta`: transformers itself
-says what it would write of that one. So the files are those of `save_pretrained`.
-
-A model's tensors as others load them, one after the other, whatever the layout they lie in here.
-
-    pieces on every rank ──made whole──▶ adapter merged, layer by layer ──▶ as on the disk (`streamed`)
+    shards on every rank ──gathered──▶ adapter merged, layer by layer ──▶ names and splits of the file ──▶ its place
 
     all       everything, the adapter merged into its base        changed   of that, what training can change
     base      everything but the adapter, not merged              fixed     the rest of it
     adapter   the adapter alone, under PEFT's names
 
-What is merged is merged by peft itself, in float32, and is what an export has in its files.
+No rank ever holds the whole model. What an export's files will hold is known before any tensor is there, from a model
+of the same shapes on `meta`: transformers says what it would write of it, so that the files are those of
+`save_pretrained`. peft itself merges adapters, in float32.
 """
 
 from __future__ import annotations

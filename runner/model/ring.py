@@ -1,24 +1,19 @@
-"""What the tokens of some ranks see of those of others, found on the CPU from how a batch is laid out.
-
-Every token sees two runs of neighbouring places: of its own row up to itself, and of a row that it continues. With a
-window both begin later. So which keys a rank has to be given, and which products of queries and keys it can leave out,
-is a matter of comparing numbers, and all ranks know it of one another.
-
-Legend: N rows, T tokens, C ranks, W tokens of each.
-
-Attention by ranks that each have some tokens: keys and values come by, block after block (Liu et al., 2310.01889).
+"""Ring attention: each rank has some tokens; keys and values arrive block by block (Liu et al., 2310.01889).
 
     step 0      own queries, own keys
-    step s      own queries, the keys and values of the rank s before; those of step s + 1 are on their way
-    backward    the same again; what a rank finds of another one's gradient of keys and values goes back to it
+    step s      own queries, the keys and values of the rank s before; those of step s + 1 are in flight
+    backward    the same again; what a rank computes of another one's gradient of keys and values is sent back to it
 
-The softmax of a query is put together from its blocks (running maximum and sum, Milakov and Gimelshein, 1805.02867) in
-float32, product by product of at most QUERIES × KEYS scores, and made again in the backward pass. In the paper a block
-goes from hand to hand; here it comes straight from its owner, which is as many bytes, and only of the keys that some
-query there sees: short rows and windows send next to nothing. Nor has a gradient to travel with its block.
+The softmax of a query is combined from its blocks (running maximum and sum, Milakov and Gimelshein, 1805.02867) in
+float32, in products of at most QUERIES × KEYS scores, and computed again in the backward pass. In the paper a block
+travels from rank to rank; here it comes straight from its owner: as many bytes, and only of the keys that some query
+there sees, so that short rows and windows send next to nothing. Gradients do not travel with their block either.
 
-Legend: T tokens, C ranks, W tokens of each, K keys of a block; h heads, k key-value heads, g = h/k, d head size, e that
-of values.
+Which keys these are is computed on the CPU from the batch's layout: every token sees two runs of neighbouring places,
+its own row up to itself, and the row that it continues; with a window both begin later. All ranks know this.
+
+Legend: N rows, T tokens, C ranks, W tokens of each, K keys of a block; h heads, k key-value heads, g = h/k, d head
+size, e that of values.
 """
 
 from __future__ import annotations

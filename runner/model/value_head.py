@@ -1,19 +1,15 @@
-"""A language model's backbone with a head of one number: a reward model's scores, or a critic's values.
+"""Heads of one number: a reward model's scores, or a critic's values, alone or beside the LM head.
 
     batch ──layout──▶ backbone ──▶ hidden [W, H] ──▶ scores [N]  read at each row's last token
                                                 └──▶ values [T]  read at each token's parent
 
-Legend: N rows, T tokens, W of them on this rank (all, or see `context`), H hidden size (see `runner.core.batch`).
-
-A causal language model with a second head that reads values from the same hidden states: policy and critic in one.
-
-    batch ──layout──▶ backbone ──▶ hidden [W, H] ──rows of parents──┬─▶ chunked LM head ──▶ logprobs, entropy [T]
+    policy and critic in one:      hidden [W, H] ──rows of parents──┬─▶ chunked LM head ──▶ logprobs, entropy [T]
                                                                     └─▶ value head ───────▶ values [T]
 
-The value head learns beside the module and in float32, with full parameters as with an adapter. It is no part of the
-module, though of what is sharded: checkpoints hold it, an export is the language model alone.
+There the value head is trained in float32, with all its parameters also beside an adapter. It is no part of `module`,
+but of what is sharded: checkpoints hold it, an export is the language model alone.
 
-Legend: N rows, T tokens, W of them on this rank, S predicted there, H hidden size (see `causal`).
+Legend: N rows, T tokens, W of them on this rank (all, or see `context`), S predicted there, H hidden size.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""A tensor as a few hundred numbers, from which the distance of two tensors is known though neither is kept.
-
-    x [n] ─ random signs ─▶ ±x ─ sums over the places that are equal modulo WIDTH ─▶ sketch [WIDTH]
-
-The count sketch of Charikar, Chen and Farach-Colton (2002), with buckets by place instead of by a hash. The squared
-distance of two sketches is, on average over the signs, that of the tensors; its relative standard deviation is at most
-√(2 / WIDTH) where the difference is spread over the tensor. Tensors of up to WIDTH numbers are kept exactly.
-
-What a device made of the first steps of a job, as a file: safetensors whose header holds the rest as JSON.
+"""What a device computed in the first steps of a job, as a file: safetensors whose header holds the rest as JSON.
 
     header   format · spec · made of · steps · prints (name, shape, norm) · experiences · sha256 of all
     tensors  print/N float64 [WIDTH]        experience/STEP/NAME
 
-torch is not imported: who compares reads the job, and its device, before that.
+A print is a sketch of a tensor, from which the distance of two tensors follows although neither is kept:
+
+    x [n] ─ random signs ─▶ ±x ─ sums over the indices that are equal modulo WIDTH ─▶ sketch [WIDTH]
+
+It is the count sketch of Charikar, Chen and Farach-Colton (2002), with buckets by index instead of by a hash. The
+squared distance of two sketches is, on average over the signs, that of the tensors; its relative standard deviation is
+at most √(2 / WIDTH) where the difference is spread over the tensor. Tensors of up to WIDTH numbers are kept exactly.
+
+torch is not imported: a comparison reads the job, and its device, before that.
 """
 
 from __future__ import annotations

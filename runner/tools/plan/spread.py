@@ -1,15 +1,10 @@
-"""Parts of what is held at once.
+"""What one rank holds of the job's model: parameters by layer, pipeline stage, shard and expert.
 
-What of a model one rank holds and runs, by the mesh: pieces of layers, runs of layers, some of the experts.
+    architecture ──meta device──▶ model with its adapter ──by layer──▶ Weights
+    Weights ──stage──▶ its layers, and what lies at its end of the model ──shards──▶ bytes of one rank
 
-    weights of a model ──stage──▶ its layers, and what lies at its end of the model ──pieces──▶ bytes of one rank
-
-Stages share out the layers as the pipeline does: in as many runs as there are stages and chunks, the first ones one
-layer longer; run i lies on stage i mod pp.
-
-The parameters of the job's own model, on the meta device: how many there are, where, and which of them learn.
-
-architecture ──meta──▶ model with its adapter ──by layer──▶ Weights
+Stages take layers as the pipeline does: as many runs as there are stages times chunks, the first ones one layer longer;
+run i lies on stage i mod pp.
 """
 
 from __future__ import annotations

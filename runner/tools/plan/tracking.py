@@ -1,11 +1,8 @@
-"""Fused operators without arithmetic: their outputs' shapes, and the memory that they keep for the backward pass.
+"""Measure how much memory a pass takes, by running it on tensors without data.
 
-What is kept follows torch_npu's own autograd formulas. All run on the meta device, see `tracking`.
-
-How much memory a pass takes, found by running it on tensors without data.
-
-Every operation of the real model runs on torch's `meta` device, which knows shapes and data types and computes nothing;
-each storage that comes to be is counted until nobody holds it any more, rounded up as caching allocators do.
+Every operation of the real model runs on torch's `meta` device, which knows shapes and data types and computes nothing.
+Each storage is counted until it is freed, rounded up as caching allocators do. Fused operators of the NPU are replaced
+by their output shapes and by what torch_npu's autograd formulas keep for the backward pass.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""One HTML page that needs nothing but itself: style, script and charts stand in it, and it may fetch nothing.
+"""The report of one run as one HTML page: its numbers, curves, samples, automatic choices, settings and environment.
 
-Everything that a user, a model or a log said is escaped.
-
-The report of one run: how its numbers moved, its curves, samples, decisions, what was set, environment.
+The page needs nothing but itself: style, script and charts are in it, and it may fetch nothing. Everything that a user,
+a model or a log wrote is escaped.
 """
 
 from __future__ import annotations
