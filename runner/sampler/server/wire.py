@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -25,7 +25,9 @@ from runner.core.errors import EnvironmentProblem
 from runner.sampler.draw import Rule
 from runner.sampler.remote.check import InvalidError
 from runner.sampler.server.client import GarbledError, StatusError
-from runner.sampler.server.server import Server
+
+if TYPE_CHECKING:
+    from runner.sampler.server.server import Server
 
 Json = dict[str, Any]
 NO_LOGPROB = -9999.0  # vLLM's word for minus infinity, which JSON cannot say
