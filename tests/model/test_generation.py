@@ -16,7 +16,7 @@ TOKENIZER = byte_tokenizer(512)
 decode = partial(TOKENIZER.decode, skip_special_tokens=True)
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"])))
+@given(st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: "<|" not in text))  # no special token
 def test_pieces_are_whole_characters_and_join_to_the_text(text: str) -> None:
     pieces = list(whole_characters(TOKENIZER.encode(text), decode))
     assert "".join(pieces) == text
