@@ -22,8 +22,8 @@ ELSEWHERE = """
 import sys
 if "runner.launch.sampling" in sys.orig_argv:
     from pathlib import Path
-    from runner import place
-    place.BOOT = Path(__file__).with_name("boot_id_of_another_machine")
+    from runner.core import rank_info
+    rank_info.BOOT = Path(__file__).with_name("boot_id_of_another_machine")
 """
 
 
