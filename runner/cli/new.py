@@ -67,7 +67,7 @@ def build(config: ${{Name}}Config, **_: Any) -> Scorer:
 
     def rate(completion: Completion) -> float:
         words = str(column(completion, config.column, "column")).split()
-        return sum(word in completion.text.split() for word in words) / len(words)
+        return sum(word in completion.text.split() for word in words) / max(len(words), 1)
 
     return Scorer(each(rate), Faults("reward=$name", 8, "set reward.column"))
 ''',
@@ -78,6 +78,7 @@ from runner.testing import check_reward
 
 def test_reward() -> None:
     check_reward(${Name}Config(), {"4 5": 1.0, "4": 0.5, "": 0.0}, columns={"answer": "4 5"})
+    check_reward(${Name}Config(), {"4": 0.0}, columns={"answer": ""})
 """,
     "run +recipe=grpo_demo reward=$name",
 )
