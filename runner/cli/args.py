@@ -13,29 +13,47 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import NoReturn
 
+from runner.cli.verb_hints import hint, recipe_hint
 from runner.core.errors import RunnerError
-from runner.core.paths import recipes_dir
 from runner.core.plugins import LEFT_OUT, plugins
-from runner.spec import suggest
 
 VERBS = {
-    "run": "run a job (this verb may be left out)",
-    "list": "groups, options and recipes; `run list device`",
-    "explain": "meaning, range, default, value now and who set it; `run explain optimizer.lr`",
-    "schema": "JSON Schema of a job, or of a recipe: `run schema recipe`",
-    "resume": "go on where a run stopped; `run resume latest steps=400`",
-    "status": "how far a run is, how its processes are, and its newest numbers; `run status latest`",
-    "infer": 'try a run\'s model; `run infer latest "sort 5031"`',
-    "export": "write a Hugging Face folder or PEFT adapter from any checkpoint; `run export latest --checkpoint best`",
-    "sweep": "go on with a sweep, or look at it; `run sweep resume latest`, `run sweep status latest`",
-    "report": "a run as one HTML page: curves, samples, what was set; `run report latest`",
-    "diff": "what differs between two runs in config, code, versions and data, and both curves; `run diff A B`",
-    "new": "write a package that adds a component; `run new reward words`",
-    "doctor": "what this machine has, what is wrong with it, and what to type; `run doctor device=npu`",
-    "plan": "what a job takes on which cards, without one, in seconds; `run plan +recipe=sft_npu launch.devices=8`",
-    "bench": "measure tokens/s, MFU and memory of this device, and compare with plain transformers; "
-    "`run bench device=cuda`",
-    "parity": "whether another device computes the same; `run parity --record cpu`, then `--compare FILE device=npu`",
+    "run": "train; this verb may be left out",
+    "list": "groups, options and recipes",
+    "explain": "an option: meaning, range, default, who set it",
+    "schema": "JSON Schema of a job, or of a recipe",
+    "resume": "continue a run where it stopped",
+    "status": "how far a run is, its processes, its newest numbers",
+    "infer": "try a run's model",
+    "export": "write a Hugging Face folder or a PEFT adapter",
+    "sweep": "continue a sweep, or look at it",
+    "report": "a run as one HTML page",
+    "diff": "what differs between two runs",
+    "new": "write a package that adds a component",
+    "doctor": "what this machine has, what is wrong, what to type",
+    "plan": "what a job takes on which cards, without a card",
+    "bench": "measure tokens/s, MFU and memory of a device",
+    "parity": "whether another device computes the same",
+    "help": "more help: recipes, options, verbs, or a verb",
+}
+EXAMPLES = {
+    "run": "run +recipe=dpo_demo optimizer.lr=1e-3",
+    "list": "run list device",
+    "explain": "run explain optimizer.lr",
+    "schema": "run schema recipe",
+    "resume": "run resume latest steps=400",
+    "status": "run status latest",
+    "infer": 'run infer latest "sort 5031"',
+    "export": "run export latest --checkpoint best",
+    "sweep": "run sweep status latest",
+    "report": "run report latest",
+    "diff": "run diff outputs/DATE/A latest",
+    "new": "run new reward words",
+    "doctor": "run doctor device=npu",
+    "plan": "run plan +recipe=sft_npu",
+    "bench": "run bench device=cuda",
+    "parity": "run parity --record cpu",
+    "help": "run help recipes",
 }
 VERBS_GROUP = "runner.verbs"  # entry points: name → "module:function" of the words after it, which returns a code
 WORDS = {
@@ -55,8 +73,10 @@ WORDS = {
     "plan": "a job as for run",
     "bench": "options of a job (key=value), applied to every case",
     "parity": "with --record a job as for run; with --compare device=NAME and what else a machine has of its own",
+    "help": "recipes, options, verbs, or a verb",
 }
 ACTIONS = ("resume", "status", "report")  # of run sweep
+TOPICS = ("recipes", "options", "verbs")  # of run help
 FLAGS = {"--help", "-h", "--version", "--debug", "--multirun", "-m", "--shell-completion", "-sc"}
 
 
@@ -95,7 +115,6 @@ def _about_flags(message: str) -> str:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """`verb`, `words`, `literal` (the words after `--`) and the options of that verb. Raises UsageError."""
-    argv = ["--help", *argv[1:]] if argv[:1] == ["help"] else argv
     end = list(argv).index("--") if "--" in argv else len(argv)
     verb, rest = split_verb(argv[:end])
     parser = parser_of(verb)
@@ -172,18 +191,17 @@ def is_override(word: str) -> bool:
 
 
 def _unknown_verb(word: str) -> str:
-    by_name = any((place / f"{word}.yaml").is_file() for place in (Path("recipes"), recipes_dir()))
-    if by_name or Path(word).suffix in (".yaml", ".yml"):
-        return f"no verb named '{word}'; a recipe (a name, or a file's path) is run with: run +recipe={word}"
+    if as_recipe := recipe_hint(word):
+        return f"no verb named '{word}'; {as_recipe}"
     if "." in word:
         return f"no verb named '{word}'; to set it: run {word}=VALUE; to read about it: run explain {word}"
-    verbs = all_verbs()
     if (why := LEFT_OUT.get((VERBS_GROUP, word))) is not None:
         return f"no verb named '{word}'; {why}"
-    meant = suggest.nearest(word, verbs)
-    hint = f"; did you mean '{meant}'?" if meant else ""
+    verbs = all_verbs()
+    if instead := hint(word, {verb: EXAMPLES.get(verb, f"run {verb}") for verb in verbs}):
+        return f"no verb named '{word}'; {instead}\n  see: run --help"
     width = max(map(len, verbs))
-    return "\n".join([f"no verb named '{word}'{hint}", *(f"  {v.ljust(width)}  {about}" for v, about in verbs.items())])
+    return "\n".join([f"no verb named '{word}'", *(f"  {v.ljust(width)}  {about}" for v, about in verbs.items())])
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
@@ -321,6 +339,7 @@ _OPTIONS = {
     "status": _status,
     "list": _config_dir,
     "explain": _config_dir,
+    "help": _config_dir,
     "infer": _infer,
     "export": _export,
     "sweep": _sweep,

@@ -19,7 +19,7 @@ from hydra.plugins.completion_plugin import CompletionPlugin, DefaultCompletionP
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.algorithm.loss_registry import plug_ins
-from runner.cli.args import ACTIONS, VERBS, UsageError, all_verbs, flags_of, is_override
+from runner.cli.args import ACTIONS, TOPICS, VERBS, UsageError, all_verbs, flags_of, is_override
 from runner.cli.conf import BESIDE
 from runner.cli.config_sources import GROUP, SUFFIXES
 from runner.cli.sources import options, session
@@ -62,6 +62,8 @@ def query(plugin: CompletionPlugin, line: str) -> list[str]:
     first, *others = words or [""]
     if first == "list" and others:
         return [name for name in (*groups_of(default_registry()), CALLBACKS, GROUP) if name.startswith(others[-1])]
+    if first == "help" and others:
+        return [topic for topic in (*TOPICS, *all_verbs()) if topic.startswith(others[-1])]
     if first == "sweep" and len(others) == 1:
         return [action for action in ACTIONS if action.startswith(others[0])]
     named = others[1:] if first == "sweep" else others

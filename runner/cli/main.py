@@ -35,7 +35,7 @@ HANDLERS = {
     "list": "runner.cli.listing:show",
     "explain": "runner.cli.explain:show",
     "schema": "runner.cli.listing:schema",
-    "help": "runner.cli.listing:usage",
+    "help": "runner.cli.help:show",
     "complete": "runner.cli.complete:answer",
 }
 

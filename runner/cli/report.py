@@ -24,7 +24,7 @@ def report(args: Namespace) -> int:
     if SweepFolder(Path(where)).plan.is_file():
         raise UsageError(f"{where} is a sweep: run sweep report {where}; a job of it: run report {where}/000")
     folder = find(where)
-    path = args.out or folder.root / "report.html"
+    path = args.out or folder.report
     write_page(folder, path)
     print(shown(path))
     return 0

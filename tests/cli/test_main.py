@@ -96,7 +96,7 @@ def test_cfg_prints_yaml_that_is_the_job(workdir: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rsume", "latest"], "no verb named 'rsume'; did you mean 'resume'?"),
+        (["rsume", "latest"], "no verb named 'rsume'; did you mean 'resume'? e.g. run resume latest"),
         (["zzz"], "no verb named 'zzz'\n"),
         (["optimizer.lr"], "run optimizer.lr=VALUE"),
         (["seed=1,2"], "a sweep over several values is started with: run -m"),
@@ -233,20 +233,6 @@ def test_our_own_bug_says_where_the_traceback_is(
     assert "ZeroDivisionError: oops" in written.read_text()
     written.unlink()
     assert "Traceback" in in_process(["--debug"], capsys)[2]
-
-
-def test_help_names_verbs_groups_recipes_and_examples(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = in_process(["--help"], capsys)
-    assert code == 0
-    for word in ("resume", "auto, cpu, cuda, npu", "+recipe=sft_demo", "data.path=my.jsonl", "--config-dir"):
-        assert word in out
-
-
-@pytest.mark.parametrize("words", [["infer", "--help"], ["help", "infer"]])
-def test_a_verb_has_a_help_of_its_own(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = in_process(words, capsys)
-    assert code == 0 and "usage: run infer" in out and "longest answer (256)" in out and "--spec" not in out
-    assert in_process(["help"], capsys)[1] == in_process(["--help"], capsys)[1]
 
 
 def test_list_shows_own_recipes_with_their_first_comment(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:

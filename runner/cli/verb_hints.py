@@ -1,0 +1,97 @@
+"""What to type for a word that is no verb of ours: verbs of other tools, names of components, typing errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from runner.core.paths import conf_dir, recipes_dir
+from runner.spec import suggest
+
+# Words of other tools, each line with what does the same here. A verb that is added leaves this table.
+OTHER_TOOLS = {
+    "serve deploy server api": (
+        "there is no `run serve` yet; `run export latest` writes a folder that `vllm serve FOLDER` serves"
+    ),
+    "chat talk": (
+        'there is no `run chat` yet; one answer: run infer latest "…"; a dialogue: `vllm serve FOLDER` and '
+        "`vllm chat`, with the folder that `run export latest` writes"
+    ),
+    "eval evaluate evaluation score": (
+        "there is no `run eval` yet; a run evaluates its held-out data by itself: run status latest; for a "
+        "harness: run export latest"
+    ),
+    "test": (
+        "there is no `run eval` yet; held-out results of a run: run status latest; a test of this machine: run doctor"
+    ),
+    "train fit finetune fine-tune": (
+        "training has no verb of its own: run +recipe=NAME, or run algorithm=sft data=file data.path=FILE "
+        "model=hf model.path=FOLDER"
+    ),
+    "launch start exec submit": (
+        "training has no verb of its own: run +recipe=NAME launch.devices=4; elsewhere: launch=ray, launch=slurm"
+    ),
+    "pretrain pt": "continued pre-training: run algorithm=cpt data=file data.path=FILE model=hf model.path=FOLDER",
+    "rl rlhf rft": "reinforcement learning: run +recipe=grpo_demo, or run algorithm=grpo …",
+    "reward": "to train a reward model: run algorithm=rm …; what scores answers: run list reward",
+    "merge merge-lora": "to merge an adapter into its base model: run export latest --merge",
+    "convert save consolidate": "to write a Hugging Face folder: run export latest",
+    "quantize quant": "there is no `run quantize`; other tools quantize the folder that `run export latest` writes",
+    "generate predict inference sample complete ask prompt": 'to try a model: run infer latest "…"',
+    "ls": "groups, options and recipes: run list; runs are folders below outputs/",
+    "recipes": "recipes: run list recipe, or run help recipes",
+    "options groups parameters": "groups and their options: run help options",
+    "verbs commands usage docs man": "the verbs: run help verbs",
+    "show": "a run: run status latest; a component: run explain GROUP=OPTION; a job: run --cfg job …",
+    "ps top watch monitor progress log logs tail": (
+        "how far a run is: run status latest; what it said: outputs/latest/run.log"
+    ),
+    "compare": "to compare two runs: run diff A B",
+    "init create scaffold": (
+        "a component of your own: run new reward NAME; a recipe of your own is a YAML file: run +recipe=FILE.yaml"
+    ),
+    "check validate lint dry-run": (
+        "a job without running it: run --cfg job …; what it takes: run plan …; this machine: run doctor"
+    ),
+    "env system info diagnose": "what this machine has: run doctor",
+    "config cfg": "to print a job: run --cfg job …",
+    "preprocess prepare tokenize": "a run reads and tokenizes its data by itself: run data=file data.path=FILE …",
+    "continue restart retry": "to continue a run: run resume latest",
+    "stop kill cancel": (
+        "to stop a run: Ctrl-C, or SIGTERM to its process (run status latest); it saves a checkpoint first"
+    ),
+    "push upload publish": "to share a model: run export latest, then `hf upload REPOSITORY FOLDER`",
+    "download pull": "a run downloads what it names: model=hf model.path=ORGANIZATION/NAME, data=hub",
+    "plot curves dashboard ui webui": "curves of a run: run report latest",
+    "estimate estimate-memory memory profile": "memory of a job: run plan …; speed of a device: run bench",
+    "hpo search tune optimize": "a search over options: run -m …; see: run help sweep",
+    "delete remove clean prune": "a run is a folder below outputs/, which you can delete",
+    "install setup update upgrade": "a package: pip install …; what this machine lacks: run doctor",
+    "version": "the version: run --version",
+}
+HINTS = {word: hint for words, hint in OTHER_TOOLS.items() for word in words.split()}
+
+
+def hint(word: str, verbs: Mapping[str, str]) -> str:
+    """What to type instead of `word`; empty where nothing is near. verbs: name → example."""
+    if (known := HINTS.get(word.lower().replace("_", "-"))) is not None:
+        return known
+    if (conf_dir() / word).is_dir():
+        return f"'{word}' is a group; its options: run list {word}; to choose one: run {word}=NAME"
+    if groups := sorted(path.parent.name for path in conf_dir().glob("*/*.yaml") if path.stem == word.lower()):
+        demo = f"; a demo: run +recipe={word}_demo" if (recipes_dir() / f"{word}_demo.yaml").is_file() else ""
+        return f"to choose it: run {' or '.join(f'{group}={word.lower()}' for group in groups)} …{demo}"
+    meant = suggest.nearest(word, [*verbs, *HINTS])
+    if meant is None:
+        return ""
+    return (
+        f"did you mean '{meant}'? e.g. {verbs[meant]}" if meant in verbs else f"if you mean '{meant}': {HINTS[meant]}"
+    )
+
+
+def recipe_hint(word: str) -> str:
+    """How to run a recipe that was typed as a verb; empty where it is none."""
+    by_name = any((place / f"{word}.yaml").is_file() for place in (Path("recipes"), recipes_dir()))
+    if by_name or Path(word).suffix in (".yaml", ".yml"):
+        return f"a recipe (a name, or a file's path) is run with: run +recipe={word}"
+    return ""
