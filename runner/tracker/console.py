@@ -1,7 +1,7 @@
 """The screen: live where it is a terminal, plain lines where it is not, and run.log in any case.
 
 step, sample ─▶ Progress ─┬─▶ live panel, redrawn by a thread of its own   (terminal)
-                          └─▶ one key=value line now and then              (pipe, file; and always run.log)
+                          └─▶ LogTable: a row now and then                 (pipe, file; and always run.log)
 message ─────────────────▶ above the panel, or a line                      and run.log with a time stamp
 """
 
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from runner.core.errors import RunnerError, StorageError
 from runner.run_dir.manifest import redact
-from runner.tracker.screen import Progress, panel, plain_line, sample_line
+from runner.tracker.log_table import LogTable, sample_lines
+from runner.tracker.screen import Progress, panel, sample_line
 from runner.tracker.text import visible
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Console:
         # Guards Progress only, and is never held while rich writes: rich's own thread has its lock and wants this one.
         self._lock = RLock()
         self._progress: Progress | None = None
+        self._table = LogTable()
         self._live: Live | None = None
         self._rich: RichConsole | None = None
         self._last_line = -LINE_EVERY_S
@@ -53,11 +55,11 @@ class Console:
     def start(self, title: Mapping[str, Any], steps: int) -> None:
         """Begin to show a run of `steps` steps; `title` is e.g. name, device, seed, folder."""
         self.message(" · ".join(str(v) if k in ("name", "folder") else f"{k} {v}" for k, v in title.items()))
-        self._progress = Progress(title, steps)
+        self._progress, self._table = Progress(title, steps), LogTable()
         self.show(self._panel)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in a finished step; a line follows at the first, the last, each evaluation, and about every 5 s."""
+        """Take in a finished step; a row follows at the first, the last, each evaluation, and about every 5 s."""
         progress, now = self._progress, time.monotonic()
         if progress is None:
             raise RunnerError("Console.start comes before Console.step")
@@ -66,14 +68,14 @@ class Console:
         due = now - self._last_line >= LINE_EVERY_S
         if due or step == progress.steps or any(name.startswith("eval/") for name in metrics):
             self._last_line = now
-            self._write(plain_line(progress, now), on_screen=self._live is None)
+            self._write_log(self._table.lines(progress, now))
 
     def sample(self, row: Mapping[str, Any]) -> None:
         """Show a sample as the last one; its text cannot steer the terminal."""
         line = redact(sample_line(row))
         if self._progress is not None:
             self._progress.last_sample = line
-        self._write(f"sample  {line}", on_screen=self._live is None)
+        self._write_log(sample_lines(line))
 
     def message(self, text: str, level: str = "info") -> None:
         """Say something, on the screen and in run.log."""
@@ -109,6 +111,11 @@ class Console:
             return ""
         with self._lock:
             return panel(progress, time.monotonic(), min(rich.width, WIDEST))
+
+    def _write_log(self, lines: Sequence[str]) -> None:
+        """Write to run.log, and to the screen where it has no live panel."""
+        for line in lines:
+            self._write(line, on_screen=self._live is None)
 
     def _write(self, text: str, level: str = "info", *, head: str | None = None, on_screen: bool = True) -> None:
         line = visible(text)

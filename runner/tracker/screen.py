@@ -26,7 +26,6 @@ Better = Literal["less", "more"]
 # metrics.yaml: how the metrics of a run are shown, by their names
 METRICS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("metrics.yaml").read_text(encoding="utf-8"))
 CURVES: dict[str, dict[str, Any]] = METRICS["curves"]
-PLAIN = (*CURVES, *METRICS["plain"])
 EQUAL = "reward/zero_variance"  # share of the groups that teach nothing; shown where there is any
 SAMPLE_CHARACTERS = 400
 POINTS = 512  # of a curve; beyond, neighbours are merged
@@ -95,18 +94,6 @@ class Progress:
             return math.nan
         (first, begin), (last, end) = self.times[0], self.times[-1]
         return (self.steps - self.step) * (end - begin) / max(last - first, 1)
-
-
-def plain_line(progress: Progress, now: float) -> str:
-    """One line of key=value for the last step: what it measured, and no older number."""
-    pairs = [f"step={progress.step}/{progress.steps}"]
-    pairs += [f"{name}={number(progress.now[name])}" for name in PLAIN if name in progress.now]
-    if progress.now.get(EQUAL, 0) > 0:
-        pairs += [f"{EQUAL}={number(progress.now[EQUAL])}"]
-    if "perf/peak_memory_bytes" in progress.now:
-        pairs += [f"memory={size(progress.now['perf/peak_memory_bytes']).replace(' ', '')}"]
-    pairs += [f"elapsed={duration(now - progress.begin).replace(' ', '')}"]
-    return " ".join([*pairs, f"eta={duration(progress.remaining_s()).replace(' ', '')}"])
 
 
 def sample_line(row: Mapping[str, Any]) -> str:

@@ -30,6 +30,11 @@ def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
+def labeled(word: str, text: str) -> str:
+    """A line that begins with a word of at most 8 letters, in a column of its own."""
+    return f"{word:<8}  {text}"
+
+
 def number(value: float) -> str:
     """Four significant digits: 0.01234, 1.2e-05, 12345."""
     if isinstance(value, int) or (math.isfinite(value) and value == int(value) and abs(value) < 1e9):

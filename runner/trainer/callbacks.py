@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from runner.core.errors import RunnerError
 from runner.interfaces import Sample, State, StepEnd
+from runner.tracker.log_table import eval_lines
 
 
 class NoOp:
@@ -136,17 +137,13 @@ class Evaluation(NoOp):
         if step == 0:
             report = self._evaluate()
             self._record(0, report.samples[: self._keep])
-            self._say("before training: " + _worded(report.values))
+            self._say("\n".join(eval_lines(0, report.values)))
 
     def on_step(self, end: StepEnd) -> None:
         if end.last or end.step % self._every == 0:
             report = self._evaluate()
             end.values.update(report.values)
             self._record(end.step, report.samples[: self._keep])
-
-
-def _worded(values: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {value:.3f}" for name, value in values.items() if name.startswith("eval/"))
 
 
 Sink = Callable[[int, Mapping[str, float]], None]
