@@ -32,6 +32,7 @@ from runner.spec.job import JobSpec
 from runner.spec.origin import COMMAND_LINE
 from runner.spec.registry import default_registry
 from runner.tracker.console import Console
+from runner.tracker.text import labeled
 
 if TYPE_CHECKING:  # most jobs are one process, which needs nothing of what starts several
     from runner.launch.machines import Machines
@@ -116,7 +117,7 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
     if status(folder).get("state") == "done" and spec.steps <= before.steps:
         more = f"run resume {shown(folder.root)} steps={before.steps * 2}"
         refuse_idle(before, as_written(spec), more)
-        print(f"{shown(folder.root)}: finished after {before.steps} steps; to go on: {more}")
+        print(f"{shown(folder.root)}: finished after {before.steps} steps; to continue: {more}")
         return 0
     from runner.launch.slurm import submission, task
 
@@ -233,7 +234,9 @@ def attempts(spec: JobSpec, folder: RunFolder, number: int, run: Callable[[int],
         except Interrupted as error:
             if is_stage():
                 raise
-            raise Interrupted(error.exit_code - 128, f"{error}\ngo on    run resume {called(folder)}") from error
+            raise Interrupted(
+                error.exit_code - 128, f"{error}\n{labeled('continue', f'run resume {called(folder)}')}"
+            ) from error
         except RunnerError as error:
             from runner.launch.verdict import is_final
 

@@ -1,6 +1,6 @@
 """What an attempt leaves in the run's folder, of which rank 0 writes all.
 
-status_of(folder)      the process that was started: running ─▶ done | interrupted | failed
+status_of(folder)      the process that was started: running ─▶ done | interrupted | failed, then report.html
 keep_evidence(folder)  the same, before another attempt: attempts/N/, what that one will write anew
 Records                rank 0: manifest, metrics, samples, trackers, what a resume cuts away
 NoRecords              another rank: nothing; it has a log of its own
@@ -8,6 +8,7 @@ NoRecords              another rank: nothing; it has a log of its own
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,17 +20,21 @@ import yaml
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Interrupted, RunnerError, StorageError
+from runner.launch.stage import is_stage
 from runner.run_dir import manifest
 from runner.run_dir.folder import RunFolder, shown, write_atomic, write_json
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.tracker.console import Console
 from runner.tracker.jsonl import JsonlTracker, cut_back, holes
+from runner.tracker.text import labeled
+
+log = logging.getLogger("runner")
 
 
 @contextmanager
 def status_of(folder: RunFolder, attempt: int) -> Iterator[None]:
-    """status.json, as the block goes."""
+    """status.json, as the block goes; report.html after it."""
 
     def write(state: str, exit_code: int | None = None, error: str | None = None) -> None:
         record = {"state": state, "attempt": attempt, "pid": os.getpid(), "exit_code": exit_code, "error": error}
@@ -40,14 +45,33 @@ def status_of(folder: RunFolder, attempt: int) -> Iterator[None]:
         yield
     except Interrupted as error:
         write("interrupted", error.exit_code, str(error))
+        write_report(folder, is_said=True)
         raise
     except RunnerError as error:
         write("failed", error.exit_code, str(error))
+        write_report(folder, is_said=True)
         raise
     except BaseException as error:
         write("failed", 1, f"{type(error).__name__}: {error}")
         raise
     write("done", 0)
+    write_report(folder)
+
+
+def write_report(folder: RunFolder, *, is_said: bool = False) -> None:
+    """Write report.html; what prevents that is a warning, as the run itself has ended.
+
+    is_said: name the page on the screen, if any step was finished
+    """
+    from runner.tools.report.page import write_page
+
+    try:
+        write_page(folder, folder.report)
+        if is_said and not is_stage() and folder.metrics.is_file() and folder.metrics.stat().st_size:
+            Console(folder.log).message(labeled("report", shown(folder.report)))
+    except Exception as error:
+        again = f"write it again: run report {shown(folder.root)}"
+        log.warning("%s is not written: %s; %s", shown(folder.report), error or type(error).__name__, again)
 
 
 def keep_evidence(folder: RunFolder, attempt: int, typed: Sequence[str]) -> None:

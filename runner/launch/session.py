@@ -34,7 +34,7 @@ from runner.run_dir.folder import RunFolder, is_latest, shown
 from runner.run_dir.resume_compatibility import refuse_changed_spec
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
-from runner.tracker.text import counted
+from runner.tracker.text import counted, labeled
 
 if TYPE_CHECKING:
     from runner.build import Built
@@ -148,16 +148,17 @@ class Session:
         return time.perf_counter() - begin
 
     def _ending(self, built: Built, seconds: float) -> list[str]:
-        lines = [f"done     {counted(self.spec.steps, 'step')} in {seconds:.0f} s"]
+        lines = [labeled("done", f"{counted(self.spec.steps, 'step')} in {seconds:.0f} s")]
+        lines.append(labeled("report", shown(self.folder.report)))  # which whoever started the ranks writes at the end
         if self.spec.checkpoint.export and not self.place.leads:
             built.model.save(None)  # rank 0 writes, and may need this rank's pieces
         elif self.spec.checkpoint.export:
             write_export(built.model, self.folder.export, self.spec, self.spec.steps, self.values)
-            lines.append(f"model    {shown(self.folder.export)}")
+            lines.append(labeled("model", shown(self.folder.export)))
         if is_stage():
             return lines
-        lines.append(f"try it   {self._try_it(built)}")
-        lines.append(f"go on    run resume {called(self.folder)} steps={self.spec.steps * 2}")
+        lines.append(labeled("try it", self._try_it(built)))
+        lines.append(labeled("continue", f"run resume {called(self.folder)} steps={self.spec.steps * 2}"))
         return lines
 
     def _try_it(self, built: Built) -> str:

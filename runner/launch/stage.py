@@ -31,6 +31,7 @@ from runner.run_dir.manifest import fingerprint
 from runner.run_dir.resume_compatibility import LIBRARIES
 from runner.spec.job import RECIPE
 from runner.spec.origin import leaves
+from runner.tracker.text import labeled
 
 STAGE = "RUNNER_STAGE"  # set in the environment of a recipe that is run first
 STAGES = OUTPUTS / "stages"
@@ -160,4 +161,4 @@ def go_on(recipe: str, typed: Sequence[str] | None = None) -> str:
     if is_stage():
         return ""
     words = ["run", *(sys.argv[1:] if typed is None else typed)]
-    return f"\ngo on    {shlex.join(words)}     (+recipe={recipe} goes on where it stopped)"
+    return "\n" + labeled("continue", f"{shlex.join(words)}     (+recipe={recipe} continues where it stopped)")

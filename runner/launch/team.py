@@ -181,7 +181,7 @@ class Team:
         """With what to type next, where nothing is wrong with the job itself."""
         if is_stage() or verdict.strength not in (KILLED, LAGGED, WAITED):
             return verdict
-        return verdict._replace(message=f"{verdict.message}\n  go on: run resume {called(self.folder)}")
+        return verdict._replace(message=f"{verdict.message}\n  continue: run resume {called(self.folder)}")
 
 
 def kill_all(members: Sequence[Process]) -> None:

@@ -98,6 +98,11 @@ class RunFolder:
         return self.root / "samples.jsonl"
 
     @property
+    def report(self) -> Path:
+        """The run as one HTML page."""
+        return self.root / "report.html"
+
+    @property
     def checkpoints(self) -> Path:
         """step-00000100/ and its like."""
         return self.root / "checkpoints"

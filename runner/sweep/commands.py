@@ -27,7 +27,7 @@ from runner.sweep.plan import JobPlan, Plan, Record, SweepFolder
 from runner.sweep.results import gather, write_files
 from runner.sweep.scheduler import Command, Scheduler
 from runner.sweep.search import Propose
-from runner.tracker.text import duration
+from runner.tracker.text import duration, labeled
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def status(where: str) -> int:
     print(f"{shown(folder.root)}: {_counts(record)}; {'running' if running else 'not running'}")
     print("\n".join([*reports.table(gather(folder, plan, record)), *lines]))
     if not running and any(job.state not in FINISHED for job in record):
-        print(f"go on    run sweep resume {reports.name_of(folder)}")
+        print(labeled("continue", f"run sweep resume {reports.name_of(folder)}"))
     return 0
 
 
@@ -229,9 +229,9 @@ def _end(scheduler: Scheduler) -> int:
     failed = sum(job.state in FAILED for job in record)
     left = sum(job.state not in FAILED | FINISHED for job in record)
     if scheduler.interrupted is not None:
-        raise Interrupted(scheduler.interrupted, f"{total - failed - left} of {total} jobs done; go on    {again}")
+        raise Interrupted(scheduler.interrupted, f"{total - failed - left} of {total} jobs done; continue: {again}")
     if left:
-        raise SweepFailed(f"{failed} of {total} jobs failed, {left} not finished\n  go on    {again}")
+        raise SweepFailed(f"{failed} of {total} jobs failed, {left} not finished\n  continue: {again}")
     if failed:
-        raise SweepFailed(f"{failed} of {total} jobs failed\n  try them again    {again} --retry-failed")
+        raise SweepFailed(f"{failed} of {total} jobs failed\n  try them again: {again} --retry-failed")
     return 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from runner.core.errors import EnvironmentProblem
 from runner.run_dir.folder import RunFolder, shown
 from runner.run_dir.manifest import redacted
+from runner.tracker.text import labeled
 
 if TYPE_CHECKING:
     from runner.tracker.config import TensorboardConfig
@@ -39,8 +40,8 @@ class TensorboardTracker:
         """Close the file; returns how to look at it."""
         self._try(self._writer.close)
         if self._lost:
-            return [f"tensorboard   incomplete: {self._lost}"]
-        return [f"tensorboard   tensorboard --logdir {shown(self._folder)}"]
+            return [labeled("view", f"tensorboard is incomplete: {self._lost}")]
+        return [labeled("view", f"tensorboard --logdir {shown(self._folder)}")]
 
     def _try(self, write: Any) -> None:
         if self._lost:

@@ -28,6 +28,7 @@ from runner.core.subprocess import ChildProcess, JsonLines
 from runner.run_dir.folder import RunFolder, shown, write_json
 from runner.run_dir.manifest import redacted
 from runner.tracker.none import NoTracker
+from runner.tracker.text import labeled
 
 if TYPE_CHECKING:
     from runner.interfaces import Decide
@@ -179,12 +180,13 @@ class WandbTracker:
         if opened and done:
             where = shown(self._root / opened["folder"])
             if opened["mode"] == "online" and done["whole"]:
-                return f"wandb    {opened['url']}"
+                return labeled("wandb", opened["url"])
             why = "not all was uploaded in time" if opened["mode"] == "online" else opened["mode"]
-            return f"wandb    {why}; upload: wandb sync {where}"
+            return labeled("upload", f"wandb sync {where}  # {why}")
         reason = self._events.get("failed", {}).get("reason") or "the sink died"
         again = f"python -m runner.tracker.wandb_sink --replay {shown(self._root / 'wandb' / 'sink.json')}"
-        return f"wandb    incomplete: {reason}; metrics.jsonl has every number; write it again: {again}"
+        text = f"incomplete: {reason}; metrics.jsonl has every number; write it again: {again}"
+        return labeled("wandb", text)
 
 
 def _environment(root: Path, mode: str) -> dict[str, str]:

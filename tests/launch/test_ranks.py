@@ -30,11 +30,11 @@ def job(tmp_path: Path) -> Job:
 
 def test_a_process_per_device_which_leave_one_run_that_goes_on_in_one(job: Job) -> None:
     out = job.run(*TWO, "steps=4", "checkpoint.every=2")
-    assert out.count("done     4 steps") == 1 and out.count("folder   ") == 1
+    assert out.count("done      4 steps") == 1 and out.count("folder   ") == 1
     assert [row["step"] for row in job.curve()] == [1, 2, 3, 4]
     ranks = json.loads((job.latest / "manifest.json").read_text())["ranks"]
     assert [rank["local_rank"] for rank in ranks] == [0, 1] and len({rank["pid"] for rank in ranks}) == 2
-    assert job.status()["state"] == "done" and "step=4/4" in (job.latest / "ranks" / "1.log").read_text()
+    assert job.status()["state"] == "done" and " 4/4 " in (job.latest / "ranks" / "1.log").read_text()
     resumed = job.run("resume", "latest", "launch.devices=1", "parallelism=single", "steps=6")
     assert re.search("not bit for bit: mesh was dp_replicate=2, is one process", resumed)
     assert "resume   after step 4 of 6" in resumed and job.curve()[-1]["step"] == 6
@@ -81,7 +81,7 @@ def test_a_signal_to_the_launcher_stops_all_at_the_same_step(job: Job, number: i
     assert job.weights(last), "the step it stopped at was saved"
     name = signal.Signals(number).name
     assert job.said().count(f"{name}: finishing this step, then saving") == 1
-    assert f"{name} after step {last} of 100000; a checkpoint was written\ngo on    run resume latest" in job.said()
+    assert f"{name} after step {last} of 100000; a checkpoint was written\ncontinue  run resume latest" in job.said()
     assert "error" not in job.said() and job.status()["state"] == "interrupted"
 
 
@@ -110,7 +110,7 @@ def test_a_rank_that_is_stopped_is_named_with_the_stacks_of_all(job: Job) -> Non
     os.kill(pids[1], signal.SIGSTOP)
     assert process.wait(60) == 6 and gone(pids), job.said()
     assert "error: rank 1 of 2 does not answer; the others waited 6 s for it" in job.said()
-    assert "and is stopped (SIGSTOP)" in job.said() and "go on: run resume latest" in job.said()
+    assert "and is stopped (SIGSTOP)" in job.said() and "continue: run resume latest" in job.said()
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_inside_torchrun_it_is_a_rank(job: Job) -> None:
     program = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "runner")
     process = job.start(*UNJUDGED, *DDP, "steps=4", "checkpoint.every=2", program=program)
     assert process.wait(DEADLINE_S) == 0, job.said()
-    assert job.said().count("done     4 steps") == 1 and len(job.pids()) == 2
+    assert job.said().count("done      4 steps") == 1 and len(job.pids()) == 2
     assert yaml.safe_load((job.latest / "spec.yaml").read_text())["launch"]["devices"] == 2
     process = job.start("resume", "latest", "steps=6", program=program)
     assert process.wait(DEADLINE_S) == 0 and "resume   after step 4 of 6" in job.said(), job.said()

@@ -102,7 +102,7 @@ def test_whoever_is_killed_nothing_is_left(victim: str, tmp_path: Path) -> None:
         return
     assert code == 75 and time.monotonic() - begin < 30
     assert ("its actor on" if "ray::" in victim else "Ray's driver has ended") in job.said()
-    assert "go on: run resume latest" in job.said()
+    assert "continue: run resume latest" in job.said()
 
 
 def test_six_and_two_npus_are_reserved_and_printed_and_then_it_is_the_ranks_that_refuse(

@@ -112,6 +112,6 @@ def test_a_real_cluster_runs_the_answer(tmp_path: Path) -> None:
             timeout=200,
         )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 core in one placement group" in done.stdout and "done     2 steps" in done.stdout
+    assert "1 core in one placement group" in done.stdout and "done      2 steps" in done.stdout
     one.latest = tmp_path / "shared"
     assert one.curve() == job.curve() and one.weights(2) == job.weights(2)

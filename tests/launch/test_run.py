@@ -46,6 +46,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cwd = tmp_path_factory.mktemp("work")
     out = runner(cwd, *JUDGED)
     assert "eval/exact_match" in out and "run infer latest" in out
+    assert [line[:10].rstrip() for line in out.splitlines()][-5:] == ["done", "report", "model", "try it", "continue"]
     return cwd
 
 
@@ -56,6 +57,7 @@ def test_the_folder_holds_what_it_should(finished: Path) -> None:
     assert [row["step"] for row in rows if "eval/exact_match" in row] == [3, 6]
     status = json.loads((run / "status.json").read_text())
     assert status["state"] == "done" and status["exit_code"] == 0
+    assert "done · step 6/6" in (run / "report.html").read_text()
     assert [p.name for p in sorted((run / "checkpoints").glob("step-*"))][-1] == "step-00000006"
     manifest = json.loads((run / "manifest.json").read_text())
     assert "torch" in json.dumps(manifest) and (run / "run.log").stat().st_size > 0
@@ -165,7 +167,7 @@ def test_a_signal_during_the_build_is_obeyed_at_once(tmp_path: Path) -> None:
     printed = process.communicate(timeout=60)[0].decode()
     run = (tmp_path / "outputs/latest").resolve()
     assert process.returncode == 143 and "SIGTERM before a step was made; no checkpoint was written" in printed
-    assert printed.endswith("go on    run resume latest\n") and "error" not in printed
+    assert printed.endswith("continue  run resume latest\n") and "error" not in printed
     assert json.loads((run / "status.json").read_text())["state"] == "interrupted"
     assert not (run / "checkpoints").exists() and not (run / "metrics.jsonl").exists()
 

@@ -145,7 +145,7 @@ def test_a_sampler_that_is_lost_too_often_ends_the_job_which_goes_on_exactly(job
     os.kill(samplers[0], signal.SIGKILL)
     assert process.wait(60) == 75 and gone([*ranks, *samplers]), job.said()
     assert "error: sampler 0 was killed (SIGKILL)\n" in job.said() and "launch.replacements=0" in job.said()
-    assert "Traceback" not in job.said() and "go on: run resume latest" in job.said()
+    assert "Traceback" not in job.said() and "continue: run resume latest" in job.said()
     job.run("resume", "latest")
     assert job.end() == peaceful.end()
 

@@ -138,7 +138,7 @@ def test_one_that_is_lost_too_often_ends_the_job(tmp_path: Path, run: Callable[.
     text = ended_with(tmp_path, lambda: run("launch.replacements=1", sampler_0=["fault", "kill"], rank="long"))
     assert text.startswith("75: sampler 0 was killed (SIGKILL)\n"), text
     assert "it was started anew 1 times, and launch.replacements=1; what it said: " in text
-    assert text.endswith("go on: run resume " + str(tmp_path))
+    assert text.endswith("continue: run resume " + str(tmp_path))
 
 
 def test_an_error_of_the_job_itself_is_not_tried_again(tmp_path: Path, run: Callable[..., str]) -> None:

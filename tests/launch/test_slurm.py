@@ -192,7 +192,7 @@ def test_a_job_on_two_machines_is_that_of_two_processes(cluster: Path, tmp_path:
     alike.cwd.mkdir()
     said = job.run(*WORDS, "launch.nodes=2", "steps=3", "launch.wait=true")
     assert "job 17 is submitted: 2 machines, each 1 process" in said
-    assert "rank 0" in said and "done     3 steps" in said, "followed"
+    assert "rank 0" in said and "done      3 steps" in said, "followed"
     folder = RunFolder(job.latest.resolve())
     assert (folder.slurm / "17.log").read_text() in said
     typed = yaml.safe_load(folder.overrides.read_text())["typed"]

@@ -42,7 +42,7 @@ def test_a_recipe_is_run_first_on_this_jobs_model(tmp_path: Path) -> None:
         f"--config-dir={_with_recipe(tmp_path)}",
     )
     assert "init_from: running +recipe=quick first" in said
-    counts = [said.count(f"\n{word}  ") for word in ("done", "try it", "go on")]
+    counts = [said.count(f"\n{word}  ") for word in ("done", "try it", "continue")]
     assert counts == [2, 1, 1], "what to type next is said of the job alone"
     spec = (tmp_path / "outputs/latest/spec.yaml").read_text()
     [stage] = [path.parent for path in (tmp_path / "outputs").glob("stages/quick/*/spec.yaml")]
@@ -152,7 +152,7 @@ def test_an_interrupted_stage_tells_how_its_job_goes_on(tmp_path: Path) -> None:
     assert job.returncode == 130 and "run resume latest" not in said
     assert said.endswith(
         "while running +recipe=sft_demo first; this job was not begun\n"
-        f"go on    {typed} init_from=recipe:sft_demo evaluation.every=0 name=ab     "
+        f"continue  {typed} init_from=recipe:sft_demo evaluation.every=0 name=ab     "
         "(+recipe=sft_demo goes on where it stopped)\n"
     )
     status = json.loads((found[0].parent / "status.json").read_text())

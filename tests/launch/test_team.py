@@ -80,7 +80,7 @@ def test_a_killed_rank_is_the_cause_also_where_others_waited_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = ended(tmp_path, a_team(tmp_path, monkeypatch, _0="waited", _1="kill", _2="long"))
-    assert text.startswith("75: rank 1 of 3 was killed (SIGKILL)") and "go on: run resume" in text
+    assert text.startswith("75: rank 1 of 3 was killed (SIGKILL)") and "continue: run resume" in text
 
 
 def test_an_error_of_one_rank_is_said_with_its_name_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ def test_all_that_was_logged_is_read_back_and_no_secret_is_on_the_disk(tmp_path:
     run.steps(1, 40)
     run.sample(40, [{"prompt": "2+2", "answer": "4", "exact": True}, {"prompt": "key?", "answer": KEY, "reward": 0.5}])
     line = run.finish()
-    assert line == f"wandb    offline; upload: wandb sync {next((tmp_path / 'run').glob('wandb/offline-run-*'))}"
+    assert line == f"upload    wandb sync {next((tmp_path / 'run').glob('wandb/offline-run-*'))}  # offline"
     assert run.slowest_s < 0.5
     found = records(tmp_path / "run")
     assert history(found) == expected(40)
@@ -257,7 +257,7 @@ def test_online_without_a_server_or_a_key_becomes_offline(
     [decision] = run.decide.made
     assert (decision.feature, decision.wanted, decision.got) == ("tracker.mode", "online", "offline")
     assert said in decision.reason
-    assert line.startswith("wandb    offline; upload: wandb sync ")
+    assert line.startswith("upload    wandb sync ") and line.endswith("  # offline")
     assert run.slowest_s < 0.5
     assert history(records(tmp_path / "run")) == expected(20)
     assert [p for p in (tmp_path / "run").rglob("*") if p.is_file() and KEY.encode() in p.read_bytes()] == []
@@ -279,7 +279,7 @@ def test_a_killed_wandb_core_is_replaced_and_everything_is_written_again(tmp_pat
     run.wait_for(lambda: run.opened()["processes"] != before["processes"])
     run.steps(21, 30)
     line = run.finish()
-    assert "upload: wandb sync" in line
+    assert "wandb sync" in line
     assert run.slowest_s < 0.5
     assert history(records(tmp_path / "run")) == expected(30)
     assert gone(before["processes"])
@@ -296,7 +296,7 @@ def test_a_stopped_wandb_core_does_not_hold_up_the_end(tmp_path: Path) -> None:
     line = run.finish()
     assert time.monotonic() - begin < 10.0 + 1.0
     assert run.slowest_s < 0.5
-    assert "upload: wandb sync" in line
+    assert "wandb sync" in line
     assert history(records(tmp_path / "run")) == expected(20)
     assert gone(opened["processes"]) and survivors(tmp_path / "run") == []
 
@@ -356,9 +356,9 @@ def test_a_strict_run_does_not_go_on_offline_but_a_failed_one_keeps_its_own_erro
         run = Run(tmp_path / "run", mode="online", strict=True)
         with pytest.raises(EnvironmentProblem, match="offline instead of online"):
             run.wait_for(lambda: False)
-        assert "upload: wandb sync" in run.finish("failed")
+        assert "wandb sync" in run.finish("failed")
         again = Run(tmp_path / "again", mode="online", strict=True)
-        assert "upload: wandb sync" in again.finish("failed")
+        assert "wandb sync" in again.finish("failed")
     assert survivors(tmp_path) == []
 
 
@@ -377,7 +377,7 @@ def test_a_variable_that_contradicts_the_spec_is_named(tmp_path: Path, monkeypat
     run = Run(tmp_path / "run", deadline_s=10.0)
     run.steps(1, 2)
     assert "offline instead of WANDB_MODE=disabled" in str(run.decide.made[0])
-    assert "upload: wandb sync" in run.finish()
+    assert "wandb sync" in run.finish()
 
 
 def test_the_sink_imports_no_torch() -> None:

@@ -25,7 +25,7 @@ from runner.launch.slurm.commands import state_of
 from runner.run_dir.folder import RunFolder, is_latest, is_locked, read_mapping, shown
 from runner.tracker.screen import METRICS
 from runner.tracker.tail import last_lines
-from runner.tracker.text import counted, duration, number, size, visible
+from runner.tracker.text import counted, duration, labeled, number, size, visible
 
 TAIL_BYTES = 2**18  # of metrics.jsonl
 RECENT = 10  # steps whose mean is the time of a step
@@ -211,21 +211,21 @@ def lines(run: Standing) -> Iterator[str]:
     folder = RunFolder(Path(run.folder))
     yield f"{shown(folder.root)}: {_headline(run)}"
     if run.error:
-        yield f"error    {visible(run.error.splitlines()[0])}"
+        yield labeled("error", visible(run.error.splitlines()[0]))
     if (job := run.slurm) is not None:
-        yield f"slurm    job {job['job']}: {job['state']} ({job['reason']}); log {_path(job['log'])}"
+        yield labeled("slurm", f"job {job['job']}: {job['state']} ({job['reason']}); log {_path(job['log'])}")
     yield from _table(run.members)
     for about, names in LINES.items():
         if found := [key for name in names for key in run.numbers if _is_of(key, name) and _tells(run, key)]:
-            yield f"{about.ljust(8)} " + " · ".join(_number(run, key) for key in found)
+            yield labeled(about, " · ".join(_number(run, key) for key in found))
     if run.checkpoint is not None and run.checkpoint_age_s is not None:
-        yield f"saved    step {run.checkpoint}, {duration(run.checkpoint_age_s)} ago"
+        yield labeled("saved", f"step {run.checkpoint}, {duration(run.checkpoint_age_s)} ago")
     elif run.step:
-        yield "saved    nothing yet"
+        yield labeled("saved", "nothing yet")
     if run.logs:
-        yield f"logs     {', '.join(map(_path, run.logs))}"
+        yield labeled("logs", ", ".join(map(_path, run.logs)))
     if run.state in GO_ON:
-        yield f"go on    run resume {'latest' if is_latest(folder) else shown(folder.root)}"
+        yield labeled("continue", f"run resume {'latest' if is_latest(folder) else shown(folder.root)}")
 
 
 def _headline(run: Standing) -> str:
@@ -254,7 +254,7 @@ def _table(members: list[Member]) -> Iterator[str]:
             said.append(f"heard {number(round(member.heard_s, 1))} s ago")
         if member.replaced:
             said.append(f"started anew {counted(member.replaced, 'time')}")
-        yield f"process  {member.name.ljust(width)}  {place.ljust(wide)}  {', '.join(said)}"
+        yield labeled("process", f"{member.name.ljust(width)}  {place.ljust(wide)}  {', '.join(said)}")
 
 
 def _is_of(key: str, name: str) -> bool:

@@ -28,4 +28,4 @@ def test_two_and_one_simulated_npus_make_two_steps(simulator: Path, tmp_path: Pa
     with cluster(*nodes) as npus:
         where = ("launch=ray", f"launch.address={npus.address}", "launch.devices=2", "launch.samplers=1")
         said = Job(tmp_path).run("+recipe=[grpo_npu,rehearse]", *simulated, *where, RUNNER_CACHE=str(simulator))
-    assert "3 NPUs (2 to train, 1 to sample) in one placement group" in said and "done     2 steps" in said
+    assert "3 NPUs (2 to train, 1 to sample) in one placement group" in said and "done      2 steps" in said

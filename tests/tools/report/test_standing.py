@@ -57,13 +57,13 @@ def test_how_far_it_is_and_how_fast(folder: RunFolder) -> None:
     assert found.numbers["eval/loss"] == (10, 0.75) and found.numbers["train/loss"] == (40, 0.025)
     said = "\n".join(lines(found))
     assert "running · attempt 2 · step 40 of 200 · 0.5 s a step · 01:20 left" in said
-    assert "learns   train/loss 0.025 · eval/loss 0.75 (step 10)" in said and "samples  sync/load_s 0.25" in said
+    assert "learns    train/loss 0.025 · eval/loss 0.75 (step 10)" in said and "samples   sync/load_s 0.25" in said
     assert json.loads(json.dumps(found.plain()))["numbers"]["eval/loss"] == {"step": 10, "value": 0.75}
 
 
 def test_a_run_that_nobody_holds_was_killed(folder: RunFolder) -> None:
     found = standing(folder)
-    assert found.state == "killed" and list(lines(found))[-1].startswith("go on    run resume")
+    assert found.state == "killed" and list(lines(found))[-1].startswith("continue  run resume")
 
 
 def test_what_the_kernel_says_of_processes_here(folder: RunFolder, sleeper: int) -> None:
@@ -104,7 +104,7 @@ def test_a_job_that_waits_in_slurm(folder: RunFolder, monkeypatch: pytest.Monkey
     write(folder.status, {"state": "waiting", "attempt": 0})
     write(folder.slurm / "job.json", {"job": "17", "log": "slurm/17.log"})
     monkeypatch.setattr("runner.tools.report.standing.state_of", lambda job: ("PENDING", "Priority"))
-    assert "slurm    job 17: PENDING (Priority); log slurm/17.log" in list(lines(standing(folder)))
+    assert "slurm     job 17: PENDING (Priority); log slurm/17.log" in list(lines(standing(folder)))
 
 
 @pytest.fixture
