@@ -31,7 +31,7 @@ VERBS = {
     "report": "a run as one HTML page: curves, samples, what was set; `run report latest`",
     "diff": "what differs between two runs in config, code, versions and data, and both curves; `run diff A B`",
     "new": "write a package that adds a component; `run new reward words`",
-    "doctor": "what this machine has, what is wrong with it, and what to type; `run doctor device=npu`",
+    "doctor": "what this machine has, what is wrong with it, and what to type; `run doctor +recipe=grpo_npu`",
     "plan": "what a job takes on which cards, without one, in seconds; `run plan +recipe=sft_npu launch.devices=8`",
     "bench": "measure tokens/s, MFU and memory of this device, and compare with plain transformers; "
     "`run bench device=cuda`",
@@ -51,7 +51,7 @@ WORDS = {
     "report": "latest or a run's folder",
     "diff": "two runs, each latest or a folder",
     "new": "reward, loss, environment, tracker, callback, optimizer or verb; then a name",
-    "doctor": "device=NAME (all that are there)",
+    "doctor": "device=NAME sampler=NAME launch=NAME (all devices that are there), or a job as for run",
     "plan": "a job as for run",
     "bench": "options of a job (key=value), applied to every case",
     "parity": "with --record a job as for run; with --compare device=NAME and what else a machine has of its own",
@@ -235,6 +235,8 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the report for programs")
     parser.add_argument("--no-trial", action="store_true", help="leave out the tiny real run on each device")
     parser.add_argument("--prepare", metavar="DEVICE", help="fetch and build what a device needs, and do no more")
+    parser.add_argument("--spec", type=Path, help="the job of a run's folder or spec.yaml")
+    _config_dir(parser)
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:

@@ -13,12 +13,12 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.core.errors import EnvironmentProblem, Interrupted, Problem, RunnerError, SpecError
+from runner.core.errors import EnvironmentProblem, Interrupted, NotReady, Problem, RunnerError, SpecError
 from runner.core.rank_info import Place, alone
 from runner.launch import torchrun
 from runner.launch.base import StartedConfig
@@ -87,27 +87,49 @@ def begin(spec: JobSpec, folder: RunFolder, attempt: int, typed: Mapping[str, An
 def ready(spec: JobSpec) -> JobSpec:
     """The spec with absolute paths, and weights that are there; everything is checked that needs no torch.
 
-    Raises SpecError, DataError, EnvironmentProblem, or what a recipe that is run first ends with.
+    Raises SpecError, DataError, NotReady, or what a recipe that is run first ends with.
     """
-    if spec.launch.here:
-        spec.device.preflight()
-        spec.sampler.preflight_here()
-        spec.optimizer.preflight()
-    return with_other_models(with_first_weights(checked(spec)))
+    return with_other_models(with_first_weights(checked(spec, here=spec.launch.here)))
 
 
-def checked(spec: JobSpec) -> JobSpec:
-    """The spec with absolute paths, if nothing is wrong that any machine can see. Raises SpecError, DataError,
-    EnvironmentProblem."""
+def checked(spec: JobSpec, *, here: bool = False) -> JobSpec:
+    """The spec with absolute paths, if nothing is wrong that can be seen without torch: what any machine can see, and
+    `here`, where the job's processes run on this one, also its device and packages. Raises SpecError, DataError,
+    NotReady."""
     local = {name: getattr(spec, name).absolute() for name in ("data", "model", "algorithm", "reward")}
     spec = spec.model_copy(update=local)
     check_model(spec)
-    spec.launch.preflight()
-    spec.data.preflight(spec.algorithm.items)
-    spec.reward.preflight()
-    spec.sampler.preflight()
-    spec.parallelism.preflight()
+    refuse_unready(check for _, check in preflights(spec, here=here))
     return spec
+
+
+def preflights(spec: JobSpec, *, here: bool) -> Iterator[tuple[str, Callable[[], None]]]:
+    """(part of the job, what it checks of this machine) in the order in which to install what is missing."""
+    if here:
+        yield "device", spec.device.preflight
+        yield "sampler", spec.sampler.preflight_here
+    yield "launch", spec.launch.preflight
+    if here:
+        yield "optimizer", spec.optimizer.preflight
+        yield "model", spec.model.preflight
+    yield "parallelism", spec.parallelism.preflight
+    yield "sampler", spec.sampler.preflight
+    yield "reward", spec.reward.preflight
+    yield "data", lambda: spec.data.preflight(spec.algorithm.items)
+
+
+def refuse_unready(checks: Iterable[Callable[[], None]]) -> None:
+    """Raise NotReady with all that these checks find missing, or the first other RunnerError if nothing is missing."""
+    faults: list[RunnerError] = []
+    for check in checks:
+        try:
+            check()
+        except RunnerError as error:
+            if not (faults or isinstance(error, EnvironmentProblem)):
+                raise
+            faults.append(error)
+    if faults:
+        raise NotReady(faults)
 
 
 def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[str] = ()) -> int:
@@ -131,7 +153,7 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
     if status(folder).get("state") == submission.WAITING:
         return _begin_late(folder, spec, typed_job)
     if spec.launch.here:
-        spec.device.preflight()
+        refuse_unready([spec.device.preflight])
     _say_stretched(before, spec)
     with locked(folder):
         attempt = next_attempt(folder)
@@ -256,7 +278,7 @@ def join(spec: JobSpec, typed: Mapping[str, Any]) -> int:
     """Take part in the job of machine 0, with this machine's devices; returns 0. Raises RunnerError."""
     from runner.launch.machines import joined
 
-    spec.device.preflight()
+    refuse_unready([spec.device.preflight])
     with _obeying_slurm(spec), joined(spec, typed) as (machines, folder, number):
         _together(spec, folder, number, machines)
     return 0
