@@ -65,7 +65,7 @@ def diagnosed(composed: Composed, command: Sequence[str]) -> Iterator[None]:
 
 def machine_for(spec: JobSpec) -> Machine:
     """This machine, to be examined for a job."""
-    from runner.launch.local import preflights
+    from runner.launch.preflight import preflights
     from runner.launch.slurm.task import is_outside
 
     here = spec.launch.here and not is_outside(spec)

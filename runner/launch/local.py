@@ -13,15 +13,16 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.core.errors import EnvironmentProblem, Interrupted, NotReady, Problem, RunnerError, SpecError
+from runner.core.errors import EnvironmentProblem, Interrupted, Problem, RunnerError, SpecError
 from runner.core.rank_info import Place, alone
 from runner.launch import torchrun
 from runner.launch.base import StartedConfig
+from runner.launch.preflight import preflights, refuse_unready
 from runner.launch.records import keep_evidence, status_of, write_yaml
 from runner.launch.session import Session, called
 from runner.launch.stage import is_stage
@@ -101,35 +102,6 @@ def checked(spec: JobSpec, *, here: bool = False) -> JobSpec:
     check_model(spec)
     refuse_unready(check for _, check in preflights(spec, here=here))
     return spec
-
-
-def preflights(spec: JobSpec, *, here: bool) -> Iterator[tuple[str, Callable[[], None]]]:
-    """(part of the job, what it checks of this machine) in the order in which to install what is missing."""
-    if here:
-        yield "device", spec.device.preflight
-        yield "sampler", spec.sampler.preflight_here
-    yield "launch", spec.launch.preflight
-    if here:
-        yield "optimizer", spec.optimizer.preflight
-        yield "model", spec.model.preflight
-    yield "parallelism", spec.parallelism.preflight
-    yield "sampler", spec.sampler.preflight
-    yield "reward", spec.reward.preflight
-    yield "data", lambda: spec.data.preflight(spec.algorithm.items)
-
-
-def refuse_unready(checks: Iterable[Callable[[], None]]) -> None:
-    """Raise NotReady with all that these checks find missing, or the first other RunnerError if nothing is missing."""
-    faults: list[RunnerError] = []
-    for check in checks:
-        try:
-            check()
-        except RunnerError as error:
-            if not (faults or isinstance(error, EnvironmentProblem)):
-                raise
-            faults.append(error)
-    if faults:
-        raise NotReady(faults)
 
 
 def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[str] = ()) -> int:

@@ -397,7 +397,9 @@ def test_an_empty_recipe_is_said(text: str, workdir: Path) -> None:
 def test_an_interpolation_in_a_recipe_s_path_is_answered(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(workdir / "${d}/exp.yaml", "steps: 3\n")
     said = problem("+recipe='${d}/exp.yaml'")
-    assert said.startswith("recipe: ${d}/exp.yaml: ${…} is not filled in in the path of a recipe; write the path itself")
+    assert said.startswith(
+        "recipe: ${d}/exp.yaml: ${…} is not filled in in the path of a recipe; write the path itself"
+    )
     monkeypatch.chdir(workdir / "${d}")
     assert "rename that folder" in problem("+recipe=exp.yaml")
 
