@@ -49,7 +49,7 @@ EXAMPLES = {
     "report": "run report latest",
     "diff": "run diff outputs/DATE/A latest",
     "new": "run new reward words",
-    "doctor": "run doctor device=npu",
+    "doctor": "run doctor +recipe=grpo_npu",
     "plan": "run plan +recipe=sft_npu",
     "bench": "run bench device=cuda",
     "parity": "run parity --record cpu",

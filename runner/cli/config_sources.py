@@ -96,6 +96,8 @@ class FolderSource(ConfigSource):
         except (OSError, ValueError) as error:
             raise ConfigLoadError(f"{place}: {error}") from error
         if PurePosixPath(name).parts[0] == GROUP:
+            if not config:
+                raise ConfigLoadError(f"{shown(place)}: the recipe is empty; write what it sets, e.g. steps: 100")
             # A recipe is about the whole job, also when its author forgot to say so.
             header["package"] = header["package"] or "_global_"
         return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header=header)
@@ -168,6 +170,9 @@ def named(recipe: str) -> str:
 def fault(recipe: str) -> str:
     """Why there is no recipe at this path, and what there is; empty if there is one."""
     path = Path(os.path.abspath(os.path.expanduser(recipe)))
+    if "${" in str(path):
+        text = f"{recipe}: ${{…}} is not filled in in the path of a recipe"
+        return f"{text}; write the path itself" if "${" in recipe else f"{text} ({path.parent}); rename that folder"
     if os.path.isfile(path):
         return ""
     if os.path.isdir(path):

@@ -1,26 +1,40 @@
-"""`run doctor`: what this machine has, what is wrong with it, and what to type; neither torch nor Hydra is imported."""
+"""`run doctor`: what this machine has, what is wrong with it, and what to type, for a device or for a job; and the same
+list as the error of a job that cannot start here. torch is not imported, Hydra only to compose a job.
+"""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from runner.cli.args import UsageError
+from runner.core.errors import EnvironmentProblem, NotReady, SpecError
 from runner.spec.decode import unknown_name
 from runner.spec.registry import default_registry
 from runner.tools.doctor import report
 from runner.tools.doctor.examine import examine, looked_at
-from runner.tools.doctor.machine import device_config, of_this_process, trial_simulator
+from runner.tools.doctor.machine import Machine, device_config, of_this_process, trial_simulator
+
+if TYPE_CHECKING:  # whose import is that of Hydra
+    from runner.cli.compose import Composed
+    from runner.spec.job import JobSpec
 
 OWN = ("auto", "cpu", "cuda", "npu")  # devices that the doctor itself has checks of
+ALONE = ("device", "sampler", "launch")  # what can be asked about without a job
+OWN_PARTS = ("vllm", "ray", "slurm")  # samplers and launchers that it has checks of
+PLACES = (*ALONE, "parallelism")  # the groups that say where a job runs
+REHEARSAL = "rehearse"
 
 
 def show(args: Namespace) -> int:
     """Examine this machine; returns 0, 2 where something cannot work, 1 where a check of ours failed."""
     if args.prepare:
         return _prepare(args)
-    machine = of_this_process(*_wanted(args.words))
+    machine = _machine(args)
     entries, devices = examine(machine, trial=not args.no_trial, debug=args.debug), looked_at(machine)
     if args.json:
         found = list(entries)
@@ -28,6 +42,65 @@ def show(args: Namespace) -> int:
     else:
         found = report.show(entries, devices, sys.stdout)
     return report.exit_code(found)
+
+
+@contextmanager
+def diagnosed(composed: Composed, command: Sequence[str]) -> Iterator[None]:
+    """Around the start of a job: where this machine is not ready for it, the error lists the steps of `run doctor` with
+    the words of this `command`, and a command that tries the job here."""
+    try:
+        yield
+    except NotReady as error:
+        spec = composed.spec
+        steps = list(report.numbered(examine(machine_for(spec), trial=False)))
+        if not steps:
+            raise
+        named = ", ".join(f"{group}={getattr(spec, group).name}" for group in ALONE)
+        lines = [f"this machine is not ready for this job ({named}); in this order:", *steps]
+        lines.append(f"  with evidence: {shlex.join(['run', 'doctor', *command])}")
+        if words := _rehearsal(composed):
+            lines.append(f"  to try the job on this machine first: {shlex.join(['run', *words])}")
+        raise EnvironmentProblem("\n".join(lines)) from error
+
+
+def machine_for(spec: JobSpec) -> Machine:
+    """This machine, to be examined for a job."""
+    from runner.launch.preflight import preflights
+    from runner.launch.slurm.task import is_outside
+
+    here = spec.launch.here and not is_outside(spec)
+    examined = {"device", *(group for group in ALONE if getattr(spec, group).name in OWN_PARTS)}
+    return of_this_process(
+        spec.device.name,
+        sampler=spec.sampler.name if here else None,
+        launch=spec.launch.name,
+        elsewhere=None if here else f"launch={spec.launch.name} starts the job's processes on other machines",
+        parts=tuple((name, check) for name, check in preflights(spec, here=here) if name not in examined),
+    )
+
+
+def _rehearsal(composed: Composed) -> list[str]:
+    """The words that try a job on this machine's processor: its own with device=cpu or, of a recipe that is made for
+    cards, the recipe with `rehearse`; empty where neither can be composed."""
+    from runner.cli.compose import compose_job
+    from runner.cli.config_sources import GROUP
+
+    spec, typed = composed.spec, composed.overrides
+    kept = [word for word in typed if word.lstrip("+").partition("=")[0].partition(".")[0] not in PLACES]
+    recipes = next((word.partition("=")[2].strip("[]") for word in kept if word.lstrip("+").startswith(GROUP)), "")
+    stand_ins = ["sampler=torch"] if spec.sampler.starts_engine else []
+    reward = ["reward=rehearsal"] if spec.algorithm.rewarded else []
+    for words in (
+        [*kept, *stand_ins, "device=cpu"],
+        [f"+{GROUP}=[{recipes},{REHEARSAL}]", *reward, *stand_ins],
+    ):
+        try:
+            found = compose_job(words).spec
+        except SpecError:
+            continue
+        if found.device.is_cpu and found.launch.alone and found.model.source is None:
+            return words
+    return []
 
 
 def _prepare(args: Namespace) -> int:
@@ -42,19 +115,20 @@ def _prepare(args: Namespace) -> int:
     return 0
 
 
-def _wanted(words: Sequence[str]) -> tuple[str, str | None, str | None]:
-    """The device, the sampler and the launcher that are named, auto and None where they are not. Raises UsageError."""
+def _machine(args: Namespace) -> Machine:
+    """This machine, for the device, the sampler and the launcher that are named, or for a job. Raises UsageError, and
+    what composing a job does."""
+    named = dict(word.partition("=")[::2] for word in args.words)
+    if args.spec or len(named) < len(args.words) or set(named) - set(ALONE):
+        from runner.cli.job import composed
+
+        return machine_for(composed(args, args.words).spec)
     classes = default_registry().classes
     known = {
         "device": tuple(sorted(name for name in classes("device") if name in OWN or trial_simulator(name))),
         **{group: tuple(one for one in classes(group) if one != "none") for group in ("sampler", "launch")},
     }
-    named = dict(word.partition("=")[::2] for word in words)
-    wrong = [(key, value) for key, value in named.items() if value not in known.get(key, ())]
-    for key, value in wrong:
-        if key in known and value:
+    for key, value in named.items():
+        if value not in known[key]:
             raise UsageError(f"run doctor: {unknown_name(key, value, known[key])}")
-    if wrong or len(named) < len(words):
-        said = " ".join(f"[{key}={'|'.join(values)}]" for key, values in known.items())
-        raise UsageError(f"run doctor: {said} are expected, each once, not {' '.join(words)}")
-    return named.get("device", "auto"), named.get("sampler"), named.get("launch")
+    return of_this_process(named.pop("device", "auto"), **named)

@@ -61,6 +61,10 @@ def worded(error: Exception, sources: Sequence[ConfigSource], chosen: Sequence[s
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.removesuffix(".yaml").rpartition("/")
         return _missing(group, name, prefix.group(1) if prefix else "", sources, recipes)
+    if unresolved := re.search(r"resolving interpolation '([^']+)'", text):
+        text = f"{unresolved.group(1)} in a defaults list: only the choice of another group can stand there"
+        who = origin or ", ".join(label(recipe, sources) for recipe in recipes)
+        return Problem("", f"{text}, e.g. ${{model}}; write the name itself", who)
     if several := re.search(r"Multiple values for ([^\s.]+)", text):
         who = origin or ", ".join(label(recipe, sources) for recipe in recipes)
         return _without_override(several.group(1), "NAME", who)

@@ -40,7 +40,7 @@ def run(args: Namespace) -> int:
 
         return sweep.start(args)
     if args.cfg:
-        return _show(_composed(args, args.words))
+        return _show(composed(args, args.words))
 
     if VARIABLES[0] not in os.environ:
         return _start(args, args.words)
@@ -50,20 +50,29 @@ def run(args: Namespace) -> int:
 
 
 def _start(args: Namespace, words: Sequence[str]) -> int:
-    composed = _composed(args, words, _of_slurm)
+    job = composed(args, words, _of_slurm)
+    from runner.cli.doctor import diagnosed
     from runner.launch import local
 
-    if not composed.spec.launch.queued:
-        return local.start(composed.spec, composed.overrides, composed.origins, args.folder)
+    if not job.spec.launch.queued:
+        with diagnosed(job, _again(args, words, job)):
+            return local.start(job.spec, job.overrides, job.origins, args.folder)
     from runner.launch.slurm import task
     from runner.run_dir.folder import shown
 
     if (before := task.begun(args.folder)) is not None:
         print(f"requeued {shown(before)} was begun by this Slurm job: going on there", file=sys.stderr)
         return _go_on(str(before), _trust(words))
-    with task.obeyed(composed.spec):
-        task.through_srun(composed.spec)
-        return local.start(composed.spec, composed.overrides, composed.origins, args.folder)
+    with task.obeyed(job.spec), diagnosed(job, _again(args, words, job)):
+        task.through_srun(job.spec)
+        return local.start(job.spec, job.overrides, job.origins, args.folder)
+
+
+def _again(args: Namespace, words: Sequence[str], job: Composed) -> list[str]:
+    """The words that say which job it is, the recipe that was taken unasked among them."""
+    taken = [word for word in job.overrides if word.startswith(f"+{GROUP}=") and word not in words]
+    files = {"--config-dir": args.config_dir, "--spec": args.spec}
+    return [*taken, *words, *(word for flag, path in files.items() if path for word in (flag, str(path)))]
 
 
 def _of_slurm(drafted: Draft) -> list[str]:
@@ -76,13 +85,14 @@ def _of_slurm(drafted: Draft) -> list[str]:
     return task.layout(launch, drafted.origins, str(device.get("name")))
 
 
-def _composed(args: Namespace, words: Sequence[str], more: More = no_more) -> Composed:
+def composed(args: Namespace, words: Sequence[str], more: More = no_more) -> Composed:
+    """The job that a command line describes; says what was chosen for the user. Raises as `compose_job` does."""
     where = (words, args.config_dir, more)
     spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
-    composed = re_decode(spec, *where) if spec else compose_job(*where)
-    for note in composed.notes:
+    job = re_decode(spec, *where) if spec else compose_job(*where)
+    for note in job.notes:
         print(note, file=sys.stderr)
-    return composed
+    return job
 
 
 def _show(composed: Composed) -> int:
@@ -109,10 +119,11 @@ def _go_on(where: str, overrides: Sequence[str]) -> int:
     folder = find(where)
     before = re_decode(folder.spec, _trust(overrides))
     after = re_decode(folder.spec, overrides, more=_of_slurm)
+    from runner.cli.doctor import diagnosed
     from runner.launch import local
     from runner.launch.slurm import task
 
-    with task.obeyed(after.spec):
+    with task.obeyed(after.spec), diagnosed(after, ["--spec", str(folder.root), *overrides]):
         task.through_srun(after.spec)
         return local.resume(folder, before.spec, after.spec, after.overrides)
 

@@ -3,6 +3,7 @@
     RunnerError                     1   our own bug, unless a subclass says otherwise
     ├── SpecError                   2   the job spec is wrong (carries every problem found)
     ├── EnvironmentProblem          2   a device, a package or a permission is missing
+    │   ├── NotReady                2   this machine lacks what the job needs, all of it in one error
     │   └── UnfitModel              2   a model cannot do what was asked of it
     ├── DataError                   3   the data cannot be used as it is
     ├── CheckpointError             4   checkpoints exist and none is whole, or one does not fit
@@ -55,6 +56,13 @@ class EnvironmentProblem(RunnerError):
     """This machine lacks a device, a package or a permission that the spec asks for."""
 
     exit_code = 2
+
+
+class NotReady(EnvironmentProblem):
+    """This machine lacks what a job needs; the message has everything that was found before torch is imported."""
+
+    def __init__(self, faults: Sequence[RunnerError]) -> None:
+        super().__init__("\n".join(map(str, faults)))
 
 
 class UnfitModel(EnvironmentProblem):

@@ -3,7 +3,9 @@
 import glob
 import importlib.util
 import os
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -11,9 +13,8 @@ from pydantic import Field
 from runner.core.errors import EnvironmentProblem
 from runner.device.kinds import CPU, CUDA, NPU, Kind
 from runner.device.presets import CUDA_DETERMINISTIC, PRESETS, Preset, engine, ports
-from runner.device.visible import present
+from runner.device.visible import listed, present
 from runner.spec.base import ComponentConfig, Dtype
-from runner.spec.suggest import NPU_SIMULATOR
 
 Attention = Literal["fused", "sdpa"]
 Fused = Literal["rms_norm", "rotary", "swiglu", "grouped_matmul"]
@@ -130,6 +131,23 @@ class CudaConfig(DeviceConfig):
         reached = "1/2 of the peak in bfloat16 (TF32)" if self.tf32 else "1/15 of the peak in bfloat16"
         return f"at most {reached} on an A100, H100 or H200, and no flash kernel"
 
+    def preflight(self) -> None:
+        """Raise EnvironmentProblem naming everything that is missing. A GPU need not have a device file (WSL has none):
+        nvidia-smi will do."""
+        torch = importlib.util.find_spec("torch")
+        version = Path(torch.origin or "").with_name("version.py") if torch is not None else Path()
+        built = version.read_text(encoding="utf-8") if version.is_file() else ""
+        is_cpu_build = "\ncuda: Optional[str] = None" in built and "\nhip: Optional[str] = '" not in built
+        is_here = glob.glob(str(CUDA.nodes)) or shutil.which("nvidia-smi")
+        missing = [] if is_here else ["no GPU (/dev/nvidia*, nvidia-smi)"]
+        missing += [] if listed(CUDA) != () else [f"{CUDA.visible} is set and empty"]
+        missing += ["this torch is a CPU build"] if is_cpu_build else []
+        if missing:
+            raise EnvironmentProblem(
+                f"device=cuda: this machine is not ready for an NVIDIA GPU: {'; '.join(missing)}\n"
+                "  what to type, in order: run doctor device=cuda"
+            )
+
     def environment(self, job: Any) -> Sequence[Preset]:
         return (*((CUDA_DETERMINISTIC,) if self.deterministic else ()), *engine(job))
 
@@ -173,41 +191,25 @@ class NpuConfig(DeviceConfig):
         return (*(PRESETS[name] for name in names), *ports(os.environ), *engine(job))
 
     def preflight(self) -> None:
-        """Raise EnvironmentProblem with everything that is missing, in the order in which to install it."""
-        missing = [todo for present, todo in _npu_requirements() if not present]
-        if missing:
-            steps = "\n".join(f"  {number}. {todo}" for number, todo in enumerate(missing, 1))
+        """Raise EnvironmentProblem naming everything that is missing."""
+        if missing := _npu_missing():
             raise EnvironmentProblem(
-                f"device=npu: this machine is not ready for an Ascend NPU; in this order:\n{steps}\n"
-                "  with evidence: run doctor device=npu\n"
-                "  without one: device=cuda or device=cpu; to rehearse: +recipe=[NAME,rehearse], "
-                f"device={NPU_SIMULATOR}"
+                f"device=npu: this machine is not ready for an Ascend NPU: {'; '.join(missing)}\n"
+                "  what to type, in order: run doctor device=npu"
             )
 
 
-def _npu_requirements() -> list[tuple[bool, str]]:
-    """What a machine needs of an NPU, in the order in which to install it: whether it is there, and what to do."""
+def _npu_missing() -> list[str]:
+    """What this machine lacks of an NPU, in the order in which to install it."""
     from runner.device import cann
 
-    home = next(cann.homes(os.environ), None)
-    return [
-        (
-            bool(glob.glob(str(NPU.nodes))),
-            "no card (/dev/davinci*): install the driver, then the firmware, and reboot; or hand it into the container",
-        ),
-        (
-            home is not None,
-            f"no CANN in {' or '.join(cann.parents(os.environ))}: install the toolkit, then the operators of your chip",
-        ),
-        (
-            any(os.environ.get(name) for name in cann.HOME_VARIABLES),
-            f"CANN's environment is not loaded: source {cann.script(home or '/usr/local/Ascend/cann')}",
-        ),
-        (
-            importlib.util.find_spec("torch_npu") is not None,
-            "no torch_npu: pip install the one of torch's version that is built for that CANN (docs/npu-versions.md)",
-        ),
-    ]
+    needed = {
+        "no card (/dev/davinci*)": bool(glob.glob(str(NPU.nodes))),
+        f"no CANN in {' or '.join(cann.parents(os.environ))}": any(True for _ in cann.homes(os.environ)),
+        "CANN's environment is not loaded": any(os.environ.get(name) for name in cann.HOME_VARIABLES),
+        "no torch_npu": importlib.util.find_spec("torch_npu") is not None,
+    }
+    return [text for text, is_there in needed.items() if not is_there]
 
 
 class AutoConfig(DeviceConfig):
@@ -236,7 +238,7 @@ class AutoConfig(DeviceConfig):
         return self._probable().environment(job)
 
     def _probable(self) -> DeviceConfig:
-        if all(there for there, _ in _npu_requirements()):
+        if not _npu_missing():
             return NpuConfig.model_validate(self.given)
         if glob.glob(str(CUDA.nodes)):
             return CudaConfig.model_validate(self.given)

@@ -22,6 +22,7 @@ from runner.core.errors import EnvironmentProblem, Interrupted, Problem, RunnerE
 from runner.core.rank_info import Place, alone
 from runner.launch import torchrun
 from runner.launch.base import StartedConfig
+from runner.launch.preflight import preflights, refuse_unready
 from runner.launch.records import keep_evidence, status_of, write_yaml
 from runner.launch.session import Session, called
 from runner.launch.stage import is_stage
@@ -88,26 +89,19 @@ def begin(spec: JobSpec, folder: RunFolder, attempt: int, typed: Mapping[str, An
 def ready(spec: JobSpec) -> JobSpec:
     """The spec with absolute paths, and weights that are there; everything is checked that needs no torch.
 
-    Raises SpecError, DataError, EnvironmentProblem, or what a recipe that is run first ends with.
+    Raises SpecError, DataError, NotReady, or what a recipe that is run first ends with.
     """
-    if spec.launch.here:
-        spec.device.preflight()
-        spec.sampler.preflight_here()
-        spec.optimizer.preflight()
-    return with_other_models(with_first_weights(checked(spec)))
+    return with_other_models(with_first_weights(checked(spec, here=spec.launch.here)))
 
 
-def checked(spec: JobSpec) -> JobSpec:
-    """The spec with absolute paths, if nothing is wrong that any machine can see. Raises SpecError, DataError,
-    EnvironmentProblem."""
+def checked(spec: JobSpec, *, here: bool = False) -> JobSpec:
+    """The spec with absolute paths, if nothing is wrong that can be seen without torch: what any machine can see, and
+    `here`, where the job's processes run on this one, also its device and packages. Raises SpecError, DataError,
+    NotReady."""
     local = {name: getattr(spec, name).absolute() for name in ("data", "model", "algorithm", "reward")}
     spec = spec.model_copy(update=local)
     check_model(spec)
-    spec.launch.preflight()
-    spec.data.preflight(spec.algorithm.items)
-    spec.reward.preflight()
-    spec.sampler.preflight()
-    spec.parallelism.preflight()
+    refuse_unready(check for _, check in preflights(spec, here=here))
     return spec
 
 
@@ -132,7 +126,7 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
     if status(folder).get("state") == submission.WAITING:
         return _begin_late(folder, spec, typed_job)
     if spec.launch.here:
-        spec.device.preflight()
+        refuse_unready([spec.device.preflight])
     _say_stretched(before, spec)
     with locked(folder):
         attempt = next_attempt(folder)
@@ -259,7 +253,7 @@ def join(spec: JobSpec, typed: Mapping[str, Any]) -> int:
     """Take part in the job of machine 0, with this machine's devices; returns 0. Raises RunnerError."""
     from runner.launch.machines import joined
 
-    spec.device.preflight()
+    refuse_unready([spec.device.preflight])
     with _obeying_slurm(spec), joined(spec, typed) as (machines, folder, number):
         _together(spec, folder, number, machines)
     return 0

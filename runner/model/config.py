@@ -59,6 +59,9 @@ class ModelConfig(ComponentConfig):
         """The same config with the paths of local folders made absolute."""
         return self
 
+    def preflight(self) -> None:
+        """Raise EnvironmentProblem where this machine cannot get the model's files."""
+
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = [("model.compile", text) for text in self._uncompilable(job)] if self.compile else []
         if self.activation_offloading and not self.gradient_checkpointing:
@@ -191,6 +194,11 @@ class HfConfig(ModelConfig):
     def absolute(self) -> Self:
         tokenizer = self.tokenizer and absolute_if_local(self.tokenizer)
         return self.model_copy(update={"path": absolute_if_local(self.path), "tokenizer": tokenizer})
+
+    def preflight(self) -> None:
+        from runner.model.hub_access import check  # here, because every command reads this module
+
+        check(self.path, "model.path")
 
 
 COMPONENTS = (TinyConfig, TinyMoeConfig, HfConfig)

@@ -98,7 +98,7 @@ class AdamW8bitConfig(UnshardedOptimizerConfig):
     def preflight(self) -> None:
         if importlib.util.find_spec("torchao") is None:
             text = "optimizer=adamw8bit needs torchao, which is not installed"
-            raise EnvironmentProblem(f"{text}\n  pip install 'torchao>=0.18', or type optimizer=adamw")
+            raise EnvironmentProblem(f"{text}\n  pip install 'torchao>=0.18'  # or type optimizer=adamw")
 
     @property
     def weights_dtype(self) -> Dtype:
@@ -143,7 +143,7 @@ class MuonConfig(UnshardedOptimizerConfig):
         torch = importlib.util.find_spec("torch")
         if torch is None or not (Path(torch.origin or "").parent / "optim" / "_muon.py").exists():
             text = "optimizer=muon needs torch.optim.Muon, which the installed torch lacks"
-            raise EnvironmentProblem(f"{text}\n  install torch 2.9 or newer, or type optimizer=adamw")
+            raise EnvironmentProblem(f"{text}\n  pip install 'torch>=2.9'  # or type optimizer=adamw")
 
     def state_bytes(self, weight: int, *, end: bool = False) -> float:
         return float(weight * (2 if end else 1))

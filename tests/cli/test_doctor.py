@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import json
 import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,20 +16,77 @@ from pathlib import Path
 import pytest
 
 from runner.cli.args import flags_of, parse
-from runner.cli.doctor import _wanted
+from runner.cli.doctor import _machine
 from runner.cli.main import main
+from runner.tools.doctor.examine import examine
+from runner.tools.doctor.machine import Machine
 
 HEAVY = {"torch", "transformers", "datasets", "peft", "wandb", "numpy", "hydra", "omegaconf"}
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["npu"], ["steps=1"], ["device=cpu", "x"], ["device=npu", "device=cpu"], ["device="]],
+    ("words", "said"),
+    [
+        (["npu"], "not an override; write npu=VALUE"),
+        (["device=cpu", "x"], "not an override; write x=VALUE"),
+        (["device=npu", "device=cpu"], "given twice"),
+        (["device="], "no device named ''"),
+        (["+recipe=sft_npuu"], "no recipe named 'sft_npuu'; did you mean 'sft_npu'?"),
+    ],
 )
-def test_device_sampler_and_launcher_alone_can_be_said(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_that_are_neither_a_device_nor_a_job(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["doctor", *words]) == 2
-    told = capsys.readouterr().err
-    assert f"are expected, each once, not {' '.join(words)}" in told and "[device=auto|cpu|cuda|npu" in told
+    assert said in capsys.readouterr().err
+
+
+def steps(text: str) -> list[str]:
+    """The numbered steps of an error or of a report, each with the line to type below it."""
+    lines = text.partition("in this order")[2].splitlines()[1:]
+    return list(itertools.takewhile(lambda line: re.match(r"  (\d+\.|   )", line), lines))
+
+
+BARE = pytest.mark.skipif(
+    any(Path("/dev").glob("davinci[0-9]*"))
+    or any(Path("/dev").glob("nvidia[0-9]*"))
+    or bool(shutil.which("nvidia-smi")),
+    reason="this machine has cards",
+)
+NPU = ("driver_", "toolkit_", "source /", "torch_npu==")
+JOBS = {  # what its steps say, in order, and the job that is tried here instead
+    "+recipe=grpo_npu": (
+        (*NPU[:3], "nnal_", NPU[3], "vllm-ascend==", "hf download"),
+        "run '+recipe=[grpo_npu,rehearse]' reward=rehearsal sampler=torch",
+    ),
+    "+recipe=sft_npu device=npu": ((*NPU, "hf download"), "run '+recipe=[sft_npu,rehearse]'"),
+    "device=cuda": (("ubuntu-drivers", "torch=="), "run +recipe=sft_demo device=cpu"),
+    "launch=slurm device=cuda": (("slurm-client",), "run +recipe=sft_demo device=cpu"),
+    "+recipe=grpo_demo sampler=vllm": (("VLLM_VENV",), "run +recipe=grpo_demo sampler=torch device=cpu"),
+}
+
+
+@BARE
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is here")
+@pytest.mark.parametrize("job", JOBS)
+def test_a_job_and_the_doctor_list_the_same_steps_in_the_same_order(
+    job: str, workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(workdir))  # no npu-smi, nvidia-smi, sbatch
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(Machine, "in_container", False)
+    assert main(job.split()) == 2
+    said, (parts, instead) = capsys.readouterr().err, JOBS[job]
+    found = steps(said)
+    places = [next((i for i, line in enumerate(found) if part in line), -1) for part in parts]
+    assert places == sorted(places) and -1 not in places, said
+    doctor = shlex.split(said.partition("with evidence: run ")[2].splitlines()[0])
+    assert main([*doctor, "--no-trial"]) == 2
+    report = capsys.readouterr().out
+    assert steps(report) == found and found, report
+    assert f"to try the job on this machine first: {instead}\n" in said
+    assert main([*shlex.split(instead)[1:], "--cfg", "job"]) == 0
+    assert not list(workdir.iterdir()), "nothing is left of the job"
 
 
 @pytest.mark.parametrize(
@@ -41,15 +103,20 @@ def test_a_mistyped_name_gets_the_nearest(word: str, said: str, capsys: pytest.C
 
 
 def test_words_and_flags() -> None:
-    args = parse(["doctor", "--json", "--no-trial", "device=npu"])
-    assert (args.verb, args.json, args.no_trial, _wanted(args.words)) == (
-        "doctor",
-        True,
-        True,
-        ("npu", None, None),
-    )
-    assert _wanted(["launch=ray", "sampler=vllm"]) == ("auto", "vllm", "ray")
-    assert {"--json", "--no-trial"} <= set(flags_of("doctor"))
+    machine = _machine(parse(["doctor", "--json", "--no-trial", "device=npu"]))
+    assert (machine.wanted, machine.sampler, machine.launch, machine.parts) == ("npu", None, None, ())
+    machine = _machine(parse(["doctor", "launch=ray", "sampler=vllm"]))
+    assert (machine.wanted, machine.sampler, machine.launch) == ("auto", "vllm", "ray")
+    assert {"--json", "--no-trial", "--spec", "--config-dir"} <= set(flags_of("doctor"))
+
+
+def test_a_cluster_s_devices_are_not_looked_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    machine = _machine(parse(["doctor", "launch=slurm", "steps=1"]))
+    made = {entry.group: entry.finding for entry in examine(machine, trial=True) if entry.group in ("npu", "cuda")}
+    assert {finding.evidence for finding in made.values()} == {
+        "launch=slurm starts the job's processes on other machines"
+    }
 
 
 def test_it_works_without_torch_and_hydra(workdir: Path) -> None:

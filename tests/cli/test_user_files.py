@@ -384,3 +384,27 @@ def test_what_is_wrong_with_a_second_model(words: str, said: str, workdir: Path)
 )
 def test_what_is_wrong_with_a_reference(words: tuple[str, ...], said: str, workdir: Path) -> None:
     assert said in problem(*COMPARED, *words)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing yet\n"])
+def test_an_empty_recipe_is_said(text: str, workdir: Path) -> None:
+    write(workdir / "exp.yaml", text)
+    write(workdir / "recipes/own.yaml", text)
+    assert problem("+recipe=exp.yaml").startswith(": exp.yaml: the recipe is empty; write what it sets")
+    assert "recipes/own.yaml: the recipe is empty" in problem("+recipe=[sft_demo,own]")
+
+
+def test_an_interpolation_in_a_recipe_s_path_is_answered(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(workdir / "${d}/exp.yaml", "steps: 3\n")
+    said = problem("+recipe='${d}/exp.yaml'")
+    assert said.startswith(
+        "recipe: ${d}/exp.yaml: ${…} is not filled in in the path of a recipe; write the path itself"
+    )
+    monkeypatch.chdir(workdir / "${d}")
+    assert "rename that folder" in problem("+recipe=exp.yaml")
+
+
+def test_an_interpolation_in_a_defaults_list_is_answered(workdir: Path) -> None:
+    write(workdir / "exp.yaml", "defaults:\n  - override /device: ${oc.env:DEV}\n")
+    said = problem("+recipe=exp.yaml")
+    assert "${oc.env:DEV} in a defaults list" in said and "write the name itself" in said and "exp.yaml" in said

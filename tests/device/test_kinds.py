@@ -33,7 +33,7 @@ def test_auto_is_of_the_kind_that_is_there(tmp_path: Path, monkeypatch: pytest.M
     assert {config.component_name() for config in COMPONENTS} == {"cpu", "cuda", "npu", "auto"}
     assert AutoConfig().kind in (CPU, CUDA, NPU)
     (tmp_path / "nvidia0").touch()
-    monkeypatch.setattr("runner.device.config._npu_requirements", lambda: [(False, "none")])
+    monkeypatch.setattr("runner.device.config._npu_missing", lambda: ["none"])
     monkeypatch.setattr("runner.device.config.CUDA", replace(CUDA, nodes=f"{tmp_path}/nvidia*"))
     assert AutoConfig().float32_peak == CudaConfig().float32_peak
     assert AutoConfig().matmul_precision("float32") == "tf32"

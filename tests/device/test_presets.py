@@ -172,6 +172,14 @@ def test_the_documentation_has_every_variable_with_its_reason() -> None:
     assert wanted - rows == set()
 
 
+# A GPU that is seen before torch is imported, and not by torch.
+AS_IF_READY = """
+import sys
+from runner.device.config import CudaConfig
+CudaConfig.preflight = lambda self: None
+from runner.cli.main import main
+sys.exit(main())
+"""
 CARD = ("device=cuda", "device.deterministic=true")
 
 
@@ -184,7 +192,7 @@ CARD = ("device=cuda", "device.deterministic=true")
 )
 def test_a_command_sets_it_before_torch_is_imported(layout: tuple[str, ...], tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "runner", "+recipe=sft_demo", *CARD, "tracker=none", *layout],
+        [sys.executable, "-c", AS_IF_READY, "+recipe=sft_demo", *CARD, "tracker=none", *layout],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "CUDA_VISIBLE_DEVICES": "0,1"},
         capture_output=True,

@@ -138,7 +138,7 @@ def test_an_address_that_cannot_be_is_refused(words: list[str], text: str) -> No
 
 def test_without_the_package_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(EnvironmentProblem, match=r"launch=ray needs .* pip install 'posttrain-run\[ray\]'"):
+    with pytest.raises(EnvironmentProblem, match=r"launch=ray needs .*\n  pip install 'posttrain-run\[ray\]'"):
         need_ray("launch=ray")
 
 

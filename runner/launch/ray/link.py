@@ -43,7 +43,7 @@ AS_LOCAL = {
 def need_ray(option: str) -> None:
     """Raise EnvironmentProblem where the package is not installed that `option` needs."""
     if importlib.util.find_spec("ray") is None:
-        raise EnvironmentProblem(f"{option} needs the package ray: pip install 'posttrain-run[ray]'")
+        raise EnvironmentProblem(f"{option} needs the package ray\n  pip install 'posttrain-run[ray]'")
 
 
 def actor_options(resource: str, count: int) -> dict[str, Any]:

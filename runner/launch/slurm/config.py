@@ -1,10 +1,13 @@
 """Who starts the processes of a job: Slurm."""
 
+import os
+import shutil
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from runner.core.errors import EnvironmentProblem
 from runner.launch.base import StartedConfig
 
 # Options of Slurm that a job and a sweep have alike
@@ -60,6 +63,12 @@ class SlurmConfig(StartedConfig):
     )
     sbatch: Sbatch = Field(default_factory=dict)
     wait: bool = Field(default=False, description="Follow a job that was submitted to its end, and end as it does.")
+
+    def preflight(self) -> None:
+        """Raise EnvironmentProblem where there is neither a Slurm job nor a command that submits one."""
+        if "SLURM_JOB_ID" not in os.environ and shutil.which("sbatch") is None:
+            text = "launch=slurm: sbatch is not here; type the same command on a login node, or leave launch=slurm out"
+            raise EnvironmentProblem(f"{text}\n  sudo apt-get install slurm-client  # and the cluster's slurm.conf")
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)

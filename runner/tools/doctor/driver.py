@@ -24,7 +24,9 @@ MOUNTS = {
     "/usr/local/dcmi": "-v /usr/local/dcmi:/usr/local/dcmi",
     "/etc/ascend_install.info": "-v /etc/ascend_install.info:/etc/ascend_install.info",
 }
-INSTALL_DRIVER = "bash Ascend-hdk-<product>-npu-driver_<version>_linux-<arch>.run --full && reboot"
+# Driver before firmware; the product and the version stand in the names of the files from hiascend.com.
+DRIVER_RUN, FIRMWARE_RUN = "bash Ascend-hdk-*-npu-driver_*.run --full", "bash Ascend-hdk-*-npu-firmware_*.run --full"
+INSTALL_DRIVER = f"{DRIVER_RUN} && {FIRMWARE_RUN} && reboot"
 
 
 def is_present(machine: Machine) -> bool:
@@ -41,8 +43,9 @@ def hand_in(machine: Machine) -> str:
     """The command that brings driver and devices here: into this container, or onto this machine."""
     if not machine.in_container:
         return INSTALL_DRIVER
-    flags = [flag for path, flag in MOUNTS.items() if not machine.exists(path)]
-    return f"docker run {' '.join([*([] if machine.nodes else ['--device /dev/davinci0']), *flags])} --shm-size=16g …"
+    flags = [] if machine.nodes else ["--device /dev/davinci0"]
+    flags += [flag for path, flag in MOUNTS.items() if not machine.exists(path)]
+    return f"docker run {' '.join(flags)} --shm-size=16g -it IMAGE"
 
 
 def device_nodes(machine: Machine) -> Finding:
@@ -102,7 +105,7 @@ def driver(machine: Machine) -> Finding:
         takes = " or ".join(f"{low} to {high}" for low, high in ranges)
         return problem(
             f"{seen}; the driver takes firmware {takes}",
-            "bash Ascend-hdk-<product>-npu-firmware_<version>.run --full && reboot",
+            f"{FIRMWARE_RUN} && reboot",
         )
     return ok(seen)
 

@@ -1,6 +1,6 @@
 """The examination: which checks there are, in which order, and which apply to this machine.
 
-machine ─▶ npu ─▶ cuda ─▶ a plug-in's device ─▶ any device ─▶ a tiny real run on each device
+machine ─▶ npu ─▶ cuda ─▶ a plug-in's device ─▶ any device ─▶ the parts of a job ─▶ a tiny real run on each device
 """
 
 from __future__ import annotations
@@ -11,23 +11,22 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from runner.core.errors import RunnerError
 from runner.device import kinds
 from runner.device.visible import VARIABLES
 from runner.tools.doctor import (
     ascend,
     cann,
     driver,
-    hccl,
     host,
     imports,
     nvidia,
-    operators,
     packages,
     serving,
     trials,
     variables,
 )
-from runner.tools.doctor.finding import ANY_DEVICE, Entry, Finding, Verdict, skipped
+from runner.tools.doctor.finding import ANY_DEVICE, Entry, Finding, Verdict, ok, problem, skipped
 from runner.tools.doctor.machine import SIMULATED_CARDS, Machine, trial_simulator
 
 Check = tuple[str, Callable[[Machine], Finding]]
@@ -35,8 +34,8 @@ Check = tuple[str, Callable[[Machine], Finding]]
 HOST: tuple[Check, ...] = (("platform", host.platform),)
 NPU_VARIABLES: tuple[Check, ...] = (
     ("allocator", partial(variables.allocator, kind=kinds.NPU)),
-    ("HCCL time-outs", hccl.timeouts),
-    ("HCCL network", hccl.network),
+    ("HCCL time-outs", variables.timeouts),
+    ("HCCL network", variables.network),
     ("other variables", variables.choices),
 )
 NPU: tuple[Check, ...] = (
@@ -47,9 +46,9 @@ NPU: tuple[Check, ...] = (
     ("topology", ascend.topology),
     ("numbering", ascend.numbering),
     ("CANN", cann.toolkit),
-    ("CANN operators", operators.operators),
+    ("CANN operators", cann.operators),
     ("CANN environment", cann.sourced),
-    ("CANN's Python", operators.python_packages),
+    ("CANN's Python", cann.python_packages),
     ("CANN's logs", driver.logs),
     ("ATB", cann.atb),
     ("torch, torch_npu", packages.torch_pair),
@@ -81,30 +80,66 @@ ANY: tuple[Check, ...] = (
     ("demands", packages.pins),
     ("vLLM", serving.vllm),
     ("Ray", serving.ray),
+    ("Slurm", serving.slurm),
     ("import torch", imports.torch_alone),
 )
+IMPORTS = (imports.torch_alone, imports.torch_with_npu)
 
 
 def examine(machine: Machine, *, trial: bool = True, debug: bool = False) -> Iterator[Entry]:
-    """Every finding, in order, as it is made. A check that fails is a finding of its own and stops no other."""
-    yield from _group("machine", HOST, machine, debug)
+    """Every finding, in order, as it is made. A check that fails is a finding of its own and stops no other.
+
+    For a job, torch is imported only where nothing is wrong by then: what is missing is listed in a second.
+    """
+    wrong = False
+    for group, checks in _groups(machine, trial):
+        for check, look in checks:
+            if wrong and machine.parts and look in IMPORTS:
+                found = skipped("first the problems above")
+            else:
+                found = _found(look, machine, debug)
+            wrong = wrong or found.verdict is Verdict.PROBLEM
+            yield Entry(group, check, found)
+
+
+def _groups(machine: Machine, trial: bool) -> Iterator[tuple[str, Sequence[Check]]]:
+    """The checks by group; one without a name says why its group does not apply."""
+    yield "machine", HOST
     for name, checks, is_present, sign in (
         ("npu", NPU, driver.is_present, "no sign of an Ascend NPU (device files, driver, CANN, torch_npu)"),
         ("cuda", CUDA, nvidia.is_present, "no sign of an NVIDIA GPU (device files, driver)"),
     ):
-        if machine.wanted == name or (machine.wanted == "auto" and is_present(machine)):
-            yield from _group(name, checks, machine, debug)
+        if machine.elsewhere is None and (machine.wanted == name or (machine.wanted == "auto" and is_present(machine))):
+            yield name, checks
         else:
-            asked = f"device={machine.wanted} was asked for"
-            yield Entry(name, "", skipped(sign if machine.wanted == "auto" else asked))
-    yield from _group(machine.wanted, trials.own_checks(machine.wanted), machine, debug)
-    yield from _group(ANY_DEVICE, ANY, machine, debug)
-    for device in trials.devices(machine) if trial else ():
-        yield from _group(f"trial on {device}", tuple(trials.of_device(device, count(machine, device))), machine, debug)
+            asked = machine.elsewhere or f"device={machine.wanted} was asked for"
+            why = sign if machine.wanted == "auto" and not machine.elsewhere else asked
+            yield name, [("", partial(_skip, why=why))]
+    yield machine.wanted, () if machine.elsewhere else trials.own_checks(machine.wanted)
+    yield ANY_DEVICE, ANY
+    yield "job", [(name, partial(_part, preflight=preflight)) for name, preflight in machine.parts]
+    for device in trials.devices(machine) if trial and not machine.elsewhere else ():
+        yield f"trial on {device}", tuple(trials.of_device(device, count(machine, device)))
+
+
+def _skip(machine: Machine, why: str) -> Finding:
+    return skipped(why)
+
+
+def _part(machine: Machine, preflight: Callable[[], None]) -> Finding:
+    """What a part of a job finds missing here: its error's first line, and what that says to type."""
+    try:
+        preflight()
+    except RunnerError as error:
+        what, _, line = str(error).partition("\n")
+        return problem(what, line.strip() or "run doctor")
+    return ok("nothing is missing")
 
 
 def looked_at(machine: Machine) -> list[str]:
     """The devices that the examination is about: the one asked for, or all of which there is a sign."""
+    if machine.elsewhere:
+        return []
     if machine.wanted != "auto":
         return [machine.wanted]
     signs = {"npu": driver.is_present, "cuda": nvidia.is_present}
@@ -128,13 +163,11 @@ def count(machine: Machine, device: str) -> int:
     return there if text is None else min(there, len([entry for entry in text.split(",") if entry.strip()]))
 
 
-def _group(name: str, checks: Sequence[Check], machine: Machine, debug: bool) -> Iterator[Entry]:
-    for check, look in checks:
-        try:
-            found = look(machine)
-        except Exception as error:
-            found = _bug(error, debug)
-        yield Entry(name, check, found)
+def _found(look: Callable[[Machine], Finding], machine: Machine, debug: bool) -> Finding:
+    try:
+        return look(machine)
+    except Exception as error:
+        return _bug(error, debug)
 
 
 def _bug(error: Exception, debug: bool) -> Finding:

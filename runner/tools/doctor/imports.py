@@ -44,7 +44,7 @@ def _remedy(machine: Machine, answer: Answer) -> str:
         return f"source {found.script(machine)}" if found else "source /usr/local/Ascend/cann/set_env.sh"
     if "undefined symbol" in answer.err:
         return "install the torch, torch_npu and CANN of one row of docs/npu-versions.md"
-    return "mend the problems above first"
+    return "run doctor device=npu --no-trial"
 
 
 def cause(answer: Answer) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from runner.core.subprocess import ChildProcess, descendants, kill
 from runner.device.config import DeviceConfig
@@ -64,6 +64,8 @@ class Machine:
     wanted: str = "auto"  # the name of a device
     sampler: str | None = None  # what a job is meant to sample with, and to be launched by; None = nobody said
     launch: str | None = None
+    elsewhere: str | None = None  # why a job's processes do not run on this machine
+    parts: tuple[tuple[str, Callable[[], None]], ...] = ()  # what the parts of a job check themselves
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=dict)
     packages: Mapping[str, Package] = field(default_factory=dict)  # by normalised name: torch-npu
@@ -139,8 +141,9 @@ def trial_simulator(name: str) -> DeviceConfig | None:
     return device_config(name).simulator(SIMULATED_CARDS)
 
 
-def of_this_process(wanted: str, sampler: str | None = None, launch: str | None = None) -> Machine:
-    """The machine that this process runs on. Each command is run once, however many checks ask it."""
+def of_this_process(wanted: str, **job: Any) -> Machine:
+    """The machine that this process runs on, for a `job` where one is named (sampler, launch, elsewhere, parts). Each
+    command is run once, however many checks ask it."""
     found: dict[str, Package] = {}
     for one in distributions():
         about = {key: one.metadata[key] for key in ("Name", "Version", "Requires-Python") if key in one.metadata}
@@ -151,8 +154,7 @@ def of_this_process(wanted: str, sampler: str | None = None, launch: str | None 
             found.setdefault(name, package)
     return Machine(
         wanted=wanted,
-        sampler=sampler,
-        launch=launch,
+        **job,
         environment=dict(os.environ),
         packages=found,
         site=tuple(Path(entry) for entry in sys.path if entry),

@@ -10,10 +10,12 @@ from runner.device import nvidia_smi
 from runner.device.kinds import CUDA
 from runner.tools.doctor.finding import Finding, ok, problem, skipped, unknown, warning
 from runner.tools.doctor.machine import Machine
+from runner.tools.doctor.versions import release
 from runner.tracker.text import counted
 
 FOREIGN_SHARE = 0.1
 NODES = str(CUDA.nodes)
+INSTALL_DRIVER = "sudo ubuntu-drivers install && sudo reboot  # on Ubuntu; elsewhere NVIDIA's own installer"
 
 
 def is_present(machine: Machine) -> bool:
@@ -33,10 +35,12 @@ def device_nodes(machine: Machine) -> Finding:
         return problem(f"no right to use {', '.join(locked)}", "sudo usermod -aG video $USER, and log in again")
     if nodes:
         return ok(f"{len(nodes)}: {nodes[0]}" + (f" … {nodes[-1]}" if len(nodes) > 1 else ""))
-    return problem(
-        "no /dev/nvidia0: no GPU, or no driver",
-        "docker run --gpus all …" if machine.in_container else "install NVIDIA's driver and reboot; nvidia-smi",
-    )
+    return problem("no /dev/nvidia0: no GPU, or no driver", _hand_in(machine))
+
+
+def _hand_in(machine: Machine) -> str:
+    """The command that brings the driver here: into this container, or onto this machine."""
+    return "docker run --gpus all -it IMAGE" if machine.in_container else INSTALL_DRIVER
 
 
 def driver(machine: Machine) -> Finding:
@@ -45,18 +49,19 @@ def driver(machine: Machine) -> Finding:
     version, newest = (
         re.search(pattern, banner) for pattern in (r"Driver Version:\s*([\d.]+)", r"CUDA Version:\s*([\d.]+)")
     )
-    if version is None or newest is None:
-        return unknown("nvidia-smi prints no versions of driver and CUDA")
-    seen = f"driver {version[1]}, good for CUDA {newest[1]}"
+    seen = f"driver {version[1]}, good for CUDA {newest[1]}" if version and newest else ""
     torch = machine.version("torch")
     built = re.search(r"^cuda.*=\s*'([\d.]+)'", machine.inside("torch/version.py") or "", re.MULTILINE)
-    if torch is None:
+    if torch is not None and built is None:
+        install = f"pip install --force-reinstall torch=={release(torch)} --index-url https://pypi.org/simple"
+        return problem("; ".join(filter(None, [seen, f"torch {torch} is a CPU build"])), install)
+    if version is None or newest is None:
+        return unknown("nvidia-smi prints no versions of driver and CUDA")
+    if torch is None or built is None:
         return ok(seen)
-    if built is None:
-        return problem(f"{seen}; torch {torch} is a CPU build", "pip install torch, from an index with CUDA builds")
     # Within one major version a newer toolkit runs on an older driver.
     if int(built[1].split(".")[0]) > int(newest[1].split(".")[0]):
-        return problem(f"{seen}; torch {torch} is built for CUDA {built[1]}", "update NVIDIA's driver")
+        return problem(f"{seen}; torch {torch} is built for CUDA {built[1]}", INSTALL_DRIVER)
     return ok(f"{seen}; torch {torch} is built for CUDA {built[1]}")
 
 
@@ -66,7 +71,7 @@ def products(machine: Machine) -> Finding:
     if answer.code != 0:
         return problem(
             f"nvidia-smi does not answer: {answer.last_line}",
-            "docker run --gpus all …" if machine.in_container else "install NVIDIA's driver and reboot",
+            _hand_in(machine),
         )
     found = _gpus(machine)
     if not found:

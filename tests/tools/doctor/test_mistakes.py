@@ -12,9 +12,9 @@ import pytest
 from runner.device.cann import homes
 from runner.tools.doctor import serving
 from runner.tools.doctor.finding import Finding, Verdict
-from runner.tools.doctor.hccl import accepts
 from runner.tools.doctor.machine import Answer, Machine, Package
 from runner.tools.doctor.report import exit_code
+from runner.tools.doctor.variables import accepts
 from runner.tools.doctor.versions import torch_npu_for
 from tests.tools.doctor.changes import installed, without, written
 from tests.tools.doctor.machines import GB, ascend, commands, entries, findings, packages, with_environment

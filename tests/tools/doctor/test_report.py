@@ -37,8 +37,10 @@ def text(made: list[Entry], devices: tuple[str, ...] = ("cpu", "npu")) -> str:
 def test_the_report_ends_with_what_to_do_in_order_and_who_is_ready() -> None:
     end = text(MADE).partition("to do, in this order\n")[2].splitlines()
     assert end == [
-        "  1. install CANN",
-        "  2. source set_env.sh",
+        "  1. no CANN; again",
+        "     install CANN",
+        f"  2. {LONG}",
+        "     source set_env.sh",
         "",
         "worth a look",
         "  look at it",

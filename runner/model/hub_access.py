@@ -1,0 +1,50 @@
+"""Whether this machine can get a model's files, found without torch: a folder, the hub's cache, the hub itself."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from runner.core.errors import EnvironmentProblem
+
+KNOCK_S = 3.0  # for the hub to accept a connection
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")  # what lies behind one is not seen from here
+
+
+def check(path: str, key: str) -> None:
+    """Raise EnvironmentProblem for a hub id whose files are neither in the cache nor to be had: the hub is switched
+    off, or does not answer."""
+    if Path(path).expanduser().exists() or is_cached(path, os.environ):
+        return
+    if fault := hub_fault(os.environ):
+        text = f"{key}={path} is no folder here and not in the cache of the hub, and {fault}"
+        fetch = f"hf download {path} --local-dir {path.rpartition('/')[2]}"
+        raise EnvironmentProblem(
+            f"{text}\n  {fetch}  # where the hub can be reached; then copy the folder: {key}=FOLDER"
+        )
+
+
+def is_cached(path: str, environment: Mapping[str, str]) -> bool:
+    """Whether a version of this model is in the cache of the hub."""
+    home = environment.get("HF_HOME", f"{environment.get('XDG_CACHE_HOME', '~/.cache')}/huggingface")
+    cache = Path(environment.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
+    return any((cache / f"models--{path.replace('/', '--')}").glob("snapshots/*/config.json"))
+
+
+def hub_fault(environment: Mapping[str, str]) -> str | None:
+    """Why nothing can be fetched from the hub; None = nothing is known against it."""
+    for name in OFFLINE:
+        if environment.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
+            return f"{name}={environment[name]} forbids fetching it"
+    if any(map(environment.get, PROXIES)):
+        return None
+    at = urlsplit(environment.get("HF_ENDPOINT", "https://huggingface.co"))
+    try:
+        socket.create_connection((at.hostname or "", at.port or (80 if at.scheme == "http" else 443)), KNOCK_S).close()
+    except OSError as error:
+        return f"{at.hostname} cannot be reached ({error.strerror or error})"
+    return None
