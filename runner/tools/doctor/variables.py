@@ -8,7 +8,8 @@ from pathlib import Path
 import yaml
 from packaging.version import Version
 
-from runner.device.kinds import NPU, Kind
+from runner.core.device_kinds import Kind
+from runner.device.kinds import NPU
 from runner.device.presets import QUEUES
 from runner.device.visible import parse, unread
 from runner.tools.doctor.finding import Finding, ok, problem, skipped, warning
