@@ -62,13 +62,17 @@ TITLES: dict[Kind, str] = {
     "advantage": "`advantage` of grpo",
     "kl_estimator": "`kl` of grpo, ppo, opd: KL estimators",
     "aggregation": "`aggregation` of grpo, ppo, opd",
+    "correction": "`correction` of grpo, ppo, opd: off-policy corrections",
     "preference_loss": "`loss` of dpo: preference losses",
+    "divergence": "`divergence` of distill",
 }
 SYMBOLS: dict[Kind, str] = {
     "policy_loss": "r: `ratio`; A: `advantages`; π: the policy; sg: stop-gradient",
     "advantage": "R: reward of an answer, less its KL penalty; r_t: that of token t; group: the answers to one prompt",
     "kl_estimator": "d = log π − log π_ref of the token; r: `ratio`",
     "aggregation": "each formula is the weight of one trained token in the loss",
+    "correction": "ρ = π_old / π_sampler, the policy before the update over the one that sampled",
+    "divergence": "P: the teacher's distribution of a token; Q: the student's; KL(P ‖ Q) = Σ P·(log P − log Q)",
     "preference_loss": "of each answer, over its tokens: d: the sum of log π − log π_ref, p: the sum of log π, "
     "n: their number; c: chosen, r: rejected; σ: sigmoid",
 }

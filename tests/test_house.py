@@ -297,19 +297,11 @@ ASKED_BY_NAME = {
     "runner/build/samplers.py: isinstance DrawingConfig",  # samplers in processes of their own take its options
     "runner/launch/stages.py: getattr(spec.algorithm, revision, None)",  # the option belongs to a path of the same name
     "runner/optimizer/config.py: job.parallelism.name in self.layouts",  # names that the message lists
-    "runner/parallelism/config.py: job.device.name not in ('auto', *DEEPSPEED_DEVICES)",
-    "runner/tools/plan/estimate.py: spec.device.name == 'npu'",  # a fault of vllm-ascend alone
     "runner/tools/plan/model.py: isinstance SmallConfig",
     "runner/tools/plan/model.py: isinstance HfConfig",
     "runner/tools/plan/words.py: spec.launch.name == 'ray'",
 }
-NAMES_DEVICES = {
-    "runner/launch/need.py", "runner/launch/slurm/commands.py", "runner/launch/slurm/task.py",
-    "runner/optimizer/optimizers.py", "runner/parallelism/config.py",
-    "runner/parallelism/fsdp.py", "runner/parallelism/world.py", "runner/sampler/vllm/arguments.py",
-    "runner/spec/suggest.py", "runner/sweep/executors/ray.py",
-    "runner/tools/plan/estimate.py",
-}  # fmt: skip
+NAMES_DEVICES = {"runner/spec/suggest.py"}  # what others call them
 
 
 def config_group(node: ast.AST) -> str | None:

@@ -1,11 +1,12 @@
 """What a user can set of an algorithm."""
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from runner.algorithm.base import AlgorithmConfig as AlgorithmConfig
 from runner.algorithm.base import TaughtConfig
+from runner.algorithm.loss_registry import Registered, with_options
 from runner.algorithm.policy.config import GrpoConfig, OpdConfig, PpoConfig
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 
@@ -33,6 +34,7 @@ class CptConfig(AlgorithmConfig):
         return found
 
 
+@with_options
 class DistillConfig(TaughtConfig):
     """Offline distillation: the divergence of whole distributions, teacher from student, on given answers' tokens."""
 
@@ -40,11 +42,8 @@ class DistillConfig(TaughtConfig):
     explains: ClassVar[str | None] = "runner.algorithm.explain:distillation"
     scores_within_passes: ClassVar[bool] = True
     name: Literal["distill"] = "distill"
-    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
+    divergence: Annotated[str, Registered("divergence")] = Field(
         default="forward_kl", description="KL(teacher ‖ student), KL(student ‖ teacher), or what lies between them."
-    )
-    beta: float | None = Field(
-        default=None, gt=0, lt=1, description="Weight of the teacher in jsd's mixture (2306.13649); null = 0.5."
     )
     temperature: float = Field(
         default=1.0, gt=0, description="Divides both models' logits; the divergence is multiplied by its square."
@@ -53,18 +52,6 @@ class DistillConfig(TaughtConfig):
         default=None, ge=1, description="Compare the teacher's k likeliest tokens, and the others as one; null = all."
     )
     sft_coef: float = Field(default=0.0, ge=0, description="Weight of the given tokens' cross-entropy beside it.")
-
-    @property
-    def mixture(self) -> float:
-        """beta as it is used."""
-        return 0.5 if self.beta is None else self.beta
-
-    def problems(self, job: Any) -> list[tuple[str, str]]:
-        found = super().problems(job)
-        if self.beta is not None and self.divergence != "jsd":
-            text = f"not used with divergence={self.divergence}; it belongs to divergence=jsd"
-            found.append(("algorithm.beta", text))
-        return found
 
 
 COMPONENTS = (SftConfig, CptConfig, GrpoConfig, PpoConfig, OpdConfig, DistillConfig, DpoConfig, KtoConfig, RmConfig)

@@ -5,14 +5,6 @@
 
     logits ──log_softmax(logits / temperature)──▶ log-probabilities [S, V] ──(top-k)──▶ [S, k + 1] ──divergence──▶ [S]
 
-    name        P = teacher, Q = student                              paper
-    forward_kl  KL(P ‖ Q) = Σ P·(log P − log Q)                        Hinton et al. 1503.02531
-    reverse_kl  KL(Q ‖ P) = Σ Q·(log Q − log P)                        MiniLLM 2306.08543
-    jsd         β·KL(P ‖ M) + (1 − β)·KL(Q ‖ M), M = β·P + (1 − β)·Q   GKD 2306.13649, section 3
-
-As β goes to 0, jsd / β goes to the forward KL; as it goes to 1, jsd / (1 − β) goes to the reverse KL: near both ends
-jsd itself, and with it its gradient, vanishes.
-
 Of each micro-batch the teacher gives hidden states [T, H], in its own data type and on the device, and its head; the
 student's learner applies both heads chunk by chunk. Of neither model are [T, V] logits ever held, and hidden states of
 one micro-batch only.
@@ -27,7 +19,6 @@ or better; the teacher's are without gradient.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runner.algorithm.config import DistillConfig
+from runner.algorithm.loss_registry import compute
 from runner.algorithm.parts import HeadedModel, LearnsFromData, Parts
 from runner.core.batch import Batch, pack, split_rows, with_totals
 from runner.core.errors import Problem, SpecError, UnfitModel
@@ -82,9 +74,8 @@ class DistillationLoss:
         pair = tempered(teacher, config.temperature), tempered(student, config.temperature)
         if config.top_k is not None:
             pair = coarse(*pair, config.top_k)
-        if config.divergence == "jsd":
-            return jsd(*pair, beta=config.mixture)
-        return {"forward_kl": forward_kl, "reverse_kl": reverse_kl}[config.divergence](*pair)
+        found: Tensor = compute(config, "divergence", {"teacher": lambda: pair[0], "student": lambda: pair[1]})
+        return found
 
     def __call__(self, batch: Batch, outputs: Outputs) -> Loss:
         weight, metrics = batch.tokens["weight"], Metrics()
@@ -135,22 +126,6 @@ def build(config: DistillConfig, parts: Parts) -> Distill:
         text = f"{error}; take another, or algorithm=opd"
         raise SpecError([Problem("algorithm.teacher", text)]) from error
     return Distill(config, parts.data, loss)
-
-
-def forward_kl(teacher: Tensor, student: Tensor) -> Tensor:
-    """KL(teacher ‖ student) in nats, [S], of log-probabilities [S, V]."""
-    return (teacher.exp() * (teacher - student)).sum(-1)
-
-
-def reverse_kl(teacher: Tensor, student: Tensor) -> Tensor:
-    """KL(student ‖ teacher) in nats, [S], of log-probabilities [S, V]."""
-    return forward_kl(student, teacher)
-
-
-def jsd(teacher: Tensor, student: Tensor, *, beta: float) -> Tensor:
-    """The generalised Jensen-Shannon divergence in nats, [S], of log-probabilities [S, V]; beta between 0 and 1."""
-    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
-    return beta * forward_kl(teacher, mixture) + (1 - beta) * forward_kl(student, mixture)
 
 
 def tempered(logits: Tensor, temperature: float) -> Tensor:

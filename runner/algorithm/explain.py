@@ -11,20 +11,8 @@ from runner.algorithm.loss_registry import chosen, options_in_force
 from runner.algorithm.policy.config import FromCritic, FromRewards, FromTeacher, PolicyConfig
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 
-DIVERGENCES = {
-    "forward_kl": "KL(P ‖ Q)",
-    "reverse_kl": "KL(Q ‖ P)",
-    "jsd": "{beta:g}·KL(P ‖ M) + {rest:g}·KL(Q ‖ M), M = {beta:g}·P + {rest:g}·Q",
-}
 SUMS = "  p   the sum of log π over an answer's tokens, n their number; c the chosen answer, r the rejected one"
 RATIOS = "  d   the sum of log π − log π_ref over an answer's tokens"
-
-
-CORRECTIONS = {
-    "tis": "min(ρ, {high:g})",
-    "mis": "ρ where {low:g} ≤ ρ ≤ {high:g}, else 0",
-    "decoupled": "ρ{cap}",
-}
 
 
 def likelihood(config: SftConfig | CptConfig, job: Any) -> Iterator[str]:
@@ -39,8 +27,7 @@ def distillation(config: DistillConfig, job: Any) -> Iterator[str]:
     scaled, logits = ("", "the logits") if t == 1 else (f"{t:g}²·", f"the logits / {t:g}")
     more = f" − {config.sft_coef:g}·log π(token t)" if config.sft_coef else ""
     yield f"loss = Σ_t ({scaled}D_t{more}) / N, over the answers' tokens; N = their number in the whole optimizer step"
-    formula = DIVERGENCES[config.divergence].format(beta=config.mixture, rest=1 - config.mixture)
-    yield f"  D   {formula}   (divergence={config.divergence})"
+    yield from _registered(config, "divergence", "D")
     yield f"  P, Q   softmax of {logits} of the teacher and of the student; KL(P ‖ Q) = Σ P·(log P − log Q)"
     if top is not None:
         yield f"      over the teacher's {top} likeliest tokens and, as one event, all others   (top_k={top})"
@@ -82,7 +69,9 @@ def policy(config: PolicyConfig, job: Any) -> Iterator[str]:
     yield f"  π_old   {_old(config)}"
     yield from _advantage(config)
     if config.correction != "none":
-        yield f"  c   {_correction(config)}   (correction={config.correction})"
+        yield from _registered(config, "correction", "c")
+        level, of = config.in_force.correction_level, {"token": "the token", "sequence": "the whole answer"}
+        yield f"      ρ = π_old / π_sampler of {of[level]}   (correction_level={level})"
     if config.kl != "none":
         adapted = "" if config.kl_target is None else f", adapted towards a KL of {config.kl_target:g} per token"
         yield from _registered(config, "kl", "KL")
@@ -134,15 +123,6 @@ def _advantage(config: PolicyConfig) -> Iterator[str]:
             yield from _registered(config, "advantage", "A")
             if penalty:
                 yield f"      R = reward{penalty}"
-
-
-def _correction(config: PolicyConfig) -> str:
-    high, low = config.in_force.correction_high, config.in_force.correction_low
-    cap = "" if high is None else f" up to {high:g}, 0 above"
-    level = config.in_force.correction_level
-    rho = "of the token" if level == "token" else "of the whole answer"
-    text = CORRECTIONS[config.correction].format(low=low, high=high or 0, cap=cap)
-    return f"{text}; ρ = π_old / π_sampler {rho}"
 
 
 def _groups(config: PolicyConfig) -> Iterator[str]:

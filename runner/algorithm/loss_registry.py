@@ -23,10 +23,11 @@ from runner.core.errors import RunnerError
 from runner.core.plugins import plugins
 from runner.interfaces.losses import Kind, Option, Registration, registration_of
 
-BUILT_IN = ("policy.losses", "policy.advantages", "policy.importance", "preference.losses")
+BUILT_IN = ("policy.losses", "policy.advantages", "policy.importance", "preference.losses", "divergences")
 ENTRY_POINT_GROUP = "runner.losses"
 
 Functions = Mapping[Kind, Mapping[str, Registration]]  # kind → name → function
+ALONE: tuple[Kind, ...] = ("preference_loss", "divergence")  # kinds beside which a config has no other
 RESERVED: dict[str, set[str]] = {kind: set() for kind in get_args(Kind)}  # kind → options that are no function's
 
 
@@ -202,7 +203,7 @@ def _conflict(one: Registration, known: Functions) -> str:
 
 def _beside(kind: Kind, known: Functions) -> set[str]:
     """The options of other kinds that one config has beside this kind's: all of policy optimisation."""
-    if kind == "preference_loss":
+    if kind in ALONE:
         return set()
-    others = [known[other].values() for other in known if other not in (kind, "preference_loss")]
+    others = [known[other].values() for other in known if other not in (kind, *ALONE)]
     return {name for found in others for name in _options(found)}

@@ -69,7 +69,7 @@ WORDS = {
     "report": "latest or a run's folder",
     "diff": "two runs, each latest or a folder",
     "new": "reward, loss, environment, tracker, callback, optimizer or verb; then a name",
-    "doctor": "device=NAME (all that are there)",
+    "doctor": "device=NAME sampler=NAME launch=NAME (all devices that are there), or a job as for run",
     "plan": "a job as for run",
     "bench": "options of a job (key=value), applied to every case",
     "parity": "with --record a job as for run; with --compare device=NAME and what else a machine has of its own",
@@ -253,6 +253,8 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the report for programs")
     parser.add_argument("--no-trial", action="store_true", help="leave out the tiny real run on each device")
     parser.add_argument("--prepare", metavar="DEVICE", help="fetch and build what a device needs, and do no more")
+    parser.add_argument("--spec", type=Path, help="the job of a run's folder or spec.yaml")
+    _config_dir(parser)
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:

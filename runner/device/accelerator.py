@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import torch
 from torch.utils import deterministic
 
+from runner.core.device_kinds import Kind
 from runner.core.errors import EnvironmentProblem
 from runner.core.rank_info import Place
-from runner.device.kinds import Kind
 from runner.device.visible import listed
 
 

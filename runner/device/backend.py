@@ -12,7 +12,8 @@ import importlib.util
 import os
 import sys
 
-from runner.device.kinds import NPU, Kind
+from runner.core.device_kinds import Kind
+from runner.device.kinds import NPU
 
 MODULE = "torch_npu"
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"

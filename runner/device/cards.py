@@ -39,8 +39,6 @@ def _card(memory_gib: int, context_mib: Sequence[int], **more: Any) -> Card:
 _TABLE = yaml.safe_load(Path(__file__).with_name("cards.yaml").read_text(encoding="utf-8"))
 CARDS = {card.name: card for card in (_card(**one) for one in _TABLE)}
 USUAL = {"npu": "910B", "cuda": "H100"}  # what is planned for where nobody said
-# One communicator of HCCL keeps a buffer for sending and one for receiving, each of HCCL_BUFFSIZE (200 MB by default).
-HCCL_BUFFERS = 2 * 200 * 10**6
 
 
 def find_card(driver_name: str) -> Card | None:

@@ -10,8 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from runner.core.device_kinds import Kind
 from runner.core.errors import EnvironmentProblem
-from runner.device.kinds import CPU, CUDA, NPU, Kind
+from runner.device.kinds import CPU, CUDA, NPU
 from runner.device.presets import CUDA_DETERMINISTIC, PRESETS, Preset, engine, ports
 from runner.device.visible import listed, present
 from runner.spec.base import ComponentConfig, Dtype
@@ -29,6 +30,7 @@ class DeviceConfig(ComponentConfig):
     group: ClassVar[str] = "device"
     is_cpu: ClassVar[bool] = False  # the processor itself, whose memory is the host's
     is_auto: ClassVar[bool] = False  # which device it is turns out where the job runs
+    deepspeed: ClassVar[bool] = False  # whether DeepSpeed knows it
     checks: ClassVar[str | None] = None
     """What `run doctor device=NAME` looks at, as "module:attribute": (name, function from Machine to Finding) pairs;
     None = the doctor's own."""
@@ -51,6 +53,11 @@ class DeviceConfig(ComponentConfig):
     def kind(self) -> Kind:
         """What drivers, torch and Ray call such a device."""
         return CPU
+
+    @property
+    def occupies(self) -> Kind:
+        """What a machine hands out to a job: cards of its kind; cores, where its cards are simulated."""
+        return self.kind
 
     @property
     def host_threads(self) -> int:
@@ -92,6 +99,7 @@ class CpuConfig(DeviceConfig):
     factory: ClassVar[str] = "runner.device.cpu:Cpu"
     name: Literal["cpu"] = "cpu"
     is_cpu: ClassVar[bool] = True
+    deepspeed: ClassVar[bool] = True
     deterministic: bool = Field(
         default=True, description="Use deterministic kernels only, or fail; needed for exact resume."
     )
@@ -112,6 +120,7 @@ class CudaConfig(DeviceConfig):
 
     factory: ClassVar[str] = "runner.device.cuda:Cuda"
     name: Literal["cuda"] = "cuda"
+    deepspeed: ClassVar[bool] = True
     deterministic: bool = ON_CARD
     attention: Attention = Field(
         default="fused",
@@ -157,6 +166,7 @@ class NpuConfig(DeviceConfig):
 
     factory: ClassVar[str] = "runner.device.npu:Npu"
     name: Literal["npu"] = "npu"
+    deepspeed: ClassVar[bool] = True
     deterministic: bool = ON_CARD
     attention: Attention = Field(
         default="fused",
@@ -218,6 +228,7 @@ class AutoConfig(DeviceConfig):
     factory: ClassVar[str] = "runner.device.auto:pick"
     name: Literal["auto"] = "auto"
     is_auto: ClassVar[bool] = True
+    deepspeed: ClassVar[bool] = True
 
     @property
     def float32_peak(self) -> str | None:

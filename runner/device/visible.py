@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from runner.core.device_kinds import KINDS, Kind
 from runner.core.errors import EnvironmentProblem
-from runner.device.kinds import KINDS, Kind
 
 VARIABLES = {name: kind.visible for name, kind in KINDS.items() if kind.visible is not None}
 

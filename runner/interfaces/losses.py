@@ -1,4 +1,5 @@
-"""The mathematics that a package can add: policy losses, advantages, KL estimators, preference losses, aggregations.
+"""The mathematics that a package can add: policy losses, advantages, KL estimators, aggregations,
+off-policy corrections, preference losses, divergences.
 
     @policy_loss("sapo", paper="SAPO 2511.20347", formula="−A·(4/tau)·sigmoid(tau·(r − 1))")
     def sapo(ratio: Tensor, advantages: Tensor, *, tau: Annotated[float, Field(gt=0, description="…")] = 1.0): ...
@@ -8,8 +9,8 @@ keyword-only parameter with a pydantic `Field` in its annotation is an option: i
 description become the option `algorithm.<name>`, which is null unless it is set; then the function gets its default.
 A keyword-only parameter without a `Field` is a constant.
 
-The value of `algorithm.objective`, `algorithm.advantage`, `algorithm.kl`, `algorithm.loss` or `algorithm.aggregation`
-is the registered name. A package lists the modules of its functions as entry points:
+The value of `algorithm.objective`, `advantage`, `kl`, `aggregation`, `correction`, `loss` or `divergence` is the
+registered name. A package lists the modules of its functions as entry points:
 
     [project.entry-points."runner.losses"]
     mine = "mine.losses"
@@ -50,7 +51,9 @@ else:
 
     torch = _Lazy("torch")
 
-Kind = Literal["policy_loss", "advantage", "kl_estimator", "preference_loss", "aggregation"]
+Kind = Literal[
+    "policy_loss", "advantage", "kl_estimator", "aggregation", "correction", "preference_loss", "divergence"
+]  # fmt: skip
 
 # kind → the inputs that a function may take, by name
 INPUTS: dict[Kind, dict[str, str]] = {
@@ -92,7 +95,23 @@ INPUTS: dict[Kind, dict[str, str]] = {
         "groups": "int: prompts with a trained token, of the optimizer step",
         "max_length": "float: most tokens of an answer: sampler.max_new_tokens × the turns of an episode",
     },
+    "correction": {
+        "log_ratio": "log ρ of each token (correction_level=token) or of its row; without gradient; 0 outside the mask",
+        "mask": "bool [T]: the trained tokens",
+        "row": "int64 [T]: the row of each token",
+    },
+    "divergence": {
+        "teacher": "float [S, V]: log P of each trained token; without gradient",
+        "student": "float [S, V]: log Q of each trained token; carries the student's gradient",
+    },
 }
+
+
+class Correction(NamedTuple):
+    """weights: float [T], without gradient; affected: bool [T], where a bound truncated or masked."""
+
+    weights: Tensor
+    affected: Tensor
 
 
 class PreferenceLosses(NamedTuple):
@@ -118,6 +137,7 @@ class Registration:
 
     per_token: of an advantage, whether the function returns [T] instead of [N]
     kl_in: of a KL estimator, where its penalty may be added
+    for_stale: of a correction, whether it corrects samples that are several updates old
     """
 
     kind: Kind
@@ -129,15 +149,18 @@ class Registration:
     options: Mapping[str, Option]
     per_token: bool = False
     kl_in: Literal["loss", "reward"] = "loss"
+    for_stale: bool = False
 
 
 if TYPE_CHECKING:
     PolicyLossFn = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
     TensorFn = Callable[..., Tensor]
     PreferenceLossFn = Callable[..., PreferenceLosses]
+    CorrectionFn = Callable[..., Correction]
 P = TypeVar("P", bound="PolicyLossFn")
 T = TypeVar("T", bound="TensorFn")
 D = TypeVar("D", bound="PreferenceLossFn")
+C = TypeVar("C", bound="CorrectionFn")
 
 
 def policy_loss(name: str, *, paper: str, formula: str) -> Callable[[P], P]:
@@ -183,6 +206,22 @@ def aggregation(name: str, *, paper: str, formula: str) -> Callable[[T], T]:
     whole optimizer step, so the loss does not depend on micro-batches or ranks.
     """
     return lambda function: _register(function, "aggregation", name, paper, formula)
+
+
+def correction(name: str, *, paper: str, formula: str, for_stale: bool = False) -> Callable[[C], C]:
+    """Register a value of `algorithm.correction`: weights [T] of the policy's loss against the drift from sampler to
+    trainer, as `Correction`.
+
+    for_stale: whether it corrects samples that are several updates old, which lag above 1 needs. In the formula
+    ρ = π_old / π_sampler.
+    """
+    return lambda function: _register(function, "correction", name, paper, formula, for_stale=for_stale)
+
+
+def divergence(name: str, *, paper: str, formula: str) -> Callable[[T], T]:
+    """Register a value of `algorithm.divergence` of algorithm=distill: the divergence [S] of each trained token, in
+    nats. In the formula P is the teacher's distribution, Q the student's."""
+    return lambda function: _register(function, "divergence", name, paper, formula)
 
 
 def registration_of(value: object) -> Registration | None:

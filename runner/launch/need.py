@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from runner.core.device_kinds import Kind, card_kinds, find_kind
 from runner.core.errors import Problem, SpecError
-from runner.device.visible import VARIABLES
+from runner.device.kinds import CPU
 
-ORDER = ("npu", "cuda")  # which kind device=auto takes where there are several, like the device itself
-WORDS = {"core": "core", "cuda": "GPU", "npu": "NPU"}
+CORE = "core"
+
+
+def kind_of(name: str) -> Kind:
+    """The kind of device that is meant by a need's `kind`."""
+    return CPU if name == CORE else find_kind(name)
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Cores of a machine, GPUs or NPUs, and how many of them."""
+    """Cores of a machine, or cards of a kind by its name, and how many of them."""
 
-    kind: Literal["core", "cuda", "npu"] = "core"
+    kind: str = CORE
     count: int = 1
 
     def __str__(self) -> str:
-        return f"{self.count} {WORDS[self.kind]}{'s' if self.count > 1 else ''}"
+        return f"{self.count} {kind_of(self.kind).word}{'s' if self.count > 1 else ''}"
 
     @classmethod
     def of(cls, spec: Any, cards: Sequence[str] | None = None) -> Need:
@@ -29,13 +34,11 @@ class Need:
 
         Raises SpecError for device=auto if none is known.
         """
-        kind = spec.device.name
+        kind = spec.device.occupies
         if spec.device.is_auto:
             if cards is None:
                 text = "auto is not known before a job runs there; name the device: cpu, cuda or npu"
                 raise SpecError([Problem("device", text)])
-            kind = next((k for k in ORDER if k in cards), "cpu")
+            kind = next((kind for name, kind in card_kinds().items() if name in cards), CPU)
         processes = spec.launch.devices + spec.launch.samplers
-        if kind in VARIABLES:
-            return cls(kind, processes)
-        return cls("core", spec.device.host_threads * processes)
+        return cls(CORE, spec.device.host_threads * processes) if kind is CPU else cls(kind.name, processes)

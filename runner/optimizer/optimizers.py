@@ -22,7 +22,7 @@ run draws those of one that was not stopped; torch's generators are left as they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from runner.core.device_kinds import find_kind
 from runner.core.errors import EnvironmentProblem
 from runner.core.rng import derive
 from runner.interfaces import Decide
@@ -47,7 +48,8 @@ def decay_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) ->
     return [{"params": [p for p in group if not p.is_meta], "weight_decay": decay} for group, decay in groups]
 
 
-FUSED_DEVICES = frozenset({"cpu", "cuda", "npu"})
+def _has_fused(kinds: Iterable[str]) -> bool:
+    return all(find_kind(kind).fused_optimizer for kind in kinds)
 
 
 def build_adamw(
@@ -55,11 +57,9 @@ def build_adamw(
 ) -> torch.optim.Optimizer:
     """The optimizer over `parameters` (name → parameter)."""
     kinds = {p.device.type for p in parameters.values() if not p.is_meta}
-    fused = config.fused and kinds <= FUSED_DEVICES
+    fused = config.fused and _has_fused(kinds)
     if config.fused and not fused:
         decide("optimizer", "fused AdamW", "foreach AdamW", f"torch has no fused kernel for {', '.join(sorted(kinds))}")
-    if fused and "npu" in kinds:
-        decide.state("optimizer", "fused AdamW", "torch's own interface to the kernel, which keeps gradients apart")
     groups = decay_groups(parameters, config.weight_decay)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused or None)
 
@@ -86,7 +86,7 @@ def build_muon(config: MuonConfig, *, parameters: Mapping[str, nn.Parameter], de
     if others:
         groups = decay_groups(others, config.weight_decay)
         # unfused, a step on a card takes temporaries of all of them, which run plan does not count
-        fused = {p.device.type for p in others.values() if not p.is_meta} <= FUSED_DEVICES or None
+        fused = _has_fused(p.device.type for p in others.values() if not p.is_meta) or None
         parts.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused))
     return CombinedOptimizer(parts)
 
@@ -120,7 +120,6 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # of the moments that torchao may keep in 8 bits
 CODES, SCALE = "codes", "scale"
-COMPILED = frozenset({"cuda"})  # where torchao's update is compiled; elsewhere its operators run one by one
 
 
 def build(config: AdamW8bitConfig, *, parameters: Mapping[str, nn.Parameter], decide: Decide) -> torch.optim.Optimizer:
@@ -165,7 +164,8 @@ def _optimizer_class() -> Any:
 
         def _compiling(self) -> AbstractContextManager[Any]:
             kinds = {p.device.type for group in self.param_groups for p in group["params"]}
-            return nullcontext() if kinds <= COMPILED else torch.compiler.set_stance("force_eager")
+            compiled = all(find_kind(kind).compiles_optimizer for kind in kinds)
+            return nullcontext() if compiled else torch.compiler.set_stance("force_eager")
 
         @contextmanager
         def _random_bits(self) -> Iterator[None]:

@@ -9,8 +9,6 @@ from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.parallelism.mesh import Mesh, Sizes, fitted, misfits
 from runner.spec.base import ComponentConfig
 
-DEEPSPEED_DEVICES = ("cpu", "cuda", "npu")
-
 
 class ParallelismConfig(ComponentConfig):
     """The device mesh of the trainer."""
@@ -300,11 +298,8 @@ class ZeroConfig(SeveralConfig):
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
         own = f"parallelism={self.name}"
-        if job.device.name not in ("auto", *DEEPSPEED_DEVICES):
-            known = ", ".join(DEEPSPEED_DEVICES)
-            found.append(
-                ("device.name", f"{own} knows no device={job.device.name}, only {known}; type parallelism=fsdp")
-            )
+        if not job.device.deepspeed:
+            found.append(("device.name", f"{own} knows no device={job.device.name}; type parallelism=fsdp"))
         if self.stage == 3 and job.model.dtype == "bfloat16" and not job.adapter.trains_base:
             text = f"{own} finds other gradients beside a base in bfloat16; type parallelism=fsdp, or deepspeed_zero2"
             found.append(("model.dtype", text))

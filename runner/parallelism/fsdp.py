@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from runner.core import torch_compat
+from runner.core.device_kinds import find_kind
 from runner.distributed.dtensor_utils import local
 from runner.interfaces import Decide, TrainableModel
 from runner.parallelism.expert_parallel import layers as spread_layers
@@ -48,7 +49,9 @@ def shard(
         decide("parallelism", "sharded layer by layer", "sharded as one", f"{name} does not say what its layers are")
     policy: dict[str, Any] = {
         "mp_policy": _precision(model.compute_type),
-        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=find_kind(device.type).pins_offload)
+        if offload
+        else OffloadPolicy(),
     }
     policy["ignored_params"] = {one for one in model.stage.elsewhere if isinstance(one, nn.Parameter)}
     if experts is not None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
+from runner.core.device_kinds import find_kind
 from runner.core.errors import EnvironmentProblem, SpecError
 from runner.core.rank_info import Place
 from runner.distributed.dtensor_utils import added_up, apart, local, total_norm
@@ -187,8 +188,7 @@ def _join(
             rank=place.rank,
             world_size=place.size,
             timeout=timeout,
-            # lets groups share a communicator; but torch binds the next group to it, too, and gloo knows no NPU
-            device_id=here if here.type == "cuda" else None,
+            device_id=here if find_kind(here.type).binds_groups else None,
         )
         threads = [distributed.new_group(backend="gloo", timeout=timeout) for _ in ("collecting", "saving")]
         found = made(mesh, here.type, device.backend, timeout, chunks)

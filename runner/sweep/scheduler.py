@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from runner.core.errors import OutOfMemory
 from runner.core.signals import Interrupts
-from runner.device.visible import VARIABLES
+from runner.launch.need import kind_of
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import Executor, Job, Say, placed, refuse_elsewhere
 from runner.sweep.job import FAILED, JobAttempt, StopReason, job_result
@@ -255,7 +255,7 @@ class Scheduler:
             place=self.plan.place,
             grace_s=self.options.grace_s,
             timeout_s=self.options.timeout_s,
-            visible=VARIABLES.get(job.need.kind),
+            visible=kind_of(job.need.kind).visible,
         )
         known = {"on": self.options.on, "token": attempt.token, "note": attempt.note}
         attempts = self.record[job.index].attempts + 1

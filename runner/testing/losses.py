@@ -1,4 +1,5 @@
-"""The check of a registered loss, advantage, KL estimator, preference loss or aggregation."""
+"""The check of a registered loss, advantage, KL estimator, preference loss, aggregation, correction or
+divergence."""
 
 from __future__ import annotations
 
@@ -34,6 +35,8 @@ def check_loss(function: Callable[..., Any]) -> None:
         "kl_estimator": _check_kl_estimator,
         "preference_loss": _check_preference_loss,
         "aggregation": _check_aggregation,
+        "correction": _check_correction,
+        "divergence": _check_divergence,
     }[one.kind](one)
 
 
@@ -149,3 +152,28 @@ def _check_aggregation(one: Registration) -> None:
     )
     require(not bool(made[~MASK].any()), f"{one.name}: a token that is not trained has the weight 0; got {made}")
     require(bool((made[MASK] > 0).all()), f"{one.name}: a trained token has a weight above 0; got {made}")
+
+
+def _check_correction(one: Registration) -> None:
+    inputs: Inputs = {"log_ratio": torch.where(MASK, 0.3 * _normal(10), 0), "mask": MASK, "row": ROW}
+    made = _given(one, inputs)
+    fits = isinstance(made, tuple) and len(made) == 2 and all(_is_tensor(part, 10) for part in made)
+    require(fits, f"{one.name} returns Correction(weights, affected), [T] each; got {made!r}")
+    kept = made[0][MASK]
+    require(bool((kept.isfinite() & (kept >= 0)).all()), f"{one.name}: a weight is finite and at least 0; got {kept}")
+    same = _given(one, inputs | {"log_ratio": torch.zeros(10)})[0]
+    require(bool((same[MASK] == 1).all()), f"{one.name}: where the two policies are one the weight is 1; got {same}")
+
+
+def _check_divergence(one: Registration) -> None:
+    student = _normal(4, 6).requires_grad_()
+    inputs: Inputs = {"teacher": _normal(4, 6, seed=1).log_softmax(-1), "student": student.log_softmax(-1)}
+    made = _given(one, inputs)
+    fits = _is_tensor(made, 4) and bool((made.isfinite() & (made > 0)).all())
+    require(fits, f"{one.name} returns finite numbers above 0 for two distributions, [S]; got {made!r}")
+    _check_gradient(one, made, [student])
+    zero = _given(one, inputs | {"student": inputs["teacher"]})
+    text = f"{one.name}: the divergence of a distribution from itself is 0; got {zero}"
+    require(torch.allclose(zero, torch.zeros(4), atol=1e-6), text)
+    few = _given(one, {name: value[:2] for name, value in inputs.items()})
+    require(torch.allclose(few, made[:2]), f"{one.name}: the divergence of a token depends on other tokens")

@@ -13,9 +13,10 @@ from pydantic import Field
 from runner.algorithm import loss_registry
 from runner.algorithm.policy.config import GrpoConfig
 from runner.algorithm.preference.config import DpoConfig
+from runner.cli.compose import compose_job
 from runner.core import plugins
 from runner.core.errors import RunnerError
-from runner.interfaces.losses import INPUTS, PreferenceLosses, policy_loss, preference_loss, registration_of
+from runner.interfaces.losses import INPUTS, PreferenceLosses, correction, policy_loss, preference_loss, registration_of
 
 Sharpness = Annotated[float, Field(gt=0, description="How sharp")]
 
@@ -91,6 +92,21 @@ def test_a_plug_in_adds_a_value_and_its_options(install: Any) -> None:
     assert said == {"algorithm.sharpness": "not used with objective=clip; it belongs to objective=sharp"}
     with pytest.raises(ValueError, match="greater than 0"):
         cls(objective="sharp", sharpness=0.0)
+
+
+def clipped(log_ratio: Any, *, correction_high: Annotated[float, Field(ge=1, description="Bound")] = 3.0) -> Any: ...
+
+
+@pytest.mark.parametrize("for_stale", [True, False])
+def test_a_correction_says_whether_it_is_for_stale_samples(install: Any, for_stale: bool) -> None:
+    words = {"paper": "a paper", "formula": "a formula", "for_stale": for_stale}
+    install(theirs=[correction("clipped", **words)(clipped)])
+    config = GrpoConfig.extended()(correction="clipped", lag=3)
+    assert loss_registry.options_in_force(config, "correction") == {"correction_high": 3.0}
+    spec = compose_job(["+recipe=grpo_demo"]).spec
+    said = [message for key, message in config.problems(spec) if key == "algorithm.lag"]
+    assert bool(said) is not for_stale
+    assert all("algorithm.correction=decoupled:" in message for message in said)
 
 
 def test_a_plug_in_may_import_what_it_builds_upon(install: Any) -> None:

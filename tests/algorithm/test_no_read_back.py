@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.algorithm import distillation
+from runner.algorithm import distillation, divergences
 from runner.algorithm.policy import importance, losses
 from runner.algorithm.policy import losses as policy_losses
 from runner.algorithm.policy.advantages import (
@@ -75,9 +75,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     ],
     "distillation": lambda: [
         distillation.tempered(x[:, None], 2.0),
-        distillation.forward_kl(x[:, None], x[:, None]),
-        distillation.reverse_kl(x[:, None], x[:, None]),
-        distillation.jsd(x[:, None], x[:, None], beta=0.3),
+        divergences.forward_kl(x[:, None], x[:, None]),
+        divergences.reverse_kl(x[:, None], x[:, None]),
+        divergences.jsd(x[:, None], x[:, None], beta=0.3),
         distillation.coarse(x.view(2, 3), x.view(2, 3), 2),
     ],
     "aggregation": lambda: [
@@ -89,8 +89,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     ],
     "correction": lambda: [
         *(behaviour_log_ratio(x, x, mask, ids, level).exp() for level in ("token", "sequence")),
-        *(c.weights for c in (tis(x, cap=2.0), mis(x, low=0.5, high=5.0), decoupled(x, cap=5.0))),
-        affected_share(tis(x, cap=2.0), mask),
+        *(c.weights for c in (tis(x), mis(x), decoupled(x))),
+        affected_share(tis(x), mask),
         *drift(x, x, mask).values(),
         effective_sample_size(x, mask),
     ],

@@ -80,7 +80,7 @@ def test_each_example_is_short_and_imports_public_packages_alone() -> None:
     whole = modules.pop("run_extras/losses.py")
     modules |= {part.split("(")[0]: part for part in re.split(r"\n(?=@)", whole)[1:]}
     sizes = {name: sum(bool(line.strip()) for line in text.splitlines()) for name, text in modules.items()}
-    assert len(sizes) == 15 and max(sizes.values()) <= 30, sizes
+    assert len(sizes) == 17 and max(sizes.values()) <= 30, sizes
     for text in (FILES["test_extras.py"], *(t for name, t in FILES.items() if name.endswith(".py"))):
         imported = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
         ours = [node.module for node in imported if str(node.module).split(".")[0] == "runner"]
@@ -113,13 +113,15 @@ def test_it_is_listed(site: Path, workdir: Path) -> None:
 
 def test_losses_are_listed_and_their_options_explained(site: Path, workdir: Path) -> None:
     chosen = "algorithm=grpo algorithm.objective=two_sided algorithm.delta=3 algorithm.advantage=max_rl"
-    listed, option, loss, dpop = commands(
+    listed, option, loss, dpop, clipped, variation = commands(
         site,
         workdir,
         "explain algorithm.objective algorithm=grpo",
         "explain algorithm.delta algorithm=grpo",
         f"explain loss {chosen}",
         "explain loss algorithm=dpo algorithm.loss=dpop",
+        "explain loss algorithm=grpo algorithm.correction=clipped",
+        "explain loss algorithm=distill algorithm.divergence=total_variation",
     )
     assert "one of clip, cispo, sapo, reinforce, two_sided" in listed.out
     formula = "objective=two_sided   max(−min(r, delta)·A, −clip(r, 0.8, 1.2)·A)   (INTELLECT-2 2505.07291)"
@@ -127,6 +129,9 @@ def test_losses_are_listed_and_their_options_explained(site: Path, workdir: Path
     assert "null = 4.0 (two_sided)." in option.out and "range    above 1" in option.out
     assert "algorithm.delta=3   Largest ratio of a token" in loss.out and "MaxRL 2602.02710" in loss.out
     assert "algorithm.penalty=50 " in dpop.out
+    assert "c   clip(ρ, 0.5, correction_high)   (correction=clipped; OpenRLHF)" in clipped.out
+    assert "algorithm.correction_high=2   Upper bound" in clipped.out
+    assert "D   ½·Σ |P − Q|   (divergence=total_variation; f-DISTILL 2307.15190)" in variation.out
 
 
 def test_a_callback_is_explained(site: Path, workdir: Path) -> None:
@@ -210,7 +215,7 @@ def test_a_job_uses_all_of_it_and_is_resumed(site: Path, workdir: Path) -> None:
     assert "notify   reward/mean is below 2.0 at step 1" in result.stdout
     folder = workdir / "outputs" / "latest"
     first = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
-    assert {"reward/mean", "policy/clipped_dual", "notify/reached"} <= first.keys()
+    assert {"reward/mean", "policy/clipped_dual", "sampler/bounded", "notify/reached"} <= first.keys()
     assert (folder / "metrics.csv").read_text().startswith("1,train/loss,")
     again = run(site, workdir, "resume", "latest", "steps=3", "callbacks.notify.below=1.5")
     assert again.returncode == 0, again.stderr

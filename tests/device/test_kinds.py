@@ -6,13 +6,21 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from runner.core.errors import EnvironmentProblem
+from runner.cli.compose import compose_job
+from runner.core.device_kinds import KINDS, Kind, find_kind, register
+from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.device import visible
-from runner.device.config import COMPONENTS, AutoConfig, CpuConfig, CudaConfig, NpuConfig
-from runner.device.kinds import CPU, CUDA, KINDS, NPU, Kind
+from runner.device.config import COMPONENTS, AutoConfig, CpuConfig, CudaConfig, DeviceConfig, NpuConfig
+from runner.device.kinds import CPU, CUDA, NPU
+from runner.launch.need import Need
+from runner.launch.ray.seats import described, seats
+from runner.launch.slurm.commands import gres_of
+from runner.parallelism.config import Zero3Config
+from runner.sweep.executors.local import cards_here, environment
 
 
 @pytest.mark.parametrize(
@@ -45,7 +53,9 @@ def cards(tmp_path: Path) -> Kind:
     for name in ("card0", "card2", "card10", "card0_manager", "cards"):
         (tmp_path / name).touch()
     nodes = f"{tmp_path}/card[0-9]*"
-    return Kind(name="card", collectives="x", resource="CARD", visible="CARDS", names=("MIG-",), nodes=nodes)
+    return Kind(
+        name="card", collectives="x", resource="CARD", word="card", visible="CARDS", names=("MIG-",), nodes=nodes
+    )
 
 
 def test_the_cards_are_those_of_the_list_or_else_the_device_files(cards: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +82,25 @@ def test_the_processor_has_none_and_an_npu_those_of_the_list(monkeypatch: pytest
     assert CpuConfig().visible() is None
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1,7")
     assert NpuConfig().visible() == ("1", "7")
+
+
+def test_a_kind_from_elsewhere_is_handed_out_like_ours(cards: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    class CardConfig(DeviceConfig):
+        name: Literal["mine"] = "mine"
+
+        @property
+        def kind(self) -> Kind:
+            return cards
+
+    monkeypatch.setitem(KINDS, "card", cards)  # for this test alone
+    assert register(cards) is find_kind("card")
+    spec = compose_job(["launch.devices=2", "parallelism=ddp"]).spec.model_copy(update={"device": CardConfig()})
+    need = Need.of(spec)
+    assert (need, str(need), gres_of(None, need)) == (Need("card", 2), "2 cards", "card")
+    assert environment(need, ("0", "10")) == {"CARDS": "0,10"} and "card" in cards_here()
+    assert described(seats(spec)) == "2 cards"
+    with pytest.raises(SpecError, match="knows no device=mine; type parallelism=fsdp"):
+        raise SpecError([Problem(*one) for one in Zero3Config().problems(spec)])
 
 
 def test_none_of_it_imports_torch() -> None:

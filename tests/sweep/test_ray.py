@@ -15,11 +15,11 @@ import pytest
 
 from runner.core import subprocess as processes
 from runner.core.errors import EnvironmentProblem
-from runner.launch.need import Need
+from runner.launch.need import Need, kind_of
 from runner.launch.ray.link import actor_options
 from runner.sweep.commands import status
 from runner.sweep.config import SweepConfig
-from runner.sweep.executors.ray import RayExecutor, resource_of
+from runner.sweep.executors.ray import RayExecutor
 from tests.ray_cluster import cluster
 from tests.sweep import toy
 from tests.sweep.test_scheduler import ROOT, only_sweep
@@ -104,8 +104,8 @@ def test_as_many_jobs_at_once_as_all_nodes_hold() -> None:
 
 
 def test_a_job_on_cards_asks_ray_for_no_cores() -> None:
-    assert actor_options(resource_of("cuda"), 2) == {"num_cpus": 0, "num_gpus": 2}
-    assert actor_options(resource_of("npu"), 2) == {"num_cpus": 0, "resources": {"NPU": 2}}
+    assert actor_options(kind_of("cuda").resource, 2) == {"num_cpus": 0, "num_gpus": 2}
+    assert actor_options(kind_of("npu").resource, 2) == {"num_cpus": 0, "resources": {"NPU": 2}}
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from runner.algorithm.loss_registry import built_in
 from runner.interfaces.losses import (
+    Correction,
     PreferenceLosses,
     advantage,
     aggregation,
+    correction,
+    divergence,
     kl_estimator,
     policy_loss,
     preference_loss,
@@ -89,6 +92,21 @@ def everything(mask: Tensor, tokens: int) -> Tensor:
     return torch.ones_like(mask) / tokens
 
 
+@correction("halved", **WORDS)
+def halved(log_ratio: Tensor) -> Correction:
+    return Correction(log_ratio.exp() / 2, log_ratio > 0)
+
+
+@divergence("entropic", **WORDS)
+def entropic(teacher: Tensor, student: Tensor) -> Tensor:
+    return -(teacher.exp() * student).sum(-1)
+
+
+@divergence("averaged", **WORDS)
+def averaged(teacher: Tensor, student: Tensor) -> Tensor:
+    return (teacher - student).square().mean() + 0 * student.sum(-1)
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [
@@ -105,6 +123,9 @@ def everything(mask: Tensor, tokens: int) -> Tensor:
         (joint, "depends on other pairs"),
         (bare, "returns PreferenceLosses"),
         (everything, "not trained has the weight 0"),
+        (halved, "two policies are one the weight is 1"),
+        (entropic, "from itself is 0"),
+        (averaged, "depends on other tokens"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -1,8 +1,8 @@
 """What a user can set of policy optimisation: grpo, ppo, opd, and by presets their kin.
 
 The knobs are orthogonal. One that a combination does not use has no value (null), and setting it is an error; null
-stands for the default that its description names. Losses, advantages, KL estimators and aggregations are registered
-functions (`runner.interfaces.losses`), which bring their own options.
+stands for the default that its description names. Losses, advantages, KL estimators, aggregations and corrections are
+registered functions (`runner.interfaces.losses`), which bring their own options.
 """
 
 from collections.abc import Mapping
@@ -16,13 +16,6 @@ from runner.algorithm.loss_registry import Registered, chosen, functions, with_o
 from runner.spec.base import Head, ItemKind
 
 OF_KL = ("kl_coef", "kl_place", "kl_target", "reference")
-OF_CORRECTION = {  # option → the corrections that use it
-    "correction_level": ("tis", "mis", "decoupled"),
-    "correction_high": ("tis", "mis", "decoupled"),
-    "correction_low": ("mis",),
-}
-
-
 T = TypeVar("T")
 
 
@@ -66,8 +59,6 @@ class InForce(NamedTuple):
     kl_coef: float
     kl_place: Literal["loss", "reward"]
     correction_level: Literal["token", "sequence"]
-    correction_low: float
-    correction_high: float | None
 
 
 @with_options
@@ -110,16 +101,12 @@ class PolicyConfig(ComparingConfig):
         default="keep", description="Answers cut off at max_new_tokens: learnt from, or left out of the loss."
     )
     lag: int = Field(default=0, ge=0, description="Steps that sampling runs ahead of training; 0 = strictly on-policy.")
-    correction: Literal["none", "tis", "mis", "decoupled"] = Field(
+    correction: Annotated[str, Registered("correction", others=("none",))] = Field(
         default="none",
         description="Importance weights against the drift from sampler to trainer; decoupled is needed above lag 1.",
     )
     correction_level: Literal["token", "sequence"] | None = Field(
-        default=None, description="Level of those weights; null = token."
-    )
-    correction_low: float | None = Field(default=None, ge=0, le=1, description="Lower bound of mis; null = 0.5.")
-    correction_high: float | None = Field(
-        default=None, ge=1, description="Upper bound of the weights; null = 2 (tis), 5 (mis), none (decoupled)."
+        default=None, description="Level of the weights; null = token."
     )
     max_mismatch: float | None = Field(
         default=None,
@@ -181,13 +168,10 @@ class PolicyConfig(ComparingConfig):
     @property
     def in_force(self) -> InForce:
         """The values of the options that may be null, as they are used."""
-        high = {"tis": 2.0, "mis": 5.0}.get(self.correction)
         return InForce(
             kl_coef=given(self.kl_coef, 0.001),
             kl_place=given(self.kl_place, self.usual_kl_place),
             correction_level=given(self.correction_level, "token"),
-            correction_low=given(self.correction_low, 0.5),
-            correction_high=given(self.correction_high, high),
         )
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
@@ -195,9 +179,8 @@ class PolicyConfig(ComparingConfig):
 
     def _unused(self) -> list[tuple[str, str]]:
         """Options that were set although the choice they belong to was not made."""
-        estimators = tuple(functions("kl_estimator"))
-        uses = {option: ("kl", estimators) for option in OF_KL}
-        uses |= {option: ("correction", names) for option, names in OF_CORRECTION.items()}
+        uses = {option: ("kl", tuple(functions("kl_estimator"))) for option in OF_KL}
+        uses["correction_level"] = ("correction", tuple(functions("correction")))
         return [
             (
                 f"algorithm.{option}",
@@ -209,9 +192,10 @@ class PolicyConfig(ComparingConfig):
 
     def _contradictions(self, job: Any) -> list[tuple[str, str]]:
         found = []
-        if self.lag > 1 and self.correction != "decoupled":
+        for_stale = [name for name, one in functions("correction").items() if one.for_stale]
+        if self.lag > 1 and self.correction not in for_stale:
             why = "samples are several updates old, which the clipped ratio alone does not correct"
-            found.append(("algorithm.lag", f"{self.lag} needs algorithm.correction=decoupled: {why}"))
+            found.append(("algorithm.lag", f"{self.lag} needs algorithm.correction={'|'.join(for_stale)}: {why}"))
         if self.kl_target is not None and self.in_force.kl_coef == 0:
             found.append(("algorithm.kl_target", "an adaptive coefficient cannot start at kl_coef=0"))
         if self.kl != "none" and (kl_in := chosen(self, "kl").kl_in) != self.in_force.kl_place:

@@ -2,12 +2,7 @@
 sampler to trainer, and estimates of the KL divergence from the reference, with the coefficient of its penalty.
 
     logprobs, old ──token_ratio | sequence_ratio──▶ r = exp(l − o) [T]                      of the policy loss
-    old, sampled ──behaviour_log_ratio──▶ log rho [T] ──tis | mis | decoupled──▶ weights [T], times the policy loss
-
-    name        weight                                source
-    tis         min(rho, cap)                         truncated importance sampling (Yao et al., 2025)
-    mis         rho within [low, high], else 0        masked importance sampling; per token: IcePop 2510.18855
-    decoupled   rho up to cap, else 0                 decoupled PPO 2110.00641, capped as in AReaL 2505.24298
+    old, sampled ──behaviour_log_ratio──▶ log rho [T] ──correction──▶ weights [T], times the policy loss
 
 Legend: T tokens; l = logprobs of the policy; o = old = the trainer's logprobs under the policy that the step began
 with; mu = sampled = those that the sampler reported; rho = exp(o − mu); f = logprobs of the reference; d = l − f; all
@@ -33,11 +28,14 @@ estimate is clamped. (verl also clamps the value of k3 to ±10, OpenRLHF every e
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
 
 from runner.algorithm.policy.advantages import sum_within
-from runner.interfaces.losses import kl_estimator, torch
+from runner.interfaces.losses import Correction, correction, kl_estimator, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,14 +71,6 @@ def sequence_ratio(logprobs: Tensor, old: Tensor, mask: Tensor, row: Tensor) -> 
 Level = Literal["token", "sequence"]
 
 
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """weights: float [T], without gradient; affected: bool [T], where a bound truncated or masked."""
-
-    weights: Tensor
-    affected: Tensor
-
-
 def behaviour_log_ratio(old: Tensor, sampled: Tensor, mask: Tensor, row: Tensor, level: Level) -> Tensor:
     """log rho, detached, [T]; 0 outside the mask.
 
@@ -92,27 +82,37 @@ def behaviour_log_ratio(old: Tensor, sampled: Tensor, mask: Tensor, row: Tensor,
     return clamped(difference)
 
 
-def tis(log_rho: Tensor, *, cap: float) -> Correction:
-    """min(rho, cap). cap ≥ 1: 2 per token in verl, slime and SkyRL, 3 in TRL; 5 per sequence in SkyRL.
+High = Annotated[float, Field(ge=1, description="Upper bound of the weights")]
+Low = Annotated[float, Field(ge=0, le=1, description="Lower bound of the weights")]
+
+
+@correction("tis", paper="Yao et al. 2025", formula="min(ρ, correction_high)")
+def tis(log_ratio: Tensor, *, correction_high: High = 2.0) -> Correction:
+    """min(rho, high): 2 per token in verl, slime and SkyRL, 3 in TRL; 5 per sequence in SkyRL.
 
     Departure: OpenRLHF also raises small weights, to 0.5.
     """
-    rho = log_rho.exp()
-    return Correction(rho.clamp(max=cap), rho > cap)
+    rho = log_ratio.exp()
+    return Correction(rho.clamp(max=correction_high), rho > correction_high)
 
 
-def mis(log_rho: Tensor, *, low: float, high: float) -> Correction:
-    """rho where low ≤ rho ≤ high, else 0. 0 ≤ low ≤ 1 ≤ high: 0.5 and 5 in IcePop, 0 and 3 per sequence in TRL."""
-    rho = log_rho.exp()
-    outside = (rho < low) | (rho > high)
+@correction("mis", paper="IcePop 2510.18855", formula="ρ where correction_low ≤ ρ ≤ correction_high, else 0")
+def mis(log_ratio: Tensor, *, correction_high: High = 5.0, correction_low: Low = 0.5) -> Correction:
+    """rho where low ≤ rho ≤ high, else 0: 0.5 and 5 in IcePop, 0 and 3 per sequence in TRL."""
+    rho = log_ratio.exp()
+    outside = (rho < correction_low) | (rho > correction_high)
     return Correction(torch.where(outside, 0, rho), outside)
 
 
-def decoupled(log_rho: Tensor, *, cap: float | None) -> Correction:
-    """rho up to the cap ≥ 1 and 0 above it; rho everywhere without a cap (None)."""
-    rho = log_rho.exp()
-    above = torch.zeros_like(rho, dtype=torch.bool) if cap is None else rho > cap
-    return Correction(torch.where(above, 0, rho), above)
+@correction(
+    "decoupled",
+    paper="decoupled PPO 2110.00641; AReaL 2505.24298",
+    formula="ρ up to correction_high, else 0",
+    for_stale=True,
+)
+def decoupled(log_ratio: Tensor, *, correction_high: High = math.inf) -> Correction:
+    """rho up to the bound and 0 above it, as AReaL caps it; rho everywhere without one (inf)."""
+    return mis(log_ratio, correction_high=correction_high, correction_low=0.0)
 
 
 def drift(old: Tensor, sampled: Tensor, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -126,9 +126,9 @@ def drift(old: Tensor, sampled: Tensor, mask: Tensor) -> dict[str, tuple[Tensor,
     return {"abs_logprob_diff": (logprobs, count), "abs_prob_diff": (probabilities, count)}
 
 
-def affected_share(correction: Correction, mask: Tensor) -> tuple[Tensor, Tensor]:
+def affected_share(found: Correction, mask: Tensor) -> tuple[Tensor, Tensor]:
     """(learnt tokens whose weight was truncated or masked, learnt tokens); both 0-d."""
-    return (correction.affected & mask).sum(), mask.sum()
+    return (found.affected & mask).sum(), mask.sum()
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:

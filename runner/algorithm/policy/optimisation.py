@@ -19,7 +19,6 @@ The policy that the ratio is taken to, `old` (`PolicyConfig.old_from`):
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -43,6 +42,7 @@ from runner.core.errors import TrainingDiverged
 from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.core.rng import derive
 from runner.interfaces import LossFn, Model, Role, Sample, State
+from runner.interfaces.losses import Correction
 
 
 class PolicyOptimisation:
@@ -161,16 +161,12 @@ class PolicyOptimisation:
         return batch if config.correction == "none" else self._corrected(batch)
 
     def _corrected(self, batch: Batch) -> Batch:
-        now, mask = self.config.in_force, batch.tokens["weight"] != 0
+        mask, row = batch.tokens["weight"] != 0, row_of_tokens(batch)
         log_rho = importance.behaviour_log_ratio(
-            batch.tokens["old"], batch.tokens["sampled"], mask, row_of_tokens(batch), now.correction_level
+            batch.tokens["old"], batch.tokens["sampled"], mask, row, self.config.in_force.correction_level
         )
-        high = math.inf if now.correction_high is None else now.correction_high
-        found = {
-            "tis": lambda: importance.tis(log_rho, cap=high),
-            "mis": lambda: importance.mis(log_rho, low=now.correction_low, high=high),
-            "decoupled": lambda: importance.decoupled(log_rho, cap=now.correction_high),
-        }[self.config.correction]()
+        offered = {"log_ratio": lambda: log_rho, "mask": lambda: mask, "row": lambda: row}
+        found: Correction = compute(self.config, "correction", offered)
         affected, count = importance.affected_share(found, mask)
         self._health = {
             "sampler/effective_sample_size": float(importance.effective_sample_size(log_rho.exp().double(), mask)),

@@ -19,9 +19,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from runner.core.device_kinds import KINDS
 from runner.core.errors import EnvironmentProblem, RunnerError
 from runner.core.rank_info import alone
-from runner.device.kinds import KINDS
 from runner.launch.janitor import Janitor
 from runner.launch.machines import SAMPLER_HOST, met_at
 from runner.launch.member import Member, Order

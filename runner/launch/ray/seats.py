@@ -13,6 +13,7 @@ from itertools import groupby
 from math import gcd
 from typing import NamedTuple
 
+from runner.core.device_kinds import KINDS
 from runner.core.errors import EnvironmentProblem
 from runner.device.kinds import CPU
 from runner.launch.member import Role
@@ -20,7 +21,6 @@ from runner.launch.team import count_of
 from runner.spec.job import JobSpec
 from runner.tracker.text import counted
 
-WORDS = {"CPU": "core", "GPU": "GPU", "NPU": "NPU"}  # of what Ray counts
 TASKS: dict[Role, str] = {"rank": "to train", "sampler": "to sample"}  # in the order of seats
 OPTIONS: dict[Role, str] = {"rank": "devices", "sampler": "samplers"}  # of launch
 
@@ -73,7 +73,7 @@ def _refuse_large(wanted: Sequence[Seat], there: Sequence[int], where: str) -> N
     resource, largest = wanted[0].resource, max(seat.count for seat in wanted)
     alike = [seat for seat in wanted if seat.count == largest]
     if len(alike) > (fit := sum(count // largest for count in there)):
-        each = f"{counted(largest, WORDS[resource])} of one node"
+        each = f"{counted(largest, _word(resource))} of one node"
         who = (
             f"1 {alike[0].role} wants {each}" if len(alike) == 1 else f"{len(alike)} {alike[0].role}s want {each} each"
         )
@@ -83,7 +83,7 @@ def _refuse_large(wanted: Sequence[Seat], there: Sequence[int], where: str) -> N
 
 def described(wanted: Sequence[Seat]) -> str:
     """All that is wanted, in words: 8 NPUs (6 to train, 2 to sample)."""
-    total = counted(sum(seat.count for seat in wanted), WORDS[wanted[0].resource])
+    total = counted(sum(seat.count for seat in wanted), _word(wanted[0].resource))
     tasks = [
         f"{sum(seat.count for seat in wanted if seat.role == role)} {task}"
         for role, task in TASKS.items()
@@ -96,7 +96,7 @@ def free(wanted: Sequence[Seat], nodes: Sequence[Mapping[str, float]], left: Map
     """How much of what is wanted nobody has: 3 of 8 NPUs."""
     resource = wanted[0].resource
     return (
-        f"{int(left.get(resource, 0))} of {counted(sum(int(node.get(resource, 0)) for node in nodes), WORDS[resource])}"
+        f"{int(left.get(resource, 0))} of {counted(sum(int(node.get(resource, 0)) for node in nodes), _word(resource))}"
     )
 
 
@@ -109,7 +109,7 @@ def table(wanted: Sequence[Seat], taken: Sequence[Taken]) -> Iterator[str]:
         first, last = own[0][0], own[-1][0]
         name = f"{role} {first.index}" if len(own) == 1 else f"{role}s {first.index} to {last.index}"
         devices = ", ".join(device for _, place in own for device in place.devices)
-        count = counted(sum(seat.count for seat, _ in own), WORDS[first.resource])
+        count = counted(sum(seat.count for seat, _ in own), _word(first.resource))
         rows.append((name, f"{host} ({node})", f"{first.resource} {devices}" if devices else count))
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     for name, where, what in rows:
@@ -133,9 +133,9 @@ def _total(there: Sequence[int], resource: str) -> str:
     """8 NPUs on 2 nodes (4 + 4)"""
     nodes = counted(len(there), "node")
     if not sum(there):
-        return f"no {WORDS[resource]} on {nodes}"
+        return f"no {_word(resource)} on {nodes}"
     parts = f" ({' + '.join(map(str, there))})" if len(there) > 1 else ""
-    return f"{counted(sum(there), WORDS[resource])} on {nodes}{parts}"
+    return f"{counted(sum(there), _word(resource))} on {nodes}{parts}"
 
 
 def _advice(total: int, wanted: Sequence[Seat]) -> str:
@@ -143,3 +143,8 @@ def _advice(total: int, wanted: Sequence[Seat]) -> str:
         return "`ray status`, or `run doctor` there, lists what there is"
     lower = " or ".join(f"launch.{OPTIONS[role]}" for role in dict.fromkeys(seat.role for seat in wanted))
     return f"lower {lower}; `ray status`, or `run doctor` there, lists what there is"
+
+
+def _word(resource: str) -> str:
+    """What people call what Ray counts."""
+    return next(kind.word for kind in KINDS.values() if kind.resource == resource)

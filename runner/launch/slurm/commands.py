@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 from runner.core.errors import EnvironmentProblem, StorageError
-from runner.launch.need import Need
+from runner.launch.need import CORE, Need, kind_of
 from runner.run_dir.folder import OUTPUTS, RunFolder
 from runner.tracker.tail import last_lines
 
@@ -22,7 +22,6 @@ OVER = frozenset({
 USUAL = frozenset({
     "None", "Priority", "Resources", "JobArrayTaskLimit", "Dependency", "BeginTime", "Prolog", "Cleaning",
 })  # fmt: skip
-GRES = {"cuda": "gpu", "npu": "npu"}  # what Slurm usually calls the cards of a device
 FOLDERS = OUTPUTS / ".slurm"  # <job>: the run folder that a Slurm job has made; <job>.stages: what it ran first
 TIMEOUT_S = 60.0
 LINE_BYTES = 2**16  # no line of metrics.jsonl is longer
@@ -30,7 +29,7 @@ LINE_BYTES = 2**16  # no line of metrics.jsonl is longer
 
 def gres_of(given: str | None, need: Need) -> str:
     """What Slurm calls the cards, if nobody says else; empty for cores."""
-    return "" if need.kind == "core" else given or GRES[need.kind]
+    return "" if need.kind == CORE else given or kind_of(need.kind).gres or need.kind
 
 
 def signals_all() -> bool:

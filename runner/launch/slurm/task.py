@@ -20,10 +20,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from runner.core.device_kinds import find_kind
 from runner.core.errors import EnvironmentProblem, Interrupted
-from runner.device.kinds import CPU, NPU
+from runner.device.kinds import CPU
 from runner.launch.slurm.cards import handed_out
-from runner.launch.slurm.commands import FOLDERS, GRES
+from runner.launch.slurm.commands import FOLDERS
 from runner.launch.slurm.nodes import address_of, hosts
 from runner.run_dir.folder import RunFolder, write_atomic
 from runner.spec.job import JobSpec
@@ -133,14 +134,15 @@ def _devices(own: Mapping[str, Any], origins: Mapping[str, str], cards: int | No
 
 
 def _cards(task: Task | None, gres: str | None, device: str) -> int | None:
-    """How many cards the job has on this machine; None where Slurm does not say. Shows this process its NPUs."""
-    if device == "npu" and task is not None:
-        numbers = handed_out(str(task.job), gres or GRES[device], task.name)
-        if numbers and NPU.visible:
-            os.environ[NPU.visible] = ",".join(map(str, numbers))
+    """How many cards the job has on this machine; None where Slurm does not say. Shows this process its cards
+    where Slurm does not."""
+    kind = find_kind(device)
+    if kind.gres and kind.visible and not kind.shown_by_slurm and task is not None:
+        if numbers := handed_out(str(task.job), gres or kind.gres, task.name):
+            os.environ[kind.visible] = ",".join(map(str, numbers))
         return len(numbers) or None
     said = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    return int(said) if device in ("cuda", "auto") and said.isdecimal() else None
+    return int(said) if (kind.shown_by_slurm or device == "auto") and said.isdecimal() else None
 
 
 def through_srun(spec: JobSpec) -> None:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runner.core.device_kinds import find_kind
 from runner.core.errors import EnvironmentProblem
 from runner.sampler.config import VllmSamplerConfig
-from runner.sampler.vllm import versions as ascend
+from runner.spec.registry import resolve
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM makes room for
 BESIDE, ALONE = 0.45, 0.9  # of a card's memory: with a trainer on it, and without
@@ -21,7 +22,7 @@ STEP_TOKENS = 4096  # that an engine computes at once, on the CPU
 class Home:
     """Where an engine lives.
 
-    blueprint: folder of the model's config and tokenizer; device: "cpu", "cuda", "npu"; dtype: as torch calls it
+    blueprint: folder of the model's config and tokenizer; device: as torch calls its kind; dtype: as torch calls it
     longest: most tokens of a prompt and its answer; beside: whether a trainer has the same device, with `ranks` in its
     world, each of which has an engine; rank: of the adapter that comes by itself, None where none does; experts:
     whether the model has layers of them
@@ -40,7 +41,8 @@ class Home:
 def arguments(config: VllmSamplerConfig, home: Home, environment: Mapping[str, str]) -> dict[str, Any]:
     """The keywords of vllm.LLM. Raises EnvironmentProblem for what vllm-ascend cannot work in, and for an adapter of a
     rank that vLLM has no room for."""
-    sleeps = sleep_level(config, home) > 0
+    sleeps, kind = sleep_level(config, home) > 0, find_kind(home.device)
+    own = resolve(kind.engine_options)(environment, sleeps, home.experts) if kind.engine_options else {}
     return {
         "model": str(home.blueprint),
         "skip_tokenizer_init": not config.stop,
@@ -52,7 +54,7 @@ def arguments(config: VllmSamplerConfig, home: Home, environment: Mapping[str, s
         "max_num_seqs": config.batch_size,
         "logprobs_mode": "processed_logprobs",  # of what was really drawn from
         "enable_prefix_caching": True,
-        "enforce_eager": home.device != "cuda" if config.eager is None else config.eager,
+        "enforce_eager": not kind.engine_graphs if config.eager is None else config.eager,
         "tensor_parallel_size": config.tp,
         "worker_extension_cls": "runner.sampler.vllm.worker.Loading",
         "disable_log_stats": True,
@@ -61,7 +63,7 @@ def arguments(config: VllmSamplerConfig, home: Home, environment: Mapping[str, s
         **({"enable_sleep_mode": True} if sleeps and home.device != "cpu" else {}),
         **({"distributed_executor_backend": "external_launcher"} if home.ranks > 1 else {}),
         **(_adapters(home.rank) if home.rank is not None else {}),
-        **(ascend.options(environment, sleeps, home.experts) if home.device == "npu" else {}),
+        **own,
     }
 
 

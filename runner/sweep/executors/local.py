@@ -12,13 +12,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
+from runner.core.device_kinds import card_kinds
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.core.subprocess import Identity as ProcessIdentity
 from runner.core.subprocess import identify
 from runner.device import visible
-from runner.device.kinds import KINDS
-from runner.device.visible import VARIABLES
-from runner.launch.need import WORDS, Need
+from runner.launch.need import CORE, Need, kind_of
 from runner.sweep import executor as base
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import POLL_S, Executor, Identity, Job, Say
@@ -28,19 +27,20 @@ from runner.sweep.job_wrapper import JobProcess
 
 def present(kind: str) -> tuple[str, ...]:
     """The cores or cards that this process may use, as its environment names them."""
-    if kind == "core":
+    if kind == CORE:
         return tuple(map(str, sorted(os.sched_getaffinity(0))))
-    return visible.present(KINDS[kind])
+    return visible.present(kind_of(kind))
 
 
 def cards_here() -> tuple[str, ...]:
     """The kinds of card that this machine has."""
-    return tuple(kind for kind in VARIABLES if present(kind))
+    return tuple(kind for kind in card_kinds() if present(kind))
 
 
 def environment(need: Need, devices: tuple[str, ...]) -> dict[str, str]:
     """The variable that shows a job its cards and no others."""
-    return {VARIABLES[need.kind]: ",".join(devices)} if need.kind in VARIABLES else {}
+    variable = kind_of(need.kind).visible
+    return {variable: ",".join(devices)} if variable else {}
 
 
 def _refuse(need: Need, there: tuple[str, ...]) -> None:
@@ -49,8 +49,8 @@ def _refuse(need: Need, there: tuple[str, ...]) -> None:
     wants = f"a job wants {need}"
     if need.kind == "core":
         raise EnvironmentProblem(f"{wants}, and this machine has {len(there)}; {base.LOWER_CORES}")
-    kind = KINDS[need.kind]
-    listed = os.environ.get(VARIABLES[need.kind])
+    kind = kind_of(need.kind)
+    listed = os.environ.get(kind.visible or "")
     why = f"those of {kind.nodes}" if listed is None else f"{kind.visible}={listed}"
     raise EnvironmentProblem(f"{wants}, and {len(there)} can be used here ({why}); {base.LOWER_CARDS}")
 
@@ -78,7 +78,7 @@ class LocalExecutor(Executor):
         fit = base.capacity(self.needs, self._on_nodes)
         self._shared = limit is not None and limit > fit
         if self._shared and kinds.keys() - {"core"}:
-            there = ", ".join(f"{len(ids)} {WORDS[kind]}(s)" for kind, ids in self._all.items())
+            there = ", ".join(f"{len(ids)} {kind_of(kind).word}(s)" for kind, ids in self._all.items())
             raise SpecError([Problem("sweep.parallel", f"{limit} jobs do not fit at once: there are {there}")])
         self.parallel = min(limit or fit, len(self.needs))
         self._free = {kind: list(ids) for kind, ids in self._all.items()}

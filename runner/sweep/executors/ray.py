@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Self
 
+from runner.core.device_kinds import card_kinds
 from runner.core.errors import EnvironmentProblem
-from runner.device.kinds import KINDS
-from runner.launch.need import ORDER, WORDS, Need
+from runner.launch.need import CORE, Need, kind_of
 from runner.launch.ray.environment import carried
 from runner.launch.ray.link import Link, actor_options, need_ray
 from runner.sweep import executor as base
@@ -35,8 +35,10 @@ class RayExecutor(Link, base.RemoteExecutor):
 
     def __init__(self, options: SweepConfig) -> None:
         base.RemoteExecutor.__init__(self, options)
-        npus = {KINDS["npu"].resource: len(present("npu"))} if present("npu") else {}  # of a cluster of our own
-        here = {"num_cpus": len(present("core")), "num_gpus": len(present("cuda")), "resources": npus}
+        # for a cluster of our own
+        there = {kind_of(name).resource: len(present(name)) for name in (CORE, *card_kinds())}
+        counted = {"num_cpus": there.pop("CPU"), "num_gpus": there.pop("GPU")}
+        here = {**counted, "resources": {resource: count for resource, count in there.items() if count}}
         asked = {"address": options.address, "resources": here, "grace_s": options.grace_s}
         Link.__init__(self, "runner.sweep.executors.ray_driver", asked, options.grace_s)
         self._found: set[str] = set()  # tokens of jobs that have an actor
@@ -48,7 +50,7 @@ class RayExecutor(Link, base.RemoteExecutor):
 
     @property
     def cards(self) -> tuple[str, ...]:
-        return tuple(kind for kind in ORDER if sum(self._on_nodes(kind)))
+        return tuple(kind for kind in card_kinds() if sum(self._on_nodes(kind)))
 
     def check(self, needs: Iterable[Need]) -> None:
         self.needs = list(needs)
@@ -65,7 +67,7 @@ class RayExecutor(Link, base.RemoteExecutor):
         request = {
             "token": job.token,
             "name": ACTOR + job.token,
-            "resources": actor_options(resource_of(need.kind), need.count),
+            "resources": actor_options(kind_of(need.kind).resource, need.count),
             "wrapper": WRAPPER,
         }
         self.send(do="start", **request, attempt=asdict(attempt))
@@ -120,7 +122,7 @@ class RayExecutor(Link, base.RemoteExecutor):
             self._lost[event["token"]] = event["why"]
 
     def _on_nodes(self, kind: str) -> list[int]:
-        return [int(node.get(resource_of(kind), 0)) for node in self.nodes]
+        return [int(node.get(kind_of(kind).resource, 0)) for node in self.nodes]
 
     def _cluster(self) -> str:
         count, address = len(self.nodes), self.options.address
@@ -132,13 +134,8 @@ class RayExecutor(Link, base.RemoteExecutor):
         there = self._on_nodes(need.kind)
         most = max(there, default=0)
         if need.count > most:
-            word = WORDS[need.kind] + "s"
+            word = kind_of(need.kind).word + "s"
             has = f"{most} {word} at most, {sum(there)} in all" if most else f"no {word}"
             lower = base.LOWER_CORES if need.kind == "core" else base.LOWER_CARDS
             advice = lower if most else "`ray status` lists what there is"
             raise EnvironmentProblem(f"a job wants {need} of one node; {self._cluster()}: {has}; {advice}")
-
-
-def resource_of(kind: str) -> str:
-    """What Ray counts of a kind of device."""
-    return "CPU" if kind == "core" else KINDS[kind].resource

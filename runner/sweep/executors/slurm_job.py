@@ -18,8 +18,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from runner.core.device_kinds import KINDS
 from runner.core.errors import EnvironmentProblem
-from runner.device.kinds import NPU
 from runner.launch.slurm.cards import handed_out
 from runner.launch.slurm.commands import steps_of, told
 from runner.run_dir.folder import RunFolder
@@ -68,7 +68,8 @@ def cards(attempt: JobAttempt, gres: str) -> dict[str, str]:
     It may be in the environment all the same, from where the sweep was typed.
     """
     variable = attempt.visible
-    if variable is None or (variable in os.environ and variable != NPU.visible):
+    shown = {kind.visible for kind in KINDS.values() if kind.shown_by_slurm}
+    if variable is None or (variable in os.environ and variable in shown):
         return {}
     numbers = handed_out(os.environ["SLURM_JOB_ID"], gres)
     if not numbers:

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from runner.core.device_kinds import KINDS
 from runner.core.subprocess import ChildProcess, end_with_parent
 from runner.device.backend import leave_out
-from runner.device.kinds import KINDS
 from runner.spec.registry import default_registry
 from runner.tools.doctor.machine import device_config, trial_simulator
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import yaml
 from packaging.version import Version
 
-from runner.device.kinds import NPU, Kind
+from runner.core.device_kinds import Kind
+from runner.device.kinds import NPU
 from runner.device.presets import HCCL_DEFAULTS, QUEUES, hccl_objection
 from runner.device.visible import parse, unread
 from runner.tools.doctor.finding import Finding, ok, problem, skipped, warning

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from runner.core.device_kinds import find_kind
 from runner.core.errors import Problem, SpecError
-from runner.device.cards import HCCL_BUFFERS, Card
+from runner.device.cards import Card
 from runner.parallelism.mesh import Mesh
 from runner.sampler.vllm.versions import LOST, REMEDY
 from runner.spec.job import JobSpec
@@ -63,7 +64,7 @@ class Estimate:
 
     def band(self, card: Card) -> Band:
         """The peak with what the runtime, the communicators and fragmentation add."""
-        buffers = _communicators(self.mesh) * HCCL_BUFFERS if card.device == "npu" else 0
+        buffers = _communicators(self.mesh) * find_kind(card.device).communicator_bytes
         bands = [_band(phase.bytes, phase.pooled, card) for phase in self.phases]
         return Band(max(band.low for band in bands) + buffers, max(band.high for band in bands) + buffers)
 
@@ -96,7 +97,7 @@ def _communicators(mesh: Mesh) -> int:
 def _refuse_lost_experts(spec: JobSpec, whole: Mapping[str, Weights]) -> None:
     """Raise SpecError for an engine that its job would not start."""
     has_experts = any(part.bytes for part in next(iter(whole.values())).experts)
-    if spec.device.name == "npu" and has_experts and asleep(spec):
+    if not spec.device.kind.engine_keeps_experts and has_experts and asleep(spec):
         raise SpecError([Problem("sampler.sleep", f"{LOST}; {REMEDY}")])
 
 

@@ -5,7 +5,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from runner.core.device_kinds import Kind
 from runner.device.config import NpuConfig
+from runner.device.kinds import CPU
 from runner.device.visible import listed
 
 
@@ -13,6 +15,7 @@ class NpuSimConfig(NpuConfig):
     """Simulated NPUs: the real torch_npu on the processor, for rehearsals; fetched and built at its first use."""
 
     factory: ClassVar[str] = "npu_simulator.device:NpuSim"
+    deepspeed: ClassVar[bool] = False
     checks: ClassVar[str | None] = "npu_simulator.doctor:CHECKS"
     name: Literal["npu_sim"] = "npu_sim"  # type: ignore[assignment]
     cards: int = Field(default=1, ge=1, le=64, description="How many cards the process is to see.")
@@ -20,6 +23,10 @@ class NpuSimConfig(NpuConfig):
         default=64.0, gt=0, le=1024, description="Memory of a card in GiB; what does not fit is refused as on a card."
     )
     soc: str = Field(default="Ascend910B3", pattern=r"^Ascend\w+$", description="The model that a card says it is.")
+
+    @property
+    def occupies(self) -> Kind:
+        return CPU
 
     def visible(self) -> tuple[str, ...]:
         there = tuple(map(str, range(self.cards)))

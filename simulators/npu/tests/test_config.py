@@ -13,6 +13,7 @@ from runner.cli.compose import compose_job
 from runner.cli.conf import main as check_conf
 from runner.core.errors import SpecError
 from runner.device.kinds import NPU
+from runner.launch.need import Need
 from runner.spec.registry import default_registry
 
 PACKAGE = Path(npu_simulator.__file__).parent
@@ -29,6 +30,10 @@ def test_its_cards_are_those_that_are_asked_for(monkeypatch: pytest.MonkeyPatch)
     assert NpuSimConfig(cards=3).visible() == ("1",), "a driver leaves out what it does not have"
 
 
+def test_a_job_on_it_occupies_cores(workdir: Path) -> None:
+    assert str(Need.of(compose_job(["+recipe=sft_demo", "device=npu_sim"]).spec)) == "1 core"
+
+
 def test_more_processes_than_cards_are_refused(workdir: Path) -> None:
     words = ["+recipe=sft_demo", "device=npu_sim", "launch.devices=2"]
     with pytest.raises(SpecError, match=r"type device\.cards=2"):
@@ -37,7 +42,7 @@ def test_more_processes_than_cards_are_refused(workdir: Path) -> None:
 
 def test_deepspeed_refuses_it_by_name(workdir: Path) -> None:
     words = ["+recipe=sft_demo", "launch.devices=2", "device=npu_sim", "device.cards=2", "parallelism=deepspeed_zero3"]
-    with pytest.raises(SpecError, match="knows no device=npu_sim, only cpu, cuda, npu"):
+    with pytest.raises(SpecError, match="knows no device=npu_sim; type parallelism=fsdp"):
         compose_job(words)
 
 

@@ -141,11 +141,12 @@ def written_out(config: DistillConfig, student: CausalLM, teacher: CausalLM) -> 
             if config.top_k is not None:
                 top = p.argsort(descending=True)[: config.top_k]
                 p, q = (torch.cat([one[top], 1 - one[top].sum()[None]]) for one in (p, q))
-            m = config.mixture * p + (1 - config.mixture) * q
+            beta = 0.5 if config.beta is None else config.beta
+            m = beta * p + (1 - beta) * q
             divergence = {
                 "forward_kl": (p * (p / q).log()).sum(),
                 "reverse_kl": (q * (q / p).log()).sum(),
-                "jsd": config.mixture * (p * (p / m).log()).sum() + (1 - config.mixture) * (q * (q / m).log()).sum(),
+                "jsd": beta * (p * (p / m).log()).sum() + (1 - beta) * (q * (q / m).log()).sum(),
             }[config.divergence]
             nll = -torch.log_softmax(ours[t - 1], -1)[item.ids[t]]
             total, tokens = total + weight * (heat**2 * divergence + config.sft_coef * nll), tokens + 1

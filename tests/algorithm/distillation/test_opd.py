@@ -193,7 +193,8 @@ def test_beta_belongs_to_jsd(words: list[str], workdir: Path) -> None:
             [*OFFLINE, *(f"algorithm.{o}" for o in JSD)],
             [
                 "(2²·D_t − 0.5·log π(token t)) / N",
-                "0.25·KL(P ‖ M) + 0.75·KL(Q ‖ M)",
+                "beta·KL(P ‖ M) + (1 − beta)·KL(Q ‖ M)",
+                "algorithm.beta=0.25 ",
                 "softmax of the logits / 2",
                 "9 likeliest tokens and, as one event, all others",
             ],

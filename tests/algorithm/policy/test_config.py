@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,8 @@ def test_what_stands_for_null_depends_on_the_choice() -> None:
     assert options_in_force(GrpoConfig(), "objective") == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
     assert options_in_force(GrpoConfig(objective="cispo"), "objective") == {"clip_low": 1.0, "clip_high": 4.0}
     assert GrpoConfig(kl="k3").in_force.kl_place == "loss" and PpoConfig(kl="k1").in_force.kl_place == "reward"
-    assert GrpoConfig(correction="tis").in_force.correction_high == 2.0
-    assert GrpoConfig(correction="decoupled").in_force.correction_high is None
+    assert options_in_force(GrpoConfig(correction="tis"), "correction") == {"correction_high": 2.0}
+    assert options_in_force(GrpoConfig(correction="decoupled"), "correction") == {"correction_high": math.inf}
     assert options_in_force(GrpoConfig(clip_high=0.28), "objective")["clip_high"] == 0.28
 
 
@@ -132,7 +133,10 @@ def test_what_stands_for_null_depends_on_the_choice() -> None:
             ["(L + 0.5·E)", "  E   ½(V_t − (A_t + V_t,old))²", "(critic=shared)"],
         ),
         (["algorithm=grpo", "algorithm.lag=1"], ["the policy that sampled, 1 step older"]),
-        (["algorithm=grpo", "algorithm.correction=mis"], ["ρ where 0.5 ≤ ρ ≤ 5, else 0"]),
+        (
+            ["algorithm=grpo", "algorithm.correction=mis"],
+            ["ρ where correction_low ≤ ρ ≤ correction_high, else 0", "correction_high=5 ", "of the token"],
+        ),
     ],
 )
 def test_explain_loss_prints_the_formula_in_force(

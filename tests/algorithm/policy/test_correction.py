@@ -11,23 +11,24 @@ from hypothesis import given
 from torch import Tensor
 
 from runner.algorithm.policy import importance as correction
-from runner.algorithm.policy.importance import Correction, Level, behaviour_log_ratio
+from runner.algorithm.policy.importance import Level, behaviour_log_ratio
+from runner.interfaces.losses import Correction
 from tests.algorithm.ragged import Rows, rows
 
 LOW, HIGH = 0.6, 1.8
 Rule = Callable[[Tensor], Correction]
 
 RULES: dict[str, tuple[Rule, Callable[[float], tuple[float, bool]]]] = {
-    "tis": (lambda x: correction.tis(x, cap=HIGH), lambda rho: (min(rho, HIGH), rho > HIGH)),
+    "tis": (lambda x: correction.tis(x, correction_high=HIGH), lambda rho: (min(rho, HIGH), rho > HIGH)),
     "mis": (
-        lambda x: correction.mis(x, low=LOW, high=HIGH),
+        lambda x: correction.mis(x, correction_low=LOW, correction_high=HIGH),
         lambda rho: (rho, False) if LOW <= rho <= HIGH else (0.0, True),
     ),
     "decoupled": (
-        lambda x: correction.decoupled(x, cap=HIGH),
+        lambda x: correction.decoupled(x, correction_high=HIGH),
         lambda rho: (0.0, True) if rho > HIGH else (rho, False),
     ),
-    "uncapped": (lambda x: correction.decoupled(x, cap=None), lambda rho: (rho, False)),
+    "uncapped": (lambda x: correction.decoupled(x), lambda rho: (rho, False)),
 }
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from runner.core.batch import pack, with_totals
 from runner.core.errors import SpecError
-from runner.device.cards import CARDS, GIB, HCCL_BUFFERS, Card
+from runner.device.cards import CARDS, GIB, Card
+from runner.device.kinds import NPU
 from runner.model.flops import ModelFlops
 from runner.parallelism.mesh import Mesh
 from runner.tools.plan.changes import advise, engine_s_share, sharding, sharing_rows, spreading_experts
@@ -204,7 +205,7 @@ def test_the_band_counts_what_communicators_keep(compose: Any) -> None:
     assert alone.band(card).low == alone.peak.bytes + card.context[0]
     for name, count in {"ddp": 1, "fsdp": 1, "hsdp": 3}.items():  # copies, pieces, all
         plan = estimate(compose("+recipe=sft_demo", *SMALL, f"parallelism={name}", "launch.devices=4"))
-        assert plan.band(card).low == plan.peak.bytes + card.context[0] + count * HCCL_BUFFERS
+        assert plan.band(card).low == plan.peak.bytes + card.context[0] + count * NPU.communicator_bytes
 
 
 def test_the_cheapest_change_that_is_enough_is_advised(compose: Any) -> None:
