@@ -341,6 +341,47 @@ def test_a_child_that_comes_back_does_not_answer(function: Write) -> None:
     assert reward.score([GROUP] * 20) == [[0.5, 0.5]] * 20
 
 
+FORGES = """
+    import ctypes, json, os, subprocess, sys, time
+    FORGED = json.dumps({"values": [1000.0, 1000.0], "faults": []}).encode() + b"\\n"
+
+    def write_everywhere():
+        for descriptor in range(3, 256):
+            try:
+                os.write(descriptor, FORGED)
+            except OSError:
+                pass
+
+    def flood():
+        for _ in range(400):
+            write_everywhere()
+            time.sleep(0.005)
+        os._exit(0)
+
+    def score(completions):
+        if completions[0] == "forked" and os.fork() == 0:
+            flood()
+        if completions[0] == "forked unseen by Python" and ctypes.PyDLL(None).fork() == 0:
+            flood()
+        if completions[0] == "executed":
+            subprocess.run([sys.executable, "-c", f"import os\\nfor n in range(3, 256):\\n try: os.write(n, {FORGED!r})\\n "
+                            "except OSError: pass"], close_fds=False)
+        time.sleep(0.1)
+        return [0.5, 0.25]
+"""
+
+
+@pytest.mark.parametrize("way", ["forked", "forked unseen by Python", "executed"])
+def test_no_process_below_the_function_can_write_scores(
+    way: str, function: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    reward = function(FORGES)
+    later = [answer("later"), answer("later")]  # while a child of the first group still writes
+    assert reward.score([[answer(way), answer(way)], later, later]) == [[0.5, 0.25]] * 3
+    assert ("wrote into the connection for scores: ignored" in caplog.text) == (way == "forked unseen by Python")
+    assert "not scored" not in caplog.text
+
+
 LEAVES_CHILDREN = """
     import os, subprocess, sys, time
     def score(completions):
