@@ -1,6 +1,6 @@
 """Signals to a run.
 
-    SIGINT, SIGTERM   while it is built: it ends at once; later: after the current step, with a checkpoint; again: at once
+    SIGINT, SIGTERM   while it is built: it ends at once; later: after this step, with a checkpoint; again: at once
     SIGHUP            the first signal: as SIGTERM; later: nothing, since a terminal that is closed sends several
     SIGUSR1           after the current step it saves a checkpoint and continues
 

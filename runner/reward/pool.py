@@ -33,6 +33,8 @@ from runner.reward import worker
 from runner.reward.output import Output
 from runner.reward.payload import encoded
 from runner.reward.scorer import Fault, Scored, unscored
+from runner.run_dir import manifest
+from runner.run_dir.manifest import is_secret_name
 
 START_S = 120.0  # for importing the file and what it imports
 END_S = 10.0
@@ -40,6 +42,12 @@ GOING_S = 1.0  # between the end of a socket and the end of its process
 LINE_BYTES = 2000
 STACK_BYTES = 1 << 20
 READ_BYTES = 1 << 16
+# The environment of a function: what the manifest records, and what programs need to find their files
+PREFIXES = (*manifest.PREFIXES, "CONDA_", "LC_", "LD_", "PYTHON")
+NAMES = manifest.NAMES | {
+    "HOME", "LANG", "LOGNAME", "PATH", "SHELL", "SSL_CERT_DIR", "SSL_CERT_FILE", "TEMP", "TERM", "TMP", "TMPDIR", "TZ",
+    "USER", "VIRTUAL_ENV", "XDG_CACHE_HOME",
+}  # fmt: skip
 CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
 
@@ -58,11 +66,20 @@ class CannotStart(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The function to run. `here`: modules that lie beside the file can be imported."""
+    """The function to run. `here`: modules that lie beside the file can be imported; env: environment variables that
+    it sees beside those of the allow-list."""
 
     file: Path
     function: str
     here: bool = True
+    env: tuple[str, ...] = ()
+
+    def environment(self) -> dict[str, str]:
+        """Its environment: no variable with a secret, unless `env` names it."""
+        kept = (
+            k for k in os.environ if k in self.env or (k.startswith(PREFIXES) and not is_secret_name(k)) or k in NAMES
+        )
+        return {name: os.environ[name] for name in kept}
 
 
 class Worker:
@@ -84,6 +101,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=passed,
+                env=target.environment(),
             )
         self._lines = JsonLines(writing=self._channel.fileno())
         assert self._process.stdout is not None

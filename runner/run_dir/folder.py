@@ -24,6 +24,7 @@ from runner.core import fsync_io
 from runner.core.errors import EnvironmentProblem, StorageError
 
 OUTPUTS = Path("outputs")
+LOCK = ".lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +167,19 @@ def make_unique(parent: Path, name: str, what: str, inside: str = ".") -> Path:
 
 
 def claim(where: Path) -> RunFolder:
-    """The folder `where` for a new run. Raises EnvironmentProblem if it holds one, StorageError if it cannot be."""
+    """The folder `where` for a new run. Raises EnvironmentProblem if anything else is in it (which stays as it is),
+    StorageError if it cannot be made."""
     folder = RunFolder(where.absolute())
     if folder.spec.exists():
         raise EnvironmentProblem(f"{where} holds a run; go on with it: run resume {where}; or choose another --folder")
+    try:
+        # a run that died before it had a spec leaves its lock, and a file that it was about to rename
+        others = [p.name for p in where.iterdir() if p.name != LOCK and not p.name.startswith(fsync_io.STAGED)]
+    except OSError:
+        others = []  # it is not there, or mkdir says what is wrong with it
+    if others:
+        text = f"{where} is not empty ({', '.join(sorted(others)[:3])}{', …' if len(others) > 3 else ''})"
+        raise EnvironmentProblem(f"{text}, and a run needs a folder of its own; choose another --folder")
     try:
         where.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -231,7 +241,7 @@ def lock(folder: RunFolder) -> int:
     Returns the open descriptor. Raises EnvironmentProblem if another process holds it, StorageError if it cannot.
     """
     try:
-        handle = os.open(folder.root / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        handle = os.open(folder.root / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise StorageError(f"cannot write in {folder.root}: {error.strerror}") from error
     try:

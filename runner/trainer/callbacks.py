@@ -103,7 +103,8 @@ class Contrast(NoOp):
         so_far = "" if self._silent == 1 else f", as at {self._silent - 1} steps before"
         if no_reward:
             log.warning(
-                "step %d: no group had a valid reward (%d samples), so nothing was learned%s; see reward.log, samples.jsonl",
+                "step %d: no group had a valid reward (%d samples), so nothing was learned%s; "
+                "see reward.log and samples.jsonl",
                 end.step,
                 end.values["reward/unscored"],
                 so_far,

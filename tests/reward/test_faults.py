@@ -44,7 +44,7 @@ def test_a_none_that_the_reward_chose_is_no_fault_and_counts_all_the_same(caplog
     assert not caplog.records
     faults.take(Scored([None, None]))
     with pytest.raises(
-        DataError, match="no sample of 2 groups in a row .*\n  the reward returned None for every sample"
+        DataError, match=r"no sample of 2 groups in a row .*\n  the reward returned None for every sample"
     ):
         faults.take(Scored([None, None]))
 

@@ -174,6 +174,23 @@ def test_the_example_of_the_documentation_works(function: Write) -> None:
     assert one(function(source)) == one(function(source), *chat) == [1.1, 0.1]
 
 
+def test_the_environment_is_an_allow_list_that_the_user_extends(
+    function: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("JUDGE_KEY", "mine")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    source = """
+        import os
+        NAMES = ["PATH", "OMP_NUM_THREADS", "JUDGE_KEY", "HF_TOKEN", "VLLM_API_KEY"]
+        def score(completions):
+            return [sum(2.0 ** i for i, name in enumerate(NAMES) if name in os.environ) for _ in completions]
+    """
+    assert one(function(source)) == [3, 3]
+    assert one(function(source, env=("JUDGE_KEY",))) == [7, 7]
+
+
 # --- what it may return ----------------------------------------------------------------------------------------------
 
 
@@ -364,8 +381,8 @@ FORGES = """
         if completions[0] == "forked unseen by Python" and ctypes.PyDLL(None).fork() == 0:
             flood()
         if completions[0] == "executed":
-            subprocess.run([sys.executable, "-c", f"import os\\nfor n in range(3, 256):\\n try: os.write(n, {FORGED!r})\\n "
-                            "except OSError: pass"], close_fds=False)
+            program = f"import os\\nfor n in range(3, 256):\\n try: os.write(n, {FORGED!r})\\n except OSError: pass"
+            subprocess.run([sys.executable, "-c", program], close_fds=False)
         time.sleep(0.1)
         return [0.5, 0.25]
 """
