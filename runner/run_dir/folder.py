@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from runner.core import fsync_io
+from runner.core.bounded_text import check_yaml, parse_json
 from runner.core.errors import EnvironmentProblem, StorageError
 
 OUTPUTS = Path("outputs")
@@ -311,8 +312,11 @@ def read_mapping(path: Path, *, must_exist: bool = False) -> dict[str, Any]:
     Raises EnvironmentProblem where it cannot be read.
     """
     try:
-        parse = json.loads if path.suffix == ".json" else yaml.safe_load
-        return dict(parse(path.read_text(encoding="utf-8")))
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            return dict(parse_json(text))
+        check_yaml(text)
+        return dict(yaml.safe_load(text))
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         if isinstance(error, FileNotFoundError) and not must_exist:
             return {}
