@@ -42,14 +42,15 @@ def check_yaml(text: str) -> None:
                 if anchor is not None:
                     sizes[anchor] = total - before
             elif isinstance(event, yaml.AliasEvent):
-                total += sizes.get(event.anchor, 1)
+                total += sizes.get(event.anchor or "", 1)
             elif isinstance(event, yaml.ScalarEvent):
                 total += 1
                 if event.anchor is not None:
                     sizes[event.anchor] = 1
+            line = event.start_mark.line + 1 if event.start_mark is not None else 0
             if len(open_nodes) > DEEPEST:
-                raise ValueError(f"line {event.start_mark.line + 1}: nested more than {DEEPEST} levels deep")
+                raise ValueError(f"line {line}: nested more than {DEEPEST} levels deep")
             if total > MOST_NODES:
-                raise ValueError(f"line {event.start_mark.line + 1}: more than {MOST_NODES} values, aliases counted in")
+                raise ValueError(f"line {line}: more than {MOST_NODES} values, aliases counted in")
     except yaml.YAMLError:
         return

@@ -23,7 +23,8 @@ from aiohttp import (
 )
 from yarl import URL
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class AnswerTooLargeError(ClientPayloadError):

@@ -294,7 +294,9 @@ class JsonLines:
     def _close(self) -> None:
         """Close the other end's connection. The descriptors stay valid: they are the caller's to close."""
         with open(os.devnull, "r+b", buffering=0) as nothing:
-            for descriptor in {self._reading, self._writing} - {None}:
+            for descriptor in (self._reading, self._writing):
+                if descriptor is None:
+                    continue
                 os.dup2(nothing.fileno(), descriptor, inheritable=False)
         self._is_closed = self._is_torn = True
 

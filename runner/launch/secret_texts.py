@@ -32,7 +32,7 @@ def mask_secrets(spec: JobSpec, origins: Mapping[str, str]) -> JobSpec:
         print(f"note: {key} holds what looks like a secret: masked", file=sys.stderr)
     if not found:
         return spec
-    masked = {name: _masked(getattr(spec.tracker, name)) for name in type(spec.tracker).model_fields}
+    masked = {name: _masked(value) for name, value in spec.tracker}
     return spec.model_copy(update={TEXTS: spec.tracker.model_copy(update=masked)})
 
 
