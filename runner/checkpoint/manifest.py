@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from runner.core import fsync_io
+from runner.core.bounded_text import parse_json
 from runner.core.errors import CheckpointError
 
 SCHEMA = 1
@@ -76,7 +77,7 @@ def encode(manifest: Manifest) -> bytes:
 def read(folder: Path) -> Manifest:
     """The manifest in `folder`. Raises Damaged, or CheckpointError when a newer runner wrote it."""
     try:
-        body = json.loads((folder / FILE).read_bytes())
+        body = parse_json((folder / FILE).read_bytes())
     except OSError as error:
         raise Damaged(f"{FILE}: {fsync_io.reason(error)}") from error
     except ValueError as error:

@@ -22,6 +22,7 @@ from runner.cli.config_sources import GROUP, SWEEPER, fault, is_file_name
 from runner.cli.files import SWEEP, Files, Uncomposable, compose_files, is_sweep, line_of, misplaced, worded
 from runner.cli.overrides import SWEEP_ALONE, Typed, apply, check, escaped, problem, read, resolve, with_demo
 from runner.cli.sources import options, recipes, session
+from runner.core.bounded_text import check_yaml
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.spec.decode import decode, unknown_name, with_origins
 from runner.spec.job import RECIPE, JobSpec
@@ -272,8 +273,9 @@ def _load_spec(path: Path) -> DictConfig:
     if not path.is_file():
         raise EnvironmentProblem(f"{path}: no such file; the spec.yaml of a run is expected")
     try:
+        check_yaml(path.read_text(encoding="utf-8"))
         config = OmegaConf.load(path)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise SpecError([worded(error, (), ())]) from error
     content = OmegaConf.to_container(config)
     if not isinstance(content, dict):

@@ -15,6 +15,7 @@ from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from runner.core.bounded_text import check_yaml
 from runner.core.paths import conf_dir, recipes_dir
 from runner.run_dir.folder import shown
 from runner.spec import suggest
@@ -88,7 +89,9 @@ class FolderSource(ConfigSource):
         assert place is not None  # is_config was asked
         try:
             with place.open(encoding="utf-8") as file:
-                header = self._get_header_dict(file.read())
+                text = file.read()
+                check_yaml(text)
+                header = self._get_header_dict(text)
                 file.seek(0)
                 config = OmegaConf.load(file)
         except UnicodeDecodeError as error:

@@ -17,6 +17,7 @@ from runner.cli.args import parse, plugin_verb
 from runner.core.errors import Interrupted, RunnerError
 from runner.core.imports import import_frozen
 from runner.core.plugins import warnings
+from runner.tracker.text import harmless
 
 HANDLERS = {
     "run": "runner.cli.job:run",
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _answer(words)
     except Interrupted as stop:  # what the user wanted, and no error
-        print(stop, file=sys.stderr)
+        print(harmless(str(stop)), file=sys.stderr)
         return stop.exit_code
     except RunnerError as error:
         if debug:
@@ -75,7 +76,7 @@ def _answer(words: list[str]) -> int:
         return _dispatch(parse(completing))
     finally:
         for text in () if "--shell-completion" in completing else warnings():  # a shell asks at every tab
-            print(f"warning: {text}", file=sys.stderr)
+            print(f"warning: {harmless(str(text))}", file=sys.stderr)
 
 
 def _dispatch(args: Namespace) -> int:
@@ -96,7 +97,7 @@ def _completing(words: list[str]) -> list[str]:
 
 def _complain(message: str) -> None:
     red = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    print(("\033[31merror:\033[0m " if red else "error: ") + message, file=sys.stderr)
+    print(("\033[31merror:\033[0m " if red else "error: ") + harmless(message), file=sys.stderr)
 
 
 def _our_bug(error: Exception, debug: bool) -> str:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Mapping
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from aiohttp import (
     ClientConnectorDNSError,
@@ -21,6 +23,7 @@ from aiohttp import (
 )
 from yarl import URL
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -28,11 +31,29 @@ class AnswerTooLargeError(ClientPayloadError):
     """The body is larger than the caller takes."""
 
 
-class _Loop(asyncio.SelectorEventLoop):
-    """Event loop that does not wait at its end for a name lookup, which no timeout can interrupt."""
+class _DaemonThreads(ThreadPoolExecutor):
+    """A daemon thread for each call; ThreadPoolExecutor's own threads are joined when the program ends."""
 
-    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """Nothing: close() ends the executor without joining its threads."""
+    def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(call(*args, **kwargs))
+            except BaseException as error:  # whatever it is, the caller gets it
+                future.set_exception(error)
+
+        if future.set_running_or_notify_cancel():
+            threading.Thread(target=work, name="name lookup", daemon=True).start()
+        return future
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Event loop whose end, like that of the program, does not wait for a name lookup: no timeout can interrupt one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_default_executor(_DaemonThreads())
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -41,8 +41,8 @@ class Metrics:
         return Metrics(sums, {name: _number(value) for name, value in self.maxima.items()})
 
     def result(self) -> dict[str, float]:
-        """Plain numbers: means (NaN where nothing was counted) and maxima."""
-        means = {n: float(t) / float(c) if float(c) else float("nan") for n, (t, c) in self.sums.items()}
+        """Plain numbers: means, without those of which nothing was counted, and maxima."""
+        means = {n: float(t) / float(c) for n, (t, c) in self.sums.items() if float(c)}
         return means | {n: float(v) for n, v in self.maxima.items()}
 
 

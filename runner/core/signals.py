@@ -1,4 +1,8 @@
-"""SIGINT and SIGTERM: they end a run at once while it is built, later after the step in hand; a second one, at once.
+"""Signals to a run.
+
+    SIGINT, SIGTERM   while it is built: it ends at once; later: after this step, with a checkpoint; again: at once
+    SIGHUP            the first signal: as SIGTERM; later: nothing, since a terminal that is closed sends several
+    SIGUSR1           after the current step it saves a checkpoint and continues
 
 install ─▶ at_once(): Interrupted, there is nothing to save ─▶ loop: asks between steps, saves, Interrupted
 """
@@ -16,6 +20,7 @@ from typing import Any
 from runner.core.errors import Interrupted
 
 log = logging.getLogger("runner")
+STOPS, SAVE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP), signal.SIGUSR1
 
 
 class StopNow(BaseException):
@@ -30,7 +35,8 @@ class StopSignal:
     def __init__(self) -> None:
         self.number: int | None = None
         self._agreed: int | None = None
-        self._at_once = False
+        self._at_once = self._wants_checkpoint = False
+        self.checkpoint_requested = False  # SIGUSR1: whether this step is to be saved, as all ranks agreed
 
     @property
     def requested(self) -> bool:
@@ -38,33 +44,41 @@ class StopSignal:
         return self._agreed is not None
 
     def agree(self, gather: Callable[[int | None], Sequence[int | None]]) -> None:
-        """Take the first signal that any rank has received, so that all end after the same step.
+        """Take the first signal that any rank has received, so that all end, or save, after the same step.
 
         gather: what every rank has received, this one among them; all ranks call it
         """
-        self._agreed = next((number for number in gather(self.number) if number is not None), None)
+        wants_checkpoint, self._wants_checkpoint = self._wants_checkpoint, False
+        received = gather(self.number or (SAVE if wants_checkpoint else None))
+        self.checkpoint_requested = SAVE in received
+        self._agreed = next((number for number in received if number not in (None, SAVE)), None)
 
     def install(self) -> None:
-        """Take over SIGINT and SIGTERM. SIGINT stays ignored where the parent ignores it (nohup)."""
-        _taken(self._receive)
+        """Take over the signals. One that the parent ignores stays ignored (nohup), and SIGUSR1 with whoever has it."""
+        _taken(self._receive, (*STOPS, SAVE))
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """The same for the time of the block."""
-        with _restored(_taken(self._receive)):
+        with _restored(_taken(self._receive, (*STOPS, SAVE))):
             yield
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == SAVE:
+            self._wants_checkpoint = True
+            _write_to_stderr(f"\n{_name(number)}: a checkpoint follows after this step; the run continues\n")
+            return
+        if number == signal.SIGHUP:
+            if self.number is not None:
+                return
+            number = signal.SIGTERM
         if self.number is not None:
-            with suppress(OSError):
-                os.write(2, b"\nended at once; a resume goes on from the last checkpoint\n")
+            _write_to_stderr("\nended at once; a resume goes on from the last checkpoint\n")
             os._exit(128 + number)
         self.number = number
         if self._at_once:
             raise StopNow
-        said = f"\n{_name(number)}: finishing this step, then saving; send it again to stop immediately\n"
-        with suppress(OSError):  # nobody may be left to read it
-            os.write(2, said.encode())  # no logging, no stream: what the signal interrupted may hold their locks
+        _write_to_stderr(f"\n{_name(number)}: finishing this step, then saving; send it again to stop immediately\n")
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
@@ -91,10 +105,19 @@ def _name(number: int) -> str:
     return signal.Signals(number).name
 
 
-def _taken(receive: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
-    """Let SIGINT and SIGTERM go to `receive`, unless the parent ignores them; who had them before."""
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
-    return {number: signal.signal(number, receive) for number in numbers}
+def _write_to_stderr(text: str) -> None:
+    """Without logging and without a stream: what the signal interrupted may hold their locks."""
+    with suppress(OSError):  # nobody may be left to read it
+        os.write(2, text.encode())
+
+
+def _taken(receive: Callable[[int, FrameType | None], None], numbers: Sequence[int]) -> dict[int, Any]:
+    """Let these signals go to `receive`, unless the parent ignores them, or SIGUSR1 is handled; who had them before."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    free = [
+        n for n, handler in before.items() if handler is not signal.SIG_IGN and (n != SAVE or not callable(handler))
+    ]
+    return {number: signal.signal(number, receive) for number in free}
 
 
 @contextmanager
@@ -107,16 +130,28 @@ def _restored(before: dict[int, Any]) -> Iterator[None]:
 
 
 class Interrupts:
-    """SIGINT and SIGTERM, noted in their order by a process that passes them on to those which it has started."""
+    """Signals, noted in their order by a process that passes them on to those which it has started.
 
-    def __init__(self) -> None:
-        self.received: list[int] = []
+    saves: whether SIGUSR1 is noted, too; the others ask to end, SIGHUP as SIGTERM does
+    """
+
+    def __init__(self, saves: bool = False) -> None:
+        self.noted_signals: list[int] = []
+        self._numbers = (*STOPS, SAVE) if saves else STOPS
+
+    @property
+    def received(self) -> list[int]:
+        """Those that ask to end."""
+        return [number for number in self.noted_signals if number != SAVE]
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note signals inside the block. SIGINT stays ignored where the parent ignores it (nohup)."""
-        with _restored(_taken(self._receive)):
+        """Note signals inside the block. One that the parent ignores stays ignored (nohup)."""
+        with _restored(_taken(self._receive, self._numbers)):
             yield
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
+        if number != signal.SIGHUP:
+            self.noted_signals.append(number)
+        elif not self.received:
+            self.noted_signals.append(signal.SIGTERM)

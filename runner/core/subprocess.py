@@ -10,10 +10,12 @@ where it is needed.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import math
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -63,14 +65,17 @@ def main(parent: str, end_signal: str, cores: str, *command: str) -> None:
     if cores != "-":
         os.sched_setaffinity(0, map(int, cores.split(",")))
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT in all that it starts, which inherits that
-    os.execvp(command[0], command)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"{command[0]} cannot be started: {error.strerror}")
 
 
 class ChildProcess(subprocess.Popen[bytes]):
     """A child in a session of its own: Ctrl-C reaches the parent alone, and what the child started ends with it.
 
-    end_signal: what the kernel sends it when the thread that started it ends (None: nothing; then `command` is started
-    directly, and OSError is raised where it cannot be); own_session=False: it stays in this process's group
+    Raises OSError where there is no such program. end_signal: what the kernel sends it when the thread that started it
+    ends (None: nothing; then `command` is started directly); own_session=False: it stays in this process's group
     """
 
     def __init__(
@@ -87,6 +92,12 @@ class ChildProcess(subprocess.Popen[bytes]):
         pass_fds: Sequence[int] = (),
     ) -> None:
         self._own_session, self._reaping = own_session, threading.RLock()
+        program = command[0] if cwd is None or os.sep not in command[0] else os.path.join(cwd, command[0])
+        if (
+            end_signal is not None
+            and shutil.which(program, path=(os.environ if env is None else env).get("PATH")) is None
+        ):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
         super().__init__(
             list(command) if end_signal is None else with_pdeathsig(command, end_signal=end_signal),
             stdin=stdin,
@@ -246,7 +257,7 @@ class JsonLines:
         self, reading: int | None = None, writing: int | None = None, longest_bytes: int = LONGEST_BYTES
     ) -> None:
         self._reading, self._writing, self._lock = reading, writing, threading.Lock()
-        self._rest, self._longest_bytes, self._is_closed = bytearray(), longest_bytes, False
+        self._rest, self._longest_bytes, self._is_closed, self._is_torn = bytearray(), longest_bytes, False, False
         self._fault: ValueError | None = None  # of a line behind messages that were returned first
         for descriptor in (reading, writing):
             if descriptor is not None:
@@ -260,7 +271,8 @@ class JsonLines:
         return cls(0, writing)
 
     def send(self, message: object, within_s: float = math.inf) -> bool:
-        """Send a message; False where the other end is closed. Raises TimeoutError where it does not read in time."""
+        """Send a message; False where the other end is closed. Raises TimeoutError where it does not read in time;
+        if it has read a part by then, the connection is closed: no later message may continue the torn line."""
         return self.write(json.dumps(message).encode() + b"\n", within_s)
 
     def write(self, line: bytes, within_s: float = math.inf) -> bool:
@@ -269,13 +281,24 @@ class JsonLines:
         end = time.monotonic() + within_s
         rest = memoryview(line)  # a pipe takes 64 KiB at a time: copies of the rest would be quadratic
         with self._lock, suppress(ConnectionError):
-            while rest:
+            while rest and not self._is_torn:
                 try:
                     rest = rest[os.write(self._writing, rest) :]
                 except BlockingIOError:
                     if not _is_ready(self._writing, select.POLLOUT, end - time.monotonic()):
+                        if len(rest) < len(line):
+                            self._close()
                         raise TimeoutError(f"not read within {within_s:g} s") from None
         return not rest
+
+    def _close(self) -> None:
+        """Close the other end's connection. The descriptors stay valid: they are the caller's to close."""
+        with open(os.devnull, "r+b", buffering=0) as nothing:
+            for descriptor in (self._reading, self._writing):
+                if descriptor is None:
+                    continue
+                os.dup2(nothing.fileno(), descriptor, inheritable=False)
+        self._is_closed = self._is_torn = True
 
     def receive(self, wait_s: float = 0.0) -> list[Any] | None:
         """The messages that have come, once there is something to read or `wait_s` is over; None at the end.

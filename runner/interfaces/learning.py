@@ -214,7 +214,7 @@ class StepEnd:
     """A finished step on its way through the callbacks, which may add numbers.
 
     step counts finished steps (1-based); samples are what the step learnt from, some of which are kept; `last` is
-    true at the end of the run; `stopping` when a signal asked to end here.
+    true at the end of the run; `stopping` when a signal asked to end here, `saving` when one asked for a checkpoint.
     """
 
     step: int
@@ -222,6 +222,7 @@ class StepEnd:
     last: bool
     samples: Sequence[Sample] = ()
     stopping: bool = False
+    saving: bool = False
 
 
 class Callback(Protocol):

@@ -24,10 +24,12 @@ from runner.launch import torchrun
 from runner.launch.base import StartedConfig
 from runner.launch.preflight import preflights, refuse_unready
 from runner.launch.records import keep_evidence, status_of, write_yaml
+from runner.launch.secret_texts import mask_secrets
 from runner.launch.session import Session, called
 from runner.launch.stage import is_stage
 from runner.launch.stages import TRUSTED, check_model, with_first_weights, with_other_models
 from runner.run_dir.folder import RunFolder, claim, create, locked, point_latest, read_mapping, shown
+from runner.run_dir.manifest import redacted
 from runner.run_dir.resume_compatibility import frozen
 from runner.spec.job import JobSpec
 from runner.spec.origin import COMMAND_LINE
@@ -48,6 +50,7 @@ def start(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], where
     where: the run's folder, which `latest` then does not follow; None = a new one below outputs/
     """
     torchrun.refuse_misfit(spec)
+    spec = mask_secrets(spec, origins)
     typed_job = spec.model_dump(mode="json")
     if is_other_machine(spec):
         return join(spec, typed_job)
@@ -63,7 +66,7 @@ def start(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], where
         write_spec(folder, spec)
         if spec.launch.queued and not later:
             task.remember(folder)
-        write_yaml(folder.overrides, {"typed": list(typed), "set_by": dict(origins)})
+        write_yaml(folder.overrides, {"typed": redacted(typed), "set_by": dict(origins)})
         if where is None:
             point_latest(folder)
         if not later:
@@ -107,6 +110,7 @@ def checked(spec: JobSpec, *, here: bool = False) -> JobSpec:
 
 def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[str] = ()) -> int:
     """Go on where the run stopped; `spec` is `before` with overrides. A finished run says so and is left alone."""
+    spec = mask_secrets(spec, dict.fromkeys((word.partition("=")[0] for word in typed), COMMAND_LINE))
     refuse_other_job(before, spec)
     if status(folder).get("state") == "done" and spec.steps <= before.steps:
         more = f"run resume {shown(folder.root)} steps={before.steps * 2}"

@@ -43,6 +43,7 @@ PROGRAMS: dict[Role, tuple[str, ...]] = {
     "sampler": ("-P", "-m", "runner.launch.sampling"),
 }
 BEAT_S = 2.0
+STACKS = signal.SIGUSR2  # asks a process for its stacks; SIGUSR1 asks a rank for a checkpoint
 DUMP_S = 1.0  # for processes to write their stacks
 HEAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*most recent call first.*:$", re.MULTILINE)
 FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
@@ -262,14 +263,14 @@ def _now() -> float:
 def watch_stacks(handle: int) -> None:
     """Write every thread's stack to this descriptor where a library crashes, and when the launcher asks for it."""
     faulthandler.enable(handle)
-    faulthandler.register(signal.SIGUSR1, handle, all_threads=True)
+    faulthandler.register(STACKS, handle, all_threads=True)
 
 
 def dump_stacks(members: Sequence[Process], lagging: Sequence[Process]) -> list[str]:
     """Have each process write its stacks to its log; returns a line for each of the lagging ones."""
     before = {member.order.name: size(member.order.folder.log) for member in members}
     for member in members:
-        member.signal(signal.SIGUSR1)
+        member.signal(STACKS)
     time.sleep(DUMP_S)
     return [f"{member.order.name} {_where(member, before[member.order.name])}" for member in lagging]
 

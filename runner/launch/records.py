@@ -38,7 +38,7 @@ def status_of(folder: RunFolder, attempt: int) -> Iterator[None]:
 
     def write(state: str, exit_code: int | None = None, error: str | None = None) -> None:
         record = {"state": state, "attempt": attempt, "pid": os.getpid(), "exit_code": exit_code, "error": error}
-        write_json(folder.status, record)
+        write_json(folder.status, manifest.redacted(record))
 
     write("running")
     try:
@@ -85,7 +85,7 @@ def keep_evidence(folder: RunFolder, attempt: int, typed: Sequence[str]) -> None
         write_atomic(kept / folder.spec.name, folder.spec.read_text(encoding="utf-8"))
     except OSError as error:
         raise StorageError(f"cannot write {kept}: {error.strerror}") from error
-    write_yaml(kept / folder.overrides.name, {"typed": list(typed)})
+    write_yaml(kept / folder.overrides.name, {"typed": manifest.redacted(typed)})
 
 
 def write_yaml(path: Path, value: object, head: str = "") -> None:

@@ -135,11 +135,11 @@ def _run(
     typed += layout
     command = [sys.executable, "-P", "-m", "runner", *typed]
     count_stage(folder)
-    interrupts = Interrupts()
+    interrupts = Interrupts(saves=True)
     with interrupts.noted():
         # The lock is held until the stage has saved, too. The first signal that it is sent makes it save and end.
         stage = ChildProcess(command, end_signal=signal.SIGTERM, stdin=None, env=environment(), pass_fds=(lock,))
-        code = stage.wait_and_forward(interrupts.received)
+        code = stage.wait_and_forward(interrupts.noted_signals)
     if interrupts.received and code <= 0:  # it was done by then, or had not yet begun to listen
         code = 128 + interrupts.received[0]
     if code in (130, 143):

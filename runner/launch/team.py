@@ -5,6 +5,7 @@ start ─▶ all ranks end well                             ─▶ done: what se
       ├▶ a rank is silent, or waited for too long       ─▶ every rank's stacks, who lags, the end
       ├▶ a sampler is lost                              ─▶ the same again, so many times; its work is asked again
       └▶ SIGINT, SIGTERM, passed on to each rank once   ─▶ they save together; again: they end at once
+      └▶ SIGUSR1, passed on to each rank                ─▶ they save together, and continue
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from runner.core.signals import Interrupts
+from runner.core.signals import SAVE, Interrupts
 from runner.launch.machines import Machines, deadline_s
 from runner.launch.member import Order, Process, Roster, Starter, dump_stacks
 from runner.launch.session import called
@@ -49,8 +50,9 @@ class Team:
     members: list[Process] = field(default_factory=list)  # the ranks
     services: Services = field(init=False)
     roster: Roster = field(init=False)
-    interrupts: Interrupts = field(default_factory=Interrupts)
-    passed_on: int = 0  # signals that the ranks were told of
+    interrupts: Interrupts = field(default_factory=lambda: Interrupts(saves=True))
+    noticed: int = 0  # signals that came, and are dealt with
+    passed_on: int = 0  # those of them that ask the ranks to end
     deadline: float = float("inf")  # when ranks that still run are killed
     waited_since: float = 0.0  # when the first rank was heard to have waited in vain; 0: none was
     hung: Verdict | None = None
@@ -119,7 +121,13 @@ class Team:
     def _pass_on(self, running: Sequence[Process]) -> None:
         """Tell the ranks of signals that came; after the second they have little time left. They are served until
         they end."""
-        for number in self.interrupts.received[self.passed_on :]:
+        for number in self.interrupts.noted_signals[self.noticed :]:
+            self.noticed += 1
+            if number == SAVE:
+                for member in running:
+                    if member.ear.begun:  # one that has not has nothing to save
+                        member.signal(number)
+                continue
             self.passed_on += 1
             for member in running:
                 if member.ear.begun:

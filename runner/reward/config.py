@@ -145,6 +145,9 @@ class FunctionConfig(FallibleConfig, PooledConfig):
     factory: ClassVar[str] = "runner.reward.function:build"
     name: Literal["function"] = "function"
     path: str = Field(min_length=1, description="File and function, e.g. my_reward.py:score.")
+    env: tuple[str, ...] = Field(
+        default=(), strict=False, description="Environment variables that the function sees beside the usual ones."
+    )
 
     @property
     def file(self) -> Path:

@@ -31,7 +31,7 @@ def build(config: FunctionConfig, *, seed: int, decide: Decide, folder: Path | N
     digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     decide("reward.path", config.path, config.path, f"sha256 {digest}")
     label = f"{file.name}:{config.function}"
-    pool = Pool(Target(file, config.function), config.workers, config.timeout_s, Output(label, folder))
+    pool = Pool(Target(file, config.function, env=config.env), config.workers, config.timeout_s, Output(label, folder))
     try:
         pool.start()
     except CannotStart as error:

@@ -6,7 +6,6 @@ response:  {"scores": [1.0, null, ...]}, or the list alone
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from aiohttp import ClientError
 
+from runner.core.bounded_text import parse_json
 from runner.core.errors import EnvironmentProblem
 from runner.core.http_client import AnswerTooLargeError, cause, request, run
 from runner.reward.base import OWN
@@ -69,7 +69,7 @@ class Endpoint:
             said = content[:200].decode(errors="replace")
             raise _Failure(f"status {status}", f"{self.url}: status {status}: {said!r}", again)
         try:
-            return json.loads(content)
+            return parse_json(content)
         except ValueError as error:
             raise _Failure("no JSON", f"{self.url}: the answer is no JSON: {error}", again=False) from error
 

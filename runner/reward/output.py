@@ -1,10 +1,13 @@
-"""What a user's code prints: the first lines are said, all of it up to a limit is kept in a file of the run folder."""
+"""What a user's code prints: the first lines are said, all of it up to a limit is kept in a file of the run folder,
+with what looks like a secret masked."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
 from threading import Lock
+
+from runner.run_dir.manifest import redact
 
 log = logging.getLogger("runner")
 SAID_LINES = 20
@@ -47,7 +50,7 @@ class Output:
     def _keep(self, text: str) -> bool:
         if self._path is None or self._kept > KEPT_BYTES:
             return False
-        line = f"{text}\n".encode(errors="replace")
+        line = f"{redact(text)}\n".encode(errors="replace")
         self._kept += len(line)
         with self._path.open("ab") as file:
             file.write(line)

@@ -5,15 +5,18 @@
                                           ├─▶ it was killed (SIGKILL)    ─▶ asked once more, of a new one
                                           └─▶ it died: buried            ─▶ nothing scored, said
 
-See `worker.py` for what happens on the other side.
+See `worker.py` for what happens on the other side. The kernel names the sender of everything that arrives on the socket
+(SO_PASSCRED); what another process than the worker wrote, one that the function has forked, is dropped.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -30,12 +33,22 @@ from runner.reward import worker
 from runner.reward.output import Output
 from runner.reward.payload import encoded
 from runner.reward.scorer import Fault, Scored, unscored
+from runner.run_dir import manifest
+from runner.run_dir.manifest import is_secret_name
 
 START_S = 120.0  # for importing the file and what it imports
 END_S = 10.0
 GOING_S = 1.0  # between the end of a socket and the end of its process
 LINE_BYTES = 2000
 STACK_BYTES = 1 << 20
+READ_BYTES = 1 << 16
+# The environment of a function: what the manifest records, and what programs need to find their files
+PREFIXES = (*manifest.PREFIXES, "CONDA_", "LC_", "LD_", "PYTHON")
+NAMES = manifest.NAMES | {
+    "HOME", "LANG", "LOGNAME", "PATH", "SHELL", "SSL_CERT_DIR", "SSL_CERT_FILE", "TEMP", "TERM", "TMP", "TMPDIR", "TZ",
+    "USER", "VIRTUAL_ENV", "XDG_CACHE_HOME",
+}  # fmt: skip
+CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
 
 log = logging.getLogger("runner")
@@ -53,11 +66,20 @@ class CannotStart(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The function to run. `here`: modules that lie beside the file can be imported."""
+    """The function to run. `here`: modules that lie beside the file can be imported; env: environment variables that
+    it sees beside those of the allow-list."""
 
     file: Path
     function: str
     here: bool = True
+    env: tuple[str, ...] = ()
+
+    def environment(self) -> dict[str, str]:
+        """Its environment: no variable with a secret, unless `env` names it."""
+        kept = (
+            k for k in os.environ if k in self.env or (k.startswith(PREFIXES) and not is_secret_name(k)) or k in NAMES
+        )
+        return {name: os.environ[name] for name in kept}
 
 
 class Worker:
@@ -67,6 +89,9 @@ class Worker:
         self._output, self._file = output, str(target.file)
         self._stack = tempfile.TemporaryFile()  # noqa: SIM115 - end() closes it
         self._channel, theirs = socket.socketpair()
+        self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._sender, self._is_forgery_reported = 0, False  # 0: not known before the first message
+        self._arrived: list[Any] = []  # and not yet returned
         with theirs:
             passed = (theirs.fileno(), self._stack.fileno())
             command = [sys.executable, "-P", "-u", worker.__file__, *map(str, passed)]
@@ -76,8 +101,9 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=passed,
+                env=target.environment(),
             )
-        self._lines = JsonLines(self._channel.fileno(), self._channel.fileno())
+        self._lines = JsonLines(writing=self._channel.fileno())
         assert self._process.stdout is not None
         self._printing = Thread(target=_read, args=(self._process.stdout, output), daemon=True)
         self._printing.start()
@@ -90,8 +116,10 @@ class Worker:
     def ask(self, question: bytes, timeout_s: float) -> dict[str, Any]:
         """The answer to a question in JSON. Raises TimeoutError, EOFError if the process is gone."""
         end = time.monotonic() + timeout_s
+        if self._arrived:
+            raise EOFError("more than one answer to a question")
         self._lines.write(question + b"\n", timeout_s)
-        return dict(self._lines.receive_one(end - time.monotonic()))
+        return self._receive(end - time.monotonic())
 
     def hanging(self) -> str:
         """Where the function was shortly before its time was over: `, at FILE:LINE in FUNCTION`; empty if unknown."""
@@ -116,8 +144,10 @@ class Worker:
         return _ending(code)
 
     def _get_ready(self) -> None:
+        end = time.monotonic() + START_S
         try:
-            answer = self._lines.receive_one(START_S)
+            self._receive(START_S)
+            answer = self._receive(end - time.monotonic())
         except TimeoutError as error:
             raise CannotStart(f"importing it takes longer than {START_S:g} s") from error
         except EOFError as error:
@@ -125,6 +155,45 @@ class Worker:
         if "failed" in answer:
             self._output.keep(answer["trace"])
             raise CannotStart(answer["failed"])
+
+    def _receive(self, within_s: float) -> dict[str, Any]:
+        """The worker's next message. Raises TimeoutError, EOFError at the end and where what came is no message."""
+        end = time.monotonic() + within_s
+        readable = select.poll()
+        readable.register(self._channel, select.POLLIN)
+        while not self._arrived:
+            if not readable.poll(max(end - time.monotonic(), 0.0) * 1000):
+                raise TimeoutError(f"nothing came within {within_s:g} s")
+            try:
+                content, sender = sender_of(self._channel)
+                if not content:
+                    raise EOFError
+                if self._is_worker(sender):
+                    self._arrived += self._lines.feed(content)
+            except (ValueError, ConnectionError) as error:
+                raise EOFError(str(error)) from error
+            if not self._arrived and time.monotonic() > end:
+                raise TimeoutError(f"nothing came within {within_s:g} s")
+        return dict(self._arrived.pop(0))
+
+    def _is_worker(self, sender: int) -> bool:
+        """Whether what arrived is the worker's; the first message is, and comes before foreign code runs."""
+        self._sender = self._sender or sender
+        if sender not in (self._sender, 0) and not self._is_forgery_reported:
+            self._is_forgery_reported = True
+            log.warning(
+                "process %d, which the reward function has started, wrote into the connection for scores: ignored",
+                sender,
+            )
+        return sender == self._sender
+
+
+def sender_of(channel: socket.socket) -> tuple[bytes, int]:
+    """What arrived next on a Unix socket with SO_PASSCRED, empty at its end, and the process that wrote it: the kernel
+    joins no bytes of two processes. 0: it is not known."""
+    content, ancillary, _, _ = channel.recvmsg(READ_BYTES, socket.CMSG_SPACE(CREDENTIALS.size))
+    found = [data for level, kind, data in ancillary if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS)]
+    return content, CREDENTIALS.unpack(found[0])[0] if found else 0
 
 
 class Pool:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from runner.interfaces import Completion
 
 log = logging.getLogger("runner")
+CHOSEN = "the reward returned None for every sample"
 MOST_KINDS = 20  # said one by one; a scorer that fails in more ways than that is only counted
 
 
@@ -67,19 +68,19 @@ class Faults:
         self._counts: Counter[str] = Counter()
 
     def take(self, scored: Scored) -> list[float | None]:
-        """Count a group and return its scores. Raises `error` after `max_failures` groups in a row without a score."""
+        """Count a group and return its scores. Raises `error` after `max_failures` groups in a row without a
+        score, whatever the cause: DataError where the reward itself returned None for each sample."""
         for fault in scored.faults:
             self._say(fault)
         self._samples += len(scored.values)
-        lost = sum(fault.samples for fault in scored.faults)
-        if lost < len(scored.values) or not lost:
-            self._in_a_row = 0 if scored.values else self._in_a_row
+        if not scored.values:
             return scored.values
-        self._in_a_row += 1
+        self._in_a_row = self._in_a_row + 1 if all(value is None for value in scored.values) else 0
         if self._in_a_row >= self._max_failures:
-            raise self._error(
+            error, reason = (self._error, scored.faults[-1].message) if scored.faults else (DataError, CHOSEN)
+            raise error(
                 f"{self._label}: no sample of {self._in_a_row} groups in a row could be scored; the last reason:\n"
-                f"  {scored.faults[-1].message}\n  {self._remedy}"
+                f"  {reason}\n  {self._remedy}"
             )
         return scored.values
 

@@ -1,7 +1,8 @@
 """The process that runs a user's reward function. Stands alone: only the standard library, and nothing of ours.
 
     runner ══ stdin, SIGTERM ══▶ guard ── fork ──▶ worker: imports the file, calls the function
-           ◀═ socket ═════════════════════════════▶   one line of JSON per question, one per answer
+           ◀═ socket ═════════════════════════════▶   one line of JSON per question, one per answer; the runner
+                                                      takes those of the worker's own process alone (`sender_of`)
            ◀═ stdout and stderr, one pipe ═════════   what the function prints
            ◀═ a file without a name ═══════════════   where the function is when its time is nearly over
 
@@ -128,10 +129,10 @@ def work(channel: socket.socket, stack: int, path: str, name: str, here: bool) -
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, STDIN)
     os.close(nothing)
-    channel.set_inheritable(False)
-    os.set_inheritable(stack, False)
+    _keep_from_children(channel.fileno(), stack)
     faulthandler.enable(STDERR)
     me = os.getpid()
+    _answer(channel, {"started": True})  # before foreign code runs: from now on this process alone is listened to
     try:
         function = load(path, name, here)
     except Exception as error:  # whatever the user's file raises is the answer
@@ -146,6 +147,20 @@ def work(channel: socket.socket, stack: int, path: str, name: str, here: bool) -
             os._exit(0)  # the function forked and its child came back: only one of the two may answer
         _answer(channel, reply)
     return 0
+
+
+def _keep_from_children(*descriptors: int) -> None:
+    """Close descriptors in each program that is executed, and turn them into /dev/null in each process that is forked:
+    what runs below the function reads no question and writes no answer."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+
+    def replace() -> None:
+        for descriptor in descriptors:
+            os.dup2(nothing, descriptor, inheritable=False)
+
+    os.register_at_fork(after_in_child=replace)
 
 
 def _answer(channel: socket.socket, reply: Mapping[str, Any]) -> None:

@@ -21,9 +21,11 @@ from typing import Any
 import yaml
 
 from runner.core import fsync_io
+from runner.core.bounded_text import check_yaml, parse_json
 from runner.core.errors import EnvironmentProblem, StorageError
 
 OUTPUTS = Path("outputs")
+LOCK = ".lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +173,19 @@ def make_unique(parent: Path, name: str, what: str, inside: str = ".") -> Path:
 
 
 def claim(where: Path) -> RunFolder:
-    """The folder `where` for a new run. Raises EnvironmentProblem if it holds one, StorageError if it cannot be."""
+    """The folder `where` for a new run. Raises EnvironmentProblem if anything else is in it (which stays as it is),
+    StorageError if it cannot be made."""
     folder = RunFolder(where.absolute())
     if folder.spec.exists():
         raise EnvironmentProblem(f"{where} holds a run; go on with it: run resume {where}; or choose another --folder")
+    try:
+        # a run that died before it had a spec leaves its lock, and a file that it was about to rename
+        others = [p.name for p in where.iterdir() if p.name != LOCK and not p.name.startswith(fsync_io.STAGED)]
+    except OSError:
+        others = []  # it is not there, or mkdir says what is wrong with it
+    if others:
+        text = f"{where} is not empty ({', '.join(sorted(others)[:3])}{', …' if len(others) > 3 else ''})"
+        raise EnvironmentProblem(f"{text}, and a run needs a folder of its own; choose another --folder")
     try:
         where.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -236,7 +247,7 @@ def lock(folder: RunFolder) -> int:
     Returns the open descriptor. Raises EnvironmentProblem if another process holds it, StorageError if it cannot.
     """
     try:
-        handle = os.open(folder.root / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        handle = os.open(folder.root / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise StorageError(f"cannot write in {folder.root}: {error.strerror}") from error
     try:
@@ -306,8 +317,11 @@ def read_mapping(path: Path, *, must_exist: bool = False) -> dict[str, Any]:
     Raises EnvironmentProblem where it cannot be read.
     """
     try:
-        parse = json.loads if path.suffix == ".json" else yaml.safe_load
-        return dict(parse(path.read_text(encoding="utf-8")))
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            return dict(parse_json(text))
+        check_yaml(text)
+        return dict(yaml.safe_load(text))
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         if isinstance(error, FileNotFoundError) and not must_exist:
             return {}

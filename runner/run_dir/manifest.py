@@ -59,7 +59,8 @@ SHAPES = re.compile(
             r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
             r"\bAIza[\w-]{35}",
             r"\bwandb_v\d+_\w{20,}",
-            r"(?<![0-9A-Za-z])[0-9a-f]{40}(?![0-9A-Za-z])",  # a W&B key; a commit hash looks the same and is masked too
+            # a W&B key; a commit hash looks the same and is masked too, but not as a folder: huggingface's snapshots
+            r"(?<![0-9A-Za-z/])[0-9a-f]{40}(?![0-9A-Za-z/])",
             r"(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}",
         )
     ),

@@ -62,7 +62,7 @@ def build(
     place = folder.root / "wandb"
     place.mkdir(exist_ok=True)
     chosen = config.model_dump(mode="json", exclude={"name"})
-    settings = {"run_id": run_id, "name": config.display_name or name, **chosen, "config": redacted(spec)}
+    settings = redacted({"run_id": run_id, "name": config.display_name or name, **chosen, "config": spec})
     write_json(place / "sink.json", settings)
     return WandbTracker(folder.root, config.mode, config.deadline_s, console, decide)
 

@@ -95,18 +95,29 @@ class Contrast(NoOp):
 
     def on_step(self, end: StepEnd) -> None:
         """Judge by the step's numbers; a step that learns from equal rewards (zero_variance=keep) is none of them."""
-        if end.values.get("reward/zero_variance") != 1.0 or end.values["train/tokens"]:
+        no_reward = "reward/mean" not in end.values and end.values.get("reward/unscored", 0) > 0
+        if not no_reward and (end.values.get("reward/zero_variance") != 1.0 or end.values["train/tokens"]):
             return
         self._silent += 1
-        if self._silent % AGAIN_AFTER == 1:
-            so_far = "" if self._silent == 1 else f", as at {self._silent - 1} steps before"
+        if self._silent % AGAIN_AFTER != 1:
+            return
+        so_far = "" if self._silent == 1 else f", as at {self._silent - 1} steps before"
+        if no_reward:
             log.warning(
-                "step %d: in every group all rewards were equal (mean %.4g), so nothing was learnt%s; "
-                "look at samples.jsonl, reward, sampler.temperature",
+                "step %d: no group had a valid reward (%d samples), so nothing was learned%s; "
+                "see reward.log and samples.jsonl",
                 end.step,
-                end.values["reward/mean"],
+                end.values["reward/unscored"],
                 so_far,
             )
+            return
+        log.warning(
+            "step %d: in every group all rewards were equal (mean %.4g), so nothing was learnt%s; "
+            "look at samples.jsonl, reward, sampler.temperature",
+            end.step,
+            end.values["reward/mean"],
+            so_far,
+        )
 
 
 class Report(Protocol):
@@ -187,7 +198,7 @@ class Saving(NoOp):
         self._check()
         if end.last or end.stopping:
             self._save(end.step, end.values)
-        elif self._every and end.step % self._every == 0:
+        elif end.saving or (self._every and end.step % self._every == 0):
             self._start(end.step, end.values)
 
 

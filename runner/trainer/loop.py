@@ -131,7 +131,7 @@ def run(job: Job, first: int) -> None:
             job.publish(step + 1)
             job.feed.published(step)
             job.stop.agree(job.peers.gather)
-            end.stopping = job.stop.requested
+            end.stopping, end.saving = job.stop.requested, job.stop.checkpoint_requested
             for callback in job.callbacks:
                 callback.on_step(end)
             if end.stopping:  # a signal that came during the callbacks waits for the next step, which will be saved

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -330,3 +331,12 @@ def test_an_answer_takes_little_more_than_hydra_alone(words: list[str], workdir:
     ours = [sys.executable, "-m", "runner", *words]
     pairs = [(cpu_seconds(ours, workdir), cpu_seconds(alone, workdir)) for _ in range(5)]
     assert min(a for a, _ in pairs) < 2.5 * min(b for _, b in pairs), pairs
+
+
+def test_no_name_steers_the_terminal(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    title = "\x1b]0;owned\x07"
+    for words in (["resume", f"no{title}"], [f"name=x{title}"], [f"--bad{title}"], ["explain", f"x{title}"]):
+        with suppress(SystemExit):
+            assert main(words) == 2
+        said = "".join(capsys.readouterr())
+        assert "owned" in said and "\x1b" not in said and "\x07" not in said, words

@@ -228,3 +228,34 @@ def test_messages_before_a_broken_line_are_not_lost() -> None:
     os.close(writing)
     with pytest.raises(ValueError, match="more than 4 bytes"):
         JsonLines(longest_bytes=4).feed(b"12345")
+
+
+def test_after_a_send_that_timed_out_half_way_no_message_continues_the_torn_line() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        line = JsonLines(ours.fileno(), ours.fileno())
+        with pytest.raises(TimeoutError):
+            line.send("x" * 10_000_000, 0.05)
+        assert line.send({"next": 1}, 0.05) is False and line.receive() is None
+        other = JsonLines(theirs.fileno(), theirs.fileno())
+        while (messages := other.receive(1.0)) is not None:
+            assert messages == []
+
+
+def test_a_send_that_timed_out_before_it_began_leaves_the_connection_open() -> None:
+    reading, writing = os.pipe()
+    line = JsonLines(writing=writing)
+    os.set_blocking(writing, False)
+    sent = os.write(writing, b" " * 10_000_000)
+    with pytest.raises(TimeoutError):
+        line.send(1, 0.05)
+    os.read(reading, sent)
+    assert line.send(2) is True and os.read(reading, 9) == b"2\n"
+    os.close(reading), os.close(writing)
+
+
+def test_a_program_that_is_not_there_is_an_error_of_its_starter(tmp_path: Path) -> None:
+    for words in (["no-such-program"], [str(tmp_path / "none")], ["./none"]):
+        with pytest.raises(FileNotFoundError, match=words[0]):
+            ChildProcess(words, end_signal=signal.SIGTERM, cwd=str(tmp_path))
+    ChildProcess(["true"], end_signal=signal.SIGTERM).end(20)

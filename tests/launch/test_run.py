@@ -19,7 +19,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests import command
-from tests.small import JUDGED
+from tests.small import JUDGED, UNJUDGED
 
 VOLATILE = ("perf/", "time/", "device/")
 
@@ -211,6 +211,38 @@ def test_interrupted_and_resumed_is_the_same_run_bit_for_bit(
     out = runner(tmp_path, "resume", "latest")
     assert "resume" in out
     assert curve(run) == curve(straight) and weights(run, 60) == weights(straight, 60)
+
+
+def checkpoints(run: Path) -> list[int]:
+    return sorted(int(path.parent.name.removeprefix("step-")) for path in run.glob("checkpoints/step-*/MANIFEST.json"))
+
+
+@pytest.mark.parametrize("more", [(), pytest.param(("launch.devices=2", "parallelism=ddp"), marks=pytest.mark.slow)])
+def test_sigusr1_saves_and_continues_and_a_closed_terminal_ends_the_run_with_a_checkpoint(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    words = (*UNJUDGED, "steps=100000", "checkpoint.every=0", "checkpoint.export=false", *more)
+    process = command.Command(*words, cwd=tmp_path, printed=tmp_path / "printed.txt")
+    run, deadline = tmp_path / "outputs/latest", time.monotonic() + 60
+
+    def reached(steps: int) -> bool:
+        """Whether the run has made so many steps more; waits for them."""
+        metrics = run / "metrics.jsonl"
+        wanted = (metrics.read_text().count("\n") if metrics.exists() else 0) + steps
+        while not (metrics.exists() and metrics.read_text().count("\n") >= wanted) and process.poll() is None:
+            assert time.monotonic() < deadline, process.said()
+            time.sleep(0.01)
+        return process.poll() is None
+
+    assert reached(1), process.said()
+    process.send_signal(signal.SIGUSR1)
+    while not checkpoints(run) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(checkpoints(run)) == 1 and reached(2), process.said()
+    for _ in range(3):  # the kernel's, and the shell's
+        process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=60) == 143, process.said()
+    assert len(checkpoints(run)) == 2 and "a checkpoint was written" in process.said()
 
 
 @pytest.mark.slow

@@ -35,11 +35,18 @@ def test_groups_without_a_score_stop_the_run_only_in_a_row() -> None:
         faults.take(unscored(2, "k", "why"))
 
 
-def test_a_none_that_the_reward_chose_is_no_fault() -> None:
-    faults = Faults("reward=x", 1, "mend it")
-    assert faults.take(Scored([None, None])) == [None, None]
-    with pytest.raises(DataError):
-        faults.take(unscored(1, "k", "m"))
+def test_a_none_that_the_reward_chose_is_no_fault_and_counts_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    faults = Faults("reward=x", 2, "mend it", EnvironmentProblem)
+    for _ in range(3):
+        assert faults.take(Scored([None, None])) == [None, None]
+        assert faults.take(Scored([None, 0.5])) == [None, 0.5]
+    faults.close()
+    assert not caplog.records
+    faults.take(Scored([None, None]))
+    with pytest.raises(
+        DataError, match=r"no sample of 2 groups in a row .*\n  the reward returned None for every sample"
+    ):
+        faults.take(Scored([None, None]))
 
 
 def test_what_is_said_is_bounded(caplog: pytest.LogCaptureFixture) -> None:

@@ -174,6 +174,23 @@ def test_the_example_of_the_documentation_works(function: Write) -> None:
     assert one(function(source)) == one(function(source), *chat) == [1.1, 0.1]
 
 
+def test_the_environment_is_an_allow_list_that_the_user_extends(
+    function: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("JUDGE_KEY", "mine")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    source = """
+        import os
+        NAMES = ["PATH", "OMP_NUM_THREADS", "JUDGE_KEY", "HF_TOKEN", "VLLM_API_KEY"]
+        def score(completions):
+            return [sum(2.0 ** i for i, name in enumerate(NAMES) if name in os.environ) for _ in completions]
+    """
+    assert one(function(source)) == [3, 3]
+    assert one(function(source, env=("JUDGE_KEY",))) == [7, 7]
+
+
 # --- what it may return ----------------------------------------------------------------------------------------------
 
 
@@ -339,6 +356,47 @@ def test_a_child_that_comes_back_does_not_answer(function: Write) -> None:
             return [0.5 if child else 0.1 for _ in completions]
     """)
     assert reward.score([GROUP] * 20) == [[0.5, 0.5]] * 20
+
+
+FORGES = """
+    import ctypes, json, os, subprocess, sys, time
+    FORGED = json.dumps({"values": [1000.0, 1000.0], "faults": []}).encode() + b"\\n"
+
+    def write_everywhere():
+        for descriptor in range(3, 256):
+            try:
+                os.write(descriptor, FORGED)
+            except OSError:
+                pass
+
+    def flood():
+        for _ in range(400):
+            write_everywhere()
+            time.sleep(0.005)
+        os._exit(0)
+
+    def score(completions):
+        if completions[0] == "forked" and os.fork() == 0:
+            flood()
+        if completions[0] == "forked unseen by Python" and ctypes.PyDLL(None).fork() == 0:
+            flood()
+        if completions[0] == "executed":
+            program = f"import os\\nfor n in range(3, 256):\\n try: os.write(n, {FORGED!r})\\n except OSError: pass"
+            subprocess.run([sys.executable, "-c", program], close_fds=False)
+        time.sleep(0.1)
+        return [0.5, 0.25]
+"""
+
+
+@pytest.mark.parametrize("way", ["forked", "forked unseen by Python", "executed"])
+def test_no_process_below_the_function_can_write_scores(
+    way: str, function: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    reward = function(FORGES)
+    later = [answer("later"), answer("later")]  # while a child of the first group still writes
+    assert reward.score([[answer(way), answer(way)], later, later]) == [[0.5, 0.25]] * 3
+    assert ("wrote into the connection for scores: ignored" in caplog.text) == (way == "forked unseen by Python")
+    assert "not scored" not in caplog.text
 
 
 LEAVES_CHILDREN = """

@@ -22,6 +22,7 @@ from tests.dripping import WAYS, dripping
 from tests.ports import free_port
 from tests.reward.samples import answer, made
 
+ROOT = Path(__file__).resolve().parents[2]
 Reply = tuple[int, bytes | Any]
 FAST: dict[str, Any] = {"backoff_s": 0.01, "timeout_s": 5.0, "retries": 2}
 GROUP = [answer("4", answer="4"), answer("5", answer="4")]
@@ -130,6 +131,45 @@ def test_a_service_that_takes_too_long_has_no_score(sent: bytes, drop: bytes, ca
     with dripping(sent, drop) as server:
         assert scored(server.url, timeout_s=0.2, retries=0) == [[None, None]]
     assert server.left.is_set() and "no answer (TimeoutError)" in caplog.text
+
+
+@WAYS
+def test_all_tries_together_end_in_time(sent: bytes, drop: bytes) -> None:
+    with dripping(sent, drop) as server:
+        begin = time.monotonic()
+        assert scored(server.url, timeout_s=0.3, retries=2, backoff_s=0.01) == [[None, None]]
+        assert time.monotonic() - begin < 0.3 * 3 + 1
+
+
+def test_a_connection_that_nobody_accepts_ends_in_time(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as full, socket.socket() as first, socket.socket() as second:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)  # of which the kernel answers one connection, and no further one
+        for other in (first, second):
+            other.setblocking(False)
+            other.connect_ex(full.getsockname())
+        begin = time.monotonic()
+        url = f"http://127.0.0.1:{full.getsockname()[1]}"
+        assert scored(url, timeout_s=0.3, retries=2, backoff_s=0.01) == [[None, None]]
+        assert 0.8 < time.monotonic() - begin < 0.3 * 3 + 1
+    assert "no whole answer within 0.3 s" in caplog.text
+
+
+def test_the_program_does_not_wait_at_its_end_for_a_name_lookup() -> None:
+    program = (
+        "import socket, time\nsocket.getaddrinfo = lambda *a, **k: time.sleep(60)\n"
+        "from runner.core.http_client import request, run\n"
+        "try:\n  run(request('GET', 'http://rewards.test', timeout_s=0.2, largest_bytes=0))\n"
+        "except TimeoutError:\n  print('late')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=40)
+    assert (done.returncode, done.stdout) == (0, "late\n"), done.stderr
+
+
+def test_an_answer_of_brackets_alone_is_no_json(caplog: pytest.LogCaptureFixture) -> None:
+    with service(lambda content: (200, b"[" * 200_000)) as (url, asked):
+        assert scored(url) == [[None, None]] and len(asked) == 1
+    assert "the answer is no JSON: nested too deeply" in caplog.text
 
 
 def test_a_name_lookup_ends_with_the_timeout(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -259,6 +259,13 @@ def test_a_folder_of_the_users_choice_holds_one_run(workdir: Path) -> None:
     claimed.spec.touch()
     with pytest.raises(EnvironmentProblem, match="go on with it: run resume here/run"):
         claim(Path("here/run"))
+    (workdir / "papers").mkdir()
+    (workdir / "papers" / "thesis.tex").write_text("mine")
+    with pytest.raises(
+        EnvironmentProblem, match=r"papers is not empty \(thesis\.tex\), and a run needs a folder of its own"
+    ):
+        claim(Path("papers"))
+    assert [path.name for path in (workdir / "papers").iterdir()] == ["thesis.tex"]
     (workdir / "file").touch()
     with pytest.raises(StorageError, match="cannot make the run folder"):
         claim(Path("file/run"))

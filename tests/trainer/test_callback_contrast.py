@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from runner.cli.main import main
@@ -41,3 +44,18 @@ def test_a_real_run_says_so_on_the_screen(learns: bool, workdir: object, capsys:
     said = capsys.readouterr().out
     assert ("warning: step 1: in every group all rewards were equal (mean 0)" in said) is not learns
     assert "reward/zero_variance=1" in said
+
+
+def test_a_run_without_any_valid_reward_says_so_in_its_own_words_and_ends_with_3(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.py").write_text("def score(completions): return [None] * len(completions)")
+    words = [word for word in GRPO if word != "steps=1"]
+    more = ["steps=9", "reward=function", "reward.path=mine.py:score", "reward.max_failures=4"]
+    assert main([*words, *more]) == 3
+    printed = "".join(capsys.readouterr())
+    assert "step 1: no group had a valid reward (4 samples), so nothing was learned" in printed
+    assert "no sample of 4 groups in a row could be scored" in printed and "rewards were equal" not in printed
+    [row] = [json.loads(line) for line in Path("outputs/latest/metrics.jsonl").read_text().splitlines()]
+    assert row["reward/unscored"] == 4 and None not in row.values() and "NaN" not in map(str, row.values())
+    assert not {"reward/mean", "reward/std", "reward/zero_variance"} & set(row)

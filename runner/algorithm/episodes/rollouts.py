@@ -169,23 +169,17 @@ def finished(episode: Episode, reward: float | None, parts: Parts) -> Drawn:
 
 
 def rewards(experience: Experience) -> dict[str, float]:
-    """What all that a step drew says of the reward, under stable names."""
+    """What all that a step drew says of the reward, under stable names; what no sample has a score for is left out."""
     drawn = [one for group in experience.drawn for one in group]
     scored = torch.tensor([one.reward for one in drawn if one.reward is not None], dtype=torch.float64)
-    differ = [contrast(group) for group in experience.drawn if len(group) > 1]
+    differ = [contrast(g) for g in experience.drawn if len(g) > 1 and any(one.reward is not None for one in g)]
+    known = {name: [s for one in drawn if (s := one.parts[name]) is not None] for name in drawn[0].parts}
     return {
-        "reward/mean": float(scored.mean()) if len(scored) else float("nan"),
-        "reward/std": float(scored.std(correction=0)) if len(scored) else float("nan"),
+        **({"reward/mean": float(scored.mean()), "reward/std": float(scored.std(correction=0))} if len(scored) else {}),
         "reward/unscored": float(len(drawn) - len(scored)),
         **({"reward/zero_variance": 1.0 - sum(differ) / len(differ)} if differ else {}),
-        **{f"reward/{name}": _mean([one.parts[name] for one in drawn]) for name in drawn[0].parts},
+        **{f"reward/{name}": math.fsum(scores) / len(scores) for name, scores in known.items() if scores},
     }
-
-
-def _mean(scores: Sequence[float | None]) -> float:
-    """Of those that there are; NaN without any."""
-    known = [score for score in scores if score is not None]
-    return math.fsum(known) / len(known) if known else math.nan
 
 
 def numbers(experience: Experience) -> dict[str, float]:

@@ -15,6 +15,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
+from runner.core.bounded_text import parse_json
 from runner.core.errors import SamplerFault
 from runner.run_dir.folder import shown
 from runner.sampler.remote.counts import Counts
@@ -45,7 +46,7 @@ class Reply:
     def of(cls, content: bytes) -> Reply:
         """Read it. Raises UnansweredError for what is none."""
         try:
-            body = json.loads(content)
+            body = parse_json(content)
             held, wrong = body["held"], body.get("error")
             device = {name: float(value) for name, value in body.get("device", {}).items()}
             return cls(Held(**held), body.get("result"), None if wrong is None else Wrong(**wrong), device)
@@ -156,6 +157,6 @@ def _read(connection: HTTPConnection, patience: Patience) -> bytes:
 
 def _json(content: bytes) -> Any:
     try:
-        return json.loads(content)
+        return parse_json(content)
     except ValueError as error:
         raise UnansweredError(f"what it says is no answer: {content[:80]!r}") from error

@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from runner.core.bounded_text import parse_json
 from runner.core.errors import EnvironmentProblem, SamplerFault
 from runner.core.rank_info import Machine
 from runner.sampler.remote.listening import Handler, Listening, Note, refuse_the_gone, url
@@ -145,7 +146,7 @@ class _Handler(Handler):
         if content is None:
             return
         try:
-            body = json.loads(content)
+            body = parse_json(content)
         except ValueError as error:
             return self._say(400, {"error": f"no JSON: {error}"})
         key = f"{verb} {hashlib.blake2b(content).hexdigest()}"

@@ -13,6 +13,7 @@ from typing import Any
 
 from aiohttp import ClientConnectorError, ClientError
 
+from runner.core.bounded_text import parse_json
 from runner.core.errors import EnvironmentProblem, SamplerFault
 from runner.core.http_client import cause, request, run
 
@@ -158,7 +159,7 @@ def _decoded(content: bytes) -> Any:
     if not content:
         return None
     try:
-        return json.loads(content)
+        return parse_json(content)
     except ValueError as error:
         raise GarbledError(f"the answer is no JSON: {error}") from error
 
@@ -167,7 +168,7 @@ def _words(content: bytes) -> str:
     """What a server says of a failure, as it comes in several forms."""
     text = content.decode(errors="replace")
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError:
         return _cut_short(" ".join(MARKUP.sub(" ", text).split()))
     while isinstance(found, dict) and (inner := found.get("error") or found.get("message") or found.get("detail")):

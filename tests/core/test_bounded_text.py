@@ -1,0 +1,58 @@
+"""Texts from outside that would use up the memory or the stack end at once, with a typed error."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from runner.checkpoint.manifest import FILE, Damaged, read
+from runner.cli.main import main
+from runner.core.bounded_text import check_yaml, parse_json
+from runner.core.errors import EnvironmentProblem
+from runner.run_dir.folder import read_mapping
+
+BOMB = "\n".join(
+    ["a0: &a0 [" + ", ".join("x" * 10) + "]"]
+    + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 10)]
+)
+BRACKETS = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [(BOMB, "more than 100000 values"), (BRACKETS, "nested more than 100 levels")]
+)
+def test_yaml_is_bounded(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_yaml(text)
+    (tmp_path / "spec.yaml").write_text(text)
+    with pytest.raises(EnvironmentProblem, match=said):
+        read_mapping(tmp_path / "spec.yaml")
+
+
+def test_ordinary_yaml_passes() -> None:
+    check_yaml("a: &a {b: 1}\nc: [*a, *a]\n" + "- x\n" * 1000)
+    check_yaml("list:\n" + "".join(f"- {{name: x{i}, on: [1, 2]}}\n" for i in range(1000)))
+    check_yaml("* no yaml: [")
+
+
+@pytest.mark.parametrize("text", [BOMB, BRACKETS])
+def test_a_recipe_that_is_a_bomb_ends_at_once(text: str, workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("bomb.yaml").write_text(text)
+    begin = time.monotonic()
+    assert main(["+recipe=bomb.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert time.monotonic() - begin < 20 and "bomb.yaml" in said and len(said) < 1000, said
+    assert main(["--spec", "bomb.yaml"]) == 2
+
+
+def test_json_is_bounded(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse_json(BRACKETS)
+    (tmp_path / FILE).write_text(BRACKETS)
+    with pytest.raises(Damaged, match="nested too deeply"):
+        read(tmp_path)
+    (tmp_path / "status.json").write_text(BRACKETS)
+    with pytest.raises(EnvironmentProblem, match="nested too deeply"):
+        read_mapping(tmp_path / "status.json")
