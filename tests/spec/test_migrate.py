@@ -158,6 +158,7 @@ def place(batches: list[dict[str, Any]], base: Mapping[str, Any], key: str, valu
 NEEDS = {
     "model=hf": ["model.path=path"],
     "data=": ["data.path=path"],
+    "data.weights=": ["data.path=[a,b]"],
     "data.loss_on=": ["data=file", "data.path=path"],
     "data.overlong=split": ["data=file", "data.path=path", "algorithm=cpt"],
     "data.overlong=": ["data=file", "data.path=path"],
@@ -171,7 +172,7 @@ NEEDS = {
     **{f"algorithm={name}": ["sampler=torch", "reward=exact"] for name in ("ppo", "grpo", "rein", "rloo")},
     "sampler.sync=adapter": ["adapter=lora"],
     **{f"{key}=": ["device=cuda"] for key in ("sampler.memory", "sampler.sleep", "model.activation_offloading")},
-    "sampler.timeout_s=": ["sampler=vllm_server", "sampler.url=http://a:1", "sampler.sync=reload"],
+    "sampler.timeout_s=": ["sampler=vllm_server", "sampler.url=http://127.0.0.1:1", "sampler.sync=reload"],
     "parallelism.cpu_offload=": ["device=cuda"],
 }
 
