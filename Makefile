@@ -92,10 +92,11 @@ format: $(VENV)/.installed-dev  ## rewrite the code in the house's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-generate: $(VENV)/.installed  ## rewrite what is generated: conf/, the schema, docs/reference.md, docs/npu-versions.md, constraints/npu-*
+generate: $(VENV)/.installed  ## rewrite what is generated: conf/, the schema, docs/reference.md, docs/migrate.md, docs/npu-versions.md, constraints/npu-*
 	$(BIN)/python -m runner.cli.conf --write
 	$(BIN)/python -m runner.cli.conf --write npu_simulator
 	$(BIN)/python docs/make_reference.py
+	$(BIN)/python docs/make_migrate.py
 	$(BIN)/python docs/make_versions.py
 
 bench: $(VENV)/.installed-dev  ## the benchmark, side by side with other loops

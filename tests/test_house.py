@@ -229,11 +229,12 @@ def test_nothing_on_the_way_to_a_decoded_spec_imports_torch() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_the_reference_is_what_the_config_classes_say() -> None:
-    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs" / "make_reference.py")
+@pytest.mark.parametrize("page", ["reference", "migrate"])
+def test_a_generated_page_is_what_its_source_says(page: str) -> None:
+    spec = importlib.util.spec_from_file_location(f"make_{page}", ROOT / "docs" / f"make_{page}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.PATH.read_text(encoding="utf-8") == module.reference(), "run: make generate"
+    assert module.PATH.read_text(encoding="utf-8") == getattr(module, page)(), "run: make generate"
 
 
 def test_links_between_documents_lead_somewhere() -> None:

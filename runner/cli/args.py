@@ -7,6 +7,7 @@ run infer latest --seed 3 device=cpu "a prompt" -- "steps=4 is a prompt, too"
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint
@@ -16,6 +17,7 @@ from typing import NoReturn
 from runner.cli.verb_hints import hint, recipe_hint
 from runner.core.errors import RunnerError
 from runner.core.plugins import LEFT_OUT, plugins
+from runner.spec.migrate import table
 
 VERBS = {
     "run": "train; this verb may be left out",
@@ -91,7 +93,8 @@ class UsageError(RunnerError):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        hint = _about_flags(message) if "unrecognized" in message else self._missing_value(message)
+        hint = _about_flags(message) if "unrecognized" in message else _about_value(message)
+        hint = hint or self._missing_value(message)
         raise UsageError(f"{self.prog}: {message}{hint}\n  see: run --help")
 
     def _missing_value(self, message: str) -> str:
@@ -102,10 +105,15 @@ class _Parser(argparse.ArgumentParser):
         return "".join(f"; type {one}" for one in typed)
 
 
+def _about_value(message: str) -> str:
+    """What does the same as a value that a flag has in Hydra."""
+    wrong = re.match(r"argument (--\w+)\S*: invalid choice: '([^']*)'", message)
+    said = table().flags.get(f"{wrong[1]} {wrong[2]}") if wrong else None
+    return f"; {said}" if said else ""
+
+
 def _about_flags(message: str) -> str:
     """What to type instead of an unknown word with dashes."""
-    if "--config" in message.split():
-        return "; a config file of yours is a recipe, chosen by its path: +recipe=FILE.yaml"
     flag = next((word for word in message.split() if word.startswith("--")), "")
     dashed = flag.replace("_", "-").partition("=")[0]
     if dashed in FLAGS_OF_VERBS and dashed != flag:
@@ -221,7 +229,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spec", type=Path, help="a run's folder or its spec.yaml: that job again")
     parser.add_argument("--folder", type=_path, help="where the run leaves its files (a new folder below outputs/)")
     about = "print what a job is composed of (defaults), or the folders of config files (searchpath); run nothing"
-    parser.add_argument("--info", metavar="defaults|searchpath", help=about)
+    parser.add_argument("--info", "-i", metavar="defaults|searchpath", help=about)
     about = "a sweep: a job for each combination of values, e.g. -m seed=1,2,3; see run sweep --help"
     parser.add_argument("--multirun", "-m", action="store_true", help=about)
 

@@ -33,6 +33,7 @@ from runner.cli.files import SWEEP
 from runner.cli.overrides import Typed, problem, with_home
 from runner.core.errors import Problem
 from runner.spec import suggest
+from runner.spec.migrate import renamed_metric
 from runner.spec.origin import COMMAND_LINE, leaves, origin_of
 from runner.spec.schema import model_schema
 from runner.spec.suggest import complaint
@@ -98,7 +99,15 @@ def _judged(
         ]
         return SweepConfig(), found
     said = config.problems(None)
-    unknown = [] if config.metric_mode else [name for name in several(config.metric) if direction(name) is None]
+    renamed = {name: ours for name in several(config.metric) if (ours := renamed_metric(name)) is not None}
+    said += [
+        (f"{SWEEP}.metric", f"no metric is called {name}; type {SWEEP}.metric={ours}") for name, ours in renamed.items()
+    ]
+    unknown = (
+        []
+        if config.metric_mode
+        else [name for name in several(config.metric) if not renamed and direction(name) is None]
+    )
     if unknown:
         text = f"must be given, max or min for each: nothing is known of sweep.metric={', '.join(unknown)}"
         said.append(("sweep.metric_mode", text))

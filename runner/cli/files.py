@@ -40,7 +40,7 @@ from runner.cli.config_sources import (
     label,
     owner_of,
 )
-from runner.cli.overrides import Typed
+from runner.cli.overrides import Typed, instead_of_hydras
 from runner.cli.sources import options
 from runner.core.errors import Problem
 from runner.spec import suggest
@@ -142,14 +142,6 @@ def _defaults(path: str, sources: Sequence[ConfigSource]) -> Iterator[tuple[str,
 
 SWEEP = "sweep"  # the section that is about many jobs, and no part of any
 STORE = "schema"  # who provides the components without a file
-SWEEPERS_OPTIONS = {  # of Hydra's plug-in for Optuna, and what they are here
-    "n_trials": "sweep.trials",
-    "n_jobs": "sweep.parallel",
-    "params": "sweep.over",
-    "search_space": "sweep.over",
-    "direction": "sweep.metric_mode",
-    "sampler": "sweep.sampler",
-}
 PLAIN_NAME = re.compile(r"[\w./-]+")
 
 
@@ -281,9 +273,7 @@ def misplaced(files: Files, groups: Sequence[str]) -> list[Problem]:
     job = f"{JOB} ({SHIPPED})" if f"{JOB} ({SHIPPED})" in files.origins.values() else JOB
     for key, who in files.origins.items():
         if key.startswith("hydra.") and who != job:
-            ours = SWEEPERS_OPTIONS.get(key.split(".")[2]) if key.startswith("hydra.sweeper.") else None
-            hint = f"; type {ours}" if ours else ""
-            found.append(Problem(key, f"Hydra's own settings are not used{hint}", who))
+            found.append(Problem(key, instead_of_hydras(key), who))
     return found
 
 

@@ -18,15 +18,10 @@ from runner.cli.config_sources import GROUP, file_of, holders, label
 from runner.cli.sources import options, session
 from runner.core.errors import SpecError
 from runner.spec import suggest
+from runner.spec.migrate import table
 from runner.spec.registry import Registry, default_registry
 from runner.spec.schema import CALLBACKS, groups_of, job_schema, recipe_schema
 
-INFO = {  # Hydra's other words after --info
-    "config": "the job is printed by: run --cfg job …",
-    "all": "there is --info defaults, --info searchpath, and for the job itself: run --cfg job …",
-    "defaults-tree": "--info defaults says of each file in which one it was chosen",
-    "plugins": "what there is, plug-ins included, is listed by: run list",
-}
 ROOT = "<root>"  # what Hydra calls the parent of job.yaml
 PROVIDERS = {"main": "shipped", "runner": "shipped", "files": "+recipe=FILE", "schema": "components without a file"}
 PLACES = {"files": "any file, by its path", "schema": "structured://"}
@@ -62,7 +57,7 @@ def schema(args: Namespace) -> int:
 def info(args: Namespace) -> int:
     """`run --info defaults|searchpath`. Raises UsageError with what says the same where Hydra has another word."""
     if args.info not in ("defaults", "searchpath"):
-        instead = INFO.get(args.info, "there is --info defaults and --info searchpath")
+        instead = table().flags.get(f"--info {args.info}", "there is --info defaults and --info searchpath")
         raise UsageError(f"run --info {args.info}: {instead}")
     others = {"--multirun": args.multirun, "--spec": args.spec, "--cfg": args.cfg, "--folder": args.folder}
     if named := [flag for flag, value in others.items() if value]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from runner import __version__
 from runner.cli.args import parse, plugin_verb
+from runner.cli.foreign_words import foreign_command
 from runner.core.errors import Interrupted, RunnerError
 from runner.core.imports import import_frozen
 from runner.core.plugins import warnings
@@ -38,6 +39,7 @@ HANDLERS = {
     "schema": "runner.cli.listing:schema",
     "help": "runner.cli.help:show",
     "complete": "runner.cli.complete:answer",
+    "foreign": "runner.cli.foreign:refuse",
 }
 
 
@@ -73,7 +75,7 @@ def _answer(words: list[str]) -> int:
     try:
         if (verb := plugin_verb(words)) is not None:
             return verb(words[1:])
-        return _dispatch(parse(completing))
+        return _dispatch(foreign_command(completing) or parse(completing))
     finally:
         for text in () if "--shell-completion" in completing else warnings():  # a shell asks at every tab
             print(f"warning: {harmless(str(text))}", file=sys.stderr)

@@ -22,7 +22,7 @@ from omegaconf.resolvers import oc
 
 from runner.cli.config_sources import GROUP, fault, is_file_name, named
 from runner.core.errors import Problem, SecurityRefusal
-from runner.spec import suggest
+from runner.spec import migrate, suggest
 from runner.spec.decode import MISSING, unknown_name
 from runner.spec.origin import COMMAND_LINE, leaves, origin_of
 from runner.spec.registry import default_registry
@@ -102,7 +102,7 @@ def _judge(override: Override, word: str, groups: Collection[str]) -> Typed | Pr
     """An override that this runner takes, or why not."""
     key, value = override.key_or_group, override.value()
     if key == "hydra" or override.is_hydra_override():
-        return problem(key, "Hydra's own settings are not used; more config folders are added with --config-dir")
+        return problem(key, instead_of_hydras(key, value))
     if override.is_delete():
         return problem(
             word, "nothing can be removed; set another value, or leave it out in a copy of the recipe in ./recipes"
@@ -119,6 +119,12 @@ def _judge(override: Override, word: str, groups: Collection[str]) -> Typed | Pr
     if choice and isinstance(value, list) and key not in SEVERAL:
         return problem(key, "takes one choice, not a list")
     return Typed(word, key, "null" if choice and value is None else value, choice)
+
+
+def instead_of_hydras(key: str, value: Any = None) -> str:
+    """What does the same as a setting of Hydra's."""
+    said = migrate.answer(key, value, suggest.NO_JOB, {}) or migrate.answer("hydra.*", None, suggest.NO_JOB, {})
+    return f"Hydra's own settings are not used; {said}"
 
 
 def _second(override: Override, word: str) -> Typed | Problem:

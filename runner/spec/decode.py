@@ -20,10 +20,11 @@ from runner.core.plugins import LEFT_OUT
 from runner.spec import suggest
 from runner.spec.base import ComponentConfig, Config
 from runner.spec.job import CallbacksConfig, JobSpec
+from runner.spec.migrate import Job, table
 from runner.spec.origin import COMMAND_LINE, at, leaves, origin_of
 from runner.spec.registry import ENTRY_POINT_GROUP, Registry, default_registry
 from runner.spec.schema import CALLBACKS, Keys, groups_of, model_schema
-from runner.spec.suggest import complaint, shown
+from runner.spec.suggest import NO_JOB, complaint, shown
 
 MISSING = "???"
 Path = tuple[str, ...]
@@ -178,7 +179,10 @@ def _validate(data: Mapping[str, Any], chosen: Classes, keys: Keys) -> tuple[Job
         return (whole if None not in chosen.values() else None), []
     except ValidationError as error:
         errors = [_Error.of(e["type"], e["loc"], model) for e in error.errors(include_url=False, include_input=False)]
-    found = [(e.key, _message(e, data, chosen, keys)) for e in errors if chosen.get(e.path[0], True) is not None]
+    unknown = [item for e in errors if e.path[-1] not in e.model.model_fields for item in _typed(e, data)]
+    context = _context(data, chosen, dict(unknown)) if unknown else NO_JOB
+    judged = [e for e in errors if chosen.get(e.path[0], True) is not None]
+    found = [item for e in judged for item in _messages(e, data, chosen, keys, context)]
     if all(e.kind == "extra_forbidden" for e in errors):
         job, _ = _validate(_without(data, [e.path for e in errors]), chosen, keys)
         return job, found
@@ -209,20 +213,48 @@ class _Error:
         return ".".join(self.path)
 
 
-def _message(error: _Error, data: Mapping[str, Any], chosen: Classes, keys: Keys) -> str:
+def _typed(error: _Error, data: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The unknown keys at and below that of an error, with their values: a section as its options where the table has
+    one of them."""
+    value: Any = data
+    for name in error.path:
+        value = next(inner for key, inner in value.items() if str(key) == name)
+    below = list(leaves(value, error.key)) if isinstance(value, Mapping) and value else []
+    known = any(table().find(name) for leaf, _ in below for name in (leaf, leaf.rpartition(".")[2]))
+    return below if known else [(error.key, value)]
+
+
+def _context(data: Mapping[str, Any], chosen: Classes, unknown: Mapping[str, Any]) -> Job:
+    """The job, with the defaults of its components, for the words of other frameworks in it."""
+    members = {group: cls.component_name() for group, cls in chosen.items() if cls}
+    defaults = {
+        f"{group}.{name}": info.default
+        for group, cls in chosen.items()
+        if cls
+        for name, info in cls.model_fields.items()
+    }
+    top = {name: info.default for name, info in JobSpec.model_fields.items()}
+    return table().with_typed(Job(members, top | defaults | dict(leaves(data)), unknown))
+
+
+def _messages(error: _Error, data: Mapping[str, Any], chosen: Classes, keys: Keys, context: Job) -> list[Found]:
     leaf, section = error.path[-1], ".".join(error.path[:-1])
     if leaf not in error.model.model_fields:
         cls = chosen.get(section)
-        return unknown_key(section, cls.component_name() if cls else "", leaf, keys)
+        owner = cls.component_name() if cls else ""
+        return [
+            (key, unknown_key(section, owner, key[len(section) + 1 if section else 0 :], keys, value, context))
+            for key, value in _typed(error, data)
+        ]
     if error.kind == "missing":
-        return _must_be_given(error.key, (error.model, leaf))
-    return complaint(model_schema(error.model)[leaf], error.key, at(data, error.key))
+        return [(error.key, _must_be_given(error.key, (error.model, leaf)))]
+    return [(error.key, complaint(model_schema(error.model)[leaf], error.key, at(data, error.key)))]
 
 
-def unknown_key(section: str, member: str, leaf: str, keys: Keys) -> str:
+def unknown_key(section: str, member: str, leaf: str, keys: Keys, value: Any = None, job: Job = NO_JOB) -> str:
     """`not an option of algorithm=grpo; did you mean 'group_size'?`."""
     owner = f"{section}={member}" if member else section or "a job"
-    hint = suggest.key(section, member, leaf, keys.options)
+    hint = suggest.key(section, member, leaf, keys.options, value, job)
     return f"not an option of {owner}" + (f"; {hint}" if hint else "")
 
 

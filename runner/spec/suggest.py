@@ -1,5 +1,5 @@
-"""Words for what is wrong with a key: what the user probably meant (another framework's word, the same key elsewhere,
-the nearest spelling), what a field expects, what it got, and pydantic's errors as sentences.
+"""Words for what is wrong with a key: what the user probably meant (another framework's word: migrate.yaml, the same
+key elsewhere, the nearest spelling), what a field expects, what it got, and pydantic's errors as sentences.
 """
 
 from __future__ import annotations
@@ -10,163 +10,11 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-# What other frameworks, and people, call our options.
-KEYS = {
-    **dict.fromkeys(
-        ("max_steps", "num_steps", "total_steps", "train_steps", "iterations", "iters", "total_training_steps"), "steps"
-    ),
-    **dict.fromkeys(("epoch", "epochs", "num_epochs", "num_train_epochs", "total_epochs"), "steps"),
-    **dict.fromkeys(("run_name", "experiment_name", "job_name"), "name"),
-    **dict.fromkeys(("random_seed", "manual_seed"), "seed"),
-    **dict.fromkeys(("learning_rate", "max_lr", "peak_lr"), "optimizer.lr"),
-    **dict.fromkeys(("wd", "decay"), "optimizer.weight_decay"),
-    **dict.fromkeys(
-        ("max_grad_norm", "grad_clip", "clip_grad", "gradient_clipping", "max_norm"), "optimizer.clip_norm"
-    ),
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "beta1", "beta2"), "optimizer.betas"),
-    **dict.fromkeys(("adam_epsilon", "adam_eps", "epsilon"), "optimizer.eps"),
-    **dict.fromkeys(("optim", "optimiser"), "optimizer"),
-    **dict.fromkeys(("scheduler", "lr_scheduler", "lr_scheduler_type", "lr_schedule"), "schedule"),
-    **dict.fromkeys(("warmup", "warmup_ratio", "num_warmup_steps", "warm_up_steps"), "schedule.warmup_steps"),
-    **dict.fromkeys(("min_lr", "min_lr_ratio", "lr_min", "end_lr"), "schedule.final_ratio"),
-    **dict.fromkeys(("lora_rank", "lora_r", "r"), "adapter.rank"),
-    "lora_alpha": "adapter.alpha",
-    "lora_dropout": "adapter.dropout",
-    **dict.fromkeys(("lora_target", "lora_targets", "target_modules", "lora_target_modules"), "adapter.targets"),
-    "use_dora": "adapter.dora",
-    "use_rslora": "adapter.rslora",
-    **dict.fromkeys(("peft", "lora"), "adapter"),
-    **dict.fromkeys(
-        ("max_seq_length", "max_seq_len", "max_len", "seq_len", "seq_length", "cutoff_len", "context_length"),
-        "data.max_length",
-    ),
-    "max_lenght": "data.max_length",
-    **dict.fromkeys(("dataset", "datasets", "dataset_name", "dataset_path", "train_file", "train_files"), "data.path"),
-    **dict.fromkeys(("eval_dataset", "eval_file", "val_files", "validation_file", "test_file"), "data.eval_path"),
-    **dict.fromkeys(
-        ("train_batch_size", "per_device_train_batch_size", "global_batch_size", "bs"), "algorithm.batch_size"
-    ),
-    **dict.fromkeys(
-        ("micro_batch_size", "gradient_accumulation_steps", "grad_accum", "max_token_len_per_gpu"),
-        "algorithm.micro_batch_tokens",
-    ),
-    **dict.fromkeys(("model_name_or_path", "model_name", "model_path", "pretrained"), "model.path"),
-    **dict.fromkeys(("bf16", "torch_dtype", "precision", "compute_dtype", "autocast"), "model.dtype"),
-    "packing": "model.layout",
-    **dict.fromkeys(
-        ("activation_checkpointing", "activation_checkpoint", "recompute", "recompute_granularity", "every_n_layers"),
-        "model.gradient_checkpointing",
-    ),
-    "torch_compile": "model.compile",
-    **dict.fromkeys(
-        ("activation_offload", "offload_activations", "enable_activation_offloading", "activation_cpu_offload"),
-        "model.activation_offloading",
-    ),
-    **dict.fromkeys(("save_steps", "save_freq", "save_every", "save_interval"), "checkpoint.every"),
-    **dict.fromkeys(("save_total_limit", "max_to_keep"), "checkpoint.keep"),
-    **dict.fromkeys(("metric_for_best_model", "best_metric"), "checkpoint.best"),
-    **dict.fromkeys(("eval_steps", "test_freq", "eval_interval", "eval_every"), "evaluation.every"),
-    **dict.fromkeys(("num_gpus", "gpus", "nproc_per_node", "n_gpus_per_node", "world_size"), "launch.devices"),
-    **dict.fromkeys(("nnodes", "num_nodes", "num_machines"), "launch.nodes"),
-    **dict.fromkeys(("node_rank", "machine_rank"), "launch.node"),
-    **dict.fromkeys(("master_addr", "main_process_ip", "rdzv_endpoint"), "launch.address"),
-    **dict.fromkeys(
-        ("tp_size", "tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel_degree"),
-        "parallelism.tp",
-    ),
-    **dict.fromkeys(
-        ("pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size", "pipeline_parallel_degree"),
-        "parallelism.pp",
-    ),
-    **dict.fromkeys(("vpp", "vpp_size", "virtual_pipeline_model_parallel_size"), "parallelism.pp_chunks"),
-    **dict.fromkeys(
-        ("cp_size", "context_parallel_size", "context_parallel_degree", "sp", "sp_size", "sequence_parallel_size"),
-        "parallelism.cp",
-    ),
-    **dict.fromkeys(("ulysses", "ulysses_size", "ulysses_sequence_parallel_size"), "parallelism.cp"),
-    **dict.fromkeys(
-        ("ep_size", "expert_parallel_size", "expert_model_parallel_size", "expert_parallel_degree"), "parallelism.ep"
-    ),
-    **dict.fromkeys(("replicate", "data_parallel_replicate_degree"), "parallelism.dp_replicate"),
-    **dict.fromkeys(("fsdp_size", "data_parallel_shard_degree"), "parallelism.dp_shard"),
-    **dict.fromkeys(("async", "async_save", "async_mode"), "checkpoint.asynchronous"),
-    **dict.fromkeys(("report_to", "logger", "wandb"), "tracker"),
-    **dict.fromkeys(("project_name", "wandb_project"), "tracker.project"),
-    "wandb_mode": "tracker.mode",
-}
-_CARDS = (
-    "a job takes the first cards that it sees; to show it others: ASCEND_RT_VISIBLE_DEVICES=2 run …, "
-    "CUDA_VISIBLE_DEVICES for GPUs"
-)
-ELSEWHERE = {
-    "model.autocast": "removed; model.dtype sets the compute data type (bfloat16 or float32); trainable weights stay "
-    "in float32",
-    **dict.fromkeys(
-        ("output_dir", "out_dir", "outputs", "save_dir", "logging_dir"),
-        "runs go to ./outputs of the folder you start from; start elsewhere, or make outputs a link",
-    ),
-    **dict.fromkeys(
-        ("deepspeed", "fsdp", "accelerate", "megatron"),
-        "several devices: launch.devices=N with one of these: run list parallelism",
-    ),
-    **dict.fromkeys(
-        ("dp", "dp_size", "data_parallel_size"),
-        "launch.devices=N counts all ranks, and data-parallel ones are what the other sizes leave: copies "
-        "(parallelism=ddp), pieces (parallelism=fsdp), or both (parallelism=hsdp parallelism.dp_replicate=N)",
-    ),
-    **dict.fromkeys(
-        ("rewarders", "launch.rewarders"),
-        "each rank scores in reward.workers processes; to score elsewhere: reward=http and a service (docs/rewards.md)",
-    ),
-    "sequence_parallel": "beside tp there is none; the tokens of rows on several devices: parallelism.cp=N",
-    **dict.fromkeys(("visible", "visible_devices", "device_id", "device_ids", "gpu_ids"), _CARDS),
-    **dict.fromkeys(("device.id", "device.ids", "device.index", "device.card", "device.rank"), _CARDS),
-    **dict.fromkeys(
-        ("attn_implementation", "attention_implementation", "attn", "flash_attn", "use_flash_attn", "flash_attention"),
-        "the device brings its attention: device.attention=fused or sdpa, on cuda and npu",
-    ),
-}
-_NO_4_BITS = "no base in 4 bits, on any device, and no operator for one on an NPU; LoRA on 16: adapter=lora"
-_NO_LIGER = "on an NPU device.fused has CANN's operators in Liger's places; the LM head is chunked on every device"
-_NO_FP8 = "no 8 bits here, and an Ascend A2 or A3 has no FP8; model.dtype knows float32 and bfloat16"
-_NO_FP16 = (
-    "float16 ends at 65,504: gradients and logits overflow without loss scaling, which is not here; type "
-    "model.dtype=bfloat16, which has the range of float32 and is as fast"
-)
-_NO_ENGINE = "the engine that answers are written by is vLLM: sampler=vllm, or sampler=torch without one"
-NPU_SIMULATOR = "npu_sim"
-ABSENT = {  # what others have and this does not, or not by itself: why, and what to take instead
-    NPU_SIMULATOR: "it is a package of its own; in a checkout of this project type: pip install ./simulators/npu",
-    **dict.fromkeys(
-        ("qlora", "load_in_4bit", "load_in_8bit", "quantization", "quantization_config", "bnb"), _NO_4_BITS
-    ),
-    **dict.fromkeys(("liger", "use_liger", "use_liger_kernel", "liger_kernel"), _NO_LIGER),
-    **dict.fromkeys(("fp8", "float8", "float8_e4m3fn", "float8_e5m2", "e4m3", "hifloat8"), _NO_FP8),
-    **dict.fromkeys(("fp16", "float16", "half"), _NO_FP16),
-    "sglang": _NO_ENGINE,
-}
-NAMES = {
-    "device": {"gpu": "cuda", "nvidia": "cuda", "ascend": "npu", "huawei": "npu"},
-    "adapter": {"full": "none", "null": "none"},
-    "tracker": {"null": "none", "off": "none", "tb": "tensorboard", "wb": "wandb"},
-    "sampler": {"null": "none"},
-    "optimizer": {
-        **dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused"), "adamw"),
-        **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw8bit"),
-    },
-    "data": {"jsonl": "file", "json": "file", "csv": "file", "parquet": "file", "local": "file", "huggingface": "hub"},
-    "model": {"huggingface": "hf", "transformers": "hf", "auto": "hf", "qwen3": "qwen3_0_6b"},
-    "algorithm": {"pt": "cpt", "pretrain": "cpt", "finetune": "sft"},
-    "launch": {"single": "local"},
-    "parallelism": {
-        **dict.fromkeys(("null", "none", "off"), "single"),
-        **dict.fromkeys(("dp", "zero0"), "ddp"),
-        **dict.fromkeys(("zero1", "zero2", "deepspeed_zero1"), "deepspeed_zero2"),
-        **dict.fromkeys(("zero3", "full_shard"), "fsdp"),
-        **dict.fromkeys(("sp", "ulysses", "ring"), "cp"),
-    },
-}
+from runner.spec import migrate
+from runner.spec.migrate import Job, Options
 
+NO_JOB = Job()
+NPU_SIMULATOR = "npu_sim"
 _ON_RAY = "Ray takes as many nodes as it needs; leave it out: launch.devices counts the ranks of all of them"
 OF_OTHERS = {  # done otherwise
     ("launch", "ray", "nodes"): _ON_RAY,
@@ -175,10 +23,6 @@ OF_OTHERS = {  # done otherwise
 }
 
 CLOSEST = 0.85  # a slip of one letter: an option of the component itself is meant, not another's of that very name
-MOST_OWNERS = 3  # that are named of those that have an option
-
-# (group, member) → its option names; a group "" holds the top level, and sections that are no group have one member "".
-Options = Mapping[str, Mapping[str, Iterable[str]]]
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -191,33 +35,36 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 def absent(group: str, wrong: str) -> str | None:
     """Why there is no such member of `group`, and what to type instead, if that is known."""
     if group == "device" and re.fullmatch(r"[a-z_]+:\d+", wrong.lower()):
-        return _CARDS
+        return migrate.answer("device.id", None, NO_JOB, {})
     if group == "launch" and (number := re.fullmatch(r"local_?(\d+)", wrong.lower())):
         return f"type launch.devices={number[1]}"
-    return ABSENT.get(wrong.lower())
+    return migrate.table().absent.get(wrong.lower())
 
 
 def name(group: str, wrong: str, known: Iterable[str]) -> str | None:
     """The member of `group` that `wrong` probably means."""
     known = list(known)
-    other = NAMES.get(group, {}).get(wrong.lower())
+    other = migrate.table().choices.get(group, {}).get(wrong.lower())
     return other if other in known else nearest(wrong, known)
 
 
-def key(section: str, chosen: str, wrong: str, options: Options) -> str:
-    """What to say about the unknown key `section.wrong`: `did you mean 'optimizer.lr'?`; empty if nothing is close.
+def key(section: str, chosen: str, wrong: str, options: Options, value: Any = None, job: Job = NO_JOB) -> str:
+    """What to say about the unknown key `section.wrong`: `type optimizer.lr=1e-5`; empty if nothing is close.
 
-    `chosen` is the section's chosen member; `options` lists every option there is.
+    `chosen` is the section's chosen member; `options` lists every option there is; `value` (None: none was typed) and
+    `job` are what another framework's word is answered with.
     """
-    words = (_join(section, wrong.lower()), wrong.lower())
-    if said := next((table[word] for table in (ELSEWHERE, ABSENT) for word in words if word in table), ""):
+    own = list(options.get(section, {}).get(chosen, ()))
+    members = [member for member, names in options.get(section, {}).items() if member and wrong in set(names)]
+    # Where another member has an option of that name, that one is meant.
+    foreign = [_join(section, wrong), *([wrong, wrong.rpartition(".")[2]] if not members else [])]
+    if said := next((said for word in foreign if (said := migrate.answer(word, value, job, options))), ""):
         return said
     if said := OF_OTHERS.get((section, chosen, wrong.lower()), ""):
         return said
-    own = list(options.get(section, {}).get(chosen, ()))
-    if wrong.lower() in KEYS and (found := _synonym(section, chosen, wrong, options)):
-        return found
-    if members := [m for m, names in options.get(section, {}).items() if m and wrong in set(names)]:
+    if why := migrate.table().absent.get(wrong.lower()):
+        return why
+    if members:
         return "an option of " + ", ".join(f"{section}={m}" for m in members)
     if close := nearest(wrong, own, cutoff=CLOSEST):
         return f"did you mean '{close}'?"
@@ -229,21 +76,6 @@ def key(section: str, chosen: str, wrong: str, options: Options) -> str:
     if close := nearest(wrong, anywhere, cutoff=0.75):
         return f"did you mean '{_join(anywhere[close], close)}'?"
     return ""
-
-
-def _synonym(section: str, chosen: str, wrong: str, options: Options) -> str:
-    target = KEYS[wrong.lower()]
-    place, _, leaf = target.rpartition(".")
-    members = [m for m, names in options.get(place, {}).items() if leaf in set(names)]
-    if not members:
-        return ""
-    partial = len(members) < len(options[place])  # say which component has it
-    shown = [f"{place}={m}" for m in members]
-    shown = shown if len(shown) <= MOST_OWNERS else [*shown[:MOST_OWNERS], "…"]
-    owners = " of " + " or ".join(shown) if partial else ""
-    aside = " (steps = epochs × items / algorithm.batch_size)" if "epoch" in wrong.lower() else ""
-    own = place == section and chosen in members
-    return f"did you mean '{leaf}'{aside}?" if own else f"did you mean '{target}'{owners}{aside}?"
 
 
 def _has(options: Options, place: str, leaf: str) -> bool:
@@ -322,7 +154,7 @@ def complaint(schema: Mapping[str, Any], key: str, value: Any) -> str:
     few = [choice for s in schema.get("anyOf", [schema]) for choice in s.get("enum", ())]
     if isinstance(value, str) and (meant := SAME.get(value.lower())) in few:
         said += f"; did you mean '{meant}'?"
-    elif isinstance(value, str) and few and (why := ABSENT.get(value.lower())) is not None:
+    elif isinstance(value, str) and few and (why := migrate.table().absent.get(value.lower())) is not None:
         said += f"; {why}"
     elif isinstance(value, str) and (close := nearest(value, few)):
         said += f"; did you mean '{close}'?"

@@ -116,7 +116,7 @@ def test_cfg_prints_yaml_that_is_the_job(workdir: Path, capsys: pytest.CaptureFi
         (["--cfg", "all"], "invalid choice"),
         (["list", "devise"], "no group named 'devise'; did you mean 'device'?"),
         (["explain"], "one key is expected"),
-        (["explain", "learning_rate"], "did you mean 'optimizer.lr'?"),
+        (["explain", "learning_rate"], "type optimizer.lr=…"),
         (["schema", "x"], "job or recipe"),
         (["-sc", "install=tcsh"], "install=bash|fish|zsh"),
         (["infer", "latest", "--temperature", "-1"], "--temperature -1.0 is out of range"),

@@ -176,8 +176,8 @@ def test_a_model_that_cannot_says_so() -> None:
     [
         (["model.gradient_checkpointing=1"], "true or false or 'selective' or an integer at least 2, got 1"),
         (["model.gradient_checkpointing=full"], "true or false or 'selective'"),
-        (["model.activation_checkpointing=true"], "did you mean 'gradient_checkpointing'"),
-        (["model.offload_activations=true"], "did you mean 'activation_offloading'"),
+        (["model.activation_checkpointing=true"], "type model.gradient_checkpointing=true"),
+        (["model.offload_activations=true"], "model.activation_offloading=true"),
         (["model.activation_offloading=true", "device=npu"], "type model.gradient_checkpointing=true"),
         (["model.activation_offloading=true", "model.gradient_checkpointing=2", "device=cpu"], "in the host's memory"),
     ],

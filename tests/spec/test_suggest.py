@@ -9,21 +9,11 @@ import pytest
 from runner.cli.compose import compose_job
 from runner.core.errors import SpecError
 from runner.spec import suggest
+from runner.spec.migrate import table
 from runner.spec.registry import built_in_registry, default_registry
 from runner.spec.schema import Keys
 
 OPTIONS = Keys(default_registry()).options
-
-
-@pytest.mark.parametrize("target", sorted(set(suggest.KEYS.values())))
-def test_every_synonym_leads_somewhere(target: str) -> None:
-    place, _, leaf = target.rpartition(".")
-    assert any(leaf in names for names in OPTIONS[place].values())
-
-
-def test_no_synonym_is_an_option_itself() -> None:
-    options = {name for members in OPTIONS.values() for names in members.values() for name in names}
-    assert options & suggest.KEYS.keys() <= {"path", "epochs"}  # epochs: over sampled answers, not over data
 
 
 @pytest.mark.parametrize(
@@ -45,25 +35,30 @@ def test_names(group: str, wrong: str, right: str | None) -> None:
 @pytest.mark.parametrize(
     ("section", "chosen", "wrong", "hint"),
     [
-        ("", "", "max_steps", "did you mean 'steps'?"),
-        ("data", "demo", "epochs", "did you mean 'steps' (steps = epochs × items / algorithm.batch_size)?"),
-        ("optimizer", "adamw", "learning_rate", "did you mean 'lr'?"),
-        ("algorithm", "sft", "learning_rate", "did you mean 'optimizer.lr'?"),
+        ("", "", "max_steps", "type steps=…"),
+        ("data", "demo", "epochs", "type steps=N, N = … × items / algorithm.batch_size"),
+        ("optimizer", "adamw", "learning_rate", "type optimizer.lr=…"),
+        ("algorithm", "sft", "learning_rate", "type optimizer.lr=…"),
         ("optimizer", "adamw", "momentum", "an option of optimizer=sgd, optimizer=muon"),
         ("model", "tiny", "every", "did you mean 'checkpoint.every' or 'evaluation.every'?"),
-        ("", "", "num_epochs", "did you mean 'steps' (steps = epochs × items / algorithm.batch_size)?"),
-        ("", "", "deepspeed", "several devices: launch.devices=N with one of these: run list parallelism"),
-        ("parallelism", "ddp", "tp_size", "did you mean 'tp'?"),
+        ("", "", "num_epochs", "type steps=N, N = … × items / algorithm.batch_size"),
+        (
+            "",
+            "",
+            "local_rank",
+            suggest.key("", "", "LOCAL_RANK", OPTIONS),
+        ),
+        ("parallelism", "ddp", "tp_size", "type parallelism=fsdp parallelism.tp=…"),
         ("launch", "ray", "nodes", suggest.OF_OTHERS["launch", "ray", "nodes"]),
         (
             "",
             "",
             "sequence_parallel_size",
-            "did you mean 'parallelism.cp' of parallelism=ddp or parallelism=fsdp or parallelism=hsdp or …?",
+            "type parallelism=fsdp parallelism.cp=…",
         ),
         ("launch", "local", "sampler", "did you mean 'samplers'?"),
         ("launch", "ray", "device", "did you mean 'devices'?"),
-        ("checkpoint", "safetensors", "async", "did you mean 'asynchronous'?"),
+        ("checkpoint", "safetensors", "async", "type checkpoint.asynchronous=…"),
         (
             "model",
             "hf",
@@ -99,7 +94,7 @@ def test_nothing_that_is_there_counts_as_absent() -> None:
     registry = built_in_registry()
     members = {name for group in ("adapter", "sampler", "device", "model") for name in registry.classes(group)}
     options = {name for names in OPTIONS.values() for own in names.values() for name in own}
-    assert not (members | options) & suggest.ABSENT.keys()
+    assert not (members | options) & table().absent.keys()
 
 
 @pytest.mark.parametrize("word", ["device=npu:2", "device=cuda:2", "device.visible=2", "+device.id=2", "device_ids=2"])

@@ -1,0 +1,268 @@
+"""Answers options of other frameworks, and our own old names, with what is typed here. The table is migrate.yaml.
+
+key=value ─▶ entry ─▶ its rule for the algorithm ─▶ for the value ─▶ words to type, or a sentence
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import cache
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from runner.core.safe_arithmetic import NotArithmetic, evaluated
+
+PATH = Path(__file__).with_name("migrate.yaml")
+BRACES = re.compile(r"\{([^{}]*)\}")
+NAME = re.compile(r"[A-Za-z_][\w.]*(?:\|[\w.]+)?")
+WORD = re.compile(r"[a-z_]+(?:[.@][a-z_]+)*=\S+")
+PLAIN = re.compile(r"[\w./:@%+,\[\]-]+")
+IT = "it"  # the value itself, in an expression
+TEXT = "text:"  # an expression that is a name, not arithmetic
+WHOLE = "int:"  # an expression that is rounded up
+UNKNOWN = "…"
+MOST_OWNERS = 3  # that are named of those that have an option
+Rule = str | Mapping[str, Any]
+# (group, member) → its option names; a group "" holds the top level, and sections that are no group have one member "".
+Options = Mapping[str, Mapping[str, Iterable[str]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is known of the job in which a word is typed."""
+
+    chosen: Mapping[str, str] = field(default_factory=dict)  # group → its member
+    data: Mapping[str, Any] = field(default_factory=dict)  # dotted key → value, of our options
+    typed: Mapping[str, Any] = field(default_factory=dict)  # dotted key → value, of the keys that are no options
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One option of another framework: its spellings, a value as an example, and its rule."""
+
+    keys: tuple[str, ...]
+    example: Any
+    rule: Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What to type instead (none where nothing fits) or why not; `algorithms`: those it is for, all where empty."""
+
+    words: tuple[str, ...]
+    formulas: tuple[str, ...]  # of values that other options decide which are not given
+    sentence: str
+    algorithms: str
+
+    def __str__(self) -> str:
+        typed = "".join([f"type {' '.join(self.words)}" if self.words else "", *(f", {f}" for f in self.formulas)])
+        said = f"{typed} ({self.sentence})" if typed and self.sentence else typed or self.sentence
+        return said + (f" (algorithm={self.algorithms.replace(' ', ', ')})" if self.algorithms else "")
+
+
+class Table:
+    """The parsed table; `entries` and `metrics` are looked up by key, `pages` keeps the order for the documentation."""
+
+    def __init__(self, text: str) -> None:
+        content = yaml.safe_load(text)
+        self.pages: dict[str, tuple[str, tuple[Entry, ...]]] = {}
+        self.entries: dict[str, Entry] = {}
+        self.choices: dict[str, dict[str, str]] = content["choices"]
+        self.absent: dict[str, str] = content["absent"]
+        self.metrics: dict[str, str] = content["metrics"]
+        self.flags = {name: say for names, say in content["flags"].items() for name in _spellings(names)}
+        self.commands: dict[str, str] = content["commands"]
+        for name, page in content["pages"].items():
+            entries = tuple(_entry(*item) for item in (page.get("keys") or {}).items())
+            self.pages[name] = (page["about"], entries)
+            for entry in entries:
+                for key in entry.keys:
+                    assert key not in self.entries, f"{key} is in {PATH.name} twice"
+                    self.entries[key] = entry
+
+    def find(self, key: str) -> Entry | None:
+        """The entry of a key: the key's own, or that of `part.*` for all keys below a part."""
+        key = key.lower()
+        parts = key.split(".")
+        below = (".".join([*parts[:depth], "*"]) for depth in range(len(parts), 0, -1))
+        return next((self.entries[name] for name in (key, *below) if name in self.entries), None)
+
+    def answers(self, entry: Entry, value: Any, job: Job) -> list[Answer]:
+        """What to say to an entry typed with a value (None = no value): one answer, or one for each algorithm."""
+        found = []
+        for algorithms, rule in _picked(entry.rule, value, job.chosen.get("algorithm", "")):
+            to, sentence = _parts(rule)
+            formulas: list[str] = []
+            words = tuple(self._filled(word, value, job, formulas) for word in _split(to))
+            found.append(Answer(words, tuple(formulas), sentence, algorithms))
+        return found
+
+    def with_typed(self, job: Job) -> Job:
+        """The job as it would be with the words that its typed keys become without arithmetic."""
+        made = dict[str, str]()
+        for key, value in job.typed.items():
+            entry = self.find(key)
+            picked = _picked(entry.rule, value, job.chosen.get("algorithm", "")) if entry else []
+            for word in _split(_parts(picked[0][1])[0]) if len(picked) == 1 else ():
+                if not BRACES.search(word.replace("{}", "")):
+                    name, _, text = word.partition("=")
+                    made.setdefault(name, text.replace("{}", written(value)))
+        algorithm = made.get("algorithm", job.chosen.get("algorithm", ""))
+        return Job({**job.chosen, "algorithm": algorithm}, {**job.data, **made}, job.typed)
+
+    def _filled(self, word: str, value: Any, job: Job, formulas: list[str]) -> str:
+        """A word of a rule with its values; of those that cannot be computed the formula goes to `formulas`."""
+
+        def fill(match: re.Match[str]) -> str:
+            inner = match[1]
+            if not inner:
+                return UNKNOWN if value is None else written(value)
+            if inner.startswith(TEXT):
+                return str(self._value(inner.removeprefix(TEXT), value, job) or UNKNOWN)
+            computed = self._computed(inner, value, job)
+            if computed:
+                return computed
+            shown = NAME.sub(lambda name: _name_shown(name[0], value), inner.removeprefix(WHOLE)).replace("*", "×")
+            letter = "NMK"[len(formulas)]
+            formulas.append(f"{letter} = {shown.strip()}")
+            return letter
+
+        return quoted(BRACES.sub(fill, word))
+
+    def _computed(self, expression: str, value: Any, job: Job) -> str:
+        names = {name: self._value(name, value, job) for name in NAME.findall(expression.removeprefix(WHOLE))}
+        try:
+            numbers = {name: Fraction(str(number)) for name, number in names.items()}
+            text = NAME.sub(lambda name: f"({numbers[name[0]]})", expression.removeprefix(WHOLE))
+            result = evaluated(text)[0]
+        except (NotArithmetic, ValueError):
+            return ""
+        whole = result.denominator == 1 or expression.startswith(WHOLE)
+        return str(ceil(result)) if whole else f"{float(result):g}"
+
+    def _value(self, name: str, value: Any, job: Job) -> Any:
+        """The value of a name: what was typed, what that makes of our options, what the job has, its default."""
+        name, _, default = name.partition("|")
+        if name == IT:
+            return value
+        found = job.typed.get(name, job.data.get(name))
+        if found is None and default:
+            return default if not NAME.fullmatch(default) else self._value(default, value, job) or default
+        return found
+
+
+@cache
+def table() -> Table:
+    """The table of this package, read when it is first needed."""
+    return Table(PATH.read_text(encoding="utf-8"))
+
+
+def answer(key: str, value: Any, job: Job, options: Options) -> str:
+    """What to type instead of a key of another framework, or why nothing; empty where the table does not have it."""
+    entry = table().find(key)
+    found = table().answers(entry, value, job) if entry else []
+    return "; ".join(f"{_without_choices(one, job, options)}{_owners(one, job, options)}" for one in found)
+
+
+def _without_choices(found: Answer, job: Job, options: Options) -> Answer:
+    """The answer without the choices of components whose options the job has anyway."""
+    chosen, settings = _choices_and_settings(found)
+    needless = {f"{group}={member}" for group, member in chosen.items() if group in {g for g, _ in settings}}
+    for group, leaf in settings:
+        if leaf not in options.get(group, {}).get(job.chosen.get(group, ""), ()):
+            needless.discard(f"{group}={chosen.get(group)}")
+    return replace(found, words=tuple(word for word in found.words if word not in needless))
+
+
+def _owners(found: Answer, job: Job, options: Options) -> str:
+    """Which components have an option of the answer that the job's do not have."""
+    chosen, settings = _choices_and_settings(found)
+    if found.algorithms:
+        return ""
+    for group, leaf in settings:
+        members = [member for member, names in options.get(group, {}).items() if leaf in names]
+        other = set(options.get(group, {})) - set(members)
+        if group not in chosen and job.chosen.get(group) in other:
+            shown = members if len(members) <= MOST_OWNERS else [*members[:MOST_OWNERS], "…"]
+            return f" (an option of {group}={', '.join(shown)})"
+    return ""
+
+
+def _choices_and_settings(found: Answer) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """Of an answer's words: group → member, and (group, option)."""
+    keys = [(word.strip("'").partition("=")[0], word.partition("=")[2]) for word in found.words]
+    chosen = {key: value for key, value in keys if "." not in key}
+    return chosen, [(key.partition(".")[0], key.partition(".")[2]) for key, _ in keys if "." in key]
+
+
+def renamed_metric(name: str) -> str | None:
+    """What a metric of another framework, or of an older version, is called here."""
+    return table().metrics.get(name)
+
+
+def written(value: Any) -> str:
+    """A value as it is typed on the command line: true, null, [a,b]."""
+    if value is None or isinstance(value, bool):
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(written, value))}]"
+    return str(value)
+
+
+def quoted(word: str) -> str:
+    """A word in quotes where a shell, or Hydra's grammar, would read it otherwise."""
+    key, equals, value = word.partition("=")
+    plain = PLAIN.fullmatch(value) or value == UNKNOWN
+    return word if plain or not equals else f"'{key}=\"{value}\"'"
+
+
+def _entry(spelled: str, rule: Rule) -> Entry:
+    names, _, example = spelled.partition("=")
+    return Entry(tuple(names.lower().split()), yaml.safe_load(example) if example else None, rule)
+
+
+def _spellings(names: str) -> list[str]:
+    """`--run -r` are two flags; `--cfg hydra` is a flag with its value."""
+    return names.split() if all(name.startswith("-") for name in names.split()) else [names]
+
+
+def _picked(rule: Rule, value: Any, algorithm: str) -> list[tuple[str, Rule]]:
+    """The rules that hold for a value and an algorithm, each with the algorithms it is for."""
+    if isinstance(rule, str):
+        return [("", rule)]
+    if "by" in rule:
+        own = [inner for names, inner in rule["by"].items() if algorithm in names.split()]
+        if own:
+            return _picked(own[0], value, algorithm)
+        return [(names, one) for names, inner in rule["by"].items() for _, one in _picked(inner, value, algorithm)]
+    values = {name: inner for names, inner in rule.get("values", {}).items() for name in written(names).split()}
+    for item in value if isinstance(value, list) else [value]:
+        if item is not None and written(item).lower() in values:
+            return _picked(values[written(item).lower()], value, algorithm)
+    if values and not rule.keys() & {"to", "say"}:
+        return [("", {"say": "; ".join(f"{name} → {inner}" for name, inner in values.items())})]
+    return [("", rule)]
+
+
+def _parts(rule: Rule) -> tuple[str, str]:
+    """What a rule has to type, and its sentence."""
+    if not isinstance(rule, str):
+        return rule.get("to", ""), rule.get("say", "")
+    words = _split(rule)
+    return (rule, "") if all(WORD.fullmatch(BRACES.sub("x", word)) for word in words) else ("", rule)
+
+
+def _split(text: str) -> list[str]:
+    """Words at blanks, but not at those within braces."""
+    return re.findall(r"(?:\{[^{}]*\}|\S)+", text)
+
+
+def _name_shown(name: str, value: Any) -> str:
+    name = name.partition("|")[0]
+    return (UNKNOWN if value is None else written(value)) if name == IT else name

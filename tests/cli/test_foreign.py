@@ -1,0 +1,62 @@
+"""Command lines of other frameworks, and Hydra's flags: each word is answered with what is typed here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runner.cli.main import main
+from runner.spec.migrate import Job, Table
+
+HEAD = "choices: {}\nabsent: {}\nmetrics: {}\nflags: {}\ncommands: {}\npages:\n  ours:\n    about: x\n    keys:\n"
+
+
+def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
+    table = Table(HEAD + "      algorithm.old=clip: {values: {clip: algorithm.new=clipped}, to: 'algorithm.new={}'}\n")
+    entry = table.find("algorithm.old")
+    assert entry is not None
+    assert [str(table.answers(entry, value, Job())[0]) for value in ("clip", "other")] == [
+        "type algorithm.new=clipped",
+        "type algorithm.new=other",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        (
+            "swift rlhf --rlhf_type grpo --beta 0.04 --num_generations 8 --per_device_train_batch_size=4 --seed 3",
+            [
+                "algorithm=grpo",
+                "algorithm.kl=k3 algorithm.kl_coef=0.04\n",
+                "group_size=8\n",
+                "batch_size=1 ",
+                "type seed=3",
+            ],
+        ),
+        ("sft", ["no verb named 'sft'; type run algorithm=sft"]),
+        ("llamafactory-cli train x.yaml", ["type run +recipe=x.yaml"]),
+        ("swift infer", ["run infer latest"]),
+        ("algorithm=dpo --beta 0.2", ["type algorithm.beta=0.2\n"]),
+        ("-cn x", ["+recipe=NAME"]),
+        ("-p model", ["run --cfg job"]),
+        ("--resolve", ["leave it out"]),
+        ("--cfg hydra", ["the job is printed by: run --cfg job"]),
+        ("--info all", ["--info searchpath"]),
+        ("hydra.run.dir=x", ["--folder FOLDER"]),
+        ("hydra/launcher=submitit_slurm", ["type sweep.on=slurm"]),
+        (
+            "actor_rollout_ref.rollout.n=8 actor_rollout_ref.x.y=1",
+            ["algorithm.group_size=8", "actor_rollout_ref.x.y: not an"],
+        ),
+        ("checkpoint.best=eval_loss", ["type checkpoint.best=eval/loss"]),
+        ("-m seed=1,2 sweep.metric=eval_loss", ["type sweep.metric=eval/loss"]),
+    ],
+)
+def test_each_word_is_answered(
+    words: str, messages: list[str], workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    err = capsys.readouterr().err
+    assert [message for message in messages if message not in err] == []

@@ -1,0 +1,243 @@
+"""The table of other frameworks' options: every answer names options that exist, and what is typed composes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from runner.cli.compose import Composer, compose_job, finish
+from runner.cli.conf import BESIDE
+from runner.cli.sources import options, session
+from runner.core.errors import SpecError
+from runner.spec import migrate
+from runner.spec.decode import decode
+from runner.spec.migrate import BRACES, NAME, Entry, Job, Rule, table
+from runner.spec.origin import COMMAND_LINE
+from runner.spec.registry import built_in_registry, default_registry
+from runner.spec.schema import Keys, groups_of
+
+REGISTRY = built_in_registry()
+OPTIONS = {**Keys(REGISTRY).options, **{name: {"": tuple(cls.model_fields)} for name, cls in BESIDE.items()}}
+GROUPS = groups_of(REGISTRY)
+ENTRIES = [entry for _, entries in table().pages.values() for entry in entries]
+HYDRAS = [entry for entry in ENTRIES if entry.keys[0].startswith("hydra")]
+RL = ("grpo", "ppo", "opd")
+
+
+def rules(rule: Rule, algorithms: str = "", value: Any = None) -> Iterator[tuple[str, Any, Rule]]:
+    """(algorithms, value, rule) of each case."""
+    if isinstance(rule, str):
+        yield algorithms, value, rule
+        return
+    for names, inner in rule.get("by", {}).items():
+        yield from rules(inner, names, value)
+    for names, inner in rule.get("values", {}).items():
+        yield from rules(inner, algorithms, migrate.written(names).split()[0])
+    if rule.keys() & {"to", "say"}:
+        yield algorithms, value, rule
+
+
+CASES = [(entry, *case) for entry in ENTRIES for case in rules(entry.rule)]
+
+
+def words_of(rule: Rule) -> list[str]:
+    return migrate._split(migrate._parts(rule)[0])
+
+
+@pytest.fixture(scope="module")
+def members() -> dict[str, set[str]]:
+    """What can be chosen for each group, presets included."""
+    with session(REGISTRY) as loader:
+        return {group: set(options(loader.get_sources(), group)) for group in GROUPS}
+
+
+def exists(key: str) -> bool:
+    group, _, leaf = key.rpartition(".")
+    return any(leaf in names for names in OPTIONS.get(group, {}).values())
+
+
+def test_each_answer_names_options_and_components_that_exist(members: Mapping[str, set[str]]) -> None:
+    wrong = []
+    for entry, _, _, rule in CASES:
+        for word in words_of(rule):
+            key, _, value = word.partition("=")
+            if "." not in key and key in GROUPS:
+                wrong += [] if value in members[key] else [(entry.keys[0], word)]
+            elif not exists(key):
+                wrong.append((entry.keys[0], word))
+    assert wrong == []
+
+
+def test_each_option_that_a_sentence_or_a_formula_names_exists() -> None:
+    ours = re.compile(rf"(?<![\w./-])((?:{'|'.join((*GROUPS, *BESIDE, 'evaluation', 'watch'))})\.[a-z_0-9]+)\b(?!\.)")
+    texts = [(e.keys[0], migrate._parts(rule)[1]) for e, _, _, rule in CASES]
+    texts += [(name, text) for page in (table().flags, table().commands, table().absent) for name, text in page.items()]
+    texts += [(e.keys[0], " ".join(BRACES.findall(word))) for e, _, _, rule in CASES for word in words_of(rule)]
+    theirs = {key for key in table().entries if "." in key}
+    wrong = {
+        (where, key) for where, text in texts for key in ours.findall(text) if key not in theirs and not exists(key)
+    }
+    assert wrong == set()
+
+
+def test_a_formula_reads_what_is_ours_or_theirs() -> None:
+    names = {
+        n
+        for *_, rule in CASES
+        for w in words_of(rule)
+        for b in BRACES.findall(w)
+        if b
+        for n in NAME.findall(b.partition(":")[2] or b)
+    }
+    known = {part for name in names for part in name.split("|")} - {"it", "items", "compute_score"}
+    assert [n for n in known if not (n in table().entries or exists(n) or n[0].isdigit())] == []
+
+
+def test_no_key_of_the_table_is_an_option() -> None:
+    assert [key for key in table().entries if exists(key)] == []
+
+
+def test_names_of_components_and_metrics_lead_somewhere(members: Mapping[str, set[str]]) -> None:
+    assert [(g, n) for g, names in table().choices.items() for n in names.values() if n not in members[g]] == []
+    assert [(g, n) for g, names in table().choices.items() for n in names if n in members[g]] == []
+    assert all(re.fullmatch(r"[a-z]+/[a-z_]+", ours) for ours in table().metrics.values())
+    assert not table().metrics.keys() & set(table().metrics.values())
+    for said in table().commands.values():
+        assert not said.startswith("algorithm=") or said.partition("=")[2] in members["algorithm"]
+
+
+BASES = {
+    "sft": ["algorithm=sft"],
+    "cpt": ["algorithm=cpt"],
+    "dpo": ["algorithm=dpo"],
+    "kto": ["algorithm=kto"],
+    "rm": ["algorithm=rm"],
+    "distill": ["algorithm=distill", "algorithm.teacher=path"],
+    "opd": ["algorithm=opd", "algorithm.teacher=path", "sampler=torch"],
+    **{name: [f"algorithm={name}", "sampler=torch", "reward=exact"] for name in ("grpo", "ppo")},
+}
+
+
+def test_every_key_that_is_typed_is_answered() -> None:
+    for algorithm in ("sft", "dpo", "grpo", "ppo"):
+        base = compose_job([*BASES[algorithm], "model=tiny", "data=demo"]).data
+        batches: list[dict[str, Any]] = []
+        for entry in ENTRIES:
+            for key in entry.keys if entry not in HYDRAS else ():
+                place(batches, base, key.replace("*", "x"), entry.example)
+        problems: dict[str, str] = {}
+        for data in batches:
+            with pytest.raises(SpecError) as caught:
+                decode(data, dict.fromkeys(table().entries, COMMAND_LINE))
+            problems |= {p.key: p.message for p in caught.value.problems}
+        typed = [key.replace("*", "x") for e in ENTRIES if e not in HYDRAS for key in e.keys]
+        assert [key for key in typed if not re.match(r"not an option of [^;]+; .", problems.get(key, ""))] == []
+        assert [
+            text for text in problems.values() if "{" in text and "'" not in text and "name: length" not in text
+        ] == []
+
+
+def place(batches: list[dict[str, Any]], base: Mapping[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in the first batch where nothing is in its way."""
+    *outer, last = key.split(".")
+    for number in range(len(batches) + 1):
+        if number == len(batches):
+            batches.append({name: dict(v) if isinstance(v, dict) else v for name, v in base.items()})
+        section: Any = batches[number]
+        for name in outer:
+            section = section.setdefault(name, {}) if isinstance(section, dict) else None
+        if isinstance(section, dict) and last not in section:
+            section[last] = value
+            return
+
+
+# What a line needs beside it, as its option says; the first of a word that fits.
+NEEDS = {
+    "model=hf": ["model.path=path"],
+    "data=": ["data.path=path"],
+    "data.weights=": ["data.path=[a,b]"],
+    "data.loss_on=": ["data=file", "data.path=path"],
+    "data.overlong=split": ["data=file", "data.path=path", "algorithm=cpt"],
+    "data.overlong=": ["data=file", "data.path=path"],
+    "parallelism.pp_chunks=": ["launch.devices=2"],
+    "parallelism.ep=": ["model=tiny_moe", "launch.devices=8"],
+    "parallelism=": ["launch.devices=8"],
+    "launch.devices=": ["parallelism=ddp"],
+    "launch.node": ["parallelism=ddp", "launch.devices=2", "launch.nodes=2", "launch.node=0", "launch.address=a:1"],
+    "checkpoint.best_mode=": ["checkpoint.best=eval/loss"],
+    "algorithm=opd": ["sampler=torch", "algorithm.teacher=path"],
+    **{f"algorithm={name}": ["sampler=torch", "reward=exact"] for name in ("ppo", "grpo", "rein", "rloo")},
+    "sampler.sync=adapter": ["adapter=lora"],
+    **{f"{key}=": ["device=cuda"] for key in ("sampler.memory", "sampler.sleep", "model.activation_offloading")},
+    "sampler.timeout_s=": ["sampler=vllm_server", "sampler.url=http://127.0.0.1:1", "sampler.sync=reload"],
+    "parallelism.cpu_offload=": ["device=cuda"],
+}
+
+
+def settings(words: Sequence[str]) -> dict[str, str]:
+    return {word.partition("=")[0]: word for word in words}
+
+
+def lines() -> dict[tuple[str, tuple[str, ...]], str]:
+    """(algorithm, words) of every answer that is words, and the key that has it."""
+    found: dict[tuple[str, tuple[str, ...]], str] = {}
+    for entry, algorithms, value, rule in CASES:
+        if entry in HYDRAS or not words_of(rule):
+            continue
+        touched = {word.partition("=")[0].partition(".")[0] for word in words_of(rule)}
+        usual = "grpo" if touched & {"sampler", "reward", "environment"} else "sft"
+        algorithm = algorithms.split()[0] if algorithms else usual
+        job = Job({"algorithm": algorithm}, DATA, TYPED)
+        [answer] = table().answers(Entry(entry.keys, None, rule), entry.example if value is None else value, job)
+        if not answer.formulas:
+            found.setdefault((algorithm, tuple(word.strip("'") for word in answer.words)), entry.keys[0])
+    return found
+
+
+DATA = {
+    **{"launch.devices": 8, "algorithm.batch_size": 32, "algorithm.group_size": 8, "steps": 100, "optimizer.lr": 1e-5},
+    **{"data.max_length": 1024, "sampler.max_new_tokens": 256},
+}
+TYPED = {"per_device_train_batch_size": 4, "data.train_batch_size": 256}
+
+
+def test_each_line_that_is_to_be_typed_composes() -> None:
+    failed = list[Any]()
+    together: dict[tuple[str, ...], list[dict[str, str]]] = {}  # choices → lines that set different options
+    alone: dict[str, list[dict[str, str]]] = {}
+    for (algorithm, words), key in lines().items():
+        found = [beside for word in words for need, beside in NEEDS.items() if word.startswith(need)]
+        typed = settings(["model=tiny", "data=demo", *BASES[algorithm]])
+        typed |= settings([word for beside in found for word in beside]) | settings(words)
+        alone.setdefault(key, []).append(typed)
+        choices = tuple(sorted(word for name, word in typed.items() if name in GROUPS))
+        batches = together.setdefault(choices, [])
+        fitting = (b for b in batches if all(b.get(name, word) == word for name, word in typed.items()))
+        batch = next(fitting, None)
+        if batch is None:
+            batches.append(dict(typed))
+        else:
+            batch |= typed
+    with session(default_registry()) as loader:
+        composer = Composer(loader)
+
+        def problems(typed: Mapping[str, str]) -> list[str]:
+            try:
+                finish(composer.draft(list(typed.values())), default_registry())
+            except SpecError as error:
+                return [f"{p.key}: {p.message}" for p in error.problems]
+            return []
+
+        for batch in (batch for batches in together.values() for batch in batches):
+            if problems(batch):  # of one line, or only of lines that nobody types together
+                mine = [
+                    (key, typed)
+                    for key, several in alone.items()
+                    for typed in several
+                    if typed.items() <= batch.items()
+                ]
+                failed += [(key, typed, said) for key, typed in mine if (said := problems(typed))]
+    assert failed == []
