@@ -302,7 +302,6 @@ ASKED_BY_NAME = {
     "runner/tools/plan/model.py: isinstance HfConfig",
     "runner/tools/plan/words.py: spec.launch.name == 'ray'",
 }
-NAMES_DEVICES = {"runner/spec/suggest.py"}  # what others call them
 
 
 def config_group(node: ast.AST) -> str | None:
@@ -348,7 +347,7 @@ def test_a_config_is_asked_by_method() -> None:
     assert len(list(asked_by_name("launch", planted, configs))) == 3
 
 
-def test_few_modules_name_devices() -> None:
+def test_no_module_elsewhere_names_devices() -> None:
     naming = {
         str(path.relative_to(ROOT))
         for path in MODULES
@@ -356,7 +355,7 @@ def test_few_modules_name_devices() -> None:
     }
     assert {
         name for name in naming if not name.startswith(("runner/device/", "runner/tools/doctor/", "runner/cli/doctor"))
-    } == NAMES_DEVICES
+    } == set()
 
 
 def test_modules_that_the_pages_name_exist() -> None:
