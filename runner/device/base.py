@@ -19,11 +19,12 @@ import torch
 from torch import nn
 from torch.utils import deterministic
 
+from runner.core.device_kinds import Kind
 from runner.core.errors import EnvironmentProblem
 from runner.core.rank_info import Place
 from runner.device.cards import find_card
 from runner.device.config import DeviceConfig
-from runner.device.kinds import Kind, listed
+from runner.device.kinds import listed
 from runner.interfaces import Decide, DenseAttention, Device, VarlenAttention
 
 
