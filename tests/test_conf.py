@@ -17,8 +17,8 @@ from runner.cli.conf import files, main
 from runner.cli.main import main as run
 from runner.cli.sources import session
 from runner.core.paths import conf_dir, recipes_dir
+from runner.spec.base import leaves
 from runner.spec.job import EvaluationConfig, JobSpec, WatchConfig
-from runner.spec.origin import leaves
 from runner.spec.registry import built_in_registry, default_registry
 from runner.spec.schema import CALLBACKS, groups_of
 

@@ -18,7 +18,7 @@ from runner.interfaces import Request, Rollout
 from runner.sampler.remote import server
 from runner.sampler.remote.backends import Collectives
 from runner.sampler.remote.listening import Machine
-from runner.sampler.remote.secret import token
+from runner.sampler.remote.wire import job_token
 
 TENSOR_BYTES = 16 * 2**20
 MEGABYTE = 10**6
@@ -76,7 +76,7 @@ def main(index: str, notes: str, megabytes: str, where: str) -> None:
     if where != "here":
         Machine.here = classmethod(lambda cls: cls("elsewhere", "another boot"))  # type: ignore[method-assign]
     by = GLOO if where == "paired" else None
-    server.serve(Holding(int(megabytes)), int(index), Path(notes), token=token(), collectives=by)
+    server.serve(Holding(int(megabytes)), int(index), Path(notes), token=job_token(), collectives=by)
 
 
 if __name__ == "__main__":

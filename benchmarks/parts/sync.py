@@ -32,7 +32,7 @@ from runner.distributed.work_partition import ALONE
 from runner.launch.ray.link import AS_LOCAL, LOOPBACK, QUIET
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.remote.remotes import Remotes
-from runner.sampler.remote.secret import TOKEN
+from runner.sampler.remote.wire import TOKEN
 from runner.weight_sync.routes import Copied, Shelving
 from runner.weight_sync.shelf import Shelf
 from runner.weight_sync.shelf_folder import claim

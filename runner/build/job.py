@@ -32,7 +32,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import CheckpointError, DataError
 from runner.core.rank_info import Place
 from runner.core.signals import StopSignal
-from runner.device.peak import peak
+from runner.device.base import peak
 from runner.distributed.work_partition import on_first
 from runner.interfaces import Algorithm, Callback, Data, GenerativeModel, Peers, State, TrainableModel
 from runner.parallelism.world import World

@@ -32,7 +32,7 @@ from runner.sampler.journal import Journal
 from runner.sampler.probed import Probe
 from runner.sampler.remote.backends import Collectives
 from runner.sampler.remote.remotes import Remotes
-from runner.sampler.remote.secret import token
+from runner.sampler.remote.wire import job_token
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.trainer.callbacks import Activity
@@ -85,7 +85,7 @@ def _remotes(spec: JobSpec, policy: GenerativeModel, device: Device, folder: Run
     assert isinstance(spec.sampler, DrawingConfig)  # or nothing would be sampled
     count = spec.launch.samplers // spec.sampler.cards()
     vocabulary, by = policy.bounds().vocabulary, collectives_of(spec, device)
-    return Remotes(spec.sampler, count, folder.samplers, token=token(), vocabulary=vocabulary, collectives=by)
+    return Remotes(spec.sampler, count, folder.samplers, token=job_token(), vocabulary=vocabulary, collectives=by)
 
 
 def collectives_of(spec: JobSpec, device: Device) -> Collectives | None:

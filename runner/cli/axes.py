@@ -33,8 +33,8 @@ from runner.cli.files import SWEEP
 from runner.cli.overrides import Typed, problem, with_home
 from runner.core.errors import Problem
 from runner.spec import suggest
+from runner.spec.base import COMMAND_LINE, leaves, origin_of
 from runner.spec.migrate import renamed_metric
-from runner.spec.origin import COMMAND_LINE, leaves, origin_of
 from runner.spec.schema import model_schema
 from runner.spec.suggest import complaint
 from runner.sweep.config import Better, SweepConfig, several

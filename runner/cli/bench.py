@@ -14,8 +14,7 @@ from runner.cli.compose import compose_job
 from runner.core.errors import EnvironmentProblem
 from runner.device.kinds import CPU
 from runner.run_dir.folder import shown
-from runner.tools.bench.cases import cases
-from runner.tools.bench.suite import STEPS, bench, read_earlier
+from runner.tools.bench.suite import STEPS, bench, cases, read_earlier
 
 if TYPE_CHECKING:
     from runner.tools.bench.report import BenchResult

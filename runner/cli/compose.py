@@ -24,12 +24,11 @@ from runner.cli.overrides import SWEEP_ALONE, Typed, apply, check, escaped, prob
 from runner.cli.sources import options, recipes, session
 from runner.core.bounded_text import check_yaml
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
+from runner.spec.base import COMMAND_LINE, leaves, origin_of
 from runner.spec.decode import decode, unknown_name, with_origins
 from runner.spec.job import RECIPE, JobSpec
-from runner.spec.origin import COMMAND_LINE, leaves, origin_of
 from runner.spec.registry import Registry, default_registry
-from runner.spec.schema import groups_of
-from runner.spec.second_model import with_second_models
+from runner.spec.schema import groups_of, with_second_models
 
 
 def unknown_stages(spec: JobSpec, origins: Mapping[str, str]) -> list[Problem]:

@@ -7,12 +7,11 @@ from __future__ import annotations
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from runner.cli.args import UsageError
-from runner.core.errors import EnvironmentProblem, NotReady, SpecError
+from runner.core.errors import EnvironmentProblem, SpecError
 from runner.spec.decode import unknown_name
 from runner.spec.registry import default_registry
 from runner.tools.doctor import report
@@ -44,23 +43,19 @@ def show(args: Namespace) -> int:
     return report.exit_code(found)
 
 
-@contextmanager
-def diagnosed(composed: Composed, command: Sequence[str]) -> Iterator[None]:
-    """Around the start of a job: where this machine is not ready for it, the error lists the steps of `run doctor` with
-    the words of this `command`, and a command that tries the job here."""
-    try:
-        yield
-    except NotReady as error:
-        spec = composed.spec
-        steps = list(report.numbered(examine(machine_for(spec), trial=False)))
-        if not steps:
-            raise
-        named = ", ".join(f"{group}={getattr(spec, group).name}" for group in ALONE)
-        lines = [f"this machine is not ready for this job ({named}); in this order:", *steps]
-        lines.append(f"  with evidence: {shlex.join(['run', 'doctor', *command])}")
-        if words := _rehearsal(composed):
-            lines.append(f"  to try the job on this machine first: {shlex.join(['run', *words])}")
-        raise EnvironmentProblem("\n".join(lines)) from error
+def diagnosis(composed: Composed, command: Sequence[str]) -> EnvironmentProblem | None:
+    """What a job is refused with that this machine is not ready for: the steps of `run doctor` with the words of this
+    `command`, and a command that tries the job here. None where the doctor finds no step."""
+    spec = composed.spec
+    steps = list(report.numbered(examine(machine_for(spec), trial=False)))
+    if not steps:
+        return None
+    named = ", ".join(f"{group}={getattr(spec, group).name}" for group in ALONE)
+    lines = [f"this machine is not ready for this job ({named}); in this order:", *steps]
+    lines.append(f"  with evidence: {shlex.join(['run', 'doctor', *command])}")
+    if words := _rehearsal(composed):
+        lines.append(f"  to try the job on this machine first: {shlex.join(['run', *words])}")
+    return EnvironmentProblem("\n".join(lines))
 
 
 def machine_for(spec: JobSpec) -> Machine:

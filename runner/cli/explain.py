@@ -18,10 +18,9 @@ from runner.cli.sources import options, plain, session
 from runner.core.errors import SpecError
 from runner.interfaces.losses import Registration
 from runner.spec import suggest
-from runner.spec.base import ComponentConfig
+from runner.spec.base import ComponentConfig, at, origin_of
 from runner.spec.decode import unjudged
 from runner.spec.job import CallbacksConfig, JobSpec
-from runner.spec.origin import at, origin_of
 from runner.spec.registry import Registry, default_registry, resolve
 from runner.spec.schema import CALLBACKS, Keys, groups_of, model_schema, sections
 from runner.spec.suggest import TYPES, span

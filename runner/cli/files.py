@@ -44,8 +44,8 @@ from runner.cli.overrides import Typed, instead_of_hydras
 from runner.cli.sources import options
 from runner.core.errors import Problem
 from runner.spec import suggest
+from runner.spec.base import leaves
 from runner.spec.decode import unknown_name
-from runner.spec.origin import leaves
 from runner.spec.registry import default_registry
 from runner.spec.schema import CALLBACKS
 

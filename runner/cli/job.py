@@ -10,6 +10,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from runner.cli.args import UsageError, is_override
 from runner.cli.compose import SPEC, Composed, Draft, More, compose_job, no_more, re_decode
 from runner.cli.config_sources import GROUP
 from runner.cli.overrides import TRUST
+from runner.core.errors import NotReady
 from runner.core.rank_info import VARIABLES
 from runner.spec.job import JobSpec
 
@@ -49,13 +51,25 @@ def run(args: Namespace) -> int:
     return torchrun.take_part(args.words, lambda words: _start(args, words))
 
 
+@contextmanager
+def _diagnosed(job: Composed, command: Sequence[str]) -> Iterator[None]:
+    """Around the start of a job: where this machine is not ready for it, the error is the doctor's list of steps."""
+    try:
+        yield
+    except NotReady as error:
+        from runner.cli.doctor import diagnosis
+
+        if (refusal := diagnosis(job, command)) is None:
+            raise
+        raise refusal from error
+
+
 def _start(args: Namespace, words: Sequence[str]) -> int:
     job = composed(args, words, _of_slurm)
-    from runner.cli.doctor import diagnosed
     from runner.launch import local
 
     if not job.spec.launch.queued:
-        with diagnosed(job, _again(args, words, job)):
+        with _diagnosed(job, _again(args, words, job)):
             return local.start(job.spec, job.overrides, job.origins, args.folder)
     from runner.launch.slurm import task
     from runner.run_dir.folder import shown
@@ -63,7 +77,7 @@ def _start(args: Namespace, words: Sequence[str]) -> int:
     if (before := task.begun(args.folder)) is not None:
         print(f"requeued {shown(before)} was begun by this Slurm job: going on there", file=sys.stderr)
         return _go_on(str(before), _trust(words))
-    with task.obeyed(job.spec), diagnosed(job, _again(args, words, job)):
+    with task.obeyed(job.spec), _diagnosed(job, _again(args, words, job)):
         task.through_srun(job.spec)
         return local.start(job.spec, job.overrides, job.origins, args.folder)
 
@@ -119,11 +133,10 @@ def _go_on(where: str, overrides: Sequence[str]) -> int:
     folder = find(where)
     before = re_decode(folder.spec, _trust(overrides))
     after = re_decode(folder.spec, overrides, more=_of_slurm)
-    from runner.cli.doctor import diagnosed
     from runner.launch import local
     from runner.launch.slurm import task
 
-    with task.obeyed(after.spec), diagnosed(after, ["--spec", str(folder.root), *overrides]):
+    with task.obeyed(after.spec), _diagnosed(after, ["--spec", str(folder.root), *overrides]):
         task.through_srun(after.spec)
         return local.resume(folder, before.spec, after.spec, after.overrides)
 

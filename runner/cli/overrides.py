@@ -23,8 +23,8 @@ from omegaconf.resolvers import oc
 from runner.cli.config_sources import GROUP, fault, is_file_name, named
 from runner.core.errors import Problem, SecurityRefusal
 from runner.spec import migrate, suggest
+from runner.spec.base import COMMAND_LINE, leaves, origin_of
 from runner.spec.decode import MISSING, unknown_name
-from runner.spec.origin import COMMAND_LINE, leaves, origin_of
 from runner.spec.registry import default_registry
 from runner.spec.schema import CALLBACKS, MODEL, packages_of
 

@@ -1,11 +1,13 @@
-"""Large imports, out of the garbage collector's sight."""
+"""Large imports, out of the garbage collector's sight; names that are imported when they are first used."""
 
 from __future__ import annotations
 
 import gc
 import importlib
 import sys
+from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
 
 
 def import_frozen(name: str) -> ModuleType:
@@ -25,3 +27,20 @@ def import_frozen(name: str) -> ModuleType:
         gc.freeze()
         if enabled:
             gc.enable()
+
+
+def lazy_exports(namespace: dict[str, Any], homes: Mapping[str, str]) -> None:
+    """Set a module's `__getattr__` and `__all__`; type checkers know its names from imports under TYPE_CHECKING.
+
+    namespace: the module's `globals()`; homes: module → the names that it defines, separated by blanks
+    """
+    modules = {name: module for module, names in homes.items() for name in names.split()}
+    namespace["__all__"] = tuple(modules)
+
+    def find(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {namespace['__name__']!r} has no attribute {name!r}")
+        found = namespace[name] = getattr(importlib.import_module(modules[name]), name)
+        return found
+
+    namespace["__getattr__"] = find

@@ -17,7 +17,7 @@ import psutil
 
 from runner.core.errors import EnvironmentProblem
 from runner.device.cards import MIB
-from runner.device.visible import parse
+from runner.device.kinds import parse
 
 if TYPE_CHECKING:
     from runner.device import npu_smi, nvidia_smi

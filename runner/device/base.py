@@ -1,16 +1,91 @@
-"""What all devices have in common, through torch: a device of its own says what it does in another way."""
+"""What all devices have in common, through `torch.accelerator`, and torch's own module of each for its memory: a device
+of its own says what it does in another way.
+
+torch.accelerator counts the memory of those devices only whose allocator is a `c10::DeviceAllocator`. That of torch_npu
+2.13 is one, that of 2.10, which CANN 9.0 and 9.1 go with, is not; torch.npu counts with both.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Generic, TypeVar
 
 import torch
 from torch import nn
+from torch.utils import deterministic
 
-from runner.device.accelerator import allocator, use_deterministic
+from runner.core.device_kinds import Kind
+from runner.core.errors import EnvironmentProblem
+from runner.core.rank_info import Place
+from runner.device.cards import find_card
 from runner.device.config import DeviceConfig
-from runner.interfaces import Decide, DenseAttention, VarlenAttention
+from runner.device.kinds import listed
+from runner.interfaces import Decide, DenseAttention, Device, VarlenAttention
+
+
+def allocator(device: torch.device) -> dict[str, float]:
+    """Bytes that tensors hold, and that the allocator has of the device."""
+    own = torch.get_device_module(device)
+    return {
+        "allocated_bytes": float(own.memory_allocated(device)),
+        "reserved_bytes": float(own.memory_reserved(device)),
+    }
+
+
+def refuse_hidden(kind: Kind, count: int) -> None:
+    """Raise EnvironmentProblem if the driver shows another number of cards than the list of visible ones names: it
+    drops a wrong number without a word, and the job would run on other cards than was meant."""
+    asked = listed(kind)
+    if asked is not None and len(asked) != count:
+        named = "1 device" if len(asked) == 1 else f"{len(asked)} devices"
+        raise EnvironmentProblem(
+            f"device={kind.name}: {kind.visible}={os.environ[str(kind.visible)]} names {named}, "
+            f"and the driver shows {count}\n  correct the list, or: unset {kind.visible}"
+        )
+
+
+@contextmanager
+def starting(device: str) -> Iterator[None]:
+    """Around the first use of a card: what torch then refuses, of this shell's variables mostly, is raised as
+    EnvironmentProblem; memory that is out stays what it is."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        said = str(error).splitlines()[0]
+        raise EnvironmentProblem(f"device={device}: {said}\n  what is wrong: run doctor device={device}") from error
+
+
+def own_card(kind: Kind, count: int) -> torch.device:
+    """Take this process's card: the one with its number among the processes of this machine.
+
+    Raises EnvironmentProblem like `refuse_hidden`, or if there are too few.
+    """
+    refuse_hidden(kind, count)
+    place = Place.of(os.environ)
+    if place.local_size > count:
+        many = f"{place.local_size} processes on this machine want a card each"
+        fewer = "launch.devices=1 parallelism=single" if count == 1 else f"launch.devices={count}"
+        advice = f"type {fewer}, or let {kind.visible} list more"
+        raise EnvironmentProblem(f"device={kind.name}: {many}, and the driver shows {count}\n  {advice}")
+    with starting(kind.name):
+        torch.accelerator.set_device_index(place.local_rank)
+    return torch.device(kind.name, place.local_rank)
+
+
+def use_deterministic(wanted: bool) -> None:
+    """Let torch use deterministic kernels only, or fail; without `wanted`, any. Memory that `torch.empty` gives is not
+    filled: nothing here reads what nobody wrote, and every gather would pay for it."""
+    # the same switch as use_deterministic_algorithms, which would import the whole of torch's compiler for it
+    torch.set_deterministic_debug_mode("error" if wanted else "default")
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a module in disguise
+
 
 Settings = TypeVar("Settings", bound=DeviceConfig)
 
@@ -55,3 +130,63 @@ class TorchDevice(Generic[Settings]):
 
     def fuse(self, module: nn.Module) -> None:
         """Nothing to exchange."""
+
+
+SMALLEST, LARGEST = 512, 8192  # of square matrices
+LEAST_S = 1e-3  # a product that takes less is mostly its launch: a larger one is taken
+PRODUCTS, SECONDS = 20, 0.05  # of measuring, in processor time: a busy machine gets as many; the fastest one counts
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """flops: operations per second of matrix products; source: where the figure is from, in words."""
+
+    flops: float
+    source: str
+
+
+def peak(device: Device, dtype: torch.dtype, decide: Decide) -> Peak:
+    """That of a device in what it computes products of `dtype` in. `decide` hears of an accelerator's."""
+    precision = device.matmul_precision(dtype)
+    card = find_card(device.describe().get("card", ""))
+    if card is not None and device.name == card.device and precision in card.flops:
+        found = Peak(card.flops[precision], f"{card.name} in {precision}, from the table of cards")
+    else:
+        found = Peak(measure_matmul(device.torch_device, dtype), f"measured on this device in {precision}")
+    if device.torch_device.type != "cpu":
+        decide.state("perf/mfu", f"a share of {found.flops / 1e12:.4g} TFLOP/s", found.source)
+    return found
+
+
+@cache
+def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of the fastest of some products of random matrices; once in a process. Draws from a
+    generator of its own."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def matrix(size: int) -> torch.Tensor:
+        return torch.randn(size, size, device=device, dtype=dtype, generator=generator)
+
+    size, a = SMALLEST, matrix(SMALLEST)
+    _seconds(a, a)  # the first call of a library is slow
+    while (seconds := _seconds(a, a)) < LEAST_S and size < LARGEST:
+        size, a = 2 * size, matrix(2 * size)
+    begin = time.process_time()
+    for _ in range(PRODUCTS):
+        seconds = min(seconds, _seconds(a, a))
+        if time.process_time() - begin > SECONDS:
+            break
+    return float(2 * size**3 / seconds)
+
+
+def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
+    _wait(a.device)
+    begin = time.perf_counter()
+    torch.mm(a, b)
+    _wait(a.device)
+    return time.perf_counter() - begin
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -12,9 +12,8 @@ from pydantic import Field
 
 from runner.core.device_kinds import Kind
 from runner.core.errors import EnvironmentProblem
-from runner.device.kinds import CPU, CUDA, NPU
+from runner.device.kinds import CPU, CUDA, NPU, listed, present
 from runner.device.presets import CUDA_DETERMINISTIC, PRESETS, Preset, engine, ports
-from runner.device.visible import listed, present
 from runner.spec.base import ComponentConfig, Dtype
 
 Attention = Literal["fused", "sdpa"]
@@ -211,12 +210,12 @@ class NpuConfig(DeviceConfig):
 
 def _npu_missing() -> list[str]:
     """What this machine lacks of an NPU, in the order in which to install it."""
-    from runner.device import cann
+    from runner.device.ascend import HOME_VARIABLES, homes, parents
 
     needed = {
         "no card (/dev/davinci*)": bool(glob.glob(str(NPU.nodes))),
-        f"no CANN in {' or '.join(cann.parents(os.environ))}": any(True for _ in cann.homes(os.environ)),
-        "CANN's environment is not loaded": any(os.environ.get(name) for name in cann.HOME_VARIABLES),
+        f"no CANN in {' or '.join(parents(os.environ))}": any(True for _ in homes(os.environ)),
+        "CANN's environment is not loaded": any(os.environ.get(name) for name in HOME_VARIABLES),
         "no torch_npu": importlib.util.find_spec("torch_npu") is not None,
     }
     return [text for text, is_there in needed.items() if not is_there]

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from runner.core.errors import EnvironmentProblem
-from runner.device.accelerator import own_card
 from runner.device.activity import Reading, gpu
-from runner.device.base import TorchDevice
+from runner.device.base import TorchDevice, own_card
 from runner.device.config import CudaConfig
 from runner.device.cuda_attention import kernel
 from runner.interfaces import Decide, VarlenAttention

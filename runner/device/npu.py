@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 from runner.core.errors import EnvironmentProblem
-from runner.device.accelerator import own_card, refuse_hidden
 from runner.device.activity import Reading, npu
-from runner.device.base import TorchDevice
+from runner.device.base import TorchDevice, own_card, refuse_hidden
 from runner.device.config import NpuConfig
+from runner.device.kinds import VARIABLES
 from runner.device.npu_attention import DenseFusionAttention, FusionAttention
 from runner.device.npu_fused import fuse
-from runner.device.visible import VARIABLES
 from runner.interfaces import Decide, DenseAttention, VarlenAttention
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,7 +22,7 @@ class EnvironmentConfig(ComponentConfig):
 class NoEnvironmentConfig(EnvironmentConfig):
     """One turn: the answer to the prompt is all."""
 
-    factory: ClassVar[str] = "runner.environment.none:build"
+    factory: ClassVar[str] = "runner.environment.config:no_environment"
     name: Literal["none"] = "none"
 
 
@@ -37,6 +37,10 @@ class CalculatorConfig(EnvironmentConfig):
 
     def most_turns(self) -> int:
         return self.max_turns
+
+
+def no_environment(config: NoEnvironmentConfig, **_: Any) -> None:
+    """Nothing to build."""
 
 
 COMPONENTS = (NoEnvironmentConfig, CalculatorConfig)

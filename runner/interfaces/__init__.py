@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from runner.core.lazy_exports import lazy_exports
+from runner.core.imports import lazy_exports
 
 if TYPE_CHECKING:
     from runner.algorithm.parts import LearnsFromData as LearnsFromData

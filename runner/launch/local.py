@@ -26,13 +26,12 @@ from runner.launch.preflight import preflights, refuse_unready
 from runner.launch.records import keep_evidence, status_of, write_yaml
 from runner.launch.secret_texts import mask_secrets
 from runner.launch.session import Session, called
-from runner.launch.stage import is_stage
-from runner.launch.stages import TRUSTED, check_model, with_first_weights, with_other_models
+from runner.launch.stage import TRUSTED, is_stage
 from runner.run_dir.folder import RunFolder, claim, create, locked, point_latest, read_mapping, shown
 from runner.run_dir.manifest import redacted
 from runner.run_dir.resume_compatibility import frozen
+from runner.spec.base import COMMAND_LINE
 from runner.spec.job import JobSpec
-from runner.spec.origin import COMMAND_LINE
 from runner.spec.registry import default_registry
 from runner.tracker.console import Console
 from runner.tracker.text import labeled
@@ -94,7 +93,12 @@ def ready(spec: JobSpec) -> JobSpec:
 
     Raises SpecError, DataError, NotReady, or what a recipe that is run first ends with.
     """
-    return with_other_models(with_first_weights(checked(spec, here=spec.launch.here)))
+    spec = checked(spec, here=spec.launch.here)
+    if spec.init_from is None and not spec.algorithm.first_models():
+        return spec
+    from runner.launch.stages import with_first_weights, with_other_models
+
+    return with_other_models(with_first_weights(spec))
 
 
 def checked(spec: JobSpec, *, here: bool = False) -> JobSpec:
@@ -103,7 +107,10 @@ def checked(spec: JobSpec, *, here: bool = False) -> JobSpec:
     NotReady."""
     local = {name: getattr(spec, name).absolute() for name in ("data", "model", "algorithm", "reward")}
     spec = spec.model_copy(update=local)
-    check_model(spec)
+    if spec.model.source is not None:
+        from runner.model.hub_access import check_path
+
+        check_path(spec.model.source)
     refuse_unready(check for _, check in preflights(spec, here=here))
     return spec
 
@@ -371,7 +378,7 @@ def _cards(spec: JobSpec) -> tuple[str, ...] | None:
     whatever the device files are called (a container may have some of them). None on the processor, and where no
     sampler is to be given any. Raises EnvironmentProblem where ranks and samplers want more than there are.
     """
-    from runner.device.visible import listed
+    from runner.device.kinds import listed
 
     there = spec.device.visible() if spec.launch.samplers else None
     if there is not None and listed(spec.device.kind) is None:

@@ -29,8 +29,8 @@ from runner.core.signals import StopSignal
 from runner.core.subprocess import JsonLines
 from runner.launch.verdict import INTERRUPTED, KILLED, LOST, WAITED, Verdict
 from runner.run_dir.folder import RunFolder
+from runner.spec.base import leaves
 from runner.spec.job import RECIPE, JobSpec
-from runner.spec.origin import leaves
 
 RETRY_S = 0.5
 SEND_S = 5.0

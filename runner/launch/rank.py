@@ -22,7 +22,7 @@ from runner.launch.member import watch_stacks
 from runner.launch.session import Session
 from runner.launch.verdict import Link, Report
 from runner.run_dir.folder import RunFolder, read_mapping
-from runner.sampler.remote import secret
+from runner.sampler.remote.wire import take_token
 from runner.spec.decode import decode
 from runner.spec.job import JobSpec
 
@@ -31,7 +31,7 @@ def main(root: str, attempt: str, pipe: str, listener: str) -> int:
     """Returns the rank's exit code; the launcher hears the reason."""
     stop = StopSignal()
     stop.install()
-    secret.take()
+    take_token()
     link = Link(int(pipe))
     place = Place.of(os.environ)
     folder = RunFolder(Path(root)).of_rank(place.rank)

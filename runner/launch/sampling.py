@@ -21,7 +21,7 @@ from runner.launch.session import load_torch, memory_errors, set_environment
 from runner.launch.verdict import Link
 from runner.launch.words import on_screen
 from runner.run_dir.folder import RunFolder
-from runner.sampler.remote import secret
+from runner.sampler.remote.wire import job_token, take_token
 
 
 def main(root: str, attempt: str, pipe: str, index: str) -> int:
@@ -29,7 +29,7 @@ def main(root: str, attempt: str, pipe: str, index: str) -> int:
     folder = RunFolder(Path(root)).of_sampler(int(index))
     stop = StopSignal()
     stop.install()
-    secret.take()
+    take_token()
     link = Link(int(pipe))
 
     def work() -> None:
@@ -54,7 +54,7 @@ def _serve(folder: RunFolder, attempt: int, index: int) -> None:
         with memory_errors(spec):
             sampler, by, activity = build_own_sampler(spec, decide, folder)
             activity.on_start(0)
-            token, host = secret.token(), os.environ.get(SAMPLER_HOST, LOOPBACK)
+            token, host = job_token(), os.environ.get(SAMPLER_HOST, LOOPBACK)
             serve(sampler, index, folder.samplers, token=token, host=host, collectives=by, device=activity.taken)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from runner.core.errors import SecurityRefusal
 from runner.run_dir.manifest import redact
+from runner.spec.base import origin_of
 from runner.spec.job import JobSpec
-from runner.spec.origin import origin_of
 
 TEXTS = "tracker"
 

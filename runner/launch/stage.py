@@ -29,11 +29,12 @@ from runner.core.rank_info import alone
 from runner.run_dir.folder import OUTPUTS
 from runner.run_dir.manifest import fingerprint
 from runner.run_dir.resume_compatibility import LIBRARIES
+from runner.spec.base import leaves
 from runner.spec.job import RECIPE
-from runner.spec.origin import leaves
 from runner.tracker.text import labeled
 
 STAGE = "RUNNER_STAGE"  # set in the environment of a recipe that is run first
+TRUSTED = "model.trust_remote_code=true"  # what no spec.yaml may say for the user
 STAGES = OUTPUTS / "stages"
 PLAIN_NAME = re.compile(r"[\w./-]+")
 HOW_IT_IS_WATCHED = ("name", "tracker", "watch", "strict")  # what changes nothing of the result

@@ -24,7 +24,7 @@ from runner.launch.session import called
 from runner.launch.stage import is_stage
 from runner.launch.verdict import INTERRUPTED, KILLED, LAGGED, LASTING, LOST, OWN, WAITED, Verdict, judge, lagging
 from runner.run_dir.folder import RunFolder, shown
-from runner.sampler.remote.secret import TOKEN
+from runner.sampler.remote.wire import TOKEN
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
 

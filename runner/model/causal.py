@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from runner.core.batch import Batch
 from runner.core.errors import UnfitModel
 from runner.distributed.dtensor_utils import whole
 from runner.interfaces import Bounds, Decide, Finish, Terms, Written
-from runner.model import decoding, generation, head
+from runner.model import head
 from runner.model.config import ModelConfig
 from runner.model.export import folded
 from runner.model.layout import Tokens, longest_row
@@ -29,6 +29,10 @@ from runner.model.parameters import cache_casts
 from runner.model.probe import head_objection
 from runner.model.ragged import RaggedModel
 from runner.spec.base import Head
+
+if TYPE_CHECKING:
+    from runner.model.decoding import Way
+    from runner.model.generation import Writer
 
 
 class CausalLM(RaggedModel):
@@ -166,14 +170,17 @@ class CausalLM(RaggedModel):
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         rows: int | None = None,
-        finish: Finish = generation.at_limit,
+        finish: Finish | None = None,
     ) -> list[Written]:
         """A greedy answer to each prompt, which ends at the end of sequence, where `finish` says so, and where the
         model takes no longer row: such an answer may be empty.
 
-        rows: most answers in work at once; None = all. Raises ValueError for an empty prompt.
+        rows: most answers in work at once, None = all; finish: None = at `max_new_tokens`. Raises ValueError for an
+        empty prompt.
         """
-        rows = rows or len(prompts)
+        from runner.model import generation  # here and below: a job that writes no text does without it
+
+        rows, finish = rows or len(prompts), finish or generation.at_limit
         with self.gathered():  # also where there is nothing to write, for the sake of the other ranks
             if (way := self._greedy_way) is None:
                 with self._writing_much():
@@ -181,9 +188,11 @@ class CausalLM(RaggedModel):
             return generation.likeliest(self._writer(way), prompts, max_new_tokens, rows, finish)
 
     @cached_property
-    def _greedy_way(self) -> decoding.Way | None:
+    def _greedy_way(self) -> Way | None:
+        from runner.model.decoding import fitting
+
         with self._writing():
-            return decoding.fitting(self.causal)
+            return fitting(self.causal)
 
     def stream(
         self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, top_p: float, seed: int
@@ -192,6 +201,8 @@ class CausalLM(RaggedModel):
 
         Draws from a generator of its own, seeded with `seed`. Raises ValueError for an empty prompt.
         """
+        from runner.model import generation
+
         if not prompt_ids:
             raise ValueError("a prompt needs at least one token")
         generator = torch.Generator().manual_seed(seed)
@@ -201,21 +212,26 @@ class CausalLM(RaggedModel):
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
         return generation.whole_characters(ids, decode)
 
-    def writer(self, *, decide: Decide) -> generation.Writer:
+    def writer(self, *, decide: Decide) -> Writer:
         """What writes many answers at once, as a sampler does. Raises SpecError if no way of doing so fits this model;
         `decide` hears of it if it is not the fast one."""
+        from runner.model.decoding import way_of
+
         with self._writing():
-            way = decoding.way_of(self.causal, decide)
+            way = way_of(self.causal, decide)
         return self._writer(way)
 
     def bounds(self) -> Bounds:
         """What bounds an answer, whoever writes it."""
-        config = self.causal.config
-        ends = generation.end_ids(self.causal, self.tokenizer)
+        from runner.model.generation import end_ids
+
+        config, ends = self.causal.config, end_ids(self.causal, self.tokenizer)
         return Bounds(ends, config.get_text_config().vocab_size, longest_row(config))
 
-    def _writer(self, way: decoding.Way) -> generation.Writer:
-        return generation.Writer(self.causal, generation.end_ids(self.causal, self.tokenizer), way, self._writing_much)
+    def _writer(self, way: Way) -> Writer:
+        from runner.model.generation import Writer, end_ids
+
+        return Writer(self.causal, end_ids(self.causal, self.tokenizer), way, self._writing_much)
 
     @contextmanager
     def _own_attention(self) -> Iterator[None]:

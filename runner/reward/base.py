@@ -1,10 +1,24 @@
-"""What every reward's config has."""
+"""What every reward's config has, and the parts of a sum, which are such configs.
 
-from typing import ClassVar, Self
+    [{name: exact, weight: 1.0, …}, …]  ──decoded──▶  (0, Part(ExactConfig, 1.0)), …  and  (key, message), …
 
-from pydantic import Field
+A problem of part 0 has the key reward.parts[0].OPTION. Knows every reward there is, those of plug-ins included,
+because each is a subclass of RewardConfig.
+"""
 
-from runner.spec.base import ComponentConfig, Dtype
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from pydantic import Field, ValidationError
+
+from runner.core.errors import Problem, SpecError
+from runner.spec import suggest
+from runner.spec.base import ComponentConfig, Config, Dtype
+from runner.spec.suggest import complaint, shown
 
 OWN = ("prompts", "completions", "completion_ids")  # what a function or service gets beside the columns
 
@@ -43,3 +57,134 @@ class PooledConfig(RewardConfig):
     timeout_s: float = Field(
         default=30.0, gt=0, description="Seconds for one group; then the process is killed, the group unscored."
     )
+
+
+Found = tuple[str, str]  # key, message
+MISSING = "???"  # what a config file writes where a value has to be given
+
+
+class Weight(Config):
+    """What a part has beside the options of its reward."""
+
+    weight: float = Field(default=1.0, description="What the part's score is multiplied with.")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A reward and what its score is multiplied with."""
+
+    config: RewardConfig
+    weight: float
+
+
+def members(parts: Sequence[Mapping[str, Any]]) -> list[Part]:
+    """The parts. Raises SpecError with every problem."""
+    good, found = decoded(parts)
+    if found:
+        raise SpecError([Problem(key, message) for key, message in found])
+    return [part for _, part in good]
+
+
+def decoded(parts: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[int, Part]], list[Found]]:
+    """(index, part) of each sound part, and what is wrong with the others."""
+    good: list[tuple[int, Part]] = []
+    found: list[Found] = []
+    for i, given in enumerate(parts):
+        part = _decoded(given, f"reward.parts[{i}]")
+        if isinstance(part, Part):
+            good.append((i, part))
+        else:
+            found += part
+    return good, found
+
+
+def dumped(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The parts as plain data with every default filled in; one that is not sound as it was given."""
+    good = dict(decoded(parts)[0])
+    return [record(good[i].config, good[i].weight) if i in good else dict(given) for i, given in enumerate(parts)]
+
+
+def record(config: RewardConfig, weight: float) -> dict[str, Any]:
+    """A part as plain data."""
+    options = config.model_dump(mode="json")
+    return {"name": options.pop("name"), "weight": weight, **options}
+
+
+def renamed(found: Sequence[Found], index: int) -> list[Found]:
+    """A member's own problems under the keys of the part that it is."""
+    return [(_renamed(key, index), message) for key, message in found]
+
+
+@contextmanager
+def with_own_keys(index: int) -> Iterator[None]:
+    """Gives a SpecError about reward.OPTION the key of the part."""
+    try:
+        yield
+    except SpecError as error:
+        raise SpecError([Problem(_renamed(p.key, index), p.message, p.origin) for p in error.problems]) from error
+
+
+def _renamed(key: str, index: int) -> str:
+    own = key == "reward" or key.startswith("reward.")
+    return f"reward.parts[{index}]{key.removeprefix('reward')}" if own else key
+
+
+def _decoded(given: Mapping[str, Any], key: str) -> Part | list[Found]:
+    known = {cls.component_name(): cls for cls in _rewards()}
+    name = given.get("name")
+    if name not in known:
+        return [(f"{key}.name", _unknown(name, known))]
+    options = {field: value for field, value in given.items() if field not in ("name", "weight") and value != MISSING}
+    config, found = _validated(known[name], options, key, known)
+    weight, wrong = _validated(Weight, {k: v for k, v in given.items() if k == "weight"}, key, known)
+    if weight is not None and weight.weight == 0:
+        wrong = [(f"{key}.weight", "0 switches the part off; leave it out")]
+    if config is None or weight is None or found or wrong:
+        return [*found, *wrong]
+    return Part(config, weight.weight)
+
+
+def _validated(
+    cls: type[Any], options: Mapping[str, Any], key: str, known: Mapping[str, type[RewardConfig]]
+) -> tuple[Any, list[Found]]:
+    try:
+        return cls.model_validate(options), []
+    except ValidationError as error:
+        first = {str(e["loc"][0]): e["type"] for e in reversed(error.errors(include_url=False))}
+    return None, [(f"{key}.{field}", _message(cls, field, kind, options, known)) for field, kind in first.items()]
+
+
+def _message(
+    cls: type[Any], field: str, kind: str, options: Mapping[str, Any], known: Mapping[str, type[RewardConfig]]
+) -> str:
+    if field not in cls.model_fields:
+        own = cls.component_name()
+        choices = {"reward": {name: (*c.model_fields, "weight") for name, c in known.items()}}
+        hint = suggest.key("reward", own, field, choices)
+        return f"not an option of reward={own}" + (f"; {hint}" if hint else "")
+    if kind == "missing":
+        return f"must be given  ({cls.model_fields[field].description})"
+    return complaint(cls.model_json_schema()["properties"][field], field, options[field])
+
+
+def _unknown(name: Any, known: Mapping[str, type[RewardConfig]]) -> str:
+    names = ", ".join(sorted(known))
+    if name is None:
+        return f"each part names a reward: {{name: …}} ({names})"
+    if name in (cls.component_name() for cls in _named() if not cls.summable):
+        return f"{name} cannot be a part of a sum ({names})"
+    meant = suggest.name("reward", str(name), known)
+    return f"no reward named {shown(name)}" + (f"; did you mean '{meant}'?" if meant else "") + f" ({names})"
+
+
+def _rewards() -> Iterator[type[RewardConfig]]:
+    """Every reward that can be a part."""
+    return (cls for cls in _named() if cls.summable)
+
+
+def _named(base: type[RewardConfig] = RewardConfig) -> Iterator[type[RewardConfig]]:
+    """Every class below `base` that names a component."""
+    for cls in base.__subclasses__():
+        if isinstance(cls.model_fields["name"].default, str):
+            yield cls
+        yield from _named(cls)

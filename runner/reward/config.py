@@ -10,9 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, field_serializer
 
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
-from runner.reward.base import PooledConfig
+from runner.reward.base import PooledConfig, decoded, dumped, members, record, renamed, with_own_keys
 from runner.reward.base import RewardConfig as RewardConfig
-from runner.reward.parts import decoded, dumped, members, record, renamed, with_own_keys
 from runner.spec.base import Dtype, absolute_if_local, address_problem
 
 # YAML and command lines have lists only; what a part may hold is decided by the component that it names.
@@ -169,13 +168,13 @@ class FunctionConfig(FallibleConfig, PooledConfig):
 
     def preflight(self) -> None:
         """Raise SpecError where the file or the function in it is missing; nothing of it is run."""
-        from runner.reward.source import fault
+        from runner.reward.preflight import function_fault
 
-        if message := fault(self.file, self.function):
+        if message := function_fault(self.file, self.function):
             raise SpecError([Problem("reward.path", message)])
 
     def columns(self) -> list[tuple[str, str]]:
-        from runner.reward.source import asked
+        from runner.reward.preflight import asked
 
         return [("reward.path", name) for name in asked(self.file, self.function)]
 
@@ -225,9 +224,9 @@ class ModelRewardConfig(FallibleConfig):
 
     def preflight(self) -> None:
         """Raise EnvironmentProblem for a folder that is no model, SecurityRefusal for pickled weights."""
-        from runner.reward.checkpoint import check
+        from runner.reward.preflight import check_folder
 
-        check(self.path)
+        check_folder(self.path)
 
 
 class SumConfig(RewardConfig):
@@ -278,9 +277,9 @@ class SumConfig(RewardConfig):
 
 
 def _pattern_problems(field: str, pattern: str | None, groups: int | None = None) -> list[tuple[str, str]]:
-    from runner.reward.patterns import fault
+    from runner.reward.rules import pattern_fault
 
-    message = fault(pattern, groups) if pattern is not None else None
+    message = pattern_fault(pattern, groups) if pattern is not None else None
     return [(f"reward.{field}", message)] if message else []
 
 

@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from runner.core.errors import EnvironmentProblem, SecurityRefusal
 from runner.core.progress_bars import no_progress_bar
 from runner.interfaces import Completion, Decide
-from runner.reward.checkpoint import refuse_language_model
 from runner.reward.config import ModelRewardConfig
+from runner.reward.preflight import refuse_language_model
 from runner.reward.scorer import Fault, Faults, Scored, Unscorable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -12,14 +12,15 @@ overlong (DAPO, 2503.14476, section 3.4):            target:
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from decimal import Context, Decimal
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import regex  # type: ignore[import-untyped]  # Python's own `re` cannot be stopped
 
 from runner.core.safe_arithmetic import NotArithmetic, evaluated
-from runner.interfaces import Completion
 from runner.reward.config import (
     CountdownConfig,
     ExactConfig,
@@ -29,8 +30,43 @@ from runner.reward.config import (
     NoRewardConfig,
     NumericConfig,
 )
-from runner.reward.patterns import last, matches
 from runner.reward.scorer import Faults, Scorer, Unscorable, column, each
+
+if TYPE_CHECKING:
+    from runner.interfaces import Completion
+
+SEARCH_S = 2.0  # of a regular expression of the user's, run on text of the model's: some never end
+
+
+def pattern_fault(pattern: str, groups: int | None = None) -> str | None:
+    """What is wrong with a pattern that has to have `groups` groups; None if nothing is."""
+    try:
+        found = regex.compile(pattern, regex.DOTALL).groups
+    except regex.error as error:
+        return f"no regular expression: {error}"
+    if groups is not None and found != groups:
+        return f"expected {groups} group in brackets, found {found}; (?:…) makes brackets that are no group"
+    return None
+
+
+def matches(pattern: str, text: str) -> bool:
+    """Whether the whole text matches. Raises Unscorable after SEARCH_S seconds."""
+    return _search(pattern, text, lambda known: known.fullmatch(text, timeout=SEARCH_S)) is not None
+
+
+def last_match(pattern: str, text: str) -> str | None:
+    """The group of the last match; None if there is no match. Raises Unscorable after SEARCH_S seconds."""
+    found = _search(pattern, text, lambda known: deque(known.finditer(text, timeout=SEARCH_S), maxlen=1))
+    return found[0].group(1) if found else None
+
+
+def _search(pattern: str, text: str, search: Callable[[Any], Any]) -> Any:
+    try:
+        return search(regex.compile(pattern, regex.DOTALL))
+    except TimeoutError as error:
+        where = f"a text of {len(text)} characters"
+        advice = f"the pattern {pattern!r} took over {SEARCH_S:g} s on {where}; simplify it"
+        raise Unscorable("pattern too slow", advice) from error
 
 
 def build_none(config: NoRewardConfig, **_: Any) -> None:
@@ -39,7 +75,7 @@ def build_none(config: NoRewardConfig, **_: Any) -> None:
 
 def answer_of(completion: Completion, config: ExtractConfig) -> str | None:
     """What `extract` finds in a completion, None where that is nothing; without it all of the text."""
-    return completion.text if config.extract is None else last(config.extract, completion.text)
+    return completion.text if config.extract is None else last_match(config.extract, completion.text)
 
 
 def equal(answer: str, wanted: str, ignore_case: bool = False) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 
 from runner.core.rng import derive
 from runner.interfaces import Completion, Reward
+from runner.reward.base import members, with_own_keys
 from runner.reward.config import SumConfig
-from runner.reward.parts import members, with_own_keys
 from runner.spec.registry import resolve
 
 Scores = list[float | None]

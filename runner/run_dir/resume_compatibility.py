@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from runner import __version__
 from runner.core.errors import CheckpointError, DataError, Problem, SpecError
+from runner.spec.base import leaves
 from runner.spec.job import JobSpec
-from runner.spec.origin import leaves
 
 log = logging.getLogger("runner")
 

@@ -230,7 +230,7 @@ class VllmServerConfig(DrawingConfig):
 class NoSamplerConfig(SamplerConfig):
     """No rollouts: for algorithms that learn from given data."""
 
-    factory: ClassVar[str] = "runner.sampler.none:build"
+    factory: ClassVar[str] = "runner.sampler.config:no_sampler"
     name: Literal["none"] = "none"
 
 
@@ -248,6 +248,10 @@ class TorchSamplerConfig(JobSamplerConfig):
         text = "is about samplers of their own, and here the ranks sample; leave it out, or set launch.samplers"
         given = {"timeout_s": self.timeout_s, "probe": self.probe}
         return found + [(f"sampler.{name}", text) for name, value in given.items() if value is not None]
+
+
+def no_sampler(config: NoSamplerConfig) -> None:
+    """Nothing to build."""
 
 
 COMPONENTS = (NoSamplerConfig, TorchSamplerConfig, VllmSamplerConfig, VllmServerConfig)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from runner.core.lazy_exports import lazy_exports
+from runner.core.imports import lazy_exports
 
 if TYPE_CHECKING:
     from runner.adapter.config import AdapterConfig as AdapterConfig

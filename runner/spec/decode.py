@@ -18,10 +18,9 @@ from pydantic import BaseModel, ValidationError, create_model
 from runner.core.errors import Problem, SecurityRefusal, SpecError
 from runner.core.plugins import LEFT_OUT
 from runner.spec import suggest
-from runner.spec.base import ComponentConfig, Config
+from runner.spec.base import COMMAND_LINE, ComponentConfig, Config, at, leaves, origin_of
 from runner.spec.job import CallbacksConfig, JobSpec
 from runner.spec.migrate import Job, table
-from runner.spec.origin import COMMAND_LINE, at, leaves, origin_of
 from runner.spec.registry import ENTRY_POINT_GROUP, Registry, default_registry
 from runner.spec.schema import CALLBACKS, Keys, groups_of, model_schema
 from runner.spec.suggest import NO_JOB, complaint, shown

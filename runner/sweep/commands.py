@@ -16,7 +16,7 @@ from pathlib import Path
 from runner.core.errors import EnvironmentProblem, Interrupted, Problem, SpecError, SweepFailed
 from runner.launch.need import Need
 from runner.run_dir.folder import RunFolder, is_locked, locked, read_mapping, shown
-from runner.spec.origin import leaves
+from runner.spec.base import leaves
 from runner.sweep import plan as plans
 from runner.sweep import report as reports
 from runner.sweep.config import SweepConfig

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from runner.launch.slurm.config import Account, Gres, Partition, Qos, Sbatch, sbatch_problems
+from runner.launch.config import Account, Gres, Partition, Qos, Sbatch, sbatch_problems
 from runner.spec.base import Config, Names
 
 Better = Literal["max", "min"]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from runner.run_dir.folder import OUTPUTS, RunFolder, shown
-from runner.spec.origin import leaves
+from runner.spec.base import leaves
 from runner.sweep.job import State, read_if_whole
 from runner.sweep.plan import Plan, Record, SweepFolder, run_name, short_names
 from runner.tracker.console import Console

@@ -23,7 +23,7 @@ class TrackerConfig(ComponentConfig):
 class NoTrackerConfig(TrackerConfig):
     """metrics.jsonl and the screen only."""
 
-    factory: ClassVar[str] = "runner.tracker.none:build"
+    factory: ClassVar[str] = "runner.tracker.jsonl:no_tracker"
     name: Literal["none"] = "none"
 
 

@@ -15,11 +15,15 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import RunnerError, StorageError
 from runner.run_dir.folder import RunFolder, write_atomic
 from runner.run_dir.manifest import redacted
+
+if TYPE_CHECKING:
+    from runner.tracker.config import NoTrackerConfig
+
 
 # Terminals obey these as they do escape sequences; JSON leaves them as they are.
 _C1 = re.compile("[\x7f-\x9f]")
@@ -199,3 +203,22 @@ def _steps(path: Path) -> Iterator[int]:
         if at is None:
             raise RunnerError(f"{path}:{number}: not a line of a step; a resume has to cut it back first")
         yield at
+
+
+class NoTracker:
+    """Takes everything and keeps nothing."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing."""
+
+    def finish(self, status: str) -> list[str]:
+        """Nothing to say."""
+        return []
+
+
+def no_tracker(config: NoTrackerConfig, **context: Any) -> NoTracker:
+    """A sink that needs none of the run's context."""
+    return NoTracker()

@@ -27,7 +27,7 @@ from runner.core.errors import EnvironmentProblem
 from runner.core.subprocess import ChildProcess, JsonLines
 from runner.run_dir.folder import RunFolder, shown, write_json
 from runner.run_dir.manifest import redacted
-from runner.tracker.none import NoTracker
+from runner.tracker.jsonl import NoTracker
 from runner.tracker.text import labeled
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import torch
 
 from runner.cli.main import main
 from runner.core.errors import EnvironmentProblem
-from runner.device.accelerator import refuse_hidden, starting
 from runner.device.activity import gpu, npu, own_process
+from runner.device.base import refuse_hidden, starting
 from runner.device.kinds import NPU
 from runner.interfaces import StepEnd
 from runner.trainer.callbacks import Activity

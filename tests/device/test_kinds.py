@@ -13,7 +13,7 @@ import pytest
 from runner.cli.compose import compose_job
 from runner.core.device_kinds import KINDS, Kind, find_kind, register
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
-from runner.device import visible
+from runner.device import kinds
 from runner.device.config import COMPONENTS, AutoConfig, CpuConfig, CudaConfig, DeviceConfig, NpuConfig
 from runner.device.kinds import CPU, CUDA, NPU
 from runner.launch.need import Need
@@ -59,13 +59,13 @@ def cards(tmp_path: Path) -> Kind:
 
 
 def test_the_cards_are_those_of_the_list_or_else_the_device_files(cards: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert visible.present(cards) == ("0", "2", "10")
+    assert kinds.present(cards) == ("0", "2", "10")
     for text, wanted in {"2,10": ("2", "10"), "": (), "MIG-7,0": ("MIG-7", "0")}.items():
         monkeypatch.setenv("CARDS", text)
-        assert visible.present(cards) == wanted
+        assert kinds.present(cards) == wanted
     monkeypatch.setenv("CARDS", "0,0")
     with pytest.raises(EnvironmentProblem, match=r"0 stands twice\n .* unset CARDS"):
-        visible.present(cards)
+        kinds.present(cards)
 
 
 def test_a_list_in_a_variable_that_no_driver_reads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,9 +73,9 @@ def test_a_list_in_a_variable_that_no_driver_reads_is_refused(monkeypatch: pytes
     with pytest.raises(
         EnvironmentProblem, match=r"hides no card: .*\n  export ASCEND_RT_VISIBLE_DEVICES=2,3; unset NPU"
     ):
-        visible.listed(NPU)
+        kinds.listed(NPU)
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1")
-    assert visible.listed(NPU) == ("1",) and visible.listed(CUDA) is None
+    assert kinds.listed(NPU) == ("1",) and kinds.listed(CUDA) is None
 
 
 def test_the_processor_has_none_and_an_npu_those_of_the_list(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from runner.core.auto_choices import Decisions
+from runner.device.base import measure_matmul, peak
 from runner.device.cards import find_card
 from runner.device.config import CpuConfig, CudaConfig
 from runner.device.cpu import Cpu
-from runner.device.peak import measure_matmul, peak
 from runner.interfaces import Device
 
 

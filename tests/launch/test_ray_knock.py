@@ -11,9 +11,8 @@ import pytest
 from runner.cli.compose import compose_job
 from runner.core.errors import EnvironmentProblem
 from runner.launch import local
-from runner.launch.ray import knock as knocking
 from runner.launch.ray import link
-from runner.launch.ray.knock import knock
+from runner.launch.ray.link import KNOCK_S, knock
 
 
 @pytest.fixture
@@ -57,5 +56,5 @@ def test_a_job_is_refused_before_a_recipe_is_run_for_it(
     begin = time.monotonic()
     with pytest.raises(EnvironmentProblem, match="nobody listens"):
         local.ready(spec)
-    assert time.monotonic() - begin < knocking.KNOCK_S
+    assert time.monotonic() - begin < KNOCK_S
     assert not (workdir / "outputs").exists()

@@ -17,14 +17,14 @@ from runner.cli.compose import compose_job
 from runner.core.errors import DataError, EnvironmentProblem, RunnerError, SamplerFault
 from runner.core.fsync_io import temporary_of
 from runner.core.rank_info import Place
-from runner.device import visible
+from runner.device import kinds
 from runner.launch import member, team
 from runner.launch.local import Local, attempts
 from runner.launch.member import Order
 from runner.launch.team import Team
 from runner.launch.verdict import JobFailed
 from runner.run_dir.folder import RunFolder, write_json
-from runner.sampler.remote.secret import TOKEN
+from runner.sampler.remote.wire import TOKEN
 from runner.spec.job import JobSpec
 from runner.weight_sync.shelf_folder import places
 from tests.launch.several import alive
@@ -157,7 +157,7 @@ def test_each_sampler_sees_the_cards_after_those_of_the_ranks(
     run("device=cuda")
     assert [lives(tmp_path, index)[0]["CUDA_VISIBLE_DEVICES"] for index in range(2)] == ["GPU-1a", "5"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(visible.glob, "glob", lambda _: [f"/dev/nvidia{number}" for number in (7, 9, 11)])
+    monkeypatch.setattr(kinds.glob, "glob", lambda _: [f"/dev/nvidia{number}" for number in (7, 9, 11)])
     run("device=cuda")
     assert [lives(tmp_path, index)[1]["CUDA_VISIBLE_DEVICES"] for index in range(2)] == ["1", "2"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5")

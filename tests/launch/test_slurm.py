@@ -15,8 +15,7 @@ from runner.cli.compose import compose_job
 from runner.core.errors import EnvironmentProblem, SpecError
 from runner.launch.slurm import job as slurm_job
 from runner.launch.slurm import submission, task
-from runner.launch.slurm.cards import handed_out
-from runner.launch.slurm.commands import count_stage, steps_of
+from runner.launch.slurm.commands import count_stage, handed_out, steps_of
 from runner.launch.slurm.task import Task
 from runner.run_dir.folder import RunFolder
 from tests.launch import slurm_stand_in

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.reward import patterns
+from runner.reward import rules
 from runner.reward.config import FormatConfig
 from tests.reward.samples import answer, scores
 
@@ -18,7 +18,7 @@ def test_the_whole_text_has_to_match() -> None:
 def test_a_text_that_takes_too_long_has_no_score(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(patterns, "SEARCH_S", 0.05)
+    monkeypatch.setattr(rules, "SEARCH_S", 0.05)
     assert scores(FormatConfig(pattern="(?:a|aa)+[bc]"), answer("a" * 5000), answer("ab")) == [None, 1]
     assert "simplify it" in caplog.text
 

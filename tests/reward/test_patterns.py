@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.reward import patterns
+from runner.reward import rules
 from runner.reward.scorer import Unscorable
 
 NEVER_ENDS = ("(?:a|aa)+[bc]", "a" * 5000)
@@ -21,19 +21,19 @@ NEVER_ENDS = ("(?:a|aa)+[bc]", "a" * 5000)
     ],
 )
 def test_a_fault_is_found(pattern: str, groups: int | None, said: str | None) -> None:
-    found = patterns.fault(pattern, groups)
+    found = rules.pattern_fault(pattern, groups)
     assert found is None if said is None else found is not None and said in found
 
 
 def test_the_last_match_counts_over_lines() -> None:
-    assert patterns.last("<a>(.*?)</a>", "<a>1</a> or <a>2\n3</a>") == "2\n3"
-    assert patterns.last("<a>(.*?)</a>", "nothing") is None
-    assert patterns.matches("<a>.*</a>", "<a>\n</a>") and not patterns.matches("<a>.*</a>", "x<a></a>")
+    assert rules.last_match("<a>(.*?)</a>", "<a>1</a> or <a>2\n3</a>") == "2\n3"
+    assert rules.last_match("<a>(.*?)</a>", "nothing") is None
+    assert rules.matches("<a>.*</a>", "<a>\n</a>") and not rules.matches("<a>.*</a>", "x<a></a>")
 
 
-@pytest.mark.parametrize("search", [patterns.matches, lambda p, t: patterns.last(f"({p})", t)])
+@pytest.mark.parametrize("search", [rules.matches, lambda p, t: rules.last_match(f"({p})", t)])
 def test_a_search_that_never_ends_is_ended(search, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "SEARCH_S", 0.1)
+    monkeypatch.setattr(rules, "SEARCH_S", 0.1)
     with pytest.raises(Unscorable, match=r"took over 0\.1 s on a text of 5000 characters") as caught:
         search(*NEVER_ENDS)
     assert caught.value.kind == "pattern too slow"

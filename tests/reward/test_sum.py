@@ -16,8 +16,8 @@ from runner.algorithm.episodes.rollouts import Composed, Drawn, Experience, Grou
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, SpecError
 from runner.interfaces import Prompt
+from runner.reward.base import members
 from runner.reward.config import COMPONENTS, ExactConfig, FunctionConfig, RewardConfig, SumConfig
-from runner.reward.parts import members
 from runner.reward.sum import TAKEN, names
 from tests.reward.samples import answer, made, scores
 

@@ -13,9 +13,9 @@ from runner.cli.conf import BESIDE
 from runner.cli.sources import options, session
 from runner.core.errors import SpecError
 from runner.spec import migrate
+from runner.spec.base import COMMAND_LINE
 from runner.spec.decode import decode
 from runner.spec.migrate import BRACES, NAME, Entry, Job, Rule, table
-from runner.spec.origin import COMMAND_LINE
 from runner.spec.registry import built_in_registry, default_registry
 from runner.spec.schema import Keys, groups_of
 

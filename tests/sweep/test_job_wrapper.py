@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.launch.ray.environment import RAY_JOB, carried
+from runner.launch.ray.link import RAY_JOB, carried
 from runner.sweep.commands import status
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import RemoteJob

@@ -18,8 +18,7 @@ import pytest
 
 from runner.core.errors import EnvironmentProblem
 from runner.launch.need import Need
-from runner.launch.slurm.cards import numbered
-from runner.launch.slurm.commands import OVER, words
+from runner.launch.slurm.commands import OVER, numbered, words
 from runner.sweep import commands
 from runner.sweep.commands import make_executor
 from runner.sweep.config import SweepConfig

@@ -25,8 +25,7 @@ from runner.core.errors import EnvironmentProblem
 from runner.run_dir.folder import RunFolder
 from runner.tracker.config import WandbConfig
 from runner.tracker.console import Console
-from runner.tracker.jsonl import JsonlTracker, cut_back
-from runner.tracker.none import NoTracker
+from runner.tracker.jsonl import JsonlTracker, NoTracker, cut_back
 from runner.tracker.wandb import WandbTracker, build
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,14 +20,12 @@ from runner.core.errors import DeadlineExceeded, EnvironmentProblem, Interrupted
 from runner.core.rank_info import Place
 from runner.core.signals import Interrupts, StopSignal
 from runner.device.kinds import CPU, CUDA
+from runner.launch.config import RayConfig
 from runner.launch.local import attempts
 from runner.launch.machines import LOOPBACK, SAMPLER_HOST
 from runner.launch.member import Order
 from runner.launch.ray.child import ORDER
-from runner.launch.ray.config import RayConfig
-from runner.launch.ray.environment import carried
-from runner.launch.ray.knock import ADDRESS
-from runner.launch.ray.link import Link, need_ray
+from runner.launch.ray.link import ADDRESS, Link, carried, need_ray
 from runner.launch.ray.seats import Seat, Taken, described, free, refuse_too_many, seats, table
 from runner.launch.team import Team
 from runner.launch.verdict import Ear, Ended, JobFailed, is_final

@@ -3,6 +3,8 @@
 Link (run, a sweep) ──requests──▶ runner.launch.ray.guard ▷ MODULE (Ray's driver) ──events──▶ Link
     each driver tells {"is": "ready", "nodes": [{"CPU": 2.0, "NPU": 4.0}, …]} first, or
     {"is": "refused", "why", "passes"}      passes: another attempt may end otherwise
+
+Before that it looks for the cluster itself: Ray would try for minutes. Ray is not imported here.
 """
 
 from __future__ import annotations
@@ -13,17 +15,18 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from runner.core.errors import EnvironmentProblem, RankLost
 from runner.core.subprocess import ChildProcess, JsonLines
-from runner.launch.ray.knock import knock
 
 READY_S = 180.0  # for Ray to start or be reached: seconds on a free machine, a minute on a busy one
 END_S = 30.0  # for Ray to shut down
@@ -162,3 +165,58 @@ class Link:
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").splitlines()
         return " | ".join(line.strip() for line in lines[-TAIL:])
+
+
+KNOCK_S = 10.0
+ADDRESS = "RAY_ADDRESS"
+FOLDERS = ("RAY_TMPDIR", "TMPDIR")  # the first that is set has Ray's files
+
+
+def knock(address: str) -> None:
+    """Raise EnvironmentProblem where nobody listens.
+
+    address: HOST:PORT or auto; what it does not say, and where no cluster of this machine is on record, is left to Ray
+    """
+    named, what = address, f"Ray at {address}"
+    if address == "auto":
+        named, source = _on_record()
+        what = f"Ray at auto ({named}, says {source})"
+    host, _, port = named.rpartition(":")
+    if not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
+    except OSError as error:
+        advice = "`ray start --head` says the address of a cluster; without launch.address the job has one of its own"
+        raise EnvironmentProblem(f"{what}: nobody listens there ({error}); {advice}") from error
+
+
+def _on_record() -> tuple[str, str]:
+    """What Ray takes `auto` for, empty where it looks around; and who says so."""
+    if named := os.environ.get(ADDRESS):
+        return named, ADDRESS
+    folder = next((os.environ[name] for name in FOLDERS if name in os.environ), "/tmp")
+    file = Path(folder) / "ray" / "ray_current_cluster"  # of the last `ray start`; one that was killed leaves it
+    try:
+        return file.read_text(encoding="utf-8").strip(), str(file)
+    except FileNotFoundError:
+        return "", ""
+
+
+RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in a command that `ray job submit` has started
+# `_` at the end: all that begin so. Those that may hold a secret are handed over in memory only.
+CARRIED = (
+    "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "VLLM_", "TORCH_", "PYTORCH_", "GLOO_", "NCCL_",
+    "HCCL_", "RUNNER_CACHE", "RUNNER_FAILPOINT", "PYTHONPATH", "NO_COLOR", "OMP_NUM_THREADS", "http_proxy",
+    "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE",
+)  # fmt: skip
+
+
+def carried(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of an environment goes with a job to where it runs."""
+    prefixes = tuple(name for name in CARRIED if name.endswith("_"))
+    found = {name: value for name, value in environment.items() if name in CARRIED or name.startswith(prefixes)}
+    given = json.loads(environment.get(RAY_JOB, "{}")).get("runtime_env", {}).get("env_vars", {})
+    if RAY_JOB in environment and "OMP_NUM_THREADS" not in given:
+        found.pop("OMP_NUM_THREADS", None)  # Ray's own, for the one process that it has started: 1
+    return found

@@ -1,9 +1,11 @@
-"""What Slurm is told and says, whoever asks: its commands, and its own words where it refuses."""
+"""What Slurm is told and says, whoever asks: its commands, the machines and cards of a job, its own words where it
+refuses (EnvironmentProblem)."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -99,3 +101,46 @@ def words(command: str, said: str) -> str:
     """What Slurm complains of, in its own words, in one line."""
     lines = [line.strip().removeprefix(f"{command}: ").removeprefix("error: ") for line in said.splitlines()]
     return f"{command}: " + "; ".join(dict.fromkeys(filter(None, lines))) if any(lines) else ""
+
+
+ADDRESS = re.compile(r"\bNodeAddr=(\S+)")
+
+
+def hosts(listed: str) -> list[str]:
+    """The names in Slurm's short form of a list of nodes, `a[1-3,7],b2`."""
+    is_one = not {"[", ","} & set(listed)
+    return [listed] if is_one else told("scontrol", "show", "hostnames", listed).split()
+
+
+def address_of(node: str) -> str:
+    """The host's name or number by which Slurm itself finds a node: the node's name, where it has no other."""
+    found = ADDRESS.search(told("scontrol", "show", "node", node))
+    return found[1] if found else node
+
+
+NODES = re.compile(r"\bNodes=(\S+)")
+CARDS = r"GRES=.*?\b{name}(?::\w+)?:\d+\(IDX:([\d,-]+)\)"
+
+
+def handed_out(job: str, gres: str, node: str = "") -> list[int]:
+    """The numbers of the cards that a job has on a node (its only one, if none is named); empty where Slurm does not
+    number them."""
+    command = ["scontrol", "show", "job", "--details", job]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return numbered(_about(said, node), gres.partition(":")[0])
+
+
+def numbered(said: str, name: str) -> list[int]:
+    """`… GRES=npu:910b:3(IDX:0-1,5)` → [0, 1, 5]."""
+    found = re.search(CARDS.format(name=re.escape(name)), said)
+    numbers: list[int] = []
+    for piece in found[1].split(",") if found else ():
+        low, _, high = piece.partition("-")
+        numbers += range(int(low), int(high or low) + 1)
+    return numbers
+
+
+def _about(said: str, node: str) -> str:
+    """The line about a node: `Nodes=a3 CPU_IDs=…`; nodes that are alike share one, `Nodes=a[3-4] …`."""
+    lines = [(found[1], line) for line in said.splitlines() if (found := NODES.search(line))]
+    return "\n".join(line for nodes, line in lines if node in hosts(nodes)) if node else said

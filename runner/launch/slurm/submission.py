@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from runner.core.errors import EnvironmentProblem, Interrupted
+from runner.launch.config import SlurmConfig
 from runner.launch.need import Need
 from runner.launch.session import called
 from runner.launch.slurm.commands import OVER, USUAL, gres_of, state_of, told
-from runner.launch.slurm.config import SlurmConfig
 from runner.launch.verdict import JobFailed
 from runner.run_dir.folder import RunFolder, read_mapping, shown, write_atomic, write_json
 from runner.spec.job import JobSpec

@@ -23,12 +23,10 @@ from typing import Any, NoReturn
 from runner.core.device_kinds import find_kind
 from runner.core.errors import EnvironmentProblem, Interrupted
 from runner.device.kinds import CPU
-from runner.launch.slurm.cards import handed_out
-from runner.launch.slurm.commands import FOLDERS
-from runner.launch.slurm.nodes import address_of, hosts
+from runner.launch.slurm.commands import FOLDERS, address_of, handed_out, hosts
 from runner.run_dir.folder import RunFolder, write_atomic
+from runner.spec.base import COMMAND_LINE
 from runner.spec.job import JobSpec
-from runner.spec.origin import COMMAND_LINE
 
 NAME = "slurm"
 DEFAULT = f"launch/{NAME}"  # who has set an option that nobody has

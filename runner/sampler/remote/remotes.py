@@ -24,9 +24,8 @@ from runner.sampler.base import DrawingConfig
 from runner.sampler.remote.backends import Collectives
 from runner.sampler.remote.check import Limits
 from runner.sampler.remote.collective import PairServer
-from runner.sampler.remote.counts import Counts
 from runner.sampler.remote.offer import Offer
-from runner.sampler.remote.remote import Remote
+from runner.sampler.remote.remote import Counts, Remote
 from runner.sampler.remote.synced import Synced
 from runner.sampler.remote.window import Patience
 from runner.weight_sync.shelf import Shelved

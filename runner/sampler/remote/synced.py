@@ -15,11 +15,10 @@ from runner.core.errors import SamplerFault
 from runner.core.rank_info import Machine
 from runner.interfaces import Request, Rollout
 from runner.sampler.remote.check import InvalidError, Limits, checked, scores
-from runner.sampler.remote.counts import Counts
 from runner.sampler.remote.fetch import UnfetchedError, UnsharedError
 from runner.sampler.remote.listening import Note
 from runner.sampler.remote.offer import Offer
-from runner.sampler.remote.remote import Remote, Reply
+from runner.sampler.remote.remote import Counts, Remote, Reply
 from runner.sampler.remote.window import Patience
 from runner.sampler.remote.wire import STALE, Json, asked
 from runner.weight_sync.shelf import Shelved

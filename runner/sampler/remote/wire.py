@@ -6,15 +6,17 @@ POST /sample ─▶ {"version", "digest", "prompts", "requests"}
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from runner.core.errors import OutOfMemory, RunnerError
+from runner.core.errors import EnvironmentProblem, OutOfMemory, RunnerError
 
 if TYPE_CHECKING:
     from runner.interfaces import Request, Rollout
+
 
 BEAT_S = 1.0  # between two signs of life of a sampler that is at work
 LARGEST_BYTES = 1 << 30  # of what is asked, and of what is answered
@@ -99,3 +101,23 @@ def answered(rollouts: Sequence[Rollout]) -> list[Json]:
         {"ids": r.ids, "logprobs": r.logprobs, "raw_logprobs": r.raw_logprobs, "version": r.version, "finish": r.finish}
         for r in rollouts
     ]
+
+
+# The secret of a job: the launcher makes it, rank 0 shows it to the samplers.
+TOKEN = "RUN_SAMPLER_TOKEN"  # the variable in which a process of the job is given it
+_token: list[str] = []
+
+
+def take_token() -> None:
+    """Take the secret of a job out of the environment, as early as may be: what this process starts, a user's reward
+    for one, is not to have it."""
+    if found := os.environ.pop(TOKEN, None):
+        _token[:] = [found]
+
+
+def job_token() -> str:
+    """The secret of a job, also once it was taken. Raises EnvironmentProblem where there was none."""
+    take_token()
+    if _token:
+        return _token[0]
+    raise EnvironmentProblem(f"{TOKEN} is not set; the launcher of a job gives it to rank 0 and to samplers")

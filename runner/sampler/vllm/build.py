@@ -13,10 +13,9 @@ import torch.distributed as dist
 from runner.core.errors import SpecError
 from runner.interfaces import Bounds, Decide
 from runner.sampler.config import VllmSamplerConfig
-from runner.sampler.vllm.adapters import Adapters
 from runner.sampler.vllm.arguments import Home, arguments, sleep_level
 from runner.sampler.vllm.engine import Engine, device_type
-from runner.sampler.vllm.sampler import VllmSampler
+from runner.sampler.vllm.sampler import Adapters, VllmSampler
 from runner.sampler.vllm.versions import check, installed
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as the families of models call their number

@@ -7,6 +7,7 @@ A request's tokens are a function of weights, prompt and seed up to rounding, wh
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import time
@@ -14,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
 from torch import Tensor
 
 from runner.core.errors import SamplerFault, TrainingDiverged
 from runner.interfaces import Bounds, Request, Rollout
 from runner.sampler.config import VllmSamplerConfig
 from runner.sampler.draw import Rule, Stops, check_ids, room
-from runner.sampler.vllm.adapters import Adapters, of_adapter
 from runner.sampler.vllm.engine import Engine
 
 
@@ -182,3 +183,38 @@ class _Part(Mapping[str, Tensor]):
 
 def _of_prompt(row: Sequence[int], found: Sequence[Mapping[int, Any] | None]) -> list[float]:
     return [float(at[token].logprob) for token, at in zip(row[1:], found[1:], strict=True) if at is not None]
+
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PARTS = (".lora_A.", ".lora_B.", ".lora_embedding_A", ".lora_embedding_B")
+
+
+def of_adapter(name: str) -> bool:
+    """Whether a tensor has the name of an adapter's, and not of a model's."""
+    return any(part in name for part in PARTS)
+
+
+class Adapters:
+    """Folders below `room`, with the config that the adapter has in `source`."""
+
+    def __init__(self, source: Path, room: Path) -> None:
+        self._config, self._room, self._count = (source / CONFIG).read_text(), room, 0
+        self.request: Any = None  # vLLM's, for the newest
+
+    @property
+    def rank(self) -> int:
+        """The largest of its matrices' ranks."""
+        config = json.loads(self._config)
+        return max(config["r"], *config.get("rank_pattern", {}).values(), 0)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let the next answers be drawn with these. vLLM reads the folder when it is first asked with the request."""
+        from vllm.lora.request import LoRARequest
+
+        self._count += 1  # a number of its own for each: vLLM keeps what it has read under it, and its cache too
+        folder = self._room / f"adapter-{self._count}"
+        folder.mkdir()
+        (folder / CONFIG).write_text(self._config)
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+        self.request = LoRARequest(f"adapter-{self._count}", self._count, str(folder))
+        shutil.rmtree(self._room / f"adapter-{self._count - 1}", ignore_errors=True)

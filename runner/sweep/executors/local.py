@@ -16,7 +16,7 @@ from runner.core.device_kinds import card_kinds
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.core.subprocess import Identity as ProcessIdentity
 from runner.core.subprocess import identify
-from runner.device import visible
+from runner.device.kinds import present as present_cards
 from runner.launch.need import CORE, Need, kind_of
 from runner.sweep import executor as base
 from runner.sweep.config import SweepConfig
@@ -29,7 +29,7 @@ def present(kind: str) -> tuple[str, ...]:
     """The cores or cards that this process may use, as its environment names them."""
     if kind == CORE:
         return tuple(map(str, sorted(os.sched_getaffinity(0))))
-    return visible.present(kind_of(kind))
+    return present_cards(kind_of(kind))
 
 
 def cards_here() -> tuple[str, ...]:

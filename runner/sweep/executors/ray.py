@@ -15,8 +15,7 @@ from typing import Any, Self
 from runner.core.device_kinds import card_kinds
 from runner.core.errors import EnvironmentProblem
 from runner.launch.need import CORE, Need, kind_of
-from runner.launch.ray.environment import carried
-from runner.launch.ray.link import Link, actor_options, need_ray
+from runner.launch.ray.link import Link, actor_options, carried, need_ray
 from runner.sweep import executor as base
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import Gone, Identity, RemoteJob, Say

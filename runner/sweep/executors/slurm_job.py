@@ -20,8 +20,7 @@ from pathlib import Path
 
 from runner.core.device_kinds import KINDS
 from runner.core.errors import EnvironmentProblem
-from runner.launch.slurm.cards import handed_out
-from runner.launch.slurm.commands import steps_of, told
+from runner.launch.slurm.commands import handed_out, steps_of, told
 from runner.run_dir.folder import RunFolder
 from runner.sweep.job import STOP_CODES, JobAttempt, StopReason, from_json
 from runner.sweep.job_wrapper import JobWrapper, Signals, begin_status

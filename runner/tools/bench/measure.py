@@ -22,8 +22,8 @@ from runner import __version__, build
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch
 from runner.core.signals import StopSignal
+from runner.device.base import Peak, measure_matmul, peak
 from runner.device.cards import GIB
-from runner.device.peak import Peak, measure_matmul, peak
 from runner.interfaces import Device
 from runner.run_dir.folder import RunFolder
 from runner.run_dir.resume_compatibility import LIBRARIES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from runner.device import npu_smi
-from runner.device.soc import CHIPS, generation, soc_name
+from runner.device.ascend import CHIPS, generation, soc_name
 from runner.tools.doctor.driver import after_nodes, hand_in
 from runner.tools.doctor.finding import Finding, ok, problem, skipped, unknown, warning
 from runner.tools.doctor.machine import Answer, Machine

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from packaging.version import Version
 
-from runner.device import cann as places
+from runner.device.ascend import CHIPS, generation, homes, parents, script
 from runner.device.backend import LIBRARY
-from runner.device.soc import CHIPS, generation
 from runner.tools.doctor import ascend
 from runner.tools.doctor.finding import Finding, ok, problem, skipped, unknown, warning
 from runner.tools.doctor.host import ARCHITECTURES
@@ -31,12 +30,12 @@ class Cann:
 
     def script(self, machine: Machine) -> str:
         """The script that loads its environment."""
-        return places.script(self.home, machine.root)
+        return script(self.home, machine.root)
 
 
 def find(machine: Machine) -> Cann | None:
     """The CANN that the environment names, or else the one in a usual place."""
-    home = next(places.homes(machine.environment, machine.root), None)
+    home = next(homes(machine.environment, machine.root), None)
     return None if home is None else Cann(home, version_of(machine, home, "toolkit"))
 
 
@@ -57,7 +56,7 @@ def toolkit(machine: Machine) -> Finding:
     """CANN's version."""
     found = find(machine)
     if found is None:
-        where = " or ".join(places.parents(machine.environment))
+        where = " or ".join(parents(machine.environment))
         version, fit = _fitting(machine)
         installer = f"bash Ascend-cann-toolkit_{version}_linux-{machine.arch}.run --install"
         return problem(
@@ -96,7 +95,7 @@ def sourced(machine: Machine) -> Finding:
     if found is None:
         version, _ = _fitting(machine)
         new = version == "*" or Version(version) >= Version("9")
-        parent = places.parents(machine.environment)[:2][0 if machine.may(machine.path("/usr/local"), os.W_OK) else -1]
+        parent = parents(machine.environment)[:2][0 if machine.may(machine.path("/usr/local"), os.W_OK) else -1]
         script = f"{parent}/{'cann' if new else 'ascend-toolkit'}/set_env.sh"
         return problem(f"{script} was not sourced in this shell", f"source {script}  # in every shell")
     remedy = f"source {found.script(machine)}"
@@ -121,9 +120,9 @@ def sourced(machine: Machine) -> Finding:
 
 def atb(machine: Machine) -> Finding:
     """ATB, the transformer library that vllm-ascend needs: installed, loaded, and built for torch's C++ ABI."""
-    parents = [f"{parent}/nnal/atb" for parent in places.parents(machine.environment)]
-    folders = [folder for parent in parents for folder in machine.glob(f"{parent}/[0-9]*")]
-    place = folders[0].rpartition("/")[0] if folders else parents[0]
+    usual = [f"{parent}/nnal/atb" for parent in parents(machine.environment)]
+    folders = [folder for parent in usual for folder in machine.glob(f"{parent}/[0-9]*")]
+    place = folders[0].rpartition("/")[0] if folders else usual[0]
     needed = machine.version("vllm-ascend") is not None or machine.sampler == "vllm"
     home = machine.environment.get("ATB_HOME_PATH")
     if not folders and home is None:
@@ -131,7 +130,7 @@ def atb(machine: Machine) -> Finding:
             cann = find(machine)
             version = (cann and cann.version) or _fitting(machine)[0]
             return problem(
-                f"no ATB in {' or '.join(parents)}, and vllm-ascend needs it",
+                f"no ATB in {' or '.join(usual)}, and vllm-ascend needs it",
                 f"bash Ascend-cann-nnal_{version}_linux-{machine.arch}.run --install && source {place}/set_env.sh",
             )
         return skipped("only vllm-ascend needs it")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from runner.core.errors import RunnerError
 from runner.device import kinds
-from runner.device.visible import VARIABLES
+from runner.device.kinds import VARIABLES
 from runner.tools.doctor import (
     ascend,
     cann,

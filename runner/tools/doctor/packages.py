@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
 
+from runner.device.ascend import generation
 from runner.device.kinds import CUDA
-from runner.device.soc import generation
 from runner.tools.doctor import ascend
 from runner.tools.doctor.cann import find
 from runner.tools.doctor.finding import Finding, ok, problem, skipped, unknown, warning

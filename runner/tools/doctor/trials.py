@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from runner.device.backend import AUTOLOAD
-from runner.device.visible import VARIABLES
+from runner.device.kinds import VARIABLES
 from runner.spec.registry import resolve
 from runner.tools.doctor import ascend, driver, imports, nvidia
 from runner.tools.doctor.finding import Finding, Verdict, ok, problem, skipped, warning

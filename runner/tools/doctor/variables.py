@@ -10,9 +10,8 @@ import yaml
 from packaging.version import Version
 
 from runner.core.device_kinds import Kind
-from runner.device.kinds import NPU
+from runner.device.kinds import NPU, parse, unread
 from runner.device.presets import HCCL_DEFAULTS, QUEUES, hccl_objection
-from runner.device.visible import parse, unread
 from runner.tools.doctor.finding import Finding, ok, problem, skipped, warning
 from runner.tools.doctor.machine import Machine
 from runner.tools.doctor.versions import release

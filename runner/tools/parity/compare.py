@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from runner.core.errors import CheckpointError, DataError, Problem, SpecError
 from runner.core.tolerance import Tolerance, tolerance
+from runner.spec.base import COMMAND_LINE, leaves
 from runner.spec.job import JobSpec
-from runner.spec.origin import COMMAND_LINE, leaves
 from runner.tools.parity.recording import Print, Recording
 
 # What a device or machine may have of its own: kernels, data types, where the same files lie.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.run_dir.folder import RunFolder, shown
-from runner.spec.origin import leaves
+from runner.spec.base import leaves
 from runner.tools.report.chart import Curve, hues
 from runner.tools.report.facts import Run, Series, read_run
 from runner.tools.report.page import Page, Row, ordered

@@ -20,7 +20,7 @@ import yaml
 
 from runner.run_dir.folder import RunFolder, shown, write_atomic
 from runner.run_dir.manifest import redact
-from runner.spec.origin import leaves
+from runner.spec.base import leaves
 from runner.tools.report.chart import Curve, Point, scatter_svg, svg
 from runner.tools.report.facts import PREFERRED, Run, read_run, whole_lines
 from runner.tracker.text import duration, number

@@ -7,8 +7,7 @@ from pydantic import Field
 
 from runner.core.device_kinds import Kind
 from runner.device.config import NpuConfig
-from runner.device.kinds import CPU
-from runner.device.visible import listed
+from runner.device.kinds import CPU, listed
 
 
 class NpuSimConfig(NpuConfig):

@@ -11,8 +11,8 @@ import torch
 from npu_simulator import process, register
 from npu_simulator.config import NpuSimConfig
 from runner.core.errors import EnvironmentProblem
-from runner.device.accelerator import refuse_hidden
 from runner.device.activity import Reading, own_process
+from runner.device.base import refuse_hidden
 from runner.device.npu import Npu
 from runner.interfaces import Decide
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from npu_simulator.prepare import Parts
 from npu_simulator.stub import HOME, SONAMES
 from runner.core.errors import EnvironmentProblem
-from runner.device.visible import VARIABLES, parse
+from runner.device.kinds import VARIABLES, parse
 
 OPERATORS = "libopapi.so"
 CANN_VERSION = "8.5.0"  # what the stub says it is

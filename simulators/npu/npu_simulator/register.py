@@ -21,7 +21,7 @@ from npu_simulator.draw import STEP
 from npu_simulator.operators import OPERATORS
 from npu_simulator.schema import bound
 from npu_simulator.strict import need
-from runner.device.accelerator import starting
+from runner.device.base import starting
 
 PADDING = "32 padding size"  # torch_npu's remark, at the first memory, on every card of this kind
 _LIBRARIES: list[torch.library.Library] = []  # a registration lives as long as its library

@@ -22,7 +22,7 @@ import torch.nn.functional as F  # noqa: E402
 from npu_simulator.device import NpuSim  # noqa: E402
 from npu_simulator.operators import OPERATORS  # noqa: E402
 from runner.core.auto_choices import Decisions  # noqa: E402
-from runner.device.accelerator import allocator  # noqa: E402
+from runner.device.base import allocator  # noqa: E402
 from runner.tools.doctor import trial  # noqa: E402
 
 DEVICE = NpuSim(CONFIG, decide=Decisions())

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from runner.sampler.remote.counts import SUMS, Counts
-from runner.sampler.remote.remote import Reply, UnansweredError
+from runner.sampler.remote.remote import SUMS, Counts, Reply, UnansweredError
 
 NONE = dict.fromkeys(SUMS, 0.0)
 HELD = {"version": 3, "digest": "d", "session": "s"}

@@ -12,9 +12,8 @@ import pytest
 
 from runner.core.errors import SamplerFault
 from runner.core.rank_info import Machine
-from runner.sampler.remote.counts import Counts
 from runner.sampler.remote.listening import Note, path_of
-from runner.sampler.remote.remote import Remote
+from runner.sampler.remote.remote import Counts, Remote
 from runner.sampler.remote.window import Patience
 
 BEGINNING = b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n\n\r\n"

@@ -20,12 +20,11 @@ import pytest
 from runner.core.errors import EnvironmentProblem, SamplerFault
 from runner.core.rank_info import Machine
 from runner.sampler.remote import listening as places
-from runner.sampler.remote import secret
+from runner.sampler.remote import wire
 from runner.sampler.remote.keeper import Keeper
 from runner.sampler.remote.listening import Desk, Note, path_of, refuse_the_gone
-from runner.sampler.remote.secret import take, token
 from runner.sampler.remote.server import serve
-from runner.sampler.remote.wire import authorization
+from runner.sampler.remote.wire import authorization, job_token, take_token
 from tests.sampler.remote.processes import TOKEN, local, samplers, until
 from tests.sampler.remote.proxies import noted, running
 from tests.sampler.remote.test_remotes import REQUESTS, client, drawn, in_background, shelf
@@ -213,13 +212,13 @@ def test_a_process_whose_sampler_is_gone_ends_and_no_other() -> None:
 
 
 def test_the_token_is_taken_out_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secret, "_taken", [])
+    monkeypatch.setattr(wire, "_token", [])
     with pytest.raises(EnvironmentProblem, match="RUN_SAMPLER_TOKEN is not set"):
-        token()
+        job_token()
     os.environ["RUN_SAMPLER_TOKEN"] = "found"
-    take()
+    take_token()
     assert "RUN_SAMPLER_TOKEN" not in os.environ, "what the process starts is not to have it"
-    assert token() == token() == "found"
+    assert job_token() == job_token() == "found"
 
 
 def test_who_has_gone_is_noticed_where_many_files_are_open() -> None:

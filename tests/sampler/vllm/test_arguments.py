@@ -16,11 +16,11 @@ from runner.device.presets import PRESETS
 from runner.sampler.config import VllmSamplerConfig
 from runner.sampler.vllm import versions
 from runner.sampler.vllm import versions as need
-from runner.sampler.vllm.adapters import of_adapter
 from runner.sampler.vllm.arguments import Home, arguments, sleep_level
 from runner.sampler.vllm.build import _has_experts
-from runner.sampler.vllm.packing import has_experts, reload
+from runner.sampler.vllm.sampler import of_adapter
 from runner.sampler.vllm.versions import LAYOUT, options
+from runner.sampler.vllm.worker import has_experts, reload
 from tests.model.zoo import causal
 
 JOB = ("+recipe=grpo_demo", "sampler=vllm")

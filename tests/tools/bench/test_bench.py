@@ -16,9 +16,8 @@ from runner.core.errors import DataError, Disagreement, SpecError
 from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.tools.bench import measure, report, suite
 from runner.tools.bench.baseline import BaselineLoop, pad_batch
-from runner.tools.bench.cases import Case, cases
 from runner.tools.bench.report import BenchResult
-from runner.tools.bench.suite import bench, read_earlier
+from runner.tools.bench.suite import Case, bench, cases, read_earlier
 
 SHAPE = {
     "model_type": "qwen3",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.device.cann import LAYOUTS, parents
+from runner.device.ascend import LAYOUTS, parents
 from runner.tools.doctor.cann import PACKAGES
 from runner.tools.doctor.versions import SETS, VersionSet
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.device.cann import homes
+from runner.device.ascend import homes
 from runner.tools.doctor import serving
 from runner.tools.doctor.finding import Finding, Verdict
 from runner.tools.doctor.machine import Answer, Machine, Package

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from runner.device.ascend import generation, soc_name
 from runner.device.npu_smi import Chip, parse_info, parse_mapping, parse_records, parse_topology, parse_usages
-from runner.device.soc import generation, soc_name
 
 FIXTURES = Path(__file__).with_name("fixtures")
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.device.visible import parse
+from runner.device.kinds import parse
 from runner.tools.doctor.finding import Finding, Verdict
 from runner.tools.doctor.machine import Machine
 from tests.tools.doctor.machines import findings, nvidia, packages, with_environment

@@ -8,7 +8,7 @@ import pytest
 
 from runner.core.errors import SpecError
 from runner.reward.config import FunctionConfig
-from runner.reward.source import fault
+from runner.reward.preflight import function_fault
 
 FINDABLE = [
     "def score(): ...",
@@ -27,7 +27,7 @@ FINDABLE = [
 @pytest.mark.parametrize("source", FINDABLE)
 def test_a_name_bound_anywhere_in_the_module_is_found(source: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(source + "\nraise SystemExit('it ran')")
-    assert fault(tmp_path / "mine.py", "score") is None
+    assert function_fault(tmp_path / "mine.py", "score") is None
 
 
 @pytest.mark.parametrize(
@@ -43,13 +43,13 @@ def test_a_name_bound_anywhere_in_the_module_is_found(source: str, tmp_path: Pat
 )
 def test_what_is_missing_is_said(source: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(source)
-    message = fault(tmp_path / "mine.py", "score")
+    message = function_fault(tmp_path / "mine.py", "score")
     assert message is not None and any(part in message for part in said.split("|"))
 
 
 def test_a_file_that_shadows_pythons_own_is_refused(tmp_path: Path) -> None:
     (tmp_path / "random.py").write_text("def score(): ...")
-    message = fault(tmp_path / "random.py", "score")
+    message = function_fault(tmp_path / "random.py", "score")
     assert message is not None and "rename the file" in message
 
 

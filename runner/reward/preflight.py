@@ -1,19 +1,22 @@
-"""Looks at the user's reward file without running it: whether it is there, reads as Python, and has the function."""
+"""Looks at a user's reward before a job starts, running nothing of it and without torch: whether the file of a function
+reads as Python and has the function, and whether a folder is a reward model, with weights that can run no code."""
 
 from __future__ import annotations
 
 import ast
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from runner.core.errors import EnvironmentProblem, SecurityRefusal
 from runner.reward.base import OWN
 from runner.spec.suggest import nearest
 
 BLOCKS = (ast.If, ast.Try, ast.With, ast.For, ast.While)  # what may bind a name at the level of the module
 
 
-def fault(file: Path, function: str) -> str | None:
+def function_fault(file: Path, function: str) -> str | None:
     """What is wrong with `file` or with `function` in it; None if nothing can be seen."""
     if not file.is_file():
         return f"there is no file {file}; give FILE.py:FUNCTION, e.g. reward.path=my_reward.py:score"
@@ -66,3 +69,40 @@ def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
         else:
             names = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
             yield from ((name.id, node) for name in names)
+
+
+LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # how their classes are called
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def check_folder(path: str) -> None:
+    """Raise EnvironmentProblem or SecurityRefusal; a hub id, which is not here, passes."""
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        if path.startswith(("/", ".", "~")) or path.count("/") > 1:
+            raise EnvironmentProblem(
+                f"reward.path={path}: no such folder; give the folder of a reward model or a hub id"
+            )
+        return
+    if not (folder / "config.json").is_file():
+        what = "a PEFT adapter" if (folder / "adapter_config.json").exists() else "no model folder (no config.json)"
+        raise EnvironmentProblem(f"reward.path={path} is {what}; give the folder of a whole reward model")
+    refuse_language_model(path, json.loads((folder / "config.json").read_text()).get("architectures"))
+    if list(folder.glob("*.safetensors")):
+        return
+    if pickles := sorted(found.name for pattern in PICKLES for found in folder.glob(pattern)):
+        raise SecurityRefusal(
+            f"reward.path={path} has its weights as pickles ({pickles[0]}), which can run code when loaded\n"
+            "  convert them once, where you trust them: "
+            "AutoModelForSequenceClassification.from_pretrained(...).save_pretrained(...)"
+        )
+    raise EnvironmentProblem(f"reward.path={path} holds no weights (*.safetensors)")
+
+
+def refuse_language_model(path: str, architectures: Sequence[str] | None) -> None:
+    """Raise EnvironmentProblem where a model's config says that it writes text."""
+    if found := next((name for name in architectures or () if name.endswith(LANGUAGE_MODELS)), None):
+        raise EnvironmentProblem(
+            f"reward.path={path} is a language model ({found}), not a sequence classifier\n"
+            "  make a reward model of it: run algorithm=rm model=hf model.path=… data=… (docs/preference.md)"
+        )
