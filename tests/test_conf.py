@@ -12,12 +12,12 @@ import yaml
 from hydra import compose
 from omegaconf import OmegaConf
 
-from runner.cli.compose import compose_job
 from runner.cli.conf import files, main
+from runner.cli.job_builder import compose_job
 from runner.cli.main import main as run
-from runner.cli.sources import session
+from runner.cli.sources import hydra_session
 from runner.core.paths import conf_dir, recipes_dir
-from runner.spec.base import leaves
+from runner.spec.base import iter_leaves
 from runner.spec.job import EvaluationConfig, JobSpec, WatchConfig
 from runner.spec.registry import built_in_registry, default_registry
 from runner.spec.schema import CALLBACKS, groups_of
@@ -28,7 +28,7 @@ RECIPES = sorted(p.relative_to(recipes_dir()).with_suffix("").as_posix() for p i
 REQUIRED = {"path": "some/where", "pattern": "a+b", "url": "http://localhost:1/score", "parts": "[{name: exact}]"}
 REQUIRED |= {"teacher": "some/where"}
 REQUIRED_OF = {"reward/function": {"path": "rate.py:score"}, "reward/length": {"target": "9"}}
-REQUIRED_OF |= {"sampler/vllm_server": {"url": "http://localhost:1", "sync": "reload"}}
+REQUIRED_OF |= {"sampler/vllm_server": {"url": "http://localhost:1", "weight_sync": "reload"}}
 
 
 def required(group: str, name: str) -> dict[str, str]:
@@ -144,7 +144,7 @@ def test_a_recipe_is_what_its_schema_says(recipe: str) -> None:
     for entry in content.pop("defaults"):
         [(key, value)] = entry.items()
         assert value in choices[key]["enum"]
-    for key, _ in leaves(content):
+    for key, _ in iter_leaves(content):
         section, _, leaf = key.partition(".")
         assert section in schema["properties"]
         if leaf:
@@ -194,7 +194,7 @@ def test_switches(words: str, workdir: Path) -> None:
     ],
 )
 def test_our_composition_is_hydras(words: list[str], workdir: Path) -> None:
-    with session(default_registry()):
+    with hydra_session(default_registry()):
         theirs = OmegaConf.to_container(compose("job", words))
     ours = compose_job([*words, "model.path=x"] if "model=hf" in words else words or ["model=tiny"]).data
     if "model=hf" in words:

@@ -296,11 +296,12 @@ GROUPS = {path.parent.name for path in (ROOT / "runner").glob("*/config.py")}
 # What still asks another component's config by type or name, and what names devices, each for a reason.
 ASKED_BY_NAME = {
     "runner/build/samplers.py: isinstance DrawingConfig",  # samplers in processes of their own take its options
-    "runner/launch/stages.py: getattr(spec.algorithm, revision, None)",  # the option belongs to a path of the same name
+    # the option belongs to a path of the same name
+    "runner/launch/upstream_models.py: getattr(spec.algorithm, revision, None)",
     "runner/optimizer/config.py: job.parallelism.name in self.layouts",  # names that the message lists
     "runner/tools/plan/model.py: isinstance SmallConfig",
     "runner/tools/plan/model.py: isinstance HfConfig",
-    "runner/tools/plan/words.py: spec.launch.name == 'ray'",
+    "runner/tools/plan/plan_text.py: spec.launch.name == 'ray'",
 }
 
 

@@ -38,9 +38,9 @@ def learner(budget: int, layout: str, checkpointing: bool, kind: str, adapter: s
         intermediate_size=48,
         layers=2,
         kv_heads=2,
-        layout=layout,  # type: ignore[arg-type]
+        batch_layout=layout,  # type: ignore[arg-type]
         gradient_checkpointing=checkpointing,
-        head_chunk_tokens=17,
+        lm_head_chunk_tokens=17,
     )
     decisions: list[tuple[str, ...]] = []
     model = tiny.build(

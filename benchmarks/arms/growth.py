@@ -47,13 +47,13 @@ def runner_step(module: Any, chunk: int) -> Step:
     """One step of this runner's learner; `chunk` tokens have logits at once."""
     from runner.algorithm.sft import CrossEntropy
     from runner.core.batch import pack, with_totals
-    from runner.model.causal import CausalLM
+    from runner.model.causal_lm import CausalLM
     from runner.model.config import HfConfig
     from runner.optimizer.config import AdamWConfig
     from runner.optimizer.optimizers import build_adamw
     from runner.trainer.learner import LocalLearner
 
-    config = HfConfig(path="random", head_chunk_tokens=chunk)
+    config = HfConfig(path="random", lm_head_chunk_tokens=chunk)
     model = CausalLM(module, None, config, seed=0, decide=_refuse)
     optimizer = build_adamw(AdamWConfig(lr=LR), parameters=model.trainable(), decide=_refuse)
     learner = LocalLearner(

@@ -17,7 +17,7 @@ from torch import Tensor
 from runner.interfaces import Request, Rollout
 from runner.sampler.remote import server
 from runner.sampler.remote.backends import Collectives
-from runner.sampler.remote.listening import Machine
+from runner.sampler.remote.listening import Host
 from runner.sampler.remote.wire import job_token
 
 TENSOR_BYTES = 16 * 2**20
@@ -41,7 +41,7 @@ class Holding:
     def __init__(self, megabytes: int) -> None:
         self._own = weights(megabytes)
 
-    def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
+    def load_weights(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
         """Copy them."""
         for name, tensor in (tensors or {}).items():
             self._own[name].copy_(tensor)
@@ -54,11 +54,11 @@ class Holding:
         """Nothing."""
         return [[[] for _ in rows]]
 
-    def measured(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Nothing."""
         return {}
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """Nothing."""
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ def main(index: str, notes: str, megabytes: str, where: str) -> None:
     """Serve until the process is ended."""
     torch.set_num_threads(1)
     if where != "here":
-        Machine.here = classmethod(lambda cls: cls("elsewhere", "another boot"))  # type: ignore[method-assign]
+        Host.current = classmethod(lambda cls: cls("elsewhere", "another boot"))  # type: ignore[method-assign]
     by = GLOO if where == "paired" else None
     server.serve(Holding(int(megabytes)), int(index), Path(notes), token=job_token(), collectives=by)
 

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from parts import plan
 from parts.plan import Plan
-from runner.distributed.work_partition import ALONE
-from runner.launch.ray.link import AS_LOCAL, LOOPBACK, QUIET
+from runner.distributed.work_partition import SINGLE_PROCESS
+from runner.launch.ray.driver_connection import AS_LOCAL, LOOPBACK, QUIET
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.remote.remotes import Remotes
 from runner.sampler.remote.wire import TOKEN
@@ -69,10 +69,10 @@ def _round(
     _copied(source, copies)  # so that their pages are there
     seconds = {"copy": _timed(lambda: _copied(source, copies))}
     handed.publish(version)
-    seconds["handed"] = _timed(lambda: own.load(handed.get(version), version))
+    seconds["handed"] = _timed(lambda: own.load_weights(handed.get(version), version))
     seconds["written"] = _timed(lambda: shelf.publish(version))
     for name, end in ends.items():
-        seconds[name] = _timed(lambda end=end: end.load(shelf.get(version), version))  # type: ignore[misc]
+        seconds[name] = _timed(lambda end=end: end.load_weights(shelf.get(version), version))  # type: ignore[misc]
     shelf.drop_below(version + 1)
     return seconds
 
@@ -92,7 +92,7 @@ def _timed(work: Callable[[], object]) -> float:
 def _shelf(root: Path, source: Mapping[str, Tensor]) -> Iterator[Shelving]:
     root.mkdir()
     shelf = Shelf(claim(root, 2 * sum(tensor.nbytes for tensor in source.values())))
-    route = Shelving(lambda: named(source), None, peers=ALONE, shelf=shelf, source=0)
+    route = Shelving(lambda: named(source), None, peers=SINGLE_PROCESS, shelf=shelf, source=0)
     try:
         yield route
     finally:
@@ -121,7 +121,7 @@ def _end(at: Plan, where: str, megabytes: int) -> Iterator[Remotes]:
 def _store(at: Plan, megabytes: int) -> Iterator[Callable[[], float]]:
     """Two processes and Ray's object store between them: seconds of a turn."""
     asked = json.dumps({"folder": str(at.folder / "cluster"), "megabytes": megabytes})
-    words = (sys.executable, "-P", "-m", "runner.launch.ray.guard", "arms.object_store", asked)
+    words = (sys.executable, "-P", "-m", "runner.launch.ray.reaper", "arms.object_store", asked)
     known = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     surroundings = harness.environment(at.threads, at.folder) | LOOPBACK | AS_LOCAL | QUIET | known
     process = subprocess.Popen(words, env=surroundings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

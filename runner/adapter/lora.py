@@ -10,7 +10,7 @@ from torch import nn
 
 from runner.adapter.config import LoraConfig, NoAdapterConfig
 from runner.core.errors import Problem, SpecError
-from runner.core.rng import derive
+from runner.core.rng import derive_seed
 from runner.interfaces import Decide, TrainableModel
 
 M = TypeVar("M", bound=TrainableModel)
@@ -48,14 +48,14 @@ def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             # ranks that peft itself sets for experts, whose gate and up are one tensor, and takes
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
-            torch.manual_seed(derive(model.seed, "adapter"))
+            torch.manual_seed(derive_seed(model.seed, "adapter"))
             module: Any = peft.get_peft_model(model.inner, settings)
     except ValueError as error:
         raise SpecError([Problem("adapter.targets", f"peft cannot adapt this: {error}")]) from error
     for parameter in module.parameters():
         if parameter.requires_grad:  # peft leaves a head that is trained beside the adapter in the base's type
             parameter.data = parameter.data.float()
-    return model.wrapped(module, decide=decide)
+    return model.with_peft_module(module, decide=decide)
 
 
 def _check_names(config: LoraConfig, causal: nn.Module) -> None:
@@ -65,7 +65,7 @@ def _check_names(config: LoraConfig, causal: nn.Module) -> None:
         wanted["adapter.targets"] = config.targets
     names = [name for name, _ in causal.named_modules()]
     found = [
-        Problem(key, f"no module named {target!r} in the model; it has {', '.join(_adaptable(causal))}")
+        Problem(key, f"no module named {target!r} in the model; it has {', '.join(_adaptable_names(causal))}")
         for key, targets in wanted.items()
         for target in targets
         if not any(name == target or name.endswith(f".{target}") for name in names)
@@ -74,6 +74,6 @@ def _check_names(config: LoraConfig, causal: nn.Module) -> None:
         raise SpecError(found)
 
 
-def _adaptable(causal: nn.Module) -> list[str]:
+def _adaptable_names(causal: nn.Module) -> list[str]:
     kinds = (nn.Linear, nn.Embedding)
     return sorted({name.rpartition(".")[2] for name, module in causal.named_modules() if isinstance(module, kinds)})

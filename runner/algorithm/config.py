@@ -5,8 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from runner.algorithm.base import AlgorithmConfig as AlgorithmConfig
-from runner.algorithm.base import TaughtConfig
-from runner.algorithm.loss_registry import Registered, with_options
+from runner.algorithm.base import TeacherBasedConfig
+from runner.algorithm.loss_registry import RegisteredFunction, with_options
 from runner.algorithm.policy.config import GrpoConfig, OpdConfig, PpoConfig
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 
@@ -15,7 +15,7 @@ class SftConfig(AlgorithmConfig):
     """Supervised fine-tuning: cross-entropy on the answer's tokens, mean over the step's tokens."""
 
     factory: ClassVar[str] = "runner.algorithm.sft:build"
-    explains: ClassVar[str | None] = "runner.algorithm.explain:likelihood"
+    explain_fn: ClassVar[str | None] = "runner.algorithm.explain:likelihood"
     name: Literal["sft"] = "sft"
 
 
@@ -23,8 +23,8 @@ class CptConfig(AlgorithmConfig):
     """Continued pre-training: cross-entropy on every token of the text."""
 
     factory: ClassVar[str] = "runner.algorithm.sft:build"
-    explains: ClassVar[str | None] = "runner.algorithm.explain:likelihood"
-    learns_all: ClassVar[bool] = True
+    explain_fn: ClassVar[str | None] = "runner.algorithm.explain:likelihood"
+    loss_on_prompt: ClassVar[bool] = True
     name: Literal["cpt"] = "cpt"
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
@@ -35,14 +35,14 @@ class CptConfig(AlgorithmConfig):
 
 
 @with_options
-class DistillConfig(TaughtConfig):
+class DistillConfig(TeacherBasedConfig):
     """Offline distillation: the divergence of whole distributions, teacher from student, on given answers' tokens."""
 
     factory: ClassVar[str] = "runner.algorithm.distillation:build"
-    explains: ClassVar[str | None] = "runner.algorithm.explain:distillation"
+    explain_fn: ClassVar[str | None] = "runner.algorithm.explain:distillation"
     scores_within_passes: ClassVar[bool] = True
     name: Literal["distill"] = "distill"
-    divergence: Annotated[str, Registered("divergence")] = Field(
+    divergence: Annotated[str, RegisteredFunction("divergence")] = Field(
         default="forward_kl", description="KL(teacher ‖ student), KL(student ‖ teacher), or what lies between them."
     )
     temperature: float = Field(

@@ -27,12 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runner.algorithm.config import DistillConfig
-from runner.algorithm.loss_registry import compute
-from runner.algorithm.parts import HeadedModel, LearnsFromData, Parts
+from runner.algorithm.inputs import AlgorithmInputs, HeadedModel, OfflineAlgorithm
+from runner.algorithm.loss_registry import compute_selected
 from runner.core.batch import Batch, pack, split_rows, with_totals
-from runner.core.errors import Problem, SpecError, UnfitModel
+from runner.core.errors import Problem, SpecError, UnsupportedModelError
 from runner.core.metrics import Metrics
-from runner.interfaces import Data, Item, Loss, LossFn, Model, Outputs, Role
+from runner.interfaces import Data, Loss, LossFn, Model, Outputs, Role, TokenizedExample
 
 HIDDEN = frozenset({"hidden"})
 
@@ -50,31 +50,31 @@ class DistillationLoss:
     head: Callable[[Tensor], Tensor]
     needs: frozenset[str] = frozenset({"loss", "divergence"})
 
-    def coefficients(self, batch: Batch) -> Tensor:
+    def grad_weights(self, batch: Batch) -> Tensor:
         """∂total/∂loss, float32 [T]."""
         return batch.tokens["weight"] / max(batch.totals["tokens"], 1)
 
-    def beside(self, micro: Batch) -> Mapping[str, Tensor]:
+    def extra_channels(self, micro: Batch) -> Mapping[str, Tensor]:
         """The channel `teacher` [T, H]: the teacher's hidden states."""
-        return {"teacher": self.teacher.alone(micro, HIDDEN)["hidden"]}
+        return {"teacher": self.teacher.forward_local(micro, HIDDEN)["hidden"]}
 
-    def terms(self, logits: Tensor, tokens: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def logit_terms(self, logits: Tensor, tokens: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """loss, divergence (in nats, without its factor) and, where it is part of the loss, nll, [S] each; of the
         student's logits [S, V] and the tokens' channels [S, …]."""
         temperature = self.config.temperature
-        divergence = self._divergence(*common(self.head(tokens["teacher"]), logits))
+        divergence = self._divergence(*common_vocab_logits(self.head(tokens["teacher"]), logits))
         found = {"loss": temperature**2 * divergence, "divergence": divergence}
         if self.config.sft_coef:
-            found["nll"] = -tempered(logits, 1).gather(1, tokens["ids"][:, None])[:, 0]
+            found["nll"] = -scaled_log_softmax(logits, 1).gather(1, tokens["ids"][:, None])[:, 0]
             found["loss"] = found["loss"] + self.config.sft_coef * found["nll"]
         return found
 
     def _divergence(self, teacher: Tensor, student: Tensor) -> Tensor:
         config = self.config
-        pair = tempered(teacher, config.temperature), tempered(student, config.temperature)
+        pair = scaled_log_softmax(teacher, config.temperature), scaled_log_softmax(student, config.temperature)
         if config.top_k is not None:
-            pair = coarse(*pair, config.top_k)
-        found: Tensor = compute(config, "divergence", {"teacher": lambda: pair[0], "student": lambda: pair[1]})
+            pair = top_k_with_rest(*pair, config.top_k)
+        found: Tensor = compute_selected(config, "divergence", {"teacher": lambda: pair[0], "student": lambda: pair[1]})
         return found
 
     def __call__(self, batch: Batch, outputs: Outputs) -> Loss:
@@ -83,16 +83,16 @@ class DistillationLoss:
         for term, name in (("loss", "train/loss"), ("divergence", "distill/divergence"), ("nll", "distill/nll")):
             if term in outputs:
                 metrics.add(name, (weight * outputs[term]).sum(), count)
-        return Loss((self.coefficients(batch) * outputs["loss"]).sum(), metrics)
+        return Loss((self.grad_weights(batch) * outputs["loss"]).sum(), metrics)
 
 
-def common(teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
+def common_vocab_logits(teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
     """Logits [S, ≥ V] of both for the V ids that both have."""
     size = min(teacher.shape[-1], student.shape[-1])
     return teacher[:, :size], student[:, :size]
 
 
-class Distill(LearnsFromData):
+class Distillation(OfflineAlgorithm):
     """Learns a teacher's distributions on given answers."""
 
     def __init__(self, config: DistillConfig, data: Data, loss: DistillationLoss) -> None:
@@ -103,7 +103,7 @@ class Distill(LearnsFromData):
         """The step's items as one packed batch on the CPU."""
         return self.experience(self.data.take(step, self.config.batch_size))
 
-    def experience(self, items: Sequence[Item]) -> Batch:
+    def experience(self, items: Sequence[TokenizedExample]) -> Batch:
         """Any items as what `prepare` takes."""
         return pack([i.ids for i in items], [i.weights for i in items])
 
@@ -113,28 +113,28 @@ class Distill(LearnsFromData):
             yield with_totals(part, part.count())
 
 
-def build(config: DistillConfig, parts: Parts) -> Distill:
+def build(config: DistillConfig, parts: AlgorithmInputs) -> Distillation:
     """The algorithm over the job's data and its teacher. Raises SpecError for a teacher without a head of its own, and
     for a top_k that leaves no token out."""
     if config.top_k is not None and config.top_k >= len(parts.tokenizer):
         text = f"the tokenizer has {len(parts.tokenizer)} tokens, so {config.top_k} of them are all; leave it out"
         raise SpecError([Problem("algorithm.top_k", text)])
-    teacher = parts.frozen["teacher"]
+    teacher = parts.frozen_models["teacher"]
     try:
         loss = DistillationLoss(config, teacher, teacher.lm_head())
-    except UnfitModel as error:
+    except UnsupportedModelError as error:
         text = f"{error}; take another, or algorithm=opd"
         raise SpecError([Problem("algorithm.teacher", text)]) from error
-    return Distill(config, parts.data, loss)
+    return Distillation(config, parts.data, loss)
 
 
-def tempered(logits: Tensor, temperature: float) -> Tensor:
+def scaled_log_softmax(logits: Tensor, temperature: float) -> Tensor:
     """log-softmax of logits / temperature, [S, V], in float32 or better."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.log_softmax(wide / temperature, dim=-1)
 
 
-def coarse(teacher: Tensor, student: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def top_k_with_rest(teacher: Tensor, student: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Both distributions over the teacher's k likeliest tokens and, as one further event, all others: [S, k + 1] each.
 
     They stay distributions, so that a divergence of them is never negative, never above that of the whole vocabulary,
@@ -143,9 +143,9 @@ def coarse(teacher: Tensor, student: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if k >= teacher.shape[-1]:
         return teacher, student
     top = teacher.topk(k, dim=-1).indices
-    return _lumped(teacher, top), _lumped(student, top)
+    return _gather_with_rest(teacher, top), _gather_with_rest(student, top)
 
 
-def _lumped(logprobs: Tensor, top: Tensor) -> Tensor:
+def _gather_with_rest(logprobs: Tensor, top: Tensor) -> Tensor:
     rest = logprobs.scatter(-1, top, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([logprobs.gather(-1, top), rest], dim=-1)

@@ -1,6 +1,6 @@
 """Registry of the losses of `runner.interfaces.losses`, ours and those of plug-ins, as values and options of configs.
 
-    functions of a kind ──Registered──▶ the values that an option takes      (`objective: one of clip, cispo, …`)
+    functions of a kind ──Registered──▶ the values that an option takes      (`policy_loss: one of clip, cispo, …`)
                         ──with_options▶ the options that its functions read  (`clip_low: null`)
                         ──chosen──────▶ the function that a config names, with its options in force
 
@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, Field, GetCoreSchemaHandler, create_model
 
 from runner.core.errors import RunnerError
-from runner.core.plugins import plugins
+from runner.core.plugins import load_plugins
 from runner.interfaces.losses import Kind, Option, Registration, registration_of
 
 BUILT_IN = ("policy.losses", "policy.advantages", "policy.importance", "preference.losses", "divergences")
@@ -50,7 +50,7 @@ def plug_ins() -> Functions:
     def load(point: EntryPoint) -> list[Registration]:
         return _load(point.value, {kind: {**built_in()[kind], **found[kind]} for kind in found})
 
-    for loaded in plugins(ENTRY_POINT_GROUP, load):
+    for loaded in load_plugins(ENTRY_POINT_GROUP, load):
         for one in loaded:
             found[one.kind][one.name] = one
     return found
@@ -77,7 +77,7 @@ def functions(kind: Kind) -> dict[str, Registration]:
 
 
 @dataclass(frozen=True)
-class Registered:
+class RegisteredFunction:
     """The type of an option whose values are registered functions: `Annotated[str, Registered("policy_loss")]`.
 
     others: values beside them; the schema is made when it is first needed, so that it knows the plug-ins' names.
@@ -121,7 +121,7 @@ def with_options(cls: type[C], functions: Callable[[Kind], Mapping[str, Registra
 def choices(cls: type[BaseModel]) -> dict[str, Kind]:
     """The options of a config class whose values are registered functions, each with its kind."""
     found = ((name, one) for name, info in cls.model_fields.items() for one in info.metadata)
-    return {name: one.kind for name, one in found if isinstance(one, Registered)}
+    return {name: one.kind for name, one in found if isinstance(one, RegisteredFunction)}
 
 
 def plug_in_options(cls: type[BaseModel]) -> set[str]:
@@ -133,23 +133,26 @@ def plug_in_options(cls: type[BaseModel]) -> set[str]:
     }
 
 
-def chosen(config: BaseModel, choice: str) -> Registration:
+def selected_function(config: BaseModel, choice: str) -> Registration:
     """The function that an option of a config names."""
     return functions(choices(type(config))[choice])[getattr(config, choice)]
 
 
-def options_in_force(config: BaseModel, choice: str) -> dict[str, Any]:
+def resolved_options(config: BaseModel, choice: str) -> dict[str, Any]:
     """The options of the function that is chosen, each with its value or the function's default."""
-    given = {name: (getattr(config, name), option.default) for name, option in chosen(config, choice).options.items()}
+    given = {
+        name: (getattr(config, name), option.default)
+        for name, option in selected_function(config, choice).options.items()
+    }
     return {name: default if value is None else value for name, (value, default) in given.items()}
 
 
-def compute(config: BaseModel, choice: str, offered: Mapping[str, Callable[[], Any]]) -> Any:
+def compute_selected(config: BaseModel, choice: str, offered: Mapping[str, Callable[[], Any]]) -> Any:
     """The value of the function that is chosen; of the inputs, which are made when they are called, it gets those that
     it takes."""
-    function = chosen(config, choice)
+    function = selected_function(config, choice)
     inputs = {name: offered[name]() for name in function.inputs}
-    return function.function(**inputs, **options_in_force(config, choice))
+    return function.function(**inputs, **resolved_options(config, choice))
 
 
 def unused_options(config: BaseModel) -> Iterator[tuple[str, str]]:
@@ -193,7 +196,7 @@ def _conflict(one: Registration, known: Functions) -> str:
     if one.name in known[one.kind]:
         return f"{one.kind} '{one.name}' exists already ({known[one.kind][one.name].function.__module__})"
     for name, option in one.options.items():
-        if name in RESERVED[one.kind] | _beside(one.kind, known):
+        if name in RESERVED[one.kind] | _options_of_other_kinds(one.kind, known):
             return f"{subject.format(name)} is an option of the algorithm; rename it"
         for other, same in _options(known[one.kind].values()).get(name, []):
             if same.annotation != option.annotation:
@@ -201,7 +204,7 @@ def _conflict(one: Registration, known: Functions) -> str:
     return ""
 
 
-def _beside(kind: Kind, known: Functions) -> set[str]:
+def _options_of_other_kinds(kind: Kind, known: Functions) -> set[str]:
     """The options of other kinds that one config has beside this kind's: all of policy optimisation."""
     if kind in ALONE:
         return set()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from runner.algorithm.config import CptConfig, SftConfig
-from runner.algorithm.parts import LearnsFromData, Parts
+from runner.algorithm.inputs import AlgorithmInputs, OfflineAlgorithm
 from runner.core.batch import Batch, pack, split_rows, with_totals
 from runner.core.metrics import Metrics
 from runner.interfaces import Data, Loss, LossFn, Model, Outputs, Role
@@ -26,7 +26,7 @@ class CrossEntropy:
 
     needs: frozenset[str] = frozenset({"logprobs"})
 
-    def coefficients(self, batch: Batch) -> Tensor:
+    def grad_weights(self, batch: Batch) -> Tensor:
         """∂total/∂logprobs, float32 [T]."""
         return -batch.tokens["weight"] / max(batch.totals["tokens"], 1)
 
@@ -37,7 +37,7 @@ class CrossEntropy:
         return Loss(nll / max(batch.totals["tokens"], 1), metrics)
 
 
-class Sft(LearnsFromData):
+class Sft(OfflineAlgorithm):
     """Learns given answers (sft) or every token of given text (cpt)."""
 
     def __init__(self, config: SftConfig | CptConfig, data: Data) -> None:
@@ -58,6 +58,6 @@ class Sft(LearnsFromData):
             yield with_totals(part, part.count())
 
 
-def build(config: SftConfig | CptConfig, parts: Parts) -> Sft:
+def build(config: SftConfig | CptConfig, parts: AlgorithmInputs) -> Sft:
     """The algorithm over the job's data."""
     return Sft(config, parts.data)

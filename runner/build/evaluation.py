@@ -6,13 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from runner.algorithm.episodes.episode import Player, Turns
+from runner.algorithm.episodes.episode import EpisodeRunner, ObservationTemplate
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError
-from runner.interfaces import Algorithm, Data, Environments, Finish, Model, Question, TrainableModel, generative
-from runner.parallelism.rollout_partition import SharedAnswerer
-from runner.parallelism.world import World
-from runner.sampler.draw import Stops
+from runner.interfaces import (
+    Algorithm,
+    Data,
+    EnvironmentFactory,
+    EvalQuestion,
+    Model,
+    StopCriterion,
+    TrainableModel,
+    as_generative,
+)
+from runner.parallelism.parallel_context import ParallelContext
+from runner.parallelism.rollout_partition import PartitionedAnswerer
+from runner.sampler.sampling import StopCriteria
 from runner.spec.job import JobSpec
 from runner.trainer.evaluator import Evaluator, HeldOutLoss, LearnsFromItems, Remembered, Report, askable
 from runner.trainer.learner import LocalLearner
@@ -26,30 +35,32 @@ def build_evaluation(
     model: TrainableModel,
     algorithm: Algorithm,
     models: Mapping[str, Model],
-    world: World,
-    environments: Environments | None,
+    world: ParallelContext,
+    environments: EnvironmentFactory | None,
     decide: Decisions,
 ) -> Callable[[], Report] | None:
     """The evaluation of the job, None where there is nothing to evaluate."""
     found: list[Callable[[], Report]] = []
-    questions, items = data.held_out(), data.held_out_items()
+    questions, items = data.held_out_questions(), data.held_out_items()
     if isinstance(algorithm, LearnsFromItems) and (items or questions):
         shown = spec.evaluation.samples if items else 0  # questions are shown with their answers
         given = items or [question.item for question in questions]
         held_out = HeldOutLoss(algorithm, given, spec.algorithm.batch_size, shown, model.tokenizer)
         known = {role: Remembered(one) if isinstance(one, FrozenModel) else one for role, one in models.items()}
         found.append(lambda: held_out.evaluate(known))
-    if questions and (policy := generative(model)) is not None:
+    if questions and (policy := as_generative(model)) is not None:
         limit = spec.evaluation.max_new_tokens
         asked = askable(questions, model.tokenizer, limit, decide)
-        _check_room(asked, limit, model.longest, decide)
-        finish = _finish(spec, model.tokenizer)
+        _check_room(asked, limit, model.length_limit, decide)
+        finish = _stop_criterion(spec, model.tokenizer)
         ask = Evaluator(questions, asked, spec.evaluation.batch_size, limit, finish=finish)
         if environments is not None:  # an answer given at once is not what is learnt, so it has no loss worth knowing
-            longest = None if model.longest is None else model.longest[0]
-            converse = Player(model.tokenizer, environments, Turns(model.tokenizer), longest).greedy
+            longest = None if model.length_limit is None else model.length_limit[0]
+            converse = EpisodeRunner(
+                model.tokenizer, environments, ObservationTemplate(model.tokenizer), longest
+            ).run_greedy
             ask = Evaluator((), asked, spec.evaluation.batch_size, limit, converse, finish)
-        answerer = SharedAnswerer(policy, world.everyone, partial(world.whole, model))
+        answerer = PartitionedAnswerer(policy, world.world_peers, partial(world.summon_full_params, model))
         found.append(lambda: ask.evaluate(learner, answerer))
     if not found:
         decide(
@@ -59,18 +70,18 @@ def build_evaluation(
             f"data={spec.data.name} holds nothing out; to say so: evaluation.every=0",
         )
         return None
-    return partial(_together, found)
+    return partial(_merge_evaluations, found)
 
 
-def _finish(spec: JobSpec, tokenizer: Any) -> Finish | None:
+def _stop_criterion(spec: JobSpec, tokenizer: Any) -> StopCriterion | None:
     """What ends a sampled answer, so that the greedy one ends there too; None where nothing is sampled."""
-    if not spec.algorithm.samples:
+    if not spec.algorithm.needs_sampler:
         return None
-    strings, ids = spec.sampler.stopping()
-    return Stops(tokenizer, frozenset(ids), strings).finish
+    strings, ids = spec.sampler.stop_criteria()
+    return StopCriteria(tokenizer, frozenset(ids), strings).finish_reason
 
 
-def _check_room(asked: Sequence[Question], wanted: int, longest: tuple[int, str] | None, decide: Decisions) -> None:
+def _check_room(asked: Sequence[EvalQuestion], wanted: int, longest: tuple[int, str] | None, decide: Decisions) -> None:
     """Say how many answers may be shorter only than `wanted` tokens, because the model takes no longer rows.
 
     Raises SpecError if all of them may.
@@ -87,7 +98,7 @@ def _check_room(asked: Sequence[Question], wanted: int, longest: tuple[int, str]
         decide(key, f"{wanted} tokens", f"{min(less)} to {max(less)} for {len(less)} of {len(rooms)} questions", reason)
 
 
-def _together(evaluations: Sequence[Callable[[], Report]]) -> Report:
+def _merge_evaluations(evaluations: Sequence[Callable[[], Report]]) -> Report:
     """Several evaluations as one; later numbers win over earlier ones of the same name, and their times are summed."""
     reports = [evaluate() for evaluate in evaluations]
     values = {name: value for report in reports for name, value in report.values.items()}

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from runner.cli.verb_hints import hint, recipe_hint
 from runner.core.errors import RunnerError
-from runner.core.plugins import LEFT_OUT, plugins
+from runner.core.plugins import LEFT_OUT, load_plugins
 from runner.spec.migrate import table
 
 VERBS = {
@@ -58,7 +58,7 @@ EXAMPLES = {
     "help": "run help recipes",
 }
 VERBS_GROUP = "runner.verbs"  # entry points: name → "module:function" of the words after it, which returns a code
-WORDS = {
+RESOURCE_NAMES = {
     "run": "+recipe=NAME or FILE.yaml, group=option, group.key=value",
     "list": "a group",
     "explain": "a key, a group, or group=option",
@@ -93,7 +93,7 @@ class UsageError(RunnerError):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        hint = _about_flags(message) if "unrecognized" in message else _about_value(message)
+        hint = _flag_hint(message) if "unrecognized" in message else _about_value(message)
         hint = hint or self._missing_value(message)
         raise UsageError(f"{self.prog}: {message}{hint}\n  see: run --help")
 
@@ -112,7 +112,7 @@ def _about_value(message: str) -> str:
     return f"; {said}" if said else ""
 
 
-def _about_flags(message: str) -> str:
+def _flag_hint(message: str) -> str:
     """What to type instead of an unknown word with dashes."""
     flag = next((word for word in message.split() if word.startswith("--")), "")
     dashed = flag.replace("_", "-").partition("=")[0]
@@ -137,8 +137,8 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
     """What a verb takes."""
     parser = _Parser(prog=f"run {verb}" if verb != "run" else "run", add_help=False, allow_abbrev=False)
     _common(parser)
-    _OPTIONS.get(verb, _none)(parser)
-    parser.add_argument("words", nargs="*", help=WORDS.get(verb, argparse.SUPPRESS))
+    _OPTIONS.get(verb, _no_options)(parser)
+    parser.add_argument("words", nargs="*", help=RESOURCE_NAMES.get(verb, argparse.SUPPRESS))
     return parser
 
 
@@ -178,7 +178,7 @@ def plugin_verbs() -> dict[str, Verb]:
             raise RunnerError("it is no function")
         return point.name, function
 
-    return dict(plugins(VERBS_GROUP, load))
+    return dict(load_plugins(VERBS_GROUP, load))
 
 
 def plugin_verb(words: Sequence[str]) -> Verb | None:
@@ -219,7 +219,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shell-completion", "-sc", action="store_true", help=argparse.SUPPRESS)
 
 
-def _none(parser: argparse.ArgumentParser) -> None:
+def _no_options(parser: argparse.ArgumentParser) -> None:
     """No option of its own."""
 
 

@@ -16,12 +16,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from runner.cli.sources import options, plain, session
+from runner.cli.sources import group_options, hydra_session, plain_default
 from runner.core.paths import conf_dir, recipes_dir
 from runner.spec.base import ComponentConfig
 from runner.spec.registry import Registry, built_in_registry, default_registry
 from runner.spec.schema import groups_of, model_schema, recipe_schema
-from runner.spec.suggest import expectation
+from runner.spec.suggest import expected_type
 from runner.sweep.config import SweepConfig
 
 SCHEMA = ".schema.json"
@@ -35,8 +35,8 @@ def component_file(cls: type[ComponentConfig]) -> str:
     for name, info in cls.model_fields.items():
         if name == "name":
             continue
-        default = "???" if info.is_required() else scalar(plain(info.get_default(call_default_factory=True)))
-        lines += [f"# {info.description}  [{expectation(model_schema(cls)[name])}]", f"{name}: {default}"]
+        default = "???" if info.is_required() else scalar(plain_default(info.get_default(call_default_factory=True)))
+        lines += [f"# {info.description}  [{expected_type(model_schema(cls)[name])}]", f"{name}: {default}"]
     return "\n".join(lines) + "\n"
 
 
@@ -60,8 +60,8 @@ def files(package: str = "runner") -> Iterator[tuple[Path, str]]:
 
 def choices(registry: Registry) -> dict[str, list[str]]:
     """What can be chosen for each group here and now."""
-    with session(registry) as loader:
-        return {group: options(loader.get_sources(), group) for group in groups_of(registry)}
+    with hydra_session(registry) as loader:
+        return {group: group_options(loader.get_sources(), group) for group in groups_of(registry)}
 
 
 def main(argv: Sequence[str]) -> int:

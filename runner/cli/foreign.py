@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from runner.cli.args import UsageError, is_override
-from runner.cli.compose import compose_job
 from runner.cli.config_sources import GROUP, is_file_name
+from runner.cli.job_builder import compose_job
 from runner.core.errors import SpecError
 from runner.spec import migrate, suggest
 from runner.spec.registry import default_registry
-from runner.spec.schema import Keys
+from runner.spec.schema import OptionIndex
 
 UNQUOTED = re.compile(r"[\w./:@%+-]+")
 ADVICE = re.compile(r"not an option of \S+(?: job)?; ")
@@ -62,7 +62,7 @@ def _answers(words: Sequence[str]) -> Mapping[str, str]:
 def _alone(key: str, word: str) -> str:
     """The answer where the job could not be composed, or has the option."""
     value = word.partition("=")[2]
-    return migrate.answer(key, value, suggest.NO_JOB, Keys(default_registry()).options) or f"type {word}"
+    return migrate.answer(key, value, suggest.NO_JOB, OptionIndex(default_registry()).options) or f"type {word}"
 
 
 def _value(values: Sequence[str]) -> str:

@@ -8,8 +8,8 @@ from argparse import Namespace
 from runner.cli.args import EXAMPLES, TOPICS, VERBS, UsageError, all_verbs, parser_of
 from runner.cli.conf import scalar
 from runner.cli.config_sources import GROUP
-from runner.cli.listing import about, print_table
-from runner.cli.sources import options, session
+from runner.cli.listing import option_summary, print_table
+from runner.cli.sources import group_options, hydra_session
 from runner.cli.verb_hints import hint
 from runner.spec.registry import default_registry
 from runner.spec.schema import groups_of
@@ -106,18 +106,18 @@ def _flag(action: argparse.Action) -> str:
 
 def _recipes(args: Namespace) -> None:
     registry = default_registry()
-    with session(registry, args.config_dir) as loader:
+    with hydra_session(registry, args.config_dir) as loader:
         sources = loader.get_sources()
         print("recipes: run +recipe=NAME; what one sets: run --cfg job +recipe=NAME")
-        print_table([(name, about(sources, GROUP, name, registry)) for name in options(sources, GROUP)])
+        print_table([(name, option_summary(sources, GROUP, name, registry)) for name in group_options(sources, GROUP)])
 
 
 def _options(args: Namespace) -> None:
     registry = default_registry()
-    with session(registry, args.config_dir) as loader:
+    with hydra_session(registry, args.config_dir) as loader:
         sources = loader.get_sources()
         print("groups and their options: run GROUP=OPTION; more on them: run list GROUP, run explain GROUP=OPTION")
-        print_table([(group, ", ".join(options(sources, group))) for group in groups_of(registry)])
+        print_table([(group, ", ".join(group_options(sources, group))) for group in groups_of(registry)])
     print(f"\n{JOBS}", end="")
 
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import yaml
 
 from runner.cli.args import UsageError, is_override
-from runner.cli.compose import SPEC, Composed, Draft, More, compose_job, no_more, re_decode
 from runner.cli.config_sources import GROUP
+from runner.cli.job_builder import SPEC, ComposedJob, ExtraWords, JobDraft, compose_job, no_extra_words, re_decode
 from runner.cli.overrides import TRUST
 from runner.core.errors import NotReady
 from runner.core.rank_info import VARIABLES
@@ -40,7 +40,7 @@ def run(args: Namespace) -> int:
     if args.multirun:
         from runner.cli import sweep
 
-        return sweep.start(args)
+        return sweep.start_sweep(args)
     if args.cfg:
         return _show(composed(args, args.words))
 
@@ -48,11 +48,11 @@ def run(args: Namespace) -> int:
         return _start(args, args.words)
     from runner.launch import torchrun
 
-    return torchrun.take_part(args.words, lambda words: _start(args, words))
+    return torchrun.run_under_torchrun(args.words, lambda words: _start(args, words))
 
 
 @contextmanager
-def _diagnosed(job: Composed, command: Sequence[str]) -> Iterator[None]:
+def _diagnosed(job: ComposedJob, command: Sequence[str]) -> Iterator[None]:
     """Around the start of a job: where this machine is not ready for it, the error is the doctor's list of steps."""
     try:
         yield
@@ -65,41 +65,41 @@ def _diagnosed(job: Composed, command: Sequence[str]) -> Iterator[None]:
 
 
 def _start(args: Namespace, words: Sequence[str]) -> int:
-    job = composed(args, words, _of_slurm)
+    job = composed(args, words, _slurm_overrides)
     from runner.launch import local
 
     if not job.spec.launch.queued:
         with _diagnosed(job, _again(args, words, job)):
-            return local.start(job.spec, job.overrides, job.origins, args.folder)
-    from runner.launch.slurm import task
-    from runner.run_dir.folder import shown
+            return local.start_run(job.spec, job.overrides, job.origins, args.folder)
+    from runner.launch.slurm import srun_task
+    from runner.run_dir.folder import display_path
 
-    if (before := task.begun(args.folder)) is not None:
-        print(f"requeued {shown(before)} was begun by this Slurm job: going on there", file=sys.stderr)
-        return _go_on(str(before), _trust(words))
-    with task.obeyed(job.spec), _diagnosed(job, _again(args, words, job)):
-        task.through_srun(job.spec)
-        return local.start(job.spec, job.overrides, job.origins, args.folder)
+    if (before := srun_task.requeued_folder(args.folder)) is not None:
+        print(f"requeued {display_path(before)} was begun by this Slurm job: going on there", file=sys.stderr)
+        return _continue_run(str(before), _trust(words))
+    with srun_task.handle_slurm_signals(job.spec), _diagnosed(job, _again(args, words, job)):
+        srun_task.exec_srun(job.spec)
+        return local.start_run(job.spec, job.overrides, job.origins, args.folder)
 
 
-def _again(args: Namespace, words: Sequence[str], job: Composed) -> list[str]:
+def _again(args: Namespace, words: Sequence[str], job: ComposedJob) -> list[str]:
     """The words that say which job it is, the recipe that was taken unasked among them."""
     taken = [word for word in job.overrides if word.startswith(f"+{GROUP}=") and word not in words]
     files = {"--config-dir": args.config_dir, "--spec": args.spec}
     return [*taken, *words, *(word for flag, path in files.items() if path for word in (flag, str(path)))]
 
 
-def _of_slurm(drafted: Draft) -> list[str]:
+def _slurm_overrides(drafted: JobDraft) -> list[str]:
     """For launch=slurm, what Slurm says of the job's machines."""
     launch, device = drafted.data.get("launch"), drafted.data.get("device")
     if not isinstance(launch, Mapping) or launch.get("name") != "slurm" or not isinstance(device, Mapping):
         return []
-    from runner.launch.slurm import task
+    from runner.launch.slurm import srun_task
 
-    return task.layout(launch, drafted.origins, str(device.get("name")))
+    return srun_task.slurm_layout(launch, drafted.origins, str(device.get("name")))
 
 
-def composed(args: Namespace, words: Sequence[str], more: More = no_more) -> Composed:
+def composed(args: Namespace, words: Sequence[str], more: ExtraWords = no_extra_words) -> ComposedJob:
     """The job that a command line describes; says what was chosen for the user. Raises as `compose_job` does."""
     where = (words, args.config_dir, more)
     spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
@@ -109,61 +109,63 @@ def composed(args: Namespace, words: Sequence[str], more: More = no_more) -> Com
     return job
 
 
-def _show(composed: Composed) -> int:
+def _show(composed: ComposedJob) -> int:
     print(yaml.safe_dump(composed.data, sort_keys=False, allow_unicode=True), end="")
     return 0
 
 
 def resume(args: Namespace) -> int:
     """Go on with a run."""
-    where, overrides = _where(args.words)
+    where, overrides = _split_run(args.words)
     if args.cfg:
-        from runner.run_dir.folder import find
+        from runner.run_dir.folder import find_run
 
-        return _show(re_decode(find(where).spec, overrides))
+        return _show(re_decode(find_run(where).spec, overrides))
 
     from runner.launch import torchrun
 
-    return torchrun.take_part(overrides, lambda words: _go_on(where, words))
+    return torchrun.run_under_torchrun(overrides, lambda words: _continue_run(where, words))
 
 
-def _go_on(where: str, overrides: Sequence[str]) -> int:
-    from runner.run_dir.folder import find
+def _continue_run(where: str, overrides: Sequence[str]) -> int:
+    from runner.run_dir.folder import find_run
 
-    folder = find(where)
+    folder = find_run(where)
     before = re_decode(folder.spec, _trust(overrides))
-    after = re_decode(folder.spec, overrides, more=_of_slurm)
+    after = re_decode(folder.spec, overrides, more=_slurm_overrides)
     from runner.launch import local
-    from runner.launch.slurm import task
+    from runner.launch.slurm import srun_task
 
-    with task.obeyed(after.spec), _diagnosed(after, ["--spec", str(folder.root), *overrides]):
-        task.through_srun(after.spec)
+    with srun_task.handle_slurm_signals(after.spec), _diagnosed(after, ["--spec", str(folder.root), *overrides]):
+        srun_task.exec_srun(after.spec)
         return local.resume(folder, before.spec, after.spec, after.overrides)
 
 
 def infer(args: Namespace) -> int:
     """Answer prompts: those typed, those of a file (one a line), or line by line from the keyboard."""
     _check_sampling(args)
-    folder, prompts, composed = _used(args)
+    folder, prompts, composed = _resolve_run(args)
     _load_torch(composed.spec)
-    from runner.launch import use
-    from runner.run_dir.folder import shown
-    from runner.tracker.text import harmless
+    from runner.launch import infer_export
+    from runner.run_dir.folder import display_path
+    from runner.tracker.text import escape_controls
 
     if args.file:
-        prompts += use.prompts_of(args.file)
-    model, loaded = use.load_model(folder, composed.spec, args.checkpoint)
+        prompts += infer_export.read_prompts(args.file)
+    model, loaded = infer_export.load_model(folder, composed.spec, args.checkpoint)
     style = loaded.state["identity"]["prompt_style"]
     asked = "asked as plain text, like the data" if style == "text" else "asked through the chat template"
-    print(f"{shown(folder.root)}, step {loaded.step}, {asked}", file=sys.stderr)
+    print(f"{display_path(folder.root)}, step {loaded.step}, {asked}", file=sys.stderr)
     several = args.file is not None or len(prompts) > 1
     settings = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
-    shown_as = harmless if sys.stdout.isatty() else str  # a terminal obeys what a model or a file says
+    shown_as = escape_controls if sys.stdout.isatty() else str  # a terminal obeys what a model or a file says
     for prompt in prompts or _typed_prompts():
         if several:
             print(shown_as(f"> {prompt}"))
         written = False
-        for piece in use.answer(model, prompt, style, top_p=args.top_p or 1.0, seed=args.seed or 0, **settings):
+        for piece in infer_export.stream_answer(
+            model, prompt, style, top_p=args.top_p or 1.0, seed=args.seed or 0, **settings
+        ):
             print(shown_as(piece), end="", flush=True)
             written = written or bool(piece)
         print()
@@ -174,17 +176,19 @@ def infer(args: Namespace) -> int:
 
 def export(args: Namespace) -> int:
     """Write an export of a run."""
-    folder, more, composed = _used(args)
+    folder, more, composed = _resolve_run(args)
     if more:
         raise UsageError(f"what is '{more[0]}'? write: run export latest --checkpoint 100 --out FOLDER")
     _load_torch(composed.spec)
-    from runner.launch import use
-    from runner.run_dir.folder import shown
+    from runner.launch import infer_export
+    from runner.run_dir.folder import display_path
 
-    target, step = use.export(folder, composed.spec, args.checkpoint, args.out, args.merge)
-    kind = "a PEFT adapter (--merge writes a whole model)" if use.is_adapter(target) else "a Hugging Face folder"
-    print(f"{shown(folder.root)}, step {step}: {kind}", file=sys.stderr)
-    print(shown(target))
+    target, step = infer_export.export(folder, composed.spec, args.checkpoint, args.out, args.merge)
+    kind = (
+        "a PEFT adapter (--merge writes a whole model)" if infer_export.is_adapter(target) else "a Hugging Face folder"
+    )
+    print(f"{display_path(folder.root)}, step {step}: {kind}", file=sys.stderr)
+    print(display_path(target))
     return 0
 
 
@@ -196,14 +200,14 @@ def _load_torch(spec: JobSpec) -> None:
     load_torch(spec.device.name)
 
 
-def _where(words: Sequence[str]) -> tuple[str, list[str]]:
+def _split_run(words: Sequence[str]) -> tuple[str, list[str]]:
     """The run meant (`latest` where none is named, and before a prompt of several words) and the other words."""
     if words and not is_override(words[0]) and (Path(words[0]).exists() or not re.search(r"\s", words[0])):
         return words[0], list(words[1:])
     return "latest", list(words)
 
 
-def _used(args: Namespace) -> tuple[RunFolder, list[str], Composed]:
+def _resolve_run(args: Namespace) -> tuple[RunFolder, list[str], ComposedJob]:
     """The run meant, the words that are prompts, and its job with what may be set for this use. Raises UsageError."""
     settings = [word for word in args.words if _is_setting(word)]
     for word in settings:
@@ -212,17 +216,17 @@ def _used(args: Namespace) -> tuple[RunFolder, list[str], Composed]:
             raise UsageError(
                 f"run {args.verb}: only device=…, model.path=… and {TRUST}… can be set, not {word}{prompt}"
             )
-    from runner.run_dir.folder import find_trained, shown
+    from runner.run_dir.folder import display_path, find_trained_run
 
     words = [word for word in args.words if word not in settings]
-    where, words = _where(words)
-    folder, passed_over = find_trained(where)
+    where, words = _split_run(words)
+    folder, passed_over = find_trained_run(where)
     if passed_over is not None:
-        from runner.launch.local import status
+        from runner.launch.local import read_status
 
-        failed = status(passed_over).get("state") == "failed"
+        failed = read_status(passed_over).get("state") == "failed"
         why = "failed before its first checkpoint" if failed else "has no checkpoint yet"
-        print(f"latest: {shown(passed_over.root)} {why}; taking the newest run that has one", file=sys.stderr)
+        print(f"latest: {display_path(passed_over.root)} {why}; taking the newest run that has one", file=sys.stderr)
     return folder, [*words, *args.literal], re_decode(folder.spec, settings)
 
 

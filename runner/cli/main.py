@@ -17,8 +17,8 @@ from runner.cli.args import parse, plugin_verb
 from runner.cli.foreign_words import foreign_command
 from runner.core.errors import Interrupted, RunnerError
 from runner.core.imports import import_frozen
-from runner.core.plugins import warnings
-from runner.tracker.text import harmless
+from runner.core.plugins import plugin_warnings
+from runner.tracker.text import escape_controls
 
 HANDLERS = {
     "run": "runner.cli.job:run",
@@ -48,14 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     try:
-        return _answer(words)
+        return _run_verb(words)
     except Interrupted as stop:  # what the user wanted, and no error
-        print(harmless(str(stop)), file=sys.stderr)
+        print(escape_controls(str(stop)), file=sys.stderr)
         return stop.exit_code
     except RunnerError as error:
         if debug:
             traceback.print_exc()
-        _complain(str(error))
+        _print_error(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -65,11 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        _complain(_our_bug(error, debug))
+        _print_error(_our_bug(error, debug))
         return 1
 
 
-def _answer(words: list[str]) -> int:
+def _run_verb(words: list[str]) -> int:
     """Run a verb of ours or of a plug-in, and name the plug-ins that were left out."""
     completing = _completing(words)
     try:
@@ -77,8 +77,8 @@ def _answer(words: list[str]) -> int:
             return verb(words[1:])
         return _dispatch(foreign_command(completing) or parse(completing))
     finally:
-        for text in () if "--shell-completion" in completing else warnings():  # a shell asks at every tab
-            print(f"warning: {harmless(str(text))}", file=sys.stderr)
+        for text in () if "--shell-completion" in completing else plugin_warnings():  # a shell asks at every tab
+            print(f"warning: {escape_controls(str(text))}", file=sys.stderr)
 
 
 def _dispatch(args: Namespace) -> int:
@@ -97,9 +97,9 @@ def _completing(words: list[str]) -> list[str]:
     return ["--shell-completion", *(w for w in words if w not in flags)] if flags & set(words) else words
 
 
-def _complain(message: str) -> None:
+def _print_error(message: str) -> None:
     red = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    print(("\033[31merror:\033[0m " if red else "error: ") + harmless(message), file=sys.stderr)
+    print(("\033[31merror:\033[0m " if red else "error: ") + escape_controls(message), file=sys.stderr)
 
 
 def _our_bug(error: Exception, debug: bool) -> str:

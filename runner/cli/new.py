@@ -262,7 +262,7 @@ def $name(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A ratio above the bound earns nothing where the advantage is positive."""
     loss = -torch.minimum(ratio * advantages, ratio.clamp(max=${name}_high) * advantages)
-    return loss, {"clipped_high": (ratio > ${name}_high) & (advantages > 0)}
+    return loss, {"clip_frac_high": (ratio > ${name}_high) & (advantages > 0)}
 ''',
     """from $module import $name
 
@@ -272,7 +272,7 @@ from runner.testing import check_loss
 def test_loss() -> None:
     check_loss($name)
 """,
-    "run +recipe=grpo_demo algorithm.objective=$name",
+    "run +recipe=grpo_demo algorithm.policy_loss=$name",
     group="runner.losses",
     entry="$module",
 )
@@ -327,7 +327,7 @@ def create(args: Namespace) -> int:
         raise UsageError(f"run new: a kind and a name are expected, e.g. run new reward words ({kinds})")
     kind, name = args.words[0], args.words[1].replace("-", "_")
     if kind not in SKELETONS:
-        meant = suggest.nearest(kind, SKELETONS)
+        meant = suggest.nearest_word(kind, SKELETONS)
         hint = f"; did you mean '{meant}'?" if meant else ""
         raise UsageError(f"run new: no kind '{kind}'{hint} ({kinds})")
     if not NAME.fullmatch(name):

@@ -81,7 +81,7 @@ def hint(word: str, verbs: Mapping[str, str]) -> str:
     if groups := sorted(path.parent.name for path in conf_dir().glob("*/*.yaml") if path.stem == word.lower()):
         demo = f"; a demo: run +recipe={word}_demo" if (recipes_dir() / f"{word}_demo.yaml").is_file() else ""
         return f"to choose it: run {' or '.join(f'{group}={word.lower()}' for group in groups)} …{demo}"
-    meant = suggest.nearest(word, [*verbs, *HINTS])
+    meant = suggest.nearest_word(word, [*verbs, *HINTS])
     if meant is None:
         return ""
     return (

@@ -65,7 +65,7 @@ class NotReady(EnvironmentProblem):
         super().__init__("\n".join(map(str, faults)))
 
 
-class UnfitModel(EnvironmentProblem):
+class UnsupportedModelError(EnvironmentProblem):
     """A model cannot be used in the way that was asked of it; who asked says which option to change."""
 
 
@@ -87,7 +87,7 @@ class TrainingDiverged(RunnerError):
     exit_code = 5
 
 
-class Disagreement(RunnerError):
+class ParityError(RunnerError):
     """A device does not compute what another one did, or less than a bound asks for."""
 
     exit_code = 5
@@ -105,7 +105,7 @@ class StorageError(RunnerError):
     exit_code = 7
 
 
-class SecurityRefusal(RunnerError):
+class SecurityError(RunnerError):
     """A config, model or data file asked to run code or to write a secret to disk."""
 
     exit_code = 8
@@ -129,7 +129,7 @@ class RankLost(RunnerError):
     exit_code = 75
 
 
-class SamplerFault(RunnerError):
+class SamplerError(RunnerError):
     """What samples is gone for good, or its answers are not those of the weights that it was given."""
 
     exit_code = 75

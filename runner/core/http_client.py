@@ -56,7 +56,7 @@ class _Loop(asyncio.SelectorEventLoop):
         self.set_default_executor(_DaemonThreads())
 
 
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end in an event loop of its own, in any thread."""
     with asyncio.Runner(loop_factory=_Loop) as runner:
         return runner.run(coroutine)
@@ -91,7 +91,7 @@ async def request(
         return response.status, bytes(content)
 
 
-def cause(error: BaseException) -> str:
+def failure_reason(error: BaseException) -> str:
     """Why there is no answer, in words."""
     if isinstance(error, ClientConnectorError) and not isinstance(error, ClientConnectorDNSError | ClientSSLError):
         number = error.os_error.errno or 0

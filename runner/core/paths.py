@@ -10,12 +10,12 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 def conf_dir() -> Path:
     """The shipped config groups."""
-    return _shipped("conf")
+    return _shipped_dir("conf")
 
 
 def recipes_dir() -> Path:
     """The shipped recipes."""
-    return _shipped("recipes")
+    return _shipped_dir("recipes")
 
 
 def cache_folder() -> Path:
@@ -24,7 +24,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("RUNNER_CACHE") or Path(base) / "runner")
 
 
-def _shipped(name: str) -> Path:
+def _shipped_dir(name: str) -> Path:
     # The wheel's copy comes first: site-packages may hold somebody else's conf/ beside our package.
     installed = PACKAGE / f"_{name}"
     return installed if installed.is_dir() else PACKAGE.parent / name

@@ -14,21 +14,21 @@ _FAILED: dict[str, dict[str, list[str]]] = {}  # package → why → names of it
 T = TypeVar("T")
 
 
-def plugins(group: str, use: Callable[[EntryPoint], T]) -> Iterator[T]:
+def load_plugins(group: str, use: Callable[[EntryPoint], T]) -> Iterator[T]:
     """What `use` makes of each entry point of a group, in the order of their packages' names; one for which it raises
     is left out."""
-    for point in sorted(entry_points(group=group), key=lambda one: (_owner(one), one.name)):
+    for point in sorted(entry_points(group=group), key=lambda one: (_distribution_name(one), one.name)):
         try:
             made = use(point)
         except (Exception, SystemExit) as error:  # a foreign package may fail in any way
             why = str(error) if isinstance(error, RunnerError) else f"{type(error).__name__}: {error}"
-            LEFT_OUT[group, point.name] = f"that of the plug-in {_owner(point)} is left out: {why}"
-            _FAILED.setdefault(_owner(point), {}).setdefault(why, []).append(point.name)
+            LEFT_OUT[group, point.name] = f"that of the plug-in {_distribution_name(point)} is left out: {why}"
+            _FAILED.setdefault(_distribution_name(point), {}).setdefault(why, []).append(point.name)
             continue
         yield made
 
 
-def warnings() -> list[str]:
+def plugin_warnings() -> list[str]:
     """For each package of which something was left out: what, why, and what to type."""
     return [
         "\n  ".join(
@@ -47,6 +47,6 @@ def _line(failed: tuple[str, list[str]]) -> str:
     return f"left out: {', '.join(names)} ({why})"
 
 
-def _owner(point: EntryPoint) -> str:
+def _distribution_name(point: EntryPoint) -> str:
     """The installed package that an entry point belongs to."""
     return point.dist.name if point.dist else point.value.partition(":")[0]

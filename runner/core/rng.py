@@ -6,7 +6,7 @@ import hashlib
 import json
 
 
-def derive(seed: int, *parts: int | str) -> int:
+def derive_seed(seed: int, *parts: int | str) -> int:
     """A 63-bit seed for the stream called `parts`, e.g. `derive(seed, "dropout", step, micro)`.
 
     Equal arguments give equal seeds on every machine and version; ("a", 1), ("a1",) and ("a", "1") all differ.

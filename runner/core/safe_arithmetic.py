@@ -19,7 +19,7 @@ class NotArithmetic(ValueError):
     """The text is no arithmetic expression, or has no value; says why."""
 
 
-def evaluated(text: str) -> tuple[Fraction, list[int]]:
+def evaluate(text: str) -> tuple[Fraction, list[int]]:
     """The value of an expression and the numbers in it. Raises NotArithmetic."""
     expression = text.translate(SIGNS).strip()
     if not EXPRESSION.fullmatch(expression):

@@ -37,19 +37,19 @@ SIZES = {kind: dtype.itemsize for dtype, kind in TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FileLayout:
     """How a file begins, and where behind that each tensor lies: the first byte, and the one after the last."""
 
     head: bytes
-    places: Mapping[str, tuple[int, int]]
+    byte_ranges: Mapping[str, tuple[int, int]]
 
     @property
     def num_bytes(self) -> int:
         """Size of the tensors."""
-        return max((end for _, end in self.places.values()), default=0)
+        return max((end for _, end in self.byte_ranges.values()), default=0)
 
 
-def arranged(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Layout:
+def compute_layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> FileLayout:
     """The file of tensors of these types and shapes, the same for any order of them; if all have one type, byte for
     byte where safetensors itself puts them."""
     header: dict[str, Any] = {RESERVED: dict(metadata)}
@@ -62,10 +62,10 @@ def arranged(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mappi
         places[name] = begin, end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return Layout(len(text).to_bytes(8, "little") + text, places)
+    return FileLayout(len(text).to_bytes(8, "little") + text, places)
 
 
-def create(path: Path, layout: Layout) -> None:
+def create_file(path: Path, layout: FileLayout) -> None:
     """Make the file, with the tensors' values still missing. Raises OSError."""
     with path.open("xb") as file:
         file.write(layout.head)

@@ -39,11 +39,11 @@ class StopSignal:
         self.checkpoint_requested = False  # SIGUSR1: whether this step is to be saved, as all ranks agreed
 
     @property
-    def requested(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether the run should end after this step, as all ranks agreed."""
         return self._agreed is not None
 
-    def agree(self, gather: Callable[[int | None], Sequence[int | None]]) -> None:
+    def agree_across_ranks(self, gather: Callable[[int | None], Sequence[int | None]]) -> None:
         """Take the first signal that any rank has received, so that all end, or save, after the same step.
 
         gather: what every rank has received, this one among them; all ranks call it
@@ -55,12 +55,12 @@ class StopSignal:
 
     def install(self) -> None:
         """Take over the signals. One that the parent ignores stays ignored (nohup), and SIGUSR1 with whoever has it."""
-        _taken(self._receive, (*STOPS, SAVE))
+        _install_handler(self._receive, (*STOPS, SAVE))
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
+    def handle_signals(self) -> Iterator[None]:
         """The same for the time of the block."""
-        with _restored(_taken(self._receive, (*STOPS, SAVE))):
+        with _restore_handlers(_install_handler(self._receive, (*STOPS, SAVE))):
             yield
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -81,7 +81,7 @@ class StopSignal:
         _write_to_stderr(f"\n{_name(number)}: finishing this step, then saving; send it again to stop immediately\n")
 
     @contextmanager
-    def at_once(self) -> Iterator[None]:
+    def interrupt_immediately(self) -> Iterator[None]:
         """A block that a signal ends without delay, because there is nothing to save yet. Raises Interrupted."""
         self._at_once = True
         try:
@@ -111,7 +111,7 @@ def _write_to_stderr(text: str) -> None:
         os.write(2, text.encode())
 
 
-def _taken(receive: Callable[[int, FrameType | None], None], numbers: Sequence[int]) -> dict[int, Any]:
+def _install_handler(receive: Callable[[int, FrameType | None], None], numbers: Sequence[int]) -> dict[int, Any]:
     """Let these signals go to `receive`, unless the parent ignores them, or SIGUSR1 is handled; who had them before."""
     before = {number: signal.getsignal(number) for number in numbers}
     free = [
@@ -121,7 +121,7 @@ def _taken(receive: Callable[[int, FrameType | None], None], numbers: Sequence[i
 
 
 @contextmanager
-def _restored(before: dict[int, Any]) -> Iterator[None]:
+def _restore_handlers(before: dict[int, Any]) -> Iterator[None]:
     try:
         yield
     finally:
@@ -129,7 +129,7 @@ def _restored(before: dict[int, Any]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class Interrupts:
+class SignalRecorder:
     """Signals, noted in their order by a process that passes them on to those which it has started.
 
     saves: whether SIGUSR1 is noted, too; the others ask to end, SIGHUP as SIGTERM does
@@ -145,9 +145,9 @@ class Interrupts:
         return [number for number in self.noted_signals if number != SAVE]
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def record_signals(self) -> Iterator[None]:
         """Note signals inside the block. One that the parent ignores stays ignored (nohup)."""
-        with _restored(_taken(self._receive, self._numbers)):
+        with _restore_handlers(_install_handler(self._receive, self._numbers)):
             yield
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

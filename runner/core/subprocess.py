@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 # Programs that remove what other processes leave, as soon as these are dead; then they end by themselves
-CLEANERS = ("multiprocessing.resource_tracker", "runner.launch.janitor")
+CLEANERS = ("multiprocessing.resource_tracker", "runner.launch.cleanup_process")
 SETTLE_S = 2.0  # for them to do so
 POLL_S = 0.05
 READ_BYTES = 2**16
@@ -109,7 +109,7 @@ class ChildProcess(subprocess.Popen[bytes]):
             start_new_session=own_session,
         )
 
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         """Whether it still does. Once it does not, what is left of its session is killed, and `returncode` is set.
         Any thread may ask."""
         with self._reaping:
@@ -124,7 +124,7 @@ class ChildProcess(subprocess.Popen[bytes]):
     def ends_within(self, seconds: float) -> bool:
         """Whether it ends in that time."""
         end = time.monotonic() + seconds
-        while self.runs():
+        while self.is_running():
             if time.monotonic() > end:
                 return False
             time.sleep(POLL_S)
@@ -133,14 +133,14 @@ class ChildProcess(subprocess.Popen[bytes]):
     def wait_and_forward(self, received: Sequence[int]) -> int:
         """Its exit code; each signal that this process adds to `received` meanwhile is sent to it once."""
         sent = 0
-        while self.runs():
+        while self.is_running():
             for number in received[sent:]:
                 self.send_signal(number)
                 sent += 1
             time.sleep(POLL_S)
         return int(self.returncode)
 
-    def end(self, grace_s: float, number: int = signal.SIGTERM) -> int:
+    def stop(self, grace_s: float, number: int = signal.SIGTERM) -> int:
         """Send it a signal, and kill it if it runs on for `grace_s` seconds; its exit code."""
         self.send_signal(number)
         if not self.ends_within(grace_s):
@@ -169,7 +169,7 @@ class ChildProcess(subprocess.Popen[bytes]):
 # --- which processes there are, and their end ------------------------------------------------------------------------
 
 
-def identify(pid: int) -> Identity | None:
+def process_identity(pid: int) -> Identity | None:
     """What tells a living process from a later one with its number, also for another process to read; None of one that
     has ended. Not psutil's create_time, which moves when the clock is set."""
     try:
@@ -317,7 +317,7 @@ class JsonLines:
             except OSError:  # the other machine has reset the connection, or is unreachable
                 content = b""
             self._is_closed = not content
-            messages += self.feed(content)
+            messages += self.parse(content)
         if self._fault is not None and not messages:
             raise self._fault
         return None if self._is_closed and not messages else messages
@@ -337,7 +337,7 @@ class JsonLines:
             raise EOFError(str(error)) from error
         raise EOFError
 
-    def feed(self, content: bytes) -> list[Any]:
+    def parse(self, content: bytes) -> list[Any]:
         """The messages that these bytes complete.
 
         Raises ValueError where a line is no message: at once, or, if messages came before it, at the next call.

@@ -33,7 +33,7 @@ TOLERANCES = {
 }
 
 
-def tolerance(*dtypes: str) -> Tolerance:
+def tolerance_of(*dtypes: str) -> Tolerance:
     """That of the coarsest of some data types; of one that the table lacks, as of bfloat16."""
     order = list(TOLERANCES)
     places = [order.index(name) if name in TOLERANCES else len(order) - 1 for name in dtypes]

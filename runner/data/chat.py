@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from runner.core.errors import DataError
-from runner.data.examples import Chat, Message, is_learnt
+from runner.data.examples import ChatExample, Message, is_learnt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,11 +53,11 @@ class ChatTemplate:
         added = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
         self._ends = tuple({*map(str, tokenizer.all_special_tokens), *added})
 
-    def render(self, chat: Chat, messages: Sequence[Message], prompt: bool = False) -> str:
+    def render(self, chat: ChatExample, messages: Sequence[Message], prompt: bool = False) -> str:
         """`messages` of the conversation as text; `prompt` adds what opens the assistant's turn."""
         return str(self._apply(chat, messages, tokenize=False, add_generation_prompt=prompt))
 
-    def marked(self, chat: Chat) -> tuple[list[int], list[int]] | None:
+    def marked(self, chat: ChatExample) -> tuple[list[int], list[int]] | None:
         """(ids, 1 where the assistant speaks) by the template's own generation marks, or None if it has none."""
         tools: Any = list(chat.tools) or None
         if not MARKS.search(self.tokenizer.get_chat_template(tools=tools)):
@@ -66,7 +66,7 @@ class ChatTemplate:
         mask = out["assistant_masks"]
         return (list(out["input_ids"]), list(mask)) if any(mask) else None
 
-    def segments(self, chat: Chat, loss_on: Learnt) -> list[Segment]:
+    def segments(self, chat: ChatExample, loss_on: Learnt) -> list[Segment]:
         """The conversation cut at each assistant turn that is learnt. Raises NotPrefixStable, DataError.
 
         With last_assistant the conversation ends with that turn; messages after it would teach nothing.
@@ -88,7 +88,7 @@ class ChatTemplate:
         found.append(Segment(full[done:], learnt=False))
         return _joined([Segment(s.text, True, s.answer) for s in found] if loss_on == "all" else found)
 
-    def _completion(self, chat: Chat) -> list[Segment]:
+    def _completion(self, chat: ChatExample) -> list[Segment]:
         prefix = self.render(chat, chat.messages[: chat.context], prompt=True)
         full = self.render(chat, chat.messages)
         if not full.startswith(prefix):
@@ -102,7 +102,7 @@ class ChatTemplate:
             body = text
         return [Segment(body, learnt=True, answer=last), Segment(text[len(body) :], learnt=False)]
 
-    def _apply(self, chat: Chat, messages: Sequence[Message], **options: Any) -> Any:
+    def _apply(self, chat: ChatExample, messages: Sequence[Message], **options: Any) -> Any:
         tools: Any = list(chat.tools) or None
         try:
             return self.tokenizer.apply_chat_template([dict(m) for m in messages], tools=tools, **options)

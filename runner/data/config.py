@@ -7,31 +7,31 @@ from pydantic import Field
 from runner.spec.base import ComponentConfig, ItemKind, Names, Numbers, absolute_if_local
 
 MOST_DIGITS = 18  # of all numbers of a sum together: its questions are numbered in 64 bits
-TREE_RULES = ("error", "skip", "truncate_left")  # of data.overlong, where a prompt and its answers are apart
+TREE_RULES = ("error", "skip", "truncate_left")  # of data.truncation, where a prompt and its answers are apart
 
 
 class DataConfig(ComponentConfig):
     """Items, how they become tokens, and in which order they come."""
 
     group: ClassVar[str] = "data"
-    renames_columns: ClassVar[bool] = False  # whether it has the option data.columns
+    renames_columns: ClassVar[bool] = False  # whether it has the option data.rename_columns
     max_length: int = Field(
         default=1024,
         ge=2,
         description="Longest tokenised item (prompt and longest answer; in rollouts, prompt) in tokens.",
     )
-    overlong: Literal["error", "skip", "truncate_left", "truncate_right", "split"] = Field(
+    truncation: Literal["error", "skip", "truncate_left", "truncate_right", "split"] = Field(
         default="error",
         description="What happens to an item above max_length (split: plain text only; truncate_left: of pairs, judged "
         "answers and prompts, the prompt's beginning); what was cut is counted and said.",
     )
     shuffle: bool = Field(default=True, description="A new order in each epoch, from the seed; false = as in the file.")
 
-    def absolute(self) -> Self:
+    def with_absolute_paths(self) -> Self:
         """The same config with the paths of local files made absolute."""
         return self
 
-    def example(self) -> str:
+    def example_prompt(self) -> str:
         """A question, in quotes, to try a trained model with."""
         return '"…"'
 
@@ -76,14 +76,16 @@ class DemoConfig(DataConfig):
         """`terms` as it is used."""
         return 2 if self.terms is None else self.terms
 
-    def example(self) -> str:
+    def example_prompt(self) -> str:
         number = "503149276814"[: self.digits]
         return f'"sort {number}"' if self.task == "sort" else f'"sum {" ".join([number] * self.numbers_to_add)}"'
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = self._sum_problems(job) if self.task == "sum" else self._sort_problems()
-        if self.overlong != "error":
-            found.append(("data.overlong", "data=demo makes its items as long as its options say; only error applies"))
+        if self.truncation != "error":
+            found.append(
+                ("data.truncation", "data=demo makes its items as long as its options say; only error applies")
+            )
         return found
 
     def _sort_problems(self) -> list[tuple[str, str]]:
@@ -118,24 +120,24 @@ class SourceConfig(DataConfig):
 
     renames_columns: ClassVar[bool] = True
 
-    weights: Numbers | None = Field(
+    mixture_weights: Numbers | None = Field(
         default=None, description="Share of each source in a mixture, e.g. [0.7,0.3]; null = by their sizes."
     )
     loss_on: Literal["assistant", "last_assistant", "all"] = Field(
         default="assistant",
         description="Which tokens of a conversation sft learns (completions count as the assistant's).",
     )
-    columns: dict[str, str] | None = Field(
+    rename_columns: dict[str, str] | None = Field(
         default=None, description="Columns to rename, {old: new}, e.g. {question: prompt}; null = none."
     )
-    eval_items: int | None = Field(
+    max_eval_examples: int | None = Field(
         default=256, ge=1, description="Most held-out items used per evaluation; null = all."
     )
     cache: bool = Field(default=True, description="Keep the tokenised data on disk and use it again.")
 
     @property
     def is_mixture(self) -> bool:
-        return bool(self.weights)
+        return bool(self.mixture_weights)
 
     @property
     def chooses_tokens(self) -> bool:
@@ -149,18 +151,23 @@ class SourceConfig(DataConfig):
         return [*self._weights_problems(), *self._columns_problems(), *self._kind_problems(job.algorithm)]
 
     def _weights_problems(self) -> list[tuple[str, str]]:
-        if self.weights is None:
+        if self.mixture_weights is None:
             return []
-        if len(self.weights) != len(self.sources()):
-            return [("data.weights", f"{len(self.weights)} weights for {len(self.sources())} sources; give one each")]
-        if min(self.weights) <= 0:
-            return [("data.weights", "every weight must be above 0; leave out a source that is not wanted")]
+        if len(self.mixture_weights) != len(self.sources()):
+            return [
+                (
+                    "data.mixture_weights",
+                    f"{len(self.mixture_weights)} weights for {len(self.sources())} sources; give one each",
+                )
+            ]
+        if min(self.mixture_weights) <= 0:
+            return [("data.mixture_weights", "every weight must be above 0; leave out a source that is not wanted")]
         return []
 
     def _columns_problems(self) -> list[tuple[str, str]]:
-        names = list((self.columns or {}).values())
+        names = list((self.rename_columns or {}).values())
         twice = sorted({name for name in names if names.count(name) > 1})
-        return [("data.columns", f"two columns cannot both be called {', '.join(twice)}")] if twice else []
+        return [("data.rename_columns", f"two columns cannot both be called {', '.join(twice)}")] if twice else []
 
     def _kind_problems(self, algorithm: Any) -> list[tuple[str, str]]:
         """Options that items of the algorithm's kind have no use for."""
@@ -170,10 +177,10 @@ class SourceConfig(DataConfig):
         if self.loss_on != "assistant":
             why = f"algorithm={algorithm.name} decides itself which tokens are learnt; leave it out"
             found.append(("data.loss_on", f"is for sft and cpt; {why}"))
-        if self.overlong not in TREE_RULES:
+        if self.truncation not in TREE_RULES:
             why = f"algorithm={algorithm.name} needs whole answers"
             found.append(
-                ("data.overlong", f"{why}, so {self.overlong} is not possible; choose {', '.join(TREE_RULES)}")
+                ("data.truncation", f"{why}, so {self.truncation} is not possible; choose {', '.join(TREE_RULES)}")
             )
         return found
 
@@ -192,7 +199,7 @@ class FileConfig(SourceConfig):
     def source(self) -> str | tuple[str, ...]:
         return self.path
 
-    def absolute(self) -> Self:
+    def with_absolute_paths(self) -> Self:
         paths = tuple(absolute_if_local(p) for p in self.sources())
         return self.model_copy(
             update={
@@ -203,9 +210,9 @@ class FileConfig(SourceConfig):
 
     def preflight(self, kind: ItemKind) -> None:
         """Raise DataError for a missing file, and for what is wrong with the first 10,000 rows of each."""
-        from runner.data.formats import validate
+        from runner.data.formats import validate_files
 
-        validate(self.sources(), self.eval_path, kind, self.columns)
+        validate_files(self.sources(), self.eval_path, kind, self.rename_columns)
 
     def sources(self) -> tuple[str, ...]:
         return (self.path,) if isinstance(self.path, str) else self.path

@@ -30,8 +30,8 @@ import pyarrow as pa
 
 from runner.core.errors import StorageError
 from runner.data.items import ITEMS, QUESTIONS
-from runner.data.order import Rounds
-from runner.interfaces import Question
+from runner.data.sampling_order import RefillOrders
+from runner.interfaces import EvalQuestion
 from runner.run_dir.resume_compatibility import PromptStyle
 from runner.spec.base import ItemKind
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 FORMAT = 3  # raise it when the files are laid out or summed up in another way, so that no old cache is used
 IDS = pa.list_(pa.int32())
 ROWS = pa.schema([("ids", IDS), ("learnt", pa.list_(pa.int8())), ("first", pa.int32()), ("last", pa.int32())])
-TREES = pa.schema([("prompt", IDS), ("answers", pa.list_(IDS)), ("facts", pa.large_string())])
+PROMPTS_WITH_ANSWERS = pa.schema([("prompt", IDS), ("answers", pa.list_(IDS)), ("facts", pa.large_string())])
 Record = dict[str, Any]
 Summary = dict[str, Any]
 Write = Callable[[Sequence[Record]], None]
@@ -73,23 +73,25 @@ class Table:
         return record
 
 
-def in_memory(schema: pa.Schema, fill: Fill) -> tuple[Table, Summary]:
+def build_in_memory(schema: pa.Schema, fill: Fill) -> tuple[Table, Summary]:
     """The table that `fill` writes, nothing on disk."""
     sink = pa.BufferOutputStream()
     summary = _write(sink, schema, fill)
     return Table(sink.getvalue()), summary
 
 
-def on_disk(folder: Path, schema: pa.Schema, fill: Fill, damaged: Callable[[str], None]) -> tuple[Table, Summary]:
+def load_or_build(
+    folder: Path, schema: pa.Schema, fill: Fill, report_damage: Callable[[str], None]
+) -> tuple[Table, Summary]:
     """The table in `folder`, made by `fill` if it is not there or damaged; the latter is told to `damaged`.
 
     One process of a machine at a time looks and makes it: the ranks of a job want the same one at once.
     Raises StorageError where it cannot be written.
     """
     try:
-        with _alone(folder):
-            if folder.exists() and (fault := _fault(folder)):
-                damaged(f"{folder}: {fault}")
+        with _folder_lock(folder):
+            if folder.exists() and (fault := _damage(folder)):
+                report_damage(f"{folder}: {fault}")
                 shutil.rmtree(folder)
             if not folder.exists():
                 _build(folder, schema, fill)
@@ -102,7 +104,7 @@ def on_disk(folder: Path, schema: pa.Schema, fill: Fill, damaged: Callable[[str]
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _folder_lock(folder: Path) -> Iterator[None]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f".{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -137,7 +139,7 @@ def _write(sink: IO[bytes] | pa.NativeFile, schema: pa.Schema, fill: Fill) -> Su
         return fill(lambda records: writer.write_batch(pa.RecordBatch.from_pylist(list(records), schema)))
 
 
-def _fault(folder: Path) -> str:
+def _damage(folder: Path) -> str:
     """What is damaged in a cache folder, or nothing."""
     try:
         wanted = json.loads((folder / "summary.json").read_text())["sha256"]
@@ -157,21 +159,21 @@ class HeldOut:
     """Held-out rows and how many of them are used."""
 
     table: Table
-    most: int | None  # None = all
+    limit: int | None  # None = all
 
     def __len__(self) -> int:
-        return min(len(self.table), self.most or len(self.table))
+        return min(len(self.table), self.limit or len(self.table))
 
 
 @dataclass(frozen=True)
-class TokenisedData:
+class TokenizedData:
     """Items of one or several tables in a seeded order, and what is held out."""
 
     kind: ItemKind
     tables: Sequence[Table]
-    rounds: Rounds
+    rounds: RefillOrders
     fingerprint: str
-    style: PromptStyle  # chat where any source has messages
+    prompt_style: PromptStyle  # chat where any source has messages
     tokenizer: PreTrainedTokenizerBase
     columns: frozenset[str]  # those that rewards see in any row
     evaluation: HeldOut | None = None
@@ -189,7 +191,7 @@ class TokenisedData:
             found.update((at, self._item(record)) for at, record in zip(slots, records, strict=True))
         return [found[at] for at in range(count)]
 
-    def held_out(self) -> Sequence[Question]:
+    def held_out_questions(self) -> Sequence[EvalQuestion]:
         """The first held-out rows in the order of their file, as many as are used; empty if none can be asked."""
         return self._questions
 
@@ -198,7 +200,7 @@ class TokenisedData:
         return self._held_out_items
 
     @cached_property
-    def _questions(self) -> tuple[Question, ...]:
+    def _questions(self) -> tuple[EvalQuestion, ...]:
         make = QUESTIONS.get(self.kind)
         return tuple(make(record, self.tokenizer) for record in self._held_out()) if make else ()
 

@@ -5,7 +5,7 @@ sft      ids, learnt        ─▶ Item     (held out: Question)
 pairs    prompt, 2 answers  ─▶ Pair     judged   prompt, answer ─▶ Judged
 prompts  prompt             ─▶ Prompt   (held out, with the answer: Question)
 
-data.overlong
+data.truncation
 error            a problem that names row and length
 skip             left out
 truncate_left    the last max_length tokens stay        truncate_right    the first ones stay
@@ -25,18 +25,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from runner.data.examples import Reading
 from runner.data.readers import Problems
-from runner.data.tokenise import Answered, Encoded
-from runner.interfaces import Item, Judged, Pair, Prompt, Question
+from runner.data.tokenization import EncodedAnswers, EncodedExample
+from runner.interfaces import EvalQuestion, LabeledCompletion, PreferencePair, Prompt, TokenizedExample
 from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Rule = Literal["error", "skip", "truncate_left", "truncate_right", "split"]
+OverlongRule = Literal["error", "skip", "truncate_left", "truncate_right", "split"]
 
 
 @dataclass(slots=True)
-class Tally:
+class TruncationCounts:
     """Counts over one source; tokens are those of the items that stay."""
 
     rows: int = 0
@@ -52,12 +52,12 @@ class Tally:
         learnt = f", {self.learnt} of them learnt" if self.learnt else ""
         return f"{self.items} items, {self.tokens} tokens{learnt}; longest row {self.longest}"
 
-    def see(self, length: int) -> None:
+    def count_row(self, length: int) -> None:
         """Count a row of `length` tokens."""
         self.rows += 1
         self.longest = max(self.longest, length)
 
-    def keep(self, tokens: int, learnt: int) -> None:
+    def count_item(self, tokens: int, learnt: int) -> None:
         """Count an item that stays."""
         self.items += 1
         self.tokens += tokens
@@ -65,44 +65,50 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class LengthLimit:
     """The longest item in tokens, and the rule for longer ones."""
 
     max_length: int
-    rule: Rule
+    rule: OverlongRule
     reading: Reading = "sft"
 
-    def apply(self, row: Encoded | Answered, tally: Tally, problems: Problems) -> Iterator[Encoded | Answered]:
+    def apply(
+        self, row: EncodedExample | EncodedAnswers, tally: TruncationCounts, problems: Problems
+    ) -> Iterator[EncodedExample | EncodedAnswers]:
         """The items that a row becomes: one, none, or several; faults go to `problems`."""
         length = self._length(row)
-        tally.see(length)
+        tally.count_row(length)
         if _is_empty(row):
-            problems.add(row.place, f"no token to learn in the {length} tokens of this row; expected at least one")
+            problems.add_fault(
+                row.place, f"no token to learn in the {length} tokens of this row; expected at least one"
+            )
         elif length <= self.max_length:
-            yield _counted(row, tally)
+            yield _count_item(row, tally)
         elif self.rule == "error":
-            problems.add(row.place, f"{length} tokens, above data.max_length={self.max_length}", self._way_out())
+            problems.add_fault(row.place, f"{length} tokens, above data.max_length={self.max_length}", self._way_out())
         else:
-            yield from self._shortened(row, length, tally)
+            yield from self._truncate(row, length, tally)
 
-    def _length(self, row: Encoded | Answered) -> int:
-        if isinstance(row, Encoded):
+    def _length(self, row: EncodedExample | EncodedAnswers) -> int:
+        if isinstance(row, EncodedExample):
             return len(row.ids)
         alone = self.reading in ("prompts", "questions")
         return len(row.prompt) + (0 if alone else max(map(len, row.answers), default=0))
 
-    def _shortened(self, row: Encoded | Answered, length: int, tally: Tally) -> Iterator[Encoded | Answered]:
+    def _truncate(
+        self, row: EncodedExample | EncodedAnswers, length: int, tally: TruncationCounts
+    ) -> Iterator[EncodedExample | EncodedAnswers]:
         tally.overlong += 1
         pieces = [] if self.rule == "skip" else self._pieces(row, length)
         tally.left_out += not pieces
         if pieces and self.rule != "split":
             tally.cut_tokens += length - self.max_length
         for piece in pieces:
-            yield _counted(piece, tally)
+            yield _count_item(piece, tally)
 
-    def _pieces(self, row: Encoded | Answered, length: int) -> list[Encoded] | list[Answered]:
+    def _pieces(self, row: EncodedExample | EncodedAnswers, length: int) -> list[EncodedExample] | list[EncodedAnswers]:
         """What is left of the row, as far as anything is."""
-        if isinstance(row, Answered):
+        if isinstance(row, EncodedAnswers):
             rest = row.prompt[length - self.max_length :]
             return [replace(row, prompt=rest)] if rest else []
         if self.rule == "truncate_right":
@@ -115,12 +121,13 @@ class Limit:
 
     def _way_out(self) -> str:
         if self.reading != "sft":
-            return "raise data.max_length, or set data.overlong to skip or truncate_left (of the prompt)"
+            return "raise data.max_length, or set data.truncation to skip or truncate_left (of the prompt)"
         return (
-            "raise data.max_length, or set data.overlong to skip, truncate_left, truncate_right (or split: plain text)"
+            "raise data.max_length, or set data.truncation to skip, truncate_left, truncate_right (or "
+            "split: plain text)"
         )
 
-    def report(self, tally: Tally) -> str:
+    def report(self, tally: TruncationCounts) -> str:
         """What the rule did, in words; empty if no row was too long."""
         if not tally.overlong:
             return ""
@@ -130,21 +137,21 @@ class Limit:
         return f"{tally.overlong} of {tally.rows} rows were longer than data.max_length={self.max_length}: {done}{said}"
 
 
-def _is_empty(row: Encoded | Answered) -> bool:
+def _is_empty(row: EncodedExample | EncodedAnswers) -> bool:
     """Whether there is nothing to learn, or nothing to answer."""
-    return not any(row.learnt) if isinstance(row, Encoded) else not row.prompt or not all(row.answers)
+    return not any(row.learnt) if isinstance(row, EncodedExample) else not row.prompt or not all(row.answers)
 
 
-def _counted(row: Encoded | Answered, tally: Tally) -> Encoded | Answered:
-    if isinstance(row, Encoded):
-        tally.keep(len(row.ids), sum(row.learnt))
+def _count_item(row: EncodedExample | EncodedAnswers, tally: TruncationCounts) -> EncodedExample | EncodedAnswers:
+    if isinstance(row, EncodedExample):
+        tally.count_item(len(row.ids), sum(row.learnt))
     else:
         learnt = sum(map(len, row.answers))
-        tally.keep(len(row.prompt) + learnt, learnt)
+        tally.count_item(len(row.prompt) + learnt, learnt)
     return row
 
 
-def _slice(row: Encoded, start: int, stop: int) -> Encoded:
+def _slice(row: EncodedExample, start: int, stop: int) -> EncodedExample:
     """Tokens start … stop of a row; an answer that is not whole, or has no prompt left, is none."""
     ids, learnt = row.ids[start:stop], row.learnt[start:stop]
     learnt[:1] = [0]
@@ -157,51 +164,51 @@ Record = Mapping[str, Any]
 Make = Callable[[Record, "PreTrainedTokenizerBase"], Any]
 
 
-def item(record: Record, tokenizer: PreTrainedTokenizerBase) -> Item:
+def tokenized_example(record: Record, tokenizer: PreTrainedTokenizerBase) -> TokenizedExample:
     """The item of a tokenised row: weight 1 where it is learnt, 0 where it is context."""
-    return Item(tuple(record["ids"]), tuple(map(float, record["learnt"])))
+    return TokenizedExample(tuple(record["ids"]), tuple(map(float, record["learnt"])))
 
 
-def pair(record: Record, tokenizer: PreTrainedTokenizerBase) -> Pair:
+def preference_pair(record: Record, tokenizer: PreTrainedTokenizerBase) -> PreferencePair:
     """Two answers to one prompt."""
     chosen, rejected = map(tuple, record["answers"])
-    return Pair(tuple(record["prompt"]), chosen, rejected, json.loads(record["facts"])["margin"])
+    return PreferencePair(tuple(record["prompt"]), chosen, rejected, json.loads(record["facts"])["margin"])
 
 
-def judged(record: Record, tokenizer: PreTrainedTokenizerBase) -> Judged:
+def labeled_completion(record: Record, tokenizer: PreTrainedTokenizerBase) -> LabeledCompletion:
     """One answer, and whether it is a good one."""
-    return Judged(tuple(record["prompt"]), tuple(record["answers"][0]), json.loads(record["facts"])["good"])
+    return LabeledCompletion(tuple(record["prompt"]), tuple(record["answers"][0]), json.loads(record["facts"])["good"])
 
 
-def prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def rollout_prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     """A prompt; its text is what the ids decode to, also where they were cut."""
     facts, ids = json.loads(record["facts"]), record["prompt"]
     messages = facts["messages"]
     return Prompt(tuple(ids), str(tokenizer.decode(ids)), messages and tuple(messages), facts["columns"])
 
 
-def question(record: Record, tokenizer: PreTrainedTokenizerBase) -> Question:
+def eval_question(record: Record, tokenizer: PreTrainedTokenizerBase) -> EvalQuestion:
     """What to ask and what to expect: all before the last assistant turn, and what a perfect answer decodes to.
 
     Plain text, and a turn that was cut, have no span: then only the item is there, of which the loss can be measured.
     """
     ids, first, last = record["ids"], record["first"], record["last"]
-    whole = item(record, tokenizer)
-    return _question(tokenizer, whole, ids[:first], ids[first:last]) if last else Question(whole)
+    whole = tokenized_example(record, tokenizer)
+    return _question(tokenizer, whole, ids[:first], ids[first:last]) if last else EvalQuestion(whole)
 
 
-def asked(record: Record, tokenizer: PreTrainedTokenizerBase) -> Question:
+def eval_question_of_prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> EvalQuestion:
     """A held-out prompt with its answer, of which the loss can be measured too."""
     facts, prompt, [answer] = json.loads(record["facts"]), record["prompt"], record["answers"]
-    whole = Item((*prompt, *answer), (0.0,) * len(prompt) + (1.0,) * len(answer))
+    whole = TokenizedExample((*prompt, *answer), (0.0,) * len(prompt) + (1.0,) * len(answer))
     messages = facts["messages"] and tuple(facts["messages"])
     return replace(_question(tokenizer, whole, prompt, answer), messages=messages, columns=facts["columns"])
 
 
 def _question(
-    tokenizer: PreTrainedTokenizerBase, whole: Item, prompt: Sequence[int], answer: Sequence[int]
-) -> Question:
-    return Question(
+    tokenizer: PreTrainedTokenizerBase, whole: TokenizedExample, prompt: Sequence[int], answer: Sequence[int]
+) -> EvalQuestion:
+    return EvalQuestion(
         item=whole,
         prompt_ids=tuple(prompt),
         prompt=str(tokenizer.decode(list(prompt))),
@@ -209,5 +216,13 @@ def _question(
     )
 
 
-ITEMS: Mapping[ItemKind, Make] = {"sft": item, "pairs": pair, "judged": judged, "prompts": prompt}
-QUESTIONS: Mapping[ItemKind, Make] = {"sft": question, "prompts": asked}  # of the others, held-out items are kept
+ITEMS: Mapping[ItemKind, Make] = {
+    "sft": tokenized_example,
+    "pairs": preference_pair,
+    "judged": labeled_completion,
+    "prompts": rollout_prompt,
+}
+QUESTIONS: Mapping[ItemKind, Make] = {
+    "sft": eval_question,
+    "prompts": eval_question_of_prompt,
+}  # of the others, held-out items are kept

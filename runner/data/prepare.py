@@ -19,13 +19,24 @@ import transformers
 
 from runner.core.errors import DataError
 from runner.data.config import FileConfig, SourceConfig
-from runner.data.dataset import FORMAT, ROWS, TREES, HeldOut, Summary, Table, TokenisedData, Write, in_memory, on_disk
+from runner.data.dataset import (
+    FORMAT,
+    PROMPTS_WITH_ANSWERS,
+    ROWS,
+    HeldOut,
+    Summary,
+    Table,
+    TokenizedData,
+    Write,
+    build_in_memory,
+    load_or_build,
+)
 from runner.data.examples import Reading, held_out_reading
 from runner.data.formats import FormatCheck, find_sources
-from runner.data.items import Limit, Tally
-from runner.data.order import BySize, Mixture, Order, Rounds
+from runner.data.items import LengthLimit, TruncationCounts
 from runner.data.readers import Problems, Row
-from runner.data.tokenise import Tokeniser, digest, encode, tokenizer_digest
+from runner.data.sampling_order import ItemOrder, ProportionalOrder, RefillOrders, WeightedMixture
+from runner.data.tokenization import ExampleTokenizer, digest, encode, tokenizer_digest
 from runner.interfaces import Data, Decide
 from runner.spec.base import ItemKind
 
@@ -35,7 +46,7 @@ if TYPE_CHECKING:
 BATCH = 512  # rows tokenised in one call
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """A place that rows come from; `key` is the option that named it, e.g. data.path."""
 
     @property
@@ -50,7 +61,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Preparation:
+class SourcePreparation:
     """Turns a source into a table of tokens, by the job's options."""
 
     config: SourceConfig
@@ -59,34 +70,34 @@ class Preparation:
     cache_dir: Path
     kind: ItemKind
 
-    def key(self, source: Source, reading: Reading) -> str:
+    def key(self, source: RowSource, reading: Reading) -> str:
         """sha256 of everything that the source's items depend on."""
-        options = {name: getattr(self.config, name) for name in ("max_length", "overlong", "columns")}
+        options = {name: getattr(self.config, name) for name in ("max_length", "truncation", "rename_columns")}
         learnt = self.config.loss_on if reading == "sft" else None
         return digest(source.digest(), tokenizer_digest(self.tokenizer), reading, options, learnt)
 
-    def table(self, source: Source, reading: Reading, key: str) -> tuple[Table, Summary]:
+    def table(self, source: RowSource, reading: Reading, key: str) -> tuple[Table, Summary]:
         """The source's table, from the cache where it is; what was found in the rows is said either way."""
 
         def fill(write: Write) -> Summary:
             return self._fill(source, reading, write)
 
-        schema = ROWS if reading == "sft" else TREES
+        schema = ROWS if reading == "sft" else PROMPTS_WITH_ANSWERS
         if self.config.cache:  # the libraries may change what a template or a tokenizer does without changing its text
             versions = (FORMAT, transformers.__version__, tokenizers.__version__)
             folder = self.cache_dir / digest(key, *versions)[:32]
-            table, summary = on_disk(folder, schema, fill, self._say_damaged)
+            table, summary = load_or_build(folder, schema, fill, self._report_damage)
         else:
-            table, summary = in_memory(schema, fill)
-        self._say(source, reading, summary)
+            table, summary = build_in_memory(schema, fill)
+        self._report_source(source, reading, summary)
         return table, summary
 
-    def _fill(self, source: Source, reading: Reading, write: Write) -> Summary:
+    def _fill(self, source: RowSource, reading: Reading, write: Write) -> Summary:
         """Write every item of the source. Raises DataError with all that is wrong with it."""
-        problems, tally = Problems(source.key, source.name), Tally()
-        check = FormatCheck(problems, reading, self.config.columns)
-        tokeniser = Tokeniser(self.tokenizer, self.config.loss_on if reading == "sft" else "completion")
-        limit = Limit(self.config.max_length, self.config.overlong, reading)
+        problems, tally = Problems(source.key, source.name), TruncationCounts()
+        check = FormatCheck(problems, reading, self.config.rename_columns)
+        tokeniser = ExampleTokenizer(self.tokenizer, self.config.loss_on if reading == "sft" else "completion")
+        limit = LengthLimit(self.config.max_length, self.config.truncation, reading)
         examples = check.examples(source.rows(problems))
         while batch := list(islice(examples, BATCH)):
             self._refuse_split(check)
@@ -94,71 +105,81 @@ class Preparation:
             write([piece.record() for row in encoded for piece in limit.apply(row, tally, problems)])
         problems.raise_if_any()
         if not tally.items:
-            why = limit.report(tally) or (f"{check.alike} pairs with equal answers" if check.alike else "no row")
+            why = limit.report(tally) or (
+                f"{check.num_identical_pairs} pairs with equal answers" if check.num_identical_pairs else "no row"
+            )
             raise DataError(f"{source.key}={source.name}: no item is left; {why}")
         return _summary(check, tokeniser, limit, tally)
 
     def _refuse_split(self, check: FormatCheck) -> None:
-        if self.config.overlong == "split" and check.format is not None and check.format.columns != ("text",):
+        if self.config.truncation == "split" and check.format is not None and check.format.columns != ("text",):
             raise DataError(
-                f"data.overlong=split needs plain text, a column `text`; {check.first} has {check.format}\n"
+                f"data.truncation=split needs plain text, a column `text`; {check.first} has {check.format}\n"
                 "  choose error, skip, truncate_left or truncate_right"
             )
 
-    def _say(self, source: Source, reading: Reading, summary: Summary) -> None:
+    def _report_source(self, source: RowSource, reading: Reading, summary: Summary) -> None:
         """Format, counts, and what was left out or could not be had."""
         where = f"{source.key}={source.name}"
-        self._state("data.format", summary["format"], f"{where}: {summary['counts']}")
-        self._say_columns(where, reading, summary)
+        self._record_fact("data.format", summary["format"], f"{where}: {summary['counts']}")
+        self._report_columns(where, reading, summary)
         if summary["alike"]:
             left_out = f"{summary['alike']} left out"
             self.decide("data.pairs", "all", left_out, f"{where}: pairs whose chosen and rejected are the same")
         if summary["several_turns"]:
             turns = f"in {summary['several_turns']} rows an answer has several turns; those of others count as well"
-            self._state("data.turns", "every token of an answer", f"{where}: {turns}")
+            self._record_fact("data.turns", "every token of an answer", f"{where}: {turns}")
         if summary["overlong"]:
-            self._state("data.overlong", self.config.overlong, f"{where}: {summary['overlong']}")
+            self._record_fact("data.truncation", self.config.truncation, f"{where}: {summary['overlong']}")
         for note in summary["notes"]:
             self.decide("data.end_token", "learnt", "not learnt", f"{where}: {note}")
 
-    def _say_columns(self, where: str, reading: Reading, summary: Summary) -> None:
+    def _report_columns(self, where: str, reading: Reading, summary: Summary) -> None:
         ignored = f"not read: {', '.join(summary['ignored'])}"
         seen_by = {"prompts": "rewards", "questions": "environments"}.get(reading)
         if summary["ignored"] and seen_by:
-            self.decide("data.columns", f"given to {seen_by}", ignored, f"{where}: they hold values that JSON cannot")
+            self.decide(
+                "data.rename_columns", f"given to {seen_by}", ignored, f"{where}: they hold values that JSON cannot"
+            )
         elif summary["ignored"]:
-            self._state("data.columns", ignored, f"{where}: {summary['format']} has no use for them")
+            self._record_fact("data.rename_columns", ignored, f"{where}: {summary['format']} has no use for them")
         if summary["given"]:
             unlearnt = "; the completion is not learnt" if "completion" in summary["given"] else ""
-            self._state("data.columns", f"for {seen_by}: {', '.join(summary['given'])}", f"{where}{unlearnt}")
+            self._record_fact(
+                "data.rename_columns", f"for {seen_by}: {', '.join(summary['given'])}", f"{where}{unlearnt}"
+            )
 
-    def _say_damaged(self, what: str) -> None:
-        self._state("data.cache", "made again", f"damaged: {what}")
+    def _report_damage(self, what: str) -> None:
+        self._record_fact("data.cache", "made again", f"damaged: {what}")
 
-    def _state(self, feature: str, value: str, reason: str) -> None:
+    def _record_fact(self, feature: str, value: str, reason: str) -> None:
         """Say something that is as it was wanted."""
         self.decide(feature, value, value, reason)
 
 
-def _summary(check: FormatCheck, tokeniser: Tokeniser, limit: Limit, tally: Tally) -> dict[str, Any]:
+def _summary(
+    check: FormatCheck, tokeniser: ExampleTokenizer, limit: LengthLimit, tally: TruncationCounts
+) -> dict[str, Any]:
     return {
         "format": str(check.format),
         "style": "chat" if check.format is not None and check.format.chat else "text",
         "counts": str(tally),
         "renamed": sorted(check.renaming.seen),
         "ignored": sorted(check.ignored),
-        "given": sorted(check.given),
-        "alike": check.alike,
-        "several_turns": check.several_turns,
+        "given": sorted(check.reward_columns),
+        "alike": check.num_identical_pairs,
+        "several_turns": check.num_several_turns,
         "overlong": limit.report(tally),
         "notes": sorted(tokeniser.notes),
     }
 
 
-def build_data(prepare: Preparation, sources: Sequence[Source], held_out: Source | None, seed: int) -> TokenisedData:
+def build_data(
+    prepare: SourcePreparation, sources: Sequence[RowSource], held_out: RowSource | None, seed: int
+) -> TokenizedData:
     """Tokenise (or read from the cache) all sources and put an order over them. Raises DataError, StorageError."""
     config, kind = prepare.config, prepare.kind
-    readings: list[tuple[Source, Reading]] = [(source, kind) for source in sources]
+    readings: list[tuple[RowSource, Reading]] = [(source, kind) for source in sources]
     if held_out is not None:
         readings.append((held_out, held_out_reading(kind)))
     keys = [prepare.key(source, reading) for source, reading in readings]
@@ -166,42 +187,44 @@ def build_data(prepare: Preparation, sources: Sequence[Source], held_out: Source
     _refuse_unseen(config, [summary for _, summary in built])
     tables = [table for table, _ in built]
     training = tables[: len(sources)]
-    return TokenisedData(
+    return TokenizedData(
         kind=kind,
         tables=training,
         rounds=_rounds(config, [len(table) for table in training], seed),
-        fingerprint=keys[0] if len(keys) == 1 else digest(keys, config.weights),
-        style="chat" if "chat" in [summary["style"] for _, summary in built[: len(sources)]] else "text",
+        fingerprint=keys[0] if len(keys) == 1 else digest(keys, config.mixture_weights),
+        prompt_style="chat" if "chat" in [summary["style"] for _, summary in built[: len(sources)]] else "text",
         tokenizer=prepare.tokenizer,
         columns=frozenset().union(*(summary["given"] for _, summary in built[: len(sources)])),
         evaluation=_held_out(prepare, tables[-1]) if held_out is not None else None,
     )
 
 
-def _held_out(prepare: Preparation, table: Table) -> HeldOut:
+def _held_out(prepare: SourcePreparation, table: Table) -> HeldOut:
     """The held-out rows that are used; says so if these are not all."""
-    found = HeldOut(table, prepare.config.eval_items)
+    found = HeldOut(table, prepare.config.max_eval_examples)
     if len(found) < len(table):
         used = f"the first {len(found)} of {len(table)} held-out items"
-        prepare.decide("data.eval_items", used, used, f"data.eval_items={found.most}; null uses all")
+        prepare.decide("data.max_eval_examples", used, used, f"data.max_eval_examples={found.limit}; null uses all")
     return found
 
 
 def _refuse_unseen(config: SourceConfig, summaries: Sequence[Summary]) -> None:
     """Raise DataError for a renaming of a column that no row of any source has."""
     seen = {name for summary in summaries for name in summary["renamed"]}
-    unseen = [name for name in config.columns or () if name not in seen]
+    unseen = [name for name in config.rename_columns or () if name not in seen]
     if unseen:
-        raise DataError(f"data.columns: no row has a column {', '.join(unseen)}; check the name, or leave it out")
+        raise DataError(
+            f"data.rename_columns: no row has a column {', '.join(unseen)}; check the name, or leave it out"
+        )
 
 
-def _rounds(config: SourceConfig, sizes: Sequence[int], seed: int) -> Rounds:
-    def order(seed: int, shuffle: bool) -> Order:
-        if config.weights is None or len(sizes) == 1:
-            return BySize(sizes, seed, shuffle)
-        return Mixture(sizes, config.weights, seed, shuffle)
+def _rounds(config: SourceConfig, sizes: Sequence[int], seed: int) -> RefillOrders:
+    def order(seed: int, shuffle: bool) -> ItemOrder:
+        if config.mixture_weights is None or len(sizes) == 1:
+            return ProportionalOrder(sizes, seed, shuffle)
+        return WeightedMixture(sizes, config.mixture_weights, seed, shuffle)
 
-    return Rounds(order, seed, config.shuffle)
+    return RefillOrders(order, seed, config.shuffle)
 
 
 def build(
@@ -216,7 +239,7 @@ def build(
     """The data of the user's files. Raises DataError, StorageError."""
     training, held_out = find_sources(config.sources(), config.eval_path)
     for source in [*training, *([held_out] if held_out else [])]:
-        if source.list.ignored:
-            names = f"not read: {', '.join(f.name for f in source.list.ignored)}"
+        if source.file_list.ignored:
+            names = f"not read: {', '.join(f.name for f in source.file_list.ignored)}"
             decide("data.files", names, names, f"{source.key}={source.name}: no data files")
-    return build_data(Preparation(config, tokenizer, decide, cache_dir, kind), training, held_out, seed)
+    return build_data(SourcePreparation(config, tokenizer, decide, cache_dir, kind), training, held_out, seed)

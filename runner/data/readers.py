@@ -23,11 +23,11 @@ from typing import Any
 
 from runner.core.errors import DataError
 
-SHOWN = 10  # problems that a message spells out; the rest is counted
+MAX_SHOWN = 10  # problems that a message spells out; the rest is counted
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourceLocation:
     """Where a row stands: a file and a 1-based line, or a source without lines and a 1-based row."""
 
     source: str
@@ -42,7 +42,7 @@ class Place:
 class Row:
     """One row as it was read: column name → value, not yet checked against a format."""
 
-    place: Place
+    place: SourceLocation
     value: Mapping[str, Any]
 
 
@@ -56,10 +56,10 @@ class Problems:
         self._shown: list[str] = []
         self._hints: dict[str, None] = {}
 
-    def add(self, place: Place | str, message: str, hint: str = "") -> None:
+    def add_fault(self, place: SourceLocation | str, message: str, hint: str = "") -> None:
         """One more fault; `hint` says what to type next and is shown once below all faults."""
         self.count += 1
-        if len(self._shown) < SHOWN:
+        if len(self._shown) < MAX_SHOWN:
             self._shown.append(f"{place}: {message}")
         if hint:
             self._hints[hint] = None
@@ -82,27 +82,27 @@ BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TextLine:
     """One decoded line with its line end, if it has one."""
 
-    place: Place
+    place: SourceLocation
     text: str
 
 
-def read_lines(file: Path, problems: Problems, limit: int | None = MAX_ROW_BYTES) -> Iterator[Line]:
+def read_lines(file: Path, problems: Problems, limit: int | None = MAX_ROW_BYTES) -> Iterator[TextLine]:
     """Decoded lines of at most `limit` bytes (None: any length).
 
     A byte that is not UTF-8 is a problem; its line is read on with marks in its place, to find more faults.
     """
     for number, start, raw in _raw_lines(file, problems, limit):
-        place = Place(str(file), number)
+        place = SourceLocation(str(file), number)
         if number == 1 and raw.startswith(BOM):
             start, raw = start + len(BOM), raw[len(BOM) :]
         try:
-            yield Line(place, raw.decode())
+            yield TextLine(place, raw.decode())
         except UnicodeDecodeError as error:
-            problems.add(place, _not_utf8(raw, error, start))
-            yield Line(place, raw.decode(errors="replace"))
+            problems.add_fault(place, _not_utf8(raw, error, start))
+            yield TextLine(place, raw.decode(errors="replace"))
 
 
 def _raw_lines(file: Path, problems: Problems, limit: int | None) -> Iterator[tuple[int, int, bytes]]:
@@ -116,8 +116,9 @@ def _raw_lines(file: Path, problems: Problems, limit: int | None) -> Iterator[tu
             if limit is None or len(raw) <= limit:
                 yield number, start, raw
                 continue
-            problems.add(
-                Place(str(file), number), f"a row of more than {limit >> 20} MiB; expected one training example"
+            problems.add_fault(
+                SourceLocation(str(file), number),
+                f"a row of more than {limit >> 20} MiB; expected one training example",
             )
             while raw and not raw.endswith(b"\n"):
                 raw = handle.readline(most)
@@ -143,31 +144,36 @@ def read_csv(file: Path, problems: Problems) -> Iterator[Row]:
         if len(fields) == len(names):
             yield Row(place, dict(zip(names, fields, strict=True)))
         else:
-            problems.add(place, f"{len(fields)} fields; expected {len(names)}, as the header has: {', '.join(names)}")
+            problems.add_fault(
+                place, f"{len(fields)} fields; expected {len(names)}, as the header has: {', '.join(names)}"
+            )
     if not rows and not problems.count:
-        problems.add(str(file), "a header and no rows; expected at least one row")
+        problems.add_fault(str(file), "a header and no rows; expected at least one row")
 
 
-def _records(file: Path, problems: Problems) -> Iterator[tuple[Place, list[str]]]:
+def _records(file: Path, problems: Problems) -> Iterator[tuple[SourceLocation, list[str]]]:
     """Every record with its place, blank lines left out; broken quoting ends the reading."""
     reader = csv.reader((line.text for line in read_lines(file, problems)), strict=True)
     first = 1
     try:
         for fields in reader:
             if fields:
-                yield Place(str(file), first), fields
+                yield SourceLocation(str(file), first), fields
             first = reader.line_num + 1
     except csv.Error as error:
-        problems.add(
-            Place(str(file), first), f"broken CSV in the row that begins here: {error}; expected quotes in pairs"
+        problems.add_fault(
+            SourceLocation(str(file), first),
+            f"broken CSV in the row that begins here: {error}; expected quotes in pairs",
         )
 
 
-def _header_is_sound(header: tuple[Place, list[str]], problems: Problems) -> bool:
+def _header_is_sound(header: tuple[SourceLocation, list[str]], problems: Problems) -> bool:
     place, names = header
     unsound = sorted({name for name in names if names.count(name) > 1 or not name})
     if unsound:
-        problems.add(place, f"the header's names are not distinct or empty: {unsound}; expected one name per column")
+        problems.add_fault(
+            place, f"the header's names are not distinct or empty: {unsound}; expected one name per column"
+        )
     return not unsound
 
 
@@ -176,7 +182,7 @@ SURROGATE = re.compile(r"[\ud800-\udfff]")
 KINDS: dict[type, str] = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
 
 
-def kind(value: Any) -> str:
+def json_type_name(value: Any) -> str:
     """The word for the JSON type of `value`."""
     return KINDS.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
 
@@ -192,32 +198,34 @@ def read_jsonl(file: Path, problems: Problems) -> Iterator[Row]:
             value = DECODER.decode(line.text.rstrip("\r\n"))
         except (ValueError, RecursionError) as error:
             cut = "" if line.text.endswith("\n") else "; the last line has no line end: the file may be cut off"
-            problems.add(line.place, f"{_fault(error)}; expected one JSON object a line{cut}")
+            problems.add_fault(line.place, f"{_fault(error)}; expected one JSON object a line{cut}")
             continue
         yield from _row(line.place, value, line.text, problems)
     if blank:
-        problems.add(str(file), "only blank lines; expected at least one row")
+        problems.add_fault(str(file), "only blank lines; expected at least one row")
 
 
 def read_json(file: Path, problems: Problems) -> Iterator[Row]:
     """A list of objects, held in memory; broken JSON ends the reading, for nothing after it can be trusted."""
     text = "".join(line.text for line in read_lines(file, problems, limit=None))
-    start = _skip(text, 0)
+    start = _skip_blanks(text, 0)
     if text[start : start + 1] != "[":
-        place = Place(str(file), text.count("\n", 0, start) + 1)
-        problems.add(place, "expected a list of objects, [{...}, ...]; a file with one object a line is named .jsonl")
+        place = SourceLocation(str(file), text.count("\n", 0, start) + 1)
+        problems.add_fault(
+            place, "expected a list of objects, [{...}, ...]; a file with one object a line is named .jsonl"
+        )
         return
     line, counted, rows = 1, 0, 0
     try:
-        for value, begin, end in _elements(text, start + 1):
+        for value, begin, end in _list_elements(text, start + 1):
             line, counted, rows = line + text.count("\n", counted, begin), begin, rows + 1
-            yield from _row(Place(str(file), line), value, text[begin:end], problems)
+            yield from _row(SourceLocation(str(file), line), value, text[begin:end], problems)
     except _Broken as broken:
         number = text.count("\n", 0, broken.position) + 1
-        problems.add(Place(str(file), number), f"{broken}; expected a list of objects")
+        problems.add_fault(SourceLocation(str(file), number), f"{broken}; expected a list of objects")
         return
     if not rows:
-        problems.add(str(file), "the list is empty; expected at least one row")
+        problems.add_fault(str(file), "the list is empty; expected at least one row")
 
 
 class _Broken(Exception):
@@ -228,9 +236,9 @@ class _Broken(Exception):
         self.position = position
 
 
-def _elements(text: str, at: int) -> Iterator[tuple[Any, int, int]]:
+def _list_elements(text: str, at: int) -> Iterator[tuple[Any, int, int]]:
     """(value, begin, end) of each element of the list whose bracket stands before `at`."""
-    at = _skip(text, at)
+    at = _skip_blanks(text, at)
     more = text[at : at + 1] != "]"
     while more:
         try:
@@ -240,23 +248,23 @@ def _elements(text: str, at: int) -> Iterator[tuple[Any, int, int]]:
         except (ValueError, RecursionError) as error:
             raise _Broken(_fault(error), at) from error
         yield value, at, end
-        at = _skip(text, end)
+        at = _skip_blanks(text, end)
         more = text[at : at + 1] == ","
         if more:
-            at = _skip(text, at + 1)
+            at = _skip_blanks(text, at + 1)
     if text[at : at + 1] != "]":
         what = "the file ends" if at >= len(text) else f"found {text[at]!r}"
         raise _Broken(f"broken JSON: {what} where , or ] must follow", at)
-    if _skip(text, at + 1) < len(text):
-        raise _Broken("broken JSON: more text after the list", _skip(text, at + 1))
+    if _skip_blanks(text, at + 1) < len(text):
+        raise _Broken("broken JSON: more text after the list", _skip_blanks(text, at + 1))
 
 
-def _skip(text: str, at: int) -> int:
+def _skip_blanks(text: str, at: int) -> int:
     blank = BLANKS.match(text, at)
     return blank.end() if blank else at
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
@@ -265,11 +273,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _constant(name: str) -> Any:
+def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+DECODER = json.JSONDecoder(object_pairs_hook=_unique_object, parse_constant=_refuse_constant)
 
 
 def _fault(error: ValueError | RecursionError) -> str:
@@ -278,13 +286,13 @@ def _fault(error: ValueError | RecursionError) -> str:
     return "objects are nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
-def _row(place: Place, value: Any, source: str, problems: Problems) -> Iterator[Row]:
+def _row(place: SourceLocation, value: Any, source: str, problems: Problems) -> Iterator[Row]:
     """The row, if it is an object of whole characters."""
     if not isinstance(value, dict):
-        problems.add(place, f"expected an object with columns, {{...}}, found {kind(value)}")
+        problems.add_fault(place, f"expected an object with columns, {{...}}, found {json_type_name(value)}")
     # "\ud83d" alone is legal JSON and no text: it would fail later, inside a tokenizer, without a line number
     elif "\\u" in source and SURROGATE.search(json.dumps(value, ensure_ascii=False)):
-        problems.add(place, "half a surrogate pair (\\ud800-\\udfff alone); expected whole characters")
+        problems.add_fault(place, "half a surrogate pair (\\ud800-\\udfff alone); expected whole characters")
     else:
         yield Row(place, value)
 
@@ -322,11 +330,11 @@ def read_file(file: Path, problems: Problems) -> Iterator[Row]:
     """Every row of one file in order; a faulty row is left out and added to `problems`."""
     try:
         if file.stat().st_size == 0:
-            problems.add(str(file), "the file is empty; expected at least one row")
+            problems.add_fault(str(file), "the file is empty; expected at least one row")
             return
         yield from READERS[_suffix(file)](file, problems)
     except OSError as error:
-        problems.add(str(file), f"cannot be read: {error.strerror or error}")
+        problems.add_fault(str(file), f"cannot be read: {error.strerror or error}")
 
 
 def without_nulls(value: Any) -> Any:
@@ -349,12 +357,12 @@ def _read_parquet(file: Path, problems: Problems) -> Iterator[Row]:
             for batch in parquet.iter_batches(batch_size=1000):
                 for value in batch.to_pylist():
                     number += 1
-                    yield Row(Place(str(file), number, "row"), without_nulls(value))
+                    yield Row(SourceLocation(str(file), number, "row"), without_nulls(value))
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        problems.add(str(file), f"broken Parquet after row {number}: {error}")
+        problems.add_fault(str(file), f"broken Parquet after row {number}: {error}")
         return
     if not number:
-        problems.add(str(file), "no rows; expected at least one")
+        problems.add_fault(str(file), "no rows; expected at least one")
 
 
 def _suffix(file: Path) -> str:

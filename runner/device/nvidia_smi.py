@@ -18,7 +18,7 @@ class Gpu:
     uuid: str
     memory_used_mb: int
     memory_total_mb: int
-    busy_percent: float | None
+    utilization_percent: float | None
     temperature_c: float | None
     power_w: float | None
 

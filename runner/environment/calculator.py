@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from runner.core.safe_arithmetic import NotArithmetic, evaluated
+from runner.core.safe_arithmetic import NotArithmetic, evaluate
 from runner.environment.config import CalculatorConfig
-from runner.interfaces import Environment, Environments, Observation, Prompt
+from runner.interfaces import Environment, EnvironmentFactory, Observation, Prompt
 
 CALL = "calc "
 
@@ -25,15 +25,15 @@ class Calculator:
         if not answer.startswith(CALL):
             return None
         try:
-            return Observation("tool", str(evaluated(answer.removeprefix(CALL))[0]))
+            return Observation("tool", str(evaluate(answer.removeprefix(CALL))[0]))
         except NotArithmetic as error:
             return Observation("tool", f"error: {error}")
 
 
-def build(config: CalculatorConfig, **_: Any) -> Environments:
+def build(config: CalculatorConfig, **_: Any) -> EnvironmentFactory:
     """A maker of calculators."""
 
     def make() -> Environment:
         return Calculator()
 
-    return Environments(make, config.max_turns)
+    return EnvironmentFactory(make, config.max_turns)

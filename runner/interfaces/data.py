@@ -10,7 +10,7 @@ from runner.run_dir.resume_compatibility import PromptStyle
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class TokenizedExample:
     """A tokenised row of data: ids and weights of equal length (weight 1 = learnt, 0 = context)."""
 
     ids: tuple[int, ...]
@@ -18,7 +18,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class PreferencePair:
     """Two answers to one prompt, of which the first is preferred. `margin` says by how much, where the data knows.
 
     A completion holds everything after the prompt, its end included; all of its tokens count.
@@ -31,7 +31,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class LabeledCompletion:
     """One answer to a prompt, and whether it is a good one."""
 
     prompt: tuple[int, ...]
@@ -53,14 +53,14 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class EvalQuestion:
     """A held-out item: its tokens, and, where it has an answer, what to ask and what to expect.
 
     `prompt_ids` is empty for plain text, of which only the loss can be measured. messages, columns: as of a `Prompt`,
     where the row has them; for an environment.
     """
 
-    item: Item
+    item: TokenizedExample
     prompt_ids: tuple[int, ...] = ()
     prompt: str = ""
     answer: str = ""
@@ -75,7 +75,7 @@ class Data(Protocol):
     def fingerprint(self) -> str: ...  # sha256 of everything that the items depend on
 
     @property
-    def style(self) -> PromptStyle: ...  # whether what is asked goes through the chat template
+    def prompt_style(self) -> PromptStyle: ...  # whether what is asked goes through the chat template
 
     @property
     def columns(self) -> Collection[str]: ...  # those that rewards see in any row
@@ -85,6 +85,6 @@ class Data(Protocol):
     # items step·count … of the endless seeded order; a round above 0 refills a step from an order of its own
     def take(self, step: int, count: int, round: int = 0) -> Sequence[Any]: ...
 
-    def held_out(self) -> Sequence[Question]: ...  # what can be asked; empty if there is nothing
+    def held_out_questions(self) -> Sequence[EvalQuestion]: ...  # what can be asked; empty if there is nothing
 
     def held_out_items(self) -> Sequence[Any]: ...  # pairs or judged answers held out; empty for other kinds

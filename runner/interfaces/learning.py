@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Turn(NamedTuple):
+class PipelineOp(NamedTuple):
     """A pass of micro-batch `micro` through run of layers `chunk` of this rank."""
 
     micro: int
@@ -26,7 +26,7 @@ class Turn(NamedTuple):
     backward: bool = False
 
 
-class Peers(Protocol):
+class RankCollectives(Protocol):
     """The data ranks of a job as one of them, `rank` of `size`, sees them.
 
     Every verb is collective: all ranks call the same ones in the same order. Each raises DeadlineExceeded where a rank
@@ -40,58 +40,58 @@ class Peers(Protocol):
     def size(self) -> int: ...
 
     # what each rank gave, in the order of the ranks: plain values, records of them, tensors on the CPU
-    def gather(self, value: T) -> list[T]: ...
+    def all_gather(self, value: T) -> list[T]: ...
 
     # the same of named tensors, which come back on the device they are on here
-    def gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]: ...
+    def all_gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]: ...
 
     # in place, on their device; all ranks give the same shapes and data types; half precision is added in float32
-    def sum_(self, tensors: Sequence[Tensor]) -> None: ...
+    def all_reduce_(self, tensors: Sequence[Tensor]) -> None: ...
 
     # in place, on its device: becomes the first rank's, byte for byte; all give the same shape and type, contiguous
-    def from_first_(self, tensor: Tensor) -> None: ...
+    def broadcast_(self, tensor: Tensor) -> None: ...
 
 
-class Gradients(Protocol):
+class GradientReducer(Protocol):
     """How what the ranks find of a model's gradients becomes that of one process. Both verbs are collective."""
 
     # add what other ranks found, in place, of the parameters that learn, in the same order on all ranks
-    def add(self, parameters: Sequence[nn.Parameter]) -> None: ...
+    def all_reduce_(self, parameters: Sequence[nn.Parameter]) -> None: ...
 
     # the 2-norm of all gradients together, float32 [], equal on all ranks
-    def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor: ...
+    def total_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor: ...
 
 
-class Stage(Protocol):
+class PipelineStage(Protocol):
     """The layers of a model that lie on this rank, in one run or, interleaved with those of other ranks, in several."""
 
     @property
-    def ends(self) -> bool: ...  # whether the run of layers that is entered is the last, and the heads follow it
+    def is_last(self) -> bool: ...  # whether the run of layers that is entered is the last, and the heads follow it
 
     @property
-    def depth(self) -> int: ...  # how many runs of layers come before it
+    def index(self) -> int: ...  # how many runs of layers come before it
 
     @property
-    def stages(self) -> int: ...  # how many ranks a micro-batch passes through
+    def num_stages(self) -> int: ...  # how many ranks a micro-batch passes through
 
     @property
-    def elsewhere(self) -> frozenset[nn.Module | nn.Parameter]: ...  # layers and parameters that other ranks have
+    def absent_modules(self) -> frozenset[nn.Module | nn.Parameter]: ...  # layers and parameters that other ranks have
 
     # parameters that the first and the last rank both have, each with a part of the gradient
-    def tied(self) -> Sequence[Tensor]: ...
+    def tied_parameters(self) -> Sequence[Tensor]: ...
 
     # the passes of so many micro-batches, in the order in which no rank waits for ever
-    def turns(self, count: int) -> Sequence[Turn]: ...
+    def schedule(self, count: int) -> Sequence[PipelineOp]: ...
 
-    def flow(self, count: int) -> Sequence[Turn]: ...  # those of passes without gradient
+    def forward_schedule(self, count: int) -> Sequence[PipelineOp]: ...  # those of passes without gradient
 
-    def enter(self, turn: Turn) -> None: ...  # the next pass is this one
+    def begin_op(self, op: PipelineOp) -> None: ...  # the next pass is this one
 
     # all parameters that are here have their numbers, and will stay these objects
-    def settle(self) -> None: ...
+    def on_parameters_ready(self) -> None: ...
 
     # what `run` makes of a transformers model's forward, or of as much of it as lies here
-    def passed(self, run: Callable[[Callable[..., Any]], Tensor], forward: Callable[..., Any]) -> Tensor: ...
+    def run_local(self, run: Callable[[Callable[..., Any]], Tensor], forward: Callable[..., Any]) -> Tensor: ...
 
 
 LOGPROBS = frozenset({"logprobs"})  # what most losses need
@@ -127,11 +127,11 @@ class LinearLossFn(Protocol):
 
     def __call__(self, batch: Batch, outputs: Outputs) -> Loss: ...
 
-    def coefficients(self, batch: Batch) -> Tensor: ...  # float32 [T], constant
+    def grad_weights(self, batch: Batch) -> Tensor: ...  # float32 [T], constant
 
 
 # logits [S, V] of some tokens, and those tokens' channels [S, …] → named terms [S], of which "loss" is learnt
-Terms = Callable[["Tensor", Mapping[str, "Tensor"]], Mapping[str, "Tensor"]]
+LogitTermsFn = Callable[["Tensor", Mapping[str, "Tensor"]], Mapping[str, "Tensor"]]
 
 
 @runtime_checkable
@@ -143,9 +143,9 @@ class LogitsLossFn(LinearLossFn, Protocol):
     beside  what `terms` reads beside the channels of a micro-batch that is on the device: [T, …], made for it alone
     """
 
-    def terms(self, logits: Tensor, tokens: Mapping[str, Tensor]) -> Mapping[str, Tensor]: ...  # see Terms
+    def logit_terms(self, logits: Tensor, tokens: Mapping[str, Tensor]) -> Mapping[str, Tensor]: ...  # see Terms
 
-    def beside(self, micro: Batch) -> Mapping[str, Tensor]: ...
+    def extra_channels(self, micro: Batch) -> Mapping[str, Tensor]: ...
 
 
 class Model(Protocol):
@@ -210,7 +210,7 @@ class Algorithm(Protocol):
 
 
 @dataclass(slots=True)
-class StepEnd:
+class StepResult:
     """A finished step on its way through the callbacks, which may add numbers.
 
     step counts finished steps (1-based); samples are what the step learnt from, some of which are kept; `last` is
@@ -230,7 +230,7 @@ class Callback(Protocol):
 
     def on_start(self, step: int) -> None: ...
 
-    def on_step(self, end: StepEnd) -> None: ...
+    def on_step(self, end: StepResult) -> None: ...
 
     def on_end(self) -> None: ...
 
@@ -244,6 +244,6 @@ class Tracker(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
 
     def finish(self, status: str) -> list[str]: ...  # lines to print at the end, e.g. how to sync

@@ -9,7 +9,7 @@ keyword-only parameter with a pydantic `Field` in its annotation is an option: i
 description become the option `algorithm.<name>`, which is null unless it is set; then the function gets its default.
 A keyword-only parameter without a `Field` is a constant.
 
-The value of `algorithm.objective`, `advantage`, `kl`, `aggregation`, `correction`, `loss` or `divergence` is the
+The value of `algorithm.policy_loss`, `advantage`, `kl`, `aggregation`, `correction`, `loss` or `divergence` is the
 registered name. A package lists the modules of its functions as entry points:
 
     [project.entry-points."runner.losses"]
@@ -107,7 +107,7 @@ INPUTS: dict[Kind, dict[str, str]] = {
 }
 
 
-class Correction(NamedTuple):
+class ImportanceWeights(NamedTuple):
     """weights: float [T], without gradient; affected: bool [T], where a bound truncated or masked."""
 
     weights: Tensor
@@ -156,7 +156,7 @@ if TYPE_CHECKING:
     PolicyLossFn = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
     TensorFn = Callable[..., Tensor]
     PreferenceLossFn = Callable[..., PreferenceLosses]
-    CorrectionFn = Callable[..., Correction]
+    CorrectionFn = Callable[..., ImportanceWeights]
 P = TypeVar("P", bound="PolicyLossFn")
 T = TypeVar("T", bound="TensorFn")
 D = TypeVar("D", bound="PreferenceLossFn")
@@ -164,11 +164,11 @@ C = TypeVar("C", bound="CorrectionFn")
 
 
 def policy_loss(name: str, *, paper: str, formula: str) -> Callable[[P], P]:
-    """Register a value of `algorithm.objective`: the policy's loss per token.
+    """Register a value of `algorithm.policy_loss`: the policy's loss per token.
 
     The function returns (loss [T], diagnostics). Each diagnostic is a tensor [T] by name, and its mean over the
-    trained tokens is the metric policy/<name>; `clipped_low`, `clipped_high` and `clipped_dual`, bool, mark where a
-    bound took effect and are 0 unless given. In the formula r is the ratio, A the advantage, π the policy.
+    trained tokens is the metric policy/<name>; `clip_frac_low`, `clip_frac_high` and `clip_frac_dual`, bool, mark
+    where a bound took effect and are 0 unless given. In the formula r is the ratio, A the advantage, π the policy.
     """
     return lambda function: _register(function, "policy_loss", name, paper, formula)
 
@@ -183,7 +183,7 @@ def advantage(name: str, *, paper: str, formula: str, per_token: bool = False) -
 
 
 def kl_estimator(name: str, *, paper: str, formula: str, kl_in: Literal["loss", "reward"] = "loss") -> Callable[[T], T]:
-    """Register a value of `algorithm.kl`: an estimate [T] of KL(policy ‖ reference) of each token.
+    """Register a value of `algorithm.kl_estimator`: an estimate [T] of KL(policy ‖ reference) of each token.
 
     kl_in: where the penalty may be added; one in the reward needs no gradient. In the formula d = log π − log π_ref.
     """
@@ -200,7 +200,7 @@ def preference_loss(name: str, *, paper: str, formula: str) -> Callable[[D], D]:
 
 
 def aggregation(name: str, *, paper: str, formula: str) -> Callable[[T], T]:
-    """Register a value of `algorithm.aggregation`: weights [T] such that the step's loss is Σ weight·loss.
+    """Register a value of `algorithm.loss_aggregation`: weights [T] such that the step's loss is Σ weight·loss.
 
     The weights have the mask's dtype where that is floating, else torch's default. They carry the denominator of the
     whole optimizer step, so the loss does not depend on micro-batches or ranks.

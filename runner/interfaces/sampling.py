@@ -45,20 +45,20 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ModelLimits:
     """What a model's answers are bounded by.
 
     ends: every id that ends one; vocabulary: ids are below it; longest: most tokens of prompt and answer together, and
     why; None = no limit
     """
 
-    ends: frozenset[int]
-    vocabulary: int
-    longest: tuple[int, str] | None
+    stop_token_ids: frozenset[int]
+    vocab_size: int
+    length_limit: tuple[int, str] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class GreedyOutput:
     """A greedy answer: the new tokens up to but excluding the end of sequence, and why it ended: "stop" or "length"."""
 
     ids: tuple[int, ...]
@@ -66,7 +66,7 @@ class Written:
 
 
 # The tokens of an answer so far, and the most that it may have → why it ends with the last of them, None if it goes on
-Finish = Callable[[Sequence[int], int], str | None]
+StopCriterion = Callable[[Sequence[int], int], str | None]
 
 
 class Sampler(Protocol):
@@ -79,18 +79,20 @@ class Sampler(Protocol):
     def max_new_tokens(self) -> int: ...  # of one answer
 
     @property
-    def longest(self) -> int | None: ...  # tokens of prompt and answer together; None = no limit
+    def max_model_len(self) -> int | None: ...  # tokens of prompt and answer together; None = no limit
 
-    def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None: ...  # None: shares the trainer's own
+    def load_weights(
+        self, tensors: Mapping[str, Tensor] | None, version: int
+    ) -> None: ...  # None: shares the trainer's own
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]: ...  # in the order of the requests
 
     # By each engine that it has, of each row, the log-probability at temperature 1 of all ids but the first
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]: ...
 
-    def measured(self) -> dict[str, float]: ...  # since it was last asked, for the step's numbers
+    def pop_metrics(self) -> dict[str, float]: ...  # since it was last asked, for the step's numbers
 
-    def release(self) -> None: ...  # what it can do without until it is next asked for something
+    def release_memory(self) -> None: ...  # what it can do without until it is next asked for something
 
     def close(self) -> None: ...  # what it has started ends
 
@@ -126,17 +128,17 @@ class Environment(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Environments:
+class EnvironmentFactory:
     """Makes an environment for each episode, of at most `max_turns` turns of the policy."""
 
     make: Callable[[], Environment]
     max_turns: int
 
-    def begin(self, prompts: Sequence[Prompt]) -> Partners:
+    def start_episodes(self, prompts: Sequence[Prompt]) -> EnvironmentBatch:
         """An environment for an episode of each prompt."""
-        return Partners({at: self.fresh(prompt) for at, prompt in enumerate(prompts)})
+        return EnvironmentBatch({at: self.start_episode(prompt) for at, prompt in enumerate(prompts)})
 
-    def fresh(self, prompt: Prompt) -> Environment:
+    def start_episode(self, prompt: Prompt) -> Environment:
         """An environment for one episode."""
         environment = self.make()
         environment.reset(prompt)
@@ -144,12 +146,12 @@ class Environments:
 
 
 @dataclass(frozen=True, slots=True)
-class Partners:
+class EnvironmentBatch:
     """The environments of several episodes, by the numbers of these."""
 
     environments: Mapping[int, Environment]
 
-    def answer(self, turns: Sequence[tuple[int, str]]) -> list[Observation | None]:
+    def step(self, turns: Sequence[tuple[int, str]]) -> list[Observation | None]:
         """What each says to its episode's turn, given as (number, text)."""
         return [self.environments[at].step(text) for at, text in turns]
 
@@ -162,7 +164,7 @@ class Reward(Protocol):
     def close(self) -> None: ...
 
 
-class Around:
+class SamplerWrapper:
     """To be narrowed; see `Sampler`."""
 
     def __init__(self, sampler: Sampler) -> None:
@@ -179,13 +181,13 @@ class Around:
         return self._sampler.max_new_tokens
 
     @property
-    def longest(self) -> int | None:
+    def max_model_len(self) -> int | None:
         """Tokens of prompt and answer together; None = no limit."""
-        return self._sampler.longest
+        return self._sampler.max_model_len
 
-    def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
+    def load_weights(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
         """Hand on a version of the weights."""
-        self._sampler.load(tensors, version)
+        self._sampler.load_weights(tensors, version)
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
         """One rollout per request, in their order."""
@@ -195,13 +197,13 @@ class Around:
         """Log-probabilities of given rows, by each engine."""
         return self._sampler.score(rows)
 
-    def measured(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Numbers since this was last asked for."""
-        return self._sampler.measured()
+        return self._sampler.pop_metrics()
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """Do without what can be done without."""
-        self._sampler.release()
+        self._sampler.release_memory()
 
     def close(self) -> None:
         """End what was started."""

@@ -26,7 +26,7 @@ class LaunchConfig(ComponentConfig):
     attempts: int = Field(
         default=1, ge=1, description="Times that the job may begin: after a lost process it goes on by itself."
     )
-    replacements: int | None = Field(
+    max_worker_restarts: int | None = Field(
         default=None, ge=0, description="Times that a sampler that is lost is started anew; null = 3."
     )
 
@@ -74,25 +74,25 @@ class LaunchConfig(ComponentConfig):
             found.append(("launch.samplers", text))
         if self.samplers % job.sampler.cards():
             text = f"{self.samplers} devices do not divide into samplers of {job.sampler.cards()} each"
-            found.append(("launch.samplers", f"{text} (sampler.tp); set a multiple of it"))
+            found.append(("launch.samplers", f"{text} (sampler.tensor_parallel_size); set a multiple of it"))
         waits = job.parallelism.deadline_s
         if (self.samplers or job.sampler.served) and waits is not None and job.sampler.patience_s >= waits:
             text = f"the ranks wait {waits:g} s for one another (parallelism.timeout_s), and rank 0 for samplers; less"
             found.append(("sampler.timeout_s", f"{text} than that is expected"))
-        if self.replacements is not None and not self.samplers:
+        if self.max_worker_restarts is not None and not self.samplers:
             text = "has no effect with launch.samplers=0; remove it, or set launch.samplers"
-            found.append(("launch.replacements", text))
+            found.append(("launch.max_worker_restarts", text))
         return found
 
 
-class MachinesConfig(LaunchConfig):
+class MultiNodeConfig(LaunchConfig):
     """What is typed on each of several machines."""
 
     nodes: int = Field(default=1, ge=1, description="Machines; the same command is typed on each, with its node.")
-    node: int | None = Field(
+    node_rank: int | None = Field(
         default=None, ge=0, description="This machine's number, from 0; given where nodes is above 1."
     )
-    address: str | None = Field(
+    rdzv_endpoint: str | None = Field(
         default=None, description="HOST:PORT at which machine 0 is found by the others; given where nodes is above 1."
     )
 
@@ -102,25 +102,25 @@ class MachinesConfig(LaunchConfig):
 
     @property
     def machine(self) -> int:
-        return self.node or 0
+        return self.node_rank or 0
 
     @property
     def meeting(self) -> tuple[str, int]:
-        found = ADDRESS.fullmatch(self.address or "")
+        found = ADDRESS.fullmatch(self.rdzv_endpoint or "")
         assert found is not None  # `problems` saw to it
         return found["host"].strip("[]"), int(found["port"])
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        return super().problems(job) + self._about_machines(job)
+        return super().problems(job) + self._node_problems(job)
 
-    def _about_machines(self, job: Any) -> list[tuple[str, str]]:
-        given = {"node": self.node, "address": self.address}
+    def _node_problems(self, job: Any) -> list[tuple[str, str]]:
+        given = {"node_rank": self.node_rank, "rdzv_endpoint": self.rdzv_endpoint}
         if self.nodes == 1:
             text = "is about several machines, and launch.nodes is 1; leave it out, or set launch.nodes"
-            if self.address == "auto":
+            if self.rdzv_endpoint == "auto":
                 return [("launch.address", "auto is a Ray cluster; type launch=ray, too")]
-            if is_web_address(self.address or ""):
-                return [("launch.address", submit_command(job))]
+            if is_web_address(self.rdzv_endpoint or ""):
+                return [("launch.rdzv_endpoint", submit_command(job))]
             return [(f"launch.{name}", text) for name, value in given.items() if value is not None]
         found = []
         text = (
@@ -128,29 +128,31 @@ class MachinesConfig(LaunchConfig):
         )
         given = {"samplers": self.samplers > 0, "attempts": self.attempts > 1}
         found += [(f"launch.{name}", text) for name, is_set in given.items() if is_set]
-        if self.node is None or self.node >= self.nodes:
+        if self.node_rank is None or self.node_rank >= self.nodes:
             text = f"the machines of launch.nodes={self.nodes} are 0 to {self.nodes - 1}; give each its number"
-            found.append(("launch.node", text))
-        named = ADDRESS.fullmatch(self.address or "")
+            found.append(("launch.node_rank", text))
+        named = ADDRESS.fullmatch(self.rdzv_endpoint or "")
         if named is None or not 0 < int(named["port"]) < 2**16:
-            found.append(("launch.address", "machine 0's HOST:PORT is expected, the same on each, e.g. 10.0.0.1:29400"))
+            found.append(
+                ("launch.rdzv_endpoint", "machine 0's HOST:PORT is expected, the same on each, e.g. 10.0.0.1:29400")
+            )
         return found
 
 
-class StartedConfig(MachinesConfig):
+class ExternalLaunchConfig(MultiNodeConfig):
     """What something else starts on each machine, and tells the machine's number and machine 0's address."""
 
     nodes: int = Field(default=1, ge=1, description="Machines; who starts the command on them says how many there are.")
-    node: int | None = Field(default=None, ge=0, description="This machine's number; not to be set, it is told.")
-    address: str | None = Field(default=None, description="HOST:PORT of machine 0; not to be set, it is told.")
+    node_rank: int | None = Field(default=None, ge=0, description="This machine's number; not to be set, it is told.")
+    rdzv_endpoint: str | None = Field(default=None, description="HOST:PORT of machine 0; not to be set, it is told.")
 
     def sweep_problem(self) -> tuple[str, str] | None:
         return "launch", f"{self.name}: the sweep starts its jobs; on Slurm with sweep.on=slurm and launch=local"
 
-    def _about_machines(self, job: Any) -> list[tuple[str, str]]:
-        told = self.node is not None or self.address is not None
-        later = () if told else ("launch.node", "launch.address")
-        return [(key, text) for key, text in super()._about_machines(job) if key not in later]
+    def _node_problems(self, job: Any) -> list[tuple[str, str]]:
+        told = self.node_rank is not None or self.rdzv_endpoint is not None
+        later = () if told else ("launch.node_rank", "launch.rdzv_endpoint")
+        return [(key, text) for key, text in super()._node_problems(job) if key not in later]
 
 
 def is_web_address(address: str) -> bool:
@@ -166,7 +168,7 @@ def submit_command(job: Any) -> str:
     is_job = not words or words[0].startswith("-") or "=" in words[0]
     if not is_job or {"-m", "--multirun"} & set(words):
         return "is a Ray cluster's web address; type this command on a node of the cluster, with launch.address=auto"
-    words = [word for word in words if not word.lstrip("+").startswith("launch.address=")]
+    words = [word for word in words if not word.lstrip("+").startswith("launch.rdzv_endpoint=")]
     if job.launch.name != "ray":
         words = [*(word for word in words if not word.startswith("launch=")), "launch=ray"]
     if not any(word.partition("=")[0] == "--folder" for word in words):

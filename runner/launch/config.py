@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from runner.core.errors import EnvironmentProblem
-from runner.launch.base import ADDRESS, MachinesConfig, StartedConfig, is_web_address, submit_command
+from runner.launch.base import ADDRESS, ExternalLaunchConfig, MultiNodeConfig, is_web_address, submit_command
 from runner.launch.base import LaunchConfig as LaunchConfig
 
 
@@ -30,32 +30,32 @@ class RayConfig(LaunchConfig):
 
     def preflight(self) -> None:
         """Raise EnvironmentProblem where Ray is not installed, or its cluster not there."""
-        from runner.launch.ray.link import (
-            knock,  # here, because every command reads this module
-            need_ray,
+        from runner.launch.ray.driver_connection import (
+            check_reachable,  # here, because every command reads this module
+            require_ray,
         )
 
-        need_ray("launch=ray")
+        require_ray("launch=ray")
         if self.address is not None:
-            knock(self.address)
+            check_reachable(self.address)
 
     def sweep_problem(self) -> tuple[str, str] | None:
         if self.address is None:
             return None
         typed = f"launch=local sweep.on=ray sweep.address={self.address}"
-        return "launch.address", f"the sweep itself gives its jobs their devices; type {typed}"
+        return "launch.rdzv_endpoint", f"the sweep itself gives its jobs their devices; type {typed}"
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
         if self.address is None:
             return found
         if is_web_address(self.address):
-            found.append(("launch.address", submit_command(job)))
+            found.append(("launch.rdzv_endpoint", submit_command(job)))
         elif self.address != "auto" and ADDRESS.fullmatch(self.address) is None:
             text = "auto or HOST:PORT is expected, as `ray start --head` says it; http://HOST:8265 from elsewhere"
             if self.address.startswith("ray://"):
                 text = "Ray's client cannot follow a job; type http://HOST:8265, or type this on a node of the cluster"
-            found.append(("launch.address", text))
+            found.append(("launch.rdzv_endpoint", text))
         if job.device.is_auto:
             text = "what the nodes have is not known here, and Ray wants its name; type device=npu, cuda or cpu"
             found.append(("device", text))
@@ -91,7 +91,7 @@ def sbatch_problems(sbatch: Mapping[str, object], elsewhere: Mapping[str, str]) 
             yield f"{name}: false says nothing to sbatch; leave it out"
 
 
-class SlurmConfig(StartedConfig):
+class SlurmConfig(ExternalLaunchConfig):
     """The machines of a Slurm job: in one, the command joins it; on a login node, it is submitted."""
 
     factory: ClassVar[str] = "runner.launch.local:attempt"
@@ -110,11 +110,11 @@ class SlurmConfig(StartedConfig):
     time: str | int | None = Field(
         default=None, description="Time limit as sbatch has it: 2:00:00, 1-12, minutes; null = the partition's."
     )
-    grace_s: int = Field(
+    preempt_notice_s: int = Field(
         default=120, ge=1, description="Seconds before that limit at which the job saves, and goes back into the queue."
     )
     sbatch: Sbatch = Field(default_factory=dict)
-    wait: bool = Field(default=False, description="Follow a job that was submitted to its end, and end as it does.")
+    follow: bool = Field(default=False, description="Follow a job that was submitted to its end, and end as it does.")
 
     def preflight(self) -> None:
         """Raise EnvironmentProblem where there is neither a Slurm job nor a command that submits one."""
@@ -130,14 +130,14 @@ class SlurmConfig(StartedConfig):
         return found
 
 
-class LocalConfig(MachinesConfig):
+class LocalConfig(MultiNodeConfig):
     """This process; for several devices, a process for each that this one starts and watches."""
 
     factory: ClassVar[str] = "runner.launch.local:attempt"
     name: Literal["local"] = "local"
 
 
-class TorchrunConfig(StartedConfig):
+class TorchrunConfig(ExternalLaunchConfig):
     """Ranks that torchrun has started: the command is typed behind it, and has its layout from it."""
 
     factory: ClassVar[str] = "runner.launch.local:attempt"

@@ -17,14 +17,14 @@ import yaml
 from safetensors import SafetensorError
 
 from runner.core.errors import StorageError
-from runner.core.fsync_io import reason
-from runner.run_dir.folder import shown
+from runner.core.fsync_io import error_reason
+from runner.run_dir.folder import display_path
 from runner.spec.job import JobSpec
 
 if TYPE_CHECKING:  # it brings torch, which may be broken
     from runner.interfaces import TrainableModel
 
-CARD = "README.md"
+MODEL_CARD = "README.md"
 
 
 def write_export(model: TrainableModel, target: Path, spec: JobSpec, step: int, values: Mapping[str, float]) -> None:
@@ -33,15 +33,15 @@ def write_export(model: TrainableModel, target: Path, spec: JobSpec, step: int, 
     Raises StorageError, with `target` as it was, where the disk refuses or something else than a folder is there.
     """
     staging = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    with _worded(target):
+    with _translate_errors(target):
         if target.exists() and not target.is_dir():
-            raise StorageError(f"{shown(target)} is in the way: it is no folder; move it, then export again")
+            raise StorageError(f"{display_path(target)} is in the way: it is no folder; move it, then export again")
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             model.save(staging)
             write_card(staging, spec, step, values)
             _open_to_readers(staging)
-            _put_in_place(staging, target)
+            _replace_target(staging, target)
         finally:
             if staging.exists():
                 shutil.rmtree(staging)
@@ -49,12 +49,12 @@ def write_export(model: TrainableModel, target: Path, spec: JobSpec, step: int, 
 
 def _open_to_readers(staging: Path) -> None:
     """Give every file the mode that the user's umask gives the card: safetensors are written for their owner alone."""
-    mode = (staging / CARD).stat().st_mode
+    mode = (staging / MODEL_CARD).stat().st_mode
     for path in staging.iterdir():
         path.chmod(mode)
 
 
-def _put_in_place(staging: Path, target: Path) -> None:
+def _replace_target(staging: Path, target: Path) -> None:
     old = staging.with_name(f"{staging.name}.old")
     if target.exists():
         os.rename(target, old)
@@ -64,12 +64,13 @@ def _put_in_place(staging: Path, target: Path) -> None:
 
 
 @contextmanager
-def _worded(target: Path) -> Iterator[None]:
+def _translate_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
         raise StorageError(
-            f"cannot write the export {shown(target)}: {reason(error)}; the checkpoints are whole: make space or "
+            f"cannot write the export {display_path(target)}: {error_reason(error)}; the checkpoints are "
+            "whole: make space or "
             "mend the disk, then: run export"
         ) from error
 
@@ -94,4 +95,4 @@ def write_card(export: Path, spec: JobSpec, step: int, values: Mapping[str, floa
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     front = yaml.safe_dump(head, sort_keys=False)
     text = f"---\n{front}---\n\n# {spec.name}\n\n| | |\n| --- | --- |\n{table}\n"
-    (export / CARD).write_text(text, encoding="utf-8")
+    (export / MODEL_CARD).write_text(text, encoding="utf-8")

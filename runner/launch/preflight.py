@@ -20,7 +20,7 @@ def preflights(spec: JobSpec, *, here: bool) -> Iterator[tuple[str, Callable[[],
     yield "parallelism", spec.parallelism.preflight
     yield "sampler", spec.sampler.preflight
     yield "reward", spec.reward.preflight
-    yield "data", lambda: spec.data.preflight(spec.algorithm.items)
+    yield "data", lambda: spec.data.preflight(spec.algorithm.item_kind)
 
 
 def refuse_unready(checks: Iterable[Callable[[], None]]) -> None:

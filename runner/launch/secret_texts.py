@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from runner.core.errors import SecurityRefusal
+from runner.core.errors import SecurityError
 from runner.run_dir.manifest import redact
 from runner.spec.base import origin_of
 from runner.spec.job import JobSpec
@@ -24,7 +24,7 @@ def mask_secrets(spec: JobSpec, origins: Mapping[str, str]) -> JobSpec:
     for key in found:
         if not key.startswith(f"{TEXTS}."):
             who = origin_of(key, origins)
-            raise SecurityRefusal(
+            raise SecurityError(
                 f"{key} holds what looks like a secret, and spec.yaml would keep it\n  leave it out: libraries read "
                 f"theirs from the environment, and reward.env=[NAME] lets a reward see a variable"
                 f"{f'  [{who}]' if who else ''}"

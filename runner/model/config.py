@@ -19,7 +19,7 @@ class ModelConfig(ComponentConfig):
         description="Data type that the model computes in, and that frozen weights are stored in; trainable ones are "
         "stored in float32. null = bfloat16 on cuda and npu, float32 on cpu.",
     )
-    layout: Literal["packed", "padded"] = Field(
+    batch_layout: Literal["packed", "padded"] = Field(
         default="packed",
         description="How a ragged batch runs: packed = end to end without padding; padded = the model's own attention.",
     )
@@ -36,7 +36,7 @@ class ModelConfig(ComponentConfig):
         default=False,
         description="Compile the parts of decoder layers (torch.compile): a slow first step, then faster ones.",
     )
-    head_chunk_tokens: int = Field(
+    lm_head_chunk_tokens: int = Field(
         default=2048, ge=1, description="Tokens whose logits exist at once in the chunked LM head."
     )
 
@@ -55,7 +55,7 @@ class ModelConfig(ComponentConfig):
         """`dtype`; of a config that no job was decoded with, and that leaves it out, that of the CPU."""
         return self.dtype or "float32"
 
-    def absolute(self) -> Self:
+    def with_absolute_paths(self) -> Self:
         """The same config with the paths of local folders made absolute."""
         return self
 
@@ -191,7 +191,7 @@ class HfConfig(ModelConfig):
     def draws_weights(self) -> bool:
         return self.from_scratch
 
-    def absolute(self) -> Self:
+    def with_absolute_paths(self) -> Self:
         tokenizer = self.tokenizer and absolute_if_local(self.tokenizer)
         return self.model_copy(update={"path": absolute_if_local(self.path), "tokenizer": tokenizer})
 

@@ -29,7 +29,7 @@ NOT_ATTENTION = (
     "conv",
     "recurrent",
 )  # how the kinds of layers begin that no pair of tokens meets in
-UNUSED = "original_module"  # what peft keeps of a module of which it trains a copy
+UNUSED_MODULE = "original_module"  # what peft keeps of a module of which it trains a copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def matmul_weights(part: nn.Module, inner: Any) -> MatmulWeights:
     share = active_expert_fraction(inner.config.get_text_config())
     found = MatmulWeights()
     for name, p in part.named_parameters():
-        if p.ndim < 2 or UNUSED in name.split("."):
+        if p.ndim < 2 or UNUSED_MODULE in name.split("."):
             continue
         if id(p) in head:
             found += MatmulWeights(**{"head_trained" if p.requires_grad else "head_frozen": p.numel()})
@@ -121,19 +121,23 @@ def is_expert(name: str) -> bool:
 def active_expert_fraction(config: Any) -> float:
     """The share of a layer's experts that a token goes through."""
     experts = next(
-        (n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := _of(config, key))), 0
+        (n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := _int_attribute(config, key))), 0
     )
-    return _of(config, "num_experts_per_tok") / experts if experts else 1.0
+    return _int_attribute(config, "num_experts_per_tok") / experts if experts else 1.0
 
 
 def attention_widths(config: Any) -> tuple[tuple[int | None, int], ...]:
     """See `ModelFlops`; of a transformers config."""
     inner = config.get_text_config()
-    if not _of(inner, "num_attention_heads"):  # a state-space model
+    if not _int_attribute(inner, "num_attention_heads"):  # a state-space model
         return ()
     size = head_size(inner)
-    latent = _of(inner, "qk_nope_head_dim") + _of(inner, "qk_rope_head_dim")  # of multi-head latent attention
-    width = _of(inner, "num_attention_heads") * ((latent or size) + (_of(inner, "v_head_dim") or size))
+    latent = _int_attribute(inner, "qk_nope_head_dim") + _int_attribute(
+        inner, "qk_rope_head_dim"
+    )  # of multi-head latent attention
+    width = _int_attribute(inner, "num_attention_heads") * (
+        (latent or size) + (_int_attribute(inner, "v_head_dim") or size)
+    )
     window = getattr(inner, "sliding_window", None)
     kinds = getattr(inner, "layer_types", None)
     windows = [window] * inner.num_hidden_layers
@@ -150,5 +154,5 @@ def head_size(inner: Any) -> int:
     return int(getattr(inner, "head_dim", None) or inner.hidden_size // inner.num_attention_heads)
 
 
-def _of(config: Any, name: str) -> int:
+def _int_attribute(config: Any, name: str) -> int:
     return int(getattr(config, name, None) or 0)

@@ -14,14 +14,22 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.utils.hub import cached_file, extract_commit_hash
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from runner.core.errors import EnvironmentProblem, SecurityRefusal
+from runner.core.errors import EnvironmentProblem, SecurityError
 from runner.core.progress_bars import no_progress_bar
 from runner.interfaces import Decide
-from runner.model.build import DTYPES, HEADS, Admit, Fit, Source, drawn, placed
-from runner.model.causal import class_with
+from runner.model.batch_layout import check_row_length, max_row_length
+from runner.model.causal_lm import model_class_for_head
 from runner.model.config import HfConfig
-from runner.model.layout import check_rows, longest_row
-from runner.model.ragged import RaggedModel
+from runner.model.initial_weights import (
+    DTYPES,
+    HEADS,
+    CheckArchitecture,
+    InstallFusedOps,
+    WeightsSource,
+    init_with_seed,
+    place_on_device,
+)
+from runner.model.transformers_model import TransformersModel
 from runner.spec.base import Dtype, Head
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -34,9 +42,9 @@ def tokenizer(config: HfConfig, key: str = "model.path") -> Any:
     Raises EnvironmentProblem if it cannot be had, SecurityRefusal if it is code.
     """
     path = config.tokenizer or config.path
-    path = _checked(path, "model.tokenizer" if config.tokenizer else key)
+    path = _check_path(path, "model.tokenizer" if config.tokenizer else key)
     revision = None if config.tokenizer else config.revision
-    with _worded(path, key):
+    with _translate_errors(path, key):
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
 
 
@@ -51,10 +59,10 @@ def build(
     init_from: str | None = None,
     longest: int = 0,
     key: str = "model.path",
-    fit: Fit | None = None,
-    admit: Admit | None = None,
+    fit: InstallFusedOps | None = None,
+    admit: CheckArchitecture | None = None,
     stored: Dtype | None = None,
-) -> RaggedModel:
+) -> TransformersModel:
     """The model with its own weights, those of the folder `init_from`, or, with from_scratch, drawn from `seed`.
 
     head="scalar" makes a sequence classifier with one label; a head that the weights lack is drawn from `seed`.
@@ -65,41 +73,43 @@ def build(
     fit the tokenizer, SecurityRefusal if its weights are pickles or it is code.
     """
     key = key if init_from is None else "init_from"
-    path = _checked(init_from or config.path, key)
+    path = _check_path(init_from or config.path, key)
     kept = DTYPES[stored or config.compute_dtype]
     auto, scratch = _AUTO[head], config.from_scratch and init_from is None
-    with _worded(path, key):
-        source = _source(path, key, config.revision, f"from seed {seed}" if scratch else None)
+    with _translate_errors(path, key):
+        source = _weights_source(path, key, config.revision, f"from seed {seed}" if scratch else None)
         config = config.model_copy(
             update={"revision": source.commit or config.revision}
         )  # one commit for config and weights
         architecture = _architecture(path, key, config, head)
-        check_rows(longest, longest_row(architecture))
+        check_row_length(longest, max_row_length(architecture))
         if admit is not None:
             admit(architecture)
         if scratch or device.type == "meta":
             dtype = torch.float32 if scratch else kept
-            module = drawn(lambda: _from_scratch(auto, config, architecture, dtype), seed)
+            module = init_with_seed(lambda: _init_random(auto, config, architecture, dtype), seed)
         else:
-            module = drawn(lambda: _pretrained(auto, path, key, config, architecture, kept, decide), seed)
+            module = init_with_seed(lambda: _load_pretrained(auto, path, key, config, architecture, kept, decide), seed)
     _check_vocabulary(module, tokenizer)
     if head != "scalar" and device.type != "meta":  # where the config is not the published one
-        _mend_generation_config(path, module.generation_config, decide)
-    made = class_with(head)
-    module = placed(module, kept, device, fit, DTYPES[config.compute_dtype])
+        _fix_generation_config(path, module.generation_config, decide)
+    made = model_class_for_head(head)
+    module = place_on_device(module, kept, device, fit, DTYPES[config.compute_dtype])
     return made(module, tokenizer, config, seed=seed, decide=decide, source=source)
 
 
-def _source(path: str, key: str, revision: str | None, drawn: str | None) -> Source:
+def _weights_source(path: str, key: str, revision: str | None, drawn: str | None) -> WeightsSource:
     """The folder, or the hub's commit that `revision` means now. Raises EnvironmentProblem if it is an adapter."""
     if find_adapter_config_file(path, revision=revision) is not None:
-        raise _adapter(path, key)
+        raise _adapter_error(path, key)
     if Path(path).exists():
-        return Source(folder=Path(path), drawn=drawn)
-    return Source(commit=extract_commit_hash(cached_file(path, "config.json", revision=revision), None), drawn=drawn)
+        return WeightsSource(folder=Path(path), drawn=drawn)
+    return WeightsSource(
+        commit=extract_commit_hash(cached_file(path, "config.json", revision=revision), None), drawn=drawn
+    )
 
 
-def _adapter(path: str, key: str) -> EnvironmentProblem:
+def _adapter_error(path: str, key: str) -> EnvironmentProblem:
     return EnvironmentProblem(
         f"{key}={path} holds a PEFT adapter (adapter_config.json), which would be loaded, trained and saved unasked\n"
         "  give the folder of its base model, or merge the two first, in Python: "
@@ -122,15 +132,15 @@ def _architecture(path: str, key: str, config: HfConfig, head: Head) -> Any:
         found.num_labels = 1
     weights = getattr(found, "transformers_weights", None)
     if weights and not str(weights).endswith(SAFE_ENDINGS):
-        raise SecurityRefusal(f"{key}={path}: its config names {weights} as weights; only safetensors are loaded")
+        raise SecurityError(f"{key}={path}: its config names {weights} as weights; only safetensors are loaded")
     return found
 
 
-def _from_scratch(auto: Any, config: HfConfig, architecture: Any, dtype: torch.dtype) -> Any:
+def _init_random(auto: Any, config: HfConfig, architecture: Any, dtype: torch.dtype) -> Any:
     return auto.from_config(architecture, dtype=dtype, trust_remote_code=config.trust_remote_code)
 
 
-def _pretrained(
+def _load_pretrained(
     auto: Any, path: str, key: str, config: HfConfig, architecture: Any, dtype: torch.dtype, decide: Decide
 ) -> Any:
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # or transformers asks a service of the hub to convert pickles
@@ -160,7 +170,7 @@ def _pretrained(
     return module
 
 
-def _mend_generation_config(path: str, config: Any, decide: Decide) -> None:
+def _fix_generation_config(path: str, config: Any, decide: Decide) -> None:
     """Some published models carry sampling options without do_sample, which transformers loads but refuses to save:
     found here, and not when the trained model is written."""
     try:
@@ -168,11 +178,11 @@ def _mend_generation_config(path: str, config: Any, decide: Decide) -> None:
     except ValueError as error:
         decide("generation_config", "as published", "do_sample=true", " ".join(str(error).split())[:200])
         config.do_sample = True
-    with _worded(path):
+    with _translate_errors(path):
         config.validate(strict=True)
 
 
-def _checked(path: str, key: str) -> str:
+def _check_path(path: str, key: str) -> str:
     """The folder or hub id; raises for a local path that is not there, is no model folder, or holds pickles only."""
     folder = Path(path).expanduser()
     if not folder.exists():
@@ -180,10 +190,10 @@ def _checked(path: str, key: str) -> str:
             raise EnvironmentProblem(f"{key}={path}: no such folder; give a model folder or a hub id (owner/name)")
         return path
     if key != "model.tokenizer" and (folder / "adapter_config.json").exists():
-        raise _adapter(path, key)
+        raise _adapter_error(path, key)
     pickles = sorted(found.name for pattern in PICKLES for found in folder.glob(pattern))
     if key != "model.tokenizer" and pickles and not list(folder.glob("*.safetensors")):
-        raise SecurityRefusal(
+        raise SecurityError(
             f"{key}={path} has its weights as pickles ({pickles[0]}), which can run code when loaded, so they are not\n"
             "  convert them once, where you trust them: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )
@@ -191,7 +201,7 @@ def _checked(path: str, key: str) -> str:
 
 
 @contextmanager
-def _worded(path: str, key: str = "model.path") -> Iterator[None]:
+def _translate_errors(path: str, key: str = "model.path") -> Iterator[None]:
     """Turn what transformers raises about a model it cannot get into errors that say what to type."""
     try:
         yield
@@ -204,7 +214,7 @@ def _worded(path: str, key: str = "model.path") -> Iterator[None]:
         if "trust_remote_code" in str(error):
             ours = key.startswith("model.") or key == "init_from"
             hint = "if you have read that code: model.trust_remote_code=true" if ours else f"choose another {key}"
-            raise SecurityRefusal(f"{path} brings Python code of its own, which is not run\n  {hint}") from error
+            raise SecurityError(f"{path} brings Python code of its own, which is not run\n  {hint}") from error
         raise EnvironmentProblem(f"{path} cannot be loaded: {_first_lines(error)}") from error
 
 

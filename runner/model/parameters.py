@@ -54,7 +54,7 @@ def cast_on_read(module: nn.Module, compute: torch.dtype) -> None:
             part._compute_type = dtype  # type: ignore[assignment]
         else:
             kind: Any = original_class(part)
-            part.__class__ = _casting(kind, names, dtype)
+            part.__class__ = _casting_class(kind, names, dtype)
     for part in float32_modules(module):
         if not any(hook is _cast_to_float32 for hook in part._forward_pre_hooks.values()):
             part.register_forward_pre_hook(_cast_to_float32)
@@ -115,14 +115,14 @@ def cache_casts(module: nn.Module) -> Iterator[None]:
 
 
 @cache
-def _casting(kind: Any, names: tuple[str, ...], dtype: torch.dtype) -> type[nn.Module]:
+def _casting_class(kind: Any, names: tuple[str, ...], dtype: torch.dtype) -> type[nn.Module]:
     """A class like `kind` whose parameters `names` are read in `dtype`."""
-    members: dict[str, Any] = {name: _reader(name, dtype) for name in names}
+    members: dict[str, Any] = {name: _casting_property(name, dtype) for name in names}
     members |= {"__module__": kind.__module__, "_original_class": kind, "_cast_names": names}
     return type(kind.__name__, (kind,), members)
 
 
-def _reader(name: str, dtype: torch.dtype) -> property:
+def _casting_property(name: str, dtype: torch.dtype) -> property:
     def read(module: nn.Module) -> Tensor | None:
         if (kept := module.__dict__.get("_casts")) is not None:
             found: Tensor | None = kept[name]
@@ -155,18 +155,22 @@ def _cast_input(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 T = TypeVar("T")
 
 
-class Whole(nn.Module):
+class FsdpRoot(nn.Module):
     """The module, and what learns beside it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.frees = True  # whether a sharded layer's weights are freed between its forward and its backward pass
-        self.joined: Callable[[], AbstractContextManager[None]] = nullcontext  # undoes for a while what cuts the layers
+        self.reshard_after_forward = (
+            True  # whether a sharded layer's weights are freed between its forward and its backward pass
+        )
+        self.join_context: Callable[[], AbstractContextManager[None]] = (
+            nullcontext  # undoes for a while what cuts the layers
+        )
         self._inside = 0
 
     @property
-    def sharded(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether each rank holds a part of it only."""
         return any(isinstance(parameter, DTensor) or parameter.is_meta for parameter in self.parameters())
 
@@ -181,18 +185,18 @@ class Whole(nn.Module):
         """
         made: T = self(work)
         if not (self._inside or torch.is_grad_enabled()):  # else the backward pass needs what is gathered, and frees it
-            self._forget()
+            self._reset_fsdp_iteration()
         return made
 
-    def _forget(self) -> None:
+    def _reset_fsdp_iteration(self) -> None:
         if isinstance(self, FSDPModule):
             torch_compat.reset_iteration_state(self)
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def summon_full_params(self) -> Iterator[None]:
         """The whole model on every rank for as long as the block lasts, for passes without gradient of which ranks
         may run different numbers. Collective on both ends; a block inside another one changes nothing."""
-        parts, joined = ([], nullcontext) if self._inside else (self._parts(), self.joined)
+        parts, joined = ([], nullcontext) if self._inside else (self._fsdp_modules(), self.join_context)
         self._inside += 1
         try:
             for part in parts:
@@ -203,9 +207,9 @@ class Whole(nn.Module):
         finally:
             self._inside -= 1
             if parts:
-                self._forget()
+                self._reset_fsdp_iteration()
             for part in parts:
-                torch_compat.reshard_after_forward(part, self.frees and not isinstance(part, Whole))
+                torch_compat.reshard_after_forward(part, self.reshard_after_forward and not isinstance(part, FsdpRoot))
 
-    def _parts(self) -> list[FSDPModule]:
+    def _fsdp_modules(self) -> list[FSDPModule]:
         return [part for part in self.modules() if isinstance(part, FSDPModule)]

@@ -9,9 +9,9 @@ import torch
 from runner.core.errors import EnvironmentProblem
 from runner.interfaces import Decide
 from runner.model import hf
-from runner.model.build import Admit, Fit
 from runner.model.config import HfConfig, ModelConfig
-from runner.model.ragged import RaggedModel
+from runner.model.initial_weights import CheckArchitecture, InstallFusedOps
+from runner.model.transformers_model import TransformersModel
 from runner.spec.base import Dtype
 
 
@@ -27,9 +27,9 @@ def build(
     longest: int,
     key: str,
     dtype: Dtype | None = None,
-    fit: Fit | None = None,
-    admit: Admit | None = None,
-) -> RaggedModel:
+    fit: InstallFusedOps | None = None,
+    admit: CheckArchitecture | None = None,
+) -> TransformersModel:
     """The model at `path`, a folder or hub id, which runs (matrix products, layout, chunks) like the student's config
     `like` says; none of its parameters learns.
 

@@ -10,7 +10,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, field_serializer
 
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
-from runner.reward.base import PooledConfig, decoded, dumped, members, record, renamed, with_own_keys
+from runner.reward.base import (
+    PooledConfig,
+    component_record,
+    decode_components,
+    dump_components,
+    prefix_error_keys,
+    prefix_keys,
+    require_components,
+)
 from runner.reward.base import RewardConfig as RewardConfig
 from runner.spec.base import Dtype, absolute_if_local, address_problem
 
@@ -39,7 +47,7 @@ class ColumnConfig(FallibleConfig):
 
     column: str = Field(default="answer", min_length=1, description="Column of the data that holds the right answer.")
 
-    def columns(self) -> list[tuple[str, str]]:
+    def required_columns(self) -> list[tuple[str, str]]:
         return [("reward.column", self.column)]
 
 
@@ -89,25 +97,34 @@ class LengthConfig(RewardConfig):
 
     factory: ClassVar[str] = "runner.reward.rules:build_length"
     name: Literal["length"] = "length"
-    max: int | None = Field(
+    max_length: int | None = Field(
         default=None, ge=1, description="Longest answer; -1 above it, 0 below max - cache, a straight line between."
     )
-    cache: int | None = Field(default=None, ge=1, description="Width of the penalty's slope below max.")
+    overlong_buffer_len: int | None = Field(default=None, ge=1, description="Width of the penalty's slope below max.")
     target: int | None = Field(
         default=None, ge=1, description="Wanted length; 0 there, falling to -1 at no tokens and at twice the target."
     )
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         if self.target is not None:
-            given = [name for name in ("max", "cache") if getattr(self, name) is not None]
+            given = [name for name in ("max_length", "overlong_buffer_len") if getattr(self, name) is not None]
             return [(f"reward.{name}", "not used beside reward.target; leave one of them out") for name in given]
-        if self.max is None and self.cache is None:
-            return [("reward.max", "give reward.max and reward.cache, or reward.target")]
-        missing = [name for name in ("max", "cache") if getattr(self, name) is None]
+        if self.max_length is None and self.overlong_buffer_len is None:
+            return [("reward.max_length", "give reward.max_length and reward.overlong_buffer_len, or reward.target")]
+        missing = [name for name in ("max_length", "overlong_buffer_len") if getattr(self, name) is None]
         if missing:
             return [(f"reward.{missing[0]}", f"must be given: reward.{missing[0]}=…, because the other of the two is")]
-        if self.cache is not None and self.max is not None and self.cache > self.max:
-            return [("reward.cache", f"{self.cache} is above reward.max={self.max}")]
+        if (
+            self.overlong_buffer_len is not None
+            and self.max_length is not None
+            and self.overlong_buffer_len > self.max_length
+        ):
+            return [
+                (
+                    "reward.overlong_buffer_len",
+                    f"{self.overlong_buffer_len} is above reward.max_length={self.max_length}",
+                )
+            ]
         return []
 
 
@@ -134,7 +151,7 @@ class CountdownConfig(ExtractConfig):
     target: str = Field(default="target", min_length=1, description="Column that holds the number to make.")
     use_all: bool = Field(default=True, description="Each number exactly once; false = at most once.")
 
-    def columns(self) -> list[tuple[str, str]]:
+    def required_columns(self) -> list[tuple[str, str]]:
         return [("reward.numbers", self.numbers), ("reward.target", self.target)]
 
 
@@ -163,7 +180,7 @@ class FunctionConfig(FallibleConfig, PooledConfig):
             return []
         return [("reward.path", f"expected FILE.py:FUNCTION, got '{self.path}'; e.g. reward.path=my_reward.py:score")]
 
-    def absolute(self) -> Self:
+    def with_absolute_paths(self) -> Self:
         return self.model_copy(update={"path": f"{absolute_if_local(str(self.file))}:{self.function}"})
 
     def preflight(self) -> None:
@@ -173,10 +190,10 @@ class FunctionConfig(FallibleConfig, PooledConfig):
         if message := function_fault(self.file, self.function):
             raise SpecError([Problem("reward.path", message)])
 
-    def columns(self) -> list[tuple[str, str]]:
-        from runner.reward.preflight import asked
+    def required_columns(self) -> list[tuple[str, str]]:
+        from runner.reward.preflight import required_columns
 
-        return [("reward.path", name) for name in asked(self.file, self.function)]
+        return [("reward.path", name) for name in required_columns(self.file, self.function)]
 
 
 class HttpConfig(FallibleConfig):
@@ -219,7 +236,7 @@ class ModelRewardConfig(FallibleConfig):
     def model_dtype(self) -> Dtype | None:
         return self.dtype
 
-    def absolute(self) -> Self:
+    def with_absolute_paths(self) -> Self:
         return self.model_copy(update={"path": absolute_if_local(self.path)})
 
     def preflight(self) -> None:
@@ -241,34 +258,38 @@ class SumConfig(RewardConfig):
     )
 
     @field_serializer("parts")
-    def _filled_in(self, parts: Parts) -> list[dict[str, Any]]:
+    def _serialize_parts(self, parts: Parts) -> list[dict[str, Any]]:
         """The parts with every default filled in."""
-        return dumped(parts)
+        return dump_components(parts)
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        parts, found = decoded(self.parts)
-        return found + [entry for i, part in parts for entry in renamed(part.config.problems(job), i)]
+        parts, found = decode_components(self.parts)
+        return found + [entry for i, part in parts for entry in prefix_keys(part.config.problems(job), i)]
 
     def with_dtype(self, dtype: Dtype) -> Self:
-        if decoded(self.parts)[1]:  # which `problems` says
+        if decode_components(self.parts)[1]:  # which `problems` says
             return self
-        parts = tuple(record(part.config.with_dtype(dtype), part.weight) for part in members(self.parts))
+        parts = tuple(
+            component_record(part.config.with_dtype(dtype), part.weight) for part in require_components(self.parts)
+        )
         return self.model_copy(update={"parts": parts})
 
-    def absolute(self) -> Self:
-        parts = tuple(record(part.config.absolute(), part.weight) for part in members(self.parts))
+    def with_absolute_paths(self) -> Self:
+        parts = tuple(
+            component_record(part.config.with_absolute_paths(), part.weight) for part in require_components(self.parts)
+        )
         return self.model_copy(update={"parts": parts})
 
-    def columns(self) -> list[tuple[str, str]]:
-        parts = members(self.parts)
-        return [entry for i, part in enumerate(parts) for entry in renamed(part.config.columns(), i)]
+    def required_columns(self) -> list[tuple[str, str]]:
+        parts = require_components(self.parts)
+        return [entry for i, part in enumerate(parts) for entry in prefix_keys(part.config.required_columns(), i)]
 
     def preflight(self) -> None:
         """Raise SpecError with what is wrong with all parts; another error of a part as it is."""
         found: list[Problem] = []
-        for i, part in enumerate(members(self.parts)):
+        for i, part in enumerate(require_components(self.parts)):
             try:
-                with with_own_keys(i):
+                with prefix_error_keys(i):
                     part.config.preflight()
             except SpecError as error:
                 found += error.problems

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from runner.core.errors import EnvironmentProblem, SecurityRefusal
-from runner.reward.base import OWN
-from runner.spec.suggest import nearest
+from runner.core.errors import EnvironmentProblem, SecurityError
+from runner.reward.base import RESERVED_ARGUMENTS
+from runner.spec.suggest import nearest_word
 
 BLOCKS = (ast.If, ast.Try, ast.With, ast.For, ast.While)  # what may bind a name at the level of the module
 
@@ -31,7 +31,7 @@ def function_fault(file: Path, function: str) -> str | None:
     return _missing(file, function, tree)
 
 
-def asked(file: Path, function: str) -> list[str]:
+def required_columns(file: Path, function: str) -> list[str]:
     """The columns that `function` names without a default; none where that cannot be seen (decorated, imported)."""
     node = dict(_bound(ast.parse(file.read_bytes(), filename=str(file)).body)).get(function)
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
@@ -39,7 +39,7 @@ def asked(file: Path, function: str) -> list[str]:
     plain = [*node.args.posonlyargs, *node.args.args]
     needed = plain[: len(plain) - len(node.args.defaults)]
     needed += [arg for arg, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if default is None]
-    return [arg.arg for arg in needed if arg.arg not in OWN]
+    return [arg.arg for arg in needed if arg.arg not in RESERVED_ARGUMENTS]
 
 
 def _missing(file: Path, function: str, tree: ast.Module) -> str | None:
@@ -50,7 +50,7 @@ def _missing(file: Path, function: str, tree: ast.Module) -> str | None:
             f"{file}:{node.lineno}: {function} is a class; give a function" if isinstance(node, ast.ClassDef) else None
         )
     functions = [n for n, node in bound.items() if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    meant = nearest(function, functions)
+    meant = nearest_word(function, functions)
     hint = f"did you mean '{meant}'? " if meant else ""
     has = f"it has: {', '.join(functions)}" if functions else "it has no function"
     return f"{file} has no function '{function}'; {hint}{has}"
@@ -91,7 +91,7 @@ def check_folder(path: str) -> None:
     if list(folder.glob("*.safetensors")):
         return
     if pickles := sorted(found.name for pattern in PICKLES for found in folder.glob(pattern)):
-        raise SecurityRefusal(
+        raise SecurityError(
             f"reward.path={path} has its weights as pickles ({pickles[0]}), which can run code when loaded\n"
             "  convert them once, where you trust them: "
             "AutoModelForSequenceClassification.from_pretrained(...).save_pretrained(...)"

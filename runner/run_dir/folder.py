@@ -36,11 +36,11 @@ class RunFolder:
     rank: int = 0
     service: str = ""  # samplers/0: of a process that serves the ranks
 
-    def of_rank(self, rank: int) -> RunFolder:
+    def for_rank(self, rank: int) -> RunFolder:
         """The same folder for another rank of the job."""
         return RunFolder(self.root, rank)
 
-    def of_sampler(self, index: int) -> RunFolder:
+    def for_sampler(self, index: int) -> RunFolder:
         """The same folder for a process that only samples."""
         return RunFolder(self.root, service=f"samplers/{index}")
 
@@ -146,7 +146,7 @@ class RunFolder:
         return self.ranks / f"{self.rank}.stacks" if self.rank else self.root / "stacks.log"
 
 
-def create(name: str, outputs: Path = OUTPUTS) -> RunFolder:
+def create_run_folder(name: str, outputs: Path = OUTPUTS) -> RunFolder:
     """Make a new run's folder. Raises StorageError where it cannot."""
     now = datetime.now()
     return RunFolder(make_unique(outputs / now.strftime("%Y-%m-%d"), f"{now.strftime('%H%M%S')}-{name}", "run folder"))
@@ -172,7 +172,7 @@ def make_unique(parent: Path, name: str, what: str, inside: str = ".") -> Path:
         ) from error
 
 
-def claim(where: Path) -> RunFolder:
+def claim_folder(where: Path) -> RunFolder:
     """The folder `where` for a new run. Raises EnvironmentProblem if anything else is in it (which stays as it is),
     StorageError if it cannot be made."""
     folder = RunFolder(where.absolute())
@@ -212,7 +212,7 @@ def is_latest(folder: RunFolder, outputs: Path = OUTPUTS) -> bool:
     return (outputs / "latest").resolve() == folder.root.resolve()
 
 
-def find(where: str, outputs: Path = OUTPUTS) -> RunFolder:
+def find_run(where: str, outputs: Path = OUTPUTS) -> RunFolder:
     """The run called `where`: `latest`, or a folder. Raises EnvironmentProblem when it is no run."""
     root = outputs / "latest" if where == "latest" else Path(where)
     try:
@@ -228,12 +228,12 @@ def find(where: str, outputs: Path = OUTPUTS) -> RunFolder:
     return RunFolder(root.resolve())
 
 
-def find_trained(where: str, outputs: Path = OUTPUTS) -> tuple[RunFolder, RunFolder | None]:
+def find_trained_run(where: str, outputs: Path = OUTPUTS) -> tuple[RunFolder, RunFolder | None]:
     """The run called `where`, and the newest run if it was passed over because it has no checkpoint yet.
 
     `latest` then means the newest run that has one. Raises EnvironmentProblem when there is no run.
     """
-    named = find(where, outputs)
+    named = find_run(where, outputs)
     if where != "latest" or named.has_checkpoint:
         return named, None
     runs = (RunFolder(path.parent.resolve()) for path in sorted(outputs.glob("*/*/spec.yaml"), reverse=True))
@@ -241,7 +241,7 @@ def find_trained(where: str, outputs: Path = OUTPUTS) -> tuple[RunFolder, RunFol
     return (named, None) if trained is None else (trained, named)
 
 
-def lock(folder: RunFolder) -> int:
+def acquire_lock(folder: RunFolder) -> int:
     """Hold the run's folder for this process until it ends; the kernel frees it however that happens.
 
     Returns the open descriptor. Raises EnvironmentProblem if another process holds it, StorageError if it cannot.
@@ -284,9 +284,9 @@ def is_locked(folder: RunFolder) -> bool:
 
 
 @contextmanager
-def locked(folder: RunFolder) -> Iterator[None]:
+def hold_lock(folder: RunFolder) -> Iterator[None]:
     """`lock` for the length of a block. Raises EnvironmentProblem if another process holds it."""
-    handle = lock(folder)
+    handle = acquire_lock(folder)
     try:
         yield
     finally:
@@ -299,7 +299,7 @@ def write_atomic(path: Path, text: str) -> None:
     Raises StorageError where it cannot; the old file is then untouched and nothing is left beside it.
     """
     try:
-        fsync_io.replace_whole(path, text.encode("utf-8"))
+        fsync_io.atomic_write(path, text.encode("utf-8"))
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
@@ -328,7 +328,7 @@ def read_mapping(path: Path, *, must_exist: bool = False) -> dict[str, Any]:
         raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
 
 
-def shown(path: Path) -> str:
+def display_path(path: Path) -> str:
     """The path as the user would type it: relative to the current folder if it lies below."""
     try:
         return str(path.relative_to(Path.cwd()))

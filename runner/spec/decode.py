@@ -15,15 +15,15 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError, create_model
 
-from runner.core.errors import Problem, SecurityRefusal, SpecError
+from runner.core.errors import Problem, SecurityError, SpecError
 from runner.core.plugins import LEFT_OUT
 from runner.spec import suggest
-from runner.spec.base import COMMAND_LINE, ComponentConfig, Config, at, leaves, origin_of
+from runner.spec.base import COMMAND_LINE, ComponentConfig, Config, iter_leaves, origin_of, value_at
 from runner.spec.job import CallbacksConfig, JobSpec
 from runner.spec.migrate import Job, table
 from runner.spec.registry import ENTRY_POINT_GROUP, Registry, default_registry
-from runner.spec.schema import CALLBACKS, Keys, groups_of, model_schema
-from runner.spec.suggest import NO_JOB, complaint, shown
+from runner.spec.schema import CALLBACKS, OptionIndex, groups_of, model_schema
+from runner.spec.suggest import NO_JOB, format_value, value_complaint
 
 MISSING = "???"
 Path = tuple[str, ...]
@@ -41,39 +41,41 @@ def decode(data: Mapping[str, Any], origins: Mapping[str, str], registry: Regist
     chosen, found = _choose(data, known)
     found += _callbacks(data, known)[1]
     data, missing = _missing(data, chosen)
-    keys = Keys(known)
+    keys = OptionIndex(known)
     job, wrong = _validate(data, chosen, keys)
     found += missing + wrong
     if job is not None:
         job = _with_device_defaults(job)
         found += _contradictions(job)
     if found:
-        raise SpecError(_with_way_out(with_origins(found, origins), chosen, keys))
+        raise SpecError(_with_advice(with_origins(found, origins), chosen, keys))
     assert job is not None  # no problem was found
     return job
 
 
-def unjudged(data: Mapping[str, Any], origins: Mapping[str, str], registry: Registry | None = None) -> JobSpec | None:
+def decode_unchecked(
+    data: Mapping[str, Any], origins: Mapping[str, str], registry: Registry | None = None
+) -> JobSpec | None:
     """The job that `data` describes, whose parts need not fit one another, with `???` for a text that must be given;
     None where single values are wrong, of which `decode` says all. Raises SecurityRefusal as `decode` does."""
     known = registry or default_registry()
     refuse_code(data, origins)
     chosen, _ = _choose(data, known)
-    job = _validate(data, chosen, Keys(known))[0]
+    job = _validate(data, chosen, OptionIndex(known))[0]
     return None if job is None else _with_device_defaults(job)
 
 
 def refuse_code(data: Mapping[str, Any], origins: Mapping[str, str]) -> None:
     """Raise SecurityRefusal if `data` names code to run, or trusts a model's code anywhere but on the command line."""
-    for key, value in leaves(data):
-        if any(part in ("_target_", "_partial_") for part in key.split(".")) or _names_target(value):
-            raise SecurityRefusal(
+    for key, value in iter_leaves(data):
+        if any(part in ("_target_", "_partial_") for part in key.split(".")) or _has_target_key(value):
+            raise SecurityError(
                 f"{key}: a config names registered components, never code to run "
                 f"(set by: {origin_of(key, origins) or 'a file'})\n"
                 "  remove it; to add a component, register its config class (entry-point group runner.components)"
             )
         if key.endswith("trust_remote_code") and value is True and origin_of(key, origins) != COMMAND_LINE:
-            raise SecurityRefusal(
+            raise SecurityError(
                 f"{key}: only the command line may allow a model to run its own code, "
                 f"not {origin_of(key, origins) or 'a file'}\n  if you have read that code, type {key}=true"
             )
@@ -134,7 +136,7 @@ def _choose(data: Mapping[str, Any], registry: Registry) -> tuple[Classes, list[
         name = section.get("name") if isinstance(section, Mapping) else None
         chosen[group] = members.get(name) if isinstance(name, str) else None
         if section is not None and not isinstance(section, Mapping):
-            found.append((group, f"expected a section of options, got {shown(section)}"))
+            found.append((group, f"expected a section of options, got {format_value(section)}"))
         elif name is None:
             found.append((group, f"nothing is chosen; type {group}=NAME ({', '.join(sorted(members))})"))
         elif chosen[group] is None:
@@ -147,9 +149,9 @@ def unknown_name(group: str, name: str, members: Iterable[str]) -> str:
     members = sorted(members)
     if (lost := LEFT_OUT.get((ENTRY_POINT_GROUP, name))) is not None:
         return f"no {group} named '{name}'; {lost}"
-    if (why := suggest.absent(group, name)) is not None:
+    if (why := suggest.absence_reason(group, name)) is not None:
         return f"no {group} named '{name}' ({', '.join(members)}): {why}"
-    meant = suggest.name(group, name, members)
+    meant = suggest.suggest_name(group, name, members)
     hint = f"; did you mean '{meant}'?" if meant else ""
     return f"no {group} named '{name}'{hint} ({', '.join(members)})"
 
@@ -157,7 +159,7 @@ def unknown_name(group: str, name: str, members: Iterable[str]) -> str:
 def _missing(data: Mapping[str, Any], chosen: Classes) -> tuple[dict[str, Any], list[Found]]:
     """The data without its `???`, and a problem for each."""
     found = []
-    for key, value in leaves(data):
+    for key, value in iter_leaves(data):
         if value == MISSING:
             group, _, field = key.partition(".")
             found.append((key, _must_be_given(key, (chosen.get(group), field))))
@@ -170,7 +172,7 @@ def _must_be_given(key: str, where: tuple[type[BaseModel] | None, str]) -> str:
     return f"must be given: {key}=…" + (f"  ({info.description})" if info and info.description else "")
 
 
-def _validate(data: Mapping[str, Any], chosen: Classes, keys: Keys) -> tuple[JobSpec | None, list[Found]]:
+def _validate(data: Mapping[str, Any], chosen: Classes, keys: OptionIndex) -> tuple[JobSpec | None, list[Found]]:
     """The job, if nothing but unknown keys is wrong, and what is wrong."""
     model = job_model(tuple(chosen.items()), _callbacks(data, keys.registry)[0])
     try:
@@ -218,7 +220,7 @@ def _typed(error: _Error, data: Mapping[str, Any]) -> list[tuple[str, Any]]:
     value: Any = data
     for name in error.path:
         value = next(inner for key, inner in value.items() if str(key) == name)
-    below = list(leaves(value, error.key)) if isinstance(value, Mapping) and value else []
+    below = list(iter_leaves(value, error.key)) if isinstance(value, Mapping) and value else []
     known = any(table().find(name) for leaf, _ in below for name in (leaf, leaf.rpartition(".")[2]))
     return below if known else [(error.key, value)]
 
@@ -233,10 +235,10 @@ def _context(data: Mapping[str, Any], chosen: Classes, unknown: Mapping[str, Any
         for name, info in cls.model_fields.items()
     }
     top = {name: info.default for name, info in JobSpec.model_fields.items()}
-    return table().with_typed(Job(members, top | defaults | dict(leaves(data)), unknown))
+    return table().with_typed(Job(members, top | defaults | dict(iter_leaves(data)), unknown))
 
 
-def _messages(error: _Error, data: Mapping[str, Any], chosen: Classes, keys: Keys, context: Job) -> list[Found]:
+def _messages(error: _Error, data: Mapping[str, Any], chosen: Classes, keys: OptionIndex, context: Job) -> list[Found]:
     leaf, section = error.path[-1], ".".join(error.path[:-1])
     if leaf not in error.model.model_fields:
         cls = chosen.get(section)
@@ -247,17 +249,17 @@ def _messages(error: _Error, data: Mapping[str, Any], chosen: Classes, keys: Key
         ]
     if error.kind == "missing":
         return [(error.key, _must_be_given(error.key, (error.model, leaf)))]
-    return [(error.key, complaint(model_schema(error.model)[leaf], error.key, at(data, error.key)))]
+    return [(error.key, value_complaint(model_schema(error.model)[leaf], error.key, value_at(data, error.key)))]
 
 
-def unknown_key(section: str, member: str, leaf: str, keys: Keys, value: Any = None, job: Job = NO_JOB) -> str:
+def unknown_key(section: str, member: str, leaf: str, keys: OptionIndex, value: Any = None, job: Job = NO_JOB) -> str:
     """`not an option of algorithm=grpo; did you mean 'group_size'?`."""
     owner = f"{section}={member}" if member else section or "a job"
-    hint = suggest.key(section, member, leaf, keys.options, value, job)
+    hint = suggest.suggest_key(section, member, leaf, keys.options, value, job)
     return f"not an option of {owner}" + (f"; {hint}" if hint else "")
 
 
-def _with_way_out(problems: list[Problem], chosen: Classes, keys: Keys) -> list[Problem]:
+def _with_advice(problems: list[Problem], chosen: Classes, keys: OptionIndex) -> list[Problem]:
     """The problems; the last option that a recipe left over from another component, of the algorithm where there is
     one, says what to do about them all."""
     left = [place for place, problem in enumerate(problems) if _left_over(problem, chosen, keys)]
@@ -272,7 +274,7 @@ def _with_way_out(problems: list[Problem], chosen: Classes, keys: Keys) -> list[
     return [*problems[:place], replace(problem, message=text), *problems[place + 1 :]]
 
 
-def _left_over(problem: Problem, chosen: Classes, keys: Keys) -> bool:
+def _left_over(problem: Problem, chosen: Classes, keys: OptionIndex) -> bool:
     """Whether a recipe set an option that only other components of the group have."""
     group, _, leaf = problem.key.partition(".")
     cls = chosen.get(group)
@@ -295,10 +297,10 @@ def _contradictions(job: JobSpec) -> list[Found]:
     return [problem for part in parts if isinstance(part, Config) for problem in part.problems(job)]
 
 
-def _names_target(value: Any) -> bool:
+def _has_target_key(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return "_target_" in value or any(map(_names_target, value.values()))
-    return isinstance(value, list | tuple) and any(map(_names_target, value))
+        return "_target_" in value or any(map(_has_target_key, value.values()))
+    return isinstance(value, list | tuple) and any(map(_has_target_key, value))
 
 
 def _without(data: Mapping[str, Any], paths: Iterable[Path]) -> dict[str, Any]:

@@ -46,17 +46,19 @@ class EvaluationConfig(Config):
 class WatchConfig(Config):
     """Guards that look at a run from outside its mathematics."""
 
-    stall_s: float = Field(
+    hang_timeout_s: float = Field(
         default=1800.0,
         gt=0,
         description="Seconds a step may take before every thread's stack is written to stacks.log.",
     )
-    device_s: float = Field(
+    device_stats_interval_s: float = Field(
         default=10.0,
         ge=0,
         description="Seconds between readings of the device's load, memory, temperature and power; 0 = none.",
     )
-    samples: int = Field(default=2, ge=0, description="Sampled answers per step that are written to samples.jsonl.")
+    logged_rollouts: int = Field(
+        default=2, ge=0, description="Sampled answers per step that are written to samples.jsonl."
+    )
 
 
 class CallbacksConfig(Config):
@@ -65,12 +67,12 @@ class CallbacksConfig(Config):
     model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "object"}})  # whatever is installed
 
     @property
-    def chosen(self) -> dict[str, CallbackConfig]:
+    def by_name(self) -> dict[str, CallbackConfig]:
         """The callbacks by name, in the order in which they were chosen."""
         return {name: getattr(self, name) for name in type(self).model_fields}
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        return [problem for config in self.chosen.values() for problem in config.problems(job)]
+        return [problem for config in self.by_name.values() for problem in config.problems(job)]
 
 
 class JobSpec(Config):

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from runner.core.safe_arithmetic import NotArithmetic, evaluated
+from runner.core.safe_arithmetic import NotArithmetic, evaluate
 
 PATH = Path(__file__).with_name("migrate.yaml")
 BRACES = re.compile(r"\{([^{}]*)\}")
@@ -140,7 +140,7 @@ class Table:
         try:
             numbers = {name: Fraction(str(number)) for name, number in names.items()}
             text = NAME.sub(lambda name: f"({numbers[name[0]]})", expression.removeprefix(WHOLE))
-            result = evaluated(text)[0]
+            result = evaluate(text)[0]
         except (NotArithmetic, ValueError):
             return ""
         whole = result.denominator == 1 or expression.startswith(WHOLE)

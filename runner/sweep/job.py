@@ -130,7 +130,7 @@ def read_status(path: Path, token: str) -> JobStatus | None:
     return from_json(JobStatus, data) if data.get("token") == token else None
 
 
-def silent_s(path: Path) -> float:
+def heartbeat_age_s(path: Path) -> float:
     """Seconds since the last heartbeat of a job that runs; infinite where there never was one."""
     try:
         return max(now() - path.stat().st_mtime, 0.0)

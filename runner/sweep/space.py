@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from runner.launch.need import Need
+from runner.launch.resources import ResourceRequest
 
 T = TypeVar("T")
 Pair = tuple[str, str]  # the word that sets a value, and the value as it is shown
@@ -55,16 +55,16 @@ class Dimension:
         if self.kind == "choice":
             return list(self.values)
         within = [self.low + (self.high - self.low) * WITHIN] if self.kind == "float" else []
-        return [self.typed(value) for value in dict.fromkeys((self.low, *within, self.high))]
+        return [self.override_for(value) for value in dict.fromkeys((self.low, *within, self.high))]
 
-    def typed(self, value: Any) -> Pair:
+    def override_for(self, value: Any) -> Pair:
         """The word that sets a value, and the value as it is shown."""
         if self.kind == "choice":
             return next(pair for pair in self.values if pair[0] == value)
         text = str(int(value)) if self.kind == "int" else f"{value:.6g}"
         return f"{self.word}={text}", text
 
-    def described(self) -> str:
+    def range_text(self) -> str:
         """For a plan: 1e-05 … 0.01 (log)."""
         where = f" (with {self.given.lstrip('+')})" if self.given else ""
         if self.kind == "choice":
@@ -74,7 +74,7 @@ class Dimension:
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class SearchSpace:
     """What a search varies, and how a job is made of values: one job at a time, from what those before have shown.
 
     fixed: the words that all jobs share; prefix: the options with dashes that their command needs, too
@@ -82,7 +82,7 @@ class Search:
 
     space: tuple[Dimension, ...]
     fixed: tuple[str, ...]
-    need: Need = field(default_factory=Need)
+    need: ResourceRequest = field(default_factory=ResourceRequest)
     prefix: tuple[str, ...] = ()
     config_dir: str | None = None
     spec: str | None = None
@@ -94,12 +94,12 @@ class Search:
 
     def only_in(self, values: Mapping[str, Any]) -> tuple[Dimension, ...]:
         """The dimensions that a job with these values has beside those of every job."""
-        chosen = {dimension.typed(values[dimension.name])[0] for dimension in self.always}
+        chosen = {dimension.override_for(values[dimension.name])[0] for dimension in self.always}
         return tuple(dimension for dimension in self.space if dimension.given in chosen)
 
     def words(self, values: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
         """The words of a job with these values (dimension's name → value), and what of them it varies."""
-        pairs = {d.key: d.typed(values[d.name]) for d in self.space if d.name in values}
+        pairs = {d.key: d.override_for(values[d.name]) for d in self.space if d.name in values}
         return [*self.fixed, *(word for word, _ in pairs.values())], {key: shown for key, (_, shown) in pairs.items()}
 
     def size(self) -> int | None:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from runner.core.errors import RunnerError, StorageError
 from runner.run_dir.manifest import redact
 from runner.tracker.log_table import LogTable, sample_lines
-from runner.tracker.screen import Progress, panel, sample_line
-from runner.tracker.text import visible
+from runner.tracker.screen import Progress, render_panel, sample_line
+from runner.tracker.text import escape_for_terminal
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -110,7 +110,7 @@ class Console:
         if progress is None:
             return ""
         with self._lock:
-            return panel(progress, time.monotonic(), min(rich.width, WIDEST))
+            return render_panel(progress, time.monotonic(), min(rich.width, WIDEST))
 
     def _write_log(self, lines: Sequence[str]) -> None:
         """Write to run.log, and to the screen where it has no live panel."""
@@ -118,7 +118,7 @@ class Console:
             self._write(line, on_screen=self._live is None)
 
     def _write(self, text: str, level: str = "info", *, head: str | None = None, on_screen: bool = True) -> None:
-        line = visible(text)
+        line = escape_for_terminal(text)
         self._log(line, level)
         if on_screen:
             prefix = f"{level}: " if level != "info" else ""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner.tracker.screen import METRICS, Progress
-from runner.tracker.text import duration, labeled, number, rate, size
+from runner.tracker.text import format_bytes, format_duration, format_number, format_rate, labeled
 
 COLUMNS: dict[str, dict[str, Any]] = METRICS["columns"]
 LINE_WIDTH = 82  # with the time stamp and the level in run.log: 120
@@ -43,14 +43,16 @@ class LogTable:
 
     def _row(self, progress: Progress, now: float) -> str:
         cells = [_cell(name, progress.now.get(name)) for name in self._columns]
-        times = [duration(seconds).replace(" ", "") for seconds in (now - progress.begin, progress.remaining_s())]
+        times = [
+            format_duration(seconds).replace(" ", "") for seconds in (now - progress.begin, progress.remaining_s())
+        ]
         step = f"{progress.step}/{progress.steps}".rjust(_step_width(progress))
         return " ".join([step, *cells, *(time.rjust(TIME_WIDTH) for time in times)])
 
 
 def eval_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
     """The held-out values of a step as `name=value`; none where the step measured none."""
-    pairs = [f"{name}={number(value)}" for name, value in metrics.items() if name.startswith("eval/")]
+    pairs = [f"{name}={format_number(value)}" for name, value in metrics.items() if name.startswith("eval/")]
     return _wrapped("eval", " ".join([f"step={step}", *pairs])) if pairs else []
 
 
@@ -89,6 +91,6 @@ def _cell(name: str, value: float | None) -> str:
     width, form = _width(name), COLUMNS[name].get("form")
     if value is None:
         return "-".rjust(width)
-    shown = {"rate": rate, "size": size, "share": "{:.0%}".format, "fine_share": "{:.1%}".format}
-    texts = [shown[form](value)] if form else [number(value), *(f"{value:.{digits}g}" for digits in (3, 2, 1))]
+    shown = {"rate": format_rate, "size": format_bytes, "share": "{:.0%}".format, "fine_share": "{:.1%}".format}
+    texts = [shown[form](value)] if form else [format_number(value), *(f"{value:.{digits}g}" for digits in (3, 2, 1))]
     return next((text for text in texts if len(text) <= width), texts[-1]).rjust(width)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import EnvironmentProblem
-from runner.run_dir.folder import RunFolder, shown
-from runner.run_dir.manifest import redacted
+from runner.run_dir.folder import RunFolder, display_path
+from runner.run_dir.manifest import redact_values
 from runner.tracker.text import labeled
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ class TensorboardTracker:
         """One scalar per metric."""
         self._try(lambda: [self._writer.add_scalar(name, value, step) for name, value in metrics.items()])
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """The rows as one text, each a block of JSON."""
-        blocks = [json.dumps(redacted(row), indent=2, ensure_ascii=False, default=str) for row in rows]
+        blocks = [json.dumps(redact_values(row), indent=2, ensure_ascii=False, default=str) for row in rows]
         text = "\n\n".join("    " + block.replace("\n", "\n    ") for block in blocks)  # four spaces: shown as it is
         self._try(lambda: self._writer.add_text("samples", text, step))
 
@@ -41,7 +41,7 @@ class TensorboardTracker:
         self._try(self._writer.close)
         if self._lost:
             return [labeled("view", f"tensorboard is incomplete: {self._lost}")]
-        return [labeled("view", f"tensorboard --logdir {shown(self._folder)}")]
+        return [labeled("view", f"tensorboard --logdir {display_path(self._folder)}")]
 
     def _try(self, write: Any) -> None:
         if self._lost:

@@ -31,16 +31,16 @@ from runner.core.metrics import Metrics
 from runner.interfaces import (
     LOGPROBS,
     Decide,
+    EvalQuestion,
     Experience,
-    Finish,
     GreedyAnswerer,
+    GreedyOutput,
     LossFn,
     Model,
     Outputs,
     Prompt,
-    Question,
     Role,
-    Written,
+    StopCriterion,
 )
 from runner.trainer.reference_model import unit_keys
 
@@ -54,11 +54,11 @@ class Answered(Protocol):
     def text(self) -> str: ...
 
     @property
-    def before(self) -> Sequence[Mapping[str, Any]]: ...
+    def history(self) -> Sequence[Mapping[str, Any]]: ...
 
 
 # Plays a conversation for each prompt, whose turns are what the function given makes of the ids so far.
-Converse = Callable[[Sequence[Prompt], Callable[[Sequence[Sequence[int]]], list[Written]]], Sequence[Answered]]
+Converse = Callable[[Sequence[Prompt], Callable[[Sequence[Sequence[int]]], list[GreedyOutput]]], Sequence[Answered]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,12 @@ class Evaluator:
     at once, for at most `max_new_tokens` tokens. `finish` ends an answer earlier; None = the model alone does. With
     `converse` an answer is the last turn of a conversation, and both are a turn's."""
 
-    questions: Sequence[Question]
-    asked: Sequence[Question]
+    questions: Sequence[EvalQuestion]
+    asked: Sequence[EvalQuestion]
     batch_size: int
     max_new_tokens: int
     converse: Converse | None = None
-    finish: Finish | None = None
+    finish: StopCriterion | None = None
 
     def evaluate(self, model: Model, answerer: GreedyAnswerer) -> Report:
         """eval/loss (nats per learnt token) and eval/exact_match (share of greedy answers equal to the expected).
@@ -130,12 +130,14 @@ class Evaluator:
             generate = partial(generate, finish=self.finish)
         if self.converse is not None:
             prompts = [Prompt(q.prompt_ids, q.prompt, q.messages, q.columns) for q in self.asked]
-            return [(one.text, one.before) for one in self.converse(prompts, generate)]
+            return [(one.text, one.history) for one in self.converse(prompts, generate)]
         found = generate([q.prompt_ids for q in self.asked])
         return [(answerer.tokenizer.decode(one.ids, skip_special_tokens=True), ()) for one in found]
 
 
-def askable(questions: Sequence[Question], tokenizer: Any, max_new_tokens: int, decide: Decide) -> list[Question]:
+def askable(
+    questions: Sequence[EvalQuestion], tokenizer: Any, max_new_tokens: int, decide: Decide
+) -> list[EvalQuestion]:
     """The questions that can be answered rightly within `max_new_tokens`; how many cannot is decided, and said."""
     with_answer = [q for q in questions if q.prompt_ids]
     found = [q for q in with_answer if _fits(q, tokenizer, max_new_tokens)]
@@ -145,14 +147,14 @@ def askable(questions: Sequence[Question], tokenizer: Any, max_new_tokens: int, 
     return found
 
 
-def _fits(question: Question, tokenizer: Any, max_new_tokens: int) -> bool:
+def _fits(question: EvalQuestion, tokenizer: Any, max_new_tokens: int) -> bool:
     """Whether the first tokens after the prompt, which are the expected answer's, hold all of its text."""
     first = len(question.prompt_ids)
     best = tokenizer.decode(list(question.item.ids[first : first + max_new_tokens]), skip_special_tokens=True)
     return bool(best.strip().startswith(question.answer.strip()))
 
 
-def _batches(questions: Sequence[Question], size: int) -> Iterator[list[Question]]:
+def _batches(questions: Sequence[EvalQuestion], size: int) -> Iterator[list[EvalQuestion]]:
     iterator = iter(questions)
     while batch := list(islice(iterator, size)):
         yield batch

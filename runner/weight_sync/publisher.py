@@ -13,8 +13,8 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from runner.core.batch import pack
-from runner.distributed.work_partition import ALONE, each
-from runner.interfaces import LOGPROBS, Model, Peers, Sampler
+from runner.distributed.work_partition import SINGLE_PROCESS, run_on_all
+from runner.interfaces import LOGPROBS, Model, RankCollectives, Sampler
 from runner.weight_sync.routes import Route
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ class Probe(Protocol):
     def rows(self) -> Sequence[Sequence[int]]: ...  # of ids
 
     @property
-    def last(self) -> float: ...  # how far the sampler was off at its newest load
+    def last_difference(self) -> float: ...  # how far the sampler was off at its newest load
 
     def expect(self, version: int, scores: Sequence[Sequence[float]]) -> None: ...
 
@@ -51,7 +51,7 @@ class Publisher:
         *,
         probe: Probe | None = None,
         learner: Model | None = None,
-        peers: Peers = ALONE,
+        peers: RankCollectives = SINGLE_PROCESS,
     ) -> None:
         self._route, self._sampler, self._lag, self._peers = route, sampler, lag, peers
         self._probe, self._learner = probe, learner
@@ -71,8 +71,8 @@ class Publisher:
         begin = time.perf_counter()
         if sent := self._route.publish(version):
             seconds = time.perf_counter() - begin
-            self._note({"perf/publish_s": seconds, "perf/publish_gb_per_s": sent / seconds / 1e9})
-            self._note({"sync/bytes": float(sent)})
+            self._note({"weight_sync/send_s": seconds, "weight_sync/gb_per_s": sent / seconds / 1e9})
+            self._note({"weight_sync/bytes": float(sent)})
 
     def before(self, collect: Callable[[int], T]) -> Callable[[int], T]:
         """`collect`, but with the sampler holding the weights that are due to the step; between two steps that are not
@@ -82,7 +82,7 @@ class Publisher:
             self.load_for(step)
             found = collect(step)
             if self._lag == 0:
-                self._sampler.release()
+                self._sampler.release_memory()
             return found
 
         return loaded
@@ -94,15 +94,15 @@ class Publisher:
         version = max(step - self._lag, self._first)
         if version != self._loaded:
             begin = time.perf_counter()
-            each(self._peers, lambda: self._load(version))
+            run_on_all(self._peers, lambda: self._load(version))
             self._loaded = version
             if self._route.get(version) is not None:
-                self._note({"perf/load_s": time.perf_counter() - begin})
+                self._note({"weight_sync/load_s": time.perf_counter() - begin})
 
     def numbers(self) -> dict[str, float]:
         """Of the newest weights that were sent: how many bytes, what it took, and how far off the sampler was then; and
         what the sampler has measured since this was last asked for."""
-        measured = {f"sampler/{name}": value for name, value in self._sampler.measured().items()}
+        measured = {f"sampler/{name}": value for name, value in self._sampler.pop_metrics().items()}
         with self._lock:
             return {**self._numbers, **measured}
 
@@ -113,10 +113,10 @@ class Publisher:
     def _load(self, version: int) -> None:
         weights = self._route.get(version)
         if self._probe is None:
-            self._sampler.load(weights, version)
+            self._sampler.load_weights(weights, version)
         else:
             self._probe.load(self._sampler, weights, version)
-            self._note({"sync/probe": self._probe.last})
+            self._note({"weight_sync/logprob_error": self._probe.last_difference})
 
     def _note(self, numbers: Mapping[str, float]) -> None:
         with self._lock:

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from runner.distributed.work_partition import together
-from runner.interfaces import Peers
+from runner.distributed.work_partition import run_partitioned
+from runner.interfaces import RankCollectives
 from runner.weight_sync.shelf import Shelf, Shelved
 
 Weights = Callable[[], Iterator[tuple[str, Tensor]]]  # collective: all ranks drain it
@@ -86,7 +86,13 @@ class Shelving:
     """
 
     def __init__(
-        self, changed: Weights, fixed: Weights | None, *, peers: Peers, shelf: Shelf | None, source: int | None
+        self,
+        changed: Weights,
+        fixed: Weights | None,
+        *,
+        peers: RankCollectives,
+        shelf: Shelf | None,
+        source: int | None,
     ) -> None:
         self._changed, self._fixed, self._peers, self._shelf, self._source = changed, fixed, peers, shelf, source
         self._held: dict[int, Shelved] = {}
@@ -118,7 +124,7 @@ class Shelving:
                 pass
             return [None]
 
-        return together(self._peers, range(self._peers.size), work)
+        return run_partitioned(self._peers, range(self._peers.size), work)
 
     def get(self, version: int) -> Mapping[str, Tensor] | None:
         """See `Route`."""

@@ -22,10 +22,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from runner.core.errors import StorageError
-from runner.core.fsync_io import human, reason
+from runner.core.fsync_io import error_reason, format_bytes
 from runner.weight_sync.shelf_file import leases, put_aside, written
 from runner.weight_sync.shelf_folder import Claim
-from runner.weight_sync.weight_checksum import Digests, combined, digested
+from runner.weight_sync.weight_checksum import TensorDigests, combine_digests, tensor_digests
 
 FILE_BYTES = 64 * 2**20  # of a file, unless one tensor is larger
 WRITERS = min(2, os.cpu_count() or 1)  # files that are written at once, beside the one whose tensors are being made
@@ -78,7 +78,7 @@ class Shelved(Mapping[str, Tensor]):
                 continue
             status = path.stat()
             known.update(_remembered(path, status.st_ino, status.st_size, status.st_mtime_ns))
-        return combined(known | digested({name: self[name] for name in self if name in self.changed}))
+        return combine_digests(known | tensor_digests({name: self[name] for name in self if name in self.changed}))
 
     def __getitem__(self, name: str) -> Tensor:
         path = self._places[name]
@@ -102,7 +102,7 @@ class Shelf:
         self._claim: Claim | None = claim
         self.folder = claim.folder
         self._fixed: list[Path] = []
-        self._fixed_digests: Digests = {}
+        self._fixed_digests: TensorDigests = {}
         self._versions: dict[int, tuple[Shelved, list[Path]]] = {}
         self._spare: list[Path] = []  # files that are to be written over
         self._lock = threading.Lock()
@@ -124,7 +124,7 @@ class Shelf:
         files, digests = self._written(f"v{version}", tensors)
         if twice := digests.keys() & self._fixed_digests.keys():
             raise ValueError(f"{len(twice)} tensors were to stay the same and are in version {version}: {min(twice)}")
-        whole = combined({**self._fixed_digests, **digests})
+        whole = combine_digests({**self._fixed_digests, **digests})
         made = Shelved([*self._fixed, *files], version, whole)
         with self._lock:
             self._versions[version] = made, files
@@ -185,9 +185,14 @@ class Shelf:
             self._spare.pop().unlink()
 
     def _full(self, stem: str, error: OSError) -> StorageError:
-        room = human(os.statvfs(self.folder).f_bavail * os.statvfs(self.folder).f_frsize) if self.folder.is_dir() else 0
+        room = (
+            format_bytes(os.statvfs(self.folder).f_bavail * os.statvfs(self.folder).f_frsize)
+            if self.folder.is_dir()
+            else 0
+        )
         return StorageError(
-            f"cannot write the weights {stem} for the samplers into {self.folder}: {reason(error)} ({room} left); make "
+            f"cannot write the weights {stem} for the samplers into {self.folder}: {error_reason(error)} "
+            f"({room} left); make "
             "room there (df -h /dev/shm; a container's is set by --shm-size), then: run resume"
         )
 
@@ -205,7 +210,7 @@ def _groups(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
 
 
 @lru_cache(REMEMBERED)
-def _remembered(path: Path, inode: int, size: int, mtime_ns: int) -> Digests:
+def _remembered(path: Path, inode: int, size: int, mtime_ns: int) -> TensorDigests:
     """The digests of the tensors in a file; the other arguments say that it is still the same one."""
     with safe_open(path, "pt") as file:
-        return digested({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        return tensor_digests({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118

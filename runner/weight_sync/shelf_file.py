@@ -23,8 +23,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from runner.core.fsync_io import STAGED
-from runner.core.safetensors_layout import TYPES, arranged
-from runner.weight_sync.weight_checksum import named, of_piece, pieces
+from runner.core.safetensors_layout import TYPES, compute_layout
+from runner.weight_sync.weight_checksum import byte_chunks, chunk_digest, tensor_digest
 
 
 def leases(folder: Path) -> bool:
@@ -54,15 +54,17 @@ def written(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], spare: Path | None
 ) -> dict[str, bytes]:
     """Make a safetensors file of contiguous tensors on the CPU; their digests. `spare` is used up. Raises OSError."""
-    layout = arranged({name: (TYPES[one.dtype], tuple(one.shape)) for name, one in tensors.items()}, metadata)
+    layout = compute_layout({name: (TYPES[one.dtype], tuple(one.shape)) for name, one in tensors.items()}, metadata)
     staged = path.with_name(f"{STAGED}{path.name}")
     digests: dict[str, bytes] = {}
     try:
         handle = _opened(staged, spare)
         try:
             _write(handle, memoryview(layout.head))
-            for name in sorted(tensors, key=lambda name: layout.places[name]):
-                digests[name] = named(name, tensors[name], [_digested(handle, one) for one in pieces(tensors[name])])
+            for name in sorted(tensors, key=lambda name: layout.byte_ranges[name]):
+                digests[name] = tensor_digest(
+                    name, tensors[name], [_digested(handle, one) for one in byte_chunks(tensors[name])]
+                )
             os.ftruncate(handle, len(layout.head) + layout.num_bytes)
         finally:
             _release(handle)
@@ -102,7 +104,7 @@ def _release(handle: int) -> None:
 
 def _digested(handle: int, piece: memoryview) -> bytes:
     _write(handle, piece)
-    return of_piece(piece)
+    return chunk_digest(piece)
 
 
 def _write(handle: int, content: memoryview) -> None:

@@ -70,7 +70,11 @@ def claim(root: Path, need: int, memory: Path = MEMORY) -> Claim:
     free = fsync_io.free_bytes(memory) if memory.is_dir() else 0
     if free >= need and (made := _made(fast, root)) is not None:
         return made
-    why = f"{fsync_io.human(free)} free, {fsync_io.human(need)} needed" if free < need else "a folder of another user"
+    why = (
+        f"{fsync_io.format_bytes(free)} free, {fsync_io.format_bytes(need)} needed"
+        if free < need
+        else "a folder of another user"
+    )
     log.warning("weights for samplers go through %s, on the disk: no room in %s (%s)", beside, memory, why)
     _remove_stale(beside / socket.gethostname())
     made = _made(beside / socket.gethostname(), root)
@@ -96,7 +100,9 @@ def _remove_stale(path: Path) -> None:
             whose = path / RUN
             run = whose.read_text(encoding="utf-8", errors="replace") if whose.exists() else "unknown"
             shutil.rmtree(path)
-            log.warning("removed the weights that a dead run left in %s (%s, of %s)", path, fsync_io.human(size), run)
+            log.warning(
+                "removed the weights that a dead run left in %s (%s, of %s)", path, fsync_io.format_bytes(size), run
+            )
         except BlockingIOError:
             pass  # the run is alive
         finally:

@@ -17,11 +17,11 @@ from runner.adapter import lora
 from runner.adapter.config import LoraConfig, NoAdapterConfig
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, SpecError
-from runner.model.build import Source
-from runner.model.causal import CausalLM
+from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
+from runner.model.initial_weights import WeightsSource
 from runner.model.tiny import byte_tokenizer
-from runner.model.value_head import ScalarModel
+from runner.model.value_head import ScalarHeadModel
 from tests.model.zoo import LOGPROBS, SHAPE, batch, causal, gradients, greedy, module, reference, relative, rows
 
 
@@ -79,7 +79,7 @@ def test_the_adapter_is_a_function_of_the_seed() -> None:
     ids=str,
 )
 @pytest.mark.parametrize(
-    "other", [{"layout": "padded"}, {"gradient_checkpointing": True}, {"head_chunk_tokens": 5}], ids=str
+    "other", [{"layout": "padded"}, {"gradient_checkpointing": True}, {"lm_head_chunk_tokens": 5}], ids=str
 )
 def test_gradients_do_not_depend_on_how_it_is_run(options: dict[str, Any], other: dict[str, Any]) -> None:
     wanted = gradients(adapted(double=True, **options), True, batch())
@@ -151,7 +151,7 @@ def over_random_weights(
     """A model whose base is known to have been drawn, with an adapter that counts."""
     base = causal("qwen2", **(model or {}))
     base.module.to(dtype)
-    base.source = Source(drawn="from seed 0")
+    base.weights_source = WeightsSource(drawn="from seed 0")
     made = lora.attach(LoraConfig(rank=4, **options), base, decide=decide)
     with torch.no_grad():
         for name, p in made.trainable().items():
@@ -171,7 +171,7 @@ def test_an_adapter_over_random_weights_is_exported_in_a_whole_model(
     """For nobody else has its base. It is said when the run begins, and the model goes on as it was."""
     said = Decisions()
     made = over_random_weights(said, model, **options)
-    assert [(d.feature, d.got) for d in said.made] == [("export", "a merged model")]
+    assert [(d.feature, d.got) for d in said.entries] == [("export", "a merged model")]
     before = {n: p.detach().clone() for n, p in made.module.named_parameters()}
     made.save(tmp_path)
     assert all(torch.equal(p, before[n]) for n, p in made.module.named_parameters())
@@ -209,16 +209,16 @@ def test_over_random_weights_strict_refuses() -> None:
 def test_the_origin_has_the_bases_weights_since_no_checkpoint_has(tmp_path: Path) -> None:
     causal("qwen2").save(tmp_path)
     base = causal("qwen2")
-    base.source = Source(folder=tmp_path)
+    base.weights_source = WeightsSource(folder=tmp_path)
     made = lora.attach(LoraConfig(rank=4), base, decide=Decisions(strict=True))
-    assert made.origin == Source(folder=tmp_path).identity(weights=True)
-    assert base.origin != lora.train_all(NoAdapterConfig(), causal("qwen2"), decide=Decisions()).origin
+    assert made.origin == WeightsSource(folder=tmp_path).identity(weights=True)
+    assert base.base_fingerprint != lora.train_all(NoAdapterConfig(), causal("qwen2"), decide=Decisions()).origin
 
 
 def test_a_head_of_one_number_learns_in_float32_beside_the_adapter() -> None:
     torch.manual_seed(0)
     module = Qwen2ForSequenceClassification(Qwen2Config(**SHAPE, num_labels=1)).to(torch.bfloat16)
-    base = ScalarModel(module, byte_tokenizer(512), TinyConfig(dtype="bfloat16"), seed=0, decide=Decisions())
+    base = ScalarHeadModel(module, byte_tokenizer(512), TinyConfig(dtype="bfloat16"), seed=0, decide=Decisions())
     model = lora.attach(LoraConfig(rank=4), base, decide=Decisions(strict=True))
     assert [n for n in model.trainable() if "lora_" not in n] == [
         "base_model.model.score.modules_to_save.default.weight"

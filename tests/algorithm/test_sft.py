@@ -8,12 +8,16 @@ import pytest
 import torch
 
 from runner.algorithm.config import CptConfig, SftConfig
-from runner.algorithm.parts import Parts
+from runner.algorithm.inputs import AlgorithmInputs
 from runner.algorithm.sft import CrossEntropy, build
 from runner.core.batch import micro_batches, pack, with_totals
-from runner.interfaces import Item, Question
+from runner.interfaces import EvalQuestion, TokenizedExample
 
-ITEMS = [Item((1, 2, 3), (0.0, 1.0, 1.0)), Item((4, 5), (0.0, 1.0)), Item((6, 7, 8, 9), (0.0, 0.0, 0.0, 1.0))]
+ITEMS = [
+    TokenizedExample((1, 2, 3), (0.0, 1.0, 1.0)),
+    TokenizedExample((4, 5), (0.0, 1.0)),
+    TokenizedExample((6, 7, 8, 9), (0.0, 0.0, 0.0, 1.0)),
+]
 
 
 class ThreeItems:
@@ -22,18 +26,18 @@ class ThreeItems:
     def __len__(self) -> int:
         return 3
 
-    def take(self, step: int, count: int, round: int = 0) -> Sequence[Item]:
+    def take(self, step: int, count: int, round: int = 0) -> Sequence[TokenizedExample]:
         return [ITEMS[(step * count + i) % 3] for i in range(count)]
 
-    def held_out(self) -> Sequence[Question]:
+    def held_out_questions(self) -> Sequence[EvalQuestion]:
         return []
 
-    def held_out_items(self) -> Sequence[Item]:
+    def held_out_items(self) -> Sequence[TokenizedExample]:
         return []
 
 
-def parts() -> Parts:
-    return Parts(ThreeItems(), tokenizer=None, seed=0, decide=lambda *words: None)
+def parts() -> AlgorithmInputs:
+    return AlgorithmInputs(ThreeItems(), tokenizer=None, seed=0, decide=lambda *words: None)
 
 
 def test_the_loss_is_the_mean_over_the_steps_tokens_however_it_is_cut() -> None:
@@ -47,7 +51,7 @@ def test_the_loss_is_the_mean_over_the_steps_tokens_however_it_is_cut() -> None:
         for micro in micro_batches(batch, budget):
             part = logprobs[start : start + micro.num_tokens]
             value = loss(micro, {"logprobs": part}).total
-            torch.testing.assert_close(value, (loss.coefficients(micro) * part).sum())
+            torch.testing.assert_close(value, (loss.grad_weights(micro) * part).sum())
             total, start = total + value, start + micro.num_tokens
         torch.testing.assert_close(total, direct)
 

@@ -29,7 +29,7 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
             "swift rlhf --rlhf_type grpo --beta 0.04 --num_generations 8 --per_device_train_batch_size=4 --seed 3",
             [
                 "algorithm=grpo",
-                "algorithm.kl=k3 algorithm.kl_coef=0.04\n",
+                "algorithm.kl_estimator=k3 algorithm.kl_coef=0.04\n",
                 "group_size=8\n",
                 "batch_size=1 ",
                 "type seed=3",

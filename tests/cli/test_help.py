@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli.args import EXAMPLES, TOPICS, VERBS, WORDS, flags_of, parse
+from runner.cli.args import EXAMPLES, RESOURCE_NAMES, TOPICS, VERBS, flags_of, parse
 from runner.cli.main import HANDLERS, main
 from runner.cli.verb_hints import HINTS
 
@@ -30,7 +30,7 @@ def test_help_fits_one_screen_and_names_every_verb(workdir: Path, capsys: pytest
     for topic in TOPICS:
         assert f"run help {topic}" in out
     assert out == printed(["help"], capsys) == printed(["help", "--help"], capsys)
-    assert set(VERBS) == set(EXAMPLES) == set(WORDS) == set(HANDLERS) - {"complete"}
+    assert set(VERBS) == set(EXAMPLES) == set(RESOURCE_NAMES) == set(HANDLERS) - {"complete"}
 
 
 def test_the_examples_of_the_verbs_are_command_lines() -> None:

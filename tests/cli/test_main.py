@@ -16,7 +16,7 @@ import runner
 from runner.cli import job
 from runner.cli import main as module
 from runner.cli.args import parse
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.cli.listing import first_sentence
 from runner.cli.main import main
 from runner.core.errors import DataError
@@ -160,7 +160,7 @@ def test_an_unknown_verb_is_answered_with_the_list(workdir: Path, capsys: pytest
 
 def used(*words: str) -> tuple[str, list[str], dict]:
     """What `run infer` makes of its words: the run, the prompts, the job's data."""
-    folder, prompts, composed = job._used(parse(["infer", *words]))
+    folder, prompts, composed = job._resolve_run(parse(["infer", *words]))
     return folder.root.name, prompts, composed.data
 
 
@@ -275,7 +275,7 @@ def test_schema_is_json_that_discriminates_by_name(capsys: pytest.CaptureFixture
         (["optimizer", "optimizer=sgd"], ["optimizer=sgd: Stochastic gradient descent.", "  optimizer.momentum=0.0"]),
         (["data=file"], [f"  choose with data=NAME: {DATA}", "  data.path=???"]),
         (["optimizer.lr"], ["note: no recipe, model or data chosen: taking +recipe=sft_demo"]),
-        (["watch"], ["  watch.stall_s=1800.0"]),
+        (["watch"], ["  watch.hang_timeout_s=1800.0"]),
     ],
     ids=lambda v: " ".join(v),
 )

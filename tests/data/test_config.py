@@ -20,30 +20,32 @@ def keys(config: DataConfig, items: ItemKind = "sft", name: str = "dpo") -> list
 @pytest.mark.parametrize("items", ["pairs", "judged", "prompts"])
 def test_options_that_a_kind_has_no_use_for_are_refused(cls: type[Any], items: ItemKind) -> None:
     assert keys(cls(path="a"), items) == []
-    assert keys(cls(path="a", overlong="truncate_left"), items) == []
+    assert keys(cls(path="a", truncation="truncate_left"), items) == []
     assert keys(cls(path="a", loss_on="all"), items) == ["data.loss_on"]
-    assert keys(cls(path="a", overlong="split"), items) == ["data.overlong"]
-    assert keys(cls(path="a", overlong="truncate_right", loss_on="last_assistant"), items) == [
+    assert keys(cls(path="a", truncation="split"), items) == ["data.truncation"]
+    assert keys(cls(path="a", truncation="truncate_right", loss_on="last_assistant"), items) == [
         "data.loss_on",
-        "data.overlong",
+        "data.truncation",
     ]
 
 
 def test_sft_uses_them_all() -> None:
     for rule in ("error", "skip", "truncate_left", "truncate_right", "split"):
-        assert keys(FileConfig(path="a", overlong=rule, loss_on="all")) == []
+        assert keys(FileConfig(path="a", truncation=rule, loss_on="all")) == []
 
 
 def test_the_message_names_the_algorithm_and_what_to_choose() -> None:
     job: Any = SimpleNamespace(algorithm=SimpleNamespace(items="pairs", name="dpo"))
-    [(_, loss_on), (_, overlong)] = FileConfig(path="a", loss_on="all", overlong="split").problems(job)
+    [(_, loss_on), (_, overlong)] = FileConfig(path="a", loss_on="all", truncation="split").problems(job)
     assert "is for sft and cpt; algorithm=dpo" in loss_on
     assert "choose error, skip, truncate_left" in overlong
 
 
 def test_weights_fit_the_sources_and_names_are_distinct() -> None:
-    assert keys(FileConfig(path=("a", "b"), weights=(0.5, 0.5))) == []
-    assert keys(FileConfig(path=("a", "b"), weights=(1.0,))) == ["data.weights"]
-    assert keys(FileConfig(path=("a", "b"), weights=(1.0, 0.0))) == ["data.weights"]
-    assert keys(FileConfig(path="a", columns={"question": "prompt", "answer": "prompt"})) == ["data.columns"]
-    assert keys(FileConfig(path="a", columns={"question": "prompt", "prompt": "question"})) == []
+    assert keys(FileConfig(path=("a", "b"), mixture_weights=(0.5, 0.5))) == []
+    assert keys(FileConfig(path=("a", "b"), mixture_weights=(1.0,))) == ["data.mixture_weights"]
+    assert keys(FileConfig(path=("a", "b"), mixture_weights=(1.0, 0.0))) == ["data.mixture_weights"]
+    assert keys(FileConfig(path="a", rename_columns={"question": "prompt", "answer": "prompt"})) == [
+        "data.rename_columns"
+    ]
+    assert keys(FileConfig(path="a", rename_columns={"question": "prompt", "prompt": "question"})) == []

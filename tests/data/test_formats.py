@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from runner.data.examples import Chat, Plain
+from runner.data.examples import ChatExample, TextExample
 from runner.data.formats import FormatCheck
-from runner.data.readers import Place, Problems, Row
+from runner.data.readers import Problems, Row, SourceLocation
 from tests.data.conftest import chat
 
 TALK = chat("2+2?", "4")
@@ -19,28 +19,36 @@ def check(*rows: dict[str, Any]) -> tuple[list[Any], FormatCheck, str]:
     """Examples, the check, and the error's text or nothing."""
     problems = Problems("data.path", "a.jsonl")
     found = FormatCheck(problems, "sft")
-    examples = list(found.examples(Row(Place("a.jsonl", i), row) for i, row in enumerate(rows, 1)))
+    examples = list(found.examples(Row(SourceLocation("a.jsonl", i), row) for i, row in enumerate(rows, 1)))
     return examples, found, str(problems.error()) if problems.count else ""
 
 
 @pytest.mark.parametrize(
     ("row", "form", "example"),
     [
-        ({"text": "a"}, "text", Plain(Place("a.jsonl", 1), None, "a")),
-        ({"prompt": "a", "completion": "b"}, "prompt+completion (text)", Plain(Place("a.jsonl", 1), "a", "b")),
-        ({"messages": TALK}, "messages", Chat(Place("a.jsonl", 1), tuple(TALK))),
+        ({"text": "a"}, "text", TextExample(SourceLocation("a.jsonl", 1), None, "a")),
+        (
+            {"prompt": "a", "completion": "b"},
+            "prompt+completion (text)",
+            TextExample(SourceLocation("a.jsonl", 1), "a", "b"),
+        ),
+        ({"messages": TALK}, "messages", ChatExample(SourceLocation("a.jsonl", 1), tuple(TALK))),
         (
             {"prompt": TALK[:1], "completion": TALK[1:]},
             "prompt+completion (messages)",
-            Chat(Place("a.jsonl", 1), tuple(TALK), context=1),
+            ChatExample(SourceLocation("a.jsonl", 1), tuple(TALK), context=1),
         ),
-        ({"messages": TALK, "tools": TOOLS}, "messages", Chat(Place("a.jsonl", 1), tuple(TALK), 0, tuple(TOOLS))),
+        (
+            {"messages": TALK, "tools": TOOLS},
+            "messages",
+            ChatExample(SourceLocation("a.jsonl", 1), tuple(TALK), 0, tuple(TOOLS)),
+        ),
         (
             {"messages": TALK, "tools": '[{"type": "function", "function": {"name": "add"}}]'},
             "messages",
-            Chat(Place("a.jsonl", 1), tuple(TALK), 0, tuple(TOOLS)),
+            ChatExample(SourceLocation("a.jsonl", 1), tuple(TALK), 0, tuple(TOOLS)),
         ),
-        ({"messages": TALK, "tools": None}, "messages", Chat(Place("a.jsonl", 1), tuple(TALK))),
+        ({"messages": TALK, "tools": None}, "messages", ChatExample(SourceLocation("a.jsonl", 1), tuple(TALK))),
     ],
 )
 def test_each_format_is_detected(row: dict[str, Any], form: str, example: Any) -> None:

@@ -33,7 +33,13 @@ SMALL = (
 )
 SFT = ("+recipe=sft_demo", "schedule.warmup_steps=2")
 # random weights sort nothing, so that answers are rewarded for their length: every group has a gradient
-SAMPLED = ("init_from=null", "sampler.max_new_tokens=8", "reward=length", "reward.max=8", "reward.cache=7")
+SAMPLED = (
+    "init_from=null",
+    "sampler.max_new_tokens=8",
+    "reward=length",
+    "reward.max_length=8",
+    "reward.overlong_buffer_len=7",
+)
 TEACHER = "algorithm.teacher=../teacher/outputs/latest"
 JOBS = {
     "full": SFT,

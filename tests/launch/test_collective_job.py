@@ -20,7 +20,7 @@ STEPS = 6
 # run by Python itself at the start of every process that has the folder in its path
 ELSEWHERE = """
 import sys
-if "runner.launch.sampling" in sys.orig_argv:
+if "runner.launch.sampler_main" in sys.orig_argv:
     from pathlib import Path
     from runner.core import rank_info
     rank_info.BOOT = Path(__file__).with_name("boot_id_of_another_machine")

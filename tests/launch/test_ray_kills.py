@@ -26,8 +26,8 @@ pytestmark = pytest.mark.timeout(900)
 JOB = (*SMALL, f"steps={STEPS}")
 RAY = ("launch=ray", "launch.samplers=1")
 PROGRAMS = {  # among the words of each
-    "sampler": "-m runner.launch.sampling ",
-    "rank": "-m runner.launch.rank ",
+    "sampler": "-m runner.launch.sampler_main ",
+    "rank": "-m runner.launch.rank_main ",
     "driver": "-m runner.launch.ray.driver ",
     "command": "",
 }

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from runner.cli.args import parse
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.errors import SpecError
 from runner.launch.base import submit_command
 from tests.launch.several import Job
@@ -48,7 +48,7 @@ def test_the_answer_is_the_command_with_all_that_was_typed(
     assert shlex.split(command) == shlex.split(expected)
 
 
-WORDS = ["name=a b", "data.path=x&y", "optimizer.betas=[0.9,0.99]", "init_from=$HOME", "data.columns={a: b}"]
+WORDS = ["name=a b", "data.path=x&y", "optimizer.betas=[0.9,0.99]", "init_from=$HOME", "data.rename_columns={a: b}"]
 
 
 def test_every_word_arrives_through_the_shell_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_a_real_cluster_runs_the_answer(tmp_path: Path) -> None:
     job.run(*words)
     with head() as cluster:
         one = Job(tmp_path, "submitted.txt")
-        at = (f"launch.address={cluster.address}", "--folder", str(tmp_path / "shared"))
+        at = (f"launch.rdzv_endpoint={cluster.address}", "--folder", str(tmp_path / "shared"))
         said = one.run(*words, "launch=ray", *at, code=2)
         command = shlex.split(next(line for line in said.splitlines() if "ray job submit" in line))
         ray = [sys.executable, "-P", "-m", "ray.scripts.scripts", *command[1:]]

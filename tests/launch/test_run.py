@@ -247,10 +247,10 @@ def test_sigusr1_saves_and_continues_and_a_closed_terminal_ends_the_run_with_a_c
 
 @pytest.mark.slow
 def test_a_second_process_may_not_enter_a_running_job(tmp_path: Path) -> None:
-    from runner.run_dir.folder import RunFolder, lock
+    from runner.run_dir.folder import RunFolder, acquire_lock
 
     runner(tmp_path, *JUDGED)
-    handle = lock(RunFolder((tmp_path / "outputs/latest").resolve()))
+    handle = acquire_lock(RunFolder((tmp_path / "outputs/latest").resolve()))
     try:
         assert "is running this job" in runner(tmp_path, "resume", "latest", "steps=8", code=2)
     finally:

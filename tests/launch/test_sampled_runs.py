@@ -24,8 +24,8 @@ SMALL = (
     "+recipe=grpo_demo",
     "init_from=null",
     "reward=length",
-    "reward.max=8",
-    "reward.cache=7",
+    "reward.max_length=8",
+    "reward.overlong_buffer_len=7",
     "sampler.max_new_tokens=8",
     "algorithm.batch_size=8",
     "data.items=64",
@@ -52,7 +52,7 @@ class Sampled(Job):
     def end(self, steps: int = STEPS) -> tuple[bytes, list[dict[str, object]]]:
         """What training came to: parameters with the optimizer's state, and every step's numbers."""
         rows = self.curve()
-        own = ("sampler/", "sync/")
+        own = ("sampler/", "mismatch/", "correction/", "weight_sync/")
         return self.weights(steps), [{k: v for k, v in row.items() if not k.startswith(own)} for row in rows]
 
     def leftovers(self) -> list[Path]:
@@ -91,7 +91,7 @@ def test_a_sampler_of_its_own_that_is_killed_changes_no_bit(job: Sampled, peacef
     assert "sampler 0 was killed (SIGKILL); it is started anew (1 of 3)" in job.said()
     assert job.end() == peaceful.end()
     named = {name for row in job.curve() for name in row}
-    assert {"sampler/busy_percent", "sampler/resident_bytes", "sampler/queue", "rollout/staleness"} <= named
+    assert {"sampler/utilization_percent", "sampler/resident_bytes", "sampler/queue", "rollout/staleness"} <= named
     assert not alive([*ranks, sampler]) and job.samplers() == [], "told to end, they take their notes away"
 
 
@@ -141,10 +141,10 @@ def test_of_a_killed_command_nothing_is_left(job: Sampled) -> None:
 
 @pytest.mark.slow
 def test_a_sampler_that_is_lost_too_often_ends_the_job_which_goes_on_exactly(job: Sampled, peaceful: Sampled) -> None:
-    process, ranks, samplers = begun(job, *SAMPLED, SHORT, "launch.replacements=0")
+    process, ranks, samplers = begun(job, *SAMPLED, SHORT, "launch.max_worker_restarts=0")
     os.kill(samplers[0], signal.SIGKILL)
     assert process.wait(60) == 75 and gone([*ranks, *samplers]), job.said()
-    assert "error: sampler 0 was killed (SIGKILL)\n" in job.said() and "launch.replacements=0" in job.said()
+    assert "error: sampler 0 was killed (SIGKILL)\n" in job.said() and "launch.max_worker_restarts=0" in job.said()
     assert "Traceback" not in job.said() and "continue: run resume latest" in job.said()
     job.run("resume", "latest")
     assert job.end() == peaceful.end()

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.errors import SpecError
-from runner.launch.stages import with_other_models
+from runner.launch.upstream_models import resolve_other_models
 from runner.spec.job import JobSpec
 
 OFFLINE = ("algorithm=distill", "model=tiny", "data=demo")
@@ -26,7 +26,7 @@ def job(teacher: object, *more: str) -> JobSpec:
 
 
 def taught(spec: JobSpec) -> str:
-    return str(with_other_models(spec).algorithm.teacher)  # type: ignore[attr-defined]
+    return str(resolve_other_models(spec).algorithm.teacher)  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_folder_has_no_revision(folder: Path) -> None:
 
 def test_a_job_without_a_teacher_is_left_alone() -> None:
     spec = compose_job(["algorithm=sft", "model=tiny", "data=demo"]).spec
-    assert with_other_models(spec) is spec
+    assert resolve_other_models(spec) is spec
 
 
 def run(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:

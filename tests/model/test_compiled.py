@@ -17,10 +17,10 @@ from torch._dynamo.utils import counters
 
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
-from runner.model import layers
+from runner.model import checkpointing_and_compile
 from tests.model.zoo import LOGPROBS, batch, causal, gradients, greedy, relative, rows
 
 SHAPES = [(7, 1, 19), (5, 5), (30, 2, 12, 4, 4), (11,), (3, 17, 8)]
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "OPTIONS", {"dynamic": True, "backend": "aot_eager"})
-    monkeypatch.setattr(layers, "refuse_without_compiler", lambda _: None)
+    monkeypatch.setattr(checkpointing_and_compile, "OPTIONS", {"dynamic": True, "backend": "aot_eager"})
+    monkeypatch.setattr(checkpointing_and_compile, "refuse_without_compiler", lambda _: None)
     torch._dynamo.reset()
     counters.clear()
 
@@ -75,7 +75,7 @@ def compare(kind: str, limit: float, **options: Any) -> None:
     [
         pytest.param("qwen3", {"adapter": 0.3, "gradient_checkpointing": True}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", {}, marks=pytest.mark.slow),
-        pytest.param("qwen2", {"layout": "padded"}, marks=pytest.mark.slow),
+        pytest.param("qwen2", {"batch_layout": "padded"}, marks=pytest.mark.slow),
     ],
     ids=["adapter, recomputed", "experts", "padded"],
 )
@@ -106,7 +106,7 @@ def test_a_model_that_does_not_name_its_layers_says_so(monkeypatch: pytest.Monke
     model, decisions = causal("qwen2"), Decisions()
     monkeypatch.setattr(model.inner, "_no_split_modules", None)
     model.compile(decisions)
-    assert [(d.feature, d.got) for d in decisions.made] == [("model.compile", "false")]
+    assert [(d.feature, d.got) for d in decisions.entries] == [("model.compile", "false")]
 
 
 @pytest.mark.slow

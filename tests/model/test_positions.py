@@ -12,7 +12,7 @@ from transformers.models.qwen2 import Qwen2Config
 
 from runner.core.batch import pack
 from runner.core.errors import SpecError
-from runner.model.layout import longest_row
+from runner.model.batch_layout import max_row_length
 from tests.model.zoo import LOGPROBS, causal, rows
 
 HALF = 8 // 2  # frequencies of the zoo's head size
@@ -34,17 +34,17 @@ def model(rope: dict[str, Any]) -> Any:
 
 
 def test_limits_as_the_configs_say() -> None:
-    assert longest_row(GPT2Config(n_positions=77)) == (77, "the model has 77 positions")
-    assert longest_row(Qwen2Config(max_position_embeddings=99)) == (99, "the model has 99 positions")
+    assert max_row_length(GPT2Config(n_positions=77)) == (77, "the model has 77 positions")
+    assert max_row_length(Qwen2Config(max_position_embeddings=99)) == (99, "the model has 99 positions")
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 1e4}
-    assert longest_row(Qwen2Config(max_position_embeddings=32, rope_parameters=yarn)) == (
+    assert max_row_length(Qwen2Config(max_position_embeddings=32, rope_parameters=yarn)) == (
         32,
         "the model has 32 positions",
     )
     by_layer = {"full_attention": dict(DYNAMIC), "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     config = Gemma3TextConfig(max_position_embeddings=32, rope_parameters=by_layer)
-    assert (longest_row(config) or (0, ""))[0] == 31
-    assert longest_row(causal("bloom").inner.config) is None
+    assert (max_row_length(config) or (0, ""))[0] == 31
+    assert max_row_length(causal("bloom").inner.config) is None
 
 
 @pytest.mark.parametrize(("kind", "rope", "limit"), CHANGING)

@@ -21,19 +21,19 @@ from runner.adapter.config import LoraConfig
 from runner.algorithm.sft import CrossEntropy
 from runner.core.auto_choices import Decisions
 from runner.core.batch import with_totals
-from runner.core.tolerance import tolerance
-from runner.model.build import placed
-from runner.model.causal import CausalLM
+from runner.core.tolerance import tolerance_of
+from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
-from runner.model.export import write
+from runner.model.export import write_model
+from runner.model.initial_weights import place_on_device
 from runner.model.parameters import original_class
 from runner.model.tiny import byte_tokenizer
-from runner.model.value_head import ScalarModel
+from runner.model.value_head import ScalarHeadModel
 from runner.trainer.learner import LocalLearner
 from tests.model.zoo import CPU, LOGPROBS, SHAPE, batch, causal, gradients, greedy, module, relative, rows
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "grouped_mm_fallback", "linear")
-BFLOAT16 = tolerance("bfloat16")
+BFLOAT16 = tolerance_of("bfloat16")
 
 
 class Products(TorchDispatchMode):
@@ -59,7 +59,7 @@ class Products(TorchDispatchMode):
 def stored(kind: str, dtype: torch.dtype, **options: Any) -> CausalLM:
     """A model that computes in bfloat16, of weights that are stored in `dtype`."""
     ours = {key: options.pop(key) for key in list(options) if key in TinyConfig.model_fields}
-    made = placed(module(kind, initializer_range=0.05, **options), dtype, CPU).requires_grad_(True)
+    made = place_on_device(module(kind, initializer_range=0.05, **options), dtype, CPU).requires_grad_(True)
     config = TinyConfig(dtype="bfloat16", **ours)
     return CausalLM(made, byte_tokenizer(512), config, seed=0, decide=Decisions(strict=True))
 
@@ -175,7 +175,7 @@ def test_a_score_head_computes_in_float32() -> None:
     torch.manual_seed(0)
     classifier = Qwen2ForSequenceClassification(Qwen2Config(**SHAPE, num_labels=1)).requires_grad_(True)
     config = TinyConfig(dtype="bfloat16")
-    scalar = ScalarModel(classifier, byte_tokenizer(512), config, seed=0, decide=Decisions())
+    scalar = ScalarHeadModel(classifier, byte_tokenizer(512), config, seed=0, decide=Decisions())
     values = scalar.outputs(batch(), frozenset({"values"}))["values"]
     assert values.dtype == torch.float32 and not torch.equal(values, values.bfloat16().float())
     values.sum().backward()
@@ -195,7 +195,7 @@ def test_a_merged_export_has_the_weights_that_are_published(tmp_path: Path) -> N
         for name, parameter in model.trainable().items():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1)
     published = dict(model.published("all", dtype=torch.float32))
-    write(model.module, tmp_path, merged=True, used=True)
+    write_model(model.module, tmp_path, merged=True, keep_original=True)
     exported = load_file(tmp_path / "model.safetensors")
     for name, wanted in exported.items():
         assert torch.allclose(published[name].float(), wanted, rtol=1e-6, atol=1e-7), name
@@ -207,5 +207,5 @@ def test_a_devices_operators_are_tried_in_what_a_model_computes_in() -> None:
     def fit(part: nn.Module) -> None:
         seen.append({p.dtype for p in part.parameters()})
 
-    made = placed(module("qwen3"), torch.float32, CPU, fit, torch.bfloat16)
+    made = place_on_device(module("qwen3"), torch.float32, CPU, fit, torch.bfloat16)
     assert seen == [{torch.bfloat16}] and {p.dtype for p in made.parameters()} == {torch.float32}

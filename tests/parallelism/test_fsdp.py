@@ -15,13 +15,13 @@ from runner.adapter import lora
 from runner.adapter.config import LoraConfig
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch, pack
-from runner.core.tolerance import tolerance
+from runner.core.tolerance import tolerance_of
 from runner.distributed import dtensor_utils
-from runner.distributed.work_partition import ALONE, sum_gradients
-from runner.interfaces import Peers
+from runner.distributed.work_partition import SINGLE_PROCESS, sum_gradients
+from runner.interfaces import RankCollectives
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer
-from runner.model.value_head import ScalarModel, ValuedLM
+from runner.model.value_head import PolicyWithValueHead, ScalarHeadModel
 from runner.parallelism.config import FsdpConfig, HsdpConfig
 from runner.parallelism.mesh import Mesh
 from tests.model import zoo
@@ -57,7 +57,7 @@ def part(rank: int, size: int) -> Batch:
     return pack(ids, [[float(i >= len(row) // 3) for i in range(len(row))] for row in ids])
 
 
-def trained(model: Any, batch: Batch, copies: Peers = ALONE) -> dict[str, Any]:
+def trained(model: Any, batch: Batch, copies: RankCollectives = SINGLE_PROCESS) -> dict[str, Any]:
     """Sums of losses, norms of gradients, and whole weights after some steps; copies: whose gradients add up."""
     parameters = model.trainable()
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, eps=1e-6, fused=True)
@@ -76,12 +76,14 @@ def trained(model: Any, batch: Batch, copies: Peers = ALONE) -> dict[str, Any]:
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), 1.0, norm)
         norms.append(float(norm))
         if step == 0:
-            first = {name: dtensor_utils.whole(p.grad).clone() for name, p in parameters.items() if p.grad is not None}
+            first = {
+                name: dtensor_utils.full_tensor(p.grad).clone() for name, p in parameters.items() if p.grad is not None
+            }
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
             model.outputs(batch, frozenset({"logprobs"}))
-    weights = {name: dtensor_utils.whole(p).clone() for name, p in parameters.items()}
+    weights = {name: dtensor_utils.full_tensor(p).clone() for name, p in parameters.items()}
     return {"losses": losses, "norms": norms, "gradients": first, "weights": weights}
 
 
@@ -172,7 +174,7 @@ def test_an_architecture_with_other_names() -> None:
 
 def valued() -> Any:
     module = zoo.module("qwen2").requires_grad_(True)
-    model = ValuedLM(module, byte_tokenizer(512), TinyConfig(), seed=0, decide=Decisions())
+    model = PolicyWithValueHead(module, byte_tokenizer(512), TinyConfig(), seed=0, decide=Decisions())
     model.value_head.data.normal_(generator=torch.Generator().manual_seed(1))
     return model
 
@@ -181,7 +183,7 @@ def scalar(adapter: bool) -> Any:
     torch.manual_seed(0)
     module = Qwen2ForSequenceClassification(Qwen2Config(**zoo.SHAPE, num_labels=1)).requires_grad_(True)
     config = TinyConfig()
-    model: Any = ScalarModel(module, byte_tokenizer(512), config, seed=0, decide=Decisions())
+    model: Any = ScalarHeadModel(module, byte_tokenizer(512), config, seed=0, decide=Decisions())
     return lora.attach(LoraConfig(rank=4), model, decide=Decisions()) if adapter else model
 
 
@@ -190,7 +192,7 @@ def test_heads_of_one_number(build: Callable[[], Any]) -> None:
     def gradients(model: Any, rank: int, size: int) -> dict[str, Tensor]:
         outputs = model.outputs(part(rank, size), frozenset({"values"}))
         outputs["values"].square().sum().backward()
-        return {n: dtensor_utils.whole(p.grad) for n, p in model.trainable().items() if p.grad is not None}
+        return {n: dtensor_utils.full_tensor(p.grad) for n, p in model.trainable().items() if p.grad is not None}
 
     wanted = gradients(build(), 0, 1)
     got = ranks(2, lambda rank: gradients(sharded(build(), (1, 2)), rank, 2))
@@ -223,7 +225,7 @@ def test_a_bfloat16_base_beside_a_float32_adapter_stays_as_small_as_it_is() -> N
         model.linear(part(rank, 2), part(rank, 2).tokens["weight"])[0].backward()
         with model.gathered():
             types |= {p.dtype for name, p in model.module.named_parameters() if "lora_" not in name}
-        held = sum(dtensor_utils.local(p).untyped_storage().nbytes() for p in model.whole.parameters())
+        held = sum(dtensor_utils.local_tensor(p).untyped_storage().nbytes() for p in model.whole.parameters())
         return {n: (p.dtype, p.grad.dtype) for n, p in model.trainable().items()}, held, len(types)
 
     ideal = sum(p.numel() * p.element_size() for p in build().module.parameters()) / 2
@@ -285,7 +287,7 @@ def test_weights_are_gathered_in_bfloat16_and_no_cast_of_them_is_kept() -> None:
         return (
             held,
             types,
-            {name: dtensor_utils.whole(p.grad) for name, p in model.trainable().items() if p.grad is not None},
+            {name: dtensor_utils.full_tensor(p.grad) for name, p in model.trainable().items() if p.grad is not None},
         )
 
     plain = made("qwen3", False, dtype="bfloat16", initializer_range=0.05)
@@ -294,7 +296,7 @@ def test_weights_are_gathered_in_bfloat16_and_no_cast_of_them_is_kept() -> None:
     for held, types, gradients in ranks(2, work):
         assert held == 0 and types == {"torch.bfloat16"}, "what was gathered, and is freed by now"
         assert {g.dtype for g in gradients.values()} == {torch.float32}
-        close(gradients, wanted, tolerance("bfloat16").gradient)
+        close(gradients, wanted, tolerance_of("bfloat16").gradient)
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])

@@ -83,14 +83,14 @@ def published_on(layout: str, make: Make) -> list[dict[str, dict[str, Tensor]]]:
     def work(rank: int) -> dict[str, dict[str, Tensor]]:
         model = make()
         meshed(*LAYOUTS[layout]).shard(model, Decisions())
-        keep = rank < LAYOUTS[layout][1].world - 1
+        keep = rank < LAYOUTS[layout][1].world_size - 1
         ways = ["all", "changed", "fixed", "base", *(["adapter"] if model.module is not model.inner else [])]
         found = {way: drained(model, way, keep=keep) for way in ways}
         sizes = {way: model.published_bytes(way) for way in ways}
         assert not keep or sizes == {way: sum(one.nbytes for one in tensors.values()) for way, tensors in found.items()}
         return found
 
-    return ranks(LAYOUTS[layout][1].world, work)
+    return ranks(LAYOUTS[layout][1].world_size, work)
 
 
 @pytest.mark.parametrize(

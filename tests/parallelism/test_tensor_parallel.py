@@ -15,9 +15,9 @@ from runner.adapter.config import LoraConfig
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch
 from runner.core.errors import SpecError
-from runner.core.tolerance import tolerance
+from runner.core.tolerance import tolerance_of
 from runner.distributed import dtensor_utils
-from runner.model.causal import CausalLM
+from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer
 from runner.parallelism.config import FsdpConfig, TpConfig
@@ -145,7 +145,7 @@ def test_padded_rows() -> None:
 
 @SLOW
 def test_heads_in_many_chunks() -> None:
-    compare((1, 1, 2), lambda: made("qwen2", False, head_chunk_tokens=7))
+    compare((1, 1, 2), lambda: made("qwen2", False, lm_head_chunk_tokens=7))
 
 
 @pytest.mark.parametrize("build", [valued, lambda: scalar(False), lambda: scalar(True)], ids=["valued", "full", "lora"])
@@ -153,7 +153,7 @@ def test_heads_of_one_number(build: Callable[[], Any]) -> None:
     def gradients(model: Any) -> dict[str, Tensor]:
         found = model.outputs(part(0, 1), frozenset({"values", "scores"} & model.made))
         sum((one.square().sum() for one in found.values()), torch.zeros(())).backward()
-        return {n: dtensor_utils.whole(p.grad) for n, p in model.trainable().items() if p.grad is not None}
+        return {n: dtensor_utils.full_tensor(p.grad) for n, p in model.trainable().items() if p.grad is not None}
 
     wanted = gradients(build())
     for got in ranks(2, lambda rank: gradients(sliced(build(), (1, 1, 2)))):
@@ -212,10 +212,10 @@ def test_terms_see_whole_rows_of_logits(adapter: bool) -> None:
             measured = model.linear(*given)[1]["loss"]
         total, terms = model.linear(*given)
         total.backward()
-        found = {n: dtensor_utils.whole(p.grad) for n, p in model.trainable().items() if p.grad is not None}
+        found = {n: dtensor_utils.full_tensor(p.grad) for n, p in model.trainable().items() if p.grad is not None}
         return {"total": total.detach()[None], "measured": measured, "loss": terms["loss"]} | found
 
-    build = lambda: made("qwen2", adapter, head_chunk_tokens=16)  # noqa: E731
+    build = lambda: made("qwen2", adapter, lm_head_chunk_tokens=16)  # noqa: E731
     wanted = work(build)
     for got in ranks(2, lambda rank: work(lambda: sliced(build(), (1, 1, 2)))):
         close(got, wanted, 1e-5)
@@ -228,7 +228,7 @@ def test_temperatures() -> None:
         outputs = model.outputs(batch, frozenset({"logprobs", "entropy"}))
         (outputs["logprobs"] + outputs["entropy"].square()).sum().backward()
         return {n: v.detach() for n, v in outputs.items()} | {
-            n: dtensor_utils.whole(p.grad) for n, p in model.trainable().items() if p.grad is not None
+            n: dtensor_utils.full_tensor(p.grad) for n, p in model.trainable().items() if p.grad is not None
         }
 
     wanted = work(made("llama", False))
@@ -250,14 +250,14 @@ def test_an_adapter_that_computes_in_bfloat16() -> None:
 
     def gradients(model: Any) -> dict[str, Tensor]:
         model.linear(part(0, 1), part(0, 1).tokens["weight"])[0].backward()
-        return {name: dtensor_utils.whole(p.grad) for name, p in model.trainable().items() if p.grad is not None}
+        return {name: dtensor_utils.full_tensor(p.grad) for name, p in model.trainable().items() if p.grad is not None}
 
     def build() -> Any:
         return made("qwen3", True, dtype="bfloat16", initializer_range=0.05)
 
     wanted = gradients(build())
     for found in ranks(2, lambda rank: gradients(sliced(build(), (1, 1, 2)))):
-        close(found, wanted, tolerance("bfloat16").gradient)
+        close(found, wanted, tolerance_of("bfloat16").gradient)
 
 
 def test_a_bfloat16_base_beside_a_float32_adapter_stays_as_small_as_it_is() -> None:

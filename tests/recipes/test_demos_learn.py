@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.errors import SpecError
 from runner.core.paths import recipes_dir
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.cli.main import main
 from runner.core.errors import SpecError
 from runner.core.paths import recipes_dir
@@ -92,4 +92,4 @@ def test_grpo_npu_is_rehearsed_at_two_and_one_placed_by_ray(workdir: Path) -> No
     assert main([*words, *SMALL, "evaluation.every=0", "device.threads=1"]) == 0
     steps = [json.loads(line) for line in Path("outputs/latest/metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
-    assert all(step["sync/probe"] < 1e-3 and step["train/grad_norm"] > 0 for step in steps)
+    assert all(step["weight_sync/logprob_error"] < 1e-3 and step["train/grad_norm"] > 0 for step in steps)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from runner.core.errors import SecurityRefusal, SpecError
+from runner.core.errors import SecurityError, SpecError
 from runner.data.config import FileConfig
 from runner.optimizer.config import OptimizerConfig
 from runner.reward.config import ExactConfig
@@ -68,8 +68,8 @@ def test_defaults_decode_to_the_classes_of_their_names() -> None:
         ({"optimizer": {"clip_norm": "x"}}, "optimizer.clip_norm", "expected a number above 0 or null, got 'x'"),
         ({"optimizer": {"betas": [0.9]}}, "optimizer.betas", "expected a list of 2 numbers, got [0.9]"),
         (
-            {"device": {"name": "npu", "fused": ["norm"]}},
-            "device.fused",
+            {"device": {"name": "npu", "fused_ops": ["norm"]}},
+            "device.fused_ops",
             'expected a list of some of rms_norm, rotary, swiglu, grouped_matmul, got ["norm"]',
         ),
         (
@@ -90,8 +90,8 @@ def test_defaults_decode_to_the_classes_of_their_names() -> None:
         ({"device": {"threads": True}}, "device.threads", "expected an integer at least 1, got true"),
         ({"data": {"max_lenght": 3}}, "data.max_lenght", "not an option of data=demo; did you mean 'max_length'?"),
         (
-            {"data": {"overlong": "cut"}},
-            "data.overlong",
+            {"data": {"truncation": "cut"}},
+            "data.truncation",
             "expected one of error, skip, truncate_left, truncate_right, split, got 'cut'",
         ),
         ({"data": {"digits": 1}}, "data.digits", "expected an integer from 2 to 12, got 1"),
@@ -213,7 +213,7 @@ def test_the_file_that_set_it_stands_beside_the_problem() -> None:
 
 @pytest.mark.parametrize("where", [{"model": {"_target_": "os.system"}}, {"x": {"y": [{"_target_": "os.system"}]}}])
 def test_naming_code_is_refused(where: dict[str, Any]) -> None:
-    with pytest.raises(SecurityRefusal, match="never code to run"):
+    with pytest.raises(SecurityError, match="never code to run"):
         decode(job(**where), {})
 
 
@@ -224,7 +224,7 @@ def test_a_models_own_code_is_trusted_on_the_command_line_only(origin: str, allo
     if allowed:
         assert decode(data, origins).model.trust_remote_code
     else:
-        with pytest.raises(SecurityRefusal, match="only the command line"):
+        with pytest.raises(SecurityError, match="only the command line"):
             decode(data, origins)
 
 
@@ -241,7 +241,7 @@ VALUES: dict[tuple[str, str], dict[str, Any]] = {
     ("reward", "length"): {"target": 3},
     ("reward", "function"): {"path": "x.py:y"},
     ("reward", "http"): {"url": "http://x/y"},
-    ("sampler", "vllm_server"): {"url": "http://localhost:1", "sync": "reload"},
+    ("sampler", "vllm_server"): {"url": "http://localhost:1", "weight_sync": "reload"},
     ("reward", "sum"): {"parts": ({**ExactConfig().model_dump(), "weight": 1.0},)},
 }
 SAMPLING = {

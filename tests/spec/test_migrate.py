@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from runner.cli.compose import Composer, compose_job, finish
 from runner.cli.conf import BESIDE
-from runner.cli.sources import options, session
+from runner.cli.job_builder import Composer, compose_job, decode_draft
+from runner.cli.sources import group_options, hydra_session
 from runner.core.errors import SpecError
 from runner.spec import migrate
 from runner.spec.base import COMMAND_LINE
 from runner.spec.decode import decode
 from runner.spec.migrate import BRACES, NAME, Entry, Job, Rule, table
 from runner.spec.registry import built_in_registry, default_registry
-from runner.spec.schema import Keys, groups_of
+from runner.spec.schema import OptionIndex, groups_of
 
 REGISTRY = built_in_registry()
-OPTIONS = {**Keys(REGISTRY).options, **{name: {"": tuple(cls.model_fields)} for name, cls in BESIDE.items()}}
+OPTIONS = {**OptionIndex(REGISTRY).options, **{name: {"": tuple(cls.model_fields)} for name, cls in BESIDE.items()}}
 GROUPS = groups_of(REGISTRY)
 ENTRIES = [entry for _, entries in table().pages.values() for entry in entries]
 HYDRAS = [entry for entry in ENTRIES if entry.keys[0].startswith("hydra")]
@@ -50,8 +50,8 @@ def words_of(rule: Rule) -> list[str]:
 @pytest.fixture(scope="module")
 def members() -> dict[str, set[str]]:
     """What can be chosen for each group, presets included."""
-    with session(REGISTRY) as loader:
-        return {group: set(options(loader.get_sources(), group)) for group in GROUPS}
+    with hydra_session(REGISTRY) as loader:
+        return {group: set(group_options(loader.get_sources(), group)) for group in GROUPS}
 
 
 def exists(key: str) -> bool:
@@ -158,21 +158,30 @@ def place(batches: list[dict[str, Any]], base: Mapping[str, Any], key: str, valu
 NEEDS = {
     "model=hf": ["model.path=path"],
     "data=": ["data.path=path"],
-    "data.weights=": ["data.path=[a,b]"],
+    "data.mixture_weights=": ["data.path=[a,b]"],
     "data.loss_on=": ["data=file", "data.path=path"],
-    "data.overlong=split": ["data=file", "data.path=path", "algorithm=cpt"],
-    "data.overlong=": ["data=file", "data.path=path"],
-    "parallelism.pp_chunks=": ["launch.devices=2"],
+    "data.truncation=split": ["data=file", "data.path=path", "algorithm=cpt"],
+    "data.truncation=": ["data=file", "data.path=path"],
+    "parallelism.pp_virtual_stages=": ["launch.devices=2"],
     "parallelism.ep=": ["model=tiny_moe", "launch.devices=8"],
     "parallelism=": ["launch.devices=8"],
     "launch.devices=": ["parallelism=ddp"],
-    "launch.node": ["parallelism=ddp", "launch.devices=2", "launch.nodes=2", "launch.node=0", "launch.address=a:1"],
+    "launch.node_rank": [
+        "parallelism=ddp",
+        "launch.devices=2",
+        "launch.nodes=2",
+        "launch.node_rank=0",
+        "launch.rdzv_endpoint=a:1",
+    ],
     "checkpoint.best_mode=": ["checkpoint.best=eval/loss"],
     "algorithm=opd": ["sampler=torch", "algorithm.teacher=path"],
     **{f"algorithm={name}": ["sampler=torch", "reward=exact"] for name in ("ppo", "grpo", "rein", "rloo")},
-    "sampler.sync=adapter": ["adapter=lora"],
-    **{f"{key}=": ["device=cuda"] for key in ("sampler.memory", "sampler.sleep", "model.activation_offloading")},
-    "sampler.timeout_s=": ["sampler=vllm_server", "sampler.url=http://127.0.0.1:1", "sampler.sync=reload"],
+    "sampler.weight_sync=adapter": ["adapter=lora"],
+    **{
+        f"{key}=": ["device=cuda"]
+        for key in ("sampler.gpu_memory_utilization", "sampler.sleep", "model.activation_offloading")
+    },
+    "sampler.timeout_s=": ["sampler=vllm_server", "sampler.url=http://127.0.0.1:1", "sampler.weight_sync=reload"],
     "parallelism.cpu_offload=": ["device=cuda"],
 }
 
@@ -221,12 +230,12 @@ def test_each_line_that_is_to_be_typed_composes() -> None:
             batches.append(dict(typed))
         else:
             batch |= typed
-    with session(default_registry()) as loader:
+    with hydra_session(default_registry()) as loader:
         composer = Composer(loader)
 
         def problems(typed: Mapping[str, str]) -> list[str]:
             try:
-                finish(composer.draft(list(typed.values())), default_registry())
+                decode_draft(composer.draft(list(typed.values())), default_registry())
             except SpecError as error:
                 return [f"{p.key}: {p.message}" for p in error.problems]
             return []

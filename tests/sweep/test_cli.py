@@ -11,7 +11,7 @@ import yaml
 
 from runner.cli import sweep
 from runner.cli.args import parse
-from runner.cli.expand import Expansion, expand
+from runner.cli.expand_sweep import Expansion, expand
 from runner.cli.main import main
 from runner.core.errors import SpecError
 from runner.sweep import plan
@@ -159,7 +159,7 @@ def test_two_hundred_jobs_compose_in_seconds(workdir: Path) -> None:
 
 def planned(*words: str) -> tuple[SweepFolder, list[dict[str, object]]]:
     folder = SweepFolder(Path("outputs/sweeps/20260101-000000-x-0000"))
-    made = sweep.planned(folder, parse(["-m", *words]), expand(words), ())
+    made = sweep.make_plan(folder, parse(["-m", *words]), expand(words), ())
     return folder, [made.data(job) for job in made.jobs]
 
 
@@ -174,7 +174,7 @@ def test_wandb_gets_a_group_and_names_that_say_what_varies(workdir: Path) -> Non
 
 def test_jobs_keep_what_no_file_may_say_for_the_user(workdir: Path) -> None:
     words = ("data=demo", "model=hf", "model.path=some/where", "model.trust_remote_code=true", "seed=1,2")
-    made = sweep.planned(SweepFolder(workdir), parse(["-m", *words]), expand(words), ())
+    made = sweep.make_plan(SweepFolder(workdir), parse(["-m", *words]), expand(words), ())
     assert [job.again for job in made.jobs] == [("model.trust_remote_code=true",)] * 2
 
 
@@ -248,7 +248,7 @@ def test_what_a_search_cannot_go_on_with(
 
 def test_a_resume_sets_an_option_anew(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begun = plan.Plan("x", (), {}, [], {"retries": 2, "fail_fast": True})
-    options = sweep._changed(begun, ["sweep.retry_wait_s=3", "sweep.fail_fast=false"])
+    options = sweep._resume_options(begun, ["sweep.retry_wait_s=3", "sweep.fail_fast=false"])
     assert (options.retries, options.retry_wait_s, options.fail_fast) == (2, 3.0, False)
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.algorithm.parts import Parts
+from runner.algorithm.inputs import AlgorithmInputs
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 from runner.algorithm.preference.learning import build as build_rm
 from runner.algorithm.preference.learning import build_dpo, build_kto, pack_pairs
@@ -34,8 +34,8 @@ JUDGED = judged(8, seed=2)
 TRAINING = pairs(4, seed=9)
 
 
-def parts(items: Any) -> Parts:
-    return Parts(Given(items), TOKENIZER, 0, refuse)
+def parts(items: Any) -> AlgorithmInputs:
+    return AlgorithmInputs(Given(items), TOKENIZER, 0, refuse)
 
 
 def dpo(**options: Any) -> tuple[Any, dict[str, Any]]:

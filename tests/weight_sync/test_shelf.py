@@ -21,7 +21,7 @@ from runner.core.errors import EnvironmentProblem, StorageError
 from runner.weight_sync import shelf, shelf_folder, weight_checksum
 from runner.weight_sync.shelf import Shelf, Shelved
 from runner.weight_sync.shelf_folder import claim, clear, places
-from runner.weight_sync.weight_checksum import digest_of
+from runner.weight_sync.weight_checksum import weights_digest
 
 Named = dict[str, Tensor]
 
@@ -70,7 +70,7 @@ def test_what_is_put_is_read_elsewhere_byte_for_byte(shelved: Shelf) -> None:
         made = shelved.put(version, tensors.items())
         again = Shelved(made.files, version)  # from paths alone
         assert same(dict(again), fixed | tensors) and again.changed == tensors.keys()
-        assert again.digest == made.digest == digest_of(fixed | tensors) == again.found()
+        assert again.digest == made.digest == weights_digest(fixed | tensors) == again.found()
         assert len(made.files) == 3
         assert set().union(*(load_file(path) for path in made.files)) == (fixed | tensors).keys()
         assert made.num_changed_bytes < sum(path.stat().st_size for path in made.files)
@@ -93,8 +93,8 @@ def test_of_versions_nothing_is_remembered(shelved: Shelf) -> None:
 
 def test_a_digest_knows_every_bit_name_type_and_shape_and_no_order() -> None:
     tensors = weights()
-    digest = digest_of(tensors)
-    assert digest == digest_of(dict(reversed(tensors.items())))
+    digest = weights_digest(tensors)
+    assert digest == weights_digest(dict(reversed(tensors.items())))
     others = [
         tensors
         | {"large": tensors["large"].clone().index_put_((torch.tensor(299), torch.tensor(99)), torch.tensor(0.0))},
@@ -103,7 +103,7 @@ def test_a_digest_knows_every_bit_name_type_and_shape_and_no_order() -> None:
         {**{name: one for name, one in tensors.items() if name != "a.scalar"}, "a.scala": tensors["a.scalar"]},
         {name: one for name, one in tensors.items() if name != "c.empty"},
     ]
-    assert len({digest, *(digest_of(one) for one in others)}) == 1 + len(others)
+    assert len({digest, *(weights_digest(one) for one in others)}) == 1 + len(others)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -112,7 +112,7 @@ def test_the_digest_does_not_depend_on_files(shelved: Shelf, shapes: list[list[i
     tensors = {f"t{at}": torch.randn(shape) for at, shape in enumerate(shapes)}
     shelf.FILE_BYTES = cut  # the fixture puts it back
     made = shelved.put(0, tensors.items())
-    assert made.digest == digest_of(tensors) == Shelved(made.files, 0).digest
+    assert made.digest == weights_digest(tensors) == Shelved(made.files, 0).digest
     shelved.drop_below(1)
 
 
@@ -122,7 +122,7 @@ def test_bytes_that_were_changed_are_found(shelved: Shelf) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    assert made.found() != made.digest == digest_of(weights())
+    assert made.found() != made.digest == weights_digest(weights())
 
 
 def test_no_more_is_held_than_a_file_and_a_tensor(shelved: Shelf) -> None:

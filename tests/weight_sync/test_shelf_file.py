@@ -20,7 +20,7 @@ from runner.weight_sync import shelf, shelf_file
 from runner.weight_sync.shelf import Shelf, Shelved
 from runner.weight_sync.shelf_file import leases, written
 from runner.weight_sync.shelf_folder import claim
-from runner.weight_sync.weight_checksum import digest_of
+from runner.weight_sync.weight_checksum import weights_digest
 
 DEADLINE_S = 60.0
 
@@ -54,7 +54,7 @@ def test_a_dropped_version_is_written_over(shelved: Shelf, count: int) -> None:
     assert {name: tensor.tolist() for name, tensor in Shelved(second.files, 2).items()} == {
         name: tensor.tolist() for name, tensor in weights(2, count).items()
     }
-    assert Shelved(second.files, 2).digest == second.digest == digest_of(weights(2, count))
+    assert Shelved(second.files, 2).digest == second.digest == weights_digest(weights(2, count))
     assert len(list(shelved.folder.iterdir())) == 1 + count, "nothing else stays"
 
 
@@ -65,7 +65,7 @@ def test_what_was_loaded_and_let_go_is_written_over(shelved: Shelf) -> None:
     loaded = {name: tensor.clone() for name, tensor in read.items() if read.digest == first.digest}
     del read
     shelved.drop_below(2)
-    assert inodes(shelved.put(2, weights(2).items())) == old and digest_of(loaded) == digest_of(weights(1))
+    assert inodes(shelved.put(2, weights(2).items())) == old and weights_digest(loaded) == weights_digest(weights(1))
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def digested(path: Path) -> Iterator[None]:
     weights = Shelved([path], 1)
     digest = weights.digest
     yield
-    assert digest_of(dict(weights)) == digest, "was written over"
+    assert weights_digest(dict(weights)) == digest, "was written over"
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def test_what_somebody_has_is_not_written_over(shelved: Shelf, has: Any) -> None
         shelved.drop_below(2)
         second = shelved.put(2, weights(2).items())
         assert len(inodes(second) & old) == 3, "the other files are"
-        assert second.found() == second.digest == digest_of(weights(2))
+        assert second.found() == second.digest == weights_digest(weights(2))
 
 
 def test_who_comes_upon_a_file_that_is_written_waits_for_its_end(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_disk_whose_leases_mean_nothing_gets_new_files(
         made.drop_below(2)
         assert not any(path.suffix for path in made.folder.iterdir()), "given back at once"
         new = made.put(2, weights(2).items())
-    assert old["t0"].tolist() == weights(1)["t0"].tolist() and new.found() == digest_of(weights(2))
+    assert old["t0"].tolist() == weights(1)["t0"].tolist() and new.found() == weights_digest(weights(2))
     made.close()
 
 

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from runner.algorithm.episodes.episode import Episode, Player, Turns
-from runner.core.rng import derive
+from runner.algorithm.episodes.episode import Episode, EpisodeRunner, ObservationTemplate
+from runner.core.rng import derive_seed
 from runner.interfaces import (
     Completion,
-    Environments,
+    EnvironmentFactory,
     Prompt,
     Request,
     Reward,
@@ -29,11 +29,11 @@ from runner.interfaces import (
     State,
 )
 
-Parts = Mapping[str, float | None]  # name → score of one part of a reward
+RewardComponents = Mapping[str, float | None]  # name → score of one part of a reward
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class RolloutSample:
     """One sampled answer: its tokens, which of them the policy chose (mask), and what it was worth.
 
     ids, mask, logprobs have one entry per token; a reward of None could not be scored, or nothing scores.
@@ -48,8 +48,8 @@ class Drawn:
     finish: str
     version: int
     reward: float | None
-    before: tuple[Mapping[str, Any], ...] = ()
-    parts: Parts = field(default_factory=dict)
+    history: tuple[Mapping[str, Any], ...] = ()
+    components: RewardComponents = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +57,24 @@ class Group:
     """The samples of one prompt."""
 
     prompt: Prompt
-    samples: tuple[Drawn, ...]
+    samples: tuple[RolloutSample, ...]
 
     @property
-    def has_contrast(self) -> bool:
+    def has_reward_variance(self) -> bool:
         """Whether at least two scored rewards differ."""
-        return contrast(self.outcomes)
+        return has_reward_variance(self.outcomes)
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
         """What came of each sample."""
-        return tuple(Outcome(s.reward, dict(s.parts), int(sum(s.mask)), s.finish) for s in self.samples)
+        return tuple(Outcome(s.reward, dict(s.components), int(sum(s.mask)), s.finish) for s in self.samples)
 
 
 class Outcome(NamedTuple):
     """What the numbers of a step say of one sample; length: of the policy's own tokens."""
 
     reward: float | None
-    parts: Parts
+    components: RewardComponents
     length: int
     finish: str
 
@@ -86,38 +86,38 @@ class Experience:
     step: int
     groups: tuple[Group, ...]
     rounds: int
-    left_out: tuple[tuple[Outcome, ...], ...] = ()
+    filtered_out: tuple[tuple[Outcome, ...], ...] = ()
 
     @property
-    def drawn(self) -> list[tuple[Outcome, ...]]:
+    def all_outcomes(self) -> list[tuple[Outcome, ...]]:
         """What came of every group that was drawn: numbers of the chosen ones alone would flatter or blame."""
-        return [*(group.outcomes for group in self.groups), *self.left_out]
+        return [*(group.outcomes for group in self.groups), *self.filtered_out]
 
 
-def contrast(group: Sequence[Outcome]) -> bool:
+def has_reward_variance(group: Sequence[Outcome]) -> bool:
     """Whether at least two scored rewards differ."""
     return len({one.reward for one in group if one.reward is not None}) > 1
 
 
-def experience_of(step: int, drawn: Sequence[Group], size: int, rounds: int, *, contrast: bool) -> Experience:
+def make_experience(step: int, drawn: Sequence[Group], size: int, rounds: int, *, contrast: bool) -> Experience:
     """`size` of the groups that were drawn, the first ones; with `contrast`, of those that have it, if any has."""
-    chosen = [at for at, group in enumerate(drawn) if group.has_contrast or not contrast] or range(len(drawn))
+    chosen = [at for at, group in enumerate(drawn) if group.has_reward_variance or not contrast] or range(len(drawn))
     kept = set(chosen[:size])
     left_out = tuple(group.outcomes for at, group in enumerate(drawn) if at not in kept)
     return Experience(step, tuple(drawn[at] for at in sorted(kept)), rounds, left_out)
 
 
 @runtime_checkable
-class Composed(Protocol):
+class CompositeReward(Protocol):
     """A reward made of others, which also says what each of them gave: name of a part → its own score."""
 
-    def composed(
+    def score_components(
         self, groups: Sequence[Sequence[Completion]]
-    ) -> tuple[list[list[float | None]], list[list[Parts]]]: ...
+    ) -> tuple[list[list[float | None]], list[list[RewardComponents]]]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Collector:
+class RolloutCollector:
     """Draws and scores the answers to prompts; with environments an answer is an episode of several turns."""
 
     sampler: Sampler
@@ -125,78 +125,84 @@ class Collector:
     tokenizer: Any
     seed: int
     group_size: int
-    environments: Environments | None = None
-    turns: Turns | None = None
+    environments: EnvironmentFactory | None = None
+    observation_template: ObservationTemplate | None = None
 
-    def groups(self, prompts: Sequence[Prompt], step: int, round: int) -> list[Group]:
+    def collect_groups(self, prompts: Sequence[Prompt], step: int, round: int) -> list[Group]:
         """G answers to each prompt, scored by a reward if any; seeded by (seed, step, round, prompt, sample, turn)."""
         size = self.group_size
 
         def write(live: Sequence[tuple[int, Episode]], turn: int) -> list[Rollout]:
             return self.sampler.sample([self._request(e, turn, step, round, at, player) for at, e in live])
 
-        player = Player(self.tokenizer, self.environments, self.turns, self.sampler.longest)
-        episodes = player.play([prompt for prompt in prompts for _ in range(size)], write)
+        player = EpisodeRunner(self.tokenizer, self.environments, self.observation_template, self.sampler.max_model_len)
+        episodes = player.run_episodes([prompt for prompt in prompts for _ in range(size)], write)
         grouped = [episodes[at * size : (at + 1) * size] for at in range(len(prompts))]
         return [
-            Group(prompt, tuple(finished(*one) for one in zip(group, rewards, parts, strict=True)))
-            for prompt, group, rewards, parts in zip(prompts, grouped, *self._worth(grouped), strict=True)
+            Group(prompt, tuple(to_sample(*one) for one in zip(group, rewards, parts, strict=True)))
+            for prompt, group, rewards, parts in zip(prompts, grouped, *self._score_groups(grouped), strict=True)
         ]
 
-    def _worth(self, grouped: Sequence[Sequence[Episode]]) -> tuple[list[list[float | None]], list[list[Parts]]]:
+    def _score_groups(
+        self, grouped: Sequence[Sequence[Episode]]
+    ) -> tuple[list[list[float | None]], list[list[RewardComponents]]]:
         """The reward of each sample of each group, and its parts."""
-        empty: list[list[Parts]] = [[{} for _ in group] for group in grouped]
+        empty: list[list[RewardComponents]] = [[{} for _ in group] for group in grouped]
         if self.reward is None:
             return [[None] * len(group) for group in grouped], empty
         asked = [[e.completion() for e in group] for group in grouped]
-        if isinstance(self.reward, Composed):
-            return self.reward.composed(asked)
+        if isinstance(self.reward, CompositeReward):
+            return self.reward.score_components(asked)
         return self.reward.score(asked), empty
 
-    def _request(self, episode: Episode, turn: int, step: int, round: int, at: int, player: Player) -> Request:
+    def _request(self, episode: Episode, turn: int, step: int, round: int, at: int, player: EpisodeRunner) -> Request:
         """The next turn's request, of the episode number `at`; only first turns share their prompt."""
         prompt, sample = divmod(at, self.group_size)
-        seed = derive(self.seed, "sample", step, round, prompt, sample, turn)
+        seed = derive_seed(self.seed, "sample", step, round, prompt, sample, turn)
         group = prompt if turn == 0 else at
-        limit = player.limit(episode, self.sampler.max_new_tokens)
+        limit = player.turn_token_limit(episode, self.sampler.max_new_tokens)
         return Request((*episode.prompt.ids, *episode.ids), seed, limit, group)
 
 
-def finished(episode: Episode, reward: float | None, parts: Parts) -> Drawn:
+def to_sample(episode: Episode, reward: float | None, parts: RewardComponents) -> RolloutSample:
     """The finished sample."""
     tokens = (tuple(episode.ids), tuple(episode.mask), tuple(episode.logprobs))
-    return Drawn(*tokens, episode.text, episode.finish, episode.version, reward, episode.before, parts)
+    return RolloutSample(*tokens, episode.text, episode.finish, episode.version, reward, episode.history, parts)
 
 
-def rewards(experience: Experience) -> dict[str, float]:
+def reward_metrics(experience: Experience) -> dict[str, float]:
     """What all that a step drew says of the reward, under stable names; what no sample has a score for is left out."""
-    drawn = [one for group in experience.drawn for one in group]
+    drawn = [one for group in experience.all_outcomes for one in group]
     scored = torch.tensor([one.reward for one in drawn if one.reward is not None], dtype=torch.float64)
-    differ = [contrast(g) for g in experience.drawn if len(g) > 1 and any(one.reward is not None for one in g)]
-    known = {name: [s for one in drawn if (s := one.parts[name]) is not None] for name in drawn[0].parts}
+    differ = [
+        has_reward_variance(g)
+        for g in experience.all_outcomes
+        if len(g) > 1 and any(one.reward is not None for one in g)
+    ]
+    known = {name: [s for one in drawn if (s := one.components[name]) is not None] for name in drawn[0].components}
     return {
         **({"reward/mean": float(scored.mean()), "reward/std": float(scored.std(correction=0))} if len(scored) else {}),
-        "reward/unscored": float(len(drawn) - len(scored)),
+        "reward/num_failed": float(len(drawn) - len(scored)),
         **({"reward/zero_variance": 1.0 - sum(differ) / len(differ)} if differ else {}),
         **{f"reward/{name}": math.fsum(scores) / len(scores) for name, scores in known.items() if scores},
     }
 
 
-def numbers(experience: Experience) -> dict[str, float]:
+def rollout_metrics(experience: Experience) -> dict[str, float]:
     """What all that a step drew says of the policy, under stable names."""
-    drawn = [one for group in experience.drawn for one in group]
+    drawn = [one for group in experience.all_outcomes for one in group]
     tokens = sum(one.length for one in drawn)
     oldest = min(s.version for group in experience.groups for s in group.samples)
     return {
         "rollout/length": tokens / len(drawn),
-        "rollout/cut_off": sum(one.finish == "length" for one in drawn) / len(drawn),
+        "rollout/truncated_frac": sum(one.finish == "length" for one in drawn) / len(drawn),
         "rollout/tokens": float(tokens),
-        "rollout/rounds": float(experience.rounds),
+        "rollout/max_resample_rounds": float(experience.rounds),
         "rollout/staleness": float(experience.step - oldest),
     }
 
 
-def samples(experience: Experience, rewarded: bool) -> Iterator[Mapping[str, Any]]:
+def sample_records(experience: Experience, rewarded: bool) -> Iterator[Mapping[str, Any]]:
     """Every sample as a line for samples.jsonl, the first of each group first."""
     for turn in range(max(len(group.samples) for group in experience.groups)):
         for group in experience.groups:
@@ -204,7 +210,7 @@ def samples(experience: Experience, rewarded: bool) -> Iterator[Mapping[str, Any
                 one = group.samples[turn]
                 yield {
                     "prompt": group.prompt.text,
-                    **({"turns": list(one.before)} if one.before else {}),
+                    **({"turns": list(one.history)} if one.history else {}),
                     "answer": one.text,
                     **({"reward": one.reward} if rewarded else {}),
                     "finish": one.finish,
@@ -212,7 +218,7 @@ def samples(experience: Experience, rewarded: bool) -> Iterator[Mapping[str, Any
                 }
 
 
-def encode(experience: Experience) -> State:
+def encode_experience(experience: Experience) -> State:
     """The experience as a checkpoint keeps it: numbers of tokens in tensors, the rest as JSON."""
     drawn = [s for group in experience.groups for s in group.samples]
     flat = {name: [x for s in drawn for x in getattr(s, name)] for name in ("ids", "mask", "logprobs")}
@@ -225,7 +231,7 @@ def encode(experience: Experience) -> State:
                 "columns": dict(g.prompt.columns),
             },
             "samples": [
-                [len(s.ids), s.text, s.finish, s.version, s.reward, [dict(m) for m in s.before], dict(s.parts)]
+                [len(s.ids), s.text, s.finish, s.version, s.reward, [dict(m) for m in s.history], dict(s.components)]
                 for s in g.samples
             ],
         }
@@ -236,18 +242,22 @@ def encode(experience: Experience) -> State:
         "step": experience.step,
         "groups": groups,
         "rounds": experience.rounds,
-        "left_out": [[[one.reward, dict(one.parts), one.length, one.finish] for one in g] for g in experience.left_out],
+        "left_out": [
+            [[one.reward, dict(one.components), one.length, one.finish] for one in g] for g in experience.filtered_out
+        ],
         "tensors": tensors,
     }
 
 
-def decode(state: State) -> Experience:
+def decode_experience(state: State) -> Experience:
     """The inverse of `encode`."""
     rest = {name: iter(tensor.tolist()) for name, tensor in state["tensors"].items()}
 
-    def sample(size: int, text: str, finish: str, version: int, reward: Any, before: Any, parts: Parts) -> Drawn:
+    def sample(
+        size: int, text: str, finish: str, version: int, reward: Any, before: Any, parts: RewardComponents
+    ) -> RolloutSample:
         ids, mask, logprobs = (tuple(next(rest[n]) for _ in range(size)) for n in ("ids", "mask", "logprobs"))
-        return Drawn(ids, mask, logprobs, text, finish, version, reward, tuple(before), parts)
+        return RolloutSample(ids, mask, logprobs, text, finish, version, reward, tuple(before), parts)
 
     groups = []
     for group in state["groups"]:

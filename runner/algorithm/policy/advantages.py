@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def numbered(ids: Tensor) -> Tensor:
+def compact_ids(ids: Tensor) -> Tensor:
     """Ids int64 [K] → int64 [K], equal where they are equal and without gaps: 0, 1, ... in the order of the ids."""
     ordered, order = torch.sort(ids)
     numbers = torch.zeros_like(ids)
@@ -46,19 +46,19 @@ def numbered(ids: Tensor) -> Tensor:
     return numbers
 
 
-def sum_within(values: Tensor, ids: Tensor) -> Tensor:
+def segment_sum(values: Tensor, ids: Tensor) -> Tensor:
     """Values [K], ids int64 [K] → [K]: each segment's sum, at each of its members. Differentiable; keeps the dtype."""
-    numbers = numbered(ids)
+    numbers = compact_ids(ids)
     return torch.zeros_like(values).index_add(0, numbers, values)[numbers]
 
 
-def min_within(values: Tensor, ids: Tensor) -> Tensor:
+def segment_min(values: Tensor, ids: Tensor) -> Tensor:
     """Values [K], ids int64 [K] → [K]: each segment's smallest value, at each of its members."""
-    numbers = numbered(ids)
+    numbers = compact_ids(ids)
     return torch.zeros_like(values).scatter_reduce(0, numbers, values, "amin", include_self=False)[numbers]
 
 
-def next_within(mask: Tensor, ids: Tensor) -> Tensor:
+def next_in_segment(mask: Tensor, ids: Tensor) -> Tensor:
     """Mask bool [K], ids int64 [K] → int64 [K]: the nearest later member of the segment that is in the mask.
 
     K where there is none. A segment's members must lie in one run, as a row's tokens do.
@@ -71,7 +71,7 @@ def next_within(mask: Tensor, ids: Tensor) -> Tensor:
     return torch.where(same, nearest, size)
 
 
-def mean_and_variance(values: Tensor, mask: Tensor, *, ddof: int) -> tuple[Tensor, Tensor]:
+def masked_mean_and_variance(values: Tensor, mask: Tensor, *, ddof: int) -> tuple[Tensor, Tensor]:
     """Both 0-d. ddof 0: the population's variance; 1: Bessel's correction. Of `ddof` or fewer values it is 0, and so is
     the mean of none."""
     count = mask.sum()
@@ -87,7 +87,7 @@ def whiten(values: Tensor, mask: Tensor, *, ddof: int = 0, eps: float = 1e-8) ->
     Departure: OpenRLHF and NeMo-RL raise a variance below 1e-8 to it, here as in verl 1e-8 is added to every variance.
     Equal values, and a single one, become 0.
     """
-    mean, variance = mean_and_variance(values, mask, ddof=ddof)
+    mean, variance = masked_mean_and_variance(values, mask, ddof=ddof)
     return torch.where(mask, (values - mean) * torch.rsqrt(variance + eps), 0)
 
 
@@ -101,21 +101,21 @@ def group_mean_std(rewards: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tens
 
     verl, TRL and OpenRLHF agree on ddof 1; eps ≥ 0 is 1e-6 in verl, 1e-4 in TRL, 1e-9 in OpenRLHF.
     """
-    centred, count = _centred(rewards, group)
-    std = (sum_within(centred.square(), group) / (count - 1).clamp(min=1)).sqrt()
+    centred, count = _center_by_group(rewards, group)
+    std = (segment_sum(centred.square(), group) / (count - 1).clamp(min=1)).sqrt()
     return torch.where(std > 0, centred / (std + eps), 0)
 
 
 @advantage("group_mean", paper="Dr. GRPO 2503.20783", formula="R − mean of the group")
 def group_mean(rewards: Tensor, group: Tensor) -> Tensor:
     """R − mean, [N]. Dr. GRPO also wants the aggregation seq_mean_token_sum_norm."""
-    return _centred(rewards, group)[0]
+    return _center_by_group(rewards, group)[0]
 
 
 @advantage("leave_one_out", paper="RLOO 2402.14740", formula="R − mean of the group's other answers")
 def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
     """R − mean of the other scored samples = n/(n − 1)·(R − mean), [N]; 0 where there is no other."""
-    centred, count = _centred(rewards, group)
+    centred, count = _center_by_group(rewards, group)
     return centred * count / (count - 1).clamp(min=1)
 
 
@@ -126,17 +126,17 @@ def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
 )
 def batch_std(rewards: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
     """(R − mean of the group) / (std of all scored rewards + eps), [N]; the std has ddof 1; eps > 0, 1e-4 in TRL."""
-    _, variance = mean_and_variance(rewards, ~rewards.isnan(), ddof=1)
+    _, variance = masked_mean_and_variance(rewards, ~rewards.isnan(), ddof=1)
     return group_mean(rewards, group) / (variance.sqrt() + eps)
 
 
 @advantage("opo", paper="OPO 2505.23585", formula="R − length-weighted mean of the group")
 def opo(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
     """R − Σ length·R / Σ length over the group, [N]; lengths [N] in learnt tokens, each above 0 where scored."""
-    shifted, scored = _shifted(rewards, group)
+    shifted, scored = _shift_by_minimum(rewards, group)
     weight = torch.where(scored, lengths, 0).to(rewards.dtype)
-    total = sum_within(weight, group)
-    baseline = sum_within(weight * shifted, group) / torch.where(total > 0, total, 1)
+    total = segment_sum(weight, group)
+    baseline = segment_sum(weight * shifted, group) / torch.where(total > 0, total, 1)
     return torch.where(scored, shifted - baseline, 0)
 
 
@@ -174,27 +174,27 @@ def reinforce_pp_baseline(rewards: Tensor, group: Tensor, mask: Tensor, row: Ten
     return whiten(group_mean(rewards, group)[row], mask)
 
 
-def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+def _center_by_group(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     """(R − mean of the group, 0 where unscored; scored samples of the group), both [N]."""
-    shifted, scored = _shifted(rewards, group)
-    count = sum_within(scored.to(rewards.dtype), group)
-    mean = sum_within(shifted, group) / count.clamp(min=1)
+    shifted, scored = _shift_by_minimum(rewards, group)
+    count = segment_sum(scored.to(rewards.dtype), group)
+    mean = segment_sum(shifted, group) / count.clamp(min=1)
     return torch.where(scored, shifted - mean, 0), count
 
 
-def _shifted(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+def _shift_by_minimum(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     """(R − smallest of the group, 0 where unscored; whether scored), both [N]. Makes equal rewards exactly 0."""
     scored = ~rewards.isnan()
-    smallest = min_within(torch.where(scored, rewards, torch.inf), group)
+    smallest = segment_min(torch.where(scored, rewards, torch.inf), group)
     return torch.where(scored, rewards - smallest, 0), scored
 
 
-def scored_tokens(mask: Tensor, rewards: Tensor, row: Tensor) -> Tensor:
+def scored_mask(mask: Tensor, rewards: Tensor, row: Tensor) -> Tensor:
     """The mask without the rows whose reward is NaN (unscored), bool [T]: what may be whitened and learnt."""
     return mask & ~rewards.isnan()[row]
 
 
-def penalised_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, row: Tensor, beta: float) -> Tensor:
+def kl_penalized_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, row: Tensor, beta: float) -> Tensor:
     """R − beta·Σ KL over the row's learnt tokens, [N]: the penalty inside a sequence's reward (RLOO, 2402.14740).
 
     rewards: float [N], NaN stays NaN; kl: float [T], k1 per token.
@@ -202,20 +202,20 @@ def penalised_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, row: Tensor, be
     return rewards.index_add(0, row, torch.where(mask, kl, 0), alpha=-beta)
 
 
-def place_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, row: Tensor, beta: float) -> Tensor:
+def token_level_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, row: Tensor, beta: float) -> Tensor:
     """−beta·KL on every learnt token, plus the row's reward on its last one, [T] (PPO; REINFORCE++ 2501.03262).
 
     rewards: float [N]; kl: float [T], k1 per token. A row whose reward is NaN has 0 everywhere: take it out of the
     mask with `scored_tokens`. A row without learnt tokens has no place for its reward.
     """
-    last = next_within(mask, row) == len(row)
+    last = next_in_segment(mask, row) == len(row)
     placed = torch.where(last, rewards[row], 0) - beta * kl
-    return torch.where(scored_tokens(mask, rewards, row), placed, 0)
+    return torch.where(scored_mask(mask, rewards, row), placed, 0)
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, row: Tensor, gamma: float) -> Tensor:
     """G_t = r_t + gamma·G at the row's next learnt token, float [T]; 0 outside the mask."""
-    total = _discounted_sum(torch.where(mask, rewards, 0), next_within(mask, row), gamma)
+    total = _discounted_sum(torch.where(mask, rewards, 0), next_in_segment(mask, row), gamma)
     return torch.where(mask, total, 0)
 
 
@@ -228,7 +228,7 @@ def gae(
 
     rewards, values: float [T]. Returns are made of the advantages before any whitening, as in every implementation.
     """
-    following = next_within(mask, row)
+    following = next_in_segment(mask, row)
     next_values = torch.cat([values, values.new_zeros(1)])[following]
     delta = torch.where(mask, rewards + gamma * next_values - values, 0)
     advantages = torch.where(mask, _discounted_sum(delta, following, gamma * lam), 0)

@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from runner.algorithm.policy.advantages import sum_within
-from runner.interfaces.losses import Correction, correction, kl_estimator, torch
+from runner.algorithm.policy.advantages import segment_sum
+from runner.interfaces.losses import ImportanceWeights, correction, kl_estimator, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 LOG_RATIO_LIMIT = 20.0
 
 
-def clamped(log_ratio: Tensor) -> Tensor:
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
     """The log-ratio within ±LOG_RATIO_LIMIT."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def token_ratio(logprobs: Tensor, old: Tensor) -> Tensor:
     """exp(l − o) per token, [T]; differentiable in l."""
-    return clamped(logprobs - old).exp()
+    return clamp_log_ratio(logprobs - old).exp()
 
 
 def sequence_ratio(logprobs: Tensor, old: Tensor, mask: Tensor, row: Tensor) -> Tensor:
@@ -64,69 +64,69 @@ def sequence_ratio(logprobs: Tensor, old: Tensor, mask: Tensor, row: Tensor) -> 
     """
     constant = logprobs.detach()
     difference = torch.where(mask, constant - old, 0)
-    count = sum_within(mask.to(logprobs.dtype), row).clamp(min=1)
-    return clamped(sum_within(difference, row) / count + logprobs - constant).exp()
+    count = segment_sum(mask.to(logprobs.dtype), row).clamp(min=1)
+    return clamp_log_ratio(segment_sum(difference, row) / count + logprobs - constant).exp()
 
 
 Level = Literal["token", "sequence"]
 
 
-def behaviour_log_ratio(old: Tensor, sampled: Tensor, mask: Tensor, row: Tensor, level: Level) -> Tensor:
+def behavior_log_ratio(old: Tensor, sampled: Tensor, mask: Tensor, row: Tensor, level: Level) -> Tensor:
     """log rho, detached, [T]; 0 outside the mask.
 
     token: o − mu.  sequence: Σ (o − mu) over the row's learnt tokens, the ratio of whole answers, at each of them.
     """
     difference = torch.where(mask, (old - sampled).detach(), 0)
     if level == "sequence":
-        difference = torch.where(mask, sum_within(difference, row), 0)
-    return clamped(difference)
+        difference = torch.where(mask, segment_sum(difference, row), 0)
+    return clamp_log_ratio(difference)
 
 
 High = Annotated[float, Field(ge=1, description="Upper bound of the weights")]
 Low = Annotated[float, Field(ge=0, le=1, description="Lower bound of the weights")]
 
 
-@correction("tis", paper="Yao et al. 2025", formula="min(ρ, correction_high)")
-def tis(log_ratio: Tensor, *, correction_high: High = 2.0) -> Correction:
+@correction("tis", paper="Yao et al. 2025", formula="min(ρ, correction_max)")
+def tis_weights(log_ratio: Tensor, *, correction_max: High = 2.0) -> ImportanceWeights:
     """min(rho, high): 2 per token in verl, slime and SkyRL, 3 in TRL; 5 per sequence in SkyRL.
 
     Departure: OpenRLHF also raises small weights, to 0.5.
     """
     rho = log_ratio.exp()
-    return Correction(rho.clamp(max=correction_high), rho > correction_high)
+    return ImportanceWeights(rho.clamp(max=correction_max), rho > correction_max)
 
 
-@correction("mis", paper="IcePop 2510.18855", formula="ρ where correction_low ≤ ρ ≤ correction_high, else 0")
-def mis(log_ratio: Tensor, *, correction_high: High = 5.0, correction_low: Low = 0.5) -> Correction:
+@correction("mis", paper="IcePop 2510.18855", formula="ρ where correction_min ≤ ρ ≤ correction_max, else 0")
+def mis_weights(log_ratio: Tensor, *, correction_max: High = 5.0, correction_min: Low = 0.5) -> ImportanceWeights:
     """rho where low ≤ rho ≤ high, else 0: 0.5 and 5 in IcePop, 0 and 3 per sequence in TRL."""
     rho = log_ratio.exp()
-    outside = (rho < correction_low) | (rho > correction_high)
-    return Correction(torch.where(outside, 0, rho), outside)
+    outside = (rho < correction_min) | (rho > correction_max)
+    return ImportanceWeights(torch.where(outside, 0, rho), outside)
 
 
 @correction(
     "decoupled",
     paper="decoupled PPO 2110.00641; AReaL 2505.24298",
-    formula="ρ up to correction_high, else 0",
+    formula="ρ up to correction_max, else 0",
     for_stale=True,
 )
-def decoupled(log_ratio: Tensor, *, correction_high: High = math.inf) -> Correction:
+def decoupled_weights(log_ratio: Tensor, *, correction_max: High = math.inf) -> ImportanceWeights:
     """rho up to the bound and 0 above it, as AReaL caps it; rho everywhere without one (inf)."""
-    return mis(log_ratio, correction_high=correction_high, correction_low=0.0)
+    return mis_weights(log_ratio, correction_max=correction_max, correction_min=0.0)
 
 
-def drift(old: Tensor, sampled: Tensor, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+def sampler_mismatch(old: Tensor, sampled: Tensor, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """Health of the sampler, as (sum, count) over the learnt tokens; both 0-d.
 
-    abs_logprob_diff: |o − mu|.  abs_prob_diff: |exp(o) − exp(mu)|; fine under 0.005, a fault above 0.01 (verl's FAQ).
+    logprob_diff: |o − mu|.  prob_diff: |exp(o) − exp(mu)|; fine under 0.005, a fault above 0.01 (verl's FAQ).
     """
     count = mask.sum()
     logprobs = torch.where(mask, old - sampled, 0).abs().sum()
     probabilities = torch.where(mask, old.exp() - sampled.exp(), 0).abs().sum()
-    return {"abs_logprob_diff": (logprobs, count), "abs_prob_diff": (probabilities, count)}
+    return {"logprob_diff": (logprobs, count), "prob_diff": (probabilities, count)}
 
 
-def affected_share(found: Correction, mask: Tensor) -> tuple[Tensor, Tensor]:
+def affected_counts(found: ImportanceWeights, mask: Tensor) -> tuple[Tensor, Tensor]:
     """(learnt tokens whose weight was truncated or masked, learnt tokens); both 0-d."""
     return (found.affected & mask).sum(), mask.sum()
 
@@ -159,7 +159,7 @@ def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 @kl_estimator("k3", paper="Schulman 2020; GRPO 2402.03300", formula="exp(−d) − 1 + d")
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """exp(−d) − 1 + d, [T]; unbiased and never negative ("low_var_kl"; GRPO, 2402.03300)."""
-    difference = clamped(logprobs - reference_logprobs)
+    difference = clamp_log_ratio(logprobs - reference_logprobs)
     return torch.expm1(-difference) + difference
 
 
@@ -177,7 +177,7 @@ def k3_plus(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class KlControl:
+class KlController:
     """Coefficient of the KL penalty (Ziegler et al., 1909.08593, section 2.2).
 
     coefficient ← coefficient·(1 + clip(kl/target − 1, ±0.2)·samples/HORIZON); fixed without a target.

@@ -21,7 +21,7 @@ NOISE = "ray._private.accelerators.npu"  # a traceback at every start where NPUs
 
 
 @contextmanager
-def opened(asked: Mapping[str, Any], lines: JsonLines) -> Iterator[None]:
+def connect_cluster(asked: Mapping[str, Any], lines: JsonLines) -> Iterator[None]:
     """The cluster that was asked for, told as `ready` with its nodes, or as `refused` with what went wrong, also later.
 
     asked: address (None: a cluster of our own, heard on this machine only), resources and folder of that

@@ -18,8 +18,8 @@ from types import FrameType
 
 from runner.core.errors import EnvironmentProblem
 from runner.core.subprocess import ChildProcess
-from runner.launch.slurm.commands import steps_of, told
-from runner.launch.slurm.task import AGAIN, srun
+from runner.launch.slurm.commands import run_slurm, steps_of
+from runner.launch.slurm.srun_task import REQUEUE_CODE, srun_command
 from runner.run_dir.folder import RunFolder
 
 WARNED, LIMIT, ENDED = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
@@ -40,23 +40,23 @@ def main(root: str, words: Sequence[str]) -> int:
     run = RunFolder(Path(root))
     before = steps_of(run)
     command = [sys.executable, "-P", "-m", "runner", "resume", root, *words]
-    step = ChildProcess(srun(command, int(os.environ["SLURM_JOB_NUM_NODES"])), own_session=False, stdin=None)
+    step = ChildProcess(srun_command(command, int(os.environ["SLURM_JOB_NUM_NODES"])), own_session=False, stdin=None)
     code = step.wait_and_forward(forwarded)
-    if code == AGAIN and LIMIT in received:
-        return requeued(run, before)
+    if code == REQUEUE_CODE and LIMIT in received:
+        return requeue(run, before)
     return code if code >= 0 else 128 - code
 
 
-def requeued(run: RunFolder, before: int) -> int:
+def requeue(run: RunFolder, before: int) -> int:
     """Put this job back into Slurm's queue, if the run has made more steps than it had `before`; the exit code."""
     if steps_of(run) <= before:
         print("no step was made within Slurm's time limit: not requeued; raise launch.time", flush=True)
-        return AGAIN
+        return REQUEUE_CODE
     try:
-        told("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+        run_slurm("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
     except EnvironmentProblem as error:
         print(f"not requeued: {error}", flush=True)
-        return AGAIN
+        return REQUEUE_CODE
     print("requeued: Slurm starts the job again, and the run goes on from its checkpoint", flush=True)
     return 0
 

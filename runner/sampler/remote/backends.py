@@ -42,7 +42,7 @@ def hosted(listener: socket.socket) -> Any:
     host, port = listener.getsockname()[:2]
     within = timedelta(seconds=FORM_S)
     options = {"world_size": 2, "timeout": within, "wait_for_workers": False}
-    return torch_compat.listening_store(host, port, listener.detach(), **options)
+    return torch_compat.serve_tcp_store(host, port, listener.detach(), **options)
 
 
 def joined(host: str, port: int) -> Any:

@@ -13,7 +13,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from runner.core.errors import SamplerFault
+from runner.core.errors import SamplerError
 from runner.sampler.remote.listening import SILENCE_S
 from runner.sampler.remote.wire import authorization
 from runner.weight_sync.shelf import FIXED
@@ -23,11 +23,11 @@ AT_ONCE = 4  # files
 Get = Callable[[str, int], None]  # puts what is behind an address into an open file; raises OSError, HTTPException
 
 
-class UnfetchedError(SamplerFault):
+class UnfetchedError(SamplerError):
     """A file of another machine could not be had; it may later."""
 
 
-class UnsharedError(SamplerFault):
+class UnsharedError(SamplerError):
     """Trainer and sampler are on one machine and do not see the same files there, so weights have to be fetched."""
 
 

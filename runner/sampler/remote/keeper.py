@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from runner.core.errors import SamplerFault
+from runner.core.errors import SamplerError
 from runner.interfaces import Sampler
 from runner.sampler.remote.fetch import Fetched, Get, UnsharedError
 from runner.sampler.remote.wire import STALE, Held, Json, Wrong, answered, requests_of
@@ -41,7 +41,7 @@ class Keeper:
 
     def health(self) -> Json:
         """What can be said at any time, from any thread."""
-        return {"held": self._said(), "longest": self._sampler.longest}
+        return {"held": self._said(), "longest": self._sampler.max_model_len}
 
     def answer(self, verb: str, body: Json, key: str) -> Json:
         """What `verb` gives. `key`: that of a question whose answer was lost on its way, which is then given again.
@@ -55,10 +55,10 @@ class Keeper:
         try:
             found: Json = {"result": self.verbs[verb](body)}
         except _StaleError as error:
-            found = {"error": {"kind": STALE, "message": str(error), "exit_code": SamplerFault.exit_code}}
+            found = {"error": {"kind": STALE, "message": str(error), "exit_code": SamplerError.exit_code}}
         except Exception as error:
             log.warning("%s failed", verb, exc_info=True)
-            if isinstance(error, SamplerFault) and verb != "/load":  # of which it may be the weights' way that failed
+            if isinstance(error, SamplerError) and verb != "/load":  # of which it may be the weights' way that failed
                 raise
             found = {"error": Wrong.of(error).said()}
         found["held"] = self._said()
@@ -83,12 +83,12 @@ class Keeper:
             weights = Shelved(files, version)
             found = weights.digest
         except (OSError, SafetensorError) as error:
-            raise SamplerFault(f"the weights of version {version} cannot be read: {error}") from error
+            raise SamplerError(f"the weights of version {version} cannot be read: {error}") from error
         if found != digest:
             self._fetched.close()  # to be had anew, what is the same in every version with it
-            raise SamplerFault(f"the weights of version {version} are not those that were sent: {found} for {digest}")
+            raise SamplerError(f"the weights of version {version} are not those that were sent: {found} for {digest}")
         self.held = self._nothing()  # while they change, and if that fails half-way
-        self._sampler.load(weights, version)
+        self._sampler.load_weights(weights, version)
         self.held = Held(version, digest, self._session)
         self._fetched.drop_changed()
 
@@ -101,7 +101,7 @@ class Keeper:
         return self._sampler.score([tuple(row) for row in body["rows"]])
 
     def _release(self, _: Json) -> None:
-        self._sampler.release()
+        self._sampler.release_memory()
 
     def _check(self, body: Json) -> None:
         if not self.held.are(body["version"], body["digest"]):

@@ -27,8 +27,8 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from runner.core import fsync_io
-from runner.core.errors import SamplerFault
-from runner.core.rank_info import Machine
+from runner.core.errors import SamplerError
+from runner.core.rank_info import Host
 from runner.sampler.remote.wire import authorization
 
 SILENCE_S = 60.0  # of a client in the middle of something
@@ -141,7 +141,7 @@ class Desk:
         try:
             future.set_result(work())
         except BaseException as error:
-            ends = isinstance(error, SamplerFault) or not isinstance(error, Exception)
+            ends = isinstance(error, SamplerError) or not isinstance(error, Exception)
             future.set_exception(ConnectionAbortedError("the sampler ends") if ends else error)
             if ends:
                 raise
@@ -154,7 +154,7 @@ class Note:
     """Where a sampler listens, on which machine, and which process it is."""
 
     url: str
-    machine: Machine
+    machine: Host
     pid: int
     session: str
 
@@ -167,14 +167,14 @@ class Note:
     def write(self, path: Path) -> None:
         """Put it where a client looks for it, whole or not at all. Raises OSError."""
         content = {"url": self.url, **asdict(self.machine), "pid": self.pid, "session": self.session}
-        fsync_io.replace_whole(path, json.dumps(content).encode())
+        fsync_io.atomic_write(path, json.dumps(content).encode())
 
     @classmethod
     def read(cls, path: Path) -> Note:
         """The note of a sampler. Raises OSError where there is none, ValueError for what is none."""
         try:
             found = json.loads(path.read_bytes())
-            machine = Machine(str(found["host"]), str(found["boot_id"]))
+            machine = Host(str(found["host"]), str(found["boot_id"]))
             return cls(str(found["url"]), machine, int(found["pid"]), str(found["session"]))
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path} does not say where a sampler is: {error}") from error

@@ -54,7 +54,7 @@ def stages_on(device: torch.device) -> Stages:
         need = f"{2 * PIECE_BYTES >> 20} MiB on {device} and as much pinned memory"
         raise OutOfMemory(
             f"weights cannot go by collective, which takes {need}: {_first_line(error)}\n"
-            "  sampler.transport=http takes neither"
+            "  sampler.weight_transfer_backend=http takes neither"
         ) from error
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.core.bounded_text import parse_json
-from runner.core.errors import SamplerFault
-from runner.run_dir.folder import shown
+from runner.core.errors import SamplerError
+from runner.run_dir.folder import display_path
 from runner.sampler.remote.listening import Note, path_of
 from runner.sampler.remote.window import Patience
 from runner.sampler.remote.wire import LARGEST_BYTES, Held, Json, Wrong, authorization
@@ -128,7 +128,7 @@ class Remote:
     @property
     def log(self) -> str:
         """Where its words are."""
-        return shown(self._path.with_suffix(".log"))
+        return display_path(self._path.with_suffix(".log"))
 
     def ask(self, verb: str, body: Callable[[Note], Json], patience: Patience) -> Reply:
         """What it answers, under the patience. Raises SamplerFault at its end.
@@ -159,7 +159,7 @@ class Remote:
     def _miss(self, error: UnansweredError, tries: int, level: int, patience: Patience) -> None:
         if not patience.left():
             remedy = f"look into {self.log}, or give it longer: sampler.timeout_s"
-            raise SamplerFault(f"{self} gave no answer in {patience.timeout_s:g} s: {error}; {remedy}") from error
+            raise SamplerError(f"{self} gave no answer in {patience.timeout_s:g} s: {error}; {remedy}") from error
         if not tries:
             log.log(level, "%s does not answer, and is waited for: %s", self, str(error))  # without its frames
 

@@ -17,10 +17,10 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from runner.core.errors import SamplerFault
-from runner.distributed.work_partition import balanced, grouped
+from runner.core.errors import SamplerError
+from runner.distributed.work_partition import balance_by_cost, group_by_prompt
 from runner.interfaces import Request, Rollout
-from runner.sampler.base import DrawingConfig
+from runner.sampler.base import SamplingConfig
 from runner.sampler.remote.backends import Collectives
 from runner.sampler.remote.check import Limits
 from runner.sampler.remote.collective import PairServer
@@ -39,7 +39,7 @@ class Remotes:
 
     def __init__(
         self,
-        config: DrawingConfig,
+        config: SamplingConfig,
         count: int,
         notes: Path,
         *,
@@ -64,14 +64,14 @@ class Remotes:
         self._lock = threading.Lock()
 
     @property
-    def longest(self) -> int | None:
+    def max_model_len(self) -> int | None:
         """Most tokens of prompt and answer together that all samplers have room for. Waits for them to be there."""
         if self._longest is None:
             said = self._each([remote.health for remote in self._remotes])
             self._longest = [one.get("longest") for one in said]
         return min((one for one in self._longest if one is not None), default=None)
 
-    def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
+    def load_weights(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
         """Have every sampler load a version of the shelf. Raises SamplerFault where one does not."""
         if not isinstance(tensors, Shelved) or tensors.version != version:
             raise ValueError(f"samplers of their own load version {version} from files of the shelf, not {tensors!r}")
@@ -84,8 +84,8 @@ class Remotes:
         """One rollout per request, in their order. Raises SamplerFault after `sampler.timeout_s`, or where answers
         cannot be; what a sampler raised, as RunnerError of its exit code."""
         weights, begin = self._held(), time.monotonic()
-        members, costs = grouped(requests)
-        owners = balanced(costs, len(self._samplers))
+        members, costs = group_by_prompt(requests)
+        owners = balance_by_cost(costs, len(self._samplers))
         hands: list[list[int]] = [[] for _ in self._samplers]
         for group, owner in zip(members, owners, strict=True):
             hands[owner].extend(group)
@@ -104,12 +104,12 @@ class Remotes:
         found = self._each([partial(sampler.score, rows, weights) for sampler in self._samplers])
         return [engine for sampler in found for engine in sampler]
 
-    def measured(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Since it was last asked: tokens_per_s, of all samplers; queue, the most answers asked of one at once; load_s;
         restarts of samplers, resyncs of their weights, and shares rejected because they could not be answers."""
         return self._counts.taken()
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """Have the samplers give up what they can do without."""
         self._each([sampler.release for sampler in self._samplers])
 
@@ -133,7 +133,7 @@ class Remotes:
         patience = Patience(self._timeout_s)
         with self._lock:
             if self._open is None:
-                raise SamplerFault("the samplers are not asked any more")
+                raise SamplerError("the samplers are not asked any more")
             self._open.add(patience)
             futures = [self._pool.submit(one, patience) for one in work]
         try:

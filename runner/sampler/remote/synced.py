@@ -11,8 +11,8 @@ from itertools import chain
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
-from runner.core.errors import SamplerFault
-from runner.core.rank_info import Machine
+from runner.core.errors import SamplerError
+from runner.core.rank_info import Host
 from runner.interfaces import Request, Rollout
 from runner.sampler.remote.check import InvalidError, Limits, checked, scores
 from runner.sampler.remote.fetch import UnfetchedError, UnsharedError
@@ -28,7 +28,7 @@ Scores = list[list[list[float]]]  # by engine, row and id
 DRIFT = 0.1  # nats, mean over the rows: what bfloat16 may add from one process to another; a wrong head is off by 3
 TRIES = 2  # of what comes back wrong
 PAUSE_S = 1.0  # before weights are fetched again
-FAULTS = {kind.__name__: kind for kind in (SamplerFault, UnfetchedError, UnsharedError)}  # of the weights' way
+FAULTS = {kind.__name__: kind for kind in (SamplerError, UnfetchedError, UnsharedError)}  # of the weights' way
 log = logging.getLogger("runner")
 
 
@@ -95,7 +95,7 @@ class Synced:
                 reason = error
             self._counts.add("rejected")
             log.warning("%s gave what cannot be: %s; its answers are not used", self._remote, reason)
-        raise SamplerFault(f"{self._remote}: {reason}; {TRIES} times over, so it is ill: look into {self._remote.log}")
+        raise SamplerError(f"{self._remote}: {reason}; {TRIES} times over, so it is ill: look into {self._remote.log}")
 
     def _meant(self, verb: str, body: Json, weights: Shelved, patience: Patience) -> Reply:
         """What it says under these weights."""
@@ -109,7 +109,7 @@ class Synced:
             words = f"{self._remote} holds {reply.held}, where version {weights.version} is meant"
             lied += reply.held.session == self._loaded
             if lied == TRIES:
-                raise SamplerFault(f"{words}, although it loaded that: is it a sampler of another job, too?")
+                raise SamplerError(f"{words}, although it loaded that: is it a sampler of another job, too?")
             self._counts.add("resyncs")
             log.warning("%s: it loads them again", words)
             self._load_again(weights, patience)
@@ -124,7 +124,7 @@ class Synced:
                 return
             words = f"{self._remote} is {off:.4g} off what was said under version {weights.version} before"
             log.warning("%s it was loaded again: it is not used", words)
-        raise SamplerFault(f"{words} it was loaded again, {TRIES} times over (at most {DRIFT:g}): it is ill")
+        raise SamplerError(f"{words} it was loaded again, {TRIES} times over (at most {DRIFT:g}): it is ill")
 
     def _off(self, weights: Shelved, patience: Patience) -> float:
         """How far it is from its mark (mean |log-prob.|); 0 where it has none of these weights, or holds others again,
@@ -142,14 +142,14 @@ class Synced:
         except InvalidError:
             return math.inf
 
-    def _fault(self, weights: Shelved, patience: Patience) -> SamplerFault | None:
+    def _fault(self, weights: Shelved, patience: Patience) -> SamplerError | None:
         """What goes wrong with the weights as it loads them once, if anything does; all else is raised."""
         reply = self._remote.ask("/load", partial(self._announced, weights), patience)
         if reply.wrong is None:
             if reply.held.are(weights.version, weights.digest):
                 self._loaded = reply.held.session
                 return None
-            return SamplerFault(f"{self._remote} loaded version {weights.version}, and holds {reply.held}")
+            return SamplerError(f"{self._remote} loaded version {weights.version}, and holds {reply.held}")
         if reply.wrong.kind not in FAULTS:
             raise reply.wrong.error(str(self._remote))
         fault = FAULTS[reply.wrong.kind](f"{self._remote}: {reply.wrong.message}")
@@ -160,12 +160,12 @@ class Synced:
     def _announced(self, weights: Shelved, note: Note) -> Json:
         """What to load, and from where, by the sampler of this note."""
         said: Json = {"version": weights.version, "digest": weights.digest}
-        if note.machine == Machine.here() and note.session != self._apart:
+        if note.machine == Host.current() and note.session != self._apart:
             return said | {"files": [str(path) for path in weights.files]}
         try:
             return said | {"urls": self._offer.urls(_address_towards(note.address), weights.files)}
         except OSError as error:
-            raise SamplerFault(f"the weights of version {weights.version} cannot be offered: {error}") from error
+            raise SamplerError(f"the weights of version {weights.version} cannot be offered: {error}") from error
 
 
 def _rows(rows: Sequence[Sequence[int]]) -> Json:

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runner.core.bounded_text import parse_json
-from runner.core.errors import EnvironmentProblem, SamplerFault
-from runner.core.rank_info import Machine
+from runner.core.errors import EnvironmentProblem, SamplerError
+from runner.core.rank_info import Host
 from runner.sampler.remote.listening import Handler, Listening, Note, refuse_the_gone, url
 from runner.sampler.remote.wire import BEAT_S, LARGEST_BYTES, Json
 
@@ -42,7 +42,7 @@ class Patience:
     def left(self) -> float:
         """Seconds that are left, 0 after the end. Raises SamplerFault once it was given up."""
         if self._over.is_set():
-            raise SamplerFault("samplers are not waited for any more")
+            raise SamplerError("samplers are not waited for any more")
         return max(self._end - time.monotonic(), 0.0)
 
     def pause(self, seconds: float) -> None:
@@ -93,7 +93,7 @@ def offered(window: Window, path: Path, *, token: str, host: str, port: int = 0)
     """While the block runs, those who find the note at `path` and name the token are answered; see `serve`."""
     with _bound(window, token, host, port) as server, server.running():
         log.info("listens at %s", server.url)
-        with _noted(path, Note(server.url, Machine.here(), os.getpid(), window.session)):
+        with _noted(path, Note(server.url, Host.current(), os.getpid(), window.session)):
             yield
 
 

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from runner.core.errors import EnvironmentProblem
-from runner.interfaces import Bounds, Decide
+from runner.interfaces import Decide, ModelLimits
 from runner.sampler.config import VllmServerConfig
-from runner.sampler.draw import Rule, Stops, check_ids
 from runner.sampler.remote.check import Limits
+from runner.sampler.sampling import SamplingRule, StopCriteria, check_token_ids
 from runner.sampler.server.client import Client
 from runner.sampler.server.sampler import ServerSampler
 from runner.sampler.server.server import Server
@@ -26,7 +26,7 @@ FIXED_TOKENS = 16
 UNTOLD = (
     "it does not say when its process began (/metrics): started anew with nearly the same weights, it is not noticed"
 )
-UNSENT = "nothing is sent to it (sampler.sync=none): what it draws is of the weights that it was started with"
+UNSENT = "nothing is sent to it (sampler.weight_sync=none): what it draws is of the weights that it was started with"
 
 
 class Described(Protocol):
@@ -34,9 +34,9 @@ class Described(Protocol):
 
     tokenizer: Any
 
-    def bounds(self) -> Bounds: ...
+    def limits(self) -> ModelLimits: ...
 
-    def blueprint(self, folder: Path) -> None: ...
+    def save_configs(self, folder: Path) -> None: ...
 
 
 def build(
@@ -57,44 +57,44 @@ def build(
 
 
 def _built(config: VllmServerConfig, model: Described, decide: Decide, folder: Path, recomputed: bool) -> ServerSampler:
-    bounds = model.bounds()
-    check_ids(config, bounds.vocabulary)
-    key = None if config.key_variable is None else os.environ[config.key_variable]
+    bounds = model.limits()
+    check_token_ids(config, bounds.vocab_size)
+    key = None if config.api_key_env is None else os.environ[config.api_key_env]
     server = Server(Client(config.url, key, config.retries), config.model, config.patience_s)
-    rule = Rule(config.temperature, config.top_k, config.top_p, config.min_p)
-    decide.state("sampler", f"{server}, model {server.model}", "sampler.url")
+    rule = SamplingRule(config.temperature, config.top_k, config.top_p, config.min_p)
+    decide.record_fact("sampler", f"{server}, model {server.model}", "sampler.url")
     if not server.tells:
-        decide.state("sampler restarts", "known by what it says of fixed tokens alone", UNTOLD)
-    _judge(mode_of(server, bounds.vocabulary), server, rule, recomputed, decide)
-    if config.sync == "none":
-        decide.state("sampler weights", "not the trainer's", UNSENT)
+        decide.record_fact("sampler restarts", "known by what it says of fixed tokens alone", UNTOLD)
+    _judge(mode_of(server, bounds.vocab_size), server, rule, recomputed, decide)
+    if config.weight_sync == "none":
+        decide.record_fact("sampler weights", "not the trainer's", UNSENT)
     else:
-        model.blueprint(folder)
-    ends = bounds.ends | set(config.stop_tokens)
+        model.save_configs(folder)
+    ends = bounds.stop_token_ids | set(config.stop_token_ids)
     return ServerSampler(
         config,
         server,
-        sync_of(config.sync, server, Path(config.folder) if config.folder else None, folder),
-        Stops(model.tokenizer, ends, config.stop),
+        sync_of(config.weight_sync, server, Path(config.folder) if config.folder else None, folder),
+        StopCriteria(model.tokenizer, ends, config.stop),
         Asking(rule, ends, config.stop),
-        Limits(bounds.vocabulary, config.max_new_tokens),
-        _shorter(bounds.longest, server),
-        _fixed_row(bounds.vocabulary),
+        Limits(bounds.vocab_size, config.max_new_tokens),
+        _shorter(bounds.length_limit, server),
+        _fixed_row(bounds.vocab_size),
         folder,
     )
 
 
-def _judge(mode: Mode, server: Server, rule: Rule, recomputed: bool, decide: Decide) -> None:
+def _judge(mode: Mode, server: Server, rule: SamplingRule, recomputed: bool, decide: Decide) -> None:
     """Whether the log-probabilities that come with answers will do. Raises EnvironmentProblem if not."""
     if fits(mode, rule):
-        decide.state("sampler log-probabilities", "of what is drawn from", f"the server's are {mode}")
+        decide.record_fact("sampler log-probabilities", "of what is drawn from", f"the server's are {mode}")
         return
     what = {"raw": "of temperature 1 and uncut, whatever is drawn from", "tempered": "of the uncut distribution"}[mode]
     if not recomputed:
         text = f"{server} reports log-probabilities {what}"
         raise EnvironmentProblem(f"{text}, and this algorithm learns from those of what is drawn from; {FIX}")
     text = f"{FIX} to compare them with the trainer's; what is learnt is not touched, as the trainer computes its own"
-    decide.state("sampler log-probabilities", f"{what}: sampler/* compares unlike things", text)
+    decide.record_fact("sampler log-probabilities", f"{what}: sampler/* compares unlike things", text)
 
 
 def _shorter(own: tuple[int, str] | None, server: Server) -> tuple[int, str] | None:

@@ -14,8 +14,8 @@ from typing import Any
 from aiohttp import ClientConnectorError, ClientError
 
 from runner.core.bounded_text import parse_json
-from runner.core.errors import EnvironmentProblem, SamplerFault
-from runner.core.http_client import cause, request, run
+from runner.core.errors import EnvironmentProblem, SamplerError
+from runner.core.http_client import failure_reason, request, run_coroutine
 
 LARGEST_BYTES = 256 << 20
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
@@ -102,13 +102,13 @@ class Client:
 
     def _wait(self, failure: BaseException, tried: int, retries: int, until: float) -> None:
         late = "no whole answer in time (sampler.timeout_s)"
-        reason = late if isinstance(failure, TimeoutError) else cause(failure)
+        reason = late if isinstance(failure, TimeoutError) else failure_reason(failure)
         if self._closed.is_set():
-            raise SamplerFault(f"{self.url}: the sampler was closed while it waited for an answer") from failure
+            raise SamplerError(f"{self.url}: the sampler was closed while it waited for an answer") from failure
         pause = min(FIRST_WAIT_S * 2**tried, LONGEST_WAIT_S)
         if tried >= retries or time.monotonic() + pause >= until:
             text = f"{self.url} does not answer, asked {tried + 1} times: {reason}"
-            raise SamplerFault(
+            raise SamplerError(
                 f"{text}; look after the server, or raise sampler.retries, sampler.timeout_s"
             ) from failure
         with self._lock:
@@ -121,14 +121,14 @@ class Client:
         self._closed.wait(pause)
 
     def _locked_out(self, error: StatusError) -> EnvironmentProblem:
-        instead = "its key is wrong" if self._keyed else "it wants a key; type sampler.key_variable=NAME"
+        instead = "its key is wrong" if self._keyed else "it wants a key; type sampler.api_key_env=NAME"
         return EnvironmentProblem(f"{self.url} refuses to answer ({error}): {instead}")
 
     def _once(self, method: str, path: str, content: bytes | None, until: float) -> bytes:
         left = until - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        status, answer = run(self._exchange(method, path, content, left))
+        status, answer = run_coroutine(self._exchange(method, path, content, left))
         if status != 200:
             raise StatusError(status, _words(answer))
         return answer

@@ -23,11 +23,11 @@ from typing import Any
 
 from torch import Tensor
 
-from runner.core.errors import SamplerFault
+from runner.core.errors import SamplerError
 from runner.interfaces import Request, Rollout
 from runner.sampler.config import VllmServerConfig
-from runner.sampler.draw import Stops, room
 from runner.sampler.remote.check import InvalidError, Limits, checked
+from runner.sampler.sampling import StopCriteria, answer_limit
 from runner.sampler.server.client import GarbledError, StatusError
 from runner.sampler.server.server import Server
 from runner.sampler.server.sync import Nothing, Sync
@@ -52,7 +52,7 @@ class ServerSampler:
         config: VllmServerConfig,
         server: Server,
         sync: Sync,
-        stops: Stops,
+        stops: StopCriteria,
         asking: Asking,
         limits: Limits,
         longest: tuple[int, str] | None,
@@ -66,7 +66,7 @@ class ServerSampler:
         self._server, self._sync, self._stops, self._asking, self._limits = server, sync, stops, asking, limits
         self._longest, self._fixed_row, self._strings = longest, tuple(fixed_row), frozenset(config.stop)
         self._folder = folder
-        self._pool = ThreadPoolExecutor(config.batch_size, "sampler")
+        self._pool = ThreadPoolExecutor(config.max_num_seqs, "sampler")
         self._naps, self._asleep = config.sleep, False
         self._version = 0
         self._weights: Shelved | None = None
@@ -75,12 +75,12 @@ class ServerSampler:
         self._mark = self._now()
 
     @property
-    def longest(self) -> int | None:
+    def max_model_len(self) -> int | None:
         """See `Sampler`."""
         return None if self._longest is None else self._longest[0]
 
-    def load(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
-        """Bring the server to these weights; with sampler.sync=none it keeps its own, which are version 0.
+    def load_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
+        """Bring the server to these weights; with sampler.weight_sync=none it keeps its own, which are version 0.
 
         Raises SamplerFault if it refuses them, StorageError if they cannot be written.
         """
@@ -99,7 +99,7 @@ class ServerSampler:
 
         Raises ValueError and DataError for what cannot be asked, SamplerFault for what is not answered.
         """
-        limits = [room(request, self.max_new_tokens, self._longest) for request in requests]
+        limits = [answer_limit(request, self.max_new_tokens, self._longest) for request in requests]
         begun = time.monotonic()
         self._wake()
         found = self._all(requests, limits)
@@ -107,7 +107,7 @@ class ServerSampler:
             self._resync()
             found = self._all(requests, limits)
         if found is None:
-            raise SamplerFault(f"{self._server} lost its weights twice in one step; look after it, then: run resume")
+            raise SamplerError(f"{self._server} lost its weights twice in one step; look after it, then: run resume")
         self._seconds += time.monotonic() - begun
         self._counts["tokens"] += sum(len(rollout.ids) for rollout in found)
         return found
@@ -117,7 +117,7 @@ class ServerSampler:
         self._wake()
         return [[self._scored(row) for row in rows]]
 
-    def measured(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Tokens per second of sampling, seconds of loading, tries that failed, answers refused, weights sent again."""
         counts, seconds = dict(self._counts), self._seconds
         found = {
@@ -130,7 +130,7 @@ class ServerSampler:
         self._server.client.retried = 0
         return found
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """With sampler.sleep it sleeps until it is next asked for something."""
         if self._naps and not self._asleep:
             self._server.sleep()
@@ -159,14 +159,14 @@ class ServerSampler:
     def _resync(self) -> None:
         """Give the server the weights again that it has lost."""
         if self._weights is None:
-            text = "has other weights than when the run began, and sampler.sync=none sends it none"
-            raise SamplerFault(f"{self._server} {text}; start it with the same ones, then: run resume")
+            text = "has other weights than when the run began, and sampler.weight_sync=none sends it none"
+            raise SamplerError(f"{self._server} {text}; start it with the same ones, then: run resume")
         log.warning("%s has lost version %d: it is sent again", self._server, self._version)
         self._counts["resyncs"] += 1
         before = self._mark
-        self.load(self._weights, self._version)
+        self.load_weights(self._weights, self._version)
         if before.scores is not None and replace(before, started=self._mark.started).is_other(self._mark):
-            raise SamplerFault(
+            raise SamplerError(
                 f"{self._server} was sent its weights again, and does not say what it said with them before"
             )
 
@@ -199,12 +199,12 @@ class ServerSampler:
                     self._counts["rejected"] += 1
                 if last or end.is_set():
                     text = f"{self._server} gives answers that cannot be right, {TRIES} times: {error}"
-                    raise SamplerFault(f"{text}; look after the server") from error
+                    raise SamplerError(f"{text}; look after the server") from error
                 log.warning("an answer of %s cannot be right, it is asked again: %s", self._server, error)
             except StatusError as error:
                 if error.status == GONE and self._sync.model != self._server.model:
                     raise LostError from error
-                raise SamplerFault(f"{self._server} refuses to sample: {error}") from error
+                raise SamplerError(f"{self._server} refuses to sample: {error}") from error
         raise AssertionError("the last try returns or raises")
 
     def _asked(self, request: Request, limit: int, until: float) -> Rollout:
@@ -218,7 +218,7 @@ class ServerSampler:
 
     def _ended(self, rollout: Rollout, limit: int, stopped_by: str | None) -> Rollout:
         """The answer up to where it ends here: a server may see the end later, and never earlier but for strings."""
-        found = self._stops.end(rollout.ids, limit)
+        found = self._stops.first_stop(rollout.ids, limit)
         if found is None and stopped_by in self._strings:
             found = len(rollout.ids), "stop"  # its text, made token by token, has the string, and ours has not
         if found is None:
@@ -234,4 +234,4 @@ class ServerSampler:
         try:
             return self._server.score(row, self._sync.model)
         except (InvalidError, StatusError, GarbledError) as error:
-            raise SamplerFault(f"{self._server} does not say how likely given tokens are: {error}") from error
+            raise SamplerError(f"{self._server} does not say how likely given tokens are: {error}") from error

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from runner.core.errors import EnvironmentProblem, SamplerFault
+from runner.core.errors import EnvironmentProblem, SamplerError
 from runner.sampler.server.client import Client, GarbledError, StatusError
 from runner.sampler.server.wire import Json, scored, scoring
 
@@ -23,7 +23,7 @@ STARTED = re.compile(r"^process_start_time_seconds ([0-9.eE+]+)$", re.MULTILINE)
 RESETS, RESET_WAIT_S = 20, 0.25  # of a prefix cache whose blocks are still held
 PARTING_S = 10.0  # for what can also be left undone
 ADAPTERS = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
-ANEW = "a server on vllm-ascend (0.23) reads none anew: sampler.sync=adapter there, or sampler=vllm"
+ANEW = "a server on vllm-ascend (0.23) reads none anew: sampler.weight_sync=adapter there, or sampler=vllm"
 DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1, where nobody else can reach it"
 
 
@@ -79,7 +79,7 @@ class Server:
             return  # words, after a success
         except StatusError as error:
             if error.status not in (400, 404):
-                raise SamplerFault(f"{self} does not unload the adapter {name}: {error}") from error
+                raise SamplerError(f"{self} does not unload the adapter {name}: {error}") from error
 
     def reload(self, folder: Path) -> None:
         """Have it read all weights anew from a folder. Raises SamplerFault with its words."""
@@ -137,7 +137,7 @@ class Server:
             self._call("update_config", {"overrides": {"model_config": {"model": str(folder)}}})
             self._call("reload_weights", {})
         except StatusError as error:
-            raise SamplerFault(
+            raise SamplerError(
                 f"{self} does not read the weights in {folder}, in two steps: {error}{before}; {ANEW}"
             ) from error
 
@@ -153,7 +153,7 @@ class Server:
                 return
             time.sleep(RESET_WAIT_S)
         text = "keeps its prefix cache, which older weights have computed: other requests are under way"
-        raise SamplerFault(f"{self} {text}; let nobody else use it, or start it with --no-enable-prefix-caching")
+        raise SamplerError(f"{self} {text}; let nobody else use it, or start it with --no-enable-prefix-caching")
 
     def _do(self, path: str, body: Json, instead: str) -> object:
         try:
@@ -161,7 +161,7 @@ class Server:
         except GarbledError:
             return None  # words, as old versions say them after a success
         except StatusError as error:
-            raise SamplerFault(f"{self} refuses {path}: {error}; {instead}") from error
+            raise SamplerError(f"{self} refuses {path}: {error}; {instead}") from error
 
     def _expect(self, path: str, body: Json, instead: str) -> None:
         """Raise EnvironmentProblem if there is no such endpoint, to which `body` is a question without effect."""

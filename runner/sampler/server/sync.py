@@ -21,8 +21,8 @@ from typing import Protocol
 
 from safetensors.torch import save_file
 
-from runner.core.errors import SamplerFault, StorageError
-from runner.core.fsync_io import reason
+from runner.core.errors import SamplerError, StorageError
+from runner.core.fsync_io import error_reason
 from runner.sampler.server.server import Server
 from runner.weight_sync.shelf import Shelved
 
@@ -79,7 +79,7 @@ class Adapter:
         """See `Sync`."""
         try:
             self._forget()
-        except SamplerFault as error:
+        except SamplerError as error:
             log.warning("the adapter %s stays with the server: %s", self.model, error)
         finally:
             self._places.close()
@@ -158,7 +158,7 @@ def _worded(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        text = f"weights for the server cannot be written to {place}: {reason(error)}"
+        text = f"weights for the server cannot be written to {place}: {error_reason(error)}"
         raise StorageError(f"{text}; make room, or set sampler.folder to a folder that has it") from error
 
 
@@ -174,7 +174,7 @@ def _link(files: Iterable[Path], place: Path, before: Path | None) -> None:
 
 
 def sync_of(kind: str, server: Server, folder: Path | None, blueprint: Path) -> Sync:
-    """The way that sampler.sync names; folder: sampler.folder."""
+    """The way that sampler.weight_sync names; folder: sampler.folder."""
     if kind == "none":
         return Nothing(server)
     return Adapter(server, folder, blueprint) if kind == "adapter" else Reload(server, folder, blueprint)

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from runner.core.errors import EnvironmentProblem
-from runner.sampler.draw import Rule
 from runner.sampler.remote.check import InvalidError
+from runner.sampler.sampling import SamplingRule
 from runner.sampler.server.client import GarbledError, StatusError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ ALL_IDS = -1  # top_k that cuts nothing; newer versions say 0 and take both
 class Asking:
     """What all requests of a run have in common."""
 
-    rule: Rule
+    rule: SamplingRule
     ends: frozenset[int]
     stops: tuple[str, ...]
 
@@ -185,15 +185,15 @@ def mode_of(server: Server, vocabulary: int) -> Mode:
     return "raw" if _mean([a - b for a, b in zip(cold, hot, strict=True)]) < EQUAL else "tempered"
 
 
-def fits(mode: Mode, rule: Rule) -> bool:
+def fits(mode: Mode, rule: SamplingRule) -> bool:
     """Whether these are the log-probabilities of what the rule draws from."""
     cuts = rule.top_k is not None or rule.top_p < 1 or rule.min_p > 0
-    return mode == "processed" or rule.raw or (mode == "tempered" and not cuts)
+    return mode == "processed" or rule.is_raw or (mode == "tempered" and not cuts)
 
 
 def _asked(server: Server, prompt: Sequence[int], temperature: float) -> list[float]:
     """The log-probabilities of the likeliest answer."""
-    asking = Asking(Rule(temperature, top_k=1), frozenset(), ())
+    asking = Asking(SamplingRule(temperature, top_k=1), frozenset(), ())
     try:
         answer = server.client.post("/v1/completions", asking.body(server.model, prompt, ANSWER, 0), server.until())
         found = drawn(answer, prompt)

@@ -39,7 +39,7 @@ from runner.core.errors import EnvironmentProblem
 MODULE, FUNCTION = "vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"
 
 
-def leave_unpacked() -> None:
+def disable_cpu_packing() -> None:
     """Let the models that this process builds from now on multiply by their own weights.
 
     Raises EnvironmentProblem where this vLLM packs in another way.
@@ -58,10 +58,10 @@ def _plain(layer: Any, remove_weight: bool) -> None:
 WRAPPED = ".base_layer."
 
 
-def as_wrapped(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def lora_wrapped_names(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """`weights`, which have their names on the hub, by those that this model looks for."""
     inside = [name for name, _ in model.named_parameters() if WRAPPED in name and not _takes(model, name)]
-    hidden = {unwrapped(name) for name in inside}
+    hidden = {strip_lora_wrapper(name) for name in inside}
     packing: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     whole = {part: name for name, parts in packing.items() for part in parts}
     for name, tensor in weights:
@@ -71,7 +71,7 @@ def as_wrapped(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Itera
         yield (f"{path}{WRAPPED}{leaf}" if sought in hidden else name), tensor
 
 
-def unwrapped(name: str) -> str:
+def strip_lora_wrapper(name: str) -> str:
     """A parameter's name as if nothing were wrapped."""
     return name.replace(WRAPPED, ".")
 
@@ -90,7 +90,7 @@ def has_experts(model: nn.Module) -> bool:
     return any(kind.__name__ in LAYERS for module in model.modules() for kind in type(module).__mro__)
 
 
-def reload(runner: Any, weights: Iterable[tuple[str, Tensor]], device: str) -> None:
+def reload_all_weights(runner: Any, weights: Iterable[tuple[str, Tensor]], device: str) -> None:
     """All of the model's weights, anew. Raises EnvironmentProblem where this vLLM cannot."""
     if device == "cpu":
         text = "vLLM on the CPU packs experts once, and keeps them whatever is loaded later"
@@ -103,7 +103,7 @@ def reload(runner: Any, weights: Iterable[tuple[str, Tensor]], device: str) -> N
 
 
 if current_platform.is_cpu():
-    leave_unpacked()
+    disable_cpu_packing()
 
 
 class Loading:
@@ -133,14 +133,16 @@ class Loading:
         model = self.get_model()
         if has_experts(model):
             with set_current_vllm_config(self.vllm_config):  # which layers of experts read as they are laid out
-                reload(self.model_runner, weights, current_platform.device_type)
+                reload_all_weights(self.model_runner, weights, current_platform.device_type)
             return
         kind = type(model).__name__
         try:
-            taken = model.load_weights(as_wrapped(model, weights))  # type: ignore[operator]
+            taken = model.load_weights(lora_wrapped_names(model, weights))  # type: ignore[operator]
         except (KeyError, ValueError, RuntimeError, AssertionError) as error:
             raise EnvironmentProblem(f"sampler=vllm: {kind} of vLLM does not take the weights: {error!r}") from error
-        lacking = sorted(_parameters(model) - set(map(unwrapped, taken))) if whole and taken is not None else []
+        lacking = (
+            sorted(_parameters(model) - set(map(strip_lora_wrapper, taken))) if whole and taken is not None else []
+        )
         if lacking:
             text = f"{len(lacking)} parameters of vLLM's {kind} were not sent, such as {lacking[:3]}"
             raise EnvironmentProblem(f"sampler=vllm: {text}; use sampler=torch")
@@ -148,7 +150,7 @@ class Loading:
 
 def _parameters(model: nn.Module) -> set[str]:
     """Their names, as if no layer were wrapped for adapters."""
-    return {unwrapped(name) for name, _ in model.named_parameters()}
+    return {strip_lora_wrapper(name) for name, _ in model.named_parameters()}
 
 
 def _read(files: Sequence[str], names: frozenset[str]) -> Iterator[tuple[str, Tensor]]:

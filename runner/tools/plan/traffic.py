@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from runner.device.cards import Card
-from runner.model.build import DTYPES
 from runner.model.flops import attention_pairs, head_size
+from runner.model.initial_weights import DTYPES
 from runner.spec.job import JobSpec
-from runner.tools.plan.measure import longest
-from runner.tools.plan.spread import Spread, Stage, Weights
+from runner.tools.plan.measure import longest_row_tokens
+from runner.tools.plan.rank_layout import ModelWeights, RankLayout, StageLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RankWork:
     """Of one rank and step: tokens (of which cp ranks each have their share), floating-point operations of the update
     (see `model.flops`), those that are done again, micro-batches, and bytes sent, by what for. bubble: the share of the
     step for which a stage waits."""
@@ -36,24 +36,29 @@ class Work:
     bubble: float
 
     @property
-    def sent(self) -> int:
+    def sent_bytes(self) -> int:
         """All bytes sent."""
         return sum(self.sending.values())
 
 
-def work_of(
-    spec: JobSpec, shape: Any, whole: Mapping[str, Weights], own: Mapping[str, Weights], spread: Spread, stage: Stage
-) -> Work:
+def rank_work(
+    spec: JobSpec,
+    shape: Any,
+    whole: Mapping[str, ModelWeights],
+    own: Mapping[str, ModelWeights],
+    spread: RankLayout,
+    stage: StageLayout,
+) -> RankWork:
     """The work of a rank of this stage. whole, own: by role, the models, and what slices have of them."""
     mesh = spread.mesh
     rows = spec.algorithm.batch_size * spec.algorithm.samples_per_prompt
-    rows *= 2 if spec.algorithm.items == "pairs" else 1
-    tokens = ceil(rows * longest(spec) / mesh.data)
+    rows *= 2 if spec.algorithm.item_kind == "pairs" else 1
+    tokens = ceil(rows * longest_row_tokens(spec) / mesh.dp_size)
     cuts = ceil(tokens / spec.algorithm.micro_batch_tokens)
     traffic = Traffic(spec, shape, spread, stage, tokens, cuts, len(whole))
     together = mesh.tp * mesh.cp * mesh.pp
-    flops, again = (count / together for count in flops_of(spec, whole.values(), tokens))
-    return Work(tokens, flops, again, cuts, traffic.sending(own), spread.bubble(cuts))
+    flops, again = (count / together for count in update_flops(spec, whole.values(), tokens))
+    return RankWork(tokens, flops, again, cuts, traffic.sending(own), spread.bubble(cuts))
 
 
 @dataclass(frozen=True)
@@ -62,13 +67,13 @@ class Traffic:
 
     spec: JobSpec
     shape: Any
-    spread: Spread
-    stage: Stage
+    spread: RankLayout
+    stage: StageLayout
     tokens: int
     cuts: int
     models: int
 
-    def sending(self, own: Mapping[str, Weights]) -> dict[str, int]:
+    def sending(self, own: Mapping[str, ModelWeights]) -> dict[str, int]:
         """Bytes by what they are for; without what takes none."""
         found = {
             "weights and gradients": sum(self._for_data(one) for one in own.values()),
@@ -102,20 +107,20 @@ class Traffic:
     def _layers(self) -> int:
         return len(self.stage.layers)
 
-    def _for_data(self, model: Weights) -> int:
+    def _for_data(self, model: ModelWeights) -> int:
         """Layers in pieces are gathered for the forward and, if freed, again for the backward pass, in each
         micro-batch; gradients are summed into pieces, and between copies once."""
-        spread, r = self.spread, self.spread.copies
-        part = spread.part(model, self.stage)
+        spread, r = self.spread, self.spread.num_replicas
+        part = spread.stage_parts(model, self.stage)
         plain = part.plain
-        gathered = (2 if spread.resharded else 1) * plain.gathered(self._size)
+        gathered = (2 if spread.resharded else 1) * plain.gathered_bytes(self._size)
         sharding = self.cuts * (gathered + plain.trained_bytes) * (spread.pieces - 1) // spread.pieces
-        alike = max(1, spread.mesh.copies // spread.experts)
+        alike = max(1, spread.mesh.dp_cp_size // spread.experts)
         experts = part.experts.trained_bytes // spread.experts
         return (
             sharding
             + 2 * (plain.trained_bytes // spread.pieces) * (r - 1) // r
-            + self._of_experts(part.experts.gathered(self._size), part.experts.trained_bytes)
+            + self._of_experts(part.experts.gathered_bytes(self._size), part.experts.trained_bytes)
             + 2 * experts * (alike - 1) // alike
         )
 
@@ -137,7 +142,7 @@ class Traffic:
         mesh = self.spread.mesh
         if mesh.cp == 1:
             return 0
-        heads, kv = attending(self._inner, self.spread)
+        heads, kv = local_heads(self._inner, self.spread)
         numbers = self.tokens // mesh.cp * head_size(self._inner)
         if self.spread.ring:
             return self._layers * 2 * kv * numbers * (self._passes * self._size + 4) * (mesh.cp - 1)
@@ -157,17 +162,17 @@ class Traffic:
         return self._layers * 2 * self._passes * taken * self._hidden * (ep - 1) // ep
 
 
-def attending(inner: Any, spread: Spread) -> tuple[int, int]:
+def local_heads(inner: Any, spread: RankLayout) -> tuple[int, int]:
     """The heads and key-value heads of a slice; the latter repeated until Ulysses' ranks divide them."""
     heads, kv = inner.num_attention_heads // spread.mesh.tp, inner.num_key_value_heads // spread.mesh.tp
     return heads, kv if spread.ring else lcm(kv, spread.mesh.cp)
 
 
-def flops_of(spec: JobSpec, models: Iterable[Weights], tokens: int) -> tuple[float, float]:
+def update_flops(spec: JobSpec, models: Iterable[ModelWeights], tokens: int) -> tuple[float, float]:
     """Operations of the update for so many tokens in rows of the greatest length, all but each row's first of them
     predicted; and those of what is computed again."""
-    row = longest(spec)
-    products, attending = _recomputed(spec)
+    row = longest_row_tokens(spec)
+    products, attending = _recomputed_shares(spec)
     update = again = 0.0
 
     def pairs(window: int | None) -> float:
@@ -181,7 +186,7 @@ def flops_of(spec: JobSpec, models: Iterable[Weights], tokens: int) -> tuple[flo
     return update, again
 
 
-def _recomputed(spec: JobSpec) -> tuple[float, float]:
+def _recomputed_shares(spec: JobSpec) -> tuple[float, float]:
     """The shares of matrix products and of attention that are computed once more."""
     way = spec.model.gradient_checkpointing
     if way == "selective":

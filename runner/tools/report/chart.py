@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runner.tools.report.facts import Series
-from runner.tracker.text import number
+from runner.tools.report.run_facts import Series
+from runner.tracker.text import format_number
 
 WIDTH, HEIGHT = 720, 300
 LEFT, RIGHT, TOP, BOTTOM = 84, 16, 14, 40  # margins
@@ -41,7 +41,7 @@ def hues(count: int) -> list[int]:
 def svg(curves: Sequence[Curve], label: str) -> str:
     """A chart of the curves over the step. `label` says what it shows, for those who hear it."""
     most = min(max(POINTS // max(len(curves), 1), FEWEST_POINTS), MOST_POINTS)
-    thin = [(curve, curve.series.thinned(most).points) for curve in curves if curve.series.points]
+    thin = [(curve, curve.series.downsample(most).points) for curve in curves if curve.series.points]
     xs = [step for _, points in thin for step, _ in points]
     ys = [value for _, points in thin for _, value in points]
     if not xs:
@@ -123,7 +123,7 @@ def _mark(tag: str, of: Curve | Point, place: str, kind: str = "curve") -> str:
 
 
 def _tick(value: float) -> str:
-    return number(float(f"{value:.10g}"))
+    return format_number(float(f"{value:.10g}"))
 
 
 def _stride(count: int) -> int:

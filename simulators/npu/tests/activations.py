@@ -40,10 +40,16 @@ DEVICE.prepare()
 
 def made(how: dict[str, Any]) -> Any:
     config = TinyConfig(hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, layers=LAYERS, **how)
-    given: dict[str, Any] = {"head": "lm", "init_from": None, "longest": ROW, "fit": DEVICE.fuse, "admit": None}
+    given: dict[str, Any] = {
+        "head": "lm",
+        "init_from": None,
+        "longest": ROW,
+        "fit": DEVICE.apply_fused_ops,
+        "admit": None,
+    }
     device, said = DEVICE.torch_device, Decisions()
     model: Any = build(config, tokenizer=tokenizer(config), device=device, seed=0, decide=said, **given)
-    kernel = DEVICE.attention(model.compute_type)
+    kernel = DEVICE.varlen_attention(model.compute_type)
     assert kernel is not None
     model.attend_with(kernel, decide=said)
     return model

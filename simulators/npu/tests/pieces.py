@@ -56,7 +56,7 @@ def learnt(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), 1.0, norm)
         optimizer.step()
         optimizer.zero_grad()
-    return {name: dtensor_utils.whole(p).cpu() for name, p in parameters.items()}
+    return {name: dtensor_utils.full_tensor(p).cpu() for name, p in parameters.items()}
 
 
 def apart(rank: int, device: NpuSim, kind: str, offload: bool) -> float:

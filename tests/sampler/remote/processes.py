@@ -32,7 +32,7 @@ from tests.model.zoo import causal
 
 TOKEN = "secret of this test"
 DEADLINE_S = 90.0
-CONFIG = TorchSamplerConfig(temperature=0.8, max_new_tokens=24, batch_size=4)
+CONFIG = TorchSamplerConfig(temperature=0.8, max_new_tokens=24, max_num_seqs=4)
 GLOO = Collectives("gloo", torch.device("cpu"))
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
@@ -58,7 +58,7 @@ def local(version: int | None = None) -> TorchSampler:
     """The sampler that all processes have; with the weights of `version`, those of a process without."""
     sampler = build(CONFIG, model=causal("qwen2"), decide=Decisions())
     if version is not None:
-        sampler.load(weights(version), version)
+        sampler.load_weights(weights(version), version)
     return sampler
 
 
@@ -152,7 +152,7 @@ def _serve(notes: Path, index: int, options: Options) -> None:
     stop = StopSignal()
     stop.install()
     try:
-        with stop.at_once():
+        with stop.interrupt_immediately():
             serve(Gated(local(), options), index, notes, token=TOKEN, port=options.port, collectives=by)
     except Interrupted:
         pass

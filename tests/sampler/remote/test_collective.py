@@ -21,9 +21,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.build.samplers import collectives_of
-from runner.cli.compose import compose_job
-from runner.core.errors import OutOfMemory, SamplerFault, SpecError
+from runner.build.samplers import build_collectives
+from runner.cli.job_builder import compose_job
+from runner.core.errors import OutOfMemory, SamplerError, SpecError
 from runner.sampler.remote import backends, collective, pair
 from runner.sampler.remote.backends import hosted, joined
 from runner.sampler.remote.collective import Joined, PairServer
@@ -91,7 +91,7 @@ def drawn(version: int) -> Any:
     """What this process draws with a version of the shelf."""
     fixed, *_ = weights(1)
     reference = local()
-    reference.load(weights(version) | {fixed: weights(1)[fixed]}, version)
+    reference.load_weights(weights(version) | {fixed: weights(1)[fixed]}, version)
     return reference.sample(REQUESTS)
 
 
@@ -130,7 +130,7 @@ def test_what_arrives_is_the_same_to_the_bit_and_what_does_not_change_comes_once
     caplog.set_level("DEBUG", "runner")
     with far(tmp_path) as (started, remotes):
         for version in (1, 2):
-            remotes.load(shelf.get(version), version)
+            remotes.load_weights(shelf.get(version), version)
             assert remotes.sample(REQUESTS) == drawn(version)
             [held] = memory_of(started[0])
             assert held.read_bytes() == shelf.get(version).files[0].read_bytes()
@@ -143,12 +143,12 @@ def test_what_arrives_is_the_same_to_the_bit_and_what_does_not_change_comes_once
 def test_two_samplers_are_served_in_turn(tmp_path: Path, shelf: Shelf) -> None:
     with far(tmp_path, 2) as (_, remotes):
         for version in (1, 2, 1):
-            remotes.load(shelf.get(version), version)
+            remotes.load_weights(shelf.get(version), version)
             rows = [REQUESTS[0].prompt]
             one, other = remotes.score(rows)
             reference = local()
             fixed, *_ = weights(1)
-            reference.load(weights(version) | {fixed: weights(1)[fixed]}, version)
+            reference.load_weights(weights(version) | {fixed: weights(1)[fixed]}, version)
             assert one == other == reference.score(rows)[0]
 
 
@@ -164,7 +164,7 @@ def test_a_sampler_killed_while_it_is_sent_weights_is_replaced(
         started[0].note()
         at_piece(3, kill, monkeypatch)
         begin = time.monotonic()
-        remotes.load(shelf.get(1), 1)
+        remotes.load_weights(shelf.get(1), 1)
         assert time.monotonic() - begin < backends.STALL_S
         assert remotes.sample(REQUESTS) == drawn(1) and len(started) == 2
     assert "the pair with 127.0.0.1 is given up: " in caplog.text
@@ -181,7 +181,7 @@ def test_a_sampler_stopped_while_it_is_sent_weights_is_left_in_time(
     with far(tmp_path, silence_s=1.5) as (started, remotes):
         started[0].note()
         at_piece(3, lambda _: started[0].send(signal.SIGSTOP), monkeypatch)
-        thread, found = in_background(lambda: remotes.load(shelf.get(1), 1))
+        thread, found = in_background(lambda: remotes.load_weights(shelf.get(1), 1))
         until(lambda: "is given up" in caplog.text)
         if ending == "goes on":
             started[0].send(signal.SIGCONT)
@@ -208,11 +208,11 @@ def test_a_byte_that_changes_on_its_way_is_noticed_and_all_of_it_is_sent_again(
     with far(tmp_path) as (_, remotes):
         at_piece(whole, flip, monkeypatch)
         if times == 1:
-            remotes.load(shelf.get(1), 1)
+            remotes.load_weights(shelf.get(1), 1)
             assert remotes.sample(REQUESTS) == drawn(1)
         else:
-            with pytest.raises(SamplerFault, match="version 1 are not those that were sent"):
-                remotes.load(shelf.get(1), 1)
+            with pytest.raises(SamplerError, match="version 1 are not those that were sent"):
+                remotes.load_weights(shelf.get(1), 1)
     assert "not those that were sent" in caplog.text
     assert [path.read_bytes() for path in shelf.get(1).files] == files
 
@@ -232,12 +232,12 @@ def test_a_trainer_that_ends_meanwhile_waits_for_nobody(
         at_piece(3, stop, monkeypatch)
         for module in (backends, pair):
             monkeypatch.setattr(module, "STALL_S", 2.0)
-        thread, found = in_background(lambda: remotes.load(shelf.get(1), 1))
+        thread, found = in_background(lambda: remotes.load_weights(shelf.get(1), 1))
         assert there.wait(DEADLINE_S)
         begin = time.monotonic()
         remotes.close()
         thread.join(DEADLINE_S)
-        assert time.monotonic() - begin < 5 and isinstance(found[0], SamplerFault)
+        assert time.monotonic() - begin < 5 and isinstance(found[0], SamplerError)
 
 
 @pytest.fixture
@@ -301,19 +301,21 @@ def test_what_a_library_is_told_for_a_pair_is_not_told_to_the_group_of_the_ranks
     ],
 )
 def test_a_transport_that_nothing_takes_is_refused(words: tuple[str, ...], why: str) -> None:
-    job = ("+recipe=grpo_demo", *words, "sampler.transport=collective")
+    job = ("+recipe=grpo_demo", *words, "sampler.weight_transfer_backend=collective")
     with pytest.raises(SpecError) as raised:
         compose_job(job)
-    assert [one.key for one in raised.value.problems] == ["sampler.transport"] and why in str(raised.value)
+    assert [one.key for one in raised.value.problems] == ["sampler.weight_transfer_backend"] and why in str(
+        raised.value
+    )
 
 
 def test_a_cluster_may_have_samplers_elsewhere() -> None:
     words = ("+recipe=grpo_demo", "launch=ray", "launch.address=auto", "device=cpu", "launch.samplers=1")
-    spec = compose_job((*words, "sampler.transport=collective")).spec
+    spec = compose_job((*words, "sampler.weight_transfer_backend=collective")).spec
     device = SimpleNamespace(backend="cpu:gloo,npu:hccl", torch_device=torch.device("cpu"))
-    found = collectives_of(spec, device)  # type: ignore[arg-type]
+    found = build_collectives(spec, device)  # type: ignore[arg-type]
     assert found is not None and found.name == "hccl"
-    assert collectives_of(compose_job(words).spec, device) is None  # type: ignore[arg-type]
+    assert build_collectives(compose_job(words).spec, device) is None  # type: ignore[arg-type]
 
 
 def test_two_sides_in_one_process_move_bytes_both_of_which_are_waited_for() -> None:
@@ -412,7 +414,7 @@ def test_a_card_without_room_is_said_at_once(tmp_path: Path, shelf: Shelf, monke
     monkeypatch.setattr(collective, "stages_on", lambda _: stages_on(torch.device("cuda:1")))
     words = r"128 MiB on cuda:1 and as much .*: NPU out of memory\.\n.*sampler\.transport=http"
     with far(tmp_path) as (_, remotes), pytest.raises(OutOfMemory, match=words):
-        remotes.load(shelf.get(1), 1)
+        remotes.load_weights(shelf.get(1), 1)
 
 
 def test_memory_that_is_exhausted_as_a_pair_forms_is_no_broken_connection() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.core.errors import SamplerFault
-from runner.core.rank_info import Machine
+from runner.core.errors import SamplerError
+from runner.core.rank_info import Host
 from runner.sampler.remote.listening import Note, path_of
 from runner.sampler.remote.remote import Counts, Remote
 from runner.sampler.remote.window import Patience
@@ -37,7 +37,7 @@ def silent(tmp_path: Path) -> Iterator[Path]:
         thread = threading.Thread(target=answer)
         thread.start()
         port = listener.getsockname()[1]
-        Note(f"http://127.0.0.1:{port}", Machine.here(), os.getpid(), "s").write(path_of(tmp_path, 0))
+        Note(f"http://127.0.0.1:{port}", Host.current(), os.getpid(), "s").write(path_of(tmp_path, 0))
         yield tmp_path
         listener.shutdown(socket.SHUT_RDWR)
         thread.join()
@@ -50,7 +50,7 @@ def test_a_connection_does_not_live_as_long_as_the_error_that_it_ends_with(
 ) -> None:
     caplog.set_level("INFO", "runner")  # what is logged of it is kept, too
     remote = Remote(0, silent, "token", Counts(), silence_s=0.1)
-    with pytest.raises(SamplerFault, match="gave no answer in") as raised:
+    with pytest.raises(SamplerError, match="gave no answer in") as raised:
         remote.ask("/load", lambda _: {}, Patience(0.5))
     port = int(Note.read(path_of(silent, 0)).url.rpartition(":")[2])
     assert raised.value is not None and connected(port) == 0

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from runner.core.errors import RunnerError, SamplerFault
-from runner.distributed.work_partition import balanced, grouped
+from runner.core.errors import RunnerError, SamplerError
+from runner.distributed.work_partition import balance_by_cost, group_by_prompt
 from runner.interfaces import Request, Rollout
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.remote.remotes import Remotes
@@ -57,8 +57,8 @@ def client(notes: Path, count: int = 1, **options: Any) -> Iterator[Remotes]:
 
 def drawn(version: int, count: int = 1) -> list[Rollout]:
     """What so many samplers draw of the requests, computed in this process."""
-    members, costs = grouped(REQUESTS)
-    owners = balanced(costs, count)
+    members, costs = group_by_prompt(REQUESTS)
+    owners = balance_by_cost(costs, count)
     found: dict[int, Rollout] = {}
     for one in range(count):
         hand = [at for group, owner in zip(members, owners, strict=True) if owner == one for at in group]
@@ -84,15 +84,15 @@ def in_background(work: Any) -> tuple[threading.Thread, list[Any]]:
 def test_two_samplers_draw_bit_for_bit_what_this_process_draws(tmp_path: Path, shelf: Shelf) -> None:
     with samplers(tmp_path, 2), client(tmp_path, 2) as remotes:
         for version in (1, 2):
-            remotes.load(shelf.get(version), version)
+            remotes.load_weights(shelf.get(version), version)
             assert remotes.sample(REQUESTS) == drawn(version, 2)
             own = local(version).score([PROMPTS[0], PROMPTS[3]])
             assert remotes.score([PROMPTS[0], PROMPTS[3]]) == own * 2
         assert remotes.sample(REQUESTS[3:6]) == local(2).sample(REQUESTS[3:6])  # one group: for one of the two
         assert remotes.sample([]) == []
-        assert remotes.longest == local().longest
-        remotes.release()
-        numbers = remotes.measured()
+        assert remotes.max_model_len == local().max_model_len
+        remotes.release_memory()
+        numbers = remotes.pop_metrics()
     assert numbers.pop("tokens_per_s") > 0 and numbers.pop("load_s") > 0
     assert numbers == {"queue": 9.0, "restarts": 0.0, "resyncs": 0.0, "rejected": 0.0}
 
@@ -102,7 +102,7 @@ def test_a_sampler_killed_while_it_draws_is_replaced_and_draws_the_same(
 ) -> None:
     gate, begun = tmp_path / "gate", tmp_path / "begun"
     with samplers(tmp_path, 2, gate=gate, begun=begun) as started, client(tmp_path, 2) as remotes:
-        remotes.load(shelf.get(1), 1)
+        remotes.load_weights(shelf.get(1), 1)
         gate.touch()
         thread, found = in_background(lambda: remotes.sample(REQUESTS))
         until(lambda: begun.exists() and len(begun.read_text().splitlines()) == 2)
@@ -111,7 +111,7 @@ def test_a_sampler_killed_while_it_draws_is_replaced_and_draws_the_same(
         started.append(started[1].again())
         thread.join()
         assert found == [drawn(1, 2)]
-        numbers = remotes.measured()
+        numbers = remotes.pop_metrics()
     assert (numbers["restarts"], numbers["resyncs"], numbers["rejected"]) == (1, 1, 0)
     assert "does not answer, and is waited for" in caplog.text and "another process than before" in caplog.text
 
@@ -123,7 +123,7 @@ def test_a_stopped_sampler_is_noticed_by_its_silence(
 ) -> None:
     gate, begun = tmp_path / "gate", tmp_path / "begun"
     with samplers(tmp_path, gate=gate, begun=begun) as started, client(tmp_path, silence_s=1.5) as remotes:
-        remotes.load(shelf.get(1), 1)
+        remotes.load_weights(shelf.get(1), 1)
         gate.touch()
         thread, found = in_background(lambda: remotes.sample(REQUESTS))
         until(begun.exists)
@@ -137,7 +137,7 @@ def test_a_stopped_sampler_is_noticed_by_its_silence(
             started.append(started[0].again())
         thread.join()
         assert found == [drawn(1)]
-        assert remotes.measured()["restarts"] == (ending == "is replaced")
+        assert remotes.pop_metrics()["restarts"] == (ending == "is replaced")
         until(
             lambda: remotes.sample(REQUESTS[:3]) == local(1).sample(REQUESTS[:3])
         )  # what was left over disturbs nothing
@@ -149,8 +149,8 @@ def test_a_sampler_that_never_answers_is_a_fault_in_time(there: str, tmp_path: P
         with samplers(tmp_path) as started:
             started[0].note()
     begin = time.monotonic()
-    with client(tmp_path, timeout_s=0.5) as remotes, pytest.raises(SamplerFault) as raised:
-        remotes.load(shelf.get(1), 1)
+    with client(tmp_path, timeout_s=0.5) as remotes, pytest.raises(SamplerError) as raised:
+        remotes.load_weights(shelf.get(1), 1)
     assert 0.5 <= time.monotonic() - begin < 3 and raised.value.exit_code == 75
     why = r"sampler 0 \(not started\).*not said yet" if there == "no note" else r"sampler 0 \(http.*Connection refused"
     assert raised.match(f"{why}.*0.log.*sampler.timeout_s")
@@ -160,7 +160,7 @@ def test_a_sampler_that_never_answers_is_a_fault_in_time(there: str, tmp_path: P
 def test_answers_that_wait_for_a_sampler_are_given_up_at_once(tmp_path: Path, shelf: Shelf) -> None:
     gate, begun = tmp_path / "gate", tmp_path / "begun"
     with samplers(tmp_path, gate=gate, begun=begun), client(tmp_path) as remotes:
-        remotes.load(shelf.get(1), 1)
+        remotes.load_weights(shelf.get(1), 1)
         gate.touch()
         thread, found = in_background(lambda: remotes.sample(REQUESTS))
         until(begun.exists)
@@ -168,8 +168,8 @@ def test_answers_that_wait_for_a_sampler_are_given_up_at_once(tmp_path: Path, sh
         remotes.close()
         thread.join()
         assert time.monotonic() - begin < 2
-        assert isinstance(found[0], SamplerFault)
-        with pytest.raises(SamplerFault, match="not asked any more"):
+        assert isinstance(found[0], SamplerError)
+        with pytest.raises(SamplerError, match="not asked any more"):
             remotes.sample(REQUESTS)
 
 
@@ -181,9 +181,9 @@ def test_an_answer_lost_on_its_way_is_not_drawn_again(tmp_path: Path, shelf: She
         wire(started[0], tmp_path / "far", cuts) as far,
         client(far) as remotes,
     ):
-        remotes.load(shelf.get(1), 1)
+        remotes.load_weights(shelf.get(1), 1)
         assert remotes.sample(REQUESTS) == drawn(1)
-        assert remotes.measured()["restarts"] == 0
+        assert remotes.pop_metrics()["restarts"] == 0
     assert begun.read_text() == f"{len(REQUESTS)}\n"
 
 
@@ -195,7 +195,7 @@ def test_a_wire_that_goes_dead_is_left(tmp_path: Path, shelf: Shelf) -> None:
         wire(started[0], tmp_path / "far", cuts) as far,
         client(far, silence_s=1.5) as remotes,
     ):
-        remotes.load(shelf.get(1), 1)
+        remotes.load_weights(shelf.get(1), 1)
         assert remotes.sample(REQUESTS) == drawn(1)
 
 
@@ -204,11 +204,11 @@ def test_other_weights_than_meant_are_replaced_and_their_answers_never_used(
     tmp_path: Path, shelf: Shelf, caplog: pytest.LogCaptureFixture
 ) -> None:
     with samplers(tmp_path), client(tmp_path) as remotes, client(tmp_path) as other:
-        remotes.load(shelf.get(1), 1)
-        other.load(shelf.get(2), 2)
+        remotes.load_weights(shelf.get(1), 1)
+        other.load_weights(shelf.get(2), 2)
         for one, version in ((remotes, 1), (other, 2), (remotes, 1)):
             assert one.sample(REQUESTS) == drawn(version)
-            assert one.measured()["resyncs"] == 1
+            assert one.pop_metrics()["resyncs"] == 1
     assert "where version 1 is meant: it loads them again" in caplog.text
 
 
@@ -228,16 +228,16 @@ def test_a_replaced_sampler_says_of_fixed_rows_what_was_said_before_or_is_not_us
     scored: list[str] = []
     with samplers(tmp_path) as started, edited(started[0], tmp_path / "far", ill) as far, client(far) as remotes:
         for version in (1, 2):  # of the first there is a mark, too, which is no matter
-            remotes.load(shelf.get(version), version)
+            remotes.load_weights(shelf.get(version), version)
             remotes.score(PROMPTS[2:4])
         with client(tmp_path) as other:
-            other.load(shelf.get(1), 1)
+            other.load_weights(shelf.get(1), 1)
         if times == 1:
             assert remotes.sample(REQUESTS) == drawn(2)
         else:
-            with pytest.raises(SamplerFault, match=r"sampler 0 .*off what was said under version 2 .*2 times over"):
+            with pytest.raises(SamplerError, match=r"sampler 0 .*off what was said under version 2 .*2 times over"):
                 remotes.sample(REQUESTS)
-        assert remotes.measured()["resyncs"] == 1
+        assert remotes.pop_metrics()["resyncs"] == 1
     assert "it was loaded again: it is not used" in caplog.text
 
 
@@ -249,8 +249,8 @@ def lies(path: str, answer: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_sampler_that_keeps_other_weights_is_a_fault(tmp_path: Path, shelf: Shelf) -> None:
     with samplers(tmp_path) as started, edited(started[0], tmp_path / "far", lies) as far, client(far) as remotes:
-        remotes.load(shelf.get(1), 1)
-        with pytest.raises(SamplerFault, match=r"sampler 0 .* holds version 1 \(0\).*although it loaded that"):
+        remotes.load_weights(shelf.get(1), 1)
+        with pytest.raises(SamplerError, match=r"sampler 0 .* holds version 1 \(0\).*although it loaded that"):
             remotes.sample(REQUESTS)
 
 
@@ -262,13 +262,13 @@ def test_weights_that_changed_on_their_way_are_not_loaded(tmp_path: Path, shelf:
     content[-1] ^= 1
     path.write_bytes(content)
     with samplers(tmp_path) as started, client(tmp_path) as remotes:
-        with pytest.raises(SamplerFault, match="version 1 are not those that were sent"):
-            remotes.load(weights, 1)
+        with pytest.raises(SamplerError, match="version 1 are not those that were sent"):
+            remotes.load_weights(weights, 1)
         path.unlink()
-        with pytest.raises(SamplerFault, match=r"version 1 cannot be offered: .*No such file"):
-            remotes.load(weights, 1)
+        with pytest.raises(SamplerError, match=r"version 1 cannot be offered: .*No such file"):
+            remotes.load_weights(weights, 1)
         assert started[0].process.is_alive()
-        remotes.load(shelf.get(2), 2)
+        remotes.load_weights(shelf.get(2), 2)
         assert remotes.sample(REQUESTS) == drawn(2)
 
 
@@ -291,13 +291,13 @@ def test_answers_that_cannot_be_are_asked_for_once_more(
         return answer
 
     with edited(lasting, tmp_path / "far", ill) as far, client(far) as remotes:
-        remotes.load(shelf.get(1), 1)
+        remotes.load_weights(shelf.get(1), 1)
         if times == 1:
             assert remotes.sample(REQUESTS) == drawn(1)
         else:
-            with pytest.raises(SamplerFault, match=r"sampler 0 .*answer 4 .* nan; .*it is ill: look into .*0.log"):
+            with pytest.raises(SamplerError, match=r"sampler 0 .*answer 4 .* nan; .*it is ill: look into .*0.log"):
                 remotes.sample(REQUESTS)
-        assert remotes.measured()["rejected"] == times
+        assert remotes.pop_metrics()["rejected"] == times
 
 
 @pytest.mark.slow
@@ -306,23 +306,23 @@ def test_scores_that_cannot_be_are_a_fault(lasting: Process, tmp_path: Path, she
         return answer | {"result": [[[-1.0, -1.0], [math.nan]]]} if path == "/score" else answer
 
     with edited(lasting, tmp_path / "far", ill) as far, client(far) as remotes:
-        remotes.load(shelf.get(1), 1)
-        with pytest.raises(SamplerFault, match=r"sampler 0 .*it is ill"):
+        remotes.load_weights(shelf.get(1), 1)
+        with pytest.raises(SamplerError, match=r"sampler 0 .*it is ill"):
             remotes.score([[1, 2, 3], [4, 5]])
 
 
 @pytest.mark.slow
 def test_what_a_sampler_raises_keeps_its_words_and_its_code(lasting: Process, shelf: Shelf) -> None:
     with client(lasting.notes) as remotes:
-        remotes.load(shelf.get(1), 1)
+        remotes.load_weights(shelf.get(1), 1)
         with pytest.raises(RunnerError, match=r"sampler 0 \(http.*\): ValueError: .*at least one token") as raised:
             remotes.sample([Request((1, 2), 1, 0, 0)])
         assert raised.value.exit_code == 1
         wrong = Shelved(shelf.get(1).files, 1)
         with pytest.raises(ValueError, match="version 2 from files of the shelf"):
-            remotes.load(wrong, 2)
+            remotes.load_weights(wrong, 2)
         with pytest.raises(ValueError, match="from files of the shelf"):
-            remotes.load(None, 2)
+            remotes.load_weights(None, 2)
         assert remotes.sample(REQUESTS) == drawn(1)
 
 
@@ -331,9 +331,9 @@ def test_weights_of_another_model_are_an_error(lasting: Process, shelf: Shelf) -
     foreign = shelf.put(3, [("no.such.parameter", next(iter(weights(1).values())))])
     with client(lasting.notes) as remotes:
         with pytest.raises(RunnerError, match="ValueError: these weights are not the sampler's") as raised:
-            remotes.load(foreign, 3)
+            remotes.load_weights(foreign, 3)
         assert raised.value.exit_code == 1
-        remotes.load(shelf.get(1), 1)
+        remotes.load_weights(shelf.get(1), 1)
         assert remotes.sample(REQUESTS) == drawn(1)
 
 
@@ -349,17 +349,17 @@ def test_weights_are_fetched_from_another_machine_and_held_no_longer_than_they_a
     with samplers(tmp_path, elsewhere=True) as started, client(tmp_path) as remotes:
         note = started[0].note()
         for version in (1, 2):
-            remotes.load(shelf.get(version), version)
+            remotes.load_weights(shelf.get(version), version)
             reference = local()
-            reference.load(weights(version) | {fixed: weights(1)[fixed]}, version)
+            reference.load_weights(weights(version) | {fixed: weights(1)[fixed]}, version)
             assert remotes.sample(REQUESTS) == reference.sample(REQUESTS)
             held = [path for path in Path(f"/proc/{note.pid}/fd").iterdir() if "memfd:" in str(path.readlink())]
             assert len(held) == 1  # what is the same in every version
         served = [one.getMessage() for one in caplog.records if "GET /" in one.getMessage()]
         assert [sum(name in line for line in served) for name in ("fixed-0000", "v1-0000", "v2-0000")] == [1, 1, 1]
         shelf.get(2).files[-1].unlink()
-        with pytest.raises(SamplerFault, match="version 2 cannot be offered"):
-            remotes.load(shelf.get(2), 2)
+        with pytest.raises(SamplerError, match="version 2 cannot be offered"):
+            remotes.load_weights(shelf.get(2), 2)
     shelf.close()
 
 
@@ -372,7 +372,7 @@ def test_a_container_that_does_not_see_the_files_fetches_them(
         own = Shelved([Path(f"/proc/self/fd/{handle}")], 1)
         try:
             for _ in range(2):
-                remotes.load(own, 1)
+                remotes.load_weights(own, 1)
                 assert remotes.sample(REQUESTS) == drawn(1)
         finally:
             os.close(handle)
@@ -402,11 +402,11 @@ def test_samplers_killed_stopped_and_replaced_at_random_moments_draw_the_same(tm
             steps = 0
             while thread.is_alive() or steps % 2:
                 version = 1 + steps % 2
-                remotes.load(shelf.get(version), version)
+                remotes.load_weights(shelf.get(version), version)
                 assert remotes.sample(REQUESTS) == wanted[version]
                 steps += 1
         finally:
             over.set()
             thread.join()
-        numbers = remotes.measured()
+        numbers = remotes.pop_metrics()
     assert numbers["restarts"] > 5 and numbers["rejected"] == 0

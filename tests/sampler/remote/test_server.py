@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from runner.core.errors import EnvironmentProblem, SamplerFault
-from runner.core.rank_info import Machine
+from runner.core.errors import EnvironmentProblem, SamplerError
+from runner.core.rank_info import Host
 from runner.sampler.remote import listening as places
 from runner.sampler.remote import wire
 from runner.sampler.remote.keeper import Keeper
@@ -57,7 +57,7 @@ def test_a_sampler_answers_only_those_who_know_the_token(there: Note) -> None:
             assert status == 401 and b"token" in said
     status, said = ask(there, "GET", "/health")
     held = {"version": -1, "digest": "", "session": there.session}
-    assert (status, said) == (200, {"held": held, "longest": local().longest, "busy": False, "waiting": 0})
+    assert (status, said) == (200, {"held": held, "longest": local().max_model_len, "busy": False, "waiting": 0})
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_nothing_is_drawn_under_weights_that_are_not_there(there: Note) -> None:
 def test_health_is_answered_while_answers_are_drawn_one_question_at_a_time(tmp_path: Path, shelf: Any) -> None:
     gate, begun = tmp_path / "gate", tmp_path / "begun"
     with samplers(tmp_path, gate=gate, begun=begun) as started, client(tmp_path) as one, client(tmp_path) as other:
-        one.load(shelf.get(1), 1)
-        other.load(shelf.get(1), 1)
+        one.load_weights(shelf.get(1), 1)
+        other.load_weights(shelf.get(1), 1)
         gate.touch()
         first, found = in_background(lambda: one.sample(REQUESTS))
         until(begun.exists)
@@ -113,7 +113,7 @@ def test_health_is_answered_while_answers_are_drawn_one_question_at_a_time(tmp_p
 def test_a_long_draw_is_heard_of_as_soon_as_it_ends(tmp_path: Path, shelf: Any) -> None:
     gate, begun = tmp_path / "gate", tmp_path / "begun"
     with samplers(tmp_path, gate=gate, begun=begun), client(tmp_path) as one:
-        one.load(shelf.get(1), 1)
+        one.load_weights(shelf.get(1), 1)
         gate.touch()
         asking, found = in_background(lambda: one.sample(REQUESTS))
         until(begun.exists)
@@ -172,10 +172,10 @@ def test_a_stranger_on_the_port_of_a_dead_sampler_is_not_taken_for_it(
         def log_message(self, *_: Any) -> None:
             """Say nothing."""
 
-    note = Note("", Machine.here(), 1, "session of a dead one")
+    note = Note("", Host.current(), 1, "session of a dead one")
     caplog.set_level("INFO", "runner")
     with running(HTTPServer(("127.0.0.1", 0), Stranger)) as address, client(noted(tmp_path, note, address)) as remotes:
-        thread, found = in_background(lambda: remotes.load(shelf.get(1), 1))
+        thread, found = in_background(lambda: remotes.load_weights(shelf.get(1), 1))
         until(lambda: ("status 401: hello" if stranger == "refuses" else "no answer: b'hello'") in caplog.text)
         with samplers(tmp_path):
             thread.join()
@@ -183,7 +183,7 @@ def test_a_stranger_on_the_port_of_a_dead_sampler_is_not_taken_for_it(
 
 
 def test_notes_are_read_as_they_are_written_and_damaged_ones_said(tmp_path: Path) -> None:
-    note = Note(places.url("::1", 80), Machine("host", "boot"), 12, "session")
+    note = Note(places.url("::1", 80), Host("host", "boot"), 12, "session")
     note.write(path_of(tmp_path, 3))
     assert Note.read(tmp_path / "3.json") == note and note.address == ("::1", 80)
     for content in (b"", b"[]", b"{}", b'{"url": "http://a:1", "host": "h", "boot_id": "b", "pid": "x"}'):
@@ -195,16 +195,16 @@ def test_notes_are_read_as_they_are_written_and_damaged_ones_said(tmp_path: Path
 class Gone:
     """A sampler whose engine has lost its workers."""
 
-    longest = None
+    max_model_len = None
 
-    def release(self) -> None:
-        raise SamplerFault("vLLM's engine is gone")
+    def release_memory(self) -> None:
+        raise SamplerError("vLLM's engine is gone")
 
 
 def test_a_process_whose_sampler_is_gone_ends_and_no_other() -> None:
     keeper, desk = Keeper(Gone(), lambda *_: None), Desk()  # type: ignore[arg-type]
     asked = desk.ask(lambda: keeper.answer("/load", {}, "1")), desk.ask(lambda: keeper.answer("/release", {}, "2"))
-    with pytest.raises(SamplerFault, match="engine is gone"):
+    with pytest.raises(SamplerError, match="engine is gone"):
         desk.run()
     assert asked[0].result()["error"]["kind"] == "KeyError", "what is asked without sense is answered so"
     with pytest.raises(ConnectionAbortedError):

@@ -17,7 +17,7 @@ from tests.sampler.server.standin import Fault, StandIn, served
 pytestmark = pytest.mark.slow
 JOB = (
     *("+recipe=grpo_demo", "init_from=null", "model=hf", "steps=3", "schedule=constant", "optimizer.lr=0.01"),
-    *("algorithm.batch_size=4", "algorithm.group_size=2", "algorithm.zero_variance=keep", "algorithm.kl=k3"),
+    *("algorithm.batch_size=4", "algorithm.group_size=2", "algorithm.zero_variance=keep", "algorithm.kl_estimator=k3"),
     *(
         "data.items=32",
         "data.held_out=4",
@@ -37,7 +37,9 @@ JOB = (
 REWARD = "def score(completion_ids, **_):\n    return [sum(ids) / len(ids) for ids in completion_ids]\n"
 
 
-@pytest.mark.parametrize("words", [("sampler.sync=reload",), ("sampler.sync=adapter", "adapter=lora")], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [("sampler.weight_sync=reload",), ("sampler.weight_sync=adapter", "adapter=lora")], ids=" ".join
+)
 def test_a_job_trains_on_what_a_server_draws(words: tuple[str, ...], tmp_path: Path) -> None:
     policy = causal("qwen3", max_position_embeddings=512)
     policy.save(tmp_path / "model")
@@ -60,7 +62,7 @@ def test_a_job_trains_on_what_a_server_draws(words: tuple[str, ...], tmp_path: P
     lines = [json.loads(line) for line in (tmp_path / "outputs/latest/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     for line in lines:
-        assert line["sync/probe"] < 1e-4 and line["sampler/abs_logprob_diff"] < 1e-4
+        assert line["weight_sync/logprob_error"] < 1e-4 and line["mismatch/logprob_diff"] < 1e-4
         assert line["rollout/staleness"] == 0 and line["train/grad_norm"] > 0
     assert lines[0]["sampler/retries"] == 2
     assert not [*Path("/dev/shm").glob("posttrain-run-*/run-*")] and not server.adapters

@@ -21,14 +21,14 @@ import torch
 from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
 from runner.core.auto_choices import Decisions
-from runner.core.errors import DataError, EnvironmentProblem, SamplerFault, StorageError
+from runner.core.errors import DataError, EnvironmentProblem, SamplerError, StorageError
 from runner.interfaces import Request, Rollout
 from runner.model.tiny import byte_tokenizer
 from runner.sampler.config import VllmServerConfig
-from runner.sampler.probed import Probe
 from runner.sampler.server import client as client_module
 from runner.sampler.server.build import build
 from runner.sampler.server.sampler import ServerSampler
+from runner.sampler.sync_probe import SyncProbe
 from runner.weight_sync.shelf import Shelf
 from runner.weight_sync.shelf_folder import claim
 from tests.model.zoo import causal, module, rows
@@ -115,7 +115,7 @@ def test_draws_with_a_seed_per_answer_and_reports_what_was_drawn_from(version: V
         assert {one["seed"] for one in server.bodies} == {one.seed for one in asked()}
         for request, rollout in zip(asked(), got, strict=True):
             np.testing.assert_allclose(rollout.raw_logprobs, plain(server.base, request, rollout, 1.0), atol=ATOL)
-        assert sampler.measured()["tokens_per_s"] > 0 and sampler.longest == 128
+        assert sampler.pop_metrics()["tokens_per_s"] > 0 and sampler.max_model_len == 128
     assert all(one["ignore_eos"] and one["stop_token_ids"] == [258] for one in server.bodies)
 
 
@@ -135,7 +135,7 @@ def test_an_answer_ends_where_we_end_it(tmp_path: Path) -> None:
     with sampling(server, tmp_path) as sampler:
         whole = sampler.sample(asked(1, 12))[0]
     text = sampler._stops._tokenizer.decode(list(whole.ids[2:4]))
-    for options, size in (({"stop_tokens": (whole.ids[4],)}, 5), ({"stop": (text,)}, 4)):
+    for options, size in (({"stop_token_ids": (whole.ids[4],)}, 5), ({"stop": (text,)}, 4)):
         with sampling(server, tmp_path / "other", **options) as sampler:
             found = sampler.sample(asked(1, 12))[0]
         assert found.finish == "stop" and len(found.ids) <= size and found.ids == whole.ids[: len(found.ids)]
@@ -166,10 +166,10 @@ def test_learns_what_log_probabilities_mean(mode: str, rule: dict[str, Any], fit
 
 REFUSED = {
     "no token ids": ({"version": OTHER}, {}, "no token ids"),
-    "a wrong key": ({"key": "secret"}, {}, "sampler.key_variable"),
+    "a wrong key": ({"key": "secret"}, {}, "sampler.api_key_env"),
     "another model": ({}, {"model": "qwen"}, "has the models policy; type sampler.model"),
-    "no adapters": ({"adapters_on": False}, {"sync": "adapter"}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
-    "no development": ({"development_on": False}, {"sync": "reload"}, "VLLM_SERVER_DEV_MODE=1"),
+    "no adapters": ({"adapters_on": False}, {"weight_sync": "adapter"}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+    "no development": ({"development_on": False}, {"weight_sync": "reload"}, "VLLM_SERVER_DEV_MODE=1"),
 }
 
 
@@ -187,12 +187,12 @@ def test_a_key_comes_from_the_environment_and_a_closing_v1_is_read_over(
 ) -> None:
     monkeypatch.setenv("SERVER_KEY", "secret")
     with served(stand_in(key="secret")) as url:
-        sampler = made(f"{url}/v1/", tmp_path, key_variable="SERVER_KEY")
+        sampler = made(f"{url}/v1/", tmp_path, api_key_env="SERVER_KEY")
         assert len(sampler.sample(asked(1))) == len(PROMPTS)
         sampler.close()
         monkeypatch.delenv("SERVER_KEY")
         with pytest.raises(EnvironmentProblem, match="SERVER_KEY is not set"):
-            made(url, tmp_path / "b", key_variable="SERVER_KEY")
+            made(url, tmp_path / "b", api_key_env="SERVER_KEY")
 
 
 def moved(model: Any, by: float) -> None:
@@ -202,11 +202,11 @@ def moved(model: Any, by: float) -> None:
             parameter.add_(noise, alpha=by)
 
 
-def probe(model: Any) -> Probe:
-    return Probe([list(row) for row in rows((9, 12))], 1e-4)
+def probe(model: Any) -> SyncProbe:
+    return SyncProbe([list(row) for row in rows((9, 12))], 1e-4)
 
 
-def expected(model: Any, probed: Probe, version: int) -> None:
+def expected(model: Any, probed: SyncProbe, version: int) -> None:
     scores = []
     for row in probed.rows:
         rest = Rollout(tuple(row[1:]), (), None, 0, "stop")
@@ -219,13 +219,13 @@ def expected(model: Any, probed: Probe, version: int) -> None:
 )
 def test_reloads_all_weights_by_what_the_version_knows(version: Version, tmp_path: Path, shelf: Shelf) -> None:
     policy, server = causal("qwen3"), stand_in(version=version)
-    with sampling(server, tmp_path / "own", policy, sync="reload") as sampler:
-        shelf.keep(policy.published("fixed"))
+    with sampling(server, tmp_path / "own", policy, weight_sync="reload") as sampler:
+        shelf.keep(policy.hf_tensors("fixed"))
         probed = probe(policy)
         for step in (1, 2):
             moved(policy, 0.05)
             expected(policy, probed, step)
-            probed.load(sampler, shelf.put(step, policy.published("changed")), step)
+            probed.load(sampler, shelf.put(step, policy.hf_tensors("changed")), step)
             got = sampler.sample(asked())
             check(whole(policy), asked(), got, temperature=1.0)
             assert {one.version for one in got} == {step}
@@ -240,7 +240,7 @@ def test_loads_an_adapter_under_a_new_name_and_unloads_the_old_one(
 ) -> None:
     policy = attach(LoraConfig(rank=4, alpha=16.0), causal("qwen3"), decide=Decisions())
     server = stand_in(version=version)
-    with sampling(server, tmp_path / "own", policy, sync="adapter") as sampler:
+    with sampling(server, tmp_path / "own", policy, weight_sync="adapter") as sampler:
         probed = probe(policy)
         for step in (1, 2):
             moved(policy, 0.2)
@@ -255,12 +255,12 @@ def test_loads_an_adapter_under_a_new_name_and_unloads_the_old_one(
 def test_on_a_shared_disk_what_does_not_change_is_copied_once(tmp_path: Path, shelf: Shelf) -> None:
     policy = attach(LoraConfig(rank=4, alpha=16.0), causal("qwen3"), decide=Decisions())
     server, disk = stand_in(), Path(tempfile.mkdtemp(dir="/dev/shm"))
-    with sampling(server, tmp_path / "own", policy, sync="reload", folder=str(disk)) as sampler:
+    with sampling(server, tmp_path / "own", policy, weight_sync="reload", folder=str(disk)) as sampler:
         shelf.keep(policy.published("fixed"))
         places = []
         for step in (1, 2):
             moved(policy, 0.2)
-            sampler.load(shelf.put(step, policy.published("changed")), step)
+            sampler.load_weights(shelf.put(step, policy.published("changed")), step)
             check(whole(policy), asked(), sampler.sample(asked()), temperature=1.0)
             places += [next(disk.rglob("fixed-0000.safetensors")).stat().st_ino]
         assert places[0] == places[1] != (shelf.folder / "fixed-0000.safetensors").stat().st_ino
@@ -271,12 +271,12 @@ def test_on_a_shared_disk_what_does_not_change_is_copied_once(tmp_path: Path, sh
 @pytest.mark.slow
 def test_weights_that_were_not_taken_are_noticed(tmp_path: Path, shelf: Shelf) -> None:
     policy, server = causal("qwen3"), stand_in(keeps_old_weights=True)
-    with sampling(server, tmp_path / "own", policy, sync="reload") as sampler:
+    with sampling(server, tmp_path / "own", policy, weight_sync="reload") as sampler:
         probed = probe(policy)
         moved(policy, 0.05)
         expected(policy, probed, 1)
-        with pytest.raises(SamplerFault, match="off the trainer"):
-            probed.load(sampler, shelf.put(1, policy.published("all")), 1)
+        with pytest.raises(SamplerError, match="off the trainer"):
+            probed.load(sampler, shelf.put(1, policy.hf_tensors("all")), 1)
 
 
 @pytest.mark.parametrize("sync", ["reload", "adapter"])
@@ -287,24 +287,24 @@ def test_a_server_that_was_started_anew_is_loaded_again_and_its_answers_are_not_
     if sync == "adapter":
         policy = attach(LoraConfig(rank=4, alpha=16.0), policy, decide=Decisions())
     server = stand_in()
-    with sampling(server, tmp_path / "own", policy, sync=sync) as sampler:
+    with sampling(server, tmp_path / "own", policy, weight_sync=sync) as sampler:
         moved(policy, 0.2)
-        sampler.load(shelf.put(1, policy.published("all" if sync == "reload" else "adapter")), 1)
+        sampler.load_weights(shelf.put(1, policy.published("all" if sync == "reload" else "adapter")), 1)
         server.faults = [Fault("none-yet", 0), Fault("restart")]
         with caplog.at_level(logging.WARNING, "runner"):
             got = sampler.sample(asked())
         check(whole(policy), asked(), got, temperature=1.0)
-        assert "has lost version 1" in caplog.text and sampler.measured()["resyncs"] == 1
+        assert "has lost version 1" in caplog.text and sampler.pop_metrics()["resyncs"] == 1
 
 
 @pytest.mark.slow
 def test_a_server_that_was_started_anew_and_takes_nothing_is_given_up(tmp_path: Path, shelf: Shelf) -> None:
     policy, server = causal("qwen3"), stand_in()
-    with sampling(server, tmp_path / "own", policy, sync="reload") as sampler:
+    with sampling(server, tmp_path / "own", policy, weight_sync="reload") as sampler:
         moved(policy, 0.2)
-        sampler.load(shelf.put(1, policy.published("all")), 1)
+        sampler.load_weights(shelf.put(1, policy.hf_tensors("all")), 1)
         server.faults, server.keeps_old_weights = [Fault("restart")], True
-        with pytest.raises(SamplerFault, match="does not say what it said with them before"):
+        with pytest.raises(SamplerError, match="does not say what it said with them before"):
             sampler.sample(asked())
 
 
@@ -312,11 +312,11 @@ def test_a_server_that_was_started_anew_and_takes_nothing_is_given_up(tmp_path: 
 def test_a_server_that_gets_nothing_must_stay_as_it_is(tmp_path: Path) -> None:
     server = stand_in()
     with sampling(server, tmp_path) as sampler:
-        sampler.load(None, 7)
+        sampler.load_weights(None, 7)
         assert {one.version for one in sampler.sample(asked(1))} == {0}
         with torch.no_grad():
             server.model.lm_head.weight.mul_(1.5)
-        with pytest.raises(SamplerFault, match="has other weights than when the run began"):
+        with pytest.raises(SamplerError, match="has other weights than when the run began"):
             sampler.sample(asked(1))
 
 
@@ -328,7 +328,7 @@ def test_what_passes_is_waited_for(tmp_path: Path) -> None:
         for kind in ("503", "reset", "cut"):
             server.faults = [Fault(kind, 3)]
             assert sampler.sample(asked()) == right
-            assert sampler.measured()["retries"] == 3
+            assert sampler.pop_metrics()["retries"] == 3
 
 
 WRONG = {
@@ -351,11 +351,11 @@ def test_an_answer_that_cannot_be_right_is_asked_for_once_more(tmp_path: Path) -
         for kind, words in WRONG.items():
             server.faults = [Fault(kind, 1)]
             assert sampler.sample(request) == right
-            assert sampler.measured()["rejected"] == 1
+            assert sampler.pop_metrics()["rejected"] == 1
             server.faults = [Fault(kind, 2)]
-            with pytest.raises(SamplerFault, match=words):
+            with pytest.raises(SamplerError, match=words):
                 sampler.sample(request)
-            sampler.measured()
+            sampler.pop_metrics()
 
 
 @pytest.mark.slow
@@ -363,11 +363,11 @@ def test_what_the_server_refuses_is_said_at_once_and_a_slow_one_ends_at_the_dead
     server = stand_in()
     with sampling(server, tmp_path, timeout_s=1.5) as sampler:
         server.faults = [Fault("400")]
-        with pytest.raises(SamplerFault, match="refuses to sample: status 400: top_k must be an integer"):
+        with pytest.raises(SamplerError, match="refuses to sample: status 400: top_k must be an integer"):
             sampler.sample(asked())
         server.faults = [Fault("slow", 99)]
         begun = time.monotonic()
-        with pytest.raises(SamplerFault, match=r"does not answer.*sampler\.timeout_s"):
+        with pytest.raises(SamplerError, match=r"does not answer.*sampler\.timeout_s"):
             sampler.sample(asked(1))
         assert time.monotonic() - begun < 4
 
@@ -380,7 +380,7 @@ def test_closing_ends_what_is_under_way(tmp_path: Path) -> None:
         closing = threading.Timer(0.3, sampler.close)
         closing.start()
         begun = time.monotonic()
-        with pytest.raises(SamplerFault, match="closed"):
+        with pytest.raises(SamplerError, match="closed"):
             sampler.sample(asked())
         assert time.monotonic() - begun < 3
         closing.join()
@@ -390,7 +390,7 @@ def test_closing_ends_what_is_under_way(tmp_path: Path) -> None:
 def test_nobody_there_is_said_before_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with served(stand_in()) as url:
         pass
-    with pytest.raises(SamplerFault, match=r"does not answer, asked 4 times: .*refused"):
+    with pytest.raises(SamplerError, match=r"does not answer, asked 4 times: .*refused"):
         made(url, tmp_path)
     assert [one.message.split(" (")[0] for one in caplog.records] == [f"{url} does not answer"]  # once, not four times
 
@@ -414,11 +414,11 @@ def test_sleeps_while_it_is_not_asked(tmp_path: Path) -> None:
     server = stand_in()
     with sampling(server, tmp_path, sleep=True) as sampler:
         right = sampler.sample(asked(1))
-        sampler.release()
+        sampler.release_memory()
         assert server.asleep
-        sampler.release()
+        sampler.release_memory()
         assert sampler.sample(asked(1)) == right and not server.asleep
-        sampler.release()
+        sampler.release_memory()
     assert not server.asleep
     assert [path for path in server.calls if "/sleep" in path] == ["/sleep?level=1"] * 2
 
@@ -428,8 +428,10 @@ def test_a_prompt_without_room_and_a_folder_without_rights_say_so(tmp_path: Path
     policy = causal("qwen3")
     taken = tmp_path / "taken"
     taken.write_text("a file")
-    with sampling(stand_in(max_model_len=20), tmp_path / "own", policy, sync="reload", folder=str(taken)) as sampler:
+    with sampling(
+        stand_in(max_model_len=20), tmp_path / "own", policy, weight_sync="reload", folder=str(taken)
+    ) as sampler:
         with pytest.raises(DataError, match="more than 20: the server's --max-model-len"):
             sampler.sample(asked())
         with pytest.raises(StorageError, match=r"set sampler\.folder"):
-            sampler.load(shelf.put(1, policy.published("all")), 1)
+            sampler.load_weights(shelf.put(1, policy.hf_tensors("all")), 1)

@@ -28,7 +28,7 @@ pytestmark = [*NEEDED, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 STEPS = 6
 WORDS = (*(word for word in SHORT if not word.startswith("steps=")), f"steps={STEPS}", "checkpoint.every=2")
-OVER_TWO = ("launch.samplers=2", "sampler.tp=2")  # an engine whose workers share memory
+OVER_TWO = ("launch.samplers=2", "sampler.tensor_parallel_size=2")  # an engine whose workers share memory
 END_S = 600.0
 
 
@@ -115,7 +115,7 @@ def test_a_killed_job_is_what_its_journal_says(words: tuple[str, ...], tmp_path:
     assert trail.left() == {}
     again = replayed(kept.folder, (*WORDS, *words), tmp_path / "again", trail)
     assert job.weights(STEPS) == again.weights(STEPS) and trail.left() == {}
-    own = ("sampler/", "sync/")
+    own = ("sampler/", "mismatch/", "correction/", "weight_sync/")
     mine, other = (
         [{k: v for k, v in row.items() if not k.startswith(own)} for row in one.curve()] for one in (job, again)
     )

@@ -24,12 +24,12 @@ import torch
 from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
 from runner.core.auto_choices import Decisions
-from runner.core.errors import SamplerFault
+from runner.core.errors import SamplerError
 from runner.interfaces import Request, Rollout
 from runner.sampler.config import VllmServerConfig
-from runner.sampler.probed import Probe
 from runner.sampler.server.build import build
 from runner.sampler.server.sampler import ServerSampler
+from runner.sampler.sync_probe import SyncProbe
 from runner.weight_sync.shelf import Shelf
 from runner.weight_sync.shelf_folder import claim
 from tests.model.zoo import module
@@ -139,7 +139,7 @@ def asking(served: Served, tmp_path: Path) -> Iterator[Any]:
     def ask(policy: Any, **options: Any) -> ServerSampler:
         own = tmp_path / str(len(made))
         own.mkdir()
-        config = VllmServerConfig(url=served.url, max_new_tokens=16, batch_size=8, timeout_s=120.0, **options)
+        config = VllmServerConfig(url=served.url, max_new_tokens=16, max_num_seqs=8, timeout_s=120.0, **options)
         made.append(build(config, model=policy, decide=Decisions(), folder=own, recomputed=False))
         return made[-1]
 
@@ -188,7 +188,7 @@ def moved(policy: Any, by: float) -> None:
 
 def sent(sampler: ServerSampler, policy: Any, shelf: Shelf, version: int, way: str) -> None:
     """Through the probe, as a run does it."""
-    probe = Probe.of(0, 256, 1e-4)
+    probe = SyncProbe.from_seed(0, 256, 1e-4)
     probe.expect(version, [plain(whole(policy), row).tolist() for row in probe.rows])
     probe.load(sampler, shelf.put(version, policy.published(way)), version)
 
@@ -208,7 +208,7 @@ def test_draws_by_the_rule_and_reports_what_was_drawn_from(asking: Any) -> None:
 
 def test_adapters_by_name(asking: Any, shelf: Shelf) -> None:
     policy = attach(LoraConfig(rank=4, alpha=16.0), model(), decide=Decisions())
-    sampler = asking(policy, sync="adapter")
+    sampler = asking(policy, weight_sync="adapter")
     for version in (1, 2):
         moved(policy, 0.1)
         sent(sampler, policy, shelf, version, "adapter")
@@ -217,7 +217,7 @@ def test_adapters_by_name(asking: Any, shelf: Shelf) -> None:
 
 def test_weights_read_anew_and_a_server_that_was_started_anew(asking: Any, shelf: Shelf, served: Served) -> None:
     policy = model()
-    sampler = asking(policy, sync="reload")
+    sampler = asking(policy, weight_sync="reload")
     for version in (1, 2):
         moved(policy, 0.02)
         sent(sampler, policy, shelf, version, "all")
@@ -230,5 +230,5 @@ def test_weights_read_anew_and_a_server_that_was_started_anew(asking: Any, shelf
 
 def test_what_it_refuses_is_said_in_its_words(asking: Any, shelf: Shelf) -> None:
     policy = attach(LoraConfig(rank=16), model(), decide=Decisions())
-    with pytest.raises(SamplerFault, match=r"refuses /v1/load_lora_adapter.*rank"):
-        sent(asking(policy, sync="adapter"), policy, shelf, 1, "adapter")
+    with pytest.raises(SamplerError, match=r"refuses /v1/load_lora_adapter.*rank"):
+        sent(asking(policy, weight_sync="adapter"), policy, shelf, 1, "adapter")
