@@ -18,9 +18,9 @@ from runner.sampler.vllm import versions
 from runner.sampler.vllm import versions as need
 from runner.sampler.vllm.arguments import Home, arguments, sleep_level
 from runner.sampler.vllm.build import _has_experts
+from runner.sampler.vllm.packing import has_experts, reload
 from runner.sampler.vllm.sampler import of_adapter
 from runner.sampler.vllm.versions import LAYOUT, options
-from runner.sampler.vllm.worker import has_experts, reload
 from tests.model.zoo import causal
 
 JOB = ("+recipe=grpo_demo", "sampler=vllm")

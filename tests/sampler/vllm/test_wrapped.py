@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.sampler.vllm.worker import as_wrapped, unwrapped
+from runner.sampler.vllm.packing import as_wrapped, unwrapped
 
 STACKED = (("qkv_proj", "q_proj", 0), ("qkv_proj", "k_proj", 1), ("qkv_proj", "v_proj", 2))
 SIZE = 2
