@@ -50,7 +50,7 @@ def test_a_job_is_refused_before_a_recipe_is_run_for_it(
     spec = compose_job(["+recipe=grpo_demo", "launch=ray", f"launch.address={free}", "device=cpu"]).spec
     with monkeypatch.context() as without:
         without.setattr(driver_connection.importlib.util, "find_spec", lambda name: None if name == "ray" else object())
-        with pytest.raises(EnvironmentProblem, match=r"launch=ray needs the package ray: pip install"):
+        with pytest.raises(EnvironmentProblem, match=r"launch=ray needs the package ray\n  pip install"):
             local.prepare_spec(spec)
     monkeypatch.setattr(driver_connection.importlib.util, "find_spec", lambda name: object())
     begin = time.monotonic()

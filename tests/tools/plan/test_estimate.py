@@ -182,7 +182,8 @@ def test_what_samplers_read_is_what_a_step_changes(compose: Any) -> None:
     model = merged.models["policy"]
     layers = sum(part.frozen_bytes for part in model.layers)
     assert [term.bytes for term in merged.shelf] == [model.all.frozen_bytes + layers]
-    assert [term.bytes for term in alone.shelf] == [model.all.frozen_bytes + 2 * model.all.trained_bytes]
+    sent = 2 * model.all.trained  # bytes: an adapter is sent in bfloat16, which the engine computes in
+    assert [term.bytes for term in alone.shelf] == [model.all.frozen_bytes + 2 * sent]
     assert engine(alone).weights == model.all.bytes and engine(merged).weights == model.all.frozen_bytes
 
 
