@@ -93,7 +93,7 @@ def test_its_own_test_passes(source: Path, site: Path, monkeypatch: pytest.Monke
 
 
 def test_it_is_listed(site: Path, workdir: Path) -> None:
-    listed, helped = commands(site, workdir, "list", "help")
+    listed, helped, recipes = commands(site, workdir, "list", "help", "help recipes")
     for line in (
         "  words  The share of a column's words that the answer has.",
         "  guess  Says that an answer is wrong, until it is right.",
@@ -108,7 +108,7 @@ def test_it_is_listed(site: Path, workdir: Path) -> None:
     ):
         assert re.sub(" +", " ", line) in re.sub(" +", " ", listed.out)
     assert re.search(r"  newest +print the newest numbers of a run; `run newest outputs/latest`", helped.out)
-    assert "+recipe=extras_demo" in helped.out and (listed.err, helped.err) == ("", "")
+    assert "extras_demo" in recipes.out and (listed.err, helped.err, recipes.err) == ("", "", "")
 
 
 def test_losses_are_listed_and_their_options_explained(site: Path, workdir: Path) -> None:

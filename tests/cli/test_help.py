@@ -30,7 +30,7 @@ def test_help_fits_one_screen_and_names_every_verb(workdir: Path, capsys: pytest
     for topic in TOPICS:
         assert f"run help {topic}" in out
     assert out == printed(["help"], capsys) == printed(["help", "--help"], capsys)
-    assert set(VERBS) == set(EXAMPLES) == set(RESOURCE_NAMES) == set(HANDLERS) - {"complete"}
+    assert set(VERBS) == set(EXAMPLES) == set(RESOURCE_NAMES) == set(HANDLERS) - {"complete", "foreign"}
 
 
 def test_the_examples_of_the_verbs_are_command_lines() -> None:
@@ -74,7 +74,6 @@ def test_an_unknown_topic_is_refused_with_the_nearest(capsys: pytest.CaptureFixt
         ("merge_lora", "run export latest --merge"),
         ("Compare", "run diff A B"),
         ("finetun", "if you mean 'finetune': training has no verb of its own: run +recipe=NAME"),
-        ("dpo", "run algorithm=dpo …; a demo: run +recipe=dpo_demo"),
         ("cuda", "run device=cuda"),
         ("none", "run adapter=none or environment=none or"),
         ("model", "'model' is a group; its options: run list model"),

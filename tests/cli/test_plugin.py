@@ -173,7 +173,7 @@ def test_a_name_that_is_taken_is_said(workdir: Path) -> None:
     (site / "taken.py").write_text(TAKEN)
     (site / "taken-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: taken\nVersion: 1.0\n")
     (site / "taken-1.0.dist-info" / "entry_points.txt").write_text(POINTS)
-    result = run(site, workdir, "help")
+    result = run(site, workdir, "help", "options")
     assert result.returncode == 0 and "adamw," in result.stdout
     [head, *lines] = result.stderr.splitlines()
     assert head == "warning: the plug-in taken is not used in full"

@@ -47,7 +47,7 @@ def test_npu_without_a_card_lists_what_is_missing_in_order(monkeypatch: pytest.M
         NpuConfig().preflight()
     text = str(caught.value)
     assert caught.value.exit_code == 2
-    assert text.index("/dev/davinci") < text.index("no CANN in") < text.index("device=cpu")
+    assert text.index("/dev/davinci") < text.index("no CANN in") < text.index("run doctor device=npu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")

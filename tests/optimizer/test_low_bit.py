@@ -143,8 +143,8 @@ def test_adamw_beside_muon_is_fused() -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (MuonConfig(), r"install torch 2\.9 or newer, or type optimizer=adamw"),
-        (AdamW8bitConfig(), "pip install 'torchao>=0.18', or type optimizer=adamw"),
+        (MuonConfig(), r"pip install 'torch>=2\.9'  # or type optimizer=adamw"),
+        (AdamW8bitConfig(), "pip install 'torchao>=0.18'  # or type optimizer=adamw"),
     ],
     ids=["muon", "8 bits"],
 )
