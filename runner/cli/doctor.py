@@ -47,7 +47,7 @@ def diagnosis(composed: ComposedJob, command: Sequence[str]) -> EnvironmentProbl
     """What a job is refused with that this machine is not ready for: the steps of `run doctor` with the words of this
     `command`, and a command that tries the job here. None where the doctor finds no step."""
     spec = composed.spec
-    steps = list(report.numbered(run_checks(machine_for(spec), trial=False)))
+    steps = list(report.numbered_steps(run_checks(machine_for(spec), trial=False)))
     if not steps:
         return None
     named = ", ".join(f"{group}={getattr(spec, group).name}" for group in ALONE)
@@ -115,9 +115,9 @@ def _machine(args: Namespace) -> SystemInfo:
     what composing a job does."""
     named = dict(word.partition("=")[::2] for word in args.words)
     if args.spec or len(named) < len(args.words) or set(named) - set(ALONE):
-        from runner.cli.job import composed
+        from runner.cli.job import compose_from_args
 
-        return machine_for(composed(args, args.words).spec)
+        return machine_for(compose_from_args(args, args.words).spec)
     classes = default_registry().classes
     known = {
         "device": tuple(sorted(name for name in classes("device") if name in OWN or trial_simulator(name))),

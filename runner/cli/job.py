@@ -42,7 +42,7 @@ def run(args: Namespace) -> int:
 
         return sweep.start_sweep(args)
     if args.cfg:
-        return _show(composed(args, args.words))
+        return _show(compose_from_args(args, args.words))
 
     if VARIABLES[0] not in os.environ:
         return _start(args, args.words)
@@ -52,7 +52,7 @@ def run(args: Namespace) -> int:
 
 
 @contextmanager
-def _diagnosed(job: ComposedJob, command: Sequence[str]) -> Iterator[None]:
+def _explain_environment_problem(job: ComposedJob, command: Sequence[str]) -> Iterator[None]:
     """Around the start of a job: where this machine is not ready for it, the error is the doctor's list of steps."""
     try:
         yield
@@ -65,11 +65,11 @@ def _diagnosed(job: ComposedJob, command: Sequence[str]) -> Iterator[None]:
 
 
 def _start(args: Namespace, words: Sequence[str]) -> int:
-    job = composed(args, words, _slurm_overrides)
+    job = compose_from_args(args, words, _slurm_overrides)
     from runner.launch import local
 
     if not job.spec.launch.queued:
-        with _diagnosed(job, _again(args, words, job)):
+        with _explain_environment_problem(job, _again(args, words, job)):
             return local.start_run(job.spec, job.overrides, job.origins, args.folder)
     from runner.launch.slurm import srun_task
     from runner.run_dir.folder import display_path
@@ -77,7 +77,7 @@ def _start(args: Namespace, words: Sequence[str]) -> int:
     if (before := srun_task.requeued_folder(args.folder)) is not None:
         print(f"requeued {display_path(before)} was begun by this Slurm job: going on there", file=sys.stderr)
         return _continue_run(str(before), _trust(words))
-    with srun_task.handle_slurm_signals(job.spec), _diagnosed(job, _again(args, words, job)):
+    with srun_task.handle_slurm_signals(job.spec), _explain_environment_problem(job, _again(args, words, job)):
         srun_task.exec_srun(job.spec)
         return local.start_run(job.spec, job.overrides, job.origins, args.folder)
 
@@ -99,7 +99,7 @@ def _slurm_overrides(drafted: JobDraft) -> list[str]:
     return srun_task.slurm_layout(launch, drafted.origins, str(device.get("name")))
 
 
-def composed(args: Namespace, words: Sequence[str], more: ExtraWords = no_extra_words) -> ComposedJob:
+def compose_from_args(args: Namespace, words: Sequence[str], more: ExtraWords = no_extra_words) -> ComposedJob:
     """The job that a command line describes; says what was chosen for the user. Raises as `compose_job` does."""
     where = (words, args.config_dir, more)
     spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
@@ -136,7 +136,10 @@ def _continue_run(where: str, overrides: Sequence[str]) -> int:
     from runner.launch import local
     from runner.launch.slurm import srun_task
 
-    with srun_task.handle_slurm_signals(after.spec), _diagnosed(after, ["--spec", str(folder.root), *overrides]):
+    with (
+        srun_task.handle_slurm_signals(after.spec),
+        _explain_environment_problem(after, ["--spec", str(folder.root), *overrides]),
+    ):
         srun_task.exec_srun(after.spec)
         return local.resume(folder, before.spec, after.spec, after.overrides)
 

@@ -140,7 +140,7 @@ class SignalRecorder:
         self._numbers = (*STOPS, SAVE) if saves else STOPS
 
     @property
-    def received(self) -> list[int]:
+    def stop_signals(self) -> list[int]:
         """Those that ask to end."""
         return [number for number in self.noted_signals if number != SAVE]
 
@@ -153,5 +153,5 @@ class SignalRecorder:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGHUP:
             self.noted_signals.append(number)
-        elif not self.received:
+        elif not self.stop_signals:
             self.noted_signals.append(signal.SIGTERM)

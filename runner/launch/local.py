@@ -42,7 +42,7 @@ from runner.spec.base import COMMAND_LINE
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.tracker.console import Console
-from runner.tracker.text import labeled
+from runner.tracker.text import labeled_line
 
 if TYPE_CHECKING:  # most jobs are one process, which needs nothing of what starts several
     from runner.launch.multi_node import PeerNodes
@@ -248,7 +248,7 @@ def run_attempts(spec: JobSpec, folder: RunFolder, number: int, run: Callable[[i
             if is_upstream_run():
                 raise
             raise Interrupted(
-                error.exit_code - 128, f"{error}\n{labeled('continue', f'run resume {run_argument(folder)}')}"
+                error.exit_code - 128, f"{error}\n{labeled_line('continue', f'run resume {run_argument(folder)}')}"
             ) from error
         except RunnerError as error:
             from runner.launch.exit_cause import is_final

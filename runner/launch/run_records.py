@@ -27,7 +27,7 @@ from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.tracker.console import Console
 from runner.tracker.jsonl import JsonlTracker, missing_steps, truncate_after
-from runner.tracker.text import labeled
+from runner.tracker.text import labeled_line
 
 log = logging.getLogger("runner")
 
@@ -68,7 +68,7 @@ def write_report(folder: RunFolder, *, is_said: bool = False) -> None:
     try:
         write_page(folder, folder.report)
         if is_said and not is_upstream_run() and folder.metrics.is_file() and folder.metrics.stat().st_size:
-            Console(folder.log).message(labeled("report", display_path(folder.report)))
+            Console(folder.log).message(labeled_line("report", display_path(folder.report)))
     except Exception as error:
         again = f"write it again: run report {display_path(folder.root)}"
         log.warning("%s is not written: %s; %s", display_path(folder.report), error or type(error).__name__, again)

@@ -32,7 +32,7 @@ def mask_secrets(spec: JobSpec, origins: Mapping[str, str]) -> JobSpec:
         print(f"note: {key} holds what looks like a secret: masked", file=sys.stderr)
     if not found:
         return spec
-    masked = {name: _masked(value) for name, value in spec.tracker}
+    masked = {name: _mask_value(value) for name, value in spec.tracker}
     return spec.model_copy(update={TEXTS: spec.tracker.model_copy(update=masked)})
 
 
@@ -48,10 +48,10 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
             yield from _texts(inner, key)
 
 
-def _masked(value: Any) -> Any:
+def _mask_value(value: Any) -> Any:
     """The same kind of value, its texts masked."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):
-        return {name: _masked(inner) for name, inner in value.items()}
-    return type(value)(map(_masked, value)) if isinstance(value, list | tuple) else value
+        return {name: _mask_value(inner) for name, inner in value.items()}
+    return type(value)(map(_mask_value, value)) if isinstance(value, list | tuple) else value

@@ -43,7 +43,7 @@ from runner.run_dir.folder import RunFolder, display_path, is_latest
 from runner.run_dir.resume_compatibility import check_spec_unchanged
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
-from runner.tracker.text import count_noun, labeled
+from runner.tracker.text import count_noun, labeled_line
 
 if TYPE_CHECKING:
     from runner.build import BuiltJob
@@ -157,19 +157,19 @@ class Session:
         return time.perf_counter() - begin
 
     def _ending(self, built: BuiltJob, seconds: float) -> list[str]:
-        lines = [labeled("done", f"{count_noun(self.spec.steps, 'step')} in {seconds:.0f} s")]
+        lines = [labeled_line("done", f"{count_noun(self.spec.steps, 'step')} in {seconds:.0f} s")]
         lines.append(
-            labeled("report", display_path(self.folder.report))
+            labeled_line("report", display_path(self.folder.report))
         )  # which whoever started the ranks writes at the end
         if self.spec.checkpoint.export and not self.place.is_rank0:
             built.model.save(None)  # rank 0 writes, and may need this rank's pieces
         elif self.spec.checkpoint.export:
             write_export(built.model, self.folder.export, self.spec, self.spec.steps, self.values)
-            lines.append(labeled("model", display_path(self.folder.export)))
+            lines.append(labeled_line("model", display_path(self.folder.export)))
         if is_upstream_run():
             return lines
-        lines.append(labeled("try it", self._try_it(built)))
-        lines.append(labeled("continue", f"run resume {run_argument(self.folder)} steps={self.spec.steps * 2}"))
+        lines.append(labeled_line("try it", self._try_it(built)))
+        lines.append(labeled_line("continue", f"run resume {run_argument(self.folder)} steps={self.spec.steps * 2}"))
         return lines
 
     def _try_it(self, built: BuiltJob) -> str:

@@ -89,7 +89,7 @@ class Supervisor:
         if self.machines is not None:
             verdict = self.machines.agree_on_cause(verdict)
         if verdict is not None:
-            raise self._with_resume_hint(verdict).to_error(stopped=bool(self.interrupts.received))
+            raise self._with_resume_hint(verdict).to_error(stopped=bool(self.interrupts.stop_signals))
 
     def _start(self) -> None:
         self.folder.ranks.mkdir(exist_ok=True)
@@ -164,7 +164,7 @@ class Supervisor:
 
     def _exit_cause(self, members: Sequence[WorkerProcess]) -> ExitCause | None:
         """Why these ranks ended, or the job has to."""
-        ranks = find_cause([member.wait_for_exit() for member in members], self.interrupts.received)
+        ranks = find_cause([member.wait_for_exit() for member in members], self.interrupts.stop_signals)
         found = [verdict for verdict in (self.services.failed, ranks) if verdict is not None]
         return min(found, key=lambda verdict: verdict.strength, default=None)
 

@@ -152,8 +152,8 @@ def _run(
             command, end_signal=signal.SIGTERM, stdin=None, env=upstream_environment(), pass_fds=(lock,)
         )
         code = stage.wait_and_forward(interrupts.noted_signals)
-    if interrupts.received and code <= 0:  # it was done by then, or had not yet begun to listen
-        code = 128 + interrupts.received[0]
+    if interrupts.stop_signals and code <= 0:  # it was done by then, or had not yet begun to listen
+        code = 128 + interrupts.stop_signals[0]
     if code in (130, 143):
         raise Interrupted(
             code - 128, f"while running +recipe={recipe} first; this job was not begun{continue_hint(recipe)}"

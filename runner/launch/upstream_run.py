@@ -31,7 +31,7 @@ from runner.run_dir.manifest import fingerprint
 from runner.run_dir.resume_compatibility import LIBRARIES
 from runner.spec.base import iter_leaves
 from runner.spec.job import RECIPE
-from runner.tracker.text import labeled
+from runner.tracker.text import labeled_line
 
 STAGE = "RUNNER_STAGE"  # set in the environment of a recipe that is run first
 TRUST_REMOTE_CODE = "model.trust_remote_code=true"  # what no spec.yaml may say for the user
@@ -162,4 +162,4 @@ def continue_hint(recipe: str, typed: Sequence[str] | None = None) -> str:
     if is_upstream_run():
         return ""
     words = ["run", *(sys.argv[1:] if typed is None else typed)]
-    return "\n" + labeled("continue", f"{shlex.join(words)}     (+recipe={recipe} continues where it stopped)")
+    return "\n" + labeled_line("continue", f"{shlex.join(words)}     (+recipe={recipe} continues where it stopped)")

@@ -180,7 +180,7 @@ def _validate(data: Mapping[str, Any], chosen: Classes, keys: OptionIndex) -> tu
         return (whole if None not in chosen.values() else None), []
     except ValidationError as error:
         errors = [_Error.of(e["type"], e["loc"], model) for e in error.errors(include_url=False, include_input=False)]
-    unknown = [item for e in errors if e.path[-1] not in e.model.model_fields for item in _typed(e, data)]
+    unknown = [item for e in errors if e.path[-1] not in e.model.model_fields for item in _unknown_keys(e, data)]
     context = _context(data, chosen, dict(unknown)) if unknown else NO_JOB
     judged = [e for e in errors if chosen.get(e.path[0], True) is not None]
     found = [item for e in judged for item in _messages(e, data, chosen, keys, context)]
@@ -214,7 +214,7 @@ class _Error:
         return ".".join(self.path)
 
 
-def _typed(error: _Error, data: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _unknown_keys(error: _Error, data: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The unknown keys at and below that of an error, with their values: a section as its options where the table has
     one of them."""
     value: Any = data
@@ -245,7 +245,7 @@ def _messages(error: _Error, data: Mapping[str, Any], chosen: Classes, keys: Opt
         owner = cls.component_name() if cls else ""
         return [
             (key, unknown_key(section, owner, key[len(section) + 1 if section else 0 :], keys, value, context))
-            for key, value in _typed(error, data)
+            for key, value in _unknown_keys(error, data)
         ]
     if error.kind == "missing":
         return [(error.key, _must_be_given(error.key, (error.model, leaf)))]

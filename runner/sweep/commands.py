@@ -27,7 +27,7 @@ from runner.sweep.plan import JobPlan, Plan, SweepFolder, SweepState
 from runner.sweep.results import read_results, write_files
 from runner.sweep.scheduler import Command, Scheduler
 from runner.sweep.search import Propose
-from runner.tracker.text import format_duration, labeled
+from runner.tracker.text import format_duration, labeled_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def print_status(where: str) -> int:
     print(f"{display_path(folder.root)}: {_state_counts(record)}; {'running' if running else 'not running'}")
     print("\n".join([*reports.job_table(read_results(folder, plan, record)), *lines]))
     if not running and any(job.state not in FINISHED for job in record):
-        print(labeled("continue", f"run sweep resume {reports.sweep_argument(folder)}"))
+        print(labeled_line("continue", f"run sweep resume {reports.sweep_argument(folder)}"))
     return 0
 
 

@@ -176,7 +176,7 @@ class Scheduler:
     @property
     def first_signal(self) -> int | None:
         """The first signal that came, None if there was none."""
-        return self._interrupts.received[0] if self._interrupts.received else None
+        return self._interrupts.stop_signals[0] if self._interrupts.stop_signals else None
 
     def adopt(self) -> None:
         """Follow the jobs of the sweep before that continue without it, and write down how the others ended.
@@ -318,7 +318,7 @@ class Scheduler:
         self.running.stop_all(why, number, again=self.first_signal is not None)
 
     def _forward_signals(self) -> None:
-        received = self._interrupts.received
+        received = self._interrupts.stop_signals
         if len(received) == self._forwarded:
             return
         first = self._forwarded == 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner.tracker.screen import METRICS, Progress
-from runner.tracker.text import format_bytes, format_duration, format_number, format_rate, labeled
+from runner.tracker.text import format_bytes, format_duration, format_number, format_rate, labeled_line
 
 COLUMNS: dict[str, dict[str, Any]] = METRICS["columns"]
 LINE_WIDTH = 82  # with the time stamp and the level in run.log: 120
@@ -53,18 +53,18 @@ class LogTable:
 def eval_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
     """The held-out values of a step as `name=value`; none where the step measured none."""
     pairs = [f"{name}={format_number(value)}" for name, value in metrics.items() if name.startswith("eval/")]
-    return _wrapped("eval", " ".join([f"step={step}", *pairs])) if pairs else []
+    return _wrap_text("eval", " ".join([f"step={step}", *pairs])) if pairs else []
 
 
 def sample_lines(line: str) -> list[str]:
     """A sample (`sample_line`), wrapped."""
-    return _wrapped("sample", line)
+    return _wrap_text("sample", line)
 
 
-def _wrapped(word: str, text: str) -> list[str]:
-    indent = labeled("", "")
+def _wrap_text(word: str, text: str) -> list[str]:
+    indent = labeled_line("", "")
     lines = textwrap.wrap(text, LINE_WIDTH - len(indent), break_on_hyphens=False) or [""]
-    return [labeled(word if index == 0 else "", line) for index, line in enumerate(lines)]
+    return [labeled_line(word if index == 0 else "", line) for index, line in enumerate(lines)]
 
 
 def _step_width(progress: Progress) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from runner.core.errors import EnvironmentProblem
 from runner.run_dir.folder import RunFolder, display_path
 from runner.run_dir.manifest import redact_values
-from runner.tracker.text import labeled
+from runner.tracker.text import labeled_line
 
 if TYPE_CHECKING:
     from runner.tracker.config import TensorboardConfig
@@ -40,8 +40,8 @@ class TensorboardTracker:
         """Close the file; returns how to look at it."""
         self._try(self._writer.close)
         if self._lost:
-            return [labeled("view", f"tensorboard is incomplete: {self._lost}")]
-        return [labeled("view", f"tensorboard --logdir {display_path(self._folder)}")]
+            return [labeled_line("view", f"tensorboard is incomplete: {self._lost}")]
+        return [labeled_line("view", f"tensorboard --logdir {display_path(self._folder)}")]
 
     def _try(self, write: Any) -> None:
         if self._lost:

@@ -28,7 +28,7 @@ from runner.core.subprocess import ChildProcess, JsonLines
 from runner.run_dir.folder import RunFolder, display_path, write_json
 from runner.run_dir.manifest import redact_values
 from runner.tracker.jsonl import NoTracker
-from runner.tracker.text import labeled
+from runner.tracker.text import labeled_line
 
 if TYPE_CHECKING:
     from runner.interfaces import Decide
@@ -180,13 +180,13 @@ class WandbTracker:
         if opened and done:
             where = display_path(self._root / opened["folder"])
             if opened["mode"] == "online" and done["whole"]:
-                return labeled("wandb", opened["url"])
+                return labeled_line("wandb", opened["url"])
             why = "not all was uploaded in time" if opened["mode"] == "online" else opened["mode"]
-            return labeled("upload", f"wandb sync {where}  # {why}")
+            return labeled_line("upload", f"wandb sync {where}  # {why}")
         reason = self._events.get("failed", {}).get("reason") or "the sink died"
         again = f"python -m runner.tracker.wandb_sink --replay {display_path(self._root / 'wandb' / 'sink.json')}"
         text = f"incomplete: {reason}; metrics.jsonl has every number; write it again: {again}"
-        return labeled("wandb", text)
+        return labeled_line("wandb", text)
 
 
 def _environment(root: Path, mode: str) -> dict[str, str]:

@@ -89,7 +89,7 @@ def close_after(link: RayConnection) -> Iterator[None]:
             with held.record_signals():
                 link.__exit__(None, None, None)
     except RunnerError as error:
-        if not held.received or isinstance(error, Interrupted) or is_final(error):
+        if not held.stop_signals or isinstance(error, Interrupted) or is_final(error):
             raise
         raise JobFailed(str(error), error.exit_code, stopped=True) from error
 

@@ -82,7 +82,7 @@ def steps(entries: Iterable[ReportEntry]) -> list[tuple[str, str]]:
     return [("; ".join(dict.fromkeys(what)), line) for line, what in found.items()]
 
 
-def numbered(entries: Iterable[ReportEntry]) -> Iterator[str]:
+def numbered_steps(entries: Iterable[ReportEntry]) -> Iterator[str]:
     """The steps as a user reads them: what is wrong, and below it the line alone."""
     for number, (what, line) in enumerate(steps(entries), 1):
         yield f"  {number}. {what}"
@@ -126,7 +126,7 @@ def _wrap(text: str) -> list[str]:
 def _ending(entries: Sequence[ReportEntry], devices: Sequence[str]) -> Iterator[str]:
     found = (entry.finding for entry in entries if entry.finding.verdict is CheckStatus.WARNING)
     look = dict.fromkeys(finding.remedy for finding in found if finding.remedy is not None)
-    if mend := list(numbered(entries)):
+    if mend := list(numbered_steps(entries)):
         yield "to do, in this order"
         yield from (*mend, "")
     if look:
