@@ -9,7 +9,7 @@ from pathlib import Path
 from runner.cli.foreign import refuse
 from runner.cli.foreign_words import foreign_command
 from runner.core.errors import RunnerError
-from runner.spec.migrate import Entry, Job, Rule, table, format_value
+from runner.spec.migrate import Entry, Job, Rule, format_value, table
 
 # key=value, the value a list, a quoted text, or what ends before punctuation
 TYPED = re.compile(r"(?:'[^']+=[^']+'|\b[a-z_]+(?:[./@][a-z_0-9]+)*=(?:\[[^\]]*\]|[^\s;,()|]*[^\s;,()|.:])?)")

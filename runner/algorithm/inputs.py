@@ -58,7 +58,7 @@ class OfflineAlgorithm:
     lag = 0
 
     def describe(self, step: int, experience: Experience) -> tuple[Mapping[str, float], Sequence[Sample]]:
-        """Nothing: what is learnt is in the data."""
+        """Nothing: what is trained on is in the data."""
         return {}, ()
 
     def observe(self, step: int, values: Mapping[str, float]) -> None:

@@ -54,7 +54,7 @@ def build_evaluation(
         _check_room(asked, limit, model.length_limit, decide)
         finish = _stop_criterion(spec, model.tokenizer)
         ask = Evaluator(questions, asked, spec.evaluation.batch_size, limit, finish=finish)
-        if environments is not None:  # an answer given at once is not what is learnt, so it has no loss worth knowing
+        if environments is not None:  # a single answer is not what is trained on, so it has no loss
             longest = None if model.length_limit is None else model.length_limit[0]
             converse = EpisodeRunner(
                 model.tokenizer, environments, ObservationTemplate(model.tokenizer), longest

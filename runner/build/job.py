@@ -68,12 +68,12 @@ def refuse_different_data(data: Data, everyone: RankCollectives) -> None:
 
 
 def refuse_different_steps(first: int, everyone: RankCollectives) -> None:
-    """Raise CheckpointError, on all ranks, where they would not go on from the same checkpoint."""
+    """Raise CheckpointError, on all ranks, where they would not continue from the same checkpoint."""
     ranks = everyone.all_gather(first)
     if len(set(ranks)) > 1:
         raise CheckpointError(
             f"the newest whole checkpoint is not the same for all ranks: of steps {', '.join(map(str, ranks))}\n"
-            "  give all machines the same run folder, and mend what cannot be read: run.log and ranks/*.log say it"
+            "  give all machines the same run folder, and fix what cannot be read: run.log and ranks/*.log say it"
         )
 
 
@@ -120,7 +120,7 @@ class BuiltJob:
         return self.store.save(step, self.state(), values)
 
     def start_saving(self, step: int, values: Mapping[str, float]) -> None:
-        """The same while training goes on; what goes wrong is raised by `store.check`."""
+        """The same while training continues; what goes wrong is raised by `store.check`."""
         self.store.start(step, self.state(), values)
 
     def state(self) -> dict[str, State]:

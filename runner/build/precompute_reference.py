@@ -2,7 +2,7 @@
 
     steps' items, held-out items ──algorithm──▶ batches the reference scores ──unknown ones──▶ kept on disk
 
-The model that scores is the policy before it learns, its adapter off where it has one: a run that goes on loads its
+The model that scores is the policy before it learns, its adapter off where it has one: a run that continues loads its
 checkpoint only after this.
 """
 
@@ -130,7 +130,7 @@ def _precompute(
             if now >= write_at:
                 write_at = now + WRITE_EVERY_S
                 model.cache.write()
-    finally:  # whatever interrupts it, the next start goes on from here
+    finally:  # whatever interrupts it, the next start continues from here
         model.cache.write()
     took = f"{count_noun(scored, 'item')} scored in {time.monotonic() - begin:.1f} s"
     took = took if scored else "all known, nothing was computed"

@@ -17,7 +17,7 @@ class CheckpointConfig(ComponentConfig):
     )
     asynchronous: bool = Field(
         default=False,
-        description="Write while training goes on, from a copy of what a rank saves, in the host's memory.",
+        description="Write while training continues, from a copy of what a rank saves, in the host's memory.",
     )
     keep: int = Field(default=2, ge=1, description="Newest checkpoints that are kept.")
     best: str | None = Field(

@@ -166,7 +166,7 @@ def refuse_infinite(section: str, pieces: Mapping[str, TensorPiece]) -> None:
         if not _is_finite(piece.values):
             raise TrainingDiverged(
                 f"{section}: the tensor {name} has NaN or infinity; no checkpoint was written with it, the ones before "
-                "are untouched: go on from them with a smaller optimizer.lr or optimizer.clip_norm"
+                "are untouched: continue from them with a smaller optimizer.lr or optimizer.clip_norm"
             )
 
 

@@ -4,7 +4,7 @@ state of every rank ──agreed──▶ what each writes ─┬─ save ──
                                                   └─ start: copied ─ in a thread ───▶ writer
 
 A checkpoint in the background is written from a copy in host memory, kept from save to save, one at a time, while
-training goes on changing the tensors.
+training continues changing the tensors.
 """
 
 from __future__ import annotations

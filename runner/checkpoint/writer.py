@@ -132,7 +132,7 @@ class CheckpointWriter:
         )
 
     def _next_step_text(self) -> str:
-        return f"Make space or mend the disk, then: run resume {self._root.parent}"
+        return f"Make space or fix the disk, then: run resume {self._root.parent}"
 
     def _remove_leftovers(self) -> None:
         """Remove what a process left that died while saving; only the run's one writer may, so not when reading."""

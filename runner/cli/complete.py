@@ -90,7 +90,7 @@ def query(plugin: CompletionPlugin, line: str) -> list[str]:
         else:
             os.environ["COMP_LINE"] = before
     found = [word for word in printed.getvalue().split() if not word.lstrip("+").startswith("hydra")]
-    # Hydra leaves it open whether a group with folders goes on with `=` or `/`; ours always goes on with `=`.
+    # Hydra leaves it open whether a group with folders continues `=` or `/`; ours always continues `=`.
     return verbs + [f"{word}=" if word.lstrip("+") == GROUP else word for word in found]
 
 

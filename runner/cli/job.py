@@ -75,7 +75,7 @@ def _start(args: Namespace, words: Sequence[str]) -> int:
     from runner.run_dir.folder import display_path
 
     if (before := srun_task.requeued_folder(args.folder)) is not None:
-        print(f"requeued {display_path(before)} was begun by this Slurm job: going on there", file=sys.stderr)
+        print(f"requeued {display_path(before)} was begun by this Slurm job: continuing there", file=sys.stderr)
         return _continue_run(str(before), _trust(words))
     with srun_task.handle_slurm_signals(job.spec), _explain_environment_problem(job, _again(args, words, job)):
         srun_task.exec_srun(job.spec)
@@ -115,7 +115,7 @@ def _show(composed: ComposedJob) -> int:
 
 
 def resume(args: Namespace) -> int:
-    """Go on with a run."""
+    """Continue a run."""
     where, overrides = _split_run(args.words)
     if args.cfg:
         from runner.run_dir.folder import find_run

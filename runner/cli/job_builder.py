@@ -149,7 +149,7 @@ def re_draft(spec_yaml: Path, overrides: Sequence[str], config_dir: Path | None 
 
 
 def draft(words: Sequence[str], config_dir: Path | None = None) -> JobDraft:
-    """Compose files and command line without judging the result. Raises SpecError where Hydra cannot go on."""
+    """Compose files and command line without judging the result. Raises SpecError where Hydra cannot continue."""
     with hydra_session(default_registry(), config_dir) as loader:
         return Composer(loader).draft(words)
 

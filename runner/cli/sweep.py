@@ -144,7 +144,7 @@ def _refuse_search(expansion: Expansion, options: SweepConfig) -> None:
 
 
 def _search_problems(begun: Plan, search: SearchSpace, options: SweepConfig) -> list[Problem]:
-    """What is wrong with the options with which a search is to go on."""
+    """What is wrong with the options with which a search is to continue."""
     found = search_problems(options, search, len(begun.rankings))
     if (options.trials or 0) < len(begun.jobs):
         text = f"is {options.trials}, and the search has {len(begun.jobs)} jobs already; give more, or leave it out"
@@ -188,7 +188,7 @@ def _prefix(args: Namespace) -> list[str]:
 
 
 def _resume_options(begun: Plan, words: Sequence[str]) -> SweepConfig:
-    """A sweep's options with those that a resume sets anew. Raises UsageError for a job's, SpecError for a mistake."""
+    """A sweep's options with those that a resume sets again. Raises UsageError for a job's, SpecError for a mistake."""
     for word in words:
         key = word.lstrip("+").partition("=")[0]
         if not key.startswith(f"{SWEEP}."):

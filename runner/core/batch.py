@@ -135,7 +135,7 @@ def row_sum(batch: Batch, values: Tensor) -> Tensor:
 
 
 def concat_batches(parts: Sequence[Batch]) -> Batch:
-    """Batches with the same channels laid end to end; `totals` are the first one's, units are numbered anew."""
+    """Batches with the same channels laid end to end; `totals` are the first one's, units are numbered again."""
     sizes = torch.tensor([part.num_tokens for part in parts])
     offsets = (torch.cumsum(sizes, 0) - sizes).tolist()
     tokens = {name: torch.cat([part.tokens[name] for part in parts]) for name in parts[0].tokens}

@@ -73,7 +73,7 @@ class StopSignal:
                 return
             number = signal.SIGTERM
         if self.number is not None:
-            _write_to_stderr("\nended at once; a resume goes on from the last checkpoint\n")
+            _write_to_stderr("\nended at once; a resume continues from the last checkpoint\n")
             os._exit(128 + number)
         self.number = number
         if self._at_once:

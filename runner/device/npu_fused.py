@@ -108,9 +108,9 @@ def _objection(kind: FusedModule, part: Any, operators: Operators) -> str | None
         own, fused, given = kind.trial(part, kind.forward(part, operators), operators)
         if not _is_close(own.detach(), fused.detach()):
             return "the operator does not give what the module gives"
-        learnt = [tensor for tensor in given if tensor.requires_grad]
+        trainable = [tensor for tensor in given if tensor.requires_grad]
         ramp = torch.linspace(-1, 1, own.numel(), device=own.device, dtype=own.dtype).view_as(own)
-        gradients = [torch.autograd.grad(out, learnt, ramp) for out in (own, fused)]
+        gradients = [torch.autograd.grad(out, trainable, ramp) for out in (own, fused)]
     except (AttributeError, RuntimeError, TypeError) as error:
         return f"the operator says {str(error).strip().splitlines()[0]}"
     if all(_is_close(mine, theirs) for mine, theirs in zip(*gradients, strict=True)):

@@ -16,7 +16,7 @@ SplitSizes = Sequence[int] | None
 
 
 def all_reduce(tensor: Tensor, group: Any) -> Tensor:
-    """The sum over the ranks of `group`, for what all of them go on to compute alike: the gradient of a summand is
+    """The sum over the ranks of `group`, for what all of them continue to compute alike: the gradient of a summand is
     that of the sum, which every rank finds. Collective forward only."""
     made: Tensor = _AllReduce.apply(tensor, group)  # type: ignore[no-untyped-call]
     return made

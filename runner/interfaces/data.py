@@ -11,7 +11,7 @@ from runner.run_dir.resume_compatibility import PromptStyle
 
 @dataclass(frozen=True, slots=True)
 class TokenizedExample:
-    """A tokenised row of data: ids and weights of equal length (weight 1 = learnt, 0 = context)."""
+    """A tokenised row of data: ids and weights of equal length (weight 1 = in the loss, 0 = context)."""
 
     ids: tuple[int, ...]
     weights: tuple[float, ...]

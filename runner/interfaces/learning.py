@@ -130,7 +130,7 @@ class LinearLossFn(Protocol):
     def grad_weights(self, batch: Batch) -> Tensor: ...  # float32 [T], constant
 
 
-# logits [S, V] of some tokens, and those tokens' channels [S, …] → named terms [S], of which "loss" is learnt
+# logits [S, V] of some tokens, and those tokens' channels [S, …] → named terms [S], of which "loss" is trained on
 LogitTermsFn = Callable[["Tensor", Mapping[str, "Tensor"]], Mapping[str, "Tensor"]]
 
 
@@ -213,7 +213,7 @@ class Algorithm(Protocol):
 class StepResult:
     """A finished step on its way through the callbacks, which may add numbers.
 
-    step counts finished steps (1-based); samples are what the step learnt from, some of which are kept; `last` is
+    step counts finished steps (1-based); samples are what the step trained on, some of which are kept; `last` is
     true at the end of the run; `stopping` when a signal asked to end here, `saving` when one asked for a checkpoint.
     """
 

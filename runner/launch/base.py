@@ -24,10 +24,10 @@ class LaunchConfig(ComponentConfig):
         default=0, ge=0, description="Devices beside those that only sample; 0 = the ranks sample on their own."
     )
     attempts: int = Field(
-        default=1, ge=1, description="Times that the job may begin: after a lost process it goes on by itself."
+        default=1, ge=1, description="Times that the job may begin: after a lost process it restarts by itself."
     )
     max_worker_restarts: int | None = Field(
-        default=None, ge=0, description="Times that a sampler that is lost is started anew; null = 3."
+        default=None, ge=0, description="Times that a sampler that is lost is restarted; null = 3."
     )
 
     def sweep_problem(self) -> tuple[str, str] | None:

@@ -71,7 +71,7 @@ def _translate_errors(target: Path) -> Iterator[None]:
         raise StorageError(
             f"cannot write the export {display_path(target)}: {error_reason(error)}; the checkpoints are "
             "whole: make space or "
-            "mend the disk, then: run export"
+            "fix the disk, then: run export"
         ) from error
 
 

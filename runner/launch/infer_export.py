@@ -58,7 +58,7 @@ def load_model(
 def _next_step_hint(folder: RunFolder, spec: JobSpec) -> str:
     """What to do about a run without a checkpoint."""
     known = read_status(folder)
-    resume = f"go on with: run resume {display_path(folder.root)}"
+    resume = f"continue: run resume {display_path(folder.root)}"
     if known.get("state") == "running":
         first = min(spec.checkpoint.every or spec.steps, spec.steps)
         return f"if it is running, the first one comes after step {first}; if it was killed, {resume}"
@@ -84,7 +84,7 @@ def stream_answer(
         )
     ids = prompt_ids(model.tokenizer, prompt, style)
     if not ids:
-        raise EnvironmentProblem("the prompt is empty; type a text to go on from")
+        raise EnvironmentProblem("the prompt is empty; type a text to continue from")
     yield from model.stream(ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
 
 

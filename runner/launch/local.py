@@ -1,4 +1,4 @@
-"""Runs a job: starts it in a new folder or goes on in an old one, in as many attempts as it may have.
+"""Runs a job: starts it in a new folder or continues in an old one, in as many attempts as it may have.
 
                         ┌─ one device ───────────▶ Session, in this process
 start, resume ─▶ begin ─┤
@@ -180,7 +180,7 @@ def write_spec(folder: RunFolder, spec: JobSpec) -> None:
 
 
 def spec_to_write(spec: JobSpec) -> JobSpec:
-    """The spec without what its processes are told anew whenever they are started."""
+    """The spec without what its processes are told again whenever they are started."""
     if not isinstance(spec.launch, ExternalLaunchConfig):
         return spec
     launch = spec.launch.model_copy(update={"node_rank": None, "rdzv_endpoint": None})
@@ -236,8 +236,10 @@ def attempt(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, A
 
 
 def run_attempts(spec: JobSpec, folder: RunFolder, number: int, run: Callable[[int], None]) -> None:
-    """Make attempt `number` with `run`, and where it ends of what need not come again, the next one, which goes on from
-    the newest checkpoint: launch.attempts in all. Raises what the last one ends with."""
+    """Run attempts from `number` on, at most launch.attempts in all, each from the newest checkpoint.
+
+    Another attempt follows a failure that may not happen again. Raises the error of the last attempt.
+    """
     last = number + spec.launch.attempts - 1
     while True:
         try:
@@ -258,7 +260,7 @@ def run_attempts(spec: JobSpec, folder: RunFolder, number: int, run: Callable[[i
             cause, *_ = str(error).splitlines()
         number += 1
         archive_attempt(folder, number, ())
-        left = f"attempt {number} goes on from the newest checkpoint"
+        left = f"attempt {number} continues from the newest checkpoint"
         more = f"{last - number} more after it" if last > number else "the last one"
         Console(folder.log).message(f"attempt {number - 1} ended: {cause}; {left} ({more})", "warning")
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # it brings torch, which may be broken
 
 LONGEST_EXAMPLE = 100  # characters of a prompt that is offered to be typed
 NO_EXAMPLE = '"…"'
-FIRST_WORDS = 4  # of a plain text, as a prompt to go on from
+FIRST_WORDS = 4  # of a plain text, as a prompt to continue from
 LOGGER = "runner"
 RETRIES = "huggingface_hub.utils._http"
 
@@ -34,13 +34,13 @@ RETRIES = "huggingface_hub.utils._http"
 def run_facts(spec: JobSpec, model: TrainableModel) -> dict[str, str]:
     """The facts of a run's first line: what learns, how many numbers of it, and where."""
     everything = sum(_numbers(p) for p in model.module.parameters())
-    learnt = sum(_numbers(p) for p in model.trainable().values())
-    share = "all" if learnt >= everything else format_rate(learnt)
+    trainable = sum(_numbers(p) for p in model.trainable().values())
+    share = "all" if trainable >= everything else format_rate(trainable)
     return {
         "name": spec.name,
         "model": f"{spec.model.source or spec.model.name}{_first_weights(spec)}",
         "adapter": spec.adapter.name,
-        "parameters": f"{format_rate(everything)}, {share} learnt",
+        "parameters": f"{format_rate(everything)}, {share} trainable",
         "device": spec.device.name,
         "seed": str(spec.seed),
     }
@@ -131,7 +131,7 @@ def example_prompt(items: Sequence[Any], tokenizer: Any, turn: ChatMarkers | Non
 
 
 def _context(item: Any, tokenizer: Any) -> str:
-    """What stands before the first learnt token; of a text that is learnt from the start, its first words."""
+    """What stands before the first trained token; of a text that is trained on as a whole, its first words."""
     first = next((at for at, weight in enumerate(item.weights) if weight > 0), 0)
     if first > 1:  # the very first token has nothing before it to be predicted from
         return str(tokenizer.decode(list(item.ids[:first])))

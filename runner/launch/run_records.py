@@ -1,7 +1,7 @@
 """What an attempt leaves in the run's folder, of which rank 0 writes all.
 
 status_of(folder)      the process that was started: running ─▶ done | interrupted | failed, then report.html
-keep_evidence(folder)  the same, before another attempt: attempts/N/, what that one will write anew
+keep_evidence(folder)  the same, before another attempt: attempts/N/, what that one will write again
 Records                rank 0: manifest, metrics, samples, trackers, what a resume cuts away
 NoRecords              another rank: nothing; it has a log of its own
 """
@@ -75,7 +75,7 @@ def write_report(folder: RunFolder, *, is_said: bool = False) -> None:
 
 
 def archive_attempt(folder: RunFolder, attempt: int, typed: Sequence[str]) -> None:
-    """Move to attempts/N/ what this attempt will write anew, with its spec before and the words that began it."""
+    """Move to attempts/N/ what this attempt will write again, with its spec before and the words that began it."""
     kept = folder.attempts / str(attempt)
     try:
         kept.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ class RunRecords:
             console.message(f"{display_path(self.folder.metrics)} is damaged: {damage}", "warning")
 
     def open(self, first: int, console: Console) -> None:
-        """Open the trackers of a run that goes on at step `first`."""
+        """Open the trackers of a run that continues at step `first`."""
         self.trackers.append(JsonlTracker(self.folder))
         self.trackers.append(
             default_registry().factory(self.spec.tracker)(
@@ -147,7 +147,7 @@ class RunRecords:
     def close(self, ending: str) -> list[str]:
         """End the trackers; returns what they have to say."""
         lines = [line for tracker in self.trackers for line in tracker.finish(ending)]
-        if self.made_of:  # again: what a tracker had to decide comes out while the run goes on
+        if self.made_of:  # again: what a tracker had to decide comes out while the run continues
             self._write_manifest()
         return lines
 

@@ -101,7 +101,7 @@ class Session:
         console.stop(lines if self.place.is_rank0 else [])
 
     def _build(self, records: RunRecords, console: Console) -> tuple[BuiltJob, int]:
-        """The job, at the state of the newest checkpoint, and the step it goes on at; opens `records` on the way."""
+        """The job, at the state of the newest checkpoint, and the step it continues at; opens `records` on the way."""
         import_frozen("runner.build")  # with torch and transformers: folder, spec and status exist by now
         from runner import build
 

@@ -153,8 +153,8 @@ class Supervisor:
                 self.deadline = min(self.deadline, time.monotonic() + GRACE_S)
 
     def _is_over(self) -> bool:
-        """Whether the job cannot go on: a rank ended otherwise than well, here or elsewhere. One that was interrupted
-        after a step is none: others may still be saving."""
+        """Whether a rank has failed, here or elsewhere. A rank that was interrupted after a step has not:
+        others may still be saving."""
         verdict = self._exit_cause([member for member in self.members if not member.is_running()])
         if verdict is not None and (verdict.strength != INTERRUPTED or not self._has_begun()):
             if self.machines is not None:
@@ -229,7 +229,7 @@ def rendezvous_environment(meeting: tuple[str, int]) -> Mapping[str, str]:
 
 @dataclass(slots=True)
 class SamplerProcesses:
-    """Those of one attempt, none where the ranks do it all. `failed`: why the job cannot go on without one of them."""
+    """Sampler processes of one attempt. `failed`: why the job cannot continue without one of them."""
 
     spec: JobSpec
     folder: RunFolder
@@ -243,7 +243,7 @@ class SamplerProcesses:
 
     @property
     def restart_counts(self) -> dict[str, int]:
-        """How often each was started anew, by name."""
+        """How often each was restarted, by name."""
         return {self.members[at].order.name: times for at, times in self.lost.items()}
 
     def start(self) -> None:
@@ -257,7 +257,7 @@ class SamplerProcesses:
             self.members.append(self.starter.start(order))
 
     def restart_lost(self) -> None:
-        """Take in what has happened, and start anew what is lost. Raises StorageError, EnvironmentProblem."""
+        """Take in what has happened, and start again what is lost. Raises StorageError, EnvironmentProblem."""
         for at, member in enumerate(self.members):
             if self.failed is None and (verdict := self._loss_cause(member)) is not None:
                 self._restart(at, verdict)
@@ -310,14 +310,14 @@ class SamplerProcesses:
         if verdict.exit_code in LASTING:
             self.failed = verdict
         elif times >= most:
-            again = f"it was started anew {times} times, and launch.max_worker_restarts={most}"
+            again = f"it was restarted {times} times, and launch.max_worker_restarts={most}"
             self.failed = verdict._replace(
                 message=f"{verdict.message}\n  {again}; what it said: {display_path(order.folder.log)}"
             )
         else:
             self.lost[at] = times + 1
             first, *_ = verdict.message.splitlines()
-            self.say(f"{first}; it is started anew ({times + 1} of {most}), and asked again", "warning")
+            self.say(f"{first}; it is restarted ({times + 1} of {most}), and asked again", "warning")
             self.members[at] = self.starter.start(order)
 
 

@@ -104,7 +104,7 @@ def _run_upstream(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> P
         raise UpstreamRunFailed(text, error.exit_code) from error
     with _lock_upstream_run(folder, f"{key}: +recipe={recipe}") as lock:
         if _is_done(folder):
-            again = f"(to run it anew: rm -r {display_path(folder.root)})"
+            again = f"(to run it again: rm -r {display_path(folder.root)})"
             print(
                 f"{key}: +recipe={recipe} was run before, with this spec and code: taking its weights {again}",
                 file=sys.stderr,
@@ -138,7 +138,7 @@ def _run(
 
     what = "its own model" if own_model else "this job's model"
     begun = folder.spec.is_file()
-    verb = "going on with" if begun else "running"
+    verb = "continuing" if begun else "running"
     print(f"{key}: {verb} +recipe={recipe} first, on {what} ({display_path(folder.root)})", file=sys.stderr, flush=True)
     trust = [word for word in words if word == TRUST_REMOTE_CODE]
     typed = ["resume", str(folder.root), *trust] if begun else [*words, "--folder", str(folder.root)]
@@ -170,7 +170,7 @@ def _is_done(folder: RunFolder) -> bool:
     """Whether a stage has ended well. Its export is looked for by who wants it."""
     try:
         return read_mapping(folder.status).get("state") == "done"
-    except EnvironmentProblem:  # cut off: it is gone on with
+    except EnvironmentProblem:  # cut off: it is continued
         return False
 
 

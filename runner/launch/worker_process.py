@@ -226,7 +226,7 @@ class WorkerStatusFile:
     due: float = 0.0
 
     def write(self, members: Sequence[WorkerProcess], replaced: Mapping[str, int], *, over: bool = False) -> None:
-        """Write it, if it is time, or the attempt is `over`. replaced: how often one was started anew, by its name."""
+        """Write it, if it is time, or the attempt is `over`. replaced: how often one was restarted, by its name."""
         if time.monotonic() < self.due and not over:
             return
         self.due = time.monotonic() + BEAT_S

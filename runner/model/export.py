@@ -46,7 +46,7 @@ def write_model(module: Any, folder: Path, *, merged: bool, keep_original: bool)
 
 def write_tokenizer_and_verify(folder: Path, tokenizer: Any, num_trained: int) -> None:
     """Put tokenizer and chat template beside a model that was written. Raises RunnerError if what was written cannot
-    hold as many numbers as have learnt, `learnt`."""
+    hold as many numbers as are trainable, `num_trained`."""
     with no_progress_bar():
         tokenizer.save_pretrained(folder)
     found = 0
@@ -55,7 +55,7 @@ def write_tokenizer_and_verify(folder: Path, tokenizer: Any, num_trained: int) -
             found += sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
     if found < num_trained:
         raise RunnerError(
-            f"{folder} holds {found} numbers, and {num_trained} have learnt: the export is not whole. "
+            f"{folder} holds {found} numbers, and {num_trained} are trainable: the export is not whole. "
             "The checkpoints are untouched; report this with the model's name"
         )
 

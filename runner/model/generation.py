@@ -65,7 +65,7 @@ def _run_decoder(
     decoder: CachedDecoder, prompts: Sequence[PromptIds], waiting: deque[int], choose: ChooseTokens, rows: int
 ) -> None:
     live: list[int] = []  # whose row it is
-    tokens: list[int | None] = []  # what it goes on with; None = it is over
+    tokens: list[int | None] = []  # what it continues; None = it is over
     while waiting or live:
         over = [row for row, token in enumerate(tokens) if token is None]
         room = rows - len(live) + len(over)
@@ -107,7 +107,7 @@ class GreedyDraft:
             self.finish = "length"
 
     def extend(self, token: int, ends: frozenset[int], finish: StopCriterion) -> int | None:
-        """Take the likeliest id; returns it while the answer goes on."""
+        """Take the likeliest id; returns it while the answer continues."""
         if token in ends:
             self.finish = "stop"
             return None
@@ -154,7 +154,7 @@ def greedy_hf_generate(
     finish: StopCriterion = finish_at_limit,
 ) -> list[GreedyOutput]:
     """The same with the model's own `generate`, for a model that no `Writer` fits: `rows` answers at a time, which
-    all go on until the last one has ended, and are cut then. Raises ValueError as well."""
+    all continue until the last one has ended, and are cut then. Raises ValueError as well."""
     if any(len(prompt) == 0 for prompt in prompts):
         raise ValueError("a prompt needs at least one token")
     ends, longest = eos_token_ids(causal, tokenizer), max_row_length(causal.config)

@@ -87,7 +87,7 @@ class HfTensorConverter:
         self._waiting: dict[str, Tensor] = {}
 
     def reset(self) -> None:
-        """Begin anew, whatever was taken."""
+        """Begin again, whatever was taken."""
         self._waiting.clear()
 
     def convert(self, names: Sequence[str], tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -205,7 +205,7 @@ class TensorGroup:
 
 
 class HfStateDict:
-    """What of a module is published, and how; made once, as modules keep their structure. Tensors are read anew."""
+    """What of a module is published, and how; made once, as modules keep their structure. Tensors are read again."""
 
     def __init__(self, module: nn.Module, inner: Any) -> None:
         """module: a transformers model, `inner`, or a peft model around it."""

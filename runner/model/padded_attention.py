@@ -58,7 +58,7 @@ def _try_install(module: Any, own: str, name: str) -> str | None:
 
 
 def _probe_outputs(module: Any) -> list[Tensor]:
-    """Hidden states of two rows, padded on either side; and of a row that goes on where a cache ends."""
+    """Hidden states of two rows, padded on either side; and of a row that continues where a cache ends."""
     width, device, model = max(map(len, PROBE_ROWS)), module.device, module.base_model
     found = []
     for left in (True, False):

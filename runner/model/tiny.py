@@ -4,7 +4,7 @@ Their tokenizer: one token per byte, three special ones, a ChatML template; buil
 
     text ──UTF-8──▶ bytes ──▶ ids 0 … 255        <|pad|> 256   <|im_start|> 257   <|im_end|> 258
 
-No merges are learnt, so any UTF-8 text survives encode and decode, and no file has to be shipped. Of an export,
+It has no merges, so any UTF-8 text survives encode and decode, and no file has to be shipped. Of an export,
 AutoTokenizer takes the class of the model's architecture: the same ids, but it first composes accents that stand apart.
 """
 

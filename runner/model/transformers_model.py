@@ -251,7 +251,7 @@ class TransformersModel:
     def save(self, folder: Path | None) -> None:
         """Write what loads without this program: a Hugging Face folder (safetensors, configs, tokenizer with its
         chat template), or a PEFT adapter folder if `module` is one whose base exists elsewhere. Changes nothing of the
-        model. Raises RunnerError if what was written cannot hold all that has learnt.
+        model. Raises RunnerError if what was written cannot hold all that is trainable.
 
         Of a sharded model all ranks are needed: one gives the folder, the others None. In its host's memory are one
         tensor after the other, or those of the adapter; the whole model if the adapter is merged into it.
@@ -266,8 +266,8 @@ class TransformersModel:
                 if folder is not None:
                     export.write_model(module, folder, merged=self.merges, keep_original=module is self.module)
             if folder is not None:
-                learnt = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
-                export.write_tokenizer_and_verify(folder, self.tokenizer, learnt)
+                num_trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+                export.write_tokenizer_and_verify(folder, self.tokenizer, num_trained)
 
     def hf_tensors(
         self, subset: StateDictPart, *, keep: bool = True, dtype: torch.dtype | None = None
@@ -319,7 +319,7 @@ class TransformersModel:
         return torch.bfloat16 if self.config.dtype == "bfloat16" else None
 
     def _without_compiled_layers(self) -> AbstractContextManager[None]:
-        """While nothing compiled runs: with keys and values of earlier tokens every pass would be compiled anew."""
+        """While nothing compiled runs: with keys and values of earlier tokens every pass would be compiled again."""
         return nullcontext() if self._compiled is None else self._compiled.run_eagerly()
 
     def _set_mode(self, training: bool) -> None:

@@ -193,7 +193,7 @@ def _group_entry(key: str, flat: Tensor, entries: list[Mapping[str, Any]]) -> An
         return torch.zeros_like(flat)
     if any(entry.get(key) != first for entry in entries):
         text = f"DeepSpeed keeps one {key} for all parameters of a group, and in the checkpoint they differ"
-        raise CheckpointError(f"{text}; go on with parallelism=ddp, or fsdp")
+        raise CheckpointError(f"{text}; continue parallelism=ddp, or fsdp")
     return first.clone() if isinstance(first, Tensor) else first
 
 

@@ -75,7 +75,7 @@ class TensorParallelGroup:
         return self.mesh.size()
 
     def copy_to_region(self, tensor: Tensor) -> Tensor:
-        """A tensor that is whole on every rank, from which each goes on to something of its own."""
+        """A tensor that is whole on every rank, from which each continues to something of its own."""
         made: Tensor = tensor if self.is_whole else _CopyToRegion.apply(tensor, self.mesh.get_group())
         return made
 

@@ -41,10 +41,10 @@ def build(config: FunctionConfig, *, seed: int, decide: Decide, folder: Path | N
         pool.start()
     except WorkerStartError as error:
         pool.close()
-        raise SpecError([Problem("reward.path", f"{file} cannot be used: {error}; mend the file")]) from error
+        raise SpecError([Problem("reward.path", f"{file} cannot be used: {error}; fix the file")]) from error
 
     def ask(group: Group) -> GroupScores:
         given = reward_arguments(group)
         return pool.call(given, len(group), derive_seed(seed, "reward", hashlib.sha256(encode_json(given)).hexdigest()))
 
-    return GroupScorer(ask, ScoringFailures(label, config.max_failures, f"mend {file}"), pool.workers, pool.close)
+    return GroupScorer(ask, ScoringFailures(label, config.max_failures, f"fix {file}"), pool.workers, pool.close)

@@ -177,7 +177,7 @@ def claim_folder(where: Path) -> RunFolder:
     StorageError if it cannot be made."""
     folder = RunFolder(where.absolute())
     if folder.spec.exists():
-        raise EnvironmentProblem(f"{where} holds a run; go on with it: run resume {where}; or choose another --folder")
+        raise EnvironmentProblem(f"{where} holds a run; continue it: run resume {where}; or choose another --folder")
     try:
         # a run that died before it had a spec leaves its lock, and a file that it was about to rename
         others = [p.name for p in where.iterdir() if p.name != LOCK and not p.name.startswith(fsync_io.STAGED)]

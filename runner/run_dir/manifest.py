@@ -117,7 +117,7 @@ def is_secret_name(name: str) -> bool:
 def collect_manifest(spec: Mapping[str, Any], device: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest of this process as JSON-able data, secrets masked; what could not be found out says why.
 
-    What was decided and found (`Decisions.records`) is not in it: it grows while the run goes on.
+    What was decided and found (`Decisions.records`) is not in it: it grows while the run continues.
     """
     code = code_state(Path(__file__).resolve().parents[2], below="runner")
     here = code_state(Path.cwd())

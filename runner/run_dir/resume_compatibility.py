@@ -1,7 +1,7 @@
-"""What must be equal for a run to go on from a checkpoint, and what must be for it to have the same bits.
+"""What must be equal for a run to continue from a checkpoint, and what must be for it to have the same bits.
 
 spec (all that may not change), data, model   differ ─▶ refused
-versions, device                              differ ─▶ said: the curve goes on, but not bit for bit
+versions, device                              differ ─▶ said: the curve continues, but not bit for bit
 prompt_style                                  how `run infer` has to ask
 """
 
@@ -20,8 +20,9 @@ from runner.spec.job import JobSpec
 log = logging.getLogger("runner")
 
 PromptStyle = Literal["chat", "text"]
-# What may change when a run goes on: how long, on how many devices, how it is watched and kept; nothing that the curve
-# so far depends on. Of the sampler: where it is, how weights get there, how long it may take, how far off it may be.
+# What may change when a run continues: how long, on how many devices, how it is watched and kept; nothing that
+# the curve so far depends on. Of the sampler: its place, weight transport,
+# deadlines and tolerances.
 RESUMABLE = (
     "steps", "strict", "launch", "parallelism", "evaluation", "watch", "callbacks", "tracker", "checkpoint",
     "sampler.timeout_s", "sampler.sync_logprob_tolerance", "sampler.weight_transfer_backend", "sampler.url",

@@ -219,7 +219,7 @@ class VllmServerConfig(SamplingConfig):
         if job.launch.samplers:
             found.append(("launch.samplers", f"the server at {self.url} samples; type launch.samplers=0"))
         if self.sleep and job.algorithm.steps_ahead():
-            found.append(("sampler.sleep", "sampling goes on while training (algorithm.lag); leave it out"))
+            found.append(("sampler.sleep", "sampling continues while training (algorithm.lag); leave it out"))
         return [
             *found,
             *(

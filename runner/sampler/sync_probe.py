@@ -2,7 +2,7 @@
 
     publisher ──expect(version, log-probabilities)──▶ Probe ◀──load, score── each sampler, after every load
 
-It finds what no digest does: an engine that has the bytes and does not use them (weights tied anew, laid out anew,
+It finds what no digest does: an engine that has the bytes and does not use them (weights tied again, laid out again,
 kept under another name). That is off by nats. With bfloat16 two right ones differ, too: ids that nobody would say are
 some 0.1 off by rounding alone (measured with 12 and 24 layers, random weights, logits that spread by 2 to 3.5: 0.04 to
 0.12), and weights that are a step old are not told from that: `runner.core.tolerance` has the limits.

@@ -200,7 +200,7 @@ class _Error:
 
     @classmethod
     def of(cls, kind: str, loc: Sequence[int | str], model: type[BaseModel]) -> _Error:
-        """Cut pydantic's location, which goes on into unions and list items, to the option itself."""
+        """Cut pydantic's location, which continues into unions and list items, to the option itself."""
         for depth, part in enumerate(loc, 1):
             info = model.model_fields.get(str(part))
             inner = info.annotation if info else None

@@ -165,7 +165,7 @@ def refuse_changed(folder: SweepFolder, plan: Plan) -> None:
         for key in dict.fromkeys([*before, *now]):
             if now.get(key) != before.get(key) or (key in now) != (key in before):
                 was, is_now = (repr(values[key]) if key in values else "not there" for values in (before, now))
-                text = f"was {was} when the sweep began, is {is_now}; put it back, or start anew"
+                text = f"was {was} when the sweep began, is {is_now}; put it back, or start again"
                 problems.append(Problem(key, text, display_path(path)))
     if problems:
         raise SpecError(problems)

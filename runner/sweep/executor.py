@@ -214,7 +214,7 @@ def refuse_elsewhere(left: Mapping[int, Identity], on: str) -> None:
     for place in dict.fromkeys(identity["on"] for identity in left.values() if identity.get("on", on) != on):
         jobs = [str(index) for index, identity in left.items() if identity.get("on") == place]
         which = f"job{'s' if len(jobs) > 1 else ''} {', '.join(jobs)}"
-        text = f"{which} may still run where sweep.on={place} had put them; go on with sweep.on={place} first"
+        text = f"{which} may still run where sweep.on={place} had put them; continue sweep.on={place} first"
         raise EnvironmentProblem(text)
 
 

@@ -188,7 +188,7 @@ class Scheduler:
         jobs = self._executor.adopt(left, self.options.grace_s, self.screen.say)
         for index in left:
             if index in jobs:
-                self._follow(index, jobs[index], "goes on, on")
+                self._follow(index, jobs[index], "continues, on")
             else:
                 self._finish(index, -signal.SIGTERM, StopReason("the sweep ended"), 0.0)
         self._collect()

@@ -3,7 +3,7 @@
     ask ─▶ values ─▶ job ─▶ running ─▶ tell: its values | pruned | failed
                               └─ report each new value ─▶ worse than the others were at this step? ─▶ stop
 
-The study is a journal in the sweep's folder, so that a search goes on where it stopped. Jobs need not know of Optuna.
+The study is a journal in the sweep's folder, so that a search continues where it stopped. Jobs need not know of Optuna.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class OptunaTrials:
         return bool(trial.should_prune())
 
     def record_end(self, index: int, state: JobState) -> None:
-        """Tell the study what became of a job. One that was interrupted goes on later, and is told then."""
+        """Tell the study what became of a job. One that was interrupted continues later, and is told then."""
         trial = self._trials.get(index)
         if trial is None or state.state not in FAILED | FINISHED:
             return
@@ -153,7 +153,7 @@ def load_optuna(name: str | None) -> Any:
 
 
 def make_sampler(optuna: Any, name: str | None, seed: int, jobs: int) -> Any:
-    """A sampler for a study that has `jobs` jobs already: one that keeps no state of its own in the study draws anew,
+    """A sampler for a study that has `jobs` jobs already: one that keeps no state of its own in the study draws again,
     and not what it drew when the search began."""
     kind = name or DEFAULT
     return getattr(optuna.samplers, CLASSES[kind])(seed=seed if kind == "qmc" else seed + jobs)

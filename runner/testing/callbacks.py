@@ -76,7 +76,7 @@ def _through_checkpoint(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_tracker(config: TrackerConfig) -> list[str]:
-    """The tracker takes numbers, also NaN, and samples, goes on after a resume, and writes no secret into the run's
+    """The tracker takes numbers, also NaN, and samples, continues after a resume, and writes no secret into the run's
     folder; returns what it says at the end."""
     check_config(config)
     with tempfile.TemporaryDirectory() as root:

@@ -39,14 +39,14 @@ def check_schedule(config: ScheduleConfig, *, steps: int = 100) -> list[float]:
         factors = [factor(step) for step in range(count)]
         wrong = [value for value in factors if not 0 <= value <= 1]
         require(not wrong, f"of {count} steps, factors from 0 to 1 are expected (NaN is none); got {wrong[:3]}")
-        require(max(factors) > 0, f"of {count} steps, every factor is 0, so nothing would be learnt")
+        require(max(factors) > 0, f"of {count} steps, every factor is 0, so nothing would be trained")
         backwards = [factor(step) for step in reversed(range(count))][::-1]
         require(backwards == factors, "the factor depends on what was asked before; a resumed run asks from the middle")
     return factors
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
-    """The optimizer lowers a loss, obeys the rate that the loop sets, leaves alone what has no gradient, and goes on
+    """The optimizer lowers a loss, obeys the rate that the loop sets, leaves alone what has no gradient, and continues
     after a checkpoint with the same bits."""
     check_config(config)
     config.preflight()

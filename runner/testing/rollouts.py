@@ -113,7 +113,7 @@ def check_environment(
     require(made.max_turns == config.most_turns() > 1, f"{most}; they are equal, and above 1")
     asked = Prompt(tuple(prompt.encode()), prompt, columns=dict(columns or {}))
     alone = _episode(made, asked, turns)
-    require(_episode(made, asked, turns) == alone, "two episodes with the same turns differ: reset() starts anew")
+    require(_episode(made, asked, turns) == alone, "two episodes with the same turns differ: reset() starts again")
     one, two = made.fresh(asked), made.fresh(asked)
     for turn, said in zip(turns, alone, strict=False):
         require(one.step(turn) == said and two.step(turn) == said, "two episodes at the same time disturb one another")

@@ -142,7 +142,7 @@ class Console:
             write()
         except OSError as error:
             self._screen_lost, self._live = True, None
-            self._log(f"the screen is gone ({error.strerror}); the work goes on", "warning")
+            self._log(f"the screen is gone ({error.strerror}); the work continues", "warning")
 
     def _log(self, line: str, level: str) -> None:
         stamp = datetime.now().astimezone().isoformat(timespec="milliseconds")

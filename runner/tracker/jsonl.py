@@ -61,9 +61,9 @@ class JsonlTracker:
 
 
 def truncate_after(folder: RunFolder, step: int, attempt: int) -> int:
-    """Prepare both files for going on after `step`: what lies beyond moves to attempts/<attempt>/.
+    """Prepare both files for continuing after `step`: what lies beyond moves to attempts/<attempt>/.
 
-    A torn last line, or one that is not JSON, moves too. At step 0 nothing is kept, for the run begins anew. A crash
+    A torn last line, or one that is not JSON, moves too. At step 0 nothing is kept, for the run begins again. A crash
     at any moment loses nothing, and calling again is harmless. Returns the number of lines of metrics.jsonl moved.
     """
     moved = 0

@@ -20,7 +20,7 @@ INSTALL = 'pip install tensorboard, or: pip install "posttrain-run[tensorboard]"
 
 
 class TensorboardTracker:
-    """Writes scalars, and samples as text; the first write error ends the sink and is said, the run goes on."""
+    """Writes scalars, and samples as text; the first write error ends the sink and is said, the run continues."""
 
     def __init__(self, folder: Path, writer: Any, console: Console) -> None:
         self._folder, self._writer, self._console = folder, writer, console
@@ -50,7 +50,7 @@ class TensorboardTracker:
             write()
         except (OSError, ValueError, RuntimeError) as error:  # what its writer thread passes on: a full or lost disk
             self._lost = f"{type(error).__name__}: {error}"
-            self._console.message(f"tensorboard stops: {self._lost}; metrics.jsonl goes on", "warning")
+            self._console.message(f"tensorboard stops: {self._lost}; metrics.jsonl continues", "warning")
 
 
 def build(

@@ -173,7 +173,7 @@ class WandbTracker:
 
     def _give_up(self, reason: str) -> None:
         self._events["failed"] = {"reason": reason}
-        self._console.message(f"wandb    {reason}; the run goes on, metrics.jsonl has every number", "warning")
+        self._console.message(f"wandb    {reason}; the run continues, metrics.jsonl has every number", "warning")
 
     def _ending(self) -> str:
         opened, done = self._events.get("open"), self._events.get("done")

@@ -3,7 +3,7 @@
     {"step": 7, "train/loss": 0.5}              ─▶ run.log({"train/step": 7, "train/loss": 0.5})
     {"step": 7, "prompt": ..., "answer": ...}…  ─▶ run.log({"train/step": 7, "samples": Table})
 
-W&B's own step counts calls of `log` and restarts at 0 when an offline run goes on, so every metric is
+W&B's own step counts calls of `log` and restarts at 0 when an offline run continues, so every metric is
 drawn over AXIS instead.
 """
 
@@ -40,7 +40,7 @@ def why_unreachable() -> str:
 
 
 def open_run(settings: Mapping[str, Any], folder: Path, mode: str, watched_pid: int) -> Any:
-    """Start or go on with the run `settings["run_id"]`; W&B's files go to <folder>/wandb/.
+    """Start or continue the run `settings["run_id"]`; W&B's files go to <folder>/wandb/.
 
     Raises whatever wandb raises, within about INIT_S seconds.
     """

@@ -112,7 +112,7 @@ class ZeroVarianceWarning(BaseCallback):
             )
             return
         log.warning(
-            "step %d: in every group all rewards were equal (mean %.4g), so nothing was learnt%s; "
+            "step %d: in every group all rewards were equal (mean %.4g), so nothing was trained%s; "
             "look at samples.jsonl, reward, sampler.temperature",
             end.step,
             end.values["reward/mean"],
@@ -188,7 +188,7 @@ Save = Callable[[int, Mapping[str, float]], object]
 class SaveCheckpoints(BaseCallback):
     """Hangs last, so that every other callback's state is that of the finished step.
 
-    save: commits the state after a step; start: begins to, and training may go on; check: raises what went wrong since
+    save: commits the state after a step; start: begins to save while training continues; check: raises a failed save
     """
 
     def __init__(self, save: Save, start: Save, check: Callable[[], None], *, every: int) -> None:

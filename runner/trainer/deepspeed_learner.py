@@ -1,7 +1,7 @@
 """The learner whose gradients, optimizer and weights DeepSpeed keeps; see `parallelism.zero`.
 
 Its state is that of any other learner: whole tensors by name, put together one after the other in the first rank's host
-memory, so that a run goes on under any layout.
+memory, so that a run continues under any layout.
 """
 
 from __future__ import annotations

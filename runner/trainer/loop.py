@@ -73,7 +73,7 @@ class ExperienceQueue(Generic[T]):
         return {"steps": {str(step): one for step, one in encoded.items()}, "tensors": tensors}
 
     def load_state_dict(self, state: State) -> None:
-        """Take back what `state_dict` gave; `start` goes on behind it."""
+        """Take back what `state_dict` gave; `start` continues behind it."""
         for name, one in state["steps"].items():
             mine = {k.removeprefix(f"{name}/"): t for k, t in state["tensors"].items() if k.startswith(f"{name}/")}
             future: Future[T] = Future()
@@ -145,12 +145,12 @@ def _run_step(job: TrainingJob, step: int) -> StepResult:
     begin = time.perf_counter()
     experience = job.feed.take(step)
     collected = time.perf_counter()
-    metrics, tokens, learnt, flops = Metrics(), 0, 0, 0.0
+    metrics, tokens, trained_tokens, flops = Metrics(), 0, 0, 0.0
     for learner in job.learners.values():
         learner.begin_step(step)
     for batch in job.algorithm.prepare(experience, job.models):
         tokens += batch.num_tokens
-        learnt += batch.totals["tokens"]
+        trained_tokens += batch.totals["tokens"]
         for role, loss in job.algorithm.losses.items():
             metrics.merge(job.learners[role].forward_backward(batch, loss)[0])
             metrics.merge(job.learners[role].optim_step())
@@ -162,7 +162,7 @@ def _run_step(job: TrainingJob, step: int) -> StepResult:
     values = {
         **metrics.result(),
         **described,
-        "train/tokens": float(learnt),
+        "train/tokens": float(trained_tokens),
         "perf/tokens_per_s": tokens / device_s,
         "perf/model_flops": flops,
         "perf/mfu": flops / device_s / job.peak_flops,

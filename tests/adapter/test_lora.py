@@ -168,7 +168,7 @@ def over_random_weights(
 def test_an_adapter_over_random_weights_is_exported_in_a_whole_model(
     model: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """For nobody else has its base. It is said when the run begins, and the model goes on as it was."""
+    """For nobody else has its base. It is said when the run begins, and the model continues as it was."""
     said = Decisions()
     made = over_random_weights(said, model, **options)
     assert [(d.feature, d.got) for d in said.entries] == [("export", "a merged model")]

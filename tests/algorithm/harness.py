@@ -78,7 +78,7 @@ class Nods:
         pass
 
     def step(self, answer: str) -> Observation | None:
-        return Observation("tool", "go on")
+        return Observation("tool", "continue")
 
 
 def even_bytes(completion: Completion) -> float:

@@ -1,5 +1,6 @@
-"""Learning from preferences: dpo and its kin on pairs, kto on judged answers, and a reward model, a backbone with a
-head of one number that is taught which of two answers is preferred.
+"""Preference learning: DPO and its variants on pairs, KTO on labeled completions, and reward models.
+
+A reward model is a backbone with a scalar head that learns which of two answers is preferred.
 
     Pair   ──pack_pairs──▶ one tree: prompt, chosen (branch 0), rejected (branch 1); one unit, so it is never cut
     pairs  ──collect──▶ trees ──prepare──▶ + reference's logprobs ──▶ mini-batches ──▶ a loss of four log-probabilities
@@ -127,7 +128,7 @@ def _pair_inputs(batch: Batch, logprobs: Tensor) -> dict[str, Tensor]:
 
 
 def log_ratios(batch: Batch, logprobs: Tensor) -> Tensor:
-    """log policy − log reference of each row's learnt tokens, [N]; sums small numbers, does not subtract large."""
+    """log policy − log reference of each row's trained tokens, [N]; sums small numbers, does not subtract large."""
     return row_sum(batch, batch.tokens["weight"] * (logprobs - batch.tokens["reference"]))
 
 

@@ -133,7 +133,7 @@ class RayJobDriver:
             self._collect_answers()
 
     def end(self) -> None:
-        """Let go of what this job has of a cluster that goes on."""
+        """Let go of what this job has of a cluster that continues."""
         for seat in self._seats:
             if seat.actor is not None:
                 ray.kill(seat.actor)
@@ -176,7 +176,7 @@ class RayJobDriver:
         self._call_actor("meet", seat, host)
 
     def _start(self, seat: int, order: dict[str, Any]) -> None:
-        """Start a process; in place of an actor that is lost, another one is hired first."""
+        """Start a process; in place of an actor that is lost, another one is started first."""
         own = self._seats[seat]
         own.order, own.doomed = order, False
         if own.actor is None:

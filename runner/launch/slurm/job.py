@@ -1,4 +1,4 @@
-"""The script of a job that `submission` has submitted: begins the run or goes on with it, on all machines.
+"""The script of a job that `submission` has submitted: begins the run or continues it, on all machines.
 
 sbatch ─▶ python -m runner.launch.slurm.job FOLDER WORDS… ─▶ srun ─▶ run resume FOLDER WORDS…, once on each machine
 
@@ -57,7 +57,7 @@ def requeue(run: RunFolder, before: int) -> int:
     except EnvironmentProblem as error:
         print(f"not requeued: {error}", flush=True)
         return REQUEUE_CODE
-    print("requeued: Slurm starts the job again, and the run goes on from its checkpoint", flush=True)
+    print("requeued: Slurm starts the job again, and the run continues from its checkpoint", flush=True)
     return 0
 
 

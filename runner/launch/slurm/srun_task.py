@@ -5,7 +5,7 @@ a job's script, or salloc's shell ─▶ srun: the same command, once on each ma
 a task of srun                   ─▶ machines, number, address, cards from Slurm's variables, as overrides
 
 What Slurm signals (SIGTERM: preempted, requeued, cancelled; SIGUSR1, SIGUSR2: what sbatch --signal asked for) makes
-the job save and end with 75: a requeue goes on in the same run folder.
+the job save and end with 75: a requeue continues in the same run folder.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def as_preemption(error: Interrupted) -> Interrupted:
     """What a job that Slurm told to end says."""
     told = error.exit_code == 128 + signal.SIGTERM
     return (
-        Preempted(f"{error}\n  Slurm asked for it: exit code {REQUEUE_CODE}, a requeue goes on from there")
+        Preempted(f"{error}\n  Slurm asked for it: exit code {REQUEUE_CODE}, a requeue continues from there")
         if told
         else error
     )
@@ -223,7 +223,7 @@ def record_run_folder(folder: RunFolder) -> None:
 
 
 def requeued_folder(where: Path | None) -> Path | None:
-    """The run folder in which a requeued Slurm job goes on: `where`, or the one that it has made; None if there is
+    """The run folder in which a requeued Slurm job continues: `where`, or the one that it has made; None if there is
     none."""
     if int(os.environ.get("SLURM_RESTART_COUNT", "0")) == 0:
         return None

@@ -55,7 +55,7 @@ def refuse_queued(folder: RunFolder) -> None:
 
 
 def submit(spec: JobSpec, folder: RunFolder, words: Sequence[str]) -> int:
-    """Hand the run in `folder` to Slurm, to begin or to go on with `words`; returns 0, or as the job that is followed.
+    """Hand the run in `folder` to Slurm, to begin or to continue `words`; returns 0, or as the job that is followed.
 
     Raises EnvironmentProblem where Slurm refuses, and what a job that is followed ends with.
     """
@@ -167,7 +167,7 @@ def _poll_states(job: str) -> Iterator[tuple[str, str] | None]:
 
 
 def _unfollowed_text(job: str) -> str:
-    return f"job {job} goes on without being followed; to end it: scancel {job}"
+    return f"job {job} continues without being followed; to end it: scancel {job}"
 
 
 def _print_more(log: Path, at: int) -> int:

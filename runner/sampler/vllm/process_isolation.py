@@ -56,7 +56,7 @@ def preserve_process_state() -> Iterator[None]:
 
 
 def _restore(environment: dict[str, str]) -> None:
-    """All but what goes on being read: vLLM's own variables, and those of the compiler and the operators it brings."""
+    """Restore the environment, except variables that vLLM, its compiler and its operators still read."""
     for name in [name for name in os.environ if name not in environment and not name.startswith(KEPT_PREFIXES)]:
         del os.environ[name]
     os.environ.update({name: value for name, value in environment.items() if not name.startswith(KEPT_PREFIXES)})

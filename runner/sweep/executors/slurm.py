@@ -149,7 +149,7 @@ class SlurmExecutor(RemoteExecutor):
             job.read_status()
         alive = {index for index, job in jobs.items() if self.find_end(job) is None}
         if alive:
-            say(f"Slurm still has job {', '.join(map(str, sorted(alive)))} of the sweep before: they go on")
+            say(f"Slurm still has job {', '.join(map(str, sorted(alive)))} of the sweep before: they continue")
         found = {index: job for index, job in jobs.items() if index in alive or job.has_ended}
         self.add(*found.values())
         return found

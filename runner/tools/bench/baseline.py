@@ -25,7 +25,7 @@ from runner.spec.job import JobSpec
 
 
 class BaselineLoop:
-    """One model and its optimizer; `step` does what a step of the job does with a batch that it learnt from."""
+    """One model and its optimizer; `step` does what a step of the job does with a batch that it trained on."""
 
     def __init__(self, spec: JobSpec, device: torch.device) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -36,7 +36,7 @@ from runner.trainer.callbacks import LogStep
 
 WARM_UP = 1  # steps that do not count
 COPIED_BYTES = {"cpu": 64 * 2**20}  # elsewhere a quarter of a GiB
-RESET_PEAK = Path("/proc/self/clear_refs")  # Linux: the largest resident set begins anew
+RESET_PEAK = Path("/proc/self/clear_refs")  # Linux: the largest resident set begins again
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ def _can_reset_peak(device: Device) -> bool:
 
 
 def _reset_peak(device: Device) -> None:
-    """Let the largest number of bytes held begin anew."""
+    """Let the largest number of bytes held begin again."""
     if device.torch_device.type != "cpu":
         torch.get_device_module(device.torch_device).reset_peak_memory_stats(device.torch_device)
     elif RESET_PEAK.exists():

@@ -73,8 +73,8 @@ def exit_code(entries: Sequence[ReportEntry]) -> int:
 
 
 def steps(entries: Iterable[ReportEntry]) -> list[tuple[str, str]]:
-    """What is wrong and the line that mends it, for each problem, in the order in which to do them. What the same line
-    mends is one step."""
+    """What is wrong and the line that fixes it, for each problem, in the order in which to do them. What the same line
+    fixes is one step."""
     found: dict[str, list[str]] = {}
     for entry in entries:
         if entry.finding.verdict is CheckStatus.PROBLEM and entry.finding.remedy is not None:
@@ -126,9 +126,9 @@ def _wrap(text: str) -> list[str]:
 def _ending(entries: Sequence[ReportEntry], devices: Sequence[str]) -> Iterator[str]:
     found = (entry.finding for entry in entries if entry.finding.verdict is CheckStatus.WARNING)
     look = dict.fromkeys(finding.remedy for finding in found if finding.remedy is not None)
-    if mend := list(numbered_steps(entries)):
+    if fixes := list(numbered_steps(entries)):
         yield "to do, in this order"
-        yield from (*mend, "")
+        yield from (*fixes, "")
     if look:
         yield "worth a look"
         yield from (f"  {line}" for line in look)

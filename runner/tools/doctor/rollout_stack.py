@@ -63,7 +63,7 @@ def _install(machine: SystemInfo) -> str:
 
 
 def npu_engine(machine: SystemInfo) -> CheckResult:
-    """vllm-ascend lays weights out anew unless told not to, cannot sleep in segments that grow, nor be forked."""
+    """vllm-ascend lays weights out again unless told not to, cannot sleep in segments that grow, nor be forked."""
     asked = machine.sampler == "vllm"
     if not asked and machine.version("vllm-ascend") is None:
         return skip("vllm-ascend is not installed")

@@ -92,7 +92,7 @@ class Recording:
 
     spec: of the job, as plain data; made: device and what it multiplies in, versions, fingerprint of the data, where
           frozen models come from
-    steps: the numbers of each step; experiences: what sampled algorithms learnt from, as `Algorithm.encode` gives it
+    steps: the numbers of each step; experiences: what sampled algorithms trained on, as `Algorithm.encode` gives it
     prints: by `KIND/ROLE/NAME`, each kind in the order in which it was computed (see
     `runner.tools.parity.module_hooks`) ended: why it has fewer steps than were asked for
     """

@@ -45,7 +45,7 @@ def run_recorded_steps(
     decide: Decisions,
     say: Callable[[str], None],
 ) -> Recording:
-    """Run the first `steps` steps; with `given`, on what it learnt from.
+    """Run the first `steps` steps; with `given`, on what it trained on.
 
     accept: sees what was built (no step yet) and may refuse it; with `given`, steps end where a number is not finite.
     """

@@ -69,8 +69,8 @@ class MemoryBreakdown:
 
     def host(self) -> list[MemoryTerm]:
         """What a rank keeps in its host's memory meanwhile, as far as it follows from the job's options."""
-        learnt, size = self._trained_bytes(), compute_dtype(self.spec).itemsize
-        states = learnt + self._state_bytes()
+        trainable, size = self._trained_bytes(), compute_dtype(self.spec).itemsize
+        states = trainable + self._state_bytes()
         pieces = sum(part.bytes for part in self._parts().values()) + states
         inputs = len(self.stage.layers) * self._tokens() * self.shape.get_text_config().hidden_size * size
         found = [
@@ -111,9 +111,9 @@ class MemoryBreakdown:
         versions = MemoryTerm("versions for sampling ahead", copies)
         if self.spread.offloaded:
             return [versions]
-        learnt = self._trained_bytes()
+        trainable = self._trained_bytes()
         return [
-            MemoryTerm("weights that learn", learnt),
+            MemoryTerm("trainable weights", trainable),
             MemoryTerm("weights that do not", sum(part.frozen_bytes for part in self._parts().values())),
             MemoryTerm("optimizer state", self._state_bytes()),
             versions,

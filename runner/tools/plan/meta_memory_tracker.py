@@ -119,7 +119,7 @@ class MetaMemoryTracker(TorchDispatchMode):
         self.enter("start")
 
     def enter(self, moment: str) -> None:
-        """A moment begins, or goes on; each has a peak of its own."""
+        """A moment begins, or continues; each has a peak of its own."""
         self._moment = moment
         self.peaks.setdefault(moment, dict(self._live))
         self.add(0, "activations")

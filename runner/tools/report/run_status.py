@@ -262,7 +262,7 @@ def _table(members: list[ProcessStatus]) -> Iterator[str]:
         if member.heard_s is not None:
             said.append(f"heard {format_number(round(member.heard_s, 1))} s ago")
         if member.replaced:
-            said.append(f"started anew {count_noun(member.replaced, 'time')}")
+            said.append(f"restarted {count_noun(member.replaced, 'time')}")
         yield labeled_line("process", f"{member.name.ljust(width)}  {place.ljust(wide)}  {', '.join(said)}")
 
 

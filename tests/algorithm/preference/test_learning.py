@@ -1,4 +1,4 @@
-"""dpo, its kin and kto: against plain Hugging Face passes and formulas in floats, and however a batch is cut."""
+"""dpo, its variants and kto: against plain Hugging Face passes and formulas in floats, and however a batch is cut."""
 
 from __future__ import annotations
 
