@@ -27,12 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runner.algorithm.config import DistillConfig
-from runner.algorithm.inputs import AlgorithmInputs, HeadedModel, OfflineAlgorithm
 from runner.algorithm.loss_registry import compute_selected
 from runner.core.batch import Batch, pack, split_rows, with_totals
 from runner.core.errors import Problem, SpecError, UnsupportedModelError
 from runner.core.metrics import Metrics
 from runner.interfaces import Data, Loss, LossFn, Model, Outputs, Role, TokenizedExample
+from runner.interfaces.learning import AlgorithmInputs, HeadedModel, OfflineAlgorithm
 
 HIDDEN = frozenset({"hidden"})
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, Field, GetCoreSchemaHandler, create_model
 
 from runner.core.errors import RunnerError
-from runner.core.plugins import load_plugins
+from runner.core.imports import load_plugins
 from runner.interfaces.losses import Kind, Option, Registration, registration_of
 
 BUILT_IN = ("policy.losses", "policy.advantages", "policy.importance", "preference.losses", "divergences")

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from runner.algorithm.inputs import AlgorithmInputs
 from runner.build.components import (
     Models,
     build_data,
@@ -35,6 +34,7 @@ from runner.core.signals import StopSignal
 from runner.device.base import peak_flops
 from runner.distributed.work_partition import run_on_rank0
 from runner.interfaces import Algorithm, Callback, Data, GenerativeModel, RankCollectives, State, TrainableModel
+from runner.interfaces.learning import AlgorithmInputs
 from runner.parallelism.parallel_context import ParallelContext
 from runner.run_dir.folder import RunFolder
 from runner.run_dir.resume_compatibility import check_compatible, run_identity

@@ -5,7 +5,6 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from runner.spec.base import ComponentConfig
-from runner.spec.migrate import renamed_metric
 
 
 class CheckpointConfig(ComponentConfig):
@@ -39,8 +38,11 @@ class CheckpointConfig(ComponentConfig):
     def _problems_of_best(self) -> list[tuple[str, str]]:
         if self.best is None:
             return [("checkpoint.best_mode", "is for checkpoint.best; leave it out")] if self.best_mode else []
-        if (ours := renamed_metric(self.best)) is not None:
-            return [("checkpoint.best", f"no metric is called {self.best}; type checkpoint.best={ours}")]
+        if not self.best.startswith("eval/"):
+            from runner.spec.migrate import renamed_metric
+
+            if (ours := renamed_metric(self.best)) is not None:
+                return [("checkpoint.best", f"no metric is called {self.best}; type checkpoint.best={ours}")]
         if self.best_mode is None and direction(self.best) is None:
             text = f"must be given, max or min: nothing is known of checkpoint.best={self.best}"
             return [("checkpoint.best_mode", text)]

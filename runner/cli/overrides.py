@@ -22,7 +22,7 @@ from omegaconf.resolvers import oc
 
 from runner.cli.config_sources import GROUP, is_file_name, recipe_file_problem, recipe_member_name
 from runner.core.errors import Problem, SecurityError
-from runner.spec import migrate, suggest
+from runner.spec import suggest
 from runner.spec.base import COMMAND_LINE, iter_leaves, origin_of
 from runner.spec.decode import MISSING, unknown_name
 from runner.spec.registry import default_registry
@@ -123,6 +123,8 @@ def _classify(override: Override, word: str, groups: Collection[str]) -> TypedOv
 
 def instead_of_hydras(key: str, value: Any = None) -> str:
     """What does the same as a setting of Hydra's."""
+    from runner.spec import migrate
+
     said = migrate.answer(key, value, suggest.NO_JOB, {}) or migrate.answer("hydra.*", None, suggest.NO_JOB, {})
     return f"Hydra's own settings are not used; {said}"
 

@@ -28,8 +28,8 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from runner.cli.config_sources import GROUP, FolderSource, RecipeFileSource, RecipesSource, sources_with
 from runner.core.errors import EnvironmentProblem
+from runner.core.imports import load_plugins
 from runner.core.paths import conf_dir, recipes_dir
-from runner.core.plugins import load_plugins
 from runner.spec.registry import Registry
 from runner.spec.schema import CALLBACKS, groups_of
 

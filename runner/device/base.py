@@ -22,7 +22,6 @@ from torch.utils import deterministic
 from runner.core.device_kinds import Kind
 from runner.core.errors import EnvironmentProblem
 from runner.core.rank_info import RankInfo
-from runner.device.cards import find_card
 from runner.device.config import DeviceConfig
 from runner.device.device_kinds import listed_cards
 from runner.interfaces import Decide, DenseAttention, Device, VarlenAttention
@@ -148,7 +147,11 @@ class PeakFlops:
 def peak_flops(device: Device, dtype: torch.dtype, decide: Decide) -> PeakFlops:
     """That of a device in what it computes products of `dtype` in. `decide` hears of an accelerator's."""
     precision = device.matmul_precision(dtype)
-    card = find_card(device.describe().get("card", ""))
+    card = None
+    if name := device.describe().get("card", ""):
+        from runner.device.cards import find_card  # reads the table of cards, which a CPU does not need
+
+        card = find_card(name)
     if card is not None and device.name == card.device and precision in card.flops:
         found = PeakFlops(card.flops[precision], f"{card.name} in {precision}, from the table of cards")
     else:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import psutil
 
 from runner.core.errors import EnvironmentProblem
-from runner.device.cards import MIB
 from runner.device.device_kinds import parse_visible
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def npu_stats_reader(index: int, visible: str | None) -> StatsReader:
 
 def _stats(of: nvidia_smi.Gpu | npu_smi.NpuChip) -> dict[str, float]:
     found = {name: getattr(of, name) for name in ("utilization_percent", "temperature_c", "power_w")}
-    found["memory_used_bytes"] = None if of.memory_used_mb is None else float(of.memory_used_mb * MIB)
+    found["memory_used_bytes"] = None if of.memory_used_mb is None else of.memory_used_mb * 2.0**20
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -6,7 +6,7 @@ Legend: N rows, T tokens, S of them (see `runner.core.batch`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
     from runner.core.batch import Batch
     from runner.core.metrics import Metrics
+    from runner.interfaces.data import Data
+    from runner.interfaces.device import Decide
+    from runner.interfaces.sampling import EnvironmentFactory, Reward, Sampler
 
 T = TypeVar("T")
 
@@ -247,3 +250,59 @@ class Tracker(Protocol):
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
 
     def finish(self, status: str) -> list[str]: ...  # lines to print at the end, e.g. how to sync
+
+
+class HeadedModel(Model, Protocol):
+    """A frozen model, and its head by itself."""
+
+    def forward_local(
+        self, batch: Batch, needs: frozenset[str]
+    ) -> Outputs: ...  # of a micro-batch, which is one rank's own
+
+    def lm_head(self) -> Callable[[Tensor], Tensor]: ...  # output `hidden` [S, H] → logits [S, V]; or UnfitModel
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmInputs:
+    """What `build` hands to every algorithm; sampler, reward and environments are None where the job has none.
+
+    frozen: the models that only score, by role
+    """
+
+    data: Data
+    tokenizer: Any
+    seed: int
+    decide: Decide
+    sampler: Sampler | None = None
+    reward: Reward | None = None
+    environments: EnvironmentFactory | None = None
+    frozen_models: Mapping[Role, HeadedModel] = field(default_factory=dict)
+
+
+class OfflineAlgorithm:
+    """The parts of the `Algorithm` protocol that need a sampler or a memory, for those that have neither: nothing runs
+    ahead, nothing is remembered."""
+
+    lag = 0
+
+    def describe(self, step: int, experience: Experience) -> tuple[Mapping[str, float], Sequence[Sample]]:
+        """Nothing: what is trained on is in the data."""
+        return {}, ()
+
+    def observe(self, step: int, values: Mapping[str, float]) -> None:
+        """Nothing adapts."""
+
+    def encode(self, experience: Experience) -> State:
+        """Never called: at lag 0 nothing is collected ahead."""
+        raise NotImplementedError(f"{type(self).__name__} collects nothing ahead")
+
+    def decode(self, state: State) -> Any:
+        """Never called: at lag 0 nothing is collected ahead."""
+        raise NotImplementedError(f"{type(self).__name__} collects nothing ahead")
+
+    def state_dict(self) -> State:
+        """Nothing: the position in the data is a function of the step."""
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """Nothing to restore."""

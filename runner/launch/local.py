@@ -22,11 +22,9 @@ from runner.core.errors import EnvironmentProblem, Interrupted, Problem, RunnerE
 from runner.core.rank_info import RankInfo, without_rank_variables
 from runner.launch import torchrun
 from runner.launch.base import ExternalLaunchConfig
-from runner.launch.preflight import preflights, refuse_unready
-from runner.launch.run_records import archive_attempt, status_of, write_yaml
-from runner.launch.secret_texts import mask_secrets
+from runner.launch.preflight import mask_secrets, preflights, refuse_unready
+from runner.launch.run_records import TRUST_REMOTE_CODE, archive_attempt, is_upstream_run, status_of, write_yaml
 from runner.launch.session import Session, run_argument
-from runner.launch.upstream_run import TRUST_REMOTE_CODE, is_upstream_run
 from runner.run_dir.folder import (
     RunFolder,
     claim_folder,

@@ -1,9 +1,9 @@
 """What an attempt leaves in the run's folder, of which rank 0 writes all.
 
 status_of(folder)      the process that was started: running ─▶ done | interrupted | failed, then report.html
-keep_evidence(folder)  the same, before another attempt: attempts/N/, what that one will write again
-Records                rank 0: manifest, metrics, samples, trackers, what a resume cuts away
-NoRecords              another rank: nothing; it has a log of its own
+archive_attempt(folder) the same, before another attempt: attempts/N/, what that one will write again
+RunRecords             rank 0: manifest, metrics, samples, trackers, what a resume cuts away
+NullRecords            another rank: nothing; it has a log of its own
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import yaml
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Interrupted, RunnerError, StorageError
-from runner.launch.upstream_run import is_upstream_run
 from runner.run_dir import manifest
 from runner.run_dir.folder import RunFolder, display_path, write_atomic, write_json
 from runner.spec.job import JobSpec
@@ -30,6 +29,13 @@ from runner.tracker.jsonl import JsonlTracker, missing_steps, truncate_after
 from runner.tracker.text import labeled_line
 
 log = logging.getLogger("runner")
+UPSTREAM_RUN = "RUNNER_STAGE"  # set in the environment of a recipe that is run first
+TRUST_REMOTE_CODE = "model.trust_remote_code=true"  # what no spec.yaml may say for the user
+
+
+def is_upstream_run() -> bool:
+    """Whether this process runs a recipe that another job needs first."""
+    return UPSTREAM_RUN in os.environ
 
 
 @contextmanager

@@ -37,8 +37,7 @@ from runner.launch.run_messages import (
     ranks_text,
     run_facts,
 )
-from runner.launch.run_records import NullRecords, RunRecords
-from runner.launch.upstream_run import is_upstream_run
+from runner.launch.run_records import NullRecords, RunRecords, is_upstream_run
 from runner.run_dir.folder import RunFolder, display_path, is_latest
 from runner.run_dir.resume_compatibility import check_spec_unchanged
 from runner.spec.job import JobSpec

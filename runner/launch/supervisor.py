@@ -31,8 +31,8 @@ from runner.launch.exit_cause import (
     hang_cause,
 )
 from runner.launch.multi_node import PeerNodes, peer_timeout_s
+from runner.launch.run_records import is_upstream_run
 from runner.launch.session import run_argument
-from runner.launch.upstream_run import is_upstream_run
 from runner.launch.worker_process import WorkerLauncher, WorkerProcess, WorkerSpec, WorkerStatusFile, dump_stacks
 from runner.run_dir.folder import RunFolder, display_path
 from runner.sampler.remote.wire import TOKEN

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from runner.core.errors import EnvironmentProblem, Interrupted, Problem, SpecError, StorageError
 from runner.core.signals import SignalRecorder
+from runner.launch.run_records import TRUST_REMOTE_CODE
 from runner.launch.upstream_run import (
-    TRUST_REMOTE_CODE,
     UpstreamRunFailed,
     cache_folder,
     command_words,

@@ -26,6 +26,7 @@ import yaml
 
 from runner.core.errors import RunnerError
 from runner.core.rank_info import without_rank_variables
+from runner.launch.run_records import UPSTREAM_RUN, is_upstream_run
 from runner.run_dir.folder import OUTPUTS
 from runner.run_dir.manifest import fingerprint
 from runner.run_dir.resume_compatibility import LIBRARIES
@@ -33,8 +34,6 @@ from runner.spec.base import iter_leaves
 from runner.spec.job import RECIPE
 from runner.tracker.text import labeled_line
 
-STAGE = "RUNNER_STAGE"  # set in the environment of a recipe that is run first
-TRUST_REMOTE_CODE = "model.trust_remote_code=true"  # what no spec.yaml may say for the user
 STAGES = OUTPUTS / "stages"
 PLAIN_NAME = re.compile(r"[\w./-]+")
 NOT_IN_KEY = ("name", "tracker", "watch", "strict")  # what changes nothing of the result
@@ -50,14 +49,9 @@ class UpstreamRunFailed(RunnerError):
         self.exit_code = exit_code
 
 
-def is_upstream_run() -> bool:
-    """Whether this process runs a stage of another job."""
-    return STAGE in os.environ
-
-
 def upstream_environment() -> Mapping[str, str]:
     """The environment of a stage's process."""
-    return {**without_rank_variables(os.environ), STAGE: "1"}
+    return {**without_rank_variables(os.environ), UPSTREAM_RUN: "1"}
 
 
 def command_words(recipe: str, spec: Mapping[str, Any], *, own_model: bool) -> list[str]:

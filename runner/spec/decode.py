@@ -16,14 +16,13 @@ from typing import Any
 from pydantic import BaseModel, ValidationError, create_model
 
 from runner.core.errors import Problem, SecurityError, SpecError
-from runner.core.plugins import LEFT_OUT
+from runner.core.imports import LEFT_OUT
 from runner.spec import suggest
 from runner.spec.base import COMMAND_LINE, ComponentConfig, Config, iter_leaves, origin_of, value_at
 from runner.spec.job import CallbacksConfig, JobSpec
-from runner.spec.migrate import Job, table
 from runner.spec.registry import ENTRY_POINT_GROUP, Registry, default_registry
 from runner.spec.schema import CALLBACKS, OptionIndex, groups_of, model_schema
-from runner.spec.suggest import NO_JOB, format_value, value_complaint
+from runner.spec.suggest import NO_JOB, Job, format_value, value_complaint
 
 MISSING = "???"
 Path = tuple[str, ...]
@@ -217,6 +216,8 @@ class _Error:
 def _unknown_keys(error: _Error, data: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The unknown keys at and below that of an error, with their values: a section as its options where the table has
     one of them."""
+    from runner.spec.migrate import table
+
     value: Any = data
     for name in error.path:
         value = next(inner for key, inner in value.items() if str(key) == name)
@@ -227,6 +228,8 @@ def _unknown_keys(error: _Error, data: Mapping[str, Any]) -> list[tuple[str, Any
 
 def _context(data: Mapping[str, Any], chosen: Classes, unknown: Mapping[str, Any]) -> Job:
     """The job, with the defaults of its components, for the words of other frameworks in it."""
+    from runner.spec.migrate import table
+
     members = {group: cls.component_name() for group, cls in chosen.items() if cls}
     defaults = {
         f"{group}.{name}": info.default

@@ -6,8 +6,8 @@ key=value ─▶ entry ─▶ its rule for the algorithm ─▶ for the value �
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from math import ceil
@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from runner.core.safe_arithmetic import NotArithmetic, evaluate
+from runner.spec.suggest import Job, Options
 
 PATH = Path(__file__).with_name("migrate.yaml")
 BRACES = re.compile(r"\{([^{}]*)\}")
@@ -29,17 +30,6 @@ WHOLE = "int:"  # an expression that is rounded up
 UNKNOWN = "…"
 MOST_OWNERS = 3  # that are named of those that have an option
 Rule = str | Mapping[str, Any]
-# (group, member) → its option names; a group "" holds the top level, and sections that are no group have one member "".
-Options = Mapping[str, Mapping[str, Iterable[str]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What is known of the job in which a word is typed."""
-
-    chosen: Mapping[str, str] = field(default_factory=dict)  # group → its member
-    data: Mapping[str, Any] = field(default_factory=dict)  # dotted key → value, of our options
-    typed: Mapping[str, Any] = field(default_factory=dict)  # dotted key → value, of the keys that are no options
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from runner.core.errors import RunnerError
-from runner.core.plugins import load_plugins
+from runner.core.imports import load_plugins
 from runner.spec.base import ComponentConfig
 
 ENTRY_POINT_GROUP = "runner.components"

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from runner.core.errors import RunnerError
 from runner.interfaces import Sample, State, StepResult
-from runner.tracker.log_table import eval_lines
+from runner.tracker.console import eval_lines
 
 
 class BaseCallback:

@@ -34,7 +34,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from runner.algorithm.inputs import AlgorithmInputs, OfflineAlgorithm
 from runner.algorithm.loss_registry import compute_selected
 from runner.algorithm.preference import losses as formulas
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
@@ -43,6 +42,7 @@ from runner.core.batch import Batch, row_sum, split_rows, with_totals
 from runner.core.metrics import Metrics
 from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.interfaces import LOGPROBS, Data, LabeledCompletion, Loss, LossFn, Model, Outputs, PreferencePair, Role
+from runner.interfaces.learning import AlgorithmInputs, OfflineAlgorithm
 from runner.interfaces.losses import PreferenceLosses
 
 CHOSEN, REJECTED = 0, 1  # the `branch` of each side

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from runner.algorithm.config import DistillConfig
 from runner.algorithm.distillation import Distillation, build, common_vocab_logits
-from runner.algorithm.inputs import AlgorithmInputs
 from runner.build.components import build_data, build_tokenizer
 from runner.build.evaluation import build_evaluation
 from runner.cli.job_builder import compose_job
@@ -20,6 +19,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch
 from runner.core.errors import SpecError
 from runner.interfaces import EvalQuestion, Outputs, TokenizedExample
+from runner.interfaces.learning import AlgorithmInputs
 from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer
