@@ -54,7 +54,7 @@ MORE_IS_BETTER = ("exact_match", "accuracy", "reward", "reward/mean", "margin")
 
 
 def direction(metric: str) -> Literal["max", "min"] | None:
-    """Whether more (max) or less (min) of a metric is better, known from its name (eval/loss → min); None = unknown."""
+    """Whether more (max) or less (min) of a metric is better, from its name; None = unknown."""
     names = {metric, metric.rpartition("/")[2]}
     return "min" if names.intersection(LESS_IS_BETTER) else "max" if names.intersection(MORE_IS_BETTER) else None
 

@@ -61,7 +61,7 @@ class RunningJob:
 
 
 class RunningJobs(dict[int, RunningJob]):
-    """The jobs that the executor has, by their numbers: told to save and end, and killed where they do not."""
+    """The jobs that the executor runs, by index; tells them to save and end, and kills late ones."""
 
     def __init__(self, options: SweepConfig, executor: Executor, say: Say) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Retries:
 
 
 class Scheduler:
-    """One start, or one resume, of a sweep that the caller has locked; `propose` makes jobs of a search's values."""
+    """Runs or resumes a sweep that the caller has locked. `propose` makes jobs from a search's values."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class Scheduler:
                 self.running.end()
 
     def _submit_what_fits(self, command: Command) -> None:
-        """Submit jobs in their order; one that does not fit holds back those behind it that need the same devices."""
+        """Submit jobs in order. A job that does not fit holds back later ones that need the same devices."""
         held_back: set[str] = set()
         for index in list(self._waiting) if not self.stopped else ():
             job = self.plan.jobs[index]
@@ -226,8 +226,7 @@ class Scheduler:
             self._submit(job, command)
 
     def _propose(self) -> None:
-        """Take the next job of a search, which starts at once, where there is room and only waits between tries want
-        it."""
+        """Add the next job of a search where there is room and only retries are waiting."""
         if self._exhausted or self.stopped or not all(map(self._retries.is_waiting, self._waiting)):
             return
         assert self.trials is not None and self.plan.search is not None

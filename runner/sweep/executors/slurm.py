@@ -155,8 +155,10 @@ class SlurmExecutor(RemoteExecutor):
         return found
 
     def poll(self) -> None:
-        """Submit what is new, send signals, call squeue when it is time to. Raises EnvironmentProblem where Slurm
-        refuses the jobs."""
+        """Submit new jobs, send signals, and call squeue when it is due.
+
+        Raises EnvironmentProblem where Slurm refuses the jobs.
+        """
         self._submit_new()
         self._send_signals()
         if time.monotonic() < self._due or not self._arrays:
@@ -264,7 +266,10 @@ class SlurmExecutor(RemoteExecutor):
 
 
 def scancel(*arguments: str) -> None:
-    """A job that has ended by now needs no signal. Raises EnvironmentProblem where Slurm refuses anything else."""
+    """Call scancel; a job that has ended already is no error.
+
+    Raises EnvironmentProblem where Slurm refuses anything else.
+    """
     try:
         run_slurm("scancel", *arguments)
     except EnvironmentProblem as error:
