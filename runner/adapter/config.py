@@ -27,7 +27,7 @@ class AdapterConfig(ComponentConfig):
 
     @property
     def needs_whole_layers(self) -> str | None:
-        """The option that makes it depend on whole layers, which tensor parallelism and vLLM do not have; or None."""
+        """The option that needs unsplit layers, which tensor parallelism and vLLM lack; or None."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: the base model is frozen, small matrices beside its linear layers learn."""
+"""Low-rank adapters through peft: the base model is frozen, small matrices beside it are trained."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ M = TypeVar("M", bound=TrainableModel)
 
 
 def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
-    """`model` inside a peft model; the adapter is drawn from the model's seed, in float32 whatever the base's type.
+    """`model` inside a peft model; adapter weights are drawn from the model's seed, always in float32.
 
     Use the result instead of `model`, whose modules it has changed. Raises SpecError for module names that the
     model does not have, or that peft cannot adapt.

@@ -59,7 +59,7 @@ class EnvironmentProblem(RunnerError):
 
 
 class NotReady(EnvironmentProblem):
-    """This machine lacks what a job needs; the message has everything that was found before torch is imported."""
+    """This machine lacks what a job needs; the message lists everything found before torch is imported."""
 
     def __init__(self, faults: Sequence[RunnerError]) -> None:
         super().__init__("\n".join(map(str, faults)))

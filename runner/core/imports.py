@@ -1,4 +1,4 @@
-"""Imports: large ones without garbage collection, names on first use, and entry points of installed packages.
+"""Imports: large ones without garbage collection, names on first use, and entry points of packages.
 
 An entry point that cannot be used is left out, and the command line says so once.
 """
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def import_frozen(name: str) -> ModuleType:
-    """Import a module with all that it imports while the collector rests, and exempt what exists then (`gc.freeze`).
+    """Import a module with garbage collection off, and exempt all objects that exist then (`gc.freeze`).
 
     Modules live as long as the process. The collector would search their hundreds of thousands of objects again and
     again, and twice more at the end: a quarter of the processor time of a first step. A module that is there already
@@ -41,7 +41,7 @@ def import_frozen(name: str) -> ModuleType:
 
 
 def lazy_exports(namespace: dict[str, Any], homes: Mapping[str, str]) -> None:
-    """Set a module's `__getattr__` and `__all__`; type checkers know its names from imports under TYPE_CHECKING.
+    """Set a module's `__getattr__` and `__all__`; type checkers read its names under TYPE_CHECKING.
 
     namespace: the module's `globals()`; homes: module → the names that it defines, separated by blanks
     """
@@ -58,8 +58,10 @@ def lazy_exports(namespace: dict[str, Any], homes: Mapping[str, str]) -> None:
 
 
 def load_plugins(group: str, use: Callable[[EntryPoint], T]) -> Iterator[T]:
-    """What `use` makes of each entry point of a group, in the order of their packages' names; one for which it raises
-    is left out."""
+    """Apply `use` to each entry point of a group, in the order of package names.
+
+    An entry point for which it raises is left out.
+    """
     for point in sorted(entry_points(group=group), key=lambda one: (_distribution_name(one), one.name)):
         try:
             made = use(point)

@@ -1,4 +1,4 @@
-"""What a plug-in may import beside `runner.spec` and `runner.testing`: what a component's factory gets and gives.
+"""What a plug-in imports beside `runner.spec` and `runner.testing`: types and helpers of components.
 
 Protocols and records that packages know one another by, one module per subject, and the few helpers that components
 share. `runner.interfaces.losses` has the decorators of losses. Every other module of `runner` is private.

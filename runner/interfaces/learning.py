@@ -56,7 +56,7 @@ class RankCollectives(Protocol):
 
 
 class GradientReducer(Protocol):
-    """How what the ranks find of a model's gradients becomes that of one process. Both verbs are collective."""
+    """Combines the ranks' gradients of a model into those of one process. Both methods are collective."""
 
     # add what other ranks found, in place, of the parameters that learn, in the same order on all ranks
     def all_reduce_(self, parameters: Sequence[nn.Parameter]) -> None: ...
@@ -66,7 +66,7 @@ class GradientReducer(Protocol):
 
 
 class PipelineStage(Protocol):
-    """The layers of a model that lie on this rank, in one run or, interleaved with those of other ranks, in several."""
+    """The layers of a model on this rank: one run of layers or, interleaved, several."""
 
     @property
     def is_last(self) -> bool: ...  # whether the run of layers that is entered is the last, and the heads follow it
@@ -139,8 +139,9 @@ LogitTermsFn = Callable[["Tensor", Mapping[str, "Tensor"]], Mapping[str, "Tensor
 
 @runtime_checkable
 class LogitsLossFn(LinearLossFn, Protocol):
-    """A loss of whole distributions: total = Σ coefficients · terms["loss"], where the terms are functions of a token's
-    logits. They are made, with their gradient, in the chunk that made the logits: [T, vocab] never exists at once.
+    """A loss of whole distributions: total = Σ coefficients · terms["loss"], terms computed from logits.
+
+    Terms and their gradient are computed in the chunk that made the logits: [T, vocab] never exists at once.
 
     needs   the names of terms, which stand where other losses have the model's outputs
     beside  what `terms` reads beside the channels of a micro-batch that is on the device: [T, …], made for it alone
@@ -229,7 +230,7 @@ class StepResult:
 
 
 class Callback(Protocol):
-    """Hangs on the loop: sees the start, each finished step and the end; may own state that is checkpointed."""
+    """Is called at the start, after each step and at the end; may own state that is checkpointed."""
 
     def on_start(self, step: int) -> None: ...
 
@@ -264,9 +265,9 @@ class HeadedModel(Model, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmInputs:
-    """What `build` hands to every algorithm; sampler, reward and environments are None where the job has none.
+    """What `build` gives to every algorithm; sampler, reward and environments may be None.
 
-    frozen: the models that only score, by role
+    frozen_models: the models that only score, by role
     """
 
     data: Data
@@ -280,8 +281,7 @@ class AlgorithmInputs:
 
 
 class OfflineAlgorithm:
-    """The parts of the `Algorithm` protocol that need a sampler or a memory, for those that have neither: nothing runs
-    ahead, nothing is remembered."""
+    """The parts of the `Algorithm` protocol for algorithms without a sampler and without state."""
 
     lag = 0
 

@@ -59,7 +59,7 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class GreedyOutput:
-    """A greedy answer: the new tokens up to but excluding the end of sequence, and why it ended: "stop" or "length"."""
+    """A greedy answer: new tokens without the end token, and the finish reason: "stop" or "length"."""
 
     ids: tuple[int, ...]
     finish: str

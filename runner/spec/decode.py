@@ -55,8 +55,10 @@ def decode(data: Mapping[str, Any], origins: Mapping[str, str], registry: Regist
 def decode_unchecked(
     data: Mapping[str, Any], origins: Mapping[str, str], registry: Registry | None = None
 ) -> JobSpec | None:
-    """The job that `data` describes, whose parts need not fit one another, with `???` for a text that must be given;
-    None where single values are wrong, of which `decode` says all. Raises SecurityRefusal as `decode` does."""
+    """The job that `data` describes, without checks between its parts; `???` for a required text.
+
+    None where single values are wrong, which `decode` reports. Raises SecurityError as `decode` does.
+    """
     known = registry or default_registry()
     refuse_code(data, origins)
     chosen, _ = _choose(data, known)
@@ -65,7 +67,7 @@ def decode_unchecked(
 
 
 def refuse_code(data: Mapping[str, Any], origins: Mapping[str, str]) -> None:
-    """Raise SecurityRefusal if `data` names code to run, or trusts a model's code anywhere but on the command line."""
+    """Raise SecurityError if `data` names code to run, or trusts a model's code outside the command line."""
     for key, value in iter_leaves(data):
         if any(part in ("_target_", "_partial_") for part in key.split(".")) or _has_target_key(value):
             raise SecurityError(
@@ -95,7 +97,7 @@ Callbacks = tuple[tuple[str, type[ComponentConfig]], ...]
 def job_model(
     classes: tuple[tuple[str, type[ComponentConfig] | None], ...], callbacks: Callbacks = ()
 ) -> type[JobSpec]:
-    """JobSpec with each group narrowed to its chosen class; None leaves a group that could not be chosen unchecked."""
+    """JobSpec with each group narrowed to its chosen class; a group whose class is None is not checked."""
     fields: dict[str, Any] = {
         group: (Any if cls is None else cls, None if cls is None else ...) for group, cls in classes
     }
@@ -214,8 +216,10 @@ class _Error:
 
 
 def _unknown_keys(error: _Error, data: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The unknown keys at and below that of an error, with their values: a section as its options where the table has
-    one of them."""
+    """The unknown keys at and below that of an error, with their values.
+
+    A section is split into its options where the table of other frameworks' words has one of them.
+    """
     from runner.spec.migrate import table
 
     value: Any = data
@@ -263,8 +267,10 @@ def unknown_key(section: str, member: str, leaf: str, keys: OptionIndex, value: 
 
 
 def _with_advice(problems: list[Problem], chosen: Classes, keys: OptionIndex) -> list[Problem]:
-    """The problems; the last option that a recipe left over from another component, of the algorithm where there is
-    one, says what to do about them all."""
+    """The problems, with advice at the last option that a recipe left over from another component.
+
+    An option of the algorithm is preferred.
+    """
     left = [place for place, problem in enumerate(problems) if _left_over(problem, chosen, keys)]
     if not left:
         return problems

@@ -1,4 +1,4 @@
-"""Answers options of other frameworks, and our own old names, with what is typed here. The table is migrate.yaml.
+"""Answers options of other frameworks, and old names of this project, with ours (migrate.yaml).
 
 key=value ─▶ entry ─▶ its rule for the algorithm ─▶ for the value ─▶ words to type, or a sentence
 """

@@ -1,5 +1,6 @@
-"""Words for what is wrong with a key: what the user probably meant (another framework's word: migrate.yaml, the same
-key elsewhere, the nearest spelling), what a field expects, what it got, and pydantic's errors as sentences.
+"""Words for a wrong key: what the user probably meant, what a field expects, and what it got.
+
+The meaning is looked up in migrate.yaml, in other sections, and by spelling.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def suggest_name(group: str, wrong: str, known: Iterable[str]) -> str | None:
 
 
 def suggest_key(section: str, chosen: str, wrong: str, options: Options, value: Any = None, job: Job = NO_JOB) -> str:
-    """What to say about the unknown key `section.wrong`: `type optimizer.lr=1e-5`; empty if nothing is close.
+    """Advice for the unknown key `section.wrong`, e.g. `type optimizer.lr=1e-5`; empty if nothing is close.
 
     `chosen` is the section's chosen member; `options` lists every option there is; `value` (None: none was typed) and
     `job` are what another framework's word is answered with.

@@ -92,7 +92,7 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The plan of a sweep. `base` is the first job's spec; without `rankings`, one is chosen from the results.
+    """The plan of a sweep. `base` is the first job's spec; without `rankings`, results decide on one.
 
     A search appends to `jobs`; nothing else of it ever changes.
     """

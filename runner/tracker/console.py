@@ -109,7 +109,7 @@ class Console:
             self.message(line)
 
     def show(self, draw: Callable[[RichConsole], Any]) -> None:
-        """Keep what `draw` returns, called by a thread of rich, below all lines until `stop`; on a terminal only."""
+        """Draw what `draw` returns below all lines until `stop`, in a thread of rich; on a terminal only."""
         if not self._live_wanted:
             return
         from rich.console import Console as RichConsole
@@ -170,7 +170,7 @@ class Console:
 
 @dataclass(slots=True)
 class LogTable:
-    """The rows of one run; the columns are chosen at its first row, and again where a step measures a new one."""
+    """The rows of one run; columns are chosen at its first row, and again when a new metric appears."""
 
     _columns: list[str] = field(default_factory=list)
     _rows: int = 0  # since the last header
@@ -234,7 +234,7 @@ def _fit_columns(names: list[str], step_width: int) -> list[str]:
 
 
 def _cell(name: str, value: float | None) -> str:
-    """A value in the width of its column, with fewer digits where four do not fit; - where it was not measured."""
+    """A value in the width of its column, with fewer digits where four do not fit; - where not measured."""
     width, form = _width(name), COLUMNS[name].get("form")
     if value is None:
         return "-".rjust(width)

@@ -81,7 +81,7 @@ def truncate_after(folder: RunFolder, step: int, attempt: int) -> int:
 
 
 def missing_steps(folder: RunFolder, step: int) -> str:
-    """What metrics.jsonl lacks of the lines 1 … `step` after `cut_back`, or has too often; empty if it is whole."""
+    """Which of the lines 1 … `step` metrics.jsonl lacks or has twice; empty if it is complete."""
     found = list(_steps(folder.metrics))
     wanted, held = range(1, step + 1), set(found)
     begins = [at for at in wanted if at not in held and (at - 1 in held or at == 1)]

@@ -20,7 +20,7 @@ INSTALL = 'pip install tensorboard, or: pip install "posttrain-run[tensorboard]"
 
 
 class TensorboardTracker:
-    """Writes scalars, and samples as text; the first write error ends the sink and is said, the run continues."""
+    """Writes scalars and samples; the first write error ends the tracker with a message, not the run."""
 
     def __init__(self, folder: Path, writer: Any, console: Console) -> None:
         self._folder, self._writer, self._console = folder, writer, console

@@ -68,7 +68,7 @@ def build(
 
 
 class WandbTracker:
-    """Watches over the sink: starts it again if it dies, and bounds how long the end of the run waits for it."""
+    """Supervises the sink process: restarts it if it dies, and limits the wait at the end of the run."""
 
     def __init__(self, root: Path, mode: str, deadline_s: float, console: Console, decide: Decide) -> None:
         self._root, self._mode, self._deadline_s, self._console, self._decide = root, mode, deadline_s, console, decide

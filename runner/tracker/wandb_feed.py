@@ -1,4 +1,4 @@
-"""What the sink does with the `wandb` package: find out whether the server answers, open the run, feed it lines.
+"""What the sink process does with the `wandb` package: test the server, open the run, log lines.
 
     {"step": 7, "train/loss": 0.5}              ─▶ run.log({"train/step": 7, "train/loss": 0.5})
     {"step": 7, "prompt": ..., "answer": ...}…  ─▶ run.log({"train/step": 7, "samples": Table})
@@ -23,7 +23,7 @@ INIT_S = 10.0
 
 
 def why_unreachable() -> str:
-    """Why the configured server cannot be used, or "" if it answers anything at all within CONNECT_S seconds."""
+    """Why the configured server cannot be used, or "" if it answers anything within CONNECT_S seconds."""
     import wandb
     from aiohttp import ClientError  # here, because an offline run asks nobody
 
@@ -90,7 +90,7 @@ def finish(run: Any, exit_code: int) -> bool:
 
 
 def move_superseded(folder: Path, run_id: str) -> None:
-    """Move earlier offline copies of this run to superseded/: the new one is written from the first line on."""
+    """Move earlier offline copies of this run to superseded/: the new copy is complete."""
     for old in folder.glob(f"offline-run-*-{run_id}"):
         (folder / "superseded").mkdir(exist_ok=True)
         os.replace(old, folder / "superseded" / old.name)

@@ -133,7 +133,7 @@ class WandbSink:
                 self._fail(f"not done {self._deadline_s:.0f} s after the run's end")
 
     def _run_has_ended(self) -> bool:
-        """Whether stdin is at its end, or our parent is gone while some other process still holds the pipe open."""
+        """Whether stdin is at its end, or the parent has ended while another process holds the pipe open."""
         if select.select([STDIN], [], [], LOOK_S)[0]:
             said = os.read(STDIN, 64)
             self._status += said.decode(errors="replace").strip()
