@@ -56,7 +56,7 @@ class StopSignal:
         self._agreed = next((number for number in received if number not in (None, SAVE)), None)
 
     def install(self) -> None:
-        """Install the handlers, except where the parent ignores a signal (nohup) or SIGUSR1 is handled already."""
+        """Install the handlers, except where the parent ignores a signal (nohup) or SIGUSR1 has a handler."""
         _install_handler(self._receive, (*STOPS, SAVE))
 
     @contextmanager
@@ -114,7 +114,7 @@ def _write_to_stderr(text: str) -> None:
 
 
 def _install_handler(receive: Callable[[int, FrameType | None], None], numbers: Sequence[int]) -> dict[int, Any]:
-    """Send these signals to `receive`, except ignored ones and a handled SIGUSR1; returns the old handlers."""
+    """Send these signals to `receive`, except ignored ones and a handled SIGUSR1; returns old handlers."""
     before = {number: signal.getsignal(number) for number in numbers}
     free = [
         n for n, handler in before.items() if handler is not signal.SIG_IGN and (n != SAVE or not callable(handler))

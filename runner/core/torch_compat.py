@@ -187,7 +187,7 @@ def reshard_after_forward(part: FSDPModule, reshard: bool) -> None:
 
 
 def reset_iteration_state(root: FSDPModule) -> None:
-    """Free gathered parameters and forget the order of layers, which prefetching in the backward pass uses.
+    """Free gathered parameters and forget the order of layers, which backward prefetching uses.
 
     That order has to be the same on all ranks.
     """

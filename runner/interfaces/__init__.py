@@ -99,8 +99,8 @@ lazy_exports(
         "runner.interfaces.data": "Data EvalQuestion LabeledCompletion PreferencePair Prompt TokenizedExample",
         "runner.interfaces.device": "Decide DenseAttention Device VarlenAttention",
         "runner.interfaces.learning": "Algorithm AlgorithmInputs Callback Experience GradientReducer Learner "
-        "LinearLossFn LogitsLossFn LogitTermsFn LOGPROBS Loss LossFn Model OfflineAlgorithm Outputs PipelineOp PipelineStage "
-        "RankCollectives Role Sample State StepResult Tracker",
+        "LinearLossFn LogitsLossFn LogitTermsFn LOGPROBS Loss LossFn Model OfflineAlgorithm Outputs "
+        "PipelineOp PipelineStage RankCollectives Role Sample State StepResult Tracker",
         "runner.interfaces.model": "as_generative BatchDecoder ContextParallelStyle GenerativeModel "
         "GreedyAnswerer ScoringModel TrainableModel WeightSubset",
         "runner.interfaces.sampling": "Completion Environment EnvironmentBatch EnvironmentFactory "

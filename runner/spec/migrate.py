@@ -43,7 +43,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What to type instead (none where nothing fits) or why not; `algorithms`: those it is for, all where empty."""
+    """What to type instead, or why nothing fits; `algorithms`: those it is for, all where empty."""
 
     words: tuple[str, ...]
     formulas: tuple[str, ...]  # of values that other options decide which are not given
@@ -57,7 +57,7 @@ class Answer:
 
 
 class MigrationTable:
-    """The parsed table; `entries` and `metrics` are looked up by key, `pages` keeps the order for the documentation."""
+    """The parsed table; `entries` and `metrics` are looked up by key, `pages` has the order of the docs."""
 
     def __init__(self, text: str) -> None:
         content = yaml.safe_load(text)
@@ -154,7 +154,7 @@ def table() -> MigrationTable:
 
 
 def answer(key: str, value: Any, job: Job, options: Options) -> str:
-    """What to type instead of a key of another framework, or why nothing; empty where the table does not have it."""
+    """What to type instead of another framework's key, or why nothing; empty for an unknown key."""
     entry = table().find(key)
     found = table().answers(entry, value, job) if entry else []
     return "; ".join(f"{_without_choices(one, job, options)}{_owners(one, job, options)}" for one in found)

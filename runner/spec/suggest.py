@@ -65,7 +65,7 @@ def suggest_name(group: str, wrong: str, known: Iterable[str]) -> str | None:
 
 
 def suggest_key(section: str, chosen: str, wrong: str, options: Options, value: Any = None, job: Job = NO_JOB) -> str:
-    """Advice for the unknown key `section.wrong`, e.g. `type optimizer.lr=1e-5`; empty if nothing is close.
+    """Advice on the unknown key `section.wrong`, e.g. `type optimizer.lr=1e-5`; empty if none is close.
 
     `chosen` is the section's chosen member; `options` lists every option there is; `value` (None: none was typed) and
     `job` are what another framework's word is answered with.

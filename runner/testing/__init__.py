@@ -1,4 +1,4 @@
-"""Conformance tests for plug-ins: one function per kind of component, which fails on a broken contract.
+"""Conformance tests for plug-ins: one function per kind of component; it fails on a broken contract.
 
 Each is called in a test with a config of the component's own class, and raises AssertionError with what is wrong:
 
