@@ -192,7 +192,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _steps(path: Path) -> Iterator[int]:
-    """The step of each line. Raises RunnerError at a damaged one: `cut_back` comes first."""
+    """The step of each line. Raises RunnerError at a damaged one: `truncate_after` comes first."""
     if not path.exists():
         return
     content = path.read_text(encoding="utf-8", errors="replace")
