@@ -82,7 +82,7 @@ def _stop_criterion(spec: JobSpec, tokenizer: Any) -> StopCriterion | None:
 
 
 def _check_room(asked: Sequence[EvalQuestion], wanted: int, longest: tuple[int, str] | None, decide: Decisions) -> None:
-    """Say how many answers may be shorter only than `wanted` tokens, because the model takes no longer rows.
+    """Say how many answers may be shorter than `wanted` tokens because of the model's maximum length.
 
     Raises SpecError if all of them may.
     """
@@ -99,7 +99,7 @@ def _check_room(asked: Sequence[EvalQuestion], wanted: int, longest: tuple[int, 
 
 
 def _merge_evaluations(evaluations: Sequence[Callable[[], Report]]) -> Report:
-    """Several evaluations as one; later numbers win over earlier ones of the same name, and their times are summed."""
+    """Merge evaluations; later numbers win over earlier ones of the same name, times are summed."""
     reports = [evaluate() for evaluate in evaluations]
     values = {name: value for report in reports for name, value in report.values.items()}
     values["time/eval_s"] = sum(report.values["time/eval_s"] for report in reports)

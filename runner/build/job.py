@@ -244,7 +244,7 @@ def _report_no_evaluation(spec: JobSpec, decide: Decisions) -> None:
 def _experience_queue(
     spec: JobSpec, algorithm: Algorithm, publisher: Publisher | None, device: torch.device
 ) -> ExperienceQueue[Any]:
-    """The algorithm's experiences, each sampled with the weights that are due to it, in whatever thread collects."""
+    """The queue of the algorithm's experiences, each sampled with the right version of the weights."""
     due = algorithm.collect if publisher is None else publisher.before(algorithm.collect)
 
     def collect(step: int) -> Any:
@@ -291,7 +291,7 @@ def _callbacks(
     decide: Decisions,
     own: Iterable[Callback],
 ) -> list[Callback]:
-    """Everything that hangs on the loop but for what saves. own: of plug-ins, whose numbers are recorded, too."""
+    """All callbacks except saving. own: those of plug-ins, whose metrics are recorded too."""
     if evaluate is None:
         _report_no_evaluation(spec, decide)
     return [

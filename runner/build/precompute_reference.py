@@ -36,7 +36,7 @@ WRITE_EVERY_S = 60.0  # what a process that is killed has computed in vain, at m
 
 
 class SupportsPrecompute(Protocol):
-    """What is needed of an algorithm: its experiences follow from the data, and it says what of them is scored."""
+    """An algorithm whose experiences follow from the data alone, and that names what is scored."""
 
     def collect(self, step: int) -> Experience: ...
 

@@ -186,8 +186,10 @@ def _shared_memory_bytes(spec: JobSpec, size: tuple[int, int]) -> int:
 
 
 def _first_rank_on_host(world: ParallelContext) -> int:
-    """The first rank on this machine, which writes for all here. Ranks' places do not say it: Ray's actors each see
-    their own cards alone, as on a machine of their own. Collective."""
+    """The first rank on this machine, which writes for all ranks there. Collective.
+
+    Local ranks do not tell: each of Ray's actors sees its own cards alone, as on a machine of its own.
+    """
     machines = world.world_peers.all_gather(Host.current())
     return machines.index(machines[world.place.rank])
 
@@ -195,7 +197,7 @@ def _first_rank_on_host(world: ParallelContext) -> int:
 def _weights_to_send(
     spec: JobSpec, learner: Learner, policy: GenerativeModel, *, keep: bool
 ) -> tuple[Weights, Weights | None, tuple[int, int]]:
-    """What is sent after each step and, unless it is nothing, before the first one; and how many bytes they are."""
+    """Names of the weights that are sent after each step and before the first one, and their bytes."""
     if not (ways := spec.sampler.weights_to_send()):  # the same model elsewhere
         size = sum(one.numel() * one.itemsize for one in meta_tensors(policy.trainable()).values())
         return learner.weights, None, (size, 0)

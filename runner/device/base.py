@@ -50,8 +50,10 @@ def refuse_hidden(kind: Kind, count: int) -> None:
 
 @contextmanager
 def translate_startup_errors(device: str) -> Iterator[None]:
-    """Around the first use of a card: what torch then refuses, of this shell's variables mostly, is raised as
-    EnvironmentProblem; memory that is out stays what it is."""
+    """Raise EnvironmentProblem for what torch refuses at the first use of a card.
+
+    Mostly variables of this shell are wrong. Out-of-memory errors pass unchanged.
+    """
     try:
         yield
     except torch.OutOfMemoryError:
@@ -79,8 +81,10 @@ def select_card(kind: Kind, count: int) -> torch.device:
 
 
 def set_deterministic(wanted: bool) -> None:
-    """Let torch use deterministic kernels only, or fail; without `wanted`, any. Memory that `torch.empty` gives is not
-    filled: nothing here reads what nobody wrote, and every gather would pay for it."""
+    """Let torch use deterministic kernels only, or fail; without `wanted`, any kernel.
+
+    Memory of `torch.empty` is not filled: no code reads uninitialized memory, and every gather would pay for it.
+    """
     # the same switch as use_deterministic_algorithms, which would import the whole of torch's compiler for it
     torch.set_deterministic_debug_mode("error" if wanted else "default")
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a module in disguise
@@ -163,8 +167,10 @@ def peak_flops(device: Device, dtype: torch.dtype, decide: Decide) -> PeakFlops:
 
 @cache
 def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of the fastest of some products of random matrices; once in a process. Draws from a
-    generator of its own."""
+    """Operations per second of the fastest of some random matrix products; measured once in a process.
+
+    Uses a random generator of its own.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def matrix(size: int) -> torch.Tensor:

@@ -51,7 +51,7 @@ def gpu_stats_reader(uuid: str) -> StatsReader:
 
 
 def npu_stats_reader(index: int, visible: str | None) -> StatsReader:
-    """Of the NPU that this process calls `index`; `visible` is the list of visible devices, if there is one."""
+    """The reader of the NPU that this process calls `index`; `visible`: the list of visible devices, if any."""
     from runner.device import npu_smi
 
     logical = index if visible is None else parse_visible(visible).ids[index]
@@ -76,7 +76,7 @@ def _stats(of: nvidia_smi.Gpu | npu_smi.NpuChip) -> dict[str, float]:
 
 
 def command_output(*command: str) -> str:
-    """What a program prints, in plain English figures. Raises EnvironmentProblem if it cannot be run, or fails."""
+    """Output of a program in the C locale. Raises EnvironmentProblem if it cannot be run, or fails."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=DEADLINE_S, check=True, stdin=subprocess.DEVNULL

@@ -1,4 +1,4 @@
-"""Build a model on all ranks, read its weights on rank 0 only, and scatter them into each rank's shards.
+"""Build a model on all ranks, read its weights on rank 0, and scatter them into the ranks' shards.
 
     rank 0       config, weights, seed ──▶ model on the CPU ──probe results──┐
     other ranks  config ─────────────────▶ model on `meta` ◀─────────────────┘
