@@ -1,5 +1,6 @@
-"""What all devices have in common, through `torch.accelerator`, and torch's own module of each for its memory: a device
-of its own says what it does in another way.
+"""What all devices share, through `torch.accelerator` and torch's memory functions of each.
+
+A device overrides what it does differently.
 
 torch.accelerator counts the memory of those devices only whose allocator is a `c10::DeviceAllocator`. That of torch_npu
 2.13 is one, that of 2.10, which CANN 9.0 and 9.1 go with, is not; torch.npu counts with both.
@@ -37,8 +38,10 @@ def allocator_stats(device: torch.device) -> dict[str, float]:
 
 
 def refuse_hidden(kind: Kind, count: int) -> None:
-    """Raise EnvironmentProblem if the driver shows another number of cards than the list of visible ones names: it
-    drops a wrong number without a word, and the job would run on other cards than was meant."""
+    """Raise EnvironmentProblem if the driver shows another number of cards than the list of visible ones.
+
+    It drops a wrong number silently, and the job would run on other cards than was meant.
+    """
     asked = listed_cards(kind)
     if asked is not None and len(asked) != count:
         named = "1 device" if len(asked) == 1 else f"{len(asked)} devices"

@@ -51,7 +51,7 @@ def gpu_stats_reader(uuid: str) -> StatsReader:
 
 
 def npu_stats_reader(index: int, visible: str | None) -> StatsReader:
-    """The reader of the NPU that this process calls `index`; `visible`: the list of visible devices, if any."""
+    """Reads the NPU that this process calls `index`; `visible`: the list of visible devices, if any."""
     from runner.device import npu_smi
 
     logical = index if visible is None else parse_visible(visible).ids[index]

@@ -1,4 +1,4 @@
-"""Apply a mesh to a model that rank 0 has loaded: tensor, expert, pipeline, context parallel, then FSDP.
+"""Apply a mesh to a model that rank 0 has loaded: tensor, expert, pipeline and context parallel, FSDP.
 
 weights taken out ──▶ structure cut and sharded on `meta` ──▶ weights scattered ──▶ outputs compared with those before
 

@@ -1,4 +1,4 @@
-"""Sampling, rewards, environments and evaluation partitioned: each rank does a part, all get everything.
+"""Sampling, rewards, environments and evaluation, partitioned over ranks; all ranks get all results.
 
     requests, groups, turns ──balanced──▶ this rank's own ──▶ the part that is wrapped ──gathered──▶ all, on every rank
 
