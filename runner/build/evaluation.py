@@ -1,4 +1,4 @@
-"""What evaluates a job: greedy answers to held-out questions, the algorithm's loss on held-out items, or both."""
+"""Evaluation of a job: greedy answers to held-out questions, the loss on held-out items, or both."""
 
 from __future__ import annotations
 

@@ -124,8 +124,10 @@ def _report_episode_limit(spec: JobSpec, sampler: Sampler, decide: Decisions) ->
 def build_worker_sampler(
     spec: JobSpec, decide: Decisions, folder: RunFolder
 ) -> tuple[Sampler, Collectives | None, DeviceStats]:
-    """The sampler on this process's devices, by what it gets weights over the network, and what watches its device;
-    torch's has the weights that the job begins with, an engine none yet."""
+    """The sampler on this process's devices, how it receives weights, and the reader of its device's load.
+
+    The torch sampler starts with the job's initial weights, an engine without any.
+    """
     device, tokenizer = build_device(spec, decide), build_tokenizer(spec)
     head = next(iter(spec.algorithm.trained_models().values()))  # it has the heads of the policy, whose weights it gets
     if spec.sampler.engine:  # which makes its own model of what this one says that it is
@@ -181,7 +183,10 @@ def _weight_route(
 
 
 def _shared_memory_bytes(spec: JobSpec, size: tuple[int, int]) -> int:
-    """Bytes for versions of which size[0] differ and size[1] do not: as many as the lag needs, and a server's own."""
+    """Bytes for all versions in memory: size[0] per version and size[1] shared between them.
+
+    As many versions as the lag needs, and one of a server.
+    """
     return (spec.algorithm.steps_ahead() + 1 + spec.sampler.extra_weight_copies()) * size[0] + size[1]
 
 

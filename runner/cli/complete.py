@@ -59,7 +59,7 @@ def _shells() -> list[type[CompletionPlugin]]:
 
 
 def query(plugin: CompletionPlugin, line: str) -> list[str]:
-    """What the last word of `line` can become: verbs at the front, then groups, keys and values from Hydra."""
+    """Completions of the last word of `line`: verbs at the front, then groups, keys and values from Hydra."""
     command, *words = line.split(" ")
     first, *others = words or [""]
     if first == "list" and others:

@@ -23,8 +23,10 @@ ADVICE = re.compile(r"not an option of \S+(?: job)?; ")
 
 
 def refuse(args: Namespace) -> NoReturn:
-    """Raise UsageError with a line for each word of the command. What they mean depends on the job, so that is composed
-    with them: its complaints are the answers."""
+    """Raise UsageError with a line for each word of the command.
+
+    Their meaning depends on the job, so the job is composed with them: its problems are the answers.
+    """
     recipes = [f"+{GROUP}={word}" for word in args.words if is_file_name(word)]
     typed = [*_of_command(args.command), *recipes]
     instead = f"no verb named '{args.command}'; type run {' '.join(typed) or '…'}" if args.command else ""
@@ -80,8 +82,11 @@ def _in_quotes(value: str) -> str:
 
 
 def foreign_command(argv: Sequence[str]) -> Namespace | None:
-    """A command line of another framework: its first words as `command`, what it sets with dashes as `foreign`
-    (key=value), the others as `words`; None for one of ours. Raises UsageError for a flag of Hydra's."""
+    """Parse a command line of another framework; None for one of ours.
+
+    command: its first words; foreign: its options with dashes (key=value); words: the others. Raises UsageError for a
+    flag of Hydra's.
+    """
     argv = list(argv[: list(argv).index("--")] if "--" in argv else argv)
     first = argv[0] if argv else ""
     if (first in VERBS and first not in OF_A_JOB) or {"--help", "-h", "--shell-completion"} & set(argv):

@@ -53,7 +53,7 @@ def run(args: Namespace) -> int:
 
 @contextmanager
 def _explain_environment_problem(job: ComposedJob, command: Sequence[str]) -> Iterator[None]:
-    """Around the start of a job: where this machine is not ready for it, the error is the doctor's list of steps."""
+    """Replace the error of a machine that is not ready for the job by the doctor's list of steps."""
     try:
         yield
     except NotReady as error:
@@ -100,7 +100,7 @@ def _slurm_overrides(drafted: JobDraft) -> list[str]:
 
 
 def compose_from_args(args: Namespace, words: Sequence[str], more: ExtraWords = no_extra_words) -> ComposedJob:
-    """The job that a command line describes; says what was chosen for the user. Raises as `compose_job` does."""
+    """The job of a command line; prints what was chosen for the user. Raises as `compose_job` does."""
     where = (words, args.config_dir, more)
     spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
     job = re_decode(spec, *where) if spec else compose_job(*where)
@@ -204,14 +204,14 @@ def _load_torch(spec: JobSpec) -> None:
 
 
 def _split_run(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The run meant (`latest` where none is named, and before a prompt of several words) and the other words."""
+    """The run (`latest` where none is named, and before a prompt of several words) and the other words."""
     if words and not is_override(words[0]) and (Path(words[0]).exists() or not re.search(r"\s", words[0])):
         return words[0], list(words[1:])
     return "latest", list(words)
 
 
 def _resolve_run(args: Namespace) -> tuple[RunFolder, list[str], ComposedJob]:
-    """The run meant, the words that are prompts, and its job with what may be set for this use. Raises UsageError."""
+    """The run, the words that are prompts, and its job with the allowed overrides. Raises UsageError."""
     settings = [word for word in args.words if _is_setting(word)]
     for word in settings:
         if not USABLE.match(word):

@@ -80,7 +80,7 @@ def _run_verb(words: list[str]) -> int:
 
 
 def _parse(words: list[str]) -> Namespace:
-    """The arguments of a command line. One that is wrong may be another framework's, which is answered in our words."""
+    """Parse a command line; a wrong one may be another framework's, which is answered in our words."""
     try:
         return parse(words)
     except UsageError:

@@ -98,8 +98,8 @@ class WeightScatter:
     def scatter(self, module: nn.Module, target_device: torch.device, absent: Collection[str] = ()) -> None:
         """Give `module` this rank's part of every tensor: its shard of a DTensor, else all of it.
 
-        target_device: where parameters are placed; buffers are on the device. absent: names of tensors that only other ranks
-        have. Tensors that are no longer in the module need no name. The parameters are other objects afterwards.
+        target_device: where parameters are placed; buffers are on the device. absent: names of tensors that only other
+        ranks have. Tensors that are no longer in the module need no name. The parameters are other objects afterwards.
         Collective; can be called once.
         """
         places: dict[str, list[TensorSlot]] = {}
