@@ -1,4 +1,4 @@
-"""`run explain KEY`: meaning, unit, type, range, default, current value and its origin; `explain loss`."""
+"""`run explain KEY`: meaning, unit, type, range, default, current value and origin; `explain loss`."""
 
 from __future__ import annotations
 
