@@ -153,8 +153,10 @@ def greedy_hf_generate(
     rows: int,
     finish: StopCriterion = finish_at_limit,
 ) -> list[GreedyOutput]:
-    """The same with the model's own `generate`, for a model that no `CompletionGenerator` fits: `rows` answers at a
-    time, which all continue until the last one has ended, and are cut then. Raises ValueError as well."""
+    """Greedy answers with the model's own `generate`, for a model that no `CompletionGenerator` fits.
+
+    `rows` answers at a time; all continue until the last one has ended, and are cut then. Raises ValueError as well.
+    """
     if any(len(prompt) == 0 for prompt in prompts):
         raise ValueError("a prompt needs at least one token")
     ends, longest = eos_token_ids(causal, tokenizer), max_row_length(causal.config)
@@ -211,7 +213,7 @@ def stream_ids(
     pick: Callable[[Tensor], int],
     device: torch.device,
 ) -> Iterator[int]:
-    """Ids up to but excluding the end. `step(ids [1, L], cache)` runs the model on the ids that the cache lacks."""
+    """Ids before the end token. `step(ids [1, L], cache)` runs the model on the ids that the cache lacks."""
     ids, cache = list(prompt), None
     for _ in range(max_new_tokens):
         out = step(torch.tensor([ids], device=device), cache)
