@@ -182,8 +182,8 @@ class CausalLM(TransformersModel):
         """A greedy answer to each prompt.
 
         It ends at the end of sequence, where `finish` says so, and at the model's maximum length: it may be empty.
-        rows: maximum number of concurrent answers, None = all; finish: None = at `max_new_tokens`. Raises ValueError for an
-        empty prompt.
+        rows: maximum number of concurrent answers, None = all; finish: None = at `max_new_tokens`. Raises ValueError
+        for an empty prompt.
         """
         from runner.model import generation  # here and below: a job that writes no text does without it
 

@@ -35,7 +35,7 @@ def chunked_logit_loss(
     chunk: int,
     compute: torch.dtype | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Σ coefficients · terms["loss"], differentiable once in hidden and head; and every term [S], detached.
+    """Σ coefficients · terms["loss"], differentiable once in hidden and head; and every term, detached.
 
     hidden [S, H]; coefficients float [S], constant; tokens: the channels [S, …] that `terms` gets beside the logits
     """

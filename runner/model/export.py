@@ -143,7 +143,7 @@ def meta_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rebuild_module(module: Any, inner: Any, tensors: dict[str, Tensor]) -> Any:
-    """A module like `module`, the transformers model `inner` or a peft model around it, with these tensors."""
+    """A module like `module` (the transformers model `inner`, or peft around it) with these tensors."""
     with torch.device("meta"):
         made: Any = type(inner)(inner.config)
     made.generation_config = inner.generation_config

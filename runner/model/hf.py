@@ -65,7 +65,7 @@ def build(
     admit: CheckArchitecture | None = None,
     stored: Dtype | None = None,
 ) -> TransformersModel:
-    """The model with its own weights, with those of `init_from`, or, with from_scratch, random from `seed`.
+    """The model with its own weights, those of `init_from`, or, with from_scratch, random from `seed`.
 
     head="scalar" makes a sequence classifier with one label; a head that the weights lack is drawn from `seed`.
     head="lm+value" is a causal LM with a value head beside it. `key` is the option that says the path; `fit` sees the

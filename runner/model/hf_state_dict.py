@@ -43,9 +43,9 @@ LAYER_PATTERN = re.compile(r"(.*?\.\d+)\.")
 def save_sharded(module: nn.Module, folder: Path | None, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
     """Write a transformers model as `save_pretrained` does, without tokenizer. Collective.
 
-    One rank gives the folder, the others None. max_shard_size: bytes of a file. On the host of the writing rank is one
-    tensor at a time; a layer's, where one on the disk is made of several. Errors of writing, e.g. a full disk, are raised
-    when no other rank waits any more.
+    One rank gives the folder, the others None. max_shard_size: bytes of a file. On the host of the writing rank is
+    one tensor at a time; a layer's, where one on the disk is made of several. Errors of writing, e.g. a full disk,
+    are raised when no other rank waits any more.
     """
     tensors = module.state_dict(keep_vars=True)
     tied: dict[int, list[str]] = {}

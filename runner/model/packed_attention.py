@@ -99,7 +99,7 @@ def plan_attention(batch: Batch, kernel: VarlenAttention | None = None) -> Packe
 
 
 def bucket_by_length(paths: Paths, device: torch.device) -> PackedRows:
-    """Group paths so that no path is shorter than half the longest of its bucket: padding stays below 50 %."""
+    """Group paths; none is shorter than half the longest of its bucket, so padding stays below 50 %."""
     lengths = paths.lengths
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     groups: list[list[int]] = []

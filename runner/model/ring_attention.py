@@ -1,4 +1,4 @@
-"""Ring attention: each rank has some tokens; keys and values arrive in blocks (Liu et al., 2310.01889).
+"""Ring attention: each rank has some tokens; keys and values come in blocks (Liu et al., 2310.01889).
 
     step 0      own queries, own keys
     step s      own queries, the keys and values of the rank s before; those of step s + 1 are in flight

@@ -256,12 +256,12 @@ class TransformersModel:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     def save(self, folder: Path | None) -> None:
-        """Write a Hugging Face folder (safetensors, configs, tokenizer, chat template) or a PEFT adapter folder.
+        """Write a Hugging Face folder (safetensors, configs, tokenizer) or a PEFT adapter folder.
 
         An adapter folder if `module` is a peft model whose base exists elsewhere. Does not change the model. Raises
-        RunnerError if the files cannot hold all that is trainable. Of a sharded model all ranks are needed: one gives the
-        folder, the others None. Host memory holds one tensor after the other, or those of the adapter; the whole model if
-        the adapter is merged.
+        RunnerError if the files cannot hold all that is trainable. Of a sharded model all ranks are needed: one gives
+        the folder, the others None. Host memory holds one tensor after the other, or those of the adapter; the whole
+        model if the adapter is merged.
         """
         with (
             nullcontext() if self.whole.is_sharded else self.summon_full_params()
@@ -281,9 +281,9 @@ class TransformersModel:
     ) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors of a part (see `hf_state_dict`), named as in a Hugging Face or PEFT folder.
 
-        Floating-point numbers as `dtype`, None = the base's own. Collective: all ranks iterate, and those without `keep`
-        get nothing. A tensor may be the model's own memory. Raises SpecError, at the first one, for an adapter that cannot
-        be merged.
+        Floating-point numbers as `dtype`, None = the base's own. Collective: all ranks iterate, and those without
+        `keep` get nothing. A tensor may be the model's own memory. Raises SpecError, at the first one, for an adapter
+        that cannot be merged.
         """
         if subset not in ("base", "adapter") and self.module is not self.inner:
             self._refuse_tied_ends()
@@ -371,7 +371,7 @@ class TransformersModel:
         return self._backbone(tokens)
 
     def matches_probe(self, wanted: Tensor) -> bool:
-        """Whether it still computes `wanted`, an earlier `probe_hidden`, up to rounding, as far as a stage knows."""
+        """Whether it still computes `wanted`, an earlier `probe_hidden`, up to rounding."""
         found, wanted = (one.to(self.device, self.compute_dtype) for one in (self.probe_hidden(), wanted))
         return not self.stage.is_last or is_close(found, wanted)
 
