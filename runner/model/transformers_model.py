@@ -51,7 +51,7 @@ class TransformersModel:
 
     module: what is saved and whose parameters learn; inner: the transformers model inside (the same without peft);
     whole: the module around all, through which every pass goes, and what may be sharded;
-    made: the names of the outputs it can give; source: where its first weights come from, if that is known.
+    supported_outputs: the names of the outputs it can give; weights_source: where its first weights come from.
     """
 
     supported_outputs: frozenset[str]
@@ -176,9 +176,8 @@ class TransformersModel:
     def with_peft_module(self, module: nn.Module, *, decide: Decide) -> Self:
         """The same model inside `module`, a peft model around it, probed again; use it instead of this one."""
         self.inner.set_attn_implementation(self.default_attention)
-        made = type(self)(
-            module, self.tokenizer, self.config, seed=self.seed, decide=decide, source=self.weights_source
-        )
+        config, source = self.config, self.weights_source
+        made = type(self)(module, self.tokenizer, config, seed=self.seed, decide=decide, source=source)
         made._kernel = self._kernel
         return made
 
@@ -211,9 +210,8 @@ class TransformersModel:
         """
         from runner.model.context_parallel import ContextParallelGroup
 
-        self.shard_tokens = ContextParallelGroup(
-            group, distributed.get_rank(group), distributed.get_world_size(group), style
-        ).shard_tokens
+        rank, size = distributed.get_rank(group), distributed.get_world_size(group)
+        self.shard_tokens = ContextParallelGroup(group, rank, size, style).shard_tokens
 
     def transformer_blocks(self) -> list[nn.Module]:
         """The layers of this rank that FSDP gathers one by one, first to last; none contains another.
@@ -263,9 +261,8 @@ class TransformersModel:
         the folder, the others None. Host memory holds one tensor after the other, or those of the adapter; the whole
         model if the adapter is merged.
         """
-        with (
-            nullcontext() if self.whole.is_sharded else self.summon_full_params()
-        ):  # where another than torch keeps the pieces
+        # where another than torch keeps the pieces
+        with nullcontext() if self.whole.is_sharded else self.summon_full_params():
             if self.whole.is_sharded and self.module is self.inner:
                 hf_state_dict.save_sharded(self.module, folder)
             else:
@@ -287,9 +284,8 @@ class TransformersModel:
         """
         if subset not in ("base", "adapter") and self.module is not self.inner:
             self._refuse_tied_ends()
-        with (
-            nullcontext() if self.whole.is_sharded else self.summon_full_params()
-        ):  # where another than torch keeps the pieces
+        # where another than torch keeps the pieces
+        with nullcontext() if self.whole.is_sharded else self.summon_full_params():
             yield from self._hf_state_dict.tensors(subset, keep=keep, dtype=dtype)
 
     def hf_tensor_bytes(self, subset: StateDictPart) -> int:
@@ -396,9 +392,8 @@ class TransformersModel:
         check_row_length(int(tokens.batch.structure.tokens["positions"].max()) + 1, self.length_limit)
 
         def run(forward: batch_layout.ForwardFn) -> Tensor:
-            return (
-                batch_layout.run_padded(forward, tokens.batch) if self.is_padded else tokens.run(forward, self._kernel)
-            )
+            padded, rows = batch_layout.run_padded, tokens.batch
+            return padded(forward, rows) if self.is_padded else tokens.run(forward, self._kernel)
 
         return self.stage.run_local(run, forward)
 
@@ -409,10 +404,8 @@ class TransformersModel:
     def _refuse_unknown_outputs(self, needs: frozenset[str]) -> None:
         if needs - self.supported_outputs:
             wanted, known = ", ".join(sorted(needs - self.supported_outputs)), ", ".join(sorted(self.supported_outputs))
-            text = (
-                f"its loss needs the model output {wanted}, which does not exist; {type(self).__name__} makes {known}"
-            )
-            raise SpecError([Problem("algorithm", text)])
+            text = f"its loss needs the model output {wanted}, which does not exist"
+            raise SpecError([Problem("algorithm", f"{text}; {type(self).__name__} makes {known}")])
 
 
 def _class_names(kind: type) -> set[str]:
