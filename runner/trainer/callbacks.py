@@ -1,4 +1,4 @@
-"""What hangs on the loop: evaluation, checkpoints, records of steps and rollouts, device statistics, warnings."""
+"""Callbacks: evaluation, checkpoints, records of steps and rollouts, device statistics, warnings."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ Reading = Callable[[], Mapping[str, float]]
 
 
 class DeviceStats(BaseCallback):
-    """Takes the readings every `every_s` seconds; a step that ends after that gets the numbers, the next ones do not.
+    """Reads device statistics every `every_s` seconds; the next finished step gets the numbers.
 
-    A reading that fails is said and left out from then on: a run does not end because a card cannot be watched.
+    A reader that fails is reported and not called again: a run does not end because a card cannot be read.
     """
 
     def __init__(self, readings: Sequence[Reading], every_s: float) -> None:
@@ -94,7 +94,7 @@ class ZeroVarianceWarning(BaseCallback):
         self._silent = 0
 
     def on_step(self, end: StepResult) -> None:
-        """Judge by the step's numbers; a step that learns from equal rewards (zero_variance=keep) is none of them."""
+        """Count steps in which all rewards of a group are equal, unless zero_variance=keep trains on them."""
         no_reward = "reward/mean" not in end.values and end.values.get("reward/num_failed", 0) > 0
         if not no_reward and (end.values.get("reward/zero_variance") != 1.0 or end.values["train/tokens"]):
             return
@@ -131,7 +131,7 @@ class EvaluationReport(Protocol):
 
 
 class RunEvaluation(BaseCallback):
-    """Runs `evaluate` before the first step, every `every` steps and at the end; its numbers join the step's."""
+    """Runs `evaluate` before the first step, every `every` steps and at the end, as metrics of the step."""
 
     def __init__(
         self,

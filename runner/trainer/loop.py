@@ -97,9 +97,11 @@ class ExperienceQueue(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """Everything a run needs, built; `models` holds the learners too, under their roles. `peers` run the same job, and
-    all of them stop at the same step. `flops`: of each learner's update with a batch; `peak_flops`: the most that one
-    device computes per second."""
+    """Everything that a run needs.
+
+    models: learners and frozen models by role; peers: ranks that run the same job and stop at the same step; flops: of
+    each learner's update with a batch; peak_flops: peak operations per second of one device
+    """
 
     steps: int
     device: Device
@@ -117,7 +119,7 @@ class TrainingJob:
 
 
 def run_loop(job: TrainingJob, first: int) -> None:
-    """Run steps first … steps-1 (0-based). Raises Interrupted, after the callbacks saved, when a signal arrived."""
+    """Run steps first … steps-1 (0-based). Raises Interrupted, after callbacks have saved, on a signal."""
     with ExitStack() as ends:
         ends.enter_context(job.feed)  # left last: what it still waits for may end only with what is closed
         for close in job.closing:
