@@ -111,7 +111,7 @@ class TransformersModel:
             self.merge_on_save()
 
     def export_probe(self) -> dict[str, Any]:
-        """Results of probing this model, for a model without weights on the meta device (`import_probe`)."""
+        """Results of probing, for the model without weights on the meta device (`import_probe`)."""
         own = {"layout": self.layout, "attention": self.default_attention}
         conversions = getattr(self.inner, "_weight_conversions", None)  # how transformers renamed and cut what it read
         return own | {"generation_config": getattr(self.inner, "generation_config", None), "conversions": conversions}
@@ -326,7 +326,7 @@ class TransformersModel:
         return torch.bfloat16 if self.config.dtype == "bfloat16" else None
 
     def _without_compiled_layers(self) -> AbstractContextManager[None]:
-        """Run uncompiled inside the block: with cached keys and values every pass would be compiled again."""
+        """Run uncompiled inside the block: cached keys and values would be compiled in every pass."""
         return nullcontext() if self._compiled is None else self._compiled.run_eagerly()
 
     def _set_mode(self, training: bool) -> None:

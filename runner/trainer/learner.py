@@ -120,7 +120,8 @@ class LocalLearner:
     ) -> tuple[Metrics, Outputs]:
         """Add the gradient of this rank's part of a mini-batch; returns metrics and the outputs in `keep`.
 
-        Outputs are detached and cover the whole mini-batch. Raises TrainingDiverged, on all ranks, if the loss is not finite.
+        Outputs are detached and cover the whole mini-batch. Raises TrainingDiverged, on all ranks, if the loss is not
+        finite.
         """
         self.model.train()
         share = shard_batch(batch, self._budget, self._peers, padded=self.model.is_padded)
@@ -192,7 +193,7 @@ class LocalLearner:
     def _linear(
         self, micro: Batch, batch: Batch, loss: LinearLossFn, factor: float = 1.0
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`TrainableModel.linear` of `factor` times the loss of a micro-batch; `micro` on the CPU, `batch` here."""
+        """`TrainableModel.linear` of `factor` times the loss; `micro` is on the CPU, `batch` on the device."""
         terms = None
         if isinstance(loss, LogitsLossFn):
             terms, batch = loss.logit_terms, replace(batch, tokens={**batch.tokens, **loss.extra_channels(batch)})
@@ -200,8 +201,7 @@ class LocalLearner:
 
     @torch.no_grad()
     def measure(self, batch: Batch, loss: LossFn) -> Outputs:
-        """What `loss` reads of the model on a batch of any size, [T] or [N] on the learner's device, without dropout:
-        the outputs that it needs, or its own terms."""
+        """Outputs or terms that `loss` needs of a batch of any size, [T] or [N] on the device, without dropout."""
         if not isinstance(loss, LogitsLossFn):
             return self.forward(batch, loss.needs)
         self.model.eval()
