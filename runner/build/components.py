@@ -107,10 +107,7 @@ def build_model(
     world: ParallelContext | None = None,
     trains: bool = True,
 ) -> Any:
-    """The model with its adapter, on the device; with several ranks, this rank's part of it.
-
-    Without `trains`, stored like a reference model.
-    """
+    """The model with its adapter, on the device, or this rank's part of it; frozen without `trains`."""
     model = _place_model(_model_factory(spec, tokenizer, decide, head, world, trains), world, device, decide)
     if spec.model.compile:
         model.compile(decide)
@@ -128,10 +125,7 @@ def build_blank_model(spec: JobSpec, tokenizer: Any, decide: Decisions, head: He
 def _model_factory(
     spec: JobSpec, tokenizer: Any, decide: Decisions, head: Head, world: ParallelContext | None, trains: bool = True
 ) -> Callable[[torch.device, InstallFusedOps | None], Any]:
-    """A function that builds the model with its adapter on a device.
-
-    It raises SpecError for a model that cannot have this head.
-    """
+    """A function that builds the model with its adapter on a device; raises SpecError without this head."""
     registry = default_registry()
 
     def make(where: torch.device, fit: InstallFusedOps | None) -> Any:
@@ -278,11 +272,7 @@ def build_frozen_model(
 
 
 def _check_equal_layouts(model: TrainableModel, policy: GenerativeModel, world: ParallelContext, role: str) -> None:
-    """Raise SpecError where ranks might wait for one another forever.
-
-    Each rank must make as many passes as the others, in micro-batches of the policy, which another layout may have to
-    cut again.
-    """
+    """Raise SpecError where ranks might wait forever, as another layout cuts micro-batches differently."""
     if world.mesh.dp_shard * world.mesh.ep > 1 and model.is_padded != policy.is_padded:
         text = f"algorithm.{role} takes {model.layout} rows and the model {policy.layout} ones, which in pieces"
         text = f"{text} (parallelism.dp_shard, parallelism.ep) has to be the same; type padded"

@@ -135,10 +135,7 @@ class TransformersModel:
 
     @torch.no_grad()
     def replace_dense_attention(self, exchange: Callable[[Any], None]) -> None:
-        """Let `exchange` replace the attention of padded rows and of generation.
-
-        For a model that is sharded by now, where it could not be replaced before. Collective then.
-        """
+        """Let `exchange` replace the attention of padded rows, in a model that is sharded by now. Collective."""
         before = self.inner.config._attn_implementation
         self.inner.set_attn_implementation(self.default_attention)
         self._set_mode(False)
@@ -149,10 +146,7 @@ class TransformersModel:
             self.inner.set_attn_implementation(before)
 
     def compile(self, decide: Decide) -> None:
-        """Compile the layers. The model has its adapter and its final layout by now.
-
-        Raises EnvironmentProblem where torch cannot compile.
-        """
+        """Compile the layers, in their final layout. Raises EnvironmentProblem where torch cannot compile."""
         if not (layers := self.transformer_blocks()):
             decide("model.compile", "true", "false", f"{type(self.inner).__name__} does not say what its layers are")
             return
@@ -204,20 +198,14 @@ class TransformersModel:
         return self.layout == "padded"
 
     def enable_context_parallel(self, group: Any, style: CpStyle) -> None:
-        """Compute only a part of every batch's tokens; the ranks of `group` compute the others.
-
-        All ranks have the same model and return all results. For packed rows.
-        """
+        """Compute only a part of every batch's tokens, packed; the ranks of `group` compute the others."""
         from runner.model.context_parallel import ContextParallelGroup
 
         rank, size = distributed.get_rank(group), distributed.get_world_size(group)
         self.shard_tokens = ContextParallelGroup(group, rank, size, style).shard_tokens
 
     def transformer_blocks(self) -> list[nn.Module]:
-        """The layers of this rank that FSDP gathers one by one, first to last; none contains another.
-
-        Empty if the model does not name them.
-        """
+        """The layers of this rank that FSDP gathers one by one, first to last; empty if they are not named."""
         named, elsewhere = set(self.inner._no_split_modules or ()), self.stage.absent_modules
         kinds = [kind for kind in {type(part) for part in self.inner.modules()} if _class_names(kind) & named]
         return [part for part in self.inner.modules() if type(part) in kinds and part not in elsewhere]
@@ -311,10 +299,7 @@ class TransformersModel:
             config.save_pretrained(str(folder / "adapter"))
 
     def _gather_module(self, keep: bool) -> Any:
-        """The module, gathered on the ranks with `keep` if it is sharded.
-
-        Of an adapter that is not merged into its base, the base has no values.
-        """
+        """The module, gathered where `keep`; the base of an adapter that is not merged has no values."""
         if not self.whole.is_sharded:
             return self.module
         tensors = gather_to_cpu(self.module, keep=keep, base=self.merges)
@@ -349,10 +334,7 @@ class TransformersModel:
 
     @torch.no_grad()
     def probe_hidden(self) -> Tensor:
-        """Hidden states [T, H] of a few tokens, which show whether this is still the same model.
-
-        Empty, [0], on a stage that is not the last.
-        """
+        """Hidden states [T, H] of a few tokens, to compare models; [0] on a stage that is not the last."""
         batch = pack(PROBE_ROWS, [[1.0] * len(row) for row in PROBE_ROWS]).to(self.device)
         tokens = self.shard_tokens(batch)
         for turn in self.stage.forward_schedule(1):
@@ -372,10 +354,7 @@ class TransformersModel:
         return not self.stage.is_last or is_close(found, wanted)
 
     def embedding_and_head(self) -> list[Any]:
-        """The embedding and LM head that can be split by rows of the vocabulary.
-
-        With tied weights both or none.
-        """
+        """The embedding and LM head that can be split by rows; with tied weights both or none."""
         embedding, head = self.inner.get_input_embeddings(), self._plain_lm_head()
         plain = type(embedding) is nn.Embedding and embedding.max_norm is None
         shared = is_tied(self.inner.get_output_embeddings(), embedding)

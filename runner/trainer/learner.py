@@ -201,7 +201,7 @@ class LocalLearner:
 
     @torch.no_grad()
     def measure(self, batch: Batch, loss: LossFn) -> Outputs:
-        """Outputs or terms that `loss` needs of a batch of any size, [T] or [N] on the device, without dropout."""
+        """Outputs or terms that `loss` needs of a batch of any size, [T] or [N], without dropout."""
         if not isinstance(loss, LogitsLossFn):
             return self.forward(batch, loss.needs)
         self.model.eval()
