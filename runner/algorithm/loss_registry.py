@@ -1,8 +1,8 @@
 """Registry of the losses of `runner.interfaces.losses`, ours and those of plug-ins, as values and options of configs.
 
-    functions of a kind ──Registered──▶ the values that an option takes      (`policy_loss: one of clip, cispo, …`)
-                        ──with_options▶ the options that its functions read  (`clip_low: null`)
-                        ──chosen──────▶ the function that a config names, with its options in force
+    functions of a kind ──RegisteredFunction▶ the values of an option            (`policy_loss: one of clip, cispo, …`)
+                        ──with_options──────▶ the options of its functions       (`clip_low: null`)
+                        ──selected_function─▶ the function that a config names, with its options
 
 No torch is imported: a registered function imports it when it is called.
 """

@@ -1,8 +1,8 @@
-"""What Hydra makes of the files: one plain tree, who set each key, and what cannot be put together.
+"""Composition of config files with Hydra: one plain tree, who set each key, and what does not compose.
 
-choices ─▶ Hydra's defaults list ─▶ merged, file by file ─▶ Files      (the section `sweep` stands aside)
+choices ─▶ Hydra's defaults list ─▶ merged, file by file ─▶ ComposedFiles      (the section `sweep` is separate)
 
-Hydra's complaints are worded here: what is wrong and in which file; never its advice to type `+`.
+Hydra's errors are reworded here: what is wrong and in which file, without its advice to type `+`.
 """
 
 from __future__ import annotations

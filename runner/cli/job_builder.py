@@ -1,6 +1,6 @@
 """From a command line, or a run's spec.yaml, to a decoded job and who set each value.
 
-words ─▶ read ─▶ choices ─▶ Hydra ─▶ values on top ─▶ interpolations ─▶ decode ─▶ Composed
+words ─▶ read ─▶ choices ─▶ Hydra ─▶ values on top ─▶ interpolations ─▶ decode ─▶ ComposedJob
                    └────────── everything wrong on the way is reported at once ─────┘
 """
 

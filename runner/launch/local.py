@@ -1,9 +1,9 @@
-"""Runs a job: starts it in a new folder or continues in an old one, in as many attempts as it may have.
+"""Runs a job: starts it in a new folder or resumes it, with at most `launch.attempts` attempts.
 
                         ┌─ one device ───────────▶ Session, in this process
 start, resume ─▶ begin ─┤
-                        └─ several ──▶ Local ─▶ Team ──┬──▶ rank 0: Session, Records
-                                                       ├──▶ rank 1 …: Session, NoRecords
+                        └─ several ──▶ Supervisor ─────┬──▶ rank 0: Session, RunRecords
+                                                       ├──▶ rank 1 …: Session, NullRecords
                                                        └──▶ sampler 0 …
 """
 
@@ -108,9 +108,11 @@ def prepare_spec(spec: JobSpec) -> JobSpec:
 
 
 def check_spec(spec: JobSpec, *, here: bool = False) -> JobSpec:
-    """The spec with absolute paths, if nothing is wrong that can be seen without torch: what any machine can see, and
-    `here`, where the job's processes run on this one, also its device and packages. Raises SpecError, DataError,
-    NotReady."""
+    """The spec with absolute paths, if nothing is wrong that can be seen without torch.
+
+    here: the job's processes run on this machine, so its device and packages are checked too. Raises SpecError,
+    DataError, NotReady.
+    """
     local = {name: getattr(spec, name).with_absolute_paths() for name in ("data", "model", "algorithm", "reward")}
     spec = spec.model_copy(update=local)
     if spec.model.source is not None:
@@ -122,7 +124,7 @@ def check_spec(spec: JobSpec, *, here: bool = False) -> JobSpec:
 
 
 def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[str] = ()) -> int:
-    """Go on where the run stopped; `spec` is `before` with overrides. A finished run says so and is left alone."""
+    """Resume a run; `spec` is `before` with overrides. A finished run is left alone, with a message."""
     spec = mask_secrets(spec, dict.fromkeys((word.partition("=")[0] for word in typed), COMMAND_LINE))
     refuse_other_job(before, spec)
     if read_status(folder).get("state") == "done" and spec.steps <= before.steps:
@@ -162,7 +164,7 @@ def _begin_queued(folder: RunFolder, spec: JobSpec, typed: Mapping[str, Any]) ->
 
 
 def _note_longer_schedule(before: JobSpec, spec: JobSpec) -> None:
-    """A falling schedule falls towards the end of the run: with more steps the curve is not that of one longer run."""
+    """Say that more steps change a decaying schedule: the curve differs from that of one longer run."""
     if spec.steps != before.steps and spec.schedule.falls:
         moved = f"schedule={spec.schedule.name} now ends at step {spec.steps} and not {before.steps}"
         print(f"note: {moved}: the learning rate rises again, unlike in one run of that length", file=sys.stderr)
@@ -204,7 +206,7 @@ def refuse_ignored_changes(before: JobSpec, spec: JobSpec, more: str) -> None:
 
 
 def read_status(folder: RunFolder) -> dict[str, object]:
-    """status.json; empty where there is none, or none that can be read: the checkpoints tell how far a run is."""
+    """status.json; empty where it is missing or unreadable: the checkpoints tell how far a run is."""
     try:
         return read_mapping(folder.status)
     except EnvironmentProblem as error:
@@ -220,7 +222,7 @@ def next_attempt(folder: RunFolder) -> int:
 
 
 def attempt(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, Any]) -> int:
-    """Make attempt `number` at a job in a folder that the caller has locked, and others as `attempts`; returns 0.
+    """Run attempt `number` in a folder that the caller has locked, and further attempts; returns 0.
 
     typed: the job as it was typed, which must be the same on all machines. Raises RunnerError.
     """
@@ -383,9 +385,10 @@ class LocalLauncher:
 
 
 def _local_cards(spec: JobSpec) -> tuple[str, ...] | None:
-    """The devices here, as a list of visible ones names them: where the user has no list, the driver counts from 0,
-    whatever the device files are called (a container may have some of them). None on the processor, and where no
-    sampler is to be given any. Raises EnvironmentProblem where ranks and samplers want more than there are.
+    """The devices here by their names in a list of visible ones; None on the CPU or without samplers.
+
+    Without a list of the user's, drivers count from 0, whatever the device files are called (a container may have some
+    of them). Raises EnvironmentProblem where ranks and samplers want more than there are.
     """
     from runner.device.device_kinds import listed_cards
 

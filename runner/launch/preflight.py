@@ -33,7 +33,7 @@ def preflights(spec: JobSpec, *, here: bool) -> Iterator[tuple[str, Callable[[],
 
 
 def refuse_unready(checks: Iterable[Callable[[], None]]) -> None:
-    """Raise NotReady with all that these checks find missing, or the first other RunnerError if nothing is missing."""
+    """Raise NotReady with everything that is missing, or the first other RunnerError if nothing is."""
     faults: list[RunnerError] = []
     for check in checks:
         try:
@@ -47,7 +47,7 @@ def refuse_unready(checks: Iterable[Callable[[], None]]) -> None:
 
 
 def mask_secrets(spec: JobSpec, origins: Mapping[str, str]) -> JobSpec:
-    """The spec, secrets in its tracker's texts masked. Raises SecurityError where another option holds one."""
+    """The spec with secrets in its tracker's texts masked. Raises SecurityError for secrets elsewhere."""
     found = [key for key, text in _texts(spec.model_dump(mode="json"), "") if redact(text) != text]
     for key in found:
         if not key.startswith(f"{TEXTS}."):

@@ -81,7 +81,7 @@ def write_report(folder: RunFolder, *, is_said: bool = False) -> None:
 
 
 def archive_attempt(folder: RunFolder, attempt: int, typed: Sequence[str]) -> None:
-    """Move to attempts/N/ what this attempt will write again, with its spec before and the words that began it."""
+    """Move to attempts/N/ what this attempt will rewrite, with the spec before and the typed words."""
     kept = folder.attempts / str(attempt)
     try:
         kept.mkdir(parents=True, exist_ok=True)

@@ -100,7 +100,7 @@ class Session:
         console.stop(lines if self.place.is_rank0 else [])
 
     def _build(self, records: RunRecords, console: Console) -> tuple[BuiltJob, int]:
-        """The job, at the state of the newest checkpoint, and the step it continues at; opens `records` on the way."""
+        """The job restored from the newest checkpoint, and its next step; opens `records` on the way."""
         import_frozen("runner.build")  # with torch and transformers: folder, spec and status exist by now
         from runner import build
 
@@ -189,8 +189,7 @@ def run_argument(folder: RunFolder) -> str:
 
 @contextmanager
 def translate_rank_errors(place: RankInfo) -> Iterator[None]:
-    """Word what the libraries between ranks raise where another rank is gone, or does not answer. Raises RankLost,
-    DeadlineExceeded."""
+    """Reword errors of libraries when another rank has ended or hangs: RankLost, DeadlineExceeded."""
     try:
         yield
     except RuntimeError as error:
@@ -230,7 +229,7 @@ def translate_memory_errors(spec: JobSpec) -> Iterator[None]:
 
 
 def set_environment(spec: JobSpec, decide: Decisions) -> None:
-    """Set what the device's presets ask for and the user has not set; the manifest keeps what is then in force.
+    """Set the device's presets where the user has set nothing; the manifest records what applies.
 
     A torch_npu that the device has no use for is left out of the process: without CANN it breaks `import torch`.
     Raises EnvironmentProblem if the device cannot work and nobody could see that before, if torch_npu would refuse what
@@ -255,7 +254,7 @@ def set_environment(spec: JobSpec, decide: Decisions) -> None:
 
 
 def load_torch(device: str) -> None:
-    """Import torch. Raises EnvironmentProblem where that fails, as it does if torch_npu does not fit torch or CANN."""
+    """Import torch. Raises EnvironmentProblem where that fails, e.g. if torch_npu does not fit torch or CANN."""
     try:
         import_frozen("torch")
     except (ImportError, OSError, RuntimeError) as error:

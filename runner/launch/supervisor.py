@@ -134,8 +134,7 @@ class Supervisor:
         return bool(running)
 
     def _forward_signals(self, running: Sequence[WorkerProcess]) -> None:
-        """Tell the ranks of signals that came; after the second they have little time left. They are served until
-        they end."""
+        """Send received signals to the ranks; after the second one they have little time left."""
         for number in self.interrupts.noted_signals[self.noticed :]:
             self.noticed += 1
             if number == SAVE:

@@ -1,4 +1,4 @@
-"""Where a job's first weights come from (`init_from`), or its teacher: a run, an export, a recipe that is run first.
+"""Initial weights of a job (`init_from`), or its teacher: a run, an export, a recipe that runs first.
 
 recipe:NAME ──a run in a process of its own, or one made before──▶ its export ─┐
 a run's folder ──▶ its export ─────────────────────────────────────────────────┴──▶ an absolute folder
@@ -49,8 +49,9 @@ def resolve_init_from(spec: JobSpec) -> JobSpec:
 
 
 def resolve_other_models(spec: JobSpec) -> JobSpec:
-    """The spec with each other model that its algorithm names, a teacher, as an absolute folder or a hub id; a recipe
-    is run now, on a model of its own.
+    """The spec with each other model of its algorithm, e.g. a teacher, as a folder or hub id.
+
+    A recipe is run now, on a model of its own.
 
     Raises SpecError if a folder has no weights, Interrupted or StageFailed if the recipe did not end well.
     """
@@ -94,8 +95,10 @@ def _weights_folder(where: Path, key: str) -> Path:
 
 
 def _run_upstream(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> Path:
-    """The run of the recipe that the option `key` names: the one that was finished before, or one that is made, or gone
-    on with, now. One job at a time makes it; others that want the same wait for it."""
+    """The run of the recipe that the option `key` names: a finished one, or one that is run or resumed now.
+
+    One job at a time runs it; other jobs wait for it.
+    """
     words = command_words(recipe, spec.model_dump(mode="json"), own_model=own_model)
     try:
         folder = RunFolder(cache_folder(recipe, words).absolute())

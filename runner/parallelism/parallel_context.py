@@ -1,6 +1,6 @@
 """The processes of a job as one of them sees them: process groups, model layout, gradient reduction.
 
-place, device ──build──▶ process groups, warmed up ──▶ World ──close──▶ gone
+place, device ──build──▶ process groups, warmed up ──▶ ParallelContext ──close──▶ released
 backward ──▶ a part on each rank ──summed over the replicas of the same weights──▶ the same on all that hold them
 """
 

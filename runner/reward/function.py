@@ -1,6 +1,6 @@
 """The user's own reward function, by TRL's convention: score(prompts, completions, **columns) -> list[float | None].
 
-It is called once per group, with keywords only, in processes of its own (`pool.py`).
+It is called once per group, with keywords only, in processes of its own (`worker_pool.py`).
 """
 
 from __future__ import annotations

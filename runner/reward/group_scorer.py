@@ -1,6 +1,6 @@
 """The base of most rewards: scores one group at a time, in threads, and counts what could not be scored.
 
-    groups ──▶ ask(group), `workers` at a time ──▶ Scored ──▶ Faults ──▶ scores in the order of the groups
+    groups ──▶ ask(group), `workers` at a time ──▶ GroupScores ──▶ ScoringFailures ──▶ scores in order
 
 `ScoringFailures` logs each kind of failure once, counts all of them, and raises when nothing is scored any more.
 

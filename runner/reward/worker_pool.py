@@ -1,9 +1,9 @@
-"""Processes that run a function of the user's: started when needed, ended when they hang, replaced when they die.
+"""Worker processes for a user's reward function: started on demand, killed when they hang, replaced.
 
-    call ──▶ an idle worker, or a new one ──▶ answer in time            ─▶ Scored
+    call ──▶ an idle worker, or a new one ──▶ answer in time            ─▶ GroupScores
                                           ├─▶ no answer: killed          ─▶ nothing scored, said
-                                          ├─▶ it was killed (SIGKILL)    ─▶ asked once more, of a new one
-                                          └─▶ it died: buried            ─▶ nothing scored, said
+                                          ├─▶ it was killed (SIGKILL)    ─▶ one more try, with a new one
+                                          └─▶ it died: removed           ─▶ nothing scored, said
 
 See `worker.py` for what happens on the other side. The kernel names the sender of everything that arrives on the socket
 (SO_PASSCRED); what another process than the worker wrote, one that the function has forked, is dropped.

@@ -1,7 +1,7 @@
 """The executor interface: it runs the jobs of a sweep. `executors` has this machine, Ray and Slurm.
 
-a new job ─▶ Executor.has_room ─▶ token in state.json ─▶ submit(need, attempt) ─▶ Job ─ poll, signal ─▶ exit code
-a resume  ─▶ identities from state.json ─▶ adopt ─▶ the Jobs that continued without their sweep
+a new job ─▶ Executor.has_room ─▶ token in state.json ─▶ submit(need, attempt) ─▶ ExecutorJob ─ poll, signal ─▶ exit code
+a resume  ─▶ identities from state.json ─▶ adopt ─▶ jobs that continued without their sweep
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""metrics.jsonl and samples.jsonl: the truth about a run, which every other sink is replayed from.
+"""metrics.jsonl and samples.jsonl: the record of a run, from which every tracker can be replayed.
 
     log(step, metrics) ─▶ one write of one line ─▶ metrics.jsonl        {"step": 7, "train/loss": 0.5, ...}
-    cut_back(folder, step, attempt): lines after `step`, and a torn last one ─▶ attempts/<attempt>/*.jsonl
+    truncate_after(folder, step, attempt): lines after `step`, and a torn last one ─▶ attempts/<attempt>/*.jsonl
 
 A line holds numbers only, "step" (finished steps, counted from 1) first. JSON has no NaN and no infinity:
 a number that is not finite is written as null.

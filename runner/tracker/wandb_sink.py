@@ -1,8 +1,8 @@
 """The process that feeds W&B, so that nothing W&B does can slow or stop training.
 
-    metrics.jsonl ─┐                                                 ┌─▶ wandb/ in the run folder, or the server
-    samples.jsonl ─┴─▶ read from the first line on ─▶ Feed ─▶ wandb ─┤
-    stdin: "done" or EOF ─▶ read to the end, finish, exit            └─▶ report: JSON lines through a pipe
+    metrics.jsonl ─┐                                                ┌─▶ wandb/ in the run folder, or the server
+    samples.jsonl ─┴─▶ read from the first line on ─▶ log ─▶ wandb ─┤
+    stdin: "done" or EOF ─▶ read to the end, finish, exit           └─▶ report: JSON lines through a pipe
 
 It reads from the first line on whenever it starts, so a restarted one leaves nothing out. Whatever goes wrong
 with W&B (no key, no server, a dead or a stuck wandb-core), it starts itself once more, offline.

@@ -1,7 +1,7 @@
 """Advantages: how much better a sample, or a token, is than what one could expect.
 
     rewards [N], group [N] ──▶ of whole samples [N] ──[row of each token]──▶ [T]
-    reward [N], KL [T] ──place_rewards──▶ [T] ──┬─discounted_returns──▶ [T] ──whiten──▶ [T]      REINFORCE++
+    reward [N], KL [T] ──token_level_rewards──▶ [T] ──┬─discounted_returns──▶ [T] ──whiten──▶ [T]      REINFORCE++
                                                 └─gae (values [T])────▶ advantages, returns [T]  PPO
 
 Legend: N samples, T tokens; rewards float [N] and group int64 [N] (any ids, equal for the samples of one prompt); `row`
@@ -22,8 +22,8 @@ the recursion. On a mask without gaps all agree.)
 What they are made of are sums, smallest values and successors within segments of equal ids (the row of a token, the
 group of a sample), mean, variance and whitening under a mask; without a loop and without a read-back from the device:
 
-    ids     7  7  3  7  3          numbered   1  1  0  1  0
-    values  1  2  3  4  5          sum_within 7  7  8  7  8        every value meets the sum of its own segment
+    ids     7  7  3  7  3          compact_ids  1  1  0  1  0
+    values  1  2  3  4  5          segment_sum  7  7  8  7  8        every value meets the sum of its own segment
 """
 
 from __future__ import annotations
