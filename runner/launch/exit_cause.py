@@ -1,6 +1,6 @@
 """Why a job of several processes ended: the one cause among their reports; and how they report.
 
-HeartbeatWriter (any process) ──pipe: {"where": …} first, {"step": 7} each second, {"report": …} at its end──▶ HeartbeatReader
+HeartbeatWriter ──pipe: {"where": …} first, {"step": 7} each second, {"report": …} at its end──▶ HeartbeatReader
 killed by a signal ▸ an error of its own ▸ lagging behind the others ▸ interrupted ▸ waited for another rank
 """
 
@@ -127,7 +127,7 @@ def _signal_text(rank: ProcessExit) -> str:
 
 
 class ExitReport(NamedTuple):
-    """Why a rank ends. `kind`: error, waited (for another rank), or interrupted; `when`: seconds since 1970."""
+    """Why a rank ends. `kind`: error, waited (for another rank), interrupted; `when`: seconds since 1970."""
 
     kind: str
     message: str

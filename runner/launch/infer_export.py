@@ -28,7 +28,7 @@ SETTABLE = ("device", "model.path", "model.trust_remote_code")  # what a use may
 def load_model(
     folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best"] | None
 ) -> tuple[Any, LoadedCheckpoint]:
-    """A run's model at a checkpoint (a step, "best", or the newest) in evaluation mode; and the checkpoint.
+    """A run's model in evaluation mode at a checkpoint (a step, "best", the newest); and that checkpoint.
 
     Raises CheckpointError if there is none or the base model is another, SpecError if spec.yaml is not the one it was
     written under.

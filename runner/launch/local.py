@@ -387,8 +387,7 @@ class LocalLauncher:
 def _local_cards(spec: JobSpec) -> tuple[str, ...] | None:
     """The devices here by their names in a list of visible ones; None on the CPU or without samplers.
 
-    Without a list of the user's, drivers count from 0, whatever the device files are called (a container may have some
-    of them). Raises EnvironmentProblem where ranks and samplers want more than there are.
+    Without a list, drivers count from 0. Raises EnvironmentProblem where ranks and samplers want more than there are.
     """
     from runner.device.device_kinds import listed_cards
 

@@ -254,7 +254,7 @@ def set_environment(spec: JobSpec, decide: Decisions) -> None:
 
 
 def load_torch(device: str) -> None:
-    """Import torch. Raises EnvironmentProblem where that fails, e.g. if torch_npu does not fit torch or CANN."""
+    """Import torch. Raises EnvironmentProblem where that fails, e.g. if torch_npu does not fit."""
     try:
         import_frozen("torch")
     except (ImportError, OSError, RuntimeError) as error:

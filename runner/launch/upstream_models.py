@@ -95,7 +95,7 @@ def _weights_folder(where: Path, key: str) -> Path:
 
 
 def _run_upstream(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> Path:
-    """The run of the recipe that the option `key` names: a finished one, or one that is run or resumed now.
+    """The run of the recipe that the option `key` names: a finished one, or one run or resumed now.
 
     One job at a time runs it; other jobs wait for it.
     """

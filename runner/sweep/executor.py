@@ -1,6 +1,6 @@
 """The executor interface: it runs the jobs of a sweep. `executors` has this machine, Ray and Slurm.
 
-a new job ─▶ Executor.has_room ─▶ token in state.json ─▶ submit(need, attempt) ─▶ ExecutorJob ─ poll, signal ─▶ exit code
+a new job ─▶ has_room ─▶ token in state.json ─▶ submit(need, attempt) ─▶ ExecutorJob ─ poll, signal ─▶ exit code
 a resume  ─▶ identities from state.json ─▶ adopt ─▶ jobs that continued without their sweep
 """
 

@@ -1,4 +1,4 @@
-"""The attempts of launch=ray: Ray reserves resources, its actors start processes, `Supervisor` watches.
+"""The attempts of launch=ray: Ray reserves resources, actors start processes, `Supervisor` watches.
 
 Messages go through the connection to Ray's driver, with a `WorkerProcess` for each process of an actor.
 

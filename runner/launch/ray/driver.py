@@ -101,7 +101,7 @@ class WorkerActor:
 
 @dataclass(slots=True)
 class ActorSlot:
-    """One actor as the driver knows it. `order`: a start that waits for it; `doomed`: its process is to end."""
+    """One actor as the driver sees it. `order`: a start that waits for it; `doomed`: its process must end."""
 
     role: Role
     resource: str

@@ -118,8 +118,7 @@ class RayConnection:
             self._dispatch_event(event)
 
     def wait_for(self, is_so: Callable[[], bool], seconds: float) -> None:
-        """Take in what the driver says until something is so. Raises EnvironmentProblem where it does not come,
-        RankLost where the driver is killed."""
+        """Read what the driver sends until `is_so()`. Raises EnvironmentProblem after `seconds`, RankLost."""
         end = time.monotonic() + seconds
         while not is_so():
             if time.monotonic() > end:

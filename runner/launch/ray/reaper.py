@@ -1,4 +1,4 @@
-"""Starts Ray's driver, outlives it, and leaves nothing of it: Ray's agents outlive a driver that was killed.
+"""Starts Ray's driver and cleans up after it: Ray's agents outlive a driver that was killed.
 
 python -P -m runner.launch.ray.reaper MODULE ASKED        ASKED: JSON, with the folder of a cluster of its own, or null
 

@@ -56,7 +56,7 @@ class SlurmTask:
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str]) -> SlurmTask | None:
-        """The task of Slurm's variables; None outside a step. Raises EnvironmentProblem for several per machine."""
+        """The task of Slurm's variables; None outside a step. Raises EnvironmentProblem for two on a machine."""
         if "SLURM_JOB_ID" not in variables or not 0 <= int(variables.get("SLURM_STEP_ID", -1)) < SPECIAL_STEPS:
             return None
         machines, tasks = (int(variables[f"SLURM_STEP_NUM_{name}"]) for name in ("NODES", "TASKS"))
@@ -149,8 +149,8 @@ def _cards(task: SlurmTask | None, gres: str | None, device: str) -> int | None:
 def exec_srun(spec: JobSpec) -> None:
     """In a Slurm job but in no task: become srun, which runs this command on each machine.
 
-    Returns elsewhere; a task prints a line there if Slurm gave it too few cores. Raises EnvironmentProblem where srun is
-    missing.
+    Returns elsewhere; a task prints a line there if Slurm gave it too few cores. Raises EnvironmentProblem where srun
+    is missing.
     """
     if spec.launch.name != NAME or "SLURM_JOB_ID" not in os.environ:
         return

@@ -55,7 +55,7 @@ def refuse_queued(folder: RunFolder) -> None:
 
 
 def submit(spec: JobSpec, folder: RunFolder, words: Sequence[str]) -> int:
-    """Submit the run in `folder` to Slurm, to begin or to resume with `words`; returns 0, or its exit code.
+    """Submit the run in `folder` to Slurm, to begin or resume with `words`; returns 0, or its exit code.
 
     Raises EnvironmentProblem where Slurm refuses, and what a job that is followed ends with.
     """
