@@ -236,10 +236,7 @@ def attempt(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, A
 
 
 def run_attempts(spec: JobSpec, folder: RunFolder, number: int, run: Callable[[int], None]) -> None:
-    """Run attempts from `number` on, at most launch.attempts in all, each from the newest checkpoint.
-
-    Another attempt follows a failure that may not happen again. Raises the error of the last attempt.
-    """
+    """Run attempts from `number` on, at most launch.attempts in all; raises the error of the last one."""
     last = number + spec.launch.attempts - 1
     while True:
         try:
