@@ -43,7 +43,7 @@ class RewardConfig(ComponentConfig):
         return None
 
     def required_columns(self) -> list[tuple[str, str]]:
-        """(option, column) of each column of the data that it cannot score without; nothing of the user's is run."""
+        """(option, column) of each column that it cannot score without; runs no code of the user's."""
         return []
 
     def preflight(self) -> None:

@@ -1,4 +1,4 @@
-"""The user's own reward function, by TRL's convention: score(prompts, completions, **columns) -> list[float | None].
+"""A user's reward function, as in TRL: score(prompts, completions, **columns) -> list[float | None].
 
 It is called once per group, with keywords only, in processes of its own (`worker_pool.py`).
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def build(config: FunctionConfig, *, seed: int, decide: Decide, folder: Path | None = None, **_: Any) -> GroupScorer:
-    """Start the first process. Raises SpecError if the file or the function is missing or cannot be imported.
+    """Start the first worker. Raises SpecError if the file or the function is missing or does not import.
 
     folder: where reward.log is kept, with what the function prints and full tracebacks
     """

@@ -1,4 +1,4 @@
-"""The report: each finding as it comes, then what to do in order, then which device is ready; or all of it as JSON."""
+"""The report: each finding, then steps in order, then the devices that are ready; or all as JSON."""
 
 from __future__ import annotations
 
@@ -73,8 +73,7 @@ def exit_code(entries: Sequence[ReportEntry]) -> int:
 
 
 def steps(entries: Iterable[ReportEntry]) -> list[tuple[str, str]]:
-    """What is wrong and the line that fixes it, for each problem, in the order in which to do them. What the same line
-    fixes is one step."""
+    """Each problem and the line that fixes it, in order; problems with the same line are one step."""
     found: dict[str, list[str]] = {}
     for entry in entries:
         if entry.finding.verdict is CheckStatus.PROBLEM and entry.finding.remedy is not None:

@@ -87,7 +87,7 @@ IMPORTS = (imports.torch_alone, imports.torch_with_npu)
 
 
 def run_checks(machine: SystemInfo, *, trial: bool = True, debug: bool = False) -> Iterator[ReportEntry]:
-    """Every finding, in order, as it is made. A check that fails is a finding of its own and stops no other.
+    """All findings in order, as they are made. A check that fails is a finding and stops no other.
 
     For a job, torch is imported only where nothing is wrong by then: what is missing is listed in a second.
     """

@@ -1,4 +1,4 @@
-"""Watches a learner in its first step: what goes into each module and comes out, what is predicted, every gradient.
+"""Records a learner's first step: inputs and outputs of each module, predictions, every gradient.
 
     weight/ROLE/PARAMETER     as they are before the first step
     input/ROLE/MODULE         the first tensor that it takes  ┐ of the first micro-batch, in the order in which

@@ -1,4 +1,4 @@
-"""Runs the first steps of a job under watch: without trackers, checkpoints, evaluations, a folder that stays.
+"""Runs the first steps of a job with module hooks, without trackers, checkpoints or evaluation.
 
     record    data, or sampler and reward ──▶ steps ──▶ Recording, with the experiences that were sampled
     compare   data, or the recording's experiences ──▶ the same steps ──▶ Recording

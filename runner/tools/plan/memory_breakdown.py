@@ -148,8 +148,7 @@ class MemoryBreakdown:
         return self.passes[role].at_depth(depth, headed=self.stage.last).fullest(before)
 
     def _exchange_terms(self) -> list[MemoryTerm]:
-        """Messages that leave and arrive in a pass: of rows whose tokens are shared out, between stages, to experts if
-        they are chosen evenly."""
+        """Buffers of messages in a pass: context parallel, between stages, and to evenly chosen experts."""
         mesh, inner = self.spread.mesh, self.shape.get_text_config()
         numbers = self._tokens() * compute_dtype(self.spec).itemsize
         heads, kv = local_heads(inner, self.spread)
@@ -173,7 +172,7 @@ class MemoryBreakdown:
         return [MemoryTerm("gradients", largest), MemoryTerm("temporaries of the optimizer", beside)]
 
     def _sampling_terms(self) -> list[MemoryTerm]:
-        """What drawing rollouts takes by the model itself, whose parts are gathered for it; each rank draws a share."""
+        """Memory of sampling with the model itself, gathered for it; each rank samples a part."""
         role, whole = next(iter(self.whole.items()))
         here = 0 if self.spread.offloaded else self._parts()[role].bytes
         gathered = MemoryTerm("weights gathered from other ranks", max(0, whole.all.bytes - here))
@@ -183,7 +182,7 @@ class MemoryBreakdown:
 def frozen_model_terms(
     spec: JobSpec, shape: Any, spread: RankLayout, number: int
 ) -> tuple[list[MemoryTerm], list[str]]:
-    """Models that only score, on a rank of stage `number`, and what is not counted. shape: of what slices have."""
+    """Frozen models on a rank of stage `number`, and what is not counted. shape: of tensor-parallel shards."""
     terms, left_out = [], []
     for role, one in spec.algorithm.frozen_models().items():
         way = one.mode or ("copy" if spec.adapter.trains_base else "adapter")

@@ -1,4 +1,4 @@
-"""What to change so that a job fits: one change if one is enough, cheapest first, else as many as are needed."""
+"""What to change so that a job fits: one change if one is enough, cheapest first, else several."""
 
 from __future__ import annotations
 
