@@ -34,7 +34,7 @@ def function_fault(file: Path, function: str) -> str | None:
 
 
 def required_columns(file: Path, function: str) -> list[str]:
-    """The columns that `function` names without a default; none where that is unknown (decorated, imported)."""
+    """The columns that `function` names without a default; none where that is unknown (e.g. decorated)."""
     node = dict(_bound(ast.parse(file.read_bytes(), filename=str(file)).body)).get(function)
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
         return []

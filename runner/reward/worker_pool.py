@@ -66,7 +66,7 @@ class WorkerStartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FunctionTarget:
-    """The function to run. `here`: modules beside the file can be imported; env: extra environment variables."""
+    """The function to run. `here`: modules beside the file can be imported; env: extra variables."""
 
     file: Path
     function: str

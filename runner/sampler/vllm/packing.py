@@ -1,5 +1,6 @@
-"""What vLLM makes of a model's weights when it is built, and new weights must not meet: packed copies on the CPU, other
-names under adapters, another layout of experts.
+"""How vLLM changes a model's weights when it is built, and how new weights are loaded nevertheless.
+
+Packed copies on the CPU, other names under adapters, another layout of experts.
 
     weight ──packed for oneDNN──▶ copy ◀── products           new weights ──▶ weight, and nobody looks at it
 

@@ -43,8 +43,9 @@ RESET_PEAK = Path("/proc/self/clear_refs")  # Linux: the largest resident set be
 class CaseResult:
     """The result of one case.
 
-    step_s: the median; baseline_s: the baseline's step on the same tokens; peak_bytes: above what was held before the
-    case; planned_bytes: of tensors, by `run plan`; skip_reason: why there are no numbers, of the job or of the baseline.
+    step_s: the median; baseline_s: the baseline's step on the same tokens; peak_bytes: above what was held before
+    the case; planned_bytes: of tensors, by `run plan`; skip_reason: why there are no numbers, of the job or of the
+    baseline.
     """
 
     name: str
@@ -72,8 +73,8 @@ class CaseResult:
 class DeviceSpeed:
     """Speed of the device itself.
 
-    peak: the reference of perf/mfu; matmul_flops: measured in the precision of the first case; copy_bytes: of its memory
-    per second, read and written.
+    peak: the reference of perf/mfu; matmul_flops: measured in the precision of the first case; copy_bytes: of its
+    memory per second, read and written.
     """
 
     device: Mapping[str, Any]

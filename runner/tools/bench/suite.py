@@ -115,8 +115,8 @@ def run_bench(
 ) -> BenchResult:
     """Measure the device, and every case with its job's spec and the folder for its files.
 
-    `say` gets each line of the table as soon as it is known, `save` all results so far after each case. Raises SpecError
-    for jobs of several processes.
+    `say` gets each line of the table as soon as it is known, `save` all results so far after each case. Raises
+    SpecError for jobs of several processes.
     """
     first = jobs[0][1]
     if first.launch.world > 1:

@@ -141,7 +141,7 @@ def network(machine: SystemInfo) -> CheckResult:
 
 
 def accepts(wanted: str, interface: str) -> bool:
-    """Whether HCCL_SOCKET_IFNAME accepts an interface: `eth,enp` by prefix, `=eth0` by name, `^…` all others."""
+    """Whether HCCL_SOCKET_IFNAME accepts an interface: `eth,enp` by prefix, `=eth0` by name, `^…` others."""
     names = wanted.lstrip("^=").split(",")
     marks = wanted[: len(wanted) - len(wanted.lstrip("^="))]
     fits = any(interface == name if "=" in marks else interface.startswith(name) for name in names if name)

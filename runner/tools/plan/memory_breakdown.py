@@ -182,7 +182,7 @@ class MemoryBreakdown:
 def frozen_model_terms(
     spec: JobSpec, shape: Any, spread: RankLayout, number: int
 ) -> tuple[list[MemoryTerm], list[str]]:
-    """Frozen models on a rank of stage `number`, and what is not counted. shape: of tensor-parallel shards."""
+    """Frozen models on a rank of stage `number`, and what is not counted. shape: of tensor shards."""
     terms, left_out = [], []
     for role, one in spec.algorithm.frozen_models().items():
         way = one.mode or ("copy" if spec.adapter.trains_base else "adapter")

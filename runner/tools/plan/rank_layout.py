@@ -30,8 +30,7 @@ from runner.tools.plan.model import build_meta_model, decoder_layers, layer_peri
 
 @dataclass(frozen=True, slots=True)
 class MemoryTerm:
-    """A part of a phase's memory, in bytes. pooled: whether an engine takes it as one piece, of which nothing is lost
-    to fragmentation."""
+    """A part of a phase's memory, in bytes. pooled: one allocation of an engine, without fragmentation."""
 
     name: str
     bytes: int
@@ -61,7 +60,7 @@ GATHERED_AT_ONCE = 2  # layers that sharding has gathered: the one that computes
 
 @dataclass(frozen=True, slots=True)
 class StageLayout:
-    """Runs of layers that one rank of the pipeline has. runs: of each, its first layer and the one behind its last."""
+    """The layers of one pipeline rank. runs: (first layer, end) of each run of layers."""
 
     number: int
     runs: Sequence[tuple[int, int]]
@@ -100,8 +99,11 @@ class StageParts:
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """How a job lies on its ranks. pieces: in how many a stage's weights, gradients and optimizer state lie; experts:
-    the same of experts; offloaded: whether pieces wait on the host; resharded: whether layers are freed after use."""
+    """The layout of a job on its ranks.
+
+    pieces: number of FSDP shards of weights, gradients and optimizer state; experts: the same of experts;
+    offloaded: whether shards are in host memory; resharded: whether layers are freed after use.
+    """
 
     mesh: Mesh
     pieces: int
@@ -221,8 +223,8 @@ class ParameterCount:
 class ModelWeights:
     """A model's parameters by place.
 
-    Of each decoder layer, without its experts, and those; `first`: the embedding; `last`: all else; `tied`: what the head
-    shares with the embedding, and must have where that is not; `flops`: what its operations follow from.
+    Of each decoder layer, without its experts, and those; `first`: the embedding; `last`: all else; `tied`: what
+    the head shares with the embedding, and must have where that is not; `flops`: what its operations follow from.
     """
 
     layers: tuple[ParameterCount, ...]

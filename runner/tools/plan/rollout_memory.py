@@ -197,8 +197,8 @@ def _sent_bytes(spec: JobSpec, model: ModelWeights, size: int | None, way: str |
 def min_sampling_seconds(spec: JobSpec, whole: Mapping[str, ModelWeights], card: Card | None) -> float | None:
     """Lower bound of seconds to sample a step whose answers are all of maximum length; None if unknown.
 
-    Every token after the first reads all weights, once for concurrent answers, and computes with each of them. None where
-    the card's figures are not known, or a server samples (Kwon et al., 2309.06180, section 2.2: reading dominates).
+    Every token after the first reads all weights, once for concurrent answers, and computes with each of them. None
+    where the card's figures are not known, or a server samples (Kwon et al., 2309.06180, section 2.2).
     """
     peak = peak_flops(spec, card)
     if card is None or card.bandwidth is None or peak is None or spec.sampler.served:

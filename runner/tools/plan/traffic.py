@@ -143,8 +143,8 @@ class Traffic:
     def _for_rows(self) -> int:
         """Bytes of context parallelism.
 
-        Ulysses: queries, keys, values and attention outputs, all-to-all, each way (2309.14509, section 3); ring: keys and
-        values to every other rank, in the backward pass again, and their gradients in float32 (2310.01889).
+        Ulysses: queries, keys, values and attention outputs, all-to-all, each way (2309.14509, section 3); ring: keys
+        and values to every other rank, in the backward pass again, and their gradients in float32 (2310.01889).
         """
         mesh = self.spread.mesh
         if mesh.cp == 1:
