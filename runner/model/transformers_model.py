@@ -263,7 +263,7 @@ class TransformersModel:
                 if folder is not None:
                     export.write_model(module, folder, merged=self.merges, keep_original=module is self.module)
             if folder is not None:
-                num_trained = sum(p.numel() for p in self.trainable().values())
+                num_trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
                 export.write_tokenizer_and_verify(folder, self.tokenizer, num_trained)
 
     def hf_tensors(
