@@ -28,8 +28,9 @@ class SamplingParams:
     """How one request is sampled.
 
     temperature: 0 = always the likeliest token; top_k: None = all; stop: strings that end the answer, which stay in its
-    ids; stop_token_ids: beside the model's own end tokens; seed: of the request's own random stream, 0 ≤ seed < 2¹²⁸;
-    logprobs: how many of the likeliest tokens each event names; adapter: None = the base model, or the model's only one
+    ids; stop_token_ids: beside the model's own end tokens; ignore_eos: the model's own end nothing; seed: of the
+    request's own random stream, 0 ≤ seed < 2¹²⁸; logprobs: how many of the likeliest tokens each event names; adapter:
+    None = the base, or the only adapter
     """
 
     temperature: float = 1.0
@@ -39,6 +40,7 @@ class SamplingParams:
     max_new_tokens: int = 16
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
     seed: int = 0
     logprobs: int = 0
     adapter: str | None = None
@@ -87,6 +89,12 @@ class Engine(Protocol):
     def limits(self) -> ModelLimits: ...  # what bounds an answer
 
     @property
+    def num_running(self) -> int: ...  # requests that have a row
+
+    @property
+    def num_waiting(self) -> int: ...  # requests that have none yet
+
+    @property
     def is_idle(self) -> bool: ...  # no request is waiting or running
 
     @property
@@ -95,11 +103,13 @@ class Engine(Protocol):
     # Raises DataError for a prompt without a token, with an id outside the vocabulary, or without room for its answer
     def submit(self, request: GenerationRequest) -> None: ...
 
-    def step(self) -> list[TokenEvent]: ...  # one token of each running request; [] when idle or paused
+    def step(self) -> list[TokenEvent]: ...  # one token of each running request; [] when there is nothing to do
 
     def cancel(self, id: str) -> None: ...  # no event of it follows; nothing happens to one that is finished
 
-    def pause(self, mode: PauseMode) -> list[str]: ...  # until `resume` no request joins; the ids that it cancelled
+    # Until `resume` no waiting request joins. drain: `step` finishes those that run; keep: `step` does nothing;
+    # abort: they are cancelled, and their ids returned
+    def pause(self, mode: PauseMode) -> list[str]: ...
 
     def resume(self) -> None: ...
 
