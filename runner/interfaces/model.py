@@ -100,6 +100,8 @@ class TrainableModel(ScoringModel, Protocol):
 
     def with_peft_module(self, module: nn.Module, *, decide: Decide) -> Self: ...  # the same model inside a peft model
 
+    def merge_adapter(self, *, decide: Decide) -> Self: ...  # the same model with its adapter in its weights
+
     def set_varlen_kernel(self, kernel: VarlenAttention, *, decide: Decide) -> None: ...
 
     def replace_dense_attention(self, exchange: Callable[[Any], None]) -> None: ...
