@@ -195,8 +195,7 @@ def load_source(
     """
     source = fetch_source(source)
     spec = source_spec(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    set_environment(spec, Decisions(spec.strict))
-    load_torch(spec.device.name)
+    prepare_process(spec)
     from runner.interfaces import as_generative
 
     style: PromptStyle
@@ -213,6 +212,12 @@ def load_source(
             f"{source.text}: this model scores answers; it writes none; to use it: reward=model reward.path=EXPORT"
         )
     return LoadedModel(source.name, generative, model.tokenizer, model.tokenizer.chat_template, style, names, step)
+
+
+def prepare_process(spec: JobSpec) -> None:
+    """Set the environment that the spec's device asks for, and import torch. Raises EnvironmentProblem."""
+    set_environment(spec, Decisions(spec.strict))
+    load_torch(spec.device.name)
 
 
 def source_spec(

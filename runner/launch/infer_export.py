@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from runner import build
-from runner.checkpoint.reader import LoadedCheckpoint
-from runner.core.auto_choices import Decisions
-from runner.core.errors import CheckpointError, DataError, EnvironmentProblem, SpecError
+from runner.core.errors import EnvironmentProblem
 from runner.data.tokenization import bos_and_eos
+from runner.inference.model_source import Checkpoint, load_run
 from runner.launch.export import write_export
-from runner.launch.local import read_status
-from runner.run_dir.folder import RunFolder, display_path, hold_lock
-from runner.run_dir.resume_compatibility import PromptStyle, check_model_unchanged, check_spec_unchanged
+from runner.run_dir.folder import RunFolder, hold_lock
+from runner.run_dir.resume_compatibility import PromptStyle
 from runner.spec.job import JobSpec
-from runner.trainer.optimizer_state import load_parameters
 
 if TYPE_CHECKING:  # it brings torch, which may be broken
     from runner.interfaces import GenerativeModel
+
 
 def stream_answer(
     model: GenerativeModel,
@@ -33,10 +30,6 @@ def stream_answer(
     seed: int,
 ) -> Iterator[str]:
     """Pieces of the answer to a prompt, as they come. Raises EnvironmentProblem for a prompt without a token."""
-    if not hasattr(model, "stream"):
-        raise EnvironmentProblem(
-            "this run made a model that scores answers; it writes none; to use it: reward=model reward.path=EXPORT"
-        )
     ids = prompt_ids(model.tokenizer, prompt, style)
     if not ids:
         raise EnvironmentProblem("the prompt is empty; type a text to go on from")
@@ -77,10 +70,3 @@ def export(
 def is_adapter(export: Path) -> bool:
     """Whether an export is an adapter without its base."""
     return (export / "adapter_config.json").is_file()
-
-
-def read_prompts(path: Path) -> Sequence[str]:
-    """One prompt per line of a text file; empty lines are left out."""
-    if not path.is_file():
-        raise EnvironmentProblem(f"{path}: no such file; one prompt per line is expected")
-    return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
