@@ -26,7 +26,7 @@ VERBS = {
     "schema": "JSON Schema of a job, or of a recipe",
     "resume": "continue a run where it stopped",
     "status": "how far a run is, its processes, its newest numbers",
-    "infer": "try a run's model",
+    "infer": "answer prompts with a run's model, or any other",
     "export": "write a Hugging Face folder or a PEFT adapter",
     "sweep": "continue a sweep, or look at it",
     "report": "a run as one HTML page",
@@ -65,7 +65,8 @@ RESOURCE_NAMES = {
     "schema": "job or recipe",
     "resume": "latest or a run's folder, then group.key=value",
     "status": "latest or a run's folder",
-    "infer": "latest or a run's folder, then prompts, device=NAME; words after -- are prompts, whatever they look like",
+    "infer": "a model (latest, a run's folder, a model's or an adapter's folder, a hub id), then prompts, device=NAME; "
+    "words after -- are prompts, whatever they look like",
     "export": "latest or a run's folder, device=NAME",
     "sweep": "resume, status or report; latest or a sweep's folder; with resume: sweep.parallel=N and its like",
     "report": "latest or a run's folder",
@@ -242,17 +243,24 @@ def _config_dir(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config-dir", "-cd", type=Path, help="one more folder with config groups and recipes/")
 
 
+def _source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", type=_checkpoint, default="last", help="of a run: a step, best or last (last)")
+    parser.add_argument("--base", metavar="FOLDER", help="the base of an adapter or a run, where it has moved")
+    about = "a PEFT adapter onto the model, by name; may be given several times"
+    parser.add_argument("--adapter", action="append", metavar="[NAME=]FOLDER", help=about)
+
+
 def _infer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", type=Path, help="a text file of prompts, one a line")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer (256)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 = always the likeliest token (0)")
     parser.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this share (1)")
     parser.add_argument("--seed", type=int, help="of what is drawn (0)")
-    parser.add_argument("--checkpoint", type=_checkpoint, help="a step, or best (the newest)")
+    _source(parser)
 
 
 def _export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", type=_checkpoint, help="a step, or best (the newest)")
+    _source(parser)
     parser.add_argument("--merge", action="store_true", help="an adapter merged into its base, in float32")
     parser.add_argument("--out", type=Path, help="a new folder (in the run's own)")
 
@@ -337,10 +345,10 @@ def _share(text: str) -> float:
 
 
 def _checkpoint(text: str) -> int | str:
-    """A step, or `best`."""
-    if text == "best" or text.isdecimal():
-        return text if text == "best" else int(text)
-    raise argparse.ArgumentTypeError(f"expected a step or best, got '{text}'")
+    """A step, `best` or `last`."""
+    if text in ("best", "last") or text.isdecimal():
+        return int(text) if text.isdecimal() else text
+    raise argparse.ArgumentTypeError(f"expected a step, best or last, got '{text}'")
 
 
 _OPTIONS = {

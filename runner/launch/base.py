@@ -69,7 +69,7 @@ class LaunchConfig(ComponentConfig):
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = []
-        if self.samplers and not job.algorithm.samples:
+        if self.samplers and not job.algorithm.needs_sampler:
             text = f"algorithm={job.algorithm.name} learns from given data and samples nothing; leave it out"
             found.append(("launch.samplers", text))
         if self.samplers % job.sampler.cards():
