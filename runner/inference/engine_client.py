@@ -90,9 +90,9 @@ class EngineClient:
             await self._send({"submit": sent})
             yield self._events(queue, own)
         finally:
-            if left := [id for id in own if self._queues.pop(id, None) is not None]:
-                if self.failure is None:
-                    self._write({"cancel": left})
+            left = [id for id in own if self._queues.pop(id, None) is not None]
+            if left and self.failure is None:
+                self._write({"cancel": left})
 
     async def _events(
         self, queue: asyncio.Queue[TokenEvent | RunnerError], own: dict[str, str]
@@ -166,11 +166,11 @@ class EngineClient:
                 if event.finish_reason is not None:
                     del self._queues[event.request_id]
         if (id := message.get("failed")) is not None:
-            error = DataError(message["message"])
+            refusal = DataError(message["message"])
             if (queue := self._queues.pop(id, None)) is not None:
-                queue.put_nowait(error)
+                queue.put_nowait(refusal)
             if (future := self._scores.get(id)) is not None:
-                future.set_exception(error)
+                future.set_exception(refusal)
         if (future := self._scores.get(message.get("scored", ""))) is not None:
             future.set_result(
                 [TokenScore(logprob, tuple((i, v) for i, v in top)) for logprob, top in message["scores"]]

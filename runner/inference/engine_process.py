@@ -16,11 +16,13 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, OutOfMemory, RunnerError
 from runner.core.subprocess import JsonLines
 from runner.inference.engine import Engine, GenerationRequest, SamplingParams, TokenEvent
+from runner.inference.model_source import ModelSource, load_source, parse_source
 
 IDLE_WAIT_S = 3600.0
 
@@ -29,23 +31,28 @@ IDLE_WAIT_S = 3600.0
 class EngineSettings:
     """What the process loads and how it runs it.
 
-    source: as `runner.inference.model_source` reads it; adapters: further ones over the same base; device: its name,
-    None = the source's own
+    source, checkpoint, base, adapters: see `parse_source`; device: its name, None = the source's own
     """
 
     source: str
+    checkpoint: int | Literal["best", "last"] = "last"
+    base: str | None = None
     adapters: tuple[str, ...] = ()
-    checkpoint: str = "last"
     device: str | None = None
+    trust_remote_code: bool = False
     max_num_seqs: int = 32
+
+    def parse(self) -> ModelSource:
+        """The model that is meant. Raises EnvironmentProblem where there is none."""
+        return parse_source(self.source, checkpoint=self.checkpoint, base=self.base, adapters=self.adapters)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What the front end has to know of a loaded model.
 
-    tokenizer: folder of the tokenizer and its chat template; length_limit: most tokens of prompt and answer; describes:
-    the source in words
+    adapters: names that a request may choose; tokenizer: folder of the tokenizer and its chat template; length_limit:
+    most tokens of prompt and answer; step: of a run's checkpoint
     """
 
     name: str
@@ -54,7 +61,7 @@ class EngineInfo:
     stop_token_ids: tuple[int, ...]
     vocab_size: int
     length_limit: int | None
-    describes: str
+    step: int | None
 
 
 def run_engine(engine: Engine, lines: JsonLines) -> None:
@@ -118,21 +125,23 @@ def decode_event(content: list[Any]) -> TokenEvent:
 
 
 def _load_engine(settings: EngineSettings, folder: Path) -> tuple[Engine, EngineInfo]:
-    from runner.core.auto_choices import Decisions
-    from runner.inference.serve_source import load_served_model
+    loaded = load_source(settings.parse(), device=settings.device, trust_remote_code=settings.trust_remote_code)
     from runner.inference.torch_engine import TorchEngine
 
-    loaded = load_served_model(settings.source, settings.adapters, settings.checkpoint, settings.device)
-    several = loaded.adapters if len(loaded.adapters) > 1 else ()
-    engine = TorchEngine(
-        loaded.model, decide=Decisions(strict=False), max_num_seqs=settings.max_num_seqs, adapters=several
-    )
+    # a single adapter that the source itself is can be merged; of others each request chooses one
+    adapters = {} if list(loaded.adapters) == [loaded.name] else dict(loaded.adapters)
+    engine = TorchEngine(loaded.model, decide=Decisions(), max_num_seqs=settings.max_num_seqs, adapters=adapters)
     loaded.tokenizer.save_pretrained(folder)
     limits = engine.limits
-    longest = None if limits.length_limit is None else limits.length_limit[0]
-    ends = tuple(sorted(limits.stop_token_ids))
-    describes = loaded.name if loaded.step is None else f"{loaded.name}, step {loaded.step}"
-    info = EngineInfo(loaded.name, several, str(folder), ends, limits.vocab_size, longest, describes)
+    info = EngineInfo(
+        name=loaded.name,
+        adapters=tuple(adapters),
+        tokenizer=str(folder),
+        stop_token_ids=tuple(sorted(limits.stop_token_ids)),
+        vocab_size=limits.vocab_size,
+        length_limit=None if limits.length_limit is None else limits.length_limit[0],
+        step=loaded.step,
+    )
     return engine, info
 
 

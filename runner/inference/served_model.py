@@ -69,7 +69,7 @@ class ServedModel:
     @property
     def names(self) -> list[str]:
         """What a request's `model` may be: the model and its adapters."""
-        return [self.info.name, *self.info.adapters]
+        return list(dict.fromkeys([self.info.name, *self.info.adapters]))
 
     def adapter(self, model: str) -> str | None:
         """The adapter that a request's `model` means. Raises BadRequest for a model that is not here."""

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -105,7 +106,7 @@ async def _read_body(request: Request, limits: ServerLimits) -> bytes:
 
 
 class Bounds:
-    """ASGI middleware: the key, the number of requests at once, a deadline for each write, and the count of answers."""
+    """ASGI middleware: the key, the number of requests at once, and the count of answers."""
 
     def __init__(self, app: ASGIApp, served: ServedModel, api_key: str | None, limits: ServerLimits) -> None:
         self._app, self._served, self._api_key, self._limits = app, served, api_key, limits
@@ -124,8 +125,7 @@ class Bounds:
                 self._served.requests[known, message["status"]] += 1
                 if message["status"] in (408, 413):  # the rest of the body is not read
                     message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
-            async with asyncio.timeout(self._limits.write_s):
-                await send(message)
+            await send(message)
 
         self._running += 1
         try:
@@ -151,11 +151,13 @@ KNOWN_PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/tokeni
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's connection with a deadline for headers and a bound for the connections of one client."""
+    """uvicorn's connection with deadlines for headers and for what the client is to read, and a bound for the
+    connections of one client."""
 
-    limits = ServerLimits()
-    clients: Counter[str] = Counter()  # connections by address
+    limits: ClassVar[ServerLimits]
+    clients: ClassVar[Counter[str]]  # connections by address
     _deadline: asyncio.TimerHandle | None = None
+    _write_deadline: asyncio.TimerHandle | None = None
     _address = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -180,7 +182,20 @@ class BoundedProtocol(H11Protocol):
         if not self.clients[self._address]:
             del self.clients[self._address]
         self._cancel_deadline()
+        self.resume_writing()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Give the client time to read what was written."""
+        super().pause_writing()
+        self._write_deadline = self.loop.call_later(self.limits.write_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        super().resume_writing()
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
 
     def _set_deadline(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:  # the headers are here

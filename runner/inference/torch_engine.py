@@ -77,8 +77,8 @@ class TorchEngine:
     """See `Engine`. From its first step until `pause` or `close` the model is in generation mode: no gradients, its
     own attention, a single adapter merged into its base where that is exact.
 
-    max_num_seqs: most requests that run at once, of each adapter; adapters: names that a request may choose, where
-    there are several over one base
+    max_num_seqs: most requests that run at once, of each adapter; adapters: names that a request may choose, with
+    their names in the peft model; empty where a single adapter always answers
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class TorchEngine:
         *,
         decide: Decide,
         max_num_seqs: int = MAX_NUM_SEQS,
-        adapters: Sequence[str] = (),
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
         """Raises SpecError for a model that cannot generate with a cache."""
         # adapters that take turns cannot be merged into the base
         self._model, self._generator = model, model.batch_decoder(decide=decide, merge=not adapters)
-        self._max_num_seqs, self._adapters = max_num_seqs, tuple(adapters)
+        self._max_num_seqs, self._adapters = max_num_seqs, dict(adapters or {})
         self._limits = model.limits()
         self._waiting: deque[_Row] = deque()
         self._batches: dict[str | None, _Batch] = {}
@@ -302,7 +302,7 @@ class TorchEngine:
             return nullcontext()
         if adapter is None:
             return self._model.adapter_disabled()
-        self._model.module.set_adapter(adapter)  # type: ignore[operator]
+        self._model.module.set_adapter(self._adapters[adapter])  # type: ignore[operator]
         return nullcontext()
 
 

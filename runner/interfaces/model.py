@@ -42,7 +42,7 @@ class CachedDecoder(Protocol):
 
 
 class BatchDecoder(Protocol):
-    """Continues many prompts at once. length_limit: most tokens of prompt and answer together, and why; None = no limit."""
+    """Continues many prompts at once. length_limit: most tokens of prompt and answer, and why; None = no limit."""
 
     stop_token_ids: frozenset[int]
     vocab_size: int

@@ -24,6 +24,7 @@ from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.torch import TorchSampler
 from tests.model.zoo import causal, rows
 
+ADAPTERS = {"first": "default", "other": "second"}
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
 
 
@@ -181,21 +182,21 @@ def two_adapters() -> CausalLM:
 
 def test_adapters_by_name_answer_side_by_side_as_each_alone() -> None:
     model, prompts = two_adapters(), rows((5, 9))
-    names: list[str | None] = ["default", "second", None]
+    names: list[str | None] = ["first", "other", None]
     requests = [
         GenerationRequest(f"{name} {at}", tuple(p), SamplingParams(temperature=0, max_new_tokens=10, adapter=name))
         for name in names
         for at, p in enumerate(prompts)
     ]
-    together = run(engine(model, adapters=("default", "second")), requests)
-    alone = [run(engine(model, adapters=("default", "second")), [one])[one.id] for one in requests]
+    together = run(engine(model, adapters=ADAPTERS), requests)
+    alone = [run(engine(model, adapters=ADAPTERS), [one])[one.id] for one in requests]
     assert [tokens(together[one.id]) for one in requests] == [tokens(events) for events in alone]
     with model.adapter_disabled():
         base = [list(model.generate([p], 10)[0].ids) for p in prompts]
     assert [tokens(together[f"None {at}"])[: len(ids)] for at, ids in enumerate(base)] == base
-    assert tokens(together["default 0"]) != tokens(together["second 0"]) != base[0]
-    for name in ("default", "second"):
-        model.module.set_adapter(name)
+    assert tokens(together["first 0"]) != tokens(together["other 0"]) != base[0]
+    for name, peft_name in ADAPTERS.items():
+        model.module.set_adapter(peft_name)
         assert tokens(together[f"{name} 1"])[:1] == list(model.generate(prompts[1:], 1)[0].ids)
 
 
