@@ -314,7 +314,7 @@ def _run_supervised(spec: JobSpec, folder: RunFolder, number: int, machines: Pee
 
 
 class LocalLauncher:
-    """The `Starter` of launch=local; of several machines, that of this one."""
+    """The `WorkerLauncher` of launch=local; of several machines, that of this one."""
 
     def __init__(self, spec: JobSpec, machines: PeerNodes | None = None) -> None:
         """Raises EnvironmentProblem where devices are missing."""
