@@ -101,6 +101,10 @@ class ChatAnswer:
     _held: str = ""
     _is_first: bool = True  # no content yet: reasoning, and Llama's calls, stand only there
     _in_call: str = ""  # the text of a call that has begun
+    _skips_newlines: bool = False  # a marker has just ended
+
+    def __post_init__(self) -> None:
+        self._skips_newlines = self.is_thinking
 
     def push(self, text: str) -> list[tuple[Part, str]]:
         """What more text adds."""
@@ -114,7 +118,8 @@ class ChatAnswer:
         """What is left, once the answer has ended."""
         rest, self._held = self._held, ""
         if not self._in_call:
-            return [("reasoning" if self.is_thinking else "content", rest)] if rest else []
+            part: Part = "reasoning" if self.is_thinking else "content"
+            return [(part, rest)] if rest.strip("\n") or (rest and not self._skips_newlines) else []
         text, self._in_call = self._in_call + rest, ""
         if calls := parse_calls(text):
             self.calls += calls
@@ -133,7 +138,7 @@ class ChatAnswer:
                 return False  # too short to tell
             self._is_first = False
             if start.startswith(THINK):
-                self._held, self.is_thinking = start.removeprefix(THINK).lstrip("\n"), True
+                self._held, self.is_thinking, self._skips_newlines = start.removeprefix(THINK), True, True
                 return True
             if self.tools and start.startswith((PYTHON_TAG, "{")):
                 self._in_call, self._held = start, ""
@@ -144,24 +149,33 @@ class ChatAnswer:
         return (THINK, PYTHON_TAG, TOOL_CALL) if self.tools else (THINK,)
 
     def _give_all(self, found: list[tuple[Part, str]]) -> bool:
-        found.append(("content", self._held))
+        found.append(("content", self._without_newlines(self._held)))
         self._held = ""
         return False
 
     def _split_at(self, marker: str, part: Part, found: list[tuple[Part, str]]) -> bool:
+        """Give the text before the marker. Line feeds before it wait, as they belong to the text only if more of it
+        follows."""
         before, mark, after = self._held.partition(marker)
+        before = self._without_newlines(before)
+        text = before[: len(before) - (0 if mark else _overlap(before, marker))].rstrip("\n")
+        found.append((part, text))
         if not mark:
-            keep = _overlap(before, marker)
-            found.append((part, before[: len(before) - keep]))
-            self._held = before[len(before) - keep :]
+            self._held = before[len(text) :]
             return False
+        self._held, self._skips_newlines = after, True
         if part == "reasoning":
-            found.append((part, before.rstrip("\n")))
-            self._held, self.is_thinking = after.lstrip("\n"), False
+            self.is_thinking = False
         else:
-            found.append((part, before.rstrip("\n") if before.strip() else ""))
-            self._held, self._in_call = after, marker
+            self._in_call = marker
         return True
+
+    def _without_newlines(self, text: str) -> str:
+        """The text without the line feeds that follow a marker."""
+        if self._skips_newlines:
+            text = text.lstrip("\n")
+            self._skips_newlines = not text
+        return text
 
     def _end_call(self) -> bool:
         """Take a call of Qwen's and Hermes' form once it is closed; Llama's ends with the answer."""
@@ -172,7 +186,7 @@ class ChatAnswer:
         if not (calls := parse_calls(text + END_TOOL_CALL)):
             return False  # shown as content at the end
         self.calls += calls
-        self._in_call, self._held = "", after.lstrip("\n")
+        self._in_call, self._held, self._skips_newlines = "", after, True
         return True
 
 

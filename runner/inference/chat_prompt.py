@@ -51,6 +51,7 @@ def render_chat(
     except Exception as error:  # a template is a foreign program and may fail in any way
         raise DataError(f"the chat template refuses these messages: {type(error).__name__}: {error}") from error
     _check_nothing_lost(read, text)
+    _check_tools_shown(tools, text)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ChatPrompt(tuple(ids), text.rstrip().endswith(THINK))
 
@@ -108,3 +109,16 @@ def _check_nothing_lost(messages: Sequence[Mapping[str, Any]], text: str) -> Non
                     f"messages[{at}]: the chat template leaves out words of this {message['role']} message, such as "
                     f"{word[:40]!r}; leave the message out, or serve a model whose template has this role"
                 )
+
+
+def _check_tools_shown(tools: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Raise DataError where a tool is malformed, or not in the rendered text."""
+    for at, tool in enumerate(tools):
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
+            raise DataError(f"tools[{at}]: only tools of type function, with a function.name, are supported")
+        if str(function["name"]) not in text:
+            raise DataError(
+                "the chat template of this model shows it no tools; leave out tools, or serve a model that was "
+                "trained with them"
+            )
