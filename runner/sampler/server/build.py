@@ -14,9 +14,9 @@ import numpy as np
 from runner.core.errors import EnvironmentProblem
 from runner.interfaces import Decide, ModelLimits
 from runner.sampler.config import VllmServerConfig
-from runner.sampler.remote.check import Limits
 from runner.sampler.sampling import SamplingRule, StopCriteria, check_token_ids
 from runner.sampler.server.client import Client
+from runner.sampler.server.protocol import AnswerLimits
 from runner.sampler.server.sampler import ServerSampler
 from runner.sampler.server.server import Server
 from runner.sampler.server.sync import sync_of
@@ -77,7 +77,7 @@ def _built(config: VllmServerConfig, model: Described, decide: Decide, folder: P
         sync_of(config.weight_sync, server, Path(config.folder) if config.folder else None, folder),
         StopCriteria(model.tokenizer, ends, config.stop),
         Asking(rule, ends, config.stop),
-        Limits(bounds.vocab_size, config.max_new_tokens),
+        AnswerLimits(bounds.vocab_size, config.max_new_tokens),
         _shorter(bounds.length_limit, server),
         _fixed_row(bounds.vocab_size),
         folder,

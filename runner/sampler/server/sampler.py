@@ -19,16 +19,15 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from runner.core.errors import SamplerError
 from runner.interfaces import Request, Rollout
 from runner.sampler.config import VllmServerConfig
-from runner.sampler.remote.check import InvalidError, Limits, checked
 from runner.sampler.sampling import StopCriteria, answer_limit
 from runner.sampler.server.client import GarbledError, StatusError
+from runner.sampler.server.protocol import AnswerLimits, InvalidAnswerError, check_rollout
 from runner.sampler.server.server import Server
 from runner.sampler.server.sync import Nothing, Sync
 from runner.sampler.server.wire import Asking, Mark, drawn, mark_of
@@ -54,7 +53,7 @@ class ServerSampler:
         sync: Sync,
         stops: StopCriteria,
         asking: Asking,
-        limits: Limits,
+        limits: AnswerLimits,
         longest: tuple[int, str] | None,
         fixed_row: Sequence[int],
         folder: Path,
@@ -194,7 +193,7 @@ class ServerSampler:
         for last in (False, True):
             try:
                 return self._asked(request, limit, until)
-            except (InvalidError, GarbledError) as error:
+            except (InvalidAnswerError, GarbledError) as error:
                 with self._lock:
                     self._counts["rejected"] += 1
                 if last or end.is_set():
@@ -210,10 +209,10 @@ class ServerSampler:
     def _asked(self, request: Request, limit: int, until: float) -> Rollout:
         body = self._asking.body(self._sync.model, request.prompt, limit, request.seed)
         found = drawn(self._server.client.post("/v1/completions", body, until), request.prompt)
-        answer: dict[str, Any] = {"ids": found.ids, "logprobs": found.logprobs, "version": self._version}
-        if request.raw:
-            answer["raw_logprobs"] = self._scored([*request.prompt, *found.ids])[len(request.prompt) - 1 :]
-        rollout = checked([answer | {"finish": "stop"}], [request], self._version, self._limits)[0]
+        raw = self._scored([*request.prompt, *found.ids])[len(request.prompt) - 1 :] if request.raw else None
+        raw_logprobs = None if raw is None else tuple(raw)
+        rollout = Rollout(tuple(found.ids), tuple(found.logprobs), raw_logprobs, self._version, "stop")
+        check_rollout(rollout, request, self._version, self._limits, "the answer")
         return self._ended(rollout, limit, found.stopped_by)
 
     def _ended(self, rollout: Rollout, limit: int, stopped_by: str | None) -> Rollout:
@@ -223,7 +222,7 @@ class ServerSampler:
             found = len(rollout.ids), "stop"  # its text, made token by token, has the string, and ours has not
         if found is None:
             last = rollout.ids[-1]
-            raise InvalidError(
+            raise InvalidAnswerError(
                 f"it ends after {len(rollout.ids)} of {limit} tokens, with the id {last}, which ends nothing"
             )
         size, finish = found
@@ -233,5 +232,5 @@ class ServerSampler:
     def _scored(self, row: Sequence[int]) -> list[float]:
         try:
             return self._server.score(row, self._sync.model)
-        except (InvalidError, StatusError, GarbledError) as error:
+        except (InvalidAnswerError, StatusError, GarbledError) as error:
             raise SamplerError(f"{self._server} does not say how likely given tokens are: {error}") from error

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from runner.core.errors import EnvironmentProblem
-from runner.sampler.remote.check import InvalidError
 from runner.sampler.sampling import SamplingRule
 from runner.sampler.server.client import GarbledError, StatusError
+from runner.sampler.server.protocol import InvalidAnswerError
 
 if TYPE_CHECKING:
     from runner.sampler.server.server import Server
@@ -93,22 +93,22 @@ class Drawn:
 
 
 def only_choice(answer: Any) -> Json:
-    """The one choice of an answer. Raises InvalidError."""
+    """The one choice of an answer. Raises InvalidAnswerError."""
     choices = answer.get("choices") if isinstance(answer, Mapping) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise InvalidError("the answer has not the one choice that was asked for")
+        raise InvalidAnswerError("the answer has not the one choice that was asked for")
     return choices[0]
 
 
 def drawn(answer: Any, prompt: Sequence[int]) -> Drawn:
-    """The answer's tokens and log-probabilities. Raises InvalidError, also where they continue another prompt."""
+    """The answer's tokens and log-probabilities. Raises InvalidAnswerError, also where they continue another prompt."""
     choice = only_choice(answer)
     read = choice.get("prompt_token_ids")
     if read is not None and list(read) != list(prompt):
-        raise InvalidError(f"the server read {len(read)} prompt tokens, other ones than the {len(prompt)} sent")
+        raise InvalidAnswerError(f"the server read {len(read)} prompt tokens, other ones than the {len(prompt)} sent")
     logprobs = choice.get("logprobs")
     if not isinstance(logprobs, dict) or not isinstance(logprobs.get("token_logprobs"), list):
-        raise InvalidError("the answer has no log-probabilities (logprobs.token_logprobs)")
+        raise InvalidAnswerError("the answer has no log-probabilities (logprobs.token_logprobs)")
     reason = choice.get("stop_reason")
     return Drawn(
         ids=_ids(choice, logprobs),
@@ -124,19 +124,19 @@ def _ids(choice: Json, logprobs: Json) -> list[Any]:
         return ids
     tokens = logprobs.get("tokens")
     if not isinstance(tokens, list) or not all(str(token).startswith(PLACEHOLDER) for token in tokens):
-        raise InvalidError("the answer has no token ids (token_ids), and text is not tokenised again")
+        raise InvalidAnswerError("the answer has no token ids (token_ids), and text is not tokenised again")
     return [int(token.removeprefix(PLACEHOLDER)) for token in tokens]
 
 
 def scored(answer: Any, row: Sequence[int]) -> list[float]:
-    """The log-probabilities of all ids of the row but the first. Raises InvalidError."""
+    """The log-probabilities of all ids of the row but the first. Raises InvalidAnswerError."""
     found = only_choice(answer).get("prompt_logprobs")
     if not isinstance(found, list) or len(found) != len(row):
-        raise InvalidError("the answer has no log-probabilities of the prompt (prompt_logprobs)")
+        raise InvalidAnswerError("the answer has no log-probabilities of the prompt (prompt_logprobs)")
     try:
         return [float(place[str(token)]["logprob"]) for token, place in zip(row[1:], found[1:], strict=True)]
     except (KeyError, TypeError) as error:
-        raise InvalidError(f"prompt_logprobs is not of the prompt: {error!r}") from error
+        raise InvalidAnswerError(f"prompt_logprobs is not of the prompt: {error!r}") from error
 
 
 DRIFT = 0.1  # nats, mean over the fixed row: what rounding to bfloat16 adds where another kernel computes it
@@ -164,7 +164,7 @@ def mark_of(server: Server, row: Sequence[int], model: str) -> Mark:
     started = server.started()
     try:
         return Mark(started, server.score(row, model))
-    except (InvalidError, StatusError, GarbledError):
+    except (InvalidAnswerError, StatusError, GarbledError):
         return Mark(started, None)
 
 
@@ -198,9 +198,9 @@ def _asked(server: Server, prompt: Sequence[int], temperature: float) -> list[fl
         answer = server.client.post("/v1/completions", asking.body(server.model, prompt, ANSWER, 0), server.until())
         found = drawn(answer, prompt)
         if len(found.ids) != ANSWER or len(found.logprobs) != ANSWER:
-            raise InvalidError(f"{ANSWER} tokens were asked for, and {len(found.ids)} came")
+            raise InvalidAnswerError(f"{ANSWER} tokens were asked for, and {len(found.ids)} came")
         return [float(value) for value in found.logprobs]
-    except (InvalidError, StatusError, GarbledError, TypeError) as error:
+    except (InvalidAnswerError, StatusError, GarbledError, TypeError) as error:
         raise EnvironmentProblem(f"nothing can be sampled from {server}: {error}") from error
 
 
