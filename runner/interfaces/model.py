@@ -28,7 +28,10 @@ Choose = Callable[[Tensor, Sequence[int]], Sequence[int | None]]
 
 
 class BatchDecoder(Protocol):
-    """Continues many prompts at once. longest: most tokens of prompt and answer together, and why; None = no limit."""
+    """Continues many prompts at once.
+
+    length_limit: most tokens of prompt and answer together, and why; None = no limit
+    """
 
     stop_token_ids: frozenset[int]
     vocab_size: int
@@ -49,12 +52,12 @@ class ScoringModel(Protocol):
 class TrainableModel(ScoringModel, Protocol):
     """A transformers model, with an adapter around it or without, and its tokenizer.
 
-    module   what is saved, and whose parameters are trained: `inner`, or the peft model around it
-    inner    the transformers model. Its attributes differ from one architecture to the next: hence no type
-    whole    the module around all, which FSDP shards and every pass goes through (`runner.model.parameters`)
-    seed     of its initial weights, adapters included
-    stage    which of its layers this rank has
-    longest  most tokens of a row, and why; None = no limit
+    module        what is saved, and whose parameters are trained: `inner`, or the peft model around it
+    inner         the transformers model. Its attributes differ from one architecture to the next: hence no type
+    whole         the module around all, which FSDP shards and every pass goes through (`runner.model.parameters`)
+    seed          of its initial weights, adapters included
+    stage         which of its layers this rank has
+    length_limit  most tokens of a row, and why; None = no limit
     """
 
     module: nn.Module
@@ -110,7 +113,7 @@ class TrainableModel(ScoringModel, Protocol):
 
     def transformer_blocks(self) -> list[nn.Module]: ...  # this rank's layers, first to last
 
-    def float32_modules(self) -> list[nn.Module]: ...  # which compute in float32 where compute_type is another
+    def float32_modules(self) -> list[nn.Module]: ...  # which compute in float32 where compute_dtype is another
 
     def embedding_and_head(self) -> list[Any]: ...  # embedding and LM head, where some rows of them serve some ids
 
@@ -124,7 +127,7 @@ class TrainableModel(ScoringModel, Protocol):
 
     def probe_hidden(self) -> Tensor: ...  # hidden states [T, H] of a handful of tokens
 
-    def matches_probe(self, wanted: Tensor) -> bool: ...  # whether `probed` still gives the same
+    def matches_probe(self, wanted: Tensor) -> bool: ...  # whether `probe_hidden` still gives the same
 
     # --- scoring ---
 

@@ -113,7 +113,7 @@ def check_spec(spec: JobSpec, *, here: bool = False) -> JobSpec:
     """The spec with absolute paths, if nothing is wrong that can be seen without torch: what any machine can see, and
     `here`, where the job's processes run on this one, also its device and packages. Raises SpecError, DataError,
     NotReady."""
-    local = {name: getattr(spec, name).absolute() for name in ("data", "model", "algorithm", "reward")}
+    local = {name: getattr(spec, name).with_absolute_paths() for name in ("data", "model", "algorithm", "reward")}
     spec = spec.model_copy(update=local)
     if spec.model.source is not None:
         from runner.model.hub_access import check_path
@@ -314,7 +314,7 @@ def _run_supervised(spec: JobSpec, folder: RunFolder, number: int, machines: Pee
 
 
 class LocalLauncher:
-    """The `Starter` of launch=local; of several machines, that of this one."""
+    """The `WorkerLauncher` of launch=local; of several machines, that of this one."""
 
     def __init__(self, spec: JobSpec, machines: PeerNodes | None = None) -> None:
         """Raises EnvironmentProblem where devices are missing."""

@@ -193,7 +193,7 @@ class TransformersModel:
         return self._compute_dtype or self.inner.dtype
 
     def float32_modules(self) -> list[nn.Module]:
-        """The modules that compute in float32 where `compute_type` is another."""
+        """The modules that compute in float32 where `compute_dtype` is another."""
         return float32_modules(self.whole)
 
     @property
@@ -218,7 +218,7 @@ class TransformersModel:
         return [part for part in self.inner.modules() if type(part) in kinds and part not in elsewhere]
 
     def summon_full_params(self) -> AbstractContextManager[None]:
-        """See `Whole.gathered`."""
+        """See `FsdpRoot.summon_full_params`."""
         return self.whole.summon_full_params()
 
     def adapter_disabled(self) -> AbstractContextManager[Any]:
@@ -272,7 +272,7 @@ class TransformersModel:
     def hf_tensors(
         self, subset: StateDictPart, *, keep: bool = True, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of what `way` says (see `model.published`), one after the other, under the names of a Hugging
+        """Name and tensor of what `way` says (see `hf_state_dict`), one after the other, under the names of a Hugging
         Face folder or a PEFT adapter; floating-point numbers as `dtype`, None = the base's own.
 
         Collective: all ranks drain it, and those that `keep` nothing get nothing. A tensor may be the model's own
@@ -286,7 +286,7 @@ class TransformersModel:
             yield from self._hf_state_dict.tensors(subset, keep=keep, dtype=dtype)
 
     def hf_tensor_bytes(self, subset: StateDictPart) -> int:
-        """Size of what `published` gives in the base's own types."""
+        """Size of what `hf_tensors` gives in the base's own types."""
         return self._hf_state_dict.num_bytes(subset)
 
     @cached_property
@@ -359,7 +359,7 @@ class TransformersModel:
 
     def matches_probe(self, wanted: Tensor) -> bool:
         """Whether it still gives what it gave once, up to the rounding of its products, as far as this stage can tell;
-        wanted: what `probed` was then."""
+        wanted: what `probe_hidden` was then."""
         found, wanted = (one.to(self.device, self.compute_dtype) for one in (self.probe_hidden(), wanted))
         return not self.stage.is_last or is_close(found, wanted)
 

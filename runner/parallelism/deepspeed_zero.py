@@ -89,7 +89,7 @@ class DeepSpeedZero:
         for parameter in model.whole.parameters():
             if id(parameter) not in inside:
                 register_external_parameter(model.whole, parameter)
-        model.whole.joined = self._summon_full_params
+        model.whole.join_context = self._summon_full_params
         self._zero.parameter_offload.fwd_pre_hook.remove()  # gathers in the last pass's order; passes differ here
 
     def backward(self, total: Tensor) -> None:
@@ -210,6 +210,6 @@ def _import_deepspeed(device: str, place: RankInfo) -> Any:
         raise EnvironmentProblem(f'{text}\n  pip install "posttrain-run[deepspeed]"') from error
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled when it is first used; gloo does the same
-    utils.warned = True  # that `Whole` is called with a function and no tensors
+    utils.warned = True  # that `FsdpRoot` is called with a function and no tensors
     warnings.filterwarnings("ignore", NOISY_WARNING, FutureWarning)
     return deepspeed

@@ -153,7 +153,7 @@ class PartitionedSumReward(PartitionedReward):
         """The scores, and what each part gave."""
 
         def work(mine: list[int]) -> list[tuple[Any, Any]]:
-            return list(zip(*self._reward.composed([groups[i] for i in mine]), strict=True))
+            return list(zip(*self._reward.score_components([groups[i] for i in mine]), strict=True))
 
         found = run_partitioned(self._peers, self._owners(groups), work)
         return [scores for scores, _ in found], [parts for _, parts in found]
@@ -161,7 +161,7 @@ class PartitionedSumReward(PartitionedReward):
 
 def partition_reward(reward: Reward, peers: RankCollectives) -> PartitionedReward:
     """The reward, shared out."""
-    return (PartitionedSumReward if hasattr(reward, "composed") else PartitionedReward)(reward, peers)
+    return (PartitionedSumReward if hasattr(reward, "score_components") else PartitionedReward)(reward, peers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class PartitionedEnvironments(EnvironmentFactory):
     peers: RankCollectives
 
     def start_episodes(self, prompts: Sequence[Prompt]) -> EnvironmentBatch:
-        """See `Environments`; all ranks begin the same episodes."""
+        """See `EnvironmentFactory`; all ranks begin the same episodes."""
         made: dict[int, Environment] = {}
 
         def work(mine: list[int]) -> list[None]:
@@ -189,7 +189,7 @@ class PartitionedEpisodes(EnvironmentBatch):
     peers: RankCollectives
 
     def step(self, turns: Sequence[tuple[int, str]]) -> list[Observation | None]:
-        """See `Partners`; all ranks hand in the same turns."""
+        """See `EnvironmentBatch`; all ranks hand in the same turns."""
         owners = [at % self.peers.size for at, _ in turns]
         return run_partitioned(self.peers, owners, lambda mine: EnvironmentBatch.step(self, [turns[i] for i in mine]))
 
