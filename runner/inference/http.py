@@ -131,7 +131,8 @@ class _LimitBodies:
             if complete:
                 return await receive()  # of the disconnection, which has no deadline
             try:
-                message = await asyncio.wait_for(receive(), limits.idle_timeout_s)
+                async with asyncio.timeout(limits.idle_timeout_s):
+                    message = await receive()
             except TimeoutError:
                 raise HTTPException(408, f"no byte of the body in {limits.idle_timeout_s:g} s") from None
             received += len(message.get("body", b""))
@@ -141,7 +142,8 @@ class _LimitBodies:
             return message
 
         async def bounded_send(message: Message) -> None:
-            await asyncio.wait_for(send(message), limits.idle_timeout_s)
+            async with asyncio.timeout(limits.idle_timeout_s):
+                await send(message)
 
         await self._app(scope, bounded_receive, bounded_send)
 

@@ -156,13 +156,13 @@ CONNECT_TIMEOUT_S = 10.0  # for a server to be there
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-class VllmServerConfig(SamplingConfig):
+class ServerSamplerConfig(SamplingConfig):
     """A server that runs already draws: vLLM, or another that speaks OpenAI's completions and gives token ids."""
 
     factory: ClassVar[str] = "runner.sampler.server.build:build"
     engine: ClassVar[bool] = True
     served: ClassVar[bool] = True
-    name: Literal["vllm_server"] = "vllm_server"
+    name: Literal["server"] = "server"
     url: str = Field(description="Address of the server, e.g. http://127.0.0.1:8000.")
     model: str | None = Field(
         default=None, min_length=1, description="Name that the server has the model by; null = the only one it has."
@@ -280,4 +280,4 @@ def no_sampler(config: NoSamplerConfig) -> None:
     """Nothing to build."""
 
 
-COMPONENTS = (NoSamplerConfig, TorchSamplerConfig, VllmSamplerConfig, VllmServerConfig)
+COMPONENTS = (NoSamplerConfig, TorchSamplerConfig, VllmSamplerConfig, ServerSamplerConfig)

@@ -12,7 +12,9 @@ import pytest
 
 # What a module with a config and a small component imports.
 LIGHT = "BaseCallback, Callback, Completion, DataError, EnvironmentFactory, EnvironmentProblem, GroupScorer, "
-LIGHT += "Observation, Prompt, Request, Rollout, RunFolder, Sample, SamplerWrapper, ScoringFailures, State, StepResult, "
+LIGHT += (
+    "Observation, Prompt, Request, Rollout, RunFolder, Sample, SamplerWrapper, ScoringFailures, State, StepResult, "
+)
 LIGHT += "UnscorableError, redact_values, require_column, score_each"
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from runner.core.errors import EnvironmentProblem
 from runner.interfaces import Decide, ModelLimits
-from runner.sampler.config import VllmServerConfig
+from runner.sampler.config import ServerSamplerConfig
 from runner.sampler.sampling import SamplingRule, StopCriteria, check_token_ids
 from runner.sampler.server.client import Client
 from runner.sampler.server.protocol import AnswerLimits
@@ -40,7 +40,7 @@ class Described(Protocol):
 
 
 def build(
-    config: VllmServerConfig, *, model: Described, decide: Decide, folder: Path, recomputed: bool
+    config: ServerSamplerConfig, *, model: Described, decide: Decide, folder: Path, recomputed: bool
 ) -> ServerSampler:
     """A sampler that asks the server at config.url.
 
@@ -56,7 +56,9 @@ def build(
         return made
 
 
-def _built(config: VllmServerConfig, model: Described, decide: Decide, folder: Path, recomputed: bool) -> ServerSampler:
+def _built(
+    config: ServerSamplerConfig, model: Described, decide: Decide, folder: Path, recomputed: bool
+) -> ServerSampler:
     bounds = model.limits()
     check_token_ids(config, bounds.vocab_size)
     key = None if config.api_key_env is None else os.environ[config.api_key_env]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from runner.core.errors import SamplerError
 from runner.interfaces import Request, Rollout
-from runner.sampler.config import VllmServerConfig
+from runner.sampler.config import ServerSamplerConfig
 from runner.sampler.sampling import StopCriteria, answer_limit
 from runner.sampler.server.client import GarbledError, StatusError
 from runner.sampler.server.protocol import AnswerLimits, InvalidAnswerError, check_rollout
@@ -48,7 +48,7 @@ class ServerSampler:
 
     def __init__(
         self,
-        config: VllmServerConfig,
+        config: ServerSamplerConfig,
         server: Server,
         sync: Sync,
         stops: StopCriteria,

@@ -23,7 +23,7 @@ from runner.build.samplers import _shared_memory_bytes
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SamplerError
-from runner.sampler.config import VllmServerConfig
+from runner.sampler.config import ServerSamplerConfig
 from runner.sampler.server import client as client_module
 from runner.sampler.server.build import build
 from runner.sampler.server.client import Client
@@ -151,7 +151,7 @@ def test_no_answer_to_who_it_is_hides_that_it_was_started_anew(
 def test_a_server_that_never_says_when_it_began_is_asked_once_and_that_is_said(tmp_path: Path) -> None:
     server, decide = stand_in(version=replace(V32, metrics=False)), Decisions()
     with served(server) as url:
-        config = VllmServerConfig(url=url, max_num_seqs=4, max_new_tokens=16)
+        config = ServerSamplerConfig(url=url, max_num_seqs=4, max_new_tokens=16)
         sampler = build(config, model=causal("qwen3"), decide=decide, folder=tmp_path / "own", recomputed=False)
         assert len(sampler.sample(asked(1))) == 3
         sampler.close()
@@ -229,7 +229,7 @@ def test_there_is_room_for_what_the_server_has_beside_the_newest_version(
     sizes = [policy.hf_tensor_bytes(way) for way in sent]
     words = [
         "+recipe=grpo_demo",
-        "sampler=vllm_server",
+        "sampler=server",
         "sampler.url=http://localhost:1",
         f"sampler.weight_sync={sync}",
     ]

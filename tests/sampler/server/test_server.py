@@ -24,7 +24,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, EnvironmentProblem, SamplerError, StorageError
 from runner.interfaces import Request, Rollout
 from runner.model.tiny import byte_tokenizer
-from runner.sampler.config import VllmServerConfig
+from runner.sampler.config import ServerSamplerConfig
 from runner.sampler.server import client as client_module
 from runner.sampler.server.build import build
 from runner.sampler.server.sampler import ServerSampler
@@ -61,7 +61,7 @@ def whole(policy: Any) -> Any:
 
 def made(url: str, own: Path, policy: Any = None, recomputed: bool = False, **options: Any) -> ServerSampler:
     defaults = {"max_num_seqs": 4, "max_new_tokens": 16, "retries": 3, "timeout_s": 20.0}
-    config = VllmServerConfig(url=url, **defaults | options)
+    config = ServerSamplerConfig(url=url, **defaults | options)
     own.mkdir(parents=True, exist_ok=True)
     return build(config, model=policy or causal("qwen3"), decide=Decisions(), folder=own, recomputed=recomputed)
 
@@ -397,7 +397,7 @@ def test_nobody_there_is_said_before_long(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_a_new_job_finds_out_at_once_that_nobody_is_there() -> None:
     with served(stand_in()) as url:
-        config = VllmServerConfig(name="vllm_server", url=url)
+        config = ServerSamplerConfig(name="server", url=url)
         config.preflight_here()
     with pytest.raises(EnvironmentProblem, match=f"sampler.url: nobody listens at {url} .*refused"):
         config.preflight_here()

@@ -26,7 +26,7 @@ from runner.adapter.lora import attach
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SamplerError
 from runner.interfaces import Request, Rollout
-from runner.sampler.config import VllmServerConfig
+from runner.sampler.config import ServerSamplerConfig
 from runner.sampler.server.build import build
 from runner.sampler.server.sampler import ServerSampler
 from runner.sampler.sync_probe import SyncProbe
@@ -139,7 +139,7 @@ def asking(served: Served, tmp_path: Path) -> Iterator[Any]:
     def ask(policy: Any, **options: Any) -> ServerSampler:
         own = tmp_path / str(len(made))
         own.mkdir()
-        config = VllmServerConfig(url=served.url, max_new_tokens=16, max_num_seqs=8, timeout_s=120.0, **options)
+        config = ServerSamplerConfig(url=served.url, max_new_tokens=16, max_num_seqs=8, timeout_s=120.0, **options)
         made.append(build(config, model=policy, decide=Decisions(), folder=own, recomputed=False))
         return made[-1]
 
