@@ -332,7 +332,7 @@ def test_what_passes_is_waited_for(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "empty": "is empty",
+    "empty": "has 0 tokens",
     "long": "has 9 tokens, above 8",
     "foreign": "has the id 1000000",
     "infinite": "has the log-probability None",
