@@ -24,11 +24,11 @@ from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SamplerError
 from runner.sampler.config import ServerSamplerConfig
-from runner.sampler.server import client as client_module
+from runner.sampler.server import openai_client as client_module
 from runner.sampler.server.build import build
-from runner.sampler.server.client import Client
-from runner.sampler.server.sampler import ServerSampler
-from runner.sampler.server.wire import Mark
+from runner.sampler.server.openai_client import OpenAiClient
+from runner.sampler.server.openai_protocol import ServerFingerprint
+from runner.sampler.server.openai_sampler import OpenAiSampler
 from runner.tools.plan.estimate import Estimate, estimate
 from runner.weight_sync.shelf import Shelf
 from runner.weight_sync.shelf_folder import claim
@@ -120,7 +120,7 @@ def test_what_may_have_been_delivered_is_sent_once_more_only_where_it_may_be(aga
 
         thread = threading.Thread(target=hang_up)
         thread.start()
-        client = Client(f"http://127.0.0.1:{listening.getsockname()[1]}", None, 3)
+        client = OpenAiClient(f"http://127.0.0.1:{listening.getsockname()[1]}", None, 3)
         with pytest.raises(SamplerError, match=f"asked {times} times"):
             client.post("/collective_rpc", {}, time.monotonic() + 20, again=again)
         listening.shutdown(socket.SHUT_RDWR)
@@ -215,7 +215,7 @@ def test_there_is_room_for_what_the_server_has_beside_the_newest_version(
         held = {path.stat().st_ino: path.stat().st_size for path in shelf.folder.rglob("*.safetensors")}
         most = max(most, sum(held.values()))
 
-    monkeypatch.setattr(ServerSampler, "_now", lambda *_: Mark("", None))
+    monkeypatch.setattr(OpenAiSampler, "_now", lambda *_: ServerFingerprint("", None))
     with sampling(stand_in(), tmp_path / "own", policy, weight_sync=sync) as sampler:
         told = "load_adapter" if sync == "adapter" else "reload"
         monkeypatch.setattr(sampler._server, told, look)

@@ -25,9 +25,9 @@ from runner.core.errors import DataError, EnvironmentProblem, SamplerError, Stor
 from runner.interfaces import Request, Rollout
 from runner.model.tiny import byte_tokenizer
 from runner.sampler.config import ServerSamplerConfig
-from runner.sampler.server import client as client_module
+from runner.sampler.server import openai_client as client_module
 from runner.sampler.server.build import build
-from runner.sampler.server.sampler import ServerSampler
+from runner.sampler.server.openai_sampler import OpenAiSampler
 from runner.sampler.sync_probe import SyncProbe
 from runner.weight_sync.shelf import Shelf
 from runner.weight_sync.shelf_folder import claim
@@ -59,7 +59,7 @@ def whole(policy: Any) -> Any:
     return made
 
 
-def made(url: str, own: Path, policy: Any = None, recomputed: bool = False, **options: Any) -> ServerSampler:
+def made(url: str, own: Path, policy: Any = None, recomputed: bool = False, **options: Any) -> OpenAiSampler:
     defaults = {"max_num_seqs": 4, "max_new_tokens": 16, "retries": 3, "timeout_s": 20.0}
     config = ServerSamplerConfig(url=url, **defaults | options)
     own.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def made(url: str, own: Path, policy: Any = None, recomputed: bool = False, **op
 
 
 @contextmanager
-def sampling(server: StandIn, own: Path, policy: Any = None, **options: Any) -> Iterator[ServerSampler]:
+def sampling(server: StandIn, own: Path, policy: Any = None, **options: Any) -> Iterator[OpenAiSampler]:
     with served(server) as url:
         sampler = made(url, own, policy, **options)
         try:
@@ -333,7 +333,7 @@ def test_what_passes_is_waited_for(tmp_path: Path) -> None:
 
 WRONG = {
     "empty": "has 0 tokens",
-    "long": "has 9 tokens, above 8",
+    "long": "has 9 tokens, not 1 to 8",
     "foreign": "has the id 1000000",
     "infinite": "has the log-probability None",
     "missing": "has the log-probability None",
