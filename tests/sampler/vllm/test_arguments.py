@@ -18,9 +18,9 @@ from runner.sampler.vllm import versions
 from runner.sampler.vllm import versions as need
 from runner.sampler.vllm.arguments import EnginePlacement, engine_arguments, sleep_level
 from runner.sampler.vllm.build import _has_experts
+from runner.sampler.vllm.packing import has_experts, reload_all_weights
 from runner.sampler.vllm.sampler import is_adapter_tensor
 from runner.sampler.vllm.versions import LAYOUT, npu_engine_options
-from runner.sampler.vllm.packing import has_experts, reload_all_weights
 from tests.model.zoo import causal
 
 JOB = ("+recipe=grpo_demo", "sampler=vllm")
@@ -136,7 +136,7 @@ def test_versions_are_known_new_or_refused(monkeypatch: pytest.MonkeyPatch) -> N
         decide = Decisions(strict=True)
         versions.check_version(Version(text), decide)
         assert decide.entries[0].reason.startswith(word)
-    with pytest.raises(EnvironmentProblem, match="sampler=vllm_server"):
+    with pytest.raises(EnvironmentProblem, match="sampler=server"):
         versions.check_version(Version("0.11.0"), Decisions())
     monkeypatch.setattr(need.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem, match=r"(?s)for CUDA: pip install vllm.*for Ascend"):

@@ -1,4 +1,4 @@
-"""What a sampler that falls silent leaves behind in the process that asked it."""
+"""What a server that falls silent leaves behind in its client's process."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from pathlib import Path
 import pytest
 
 from runner.core.errors import SamplerError
-from runner.core.rank_info import Host
-from runner.sampler.remote.listening import Note, path_of
-from runner.sampler.remote.remote import Counts, Remote
-from runner.sampler.remote.window import Patience
+from runner.sampler.server.pool import SamplerPool
+from runner.sampler.server.protocol import Endpoint, endpoint_path
+from tests.sampler.server.processes import CONFIG
 
 BEGINNING = b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n\n\r\n"
 
 
 @pytest.fixture
 def silent(tmp_path: Path) -> Iterator[Path]:
-    """The notes of a sampler that begins each answer, and says no more."""
+    """The folder of a server that begins each answer, and sends no more."""
     held = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -37,7 +36,7 @@ def silent(tmp_path: Path) -> Iterator[Path]:
         thread = threading.Thread(target=answer)
         thread.start()
         port = listener.getsockname()[1]
-        Note(f"http://127.0.0.1:{port}", Host.current(), os.getpid(), "s").write(path_of(tmp_path, 0))
+        Endpoint(f"http://127.0.0.1:{port}", os.getpid(), "s").write(endpoint_path(tmp_path, 0))
         yield tmp_path
         listener.shutdown(socket.SHUT_RDWR)
         thread.join()
@@ -49,10 +48,11 @@ def test_a_connection_does_not_live_as_long_as_the_error_that_it_ends_with(
     silent: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "runner")  # what is logged of it is kept, too
-    remote = Remote(0, silent, "token", Counts(), silence_s=0.1)
+    config = CONFIG.model_copy(update={"timeout_s": 0.5})
+    pool = SamplerPool.of_job(config, 1, silent, token="token", vocab_size=5, silence_s=0.1)
     with pytest.raises(SamplerError, match="gave no answer in") as raised:
-        remote.ask("/load", lambda _: {}, Patience(0.5))
-    port = int(Note.read(path_of(silent, 0)).url.rpartition(":")[2])
+        pool.release_memory()
+    port = int(Endpoint.read(endpoint_path(silent, 0)).url.rpartition(":")[2])
     assert raised.value is not None and connected(port) == 0
 
 

@@ -4,7 +4,7 @@
     0.16 and newer     weights are read anew from a path in one call; before, the model's path is changed first
     all of them        endpoints for development (VLLM_SERVER_DEV_MODE=1), adapters (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)
 
-Which way a server has is found by asking it, not from its version, which is for the words alone.
+Which way a server has is found by a request, not from its version, which is for messages alone.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from runner.core.errors import EnvironmentProblem, SamplerError
-from runner.sampler.server.client import Client, GarbledError, StatusError
-from runner.sampler.server.wire import Json, scored, scoring
+from runner.sampler.server.openai_client import GarbledError, OpenAiClient, StatusError
+from runner.sampler.server.openai_protocol import Json, parse_scores, score_request
 
 STARTED = re.compile(r"^process_start_time_seconds ([0-9.eE+]+)$", re.MULTILINE)
 RESETS, RESET_WAIT_S = 20, 0.25  # of a prefix cache whose blocks are still held
@@ -27,11 +27,11 @@ ANEW = "a server on vllm-ascend (0.23) reads none anew: sampler.weight_sync=adap
 DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1, where nobody else can reach it"
 
 
-class Server:
+class OpenAiServer:
     """One server, one model of it. version: "" where it does not say; longest: tokens of a prompt and its answer;
     tells: whether it says when its process began."""
 
-    def __init__(self, client: Client, model: str | None, timeout_s: float) -> None:
+    def __init__(self, client: OpenAiClient, model: str | None, timeout_s: float) -> None:
         """Ask who it is. Raises EnvironmentProblem where it has not the model, SamplerFault if it does not answer."""
         self.client, self._timeout_s = client, timeout_s
         self.url = client.url
@@ -51,8 +51,8 @@ class Server:
 
     def score(self, row: Sequence[int], model: str) -> list[float]:
         """The log-probabilities of all ids of the row but the first. Raises InvalidError if they are none."""
-        answer = self.client.post("/v1/completions", scoring(model, row), self.until())
-        return scored(answer, row)
+        answer = self.client.post("/v1/completions", score_request(model, row), self.until())
+        return parse_scores(answer, row)
 
     def started(self) -> str:
         """When its process began, "" where it does not say: another one has not the weights that this one was given.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,11 +12,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any
+from urllib.parse import urlsplit
 
-from runner.sampler.remote.listening import Note, path_of
-from tests.sampler.remote.processes import Process
+from runner.sampler.server.protocol import Array, Endpoint, decode, encode, endpoint_path
+from tests.sampler.server.processes import Process
 
-Edit = Callable[[str, dict[str, Any]], dict[str, Any]]  # path, answer → answer
+Edit = Callable[[str, dict[str, Any], list[Array]], None]  # changes the header and the arrays of a path's answer
 LOOPBACK = ("127.0.0.1", 0)
 
 
@@ -35,17 +35,17 @@ def running(server: Any) -> Iterator[str]:
         server.server_close()
 
 
-def noted(folder: Path, note: Note, address: str, index: int = 0) -> Path:
+def redirect(folder: Path, endpoint: Endpoint, address: str, index: int = 0) -> Path:
     """A folder in which a sampler is said to be at another address."""
     folder.mkdir(exist_ok=True)
-    replace(note, url=address).write(path_of(folder, index))
+    replace(endpoint, url=address).write(endpoint_path(folder, index))
     return folder
 
 
 @contextmanager
 def wire(process: Process, folder: Path, cuts: Sequence[tuple[int, str]]) -> Iterator[Path]:
-    """A folder of notes for clients whose n-th connection ends after so many bytes of an answer: "cut", or "dead" """
-    target, left = process.note().address, list(cuts)
+    """A folder for clients whose n-th connection ends after so many bytes of an answer: "cut", or "dead" """
+    target, left = address_of(process.endpoint()), list(cuts)
 
     class Handler(BaseRequestHandler):
         def handle(self) -> None:
@@ -60,7 +60,13 @@ def wire(process: Process, folder: Path, cuts: Sequence[tuple[int, str]]) -> Ite
                     there.shutdown(socket.SHUT_RDWR)
 
     with running(ThreadingTCPServer(LOOPBACK, Handler)) as address:
-        yield noted(folder, process.note(), address)
+        yield redirect(folder, process.endpoint(), address)
+
+
+def address_of(endpoint: Endpoint) -> tuple[str, int]:
+    """Host and port."""
+    parts = urlsplit(endpoint.url)
+    return parts.hostname or "", parts.port or 0
 
 
 def _pump(source: socket.socket, sink: socket.socket, most: int) -> None:
@@ -72,17 +78,19 @@ def _pump(source: socket.socket, sink: socket.socket, most: int) -> None:
 
 @contextmanager
 def edited(process: Process, folder: Path, edit: Edit) -> Iterator[Path]:
-    """A folder of notes for clients who hear what `edit` makes of the sampler's answers."""
-    note = process.note()
+    """A folder of endpoint files for clients who get what `edit` makes of the sampler's answers."""
+    endpoint = process.endpoint()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            connection = HTTPConnection(*note.address, timeout=60)
+            connection = HTTPConnection(*address_of(endpoint), timeout=60)
             connection.request("POST", self.path, body, {"Authorization": self.headers["Authorization"]})
-            answer = edit(self.path, json.loads(connection.getresponse().read()))
+            header, arrays = decode(connection.getresponse().read())
             connection.close()
-            content = json.dumps(answer).encode()
+            arrays = [array.copy() for array in arrays]
+            edit(self.path, header, arrays)
+            content = encode(header, *arrays)
             self.send_response(200)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
@@ -92,4 +100,4 @@ def edited(process: Process, folder: Path, edit: Edit) -> Iterator[Path]:
             """Say nothing."""
 
     with running(ThreadingHTTPServer(LOOPBACK, Handler)) as address:
-        yield noted(folder, note, address)
+        yield redirect(folder, endpoint, address)

@@ -23,13 +23,13 @@ from safetensors.torch import save_file
 
 from runner.core.errors import SamplerError, StorageError
 from runner.core.fsync_io import error_reason
-from runner.sampler.server.server import Server
+from runner.sampler.server.openai_server import OpenAiServer
 from runner.weight_sync.shelf import Shelved
 
 log = logging.getLogger("runner")
 
 
-class Sync(Protocol):
+class WeightSync(Protocol):
     """Gives a server weights."""
 
     @property
@@ -40,10 +40,10 @@ class Sync(Protocol):
     def close(self) -> None: ...  # what it has left behind is removed, as far as the server is there
 
 
-class Nothing:
+class NoSync:
     """The server's weights are what they are."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: OpenAiServer) -> None:
         self.model = server.model
 
     def load(self, weights: Shelved) -> None:
@@ -53,18 +53,18 @@ class Nothing:
         """Nothing is left."""
 
 
-class Adapter:
+class AdapterSync:
     """The adapter alone, in a folder as PEFT writes it; the server has the base."""
 
-    def __init__(self, server: Server, folder: Path | None, blueprint: Path) -> None:
+    def __init__(self, server: OpenAiServer, folder: Path | None, blueprint: Path) -> None:
         """Raises EnvironmentProblem where the server takes no adapters."""
         server.check_adapters()
-        self._server, self._places = server, Places(folder, blueprint)
+        self._server, self._places = server, SyncFolders(folder, blueprint)
         self._settings = blueprint / "adapter" / "adapter_config.json"
         self.model = server.model  # until the first one is there
 
     def load(self, weights: Shelved) -> None:
-        """See `Sync`."""
+        """See `WeightSync`."""
         name, place = self._places.new(weights)
         with _worded(place):
             shutil.copy2(self._settings, place / "adapter_config.json")
@@ -76,7 +76,7 @@ class Adapter:
         self._places.keep(place)
 
     def close(self) -> None:
-        """See `Sync`."""
+        """See `WeightSync`."""
         try:
             self._forget()
         except SamplerError as error:
@@ -90,17 +90,17 @@ class Adapter:
             self.model = self._server.model
 
 
-class Reload:
+class ReloadSync:
     """All weights, in a folder with the files of a model."""
 
-    def __init__(self, server: Server, folder: Path | None, blueprint: Path) -> None:
+    def __init__(self, server: OpenAiServer, folder: Path | None, blueprint: Path) -> None:
         """Raises EnvironmentProblem where the server reads none anew."""
         server.check_development()
-        self._server, self._places, self._blueprint = server, Places(folder, blueprint), blueprint
+        self._server, self._places, self._blueprint = server, SyncFolders(folder, blueprint), blueprint
         self.model = server.model
 
     def load(self, weights: Shelved) -> None:
-        """See `Sync`."""
+        """See `WeightSync`."""
         _, place = self._places.new(weights)
         with _worded(place):
             _link(weights.files, place, self._places.newest)
@@ -111,11 +111,11 @@ class Reload:
         self._places.keep(place)
 
     def close(self) -> None:
-        """See `Sync`; the server keeps the last weights."""
+        """See `WeightSync`; the server keeps the last weights."""
         self._places.close()
 
 
-class Places:
+class SyncFolders:
     """A folder for each load, below `shared`, None = beside the weights; `newest`: the last one that was read.
 
     own: a folder of this run's, the same one after a resume, by which its place below `shared` is known
@@ -173,8 +173,8 @@ def _link(files: Iterable[Path], place: Path, before: Path | None) -> None:
             shutil.copyfile(source, place / file.name)
 
 
-def sync_of(kind: str, server: Server, folder: Path | None, blueprint: Path) -> Sync:
+def make_weight_sync(kind: str, server: OpenAiServer, folder: Path | None, blueprint: Path) -> WeightSync:
     """The way that sampler.weight_sync names; folder: sampler.folder."""
     if kind == "none":
-        return Nothing(server)
-    return Adapter(server, folder, blueprint) if kind == "adapter" else Reload(server, folder, blueprint)
+        return NoSync(server)
+    return AdapterSync(server, folder, blueprint) if kind == "adapter" else ReloadSync(server, folder, blueprint)

@@ -15,12 +15,12 @@ from aiohttp import ClientConnectorError, ClientError
 
 from runner.core.bounded_text import parse_json
 from runner.core.errors import EnvironmentProblem, SamplerError
-from runner.core.http_client import failure_reason, request, run_coroutine
+from runner.core.http_client import CancellableRunner, failure_reason, request
 
 LARGEST_BYTES = 256 << 20
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 SAID = 300  # characters of a server's own words
-TELL_S = 60.0  # between two lines on a server that does not answer
+WARN_S = 60.0  # between two lines on a server that does not answer
 MARKUP = re.compile(r"(?s)<(style|script)\b.*?</\1>|<[^>]*>")  # a page, as web servers give it with an error
 log = logging.getLogger("runner")
 
@@ -42,7 +42,7 @@ class GarbledError(Exception):
     """The server's answer is no JSON."""
 
 
-class Client:
+class OpenAiClient:
     """Asks one server, from any number of threads; each request has a connection of its own.
 
     url: with or without a closing /v1; key: sent with each request; retries: further tries, each after a wait twice as
@@ -53,9 +53,8 @@ class Client:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._keyed, self.retries, self.retried = key is not None, retries, 0
-        self._open: set[asyncio.Task[Any]] = set()
-        self._told = float("-inf")
-        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._runner, self._lock, self._closed = CancellableRunner(), threading.Lock(), threading.Event()
+        self._warned_at = float("-inf")
 
     def get(self, path: str, until: float) -> Any:
         """The answer to a question without a body; see `post`."""
@@ -77,10 +76,8 @@ class Client:
 
     def close(self) -> None:
         """End what is under way: it raises SamplerFault at once, wherever it waits."""
-        with self._lock:  # an event loop ends after its task has left the set
-            self._closed.set()
-            for task in self._open:
-                task.get_loop().call_soon_threadsafe(task.cancel)
+        self._closed.set()
+        self._runner.cancel()
 
     def _patiently(self, method: str, path: str, content: bytes | None, until: float, *, again: bool) -> bytes:
         tried = 0
@@ -113,9 +110,9 @@ class Client:
             ) from failure
         with self._lock:
             self.retried += 1
-            tell = time.monotonic() - self._told > TELL_S
-            self._told = time.monotonic() if tell else self._told
-        if tell:
+            warns = time.monotonic() - self._warned_at > WARN_S
+            self._warned_at = time.monotonic() if warns else self._warned_at
+        if warns:
             more = f"and is asked again, {retries - tried} times at most"
             log.warning("%s does not answer (%s), %s", self.url, reason, more)
         self._closed.wait(pause)
@@ -128,31 +125,18 @@ class Client:
         left = until - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        status, answer = run_coroutine(self._exchange(method, path, content, left))
+        sent = request(
+            method,
+            self.url + path,
+            timeout_s=left,
+            largest_bytes=LARGEST_BYTES,
+            body=content,
+            headers=self._headers,
+        )
+        status, answer = self._runner.run(sent)
         if status != 200:
             raise StatusError(status, _words(answer))
         return answer
-
-    async def _exchange(self, method: str, path: str, content: bytes | None, timeout_s: float) -> tuple[int, bytes]:
-        """Status and body. Raises CancelledError when the client is closed."""
-        task = asyncio.current_task()
-        assert task is not None
-        with self._lock:
-            if self._closed.is_set():
-                raise asyncio.CancelledError
-            self._open.add(task)
-        try:
-            return await request(
-                method,
-                self.url + path,
-                timeout_s=timeout_s,
-                largest_bytes=LARGEST_BYTES,
-                body=content,
-                headers=self._headers,
-            )
-        finally:
-            with self._lock:
-                self._open.discard(task)
 
 
 def _decoded(content: bytes) -> Any:

@@ -19,19 +19,18 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from runner.core.errors import SamplerError
 from runner.interfaces import Request, Rollout
-from runner.sampler.config import VllmServerConfig
-from runner.sampler.remote.check import InvalidError, Limits, checked
+from runner.sampler.config import ServerSamplerConfig
 from runner.sampler.sampling import StopCriteria, answer_limit
-from runner.sampler.server.client import GarbledError, StatusError
-from runner.sampler.server.server import Server
-from runner.sampler.server.sync import Nothing, Sync
-from runner.sampler.server.wire import Asking, Mark, drawn, mark_of
+from runner.sampler.server.openai_client import GarbledError, StatusError
+from runner.sampler.server.openai_protocol import RequestTemplate, ServerFingerprint, parse_completion, read_fingerprint
+from runner.sampler.server.openai_server import OpenAiServer
+from runner.sampler.server.openai_weight_sync import NoSync, WeightSync
+from runner.sampler.server.protocol import AnswerLimits, InvalidAnswerError, check_rollout
 from runner.weight_sync.shelf import Shelved
 
 log = logging.getLogger("runner")
@@ -40,30 +39,30 @@ TRIES = 2  # of a request whose answer cannot be one
 GONE = 404  # of a model's name that the server does not know
 
 
-class LostError(Exception):
+class LostAdapterError(Exception):
     """The server does not know the adapter any more."""
 
 
-class ServerSampler:
+class OpenAiSampler:
     """Draws rollouts from a server; see `Sampler` for what its methods do."""
 
     def __init__(
         self,
-        config: VllmServerConfig,
-        server: Server,
-        sync: Sync,
+        config: ServerSamplerConfig,
+        server: OpenAiServer,
+        sync: WeightSync,
         stops: StopCriteria,
-        asking: Asking,
-        limits: Limits,
+        template: RequestTemplate,
+        limits: AnswerLimits,
         longest: tuple[int, str] | None,
         fixed_row: Sequence[int],
         folder: Path,
     ) -> None:
-        """stops: how answers end here; asking: how the server is asked; limits: of what may come back; longest: most
+        """stops: how answers end here; template: how the server is asked; limits: of what may come back; longest: most
         tokens of a prompt and its answer, and why; fixed_row: ids by whose log-probabilities weights are known; folder:
         goes when it is closed."""
         self.temperature, self.max_new_tokens = config.temperature, config.max_new_tokens
-        self._server, self._sync, self._stops, self._asking, self._limits = server, sync, stops, asking, limits
+        self._server, self._sync, self._stops, self._template, self._limits = server, sync, stops, template, limits
         self._longest, self._fixed_row, self._strings = longest, tuple(fixed_row), frozenset(config.stop)
         self._folder = folder
         self._pool = ThreadPoolExecutor(config.max_num_seqs, "sampler")
@@ -72,7 +71,7 @@ class ServerSampler:
         self._weights: Shelved | None = None
         self._lock, self._counts = threading.Lock(), dict.fromkeys(("tokens", "rejected", "resyncs"), 0)
         self._seconds = self._load_s = 0.0
-        self._mark = self._now()
+        self._fingerprint = self._now()
 
     @property
     def max_model_len(self) -> int | None:
@@ -84,14 +83,14 @@ class ServerSampler:
 
         Raises SamplerFault if it refuses them, StorageError if they cannot be written.
         """
-        if isinstance(self._sync, Nothing):
+        if isinstance(self._sync, NoSync):
             return
         if not isinstance(weights, Shelved):
             raise ValueError("a server reads weights from files, see runner/weight_sync/shelf.py")
         begun, started = time.monotonic(), self._server.started()
         self._wake()
         self._sync.load(weights)
-        self._version, self._weights, self._mark = version, weights, replace(self._now(), started=started)
+        self._version, self._weights, self._fingerprint = version, weights, replace(self._now(), started=started)
         self._load_s += time.monotonic() - begun
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
@@ -153,8 +152,8 @@ class ServerSampler:
             self._server.wake()
             self._asleep = False
 
-    def _now(self) -> Mark:
-        return mark_of(self._server, self._fixed_row, self._sync.model)
+    def _now(self) -> ServerFingerprint:
+        return read_fingerprint(self._server, self._fixed_row, self._sync.model)
 
     def _resync(self) -> None:
         """Give the server the weights again that it has lost."""
@@ -163,9 +162,9 @@ class ServerSampler:
             raise SamplerError(f"{self._server} {text}; start it with the same ones, then: run resume")
         log.warning("%s has lost version %d: it is sent again", self._server, self._version)
         self._counts["resyncs"] += 1
-        before = self._mark
+        before = self._fingerprint
         self.load_weights(self._weights, self._version)
-        if before.scores is not None and replace(before, started=self._mark.started).is_other(self._mark):
+        if before.scores is not None and replace(before, started=self._fingerprint.started).is_other(self._fingerprint):
             raise SamplerError(
                 f"{self._server} was sent its weights again, and does not say what it said with them before"
             )
@@ -184,17 +183,17 @@ class ServerSampler:
             for task in tasks:
                 task.cancel()
         failed = [error for task in tasks if not task.cancelled() and task.done() and (error := task.exception())]
-        if any(isinstance(error, LostError) for error in failed):
+        if any(isinstance(error, LostAdapterError) for error in failed):
             return None
         if failed:
             raise failed[0]
-        return None if self._mark.is_other(self._now()) else [task.result() for task in tasks]
+        return None if self._fingerprint.is_other(self._now()) else [task.result() for task in tasks]
 
     def _one(self, request: Request, limit: int, until: float, end: threading.Event) -> Rollout:
         for last in (False, True):
             try:
-                return self._asked(request, limit, until)
-            except (InvalidError, GarbledError) as error:
+                return self._request(request, limit, until)
+            except (InvalidAnswerError, GarbledError) as error:
                 with self._lock:
                     self._counts["rejected"] += 1
                 if last or end.is_set():
@@ -203,27 +202,27 @@ class ServerSampler:
                 log.warning("an answer of %s cannot be right, it is asked again: %s", self._server, error)
             except StatusError as error:
                 if error.status == GONE and self._sync.model != self._server.model:
-                    raise LostError from error
+                    raise LostAdapterError from error
                 raise SamplerError(f"{self._server} refuses to sample: {error}") from error
         raise AssertionError("the last try returns or raises")
 
-    def _asked(self, request: Request, limit: int, until: float) -> Rollout:
-        body = self._asking.body(self._sync.model, request.prompt, limit, request.seed)
-        found = drawn(self._server.client.post("/v1/completions", body, until), request.prompt)
-        answer: dict[str, Any] = {"ids": found.ids, "logprobs": found.logprobs, "version": self._version}
-        if request.raw:
-            answer["raw_logprobs"] = self._scored([*request.prompt, *found.ids])[len(request.prompt) - 1 :]
-        rollout = checked([answer | {"finish": "stop"}], [request], self._version, self._limits)[0]
-        return self._ended(rollout, limit, found.stopped_by)
+    def _request(self, request: Request, limit: int, until: float) -> Rollout:
+        body = self._template.body(self._sync.model, request.prompt, limit, request.seed)
+        found = parse_completion(self._server.client.post("/v1/completions", body, until), request.prompt)
+        raw = self._scored([*request.prompt, *found.ids])[len(request.prompt) - 1 :] if request.raw else None
+        raw_logprobs = None if raw is None else tuple(raw)
+        rollout = Rollout(tuple(found.ids), tuple(found.logprobs), raw_logprobs, self._version, "stop")
+        check_rollout(rollout, request, self._version, self._limits, "the answer")
+        return self._cut_at_stop(rollout, limit, found.stopped_by)
 
-    def _ended(self, rollout: Rollout, limit: int, stopped_by: str | None) -> Rollout:
+    def _cut_at_stop(self, rollout: Rollout, limit: int, stopped_by: str | None) -> Rollout:
         """The answer up to where it ends here: a server may see the end later, and never earlier but for strings."""
         found = self._stops.first_stop(rollout.ids, limit)
         if found is None and stopped_by in self._strings:
             found = len(rollout.ids), "stop"  # its text, made token by token, has the string, and ours has not
         if found is None:
             last = rollout.ids[-1]
-            raise InvalidError(
+            raise InvalidAnswerError(
                 f"it ends after {len(rollout.ids)} of {limit} tokens, with the id {last}, which ends nothing"
             )
         size, finish = found
@@ -233,5 +232,5 @@ class ServerSampler:
     def _scored(self, row: Sequence[int]) -> list[float]:
         try:
             return self._server.score(row, self._sync.model)
-        except (InvalidError, StatusError, GarbledError) as error:
+        except (InvalidAnswerError, StatusError, GarbledError) as error:
             raise SamplerError(f"{self._server} does not say how likely given tokens are: {error}") from error

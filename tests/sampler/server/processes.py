@@ -16,24 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.core import rank_info
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Interrupted
 from runner.core.signals import StopSignal
 from runner.core.subprocess import PR_SET_PDEATHSIG
+from runner.inference.rollout_server import serve
 from runner.interfaces import Request, Rollout
 from runner.sampler.config import TorchSamplerConfig
-from runner.sampler.remote import pair
-from runner.sampler.remote.backends import Collectives
-from runner.sampler.remote.listening import Note, path_of
-from runner.sampler.remote.server import serve
+from runner.sampler.server.protocol import Endpoint, WeightFile, endpoint_path
 from runner.sampler.torch import TorchSampler, build
 from tests.model.zoo import causal
 
 TOKEN = "secret of this test"
 DEADLINE_S = 90.0
 CONFIG = TorchSamplerConfig(temperature=0.8, max_new_tokens=24, max_num_seqs=4)
-GLOO = Collectives("gloo", torch.device("cpu"))
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
 
@@ -43,15 +39,13 @@ class Options:
     """How a sampler process behaves.
 
     gate: while this file is there, what is to be drawn waits; each draw is a line in `begun`
-    elsewhere: it says that it is on another machine
-    piece: bytes of a piece of weights that come by collective, from elsewhere; 0 = they come over HTTP
+    elsewhere: it does not see the files of the trainer, as on another machine
     """
 
     gate: Path | None = None
     begun: Path | None = None
     port: int = 0
     elsewhere: bool = False
-    piece: int = 0
 
 
 def local(version: int | None = None) -> TorchSampler:
@@ -94,24 +88,25 @@ class Gated:
 class Process:
     """One of them."""
 
-    notes: Path
+    folder: Path
     index: int
     options: Options = field(default_factory=Options)
     process: Any = None
 
     def start(self) -> Process:
-        self.process = CONTEXT.Process(target=_serve, args=(self.notes, self.index, self.options))
+        self.process = CONTEXT.Process(target=_serve, args=(self.folder, self.index, self.options))
         self.process.start()
         return self
 
     def again(self, **options: Any) -> Process:
         """A successor, as the launcher starts one."""
-        return Process(self.notes, self.index, replace(self.options, **options)).start()
+        return Process(self.folder, self.index, replace(self.options, **options)).start()
 
-    def note(self) -> Note:
-        """Its note, once it is there."""
-        until(lambda: path_of(self.notes, self.index).exists())
-        return Note.read(path_of(self.notes, self.index))
+    def endpoint(self) -> Endpoint:
+        """Where it listens, once it does."""
+        path = endpoint_path(self.folder, self.index)
+        until(path.exists)
+        return Endpoint.read(path)
 
     def send(self, number: int) -> None:
         os.kill(self.process.pid, number)
@@ -130,9 +125,9 @@ def until(what: Any) -> None:
 
 
 @contextmanager
-def samplers(notes: Path, count: int = 1, **options: Any) -> Iterator[list[Process]]:
+def samplers(folder: Path, count: int = 1, **options: Any) -> Iterator[list[Process]]:
     """So many processes, and whatever the test puts into the list; all are killed in the end."""
-    started = [Process(notes, index, Options(**options)).start() for index in range(count)]
+    started = [Process(folder, index, Options(**options)).start() for index in range(count)]
     try:
         yield started
     finally:
@@ -140,19 +135,15 @@ def samplers(notes: Path, count: int = 1, **options: Any) -> Iterator[list[Proce
             one.kill()
 
 
-def _serve(notes: Path, index: int, options: Options) -> None:
+def _serve(folder: Path, index: int, options: Options) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     if options.elsewhere:
-        rank_info.BOOT = notes / "boot_id_of_another_machine"
-        rank_info.BOOT.write_text("1234")
-    if options.piece:
-        pair.PIECE_BYTES = options.piece
-    by = GLOO if options.piece else None
+        WeightFile.at = lambda path: WeightFile(path.name, -1, -1)  # type: ignore[method-assign]
     stop = StopSignal()
     stop.install()
     try:
         with stop.interrupt_immediately():
-            serve(Gated(local(), options), index, notes, token=TOKEN, port=options.port, collectives=by)
+            serve(Gated(local(), options), index, folder, token=TOKEN, port=options.port)
     except Interrupted:
         pass

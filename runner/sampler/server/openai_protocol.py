@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from runner.core.errors import EnvironmentProblem
-from runner.sampler.remote.check import InvalidError
 from runner.sampler.sampling import SamplingRule
-from runner.sampler.server.client import GarbledError, StatusError
+from runner.sampler.server.openai_client import GarbledError, StatusError
+from runner.sampler.server.protocol import InvalidAnswerError
 
 if TYPE_CHECKING:
-    from runner.sampler.server.server import Server
+    from runner.sampler.server.openai_server import OpenAiServer
 
 Json = dict[str, Any]
 NO_LOGPROB = -9999.0  # vLLM's word for minus infinity, which JSON cannot say
@@ -36,7 +36,7 @@ ALL_IDS = -1  # top_k that cuts nothing; newer versions say 0 and take both
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class RequestTemplate:
     """What all requests of a run have in common."""
 
     rule: SamplingRule
@@ -69,7 +69,7 @@ class Asking:
         }
 
 
-def scoring(model: str, row: Sequence[int]) -> Json:
+def score_request(model: str, row: Sequence[int]) -> Json:
     """A request for the log-probabilities of a row; servers draw at least one token, which nobody reads."""
     return {
         "model": model,
@@ -83,7 +83,7 @@ def scoring(model: str, row: Sequence[int]) -> Json:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class CompletionAnswer:
     """An answer as the server gave it, unchecked but for its form. stopped_by: a stop string that the server saw."""
 
     ids: list[Any]
@@ -93,24 +93,24 @@ class Drawn:
 
 
 def only_choice(answer: Any) -> Json:
-    """The one choice of an answer. Raises InvalidError."""
+    """The one choice of an answer. Raises InvalidAnswerError."""
     choices = answer.get("choices") if isinstance(answer, Mapping) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise InvalidError("the answer has not the one choice that was asked for")
+        raise InvalidAnswerError("the answer has not the one choice that was asked for")
     return choices[0]
 
 
-def drawn(answer: Any, prompt: Sequence[int]) -> Drawn:
-    """The answer's tokens and log-probabilities. Raises InvalidError, also where they continue another prompt."""
+def parse_completion(answer: Any, prompt: Sequence[int]) -> CompletionAnswer:
+    """The answer's tokens and log-probabilities. Raises InvalidAnswerError, also where they continue another prompt."""
     choice = only_choice(answer)
     read = choice.get("prompt_token_ids")
     if read is not None and list(read) != list(prompt):
-        raise InvalidError(f"the server read {len(read)} prompt tokens, other ones than the {len(prompt)} sent")
+        raise InvalidAnswerError(f"the server read {len(read)} prompt tokens, other ones than the {len(prompt)} sent")
     logprobs = choice.get("logprobs")
     if not isinstance(logprobs, dict) or not isinstance(logprobs.get("token_logprobs"), list):
-        raise InvalidError("the answer has no log-probabilities (logprobs.token_logprobs)")
+        raise InvalidAnswerError("the answer has no log-probabilities (logprobs.token_logprobs)")
     reason = choice.get("stop_reason")
-    return Drawn(
+    return CompletionAnswer(
         ids=_ids(choice, logprobs),
         logprobs=[None if value == NO_LOGPROB else value for value in logprobs["token_logprobs"]],
         finish=choice.get("finish_reason"),
@@ -124,32 +124,32 @@ def _ids(choice: Json, logprobs: Json) -> list[Any]:
         return ids
     tokens = logprobs.get("tokens")
     if not isinstance(tokens, list) or not all(str(token).startswith(PLACEHOLDER) for token in tokens):
-        raise InvalidError("the answer has no token ids (token_ids), and text is not tokenised again")
+        raise InvalidAnswerError("the answer has no token ids (token_ids), and text is not tokenised again")
     return [int(token.removeprefix(PLACEHOLDER)) for token in tokens]
 
 
-def scored(answer: Any, row: Sequence[int]) -> list[float]:
-    """The log-probabilities of all ids of the row but the first. Raises InvalidError."""
+def parse_scores(answer: Any, row: Sequence[int]) -> list[float]:
+    """The log-probabilities of all ids of the row but the first. Raises InvalidAnswerError."""
     found = only_choice(answer).get("prompt_logprobs")
     if not isinstance(found, list) or len(found) != len(row):
-        raise InvalidError("the answer has no log-probabilities of the prompt (prompt_logprobs)")
+        raise InvalidAnswerError("the answer has no log-probabilities of the prompt (prompt_logprobs)")
     try:
         return [float(place[str(token)]["logprob"]) for token, place in zip(row[1:], found[1:], strict=True)]
     except (KeyError, TypeError) as error:
-        raise InvalidError(f"prompt_logprobs is not of the prompt: {error!r}") from error
+        raise InvalidAnswerError(f"prompt_logprobs is not of the prompt: {error!r}") from error
 
 
 DRIFT = 0.1  # nats, mean over the fixed row: what rounding to bfloat16 adds where another kernel computes it
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class ServerFingerprint:
     """started: when its process began, "" where it does not say; scores: of a fixed row, None where it gives none."""
 
     started: str
     scores: list[float] | None
 
-    def is_other(self, now: Mark) -> bool:
+    def is_other(self, now: ServerFingerprint) -> bool:
         """Whether the server, or its weights, are other ones now, or may be: it says less, or more, than it did."""
         if self.started != now.started:
             return True
@@ -159,48 +159,48 @@ class Mark:
         return not sum(differences) / len(differences) <= DRIFT
 
 
-def mark_of(server: Server, row: Sequence[int], model: str) -> Mark:
+def read_fingerprint(server: OpenAiServer, row: Sequence[int], model: str) -> ServerFingerprint:
     """What it is known by now."""
     started = server.started()
     try:
-        return Mark(started, server.score(row, model))
-    except (InvalidError, StatusError, GarbledError):
-        return Mark(started, None)
+        return ServerFingerprint(started, server.score(row, model))
+    except (InvalidAnswerError, StatusError, GarbledError):
+        return ServerFingerprint(started, None)
 
 
-Mode = Literal["processed", "raw", "tempered"]
+LogprobsMode = Literal["processed", "raw", "tempered"]
 HOT = 2.0  # newer versions refuse more
 PROMPTS, TOKENS, ANSWER = 4, 8, 2
 EQUAL = 0.02  # nats: above the noise of bfloat16, far below what a factor of 2 does
 FIX = "start it with --logprobs-mode processed_logprobs"
 
 
-def mode_of(server: Server, vocabulary: int) -> Mode:
+def detect_logprobs_mode(server: OpenAiServer, vocabulary: int) -> LogprobsMode:
     """What this server reports. Raises EnvironmentProblem if it gives no token ids or log-probabilities at all."""
     draws = np.random.Generator(np.random.Philox(key=0))
     prompts = draws.integers(0, vocabulary, (PROMPTS, TOKENS)).tolist()
-    cold, hot = ([value for prompt in prompts for value in _asked(server, prompt, t)] for t in (1.0, HOT))
+    cold, hot = ([value for prompt in prompts for value in _likeliest_logprobs(server, prompt, t)] for t in (1.0, HOT))
     if _mean(cold) < EQUAL and _mean(hot) < EQUAL:
         return "processed"
     return "raw" if _mean([a - b for a, b in zip(cold, hot, strict=True)]) < EQUAL else "tempered"
 
 
-def fits(mode: Mode, rule: SamplingRule) -> bool:
+def mode_fits(mode: LogprobsMode, rule: SamplingRule) -> bool:
     """Whether these are the log-probabilities of what the rule draws from."""
     cuts = rule.top_k is not None or rule.top_p < 1 or rule.min_p > 0
     return mode == "processed" or rule.is_raw or (mode == "tempered" and not cuts)
 
 
-def _asked(server: Server, prompt: Sequence[int], temperature: float) -> list[float]:
+def _likeliest_logprobs(server: OpenAiServer, prompt: Sequence[int], temperature: float) -> list[float]:
     """The log-probabilities of the likeliest answer."""
-    asking = Asking(SamplingRule(temperature, top_k=1), frozenset(), ())
+    template = RequestTemplate(SamplingRule(temperature, top_k=1), frozenset(), ())
     try:
-        answer = server.client.post("/v1/completions", asking.body(server.model, prompt, ANSWER, 0), server.until())
-        found = drawn(answer, prompt)
+        answer = server.client.post("/v1/completions", template.body(server.model, prompt, ANSWER, 0), server.until())
+        found = parse_completion(answer, prompt)
         if len(found.ids) != ANSWER or len(found.logprobs) != ANSWER:
-            raise InvalidError(f"{ANSWER} tokens were asked for, and {len(found.ids)} came")
+            raise InvalidAnswerError(f"{ANSWER} tokens were asked for, and {len(found.ids)} came")
         return [float(value) for value in found.logprobs]
-    except (InvalidError, StatusError, GarbledError, TypeError) as error:
+    except (InvalidAnswerError, StatusError, GarbledError, TypeError) as error:
         raise EnvironmentProblem(f"nothing can be sampled from {server}: {error}") from error
 
 
