@@ -44,7 +44,9 @@ class ServeSettings:
     @property
     def url(self) -> str:
         """Where clients reach it."""
-        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+        from runner.inference.http import http_url
+
+        return http_url(self.host, self.port)
 
 
 def serve(model: EngineSettings, settings: ServeSettings, api_key_file: Path | None = None) -> int:
@@ -98,21 +100,21 @@ def _read_api_key(path: Path | None) -> str | None:
 
 
 def _serve_torch(model: EngineSettings, settings: ServeSettings, api_key: str | None) -> int:
-    from runner.inference.server import bind_socket
+    from runner.inference.http import listen
 
-    bound = bind_socket(settings.host, settings.port)
+    listen(settings.host, settings.port).close()  # that it can be had is known before the model is loaded
     command = [sys.executable, "-m", "runner.inference.engine_process", json.dumps(asdict(model))]
     child = ChildProcess(command, end_signal=signal.SIGKILL, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        with bound:
-            asyncio.run(_run_server(child, bound, settings, api_key))
+        asyncio.run(_run_server(child, settings, api_key))
     finally:
         child.stop(settings.grace_s)
     return 0
 
 
-async def _run_server(child: ChildProcess, bound: Any, settings: ServeSettings, api_key: str | None) -> None:
+async def _run_server(child: ChildProcess, settings: ServeSettings, api_key: str | None) -> None:
     from runner.inference.engine_client import EngineClient
+    from runner.inference.http import listen
     from runner.inference.served_model import ServedModel
     from runner.inference.server import serve_http
 
@@ -124,8 +126,9 @@ async def _run_server(child: ChildProcess, bound: Any, settings: ServeSettings, 
         info = await _until_signal(client.wait_ready())
         tokenizer = await asyncio.to_thread(_load_tokenizer, info)
         served = ServedModel(info, tokenizer, client, settings.logprobs_mode)
-        ready = partial(_print_ready, info, replace(settings, port=bound.getsockname()[1]), api_key)
-        await serve_http(served, bound, grace_s=settings.grace_s, api_key=api_key, on_ready=ready)
+        with listen(settings.host, settings.port) as listener:
+            ready = partial(_print_ready, info, replace(settings, port=listener.getsockname()[1]), api_key)
+            await serve_http(served, listener, grace_s=settings.grace_s, api_key=api_key, on_ready=ready)
     finally:
         await client.close()
 

@@ -29,7 +29,7 @@ LOG_LINES = 15  # of the log that an error shows
 def serve_vllm(source: ModelSource, model: EngineSettings, settings: ServeSettings, api_key: str | None) -> int:
     """Start vLLM and wait for its end. Raises Interrupted after a signal, DeadlineExceeded where it does not answer in
     time, RankLost where it ends by itself."""
-    from runner.inference.server import bind_socket
+    from runner.inference.http import listen
 
     program = shutil.which("vllm")
     if program is None:
@@ -38,7 +38,7 @@ def serve_vllm(source: ModelSource, model: EngineSettings, settings: ServeSettin
         )
     log = _log_path(source)
     source = exported_source(source)
-    with bind_socket(settings.host, settings.port) as bound:
+    with listen(settings.host, settings.port) as bound:  # that it can be had is known before vLLM is started
         settings = replace(settings, port=bound.getsockname()[1])
     kind = source_spec(source, device=model.device).device.kind
     command = vllm_command(source, model, settings, eager=not kind.engine_graphs)
