@@ -231,15 +231,27 @@ def _resolve_source(args: Namespace) -> tuple[ModelSource, list[str], dict[str, 
             )
     where, words = _split_run([word for word in args.words if word not in set_words])
     values = {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in set_words)}
-    device_words = [word for word in set_words if word.lstrip("+").startswith("device")]
-    device = compose_job([*device_words, "tracker=none"]).data["device"] if device_words else None
     from runner.inference.model_source import parse_source
 
     base = values.get("model.path") or args.base
     source = parse_source(where, checkpoint=args.checkpoint, base=base, adapters=args.adapter or ())
     trust = yaml.safe_load(values.get("model.trust_remote_code", "false")) is True
+    device = _device_section(source, [word for word in set_words if word.lstrip("+").startswith("device")])
     settings = {"device": device, "dtype": values.get("model.dtype"), "trust_remote_code": trust}
     return source, [*words, *args.literal], settings
+
+
+def _device_section(source: ModelSource, words: Sequence[str]) -> dict[str, Any] | None:
+    """The device of a spec: what is typed, on top of a run's own; None = nothing is typed."""
+    if not words:
+        return None
+    from runner.run_dir.folder import RunFolder, read_mapping
+
+    own = read_mapping(RunFolder(Path(source.path)).spec)["device"] if source.kind == "run" else {"name": "auto"}
+    if any(word.lstrip("+").startswith("device=") for word in words):
+        return dict(compose_job([*words, "tracker=none"]).data["device"])
+    typed = compose_job([f"device={own['name']}", *words, "tracker=none"]).data["device"]
+    return {**own, **{key: typed[key] for key in (word.partition("=")[0].rpartition(".")[2] for word in words)}}
 
 
 def _is_setting(word: str) -> bool:

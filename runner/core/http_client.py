@@ -21,6 +21,7 @@ from aiohttp import (
     ClientSSLError,
     ClientTimeout,
 )
+from aiohttp import ClientError as ClientError
 from yarl import URL
 
 P = ParamSpec("P")

@@ -11,6 +11,7 @@ modelscope:OWNER/NAME                  a model of ModelScope
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from runner.core.auto_choices import Decisions
 from runner.core.errors import CheckpointError, DataError, EnvironmentProblem, SpecError
 from runner.device.process_setup import load_torch, set_environment
-from runner.model.hub_access import check, is_hub_id
+from runner.model.hub_access import check, is_cached, is_hub_id
 from runner.model.model_folder import adapter_base, check_model_folder, is_adapter
 from runner.run_dir.folder import RunFolder, display_path, find_trained_run, read_mapping
 from runner.run_dir.resume_compatibility import PromptStyle, check_model_unchanged, check_spec_unchanged
@@ -33,7 +34,7 @@ if TYPE_CHECKING:  # it brings torch, which may be broken
     from runner.interfaces import GenerativeModel, TrainableModel
 
 MODELSCOPE = "modelscope:"
-SETTABLE = ("device", "model.path", "model.base", "model.trust_remote_code")  # of a run's spec
+SETTABLE = ("device", "model.path", "model.base", "model.dtype", "model.trust_remote_code")  # of a run's spec
 Checkpoint = int | Literal["best", "last"]
 
 
@@ -123,9 +124,10 @@ def _parse_model(text: str, checkpoint: Checkpoint, base: str | None) -> ModelSo
     if folder.exists():
         hint = _folder_inside(folder)
         raise EnvironmentProblem(f"{text}: no model there (no spec.yaml, config.json or adapter_config.json){hint}")
-    if is_hub_id(text):
+    if is_hub_id(text) and ("/" in text or is_cached(text, os.environ)):
         return ModelSource(text, "hub", text, text)
-    raise EnvironmentProblem(f"{text}: no such folder; give a run, the folder of a model or an adapter, or a hub id")
+    given = "latest, a run, the folder of a model or an adapter, or a hub id (OWNER/NAME)"
+    raise EnvironmentProblem(f"{text}: no such folder; {given} is expected")
 
 
 def _parse_run(text: str, checkpoint: Checkpoint) -> ModelSource:
@@ -165,7 +167,7 @@ def fetch_source(source: ModelSource) -> ModelSource:
     Raises EnvironmentProblem, within seconds, for an id whose files can neither be found nor fetched.
     """
     if source.kind == "hub":
-        check(source.path, "the model")
+        check(source.path)
     if source.kind != "modelscope":
         return source
     try:

@@ -94,6 +94,8 @@ def check_model_folder(folder: Path, key: str) -> None:
     SecurityError for pickles.
     """
     adapter = is_adapter(folder)
+    if not adapter and not (folder / "config.json").exists():
+        raise EnvironmentProblem(f"{key}={folder} holds no model: no config.json")
     config = read_adapter_config(folder) if adapter else read_json(folder / "config.json")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         if (folder / name).is_file():
