@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from runner.core.auto_choices import Decisions
-from runner.core.errors import CheckpointError, DataError, EnvironmentProblem, SpecError
+from runner.core.errors import CheckpointError, DataError, EnvironmentProblem, Problem, SpecError
 from runner.device.process_setup import load_torch, set_environment
 from runner.model.hub_access import check, is_cached, is_hub_id
 from runner.model.model_folder import adapter_base, check_model_folder, is_adapter
@@ -337,15 +337,20 @@ def _attach_adapters(model: TrainableModel, source: ModelSource) -> tuple[Traina
     return model.with_peft_module(model.module, decide=Decisions()) if more else model, names
 
 
-def resolve_model_path(path: str, key: str) -> str:
-    """The folder or hub id that an option which takes a model means: a run is its export, ModelScope is downloaded."""
-    source = parse_source(path)
+def resolve_model_path(path: str, key: str, base: str | None = None) -> str:
+    """The folder or hub id that `path`, the value of the option `key`, means: a run is its export, a model of
+    ModelScope is downloaded. Raises SpecError where there is none, and what a damaged folder raises."""
+    try:
+        source = fetch_source(parse_source(path, base=base))
+    except EnvironmentProblem as error:
+        raise SpecError([Problem(key, str(error))]) from error
+    if source.kind == "hub" and not source.adapters:
+        print(f"{key}: no folder {path} here, so taken as a hub id", file=sys.stderr)
+        return source.path
+    folder = Path(source.adapters[0].path if source.adapters else source.path)
     if source.kind == "run":
-        folder = RunFolder(Path(source.path)).export
+        folder = RunFolder(folder).export
         if not folder.is_dir():
-            raise EnvironmentProblem(f"{key}={path}: the run has no export; write one: run export {path}")
-        return str(folder)
-    folder_or_id = fetch_source(source) if source.kind == "modelscope" else source
-    if folder_or_id.kind == "folder" and not source.adapters:
-        check_model_folder(Path(folder_or_id.path), key)
-    return source.adapters[0].path if source.adapters else folder_or_id.path
+            raise SpecError([Problem(key, f"{path} is a run without an export; write one: run export {path}")])
+    check_model_folder(folder, key)
+    return str(folder)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from runner.core.errors import EnvironmentProblem, Problem, SpecError
+from runner.core.errors import EnvironmentProblem
 
 ANSWER_S = 5.0  # for the hub to answer
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -28,30 +27,12 @@ def check(path: str, key: str = "") -> None:
         )
 
 
-def check_path(path: str) -> None:
-    """Raise SpecError where model.path is meant as a folder and is no model's; say where it is taken as a hub id."""
-    folder, known = Path(path).expanduser(), ("config.json", "adapter_config.json")
-    if folder.exists():
-        if folder.is_dir() and not any((folder / name).is_file() for name in known):
-            raise SpecError([Problem("model.path", f"{path} holds no model: no config.json{_instead(folder)}")])
-    elif is_hub_id(path):
-        print(f"model.path: no folder {path} here, so taken as a hub id", file=sys.stderr)
-    else:
-        raise SpecError([Problem("model.path", f"{path}: no such folder; a model's folder or a hub id is expected")])
-
-
 def is_hub_id(path: str) -> bool:
     """Whether a path that leads nowhere here can be the hub's (owner/name): none that begins with a folder that is
     here."""
     if Path(path).expanduser().exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1:
         return False
     return "/" not in path or not Path(path.split("/")[0]).is_dir()
-
-
-def _instead(folder: Path) -> str:
-    """The folder that was probably meant: a run's export, or one further in."""
-    meant = next((at for at in (folder / "export", *sorted(folder.glob("*"))) if (at / "config.json").is_file()), None)
-    return f"; did you mean {meant}?" if meant else ""
 
 
 def is_cached(path: str, environment: Mapping[str, str]) -> bool:

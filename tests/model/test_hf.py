@@ -164,7 +164,7 @@ def test_an_adapter_beside_a_model_is_refused_and_not_trained_unasked(with_adapt
 
 def test_an_adapter_beside_a_model_of_the_hub_is_refused(with_adapter: Path) -> None:
     cached_on_hub(with_adapter, "hub/adapted", "a" * 40)
-    with pytest.raises(EnvironmentProblem, match="hub/adapted holds a model .* and a PEFT adapter"):
+    with pytest.raises(EnvironmentProblem, match=r"hub/adapted holds a model .* and a PEFT adapter"):
         build("hub/adapted")
 
 
