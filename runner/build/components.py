@@ -254,7 +254,8 @@ def build_frozen_model(
     decide: Decisions,
 ) -> FrozenModel:
     """The reference: the policy with its adapter off, or a copy of what it starts from, in its data type, so that both
-    say the same before the first step (of an adapter that it came with, the adapter alone); a teacher, or a reference with a path: another model."""
+    say the same before the first step (of an adapter that it came with, the adapter alone); a teacher, or a reference
+    with a path: another model."""
     if wanted.mode == "cached":
         from runner.build.precompute_reference import build_cached_reference
 

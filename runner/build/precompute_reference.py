@@ -2,8 +2,8 @@
 
     steps' items, held-out items ──algorithm──▶ batches the reference scores ──unknown ones──▶ kept on disk
 
-The model that scores is the policy before it learns, a new adapter off, one that it came with on: a run that goes on loads its
-checkpoint only after this.
+The model that scores is the policy before it learns, a new adapter off, one that it came with on: a run that goes on
+loads its checkpoint only after this.
 """
 
 from __future__ import annotations

@@ -78,6 +78,7 @@ RESOURCE_NAMES = {
     "parity": "with --record a job as for run; with --compare device=NAME and what else a machine has of its own",
     "help": "recipes, options, verbs, or a verb",
 }
+COMBINATIONS = ("linear", "ties", "dare_linear", "dare_ties", "cat", "svd")  # peft's, of adapters
 ACTIONS = ("resume", "status", "report")  # of run sweep
 TOPICS = ("recipes", "options", "verbs")  # of run help
 FLAGS = {"--help", "-h", "--version", "--debug", "--multirun", "-m", "--shell-completion", "-sc"}
@@ -263,6 +264,13 @@ def _export(parser: argparse.ArgumentParser) -> None:
     _source(parser)
     parser.add_argument("--merge", action="store_true", help="an adapter merged into its base, in float32")
     parser.add_argument("--out", type=Path, help="a new folder (in the run's own)")
+    about = "compare the folder with the model, by transformers alone (on below 2 GB)"
+    parser.add_argument("--check", action=argparse.BooleanOptionalAction, help=about)
+    about = "combine several adapters into one: linear, ties, dare_linear, dare_ties, cat or svd"
+    parser.add_argument("--combine", metavar="HOW", choices=COMBINATIONS, help=about)
+    parser.add_argument("--weights", type=_numbers, metavar="W,W", help="of the adapters that are combined (1 each)")
+    parser.add_argument("--density", type=_share, help="share of numbers that ties and dare keep (0.5)")
+    parser.add_argument("--push", metavar="hub:ID|modelscope:ID", help="upload the folder afterwards, as private")
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
@@ -317,6 +325,14 @@ def _diff(parser: argparse.ArgumentParser) -> None:
 def _path(text: str) -> Path:
     """A path; one that begins with ~ is of the home folder, also where no shell has seen it."""
     return Path(text).expanduser()
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """Numbers, separated by commas."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected numbers such as 1,0.5, got '{text}'") from error
 
 
 def _jobs(text: str) -> tuple[int, ...]:

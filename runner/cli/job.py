@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -189,27 +190,76 @@ def _source_text(source: ModelSource) -> str:
 
 
 def export(args: Namespace) -> int:
-    """Write an export of a run."""
+    """Write an export of a run, or adapters as one folder."""
     source, more, settings = _resolve_source(args)
     if more:
         raise UsageError(f"what is '{more[0]}'? write: run export latest --checkpoint 100 --out FOLDER")
+    _check_export(args, source)
     from runner.inference.model_source import prepare_process, source_spec
     from runner.run_dir.folder import RunFolder, display_path
 
-    if source.kind != "run":
-        raise UsageError(f"run export: {source.text} is no run; only runs are exported")
-    spec = source_spec(source, **settings)
-    prepare_process(spec)
-    from runner.launch import infer_export
+    if source.kind == "run":
+        spec = source_spec(source, **settings)
+        prepare_process(spec)
+        from runner.launch import infer_export
 
-    folder = RunFolder(Path(source.path))
-    target, step = infer_export.export(folder, spec, source.checkpoint, args.out, args.merge)
-    kind = (
-        "a PEFT adapter (--merge writes a whole model)" if infer_export.is_adapter(target) else "a Hugging Face folder"
-    )
-    print(f"{display_path(folder.root)}, step {step}: {kind}", file=sys.stderr)
+        done = infer_export.export(
+            RunFolder(Path(source.path)), spec, source.checkpoint, args.out, merge=args.merge, check=args.check
+        )
+        target, what = done.folder, f"{_source_text(source)}, step {done.step}"
+        checked = f"check    {done.check}" if done.check else "check    none (--check compares the folder with the run)"
+        print(checked, file=sys.stderr)
+    else:
+        from runner.launch import infer_export
+
+        target, what = args.out, ", ".join(adapter.name for adapter in source.adapters)
+        weights = args.weights or (1.0,) * len(source.adapters)
+        density = 0.5 if args.density is None else args.density
+        infer_export.combine_adapters(source, target, args.combine, weights, density, args.merge, **settings)
+    whole = not infer_export.is_adapter(target)
+    kind = "a Hugging Face folder" if whole else "a PEFT adapter (--merge writes a whole model)"
+    print(f"{what}: {kind}", file=sys.stderr)
+    if whole:
+        print(_other_formats(target), file=sys.stderr)
     print(display_path(target))
+    if args.push:
+        print(infer_export.push(target, args.push))
     return 0
+
+
+def _check_export(args: Namespace, source: ModelSource) -> None:
+    """Raise UsageError for options of `run export` that do not fit the source, or one another."""
+    if args.push and not re.fullmatch(r"(hub|modelscope):[\w.-]+/[\w.-]+", args.push):
+        raise UsageError(f"--push {args.push}: expected hub:OWNER/NAME or modelscope:OWNER/NAME")
+    if source.kind == "run":
+        if args.adapter or args.combine:
+            raise UsageError("--adapter and --combine are for a base's folder or hub id, and this is a run")
+        return
+    if not source.adapters:
+        raise UsageError(f"{source.text} is a whole model already; run export takes a run, or adapters")
+    if len(source.adapters) > 1 and not args.combine:
+        raise UsageError("several adapters are given; say how they become one: --combine linear|ties|dare_linear")
+    if len(source.adapters) == 1 and (args.combine or not args.merge):
+        raise UsageError("one adapter is a folder already; --merge writes it into its base, --adapter adds another one")
+    if args.weights and len(args.weights) != len(source.adapters):
+        raise UsageError(f"--weights has {len(args.weights)} numbers for {len(source.adapters)} adapters")
+    if args.check:
+        raise UsageError("--check compares an export with its run, and this is none")
+    if args.out is None or (args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir()))):
+        raise UsageError("--out FOLDER is needed, an empty or a new folder")
+
+
+def _other_formats(folder: Path) -> str:
+    """The commands that make a GGUF file and an Ollama model of a Hugging Face folder."""
+    from runner.run_dir.folder import display_path
+
+    folder = folder.resolve()
+    called = folder.parent.name if folder.name.startswith("export") else folder.name
+    path, name = shlex.quote(display_path(folder)), re.sub(r"[^a-z0-9]+", "-", called.lower()).strip("-")
+    return (
+        f"gguf     python llama.cpp/convert_hf_to_gguf.py {path} --outfile {name}.gguf\n"
+        f"ollama   echo 'FROM ./{name}.gguf' > Modelfile && ollama create {name} -f Modelfile"
+    )
 
 
 def _split_run(words: Sequence[str]) -> tuple[str, list[str]]:

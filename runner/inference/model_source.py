@@ -22,7 +22,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import CheckpointError, DataError, EnvironmentProblem, Problem, SpecError
 from runner.device.process_setup import load_torch, set_environment
 from runner.model.hub_access import check, is_cached, is_hub_id
-from runner.model.model_folder import adapter_base, check_model_folder, is_adapter
+from runner.model.model_folder import adapter_base, check_model_folder, is_adapter, says_plain_text
 from runner.run_dir.folder import RunFolder, display_path, find_trained_run, read_mapping
 from runner.run_dir.resume_compatibility import PromptStyle, check_model_unchanged, check_spec_unchanged
 from runner.spec.base import COMMAND_LINE, iter_leaves
@@ -206,7 +206,9 @@ def load_source(
         style, step = loaded.state["identity"]["prompt_style"], loaded.step
     else:
         model = _load_folder(spec)
-        style, step = "chat" if model.tokenizer.chat_template else "text", None
+        folder = Path(source.adapters[0].path if source.adapters else source.path)
+        style = "chat" if model.tokenizer.chat_template and not says_plain_text(folder) else "text"
+        step = None
     model, names = _attach_adapters(model, source)
     model.eval()
     if (generative := as_generative(model)) is None:

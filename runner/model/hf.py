@@ -240,14 +240,14 @@ def _load_pretrained(
 
 @contextmanager
 def _no_load_report() -> Iterator[None]:
-    """Without transformers' table of keys that did not fit: each of them is an error or a decision here."""
-    loader = logging.getLogger("transformers.modeling_utils")
-    before = loader.level
-    loader.setLevel(logging.ERROR)
+    """Without transformers' tables of keys that did not fit: each of them is an error or a decision here."""
+    library = logging.getLogger("transformers")
+    before = library.level
+    library.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        loader.setLevel(before)
+        library.setLevel(before)
 
 
 def _fix_generation_config(path: str, config: Any, decide: Decide) -> None:
