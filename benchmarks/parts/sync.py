@@ -2,8 +2,7 @@
 
 handed     the tensors themselves; the sampler copies them into its own
 files      written below /dev/shm with a digest; another process maps, digests and copies them
-HTTP       the same files, fetched by a process that takes itself for another machine, over the loopback device
-collective the same files, sent to such a process through a process group of two (gloo)
+HTTP       the same files, sent to a process that does not see them, over the loopback device
 Ray        its object store, without a digest, in place of files (`arms/object_store.py`)
 """
 
@@ -23,7 +22,7 @@ from typing import Any
 import measure as harness
 import report
 import torch
-from arms.holding import GLOO, Holding, named, weights
+from arms.holding import Holding, named, weights
 from torch import Tensor
 
 from parts import plan
@@ -31,15 +30,15 @@ from parts.plan import Plan
 from runner.distributed.work_partition import SINGLE_PROCESS
 from runner.launch.ray.driver_connection import AS_LOCAL, LOOPBACK, QUIET
 from runner.sampler.config import TorchSamplerConfig
-from runner.sampler.remote.remotes import Remotes
-from runner.sampler.remote.wire import TOKEN
+from runner.sampler.server.job_token import TOKEN
+from runner.sampler.server.pool import SamplerPool
 from runner.weight_sync.routes import Copied, Shelving
 from runner.weight_sync.shelf import Shelf
 from runner.weight_sync.shelf_folder import claim
 
 MEGABYTES, QUICK_MEGABYTES = 1000, 400
 WAIT_S = 60.0
-PLACES = {"files": "here", "HTTP": "elsewhere", "collective": "paired"}
+PLACES = {"files": "here", "HTTP": "elsewhere"}
 
 
 def measure(at: Plan) -> dict[str, Any]:
@@ -62,7 +61,7 @@ def measure(at: Plan) -> dict[str, Any]:
 
 
 def _round(
-    source: Mapping[str, Tensor], own: Holding, shelf: Shelving, ends: Mapping[str, Remotes], version: int
+    source: Mapping[str, Tensor], own: Holding, shelf: Shelving, ends: Mapping[str, SamplerPool], version: int
 ) -> dict[str, float]:
     handed = Copied(lambda: named(source), handed=True)
     copies = {name: torch.empty_like(tensor) for name, tensor in source.items()}
@@ -100,19 +99,18 @@ def _shelf(root: Path, source: Mapping[str, Tensor]) -> Iterator[Shelving]:
 
 
 @contextmanager
-def _end(at: Plan, where: str, megabytes: int) -> Iterator[Remotes]:
+def _end(at: Plan, where: str, megabytes: int) -> Iterator[SamplerPool]:
     """A process that holds weights, and the client that speaks to it."""
-    notes = at.folder / where
-    notes.mkdir()
-    words = (sys.executable, "-m", "arms.holding", "0", str(notes), str(megabytes), where)
+    folder = at.folder / where
+    folder.mkdir()
+    words = (sys.executable, "-m", "arms.holding", "0", str(folder), str(megabytes), where)
     process = subprocess.Popen(words, env=harness.environment(at.threads, at.folder) | {TOKEN: os.environ[TOKEN]})
     config = TorchSamplerConfig(timeout_s=WAIT_S)
-    by = GLOO if where == "paired" else None
-    remotes = Remotes(config, 1, notes, token=os.environ[TOKEN], vocabulary=2, collectives=by)
+    pool = SamplerPool.of_job(config, 1, folder, token=os.environ[TOKEN], vocab_size=2)
     try:
-        yield remotes
+        yield pool
     finally:
-        remotes.close()
+        pool.close()
         process.kill()
         process.wait()
 
@@ -149,8 +147,7 @@ def show(measured: dict[str, Any]) -> str:
         "handed over, and copied": ("handed",),
         "files: written": ("written",),
         "files: written, and read by another process": ("written", "files"),
-        "HTTP: written, and fetched by another process": ("written", "HTTP"),
-        "collective (gloo): written, and sent to another process": ("written", "collective"),
+        "HTTP: written, and sent to another process": ("written", "HTTP"),
         "Ray's object store: put, and got by another process": ("Ray",),
     }.items():
         taken = [sum(one[part] for part in parts) for one in rounds]

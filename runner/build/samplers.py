@@ -2,8 +2,8 @@
 
 torch             in each rank, over the policy (lag 0) or a copy of it
 an engine         in each rank, beside the policy
-launch.samplers   processes of their own: rank 0 speaks to them, for all
-a server          that others run: rank 0 speaks to it, for all
+launch.samplers   rollout servers that the job starts: rank 0 is their client, for all ranks
+a server          that others run: rank 0 is its client, for all ranks
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from runner.parallelism.parallel_context import ParallelContext
 from runner.parallelism.rollout_partition import PartitionedSampler, Rank0Sampler
 from runner.run_dir.folder import RunFolder
 from runner.sampler.base import SamplingConfig
-from runner.sampler.remote.backends import Collectives
-from runner.sampler.remote.remotes import Remotes
-from runner.sampler.remote.wire import job_token
 from runner.sampler.rollout_journal import RolloutJournal
+from runner.sampler.server.job_token import job_token
+from runner.sampler.server.pool import SamplerPool
 from runner.sampler.sync_probe import SyncProbe
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
@@ -70,7 +69,7 @@ def _sampler(
     folder: RunFolder,
 ) -> Sampler:
     if spec.launch.samplers:
-        return Rank0Sampler(lambda: _remotes(spec, policy, device, folder), world.rollout_peers)
+        return Rank0Sampler(lambda: _sampler_pool(spec, policy, folder), world.rollout_peers)
     if spec.sampler.served:
         return Rank0Sampler(lambda: make_local_sampler(spec, policy, decide, folder), world.rollout_peers)
     if spec.sampler.engine:
@@ -85,18 +84,10 @@ def _sampler(
     )
 
 
-def _remotes(spec: JobSpec, policy: GenerativeModel, device: Device, folder: RunFolder) -> Remotes:
+def _sampler_pool(spec: JobSpec, policy: GenerativeModel, folder: RunFolder) -> SamplerPool:
     assert isinstance(spec.sampler, SamplingConfig)  # or nothing would be sampled
-    count = spec.launch.samplers // spec.sampler.cards()
-    vocabulary, by = policy.limits().vocab_size, build_collectives(spec, device)
-    return Remotes(spec.sampler, count, folder.samplers, token=job_token(), vocabulary=vocabulary, collectives=by)
-
-
-def build_collectives(spec: JobSpec, device: Device) -> Collectives | None:
-    """By which weights get from this process, or to it, over the network; None = over HTTP."""
-    if not spec.sampler.uses_collective():
-        return None
-    return Collectives(device.backend.rpartition(":")[2], device.torch_device)
+    count, vocab_size = spec.launch.samplers // spec.sampler.cards(), policy.limits().vocab_size
+    return SamplerPool.of_job(spec.sampler, count, folder.samplers, token=job_token(), vocab_size=vocab_size)
 
 
 def make_local_sampler(spec: JobSpec, model: TrainableModel, decide: Decisions, folder: RunFolder) -> Sampler:
@@ -121,11 +112,9 @@ def _report_episode_limit(spec: JobSpec, sampler: Sampler, decide: Decisions) ->
         decide.record_fact("environment", f"episodes end at {sampler.max_model_len} tokens, cut off", asked)
 
 
-def build_worker_sampler(
-    spec: JobSpec, decide: Decisions, folder: RunFolder
-) -> tuple[Sampler, Collectives | None, DeviceStats]:
-    """The sampler on this process's devices, by what it gets weights over the network, and what watches its device;
-    torch's has the weights that the job begins with, an engine none yet."""
+def build_worker_sampler(spec: JobSpec, decide: Decisions, folder: RunFolder) -> tuple[Sampler, DeviceStats]:
+    """The sampler of a rollout server, and the stats of its device; torch's has the weights that the job begins with,
+    an engine none yet."""
     device, tokenizer = build_device(spec, decide), build_tokenizer(spec)
     head = next(iter(spec.algorithm.trained_models().values()))  # it has the heads of the policy, whose weights it gets
     if spec.sampler.engine:  # which makes its own model of what this one says that it is
@@ -135,7 +124,7 @@ def build_worker_sampler(
     activity = DeviceStats(
         device.stats_readers() if spec.watch.device_stats_interval_s else (), spec.watch.device_stats_interval_s
     )
-    return make_local_sampler(spec, model, decide, folder), build_collectives(spec, device), activity
+    return make_local_sampler(spec, model, decide, folder), activity
 
 
 def build_publisher(

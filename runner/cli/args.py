@@ -27,6 +27,7 @@ VERBS = {
     "resume": "continue a run where it stopped",
     "status": "how far a run is, its processes, its newest numbers",
     "infer": "answer prompts with a run's model, or any other",
+    "serve": "answer over HTTP, as OpenAI's API does",
     "export": "write a Hugging Face folder or a PEFT adapter",
     "sweep": "continue a sweep, or look at it",
     "report": "a run as one HTML page",
@@ -46,6 +47,7 @@ EXAMPLES = {
     "resume": "run resume latest steps=400",
     "status": "run status latest",
     "infer": 'run infer latest "sort 5031"',
+    "serve": "run serve latest port=8001",
     "export": "run export latest --checkpoint best",
     "sweep": "run sweep status latest",
     "report": "run report latest",
@@ -67,6 +69,8 @@ RESOURCE_NAMES = {
     "status": "latest or a run's folder",
     "infer": "a model (latest, a run's folder, a model's or an adapter's folder, a hub id), then prompts, device=NAME; "
     "words after -- are prompts, whatever they look like",
+    "serve": "latest, a run, a model's or adapter's folder, or a hub id; engine=auto|torch|vllm host= port= device=\n"
+    "max_num_seqs= grace_s= start_timeout_s= logprobs_mode=raw|processed; words after -- are options of vllm serve",
     "export": "latest or a run's folder, device=NAME",
     "sweep": "resume, status or report; latest or a sweep's folder; with resume: sweep.parallel=N and its like",
     "report": "latest or a run's folder",
@@ -129,8 +133,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     verb, rest = split_verb(argv[:end])
     parser = parser_of(verb)
     literal = list(argv[end + 1 :])
-    if literal and verb != "infer":
-        parser.error(f"what is '{literal[0]}'? only run infer takes words after --")
+    if literal and verb not in ("infer", "serve"):
+        parser.error(f"what is '{literal[0]}'? only run infer and run serve take words after --")
     # What every verb may be answered with instead (--help, completion) looks for files, too.
     return parser.parse_intermixed_args(rest, argparse.Namespace(verb=verb, literal=literal, config_dir=None))
 
@@ -260,6 +264,13 @@ def _infer(parser: argparse.ArgumentParser) -> None:
     _source(parser)
 
 
+def _serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", type=_checkpoint, help="a step, or best (the newest)")
+    parser.add_argument("--base", help="the base of an adapter, where its own config names another one")
+    parser.add_argument("--adapter", action="append", default=[], metavar="NAME=FOLDER", help="one more adapter")
+    parser.add_argument("--api-key-file", type=_path, metavar="FILE", help="the key that clients must send")
+
+
 def _export(parser: argparse.ArgumentParser) -> None:
     _source(parser)
     parser.add_argument("--merge", action="store_true", help="an adapter merged into its base, in float32")
@@ -375,6 +386,7 @@ _OPTIONS = {
     "explain": _config_dir,
     "help": _config_dir,
     "infer": _infer,
+    "serve": _serve,
     "export": _export,
     "sweep": _sweep,
     "report": _report,

@@ -24,7 +24,7 @@ PromptStyle = Literal["chat", "text"]
 # so far depends on. Of the sampler: where it is, how weights get there, how long it may take, how far off it may be.
 RESUMABLE = (
     "steps", "strict", "launch", "parallelism", "evaluation", "watch", "callbacks", "tracker", "checkpoint",
-    "sampler.timeout_s", "sampler.sync_logprob_tolerance", "sampler.weight_transfer_backend", "sampler.url",
+    "sampler.timeout_s", "sampler.sync_logprob_tolerance", "sampler.url",
     "sampler.api_key_env", "sampler.folder", "sampler.retries",
 )  # fmt: skip
 LIBRARIES = ("torch", "transformers", "peft")

@@ -45,9 +45,9 @@ class Sampled(Job):
     """A job of which some processes only sample."""
 
     def samplers(self) -> list[int]:
-        """Their processes, as they say themselves; that of a killed one stands there until another takes its place."""
-        notes = sorted((self.latest / "samplers").glob("*.json"))
-        return [json.loads(note.read_text())["pid"] for note in notes]
+        """Their processes by their endpoint files; that of a killed one stays until another replaces it."""
+        paths = sorted((self.latest / "samplers").glob("*.json"))
+        return [json.loads(path.read_text())["pid"] for path in paths]
 
     def end(self, steps: int = STEPS) -> tuple[bytes, list[dict[str, object]]]:
         """What training came to: parameters with the optimizer's state, and every step's numbers."""

@@ -24,7 +24,7 @@ from runner.launch.local import LocalLauncher, run_attempts
 from runner.launch.supervisor import Supervisor
 from runner.launch.worker_process import WorkerSpec
 from runner.run_dir.folder import RunFolder, write_json
-from runner.sampler.remote.wire import TOKEN
+from runner.sampler.server.job_token import TOKEN
 from runner.spec.job import JobSpec
 from runner.weight_sync.shelf_folder import places
 from tests.launch.several import alive

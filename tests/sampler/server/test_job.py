@@ -29,7 +29,7 @@ JOB = (
     *(
         "reward=function",
         "reward.path=my_reward.py:score",
-        "sampler=vllm_server",
+        "sampler=server",
         "sampler.max_new_tokens=6",
         "sampler.temperature=0.8",
     ),

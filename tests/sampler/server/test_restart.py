@@ -23,12 +23,12 @@ from runner.build.samplers import _shared_memory_bytes
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SamplerError
-from runner.sampler.config import VllmServerConfig
-from runner.sampler.server import client as client_module
+from runner.sampler.config import ServerSamplerConfig
+from runner.sampler.server import openai_client as client_module
 from runner.sampler.server.build import build
-from runner.sampler.server.client import Client
-from runner.sampler.server.sampler import ServerSampler
-from runner.sampler.server.wire import Mark
+from runner.sampler.server.openai_client import OpenAiClient
+from runner.sampler.server.openai_protocol import ServerFingerprint
+from runner.sampler.server.openai_sampler import OpenAiSampler
 from runner.tools.plan.estimate import Estimate, estimate
 from runner.weight_sync.shelf import Shelf
 from runner.weight_sync.shelf_folder import claim
@@ -120,7 +120,7 @@ def test_what_may_have_been_delivered_is_sent_once_more_only_where_it_may_be(aga
 
         thread = threading.Thread(target=hang_up)
         thread.start()
-        client = Client(f"http://127.0.0.1:{listening.getsockname()[1]}", None, 3)
+        client = OpenAiClient(f"http://127.0.0.1:{listening.getsockname()[1]}", None, 3)
         with pytest.raises(SamplerError, match=f"asked {times} times"):
             client.post("/collective_rpc", {}, time.monotonic() + 20, again=again)
         listening.shutdown(socket.SHUT_RDWR)
@@ -151,7 +151,7 @@ def test_no_answer_to_who_it_is_hides_that_it_was_started_anew(
 def test_a_server_that_never_says_when_it_began_is_asked_once_and_that_is_said(tmp_path: Path) -> None:
     server, decide = stand_in(version=replace(V32, metrics=False)), Decisions()
     with served(server) as url:
-        config = VllmServerConfig(url=url, max_num_seqs=4, max_new_tokens=16)
+        config = ServerSamplerConfig(url=url, max_num_seqs=4, max_new_tokens=16)
         sampler = build(config, model=causal("qwen3"), decide=decide, folder=tmp_path / "own", recomputed=False)
         assert len(sampler.sample(asked(1))) == 3
         sampler.close()
@@ -215,7 +215,7 @@ def test_there_is_room_for_what_the_server_has_beside_the_newest_version(
         held = {path.stat().st_ino: path.stat().st_size for path in shelf.folder.rglob("*.safetensors")}
         most = max(most, sum(held.values()))
 
-    monkeypatch.setattr(ServerSampler, "_now", lambda *_: Mark("", None))
+    monkeypatch.setattr(OpenAiSampler, "_now", lambda *_: ServerFingerprint("", None))
     with sampling(stand_in(), tmp_path / "own", policy, weight_sync=sync) as sampler:
         told = "load_adapter" if sync == "adapter" else "reload"
         monkeypatch.setattr(sampler._server, told, look)
@@ -229,7 +229,7 @@ def test_there_is_room_for_what_the_server_has_beside_the_newest_version(
     sizes = [policy.hf_tensor_bytes(way) for way in sent]
     words = [
         "+recipe=grpo_demo",
-        "sampler=vllm_server",
+        "sampler=server",
         "sampler.url=http://localhost:1",
         f"sampler.weight_sync={sync}",
     ]

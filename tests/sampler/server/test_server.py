@@ -24,10 +24,10 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, EnvironmentProblem, SamplerError, StorageError
 from runner.interfaces import Request, Rollout
 from runner.model.tiny import byte_tokenizer
-from runner.sampler.config import VllmServerConfig
-from runner.sampler.server import client as client_module
+from runner.sampler.config import ServerSamplerConfig
+from runner.sampler.server import openai_client as client_module
 from runner.sampler.server.build import build
-from runner.sampler.server.sampler import ServerSampler
+from runner.sampler.server.openai_sampler import OpenAiSampler
 from runner.sampler.sync_probe import SyncProbe
 from runner.weight_sync.shelf import Shelf
 from runner.weight_sync.shelf_folder import claim
@@ -59,15 +59,15 @@ def whole(policy: Any) -> Any:
     return made
 
 
-def made(url: str, own: Path, policy: Any = None, recomputed: bool = False, **options: Any) -> ServerSampler:
+def made(url: str, own: Path, policy: Any = None, recomputed: bool = False, **options: Any) -> OpenAiSampler:
     defaults = {"max_num_seqs": 4, "max_new_tokens": 16, "retries": 3, "timeout_s": 20.0}
-    config = VllmServerConfig(url=url, **defaults | options)
+    config = ServerSamplerConfig(url=url, **defaults | options)
     own.mkdir(parents=True, exist_ok=True)
     return build(config, model=policy or causal("qwen3"), decide=Decisions(), folder=own, recomputed=recomputed)
 
 
 @contextmanager
-def sampling(server: StandIn, own: Path, policy: Any = None, **options: Any) -> Iterator[ServerSampler]:
+def sampling(server: StandIn, own: Path, policy: Any = None, **options: Any) -> Iterator[OpenAiSampler]:
     with served(server) as url:
         sampler = made(url, own, policy, **options)
         try:
@@ -332,8 +332,8 @@ def test_what_passes_is_waited_for(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "empty": "is empty",
-    "long": "has 9 tokens, above 8",
+    "empty": "has 0 tokens",
+    "long": "has 9 tokens, not 1 to 8",
     "foreign": "has the id 1000000",
     "infinite": "has the log-probability None",
     "missing": "has the log-probability None",
@@ -397,7 +397,7 @@ def test_nobody_there_is_said_before_long(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_a_new_job_finds_out_at_once_that_nobody_is_there() -> None:
     with served(stand_in()) as url:
-        config = VllmServerConfig(name="vllm_server", url=url)
+        config = ServerSamplerConfig(name="server", url=url)
         config.preflight_here()
     with pytest.raises(EnvironmentProblem, match=f"sampler.url: nobody listens at {url} .*refused"):
         config.preflight_here()

@@ -26,9 +26,9 @@ from runner.adapter.lora import attach
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SamplerError
 from runner.interfaces import Request, Rollout
-from runner.sampler.config import VllmServerConfig
+from runner.sampler.config import ServerSamplerConfig
 from runner.sampler.server.build import build
-from runner.sampler.server.sampler import ServerSampler
+from runner.sampler.server.openai_sampler import OpenAiSampler
 from runner.sampler.sync_probe import SyncProbe
 from runner.weight_sync.shelf import Shelf
 from runner.weight_sync.shelf_folder import claim
@@ -134,12 +134,12 @@ def shelf(tmp_path: Path) -> Iterator[Shelf]:
 
 @pytest.fixture
 def asking(served: Served, tmp_path: Path) -> Iterator[Any]:
-    made: list[ServerSampler] = []
+    made: list[OpenAiSampler] = []
 
-    def ask(policy: Any, **options: Any) -> ServerSampler:
+    def ask(policy: Any, **options: Any) -> OpenAiSampler:
         own = tmp_path / str(len(made))
         own.mkdir()
-        config = VllmServerConfig(url=served.url, max_new_tokens=16, max_num_seqs=8, timeout_s=120.0, **options)
+        config = ServerSamplerConfig(url=served.url, max_new_tokens=16, max_num_seqs=8, timeout_s=120.0, **options)
         made.append(build(config, model=policy, decide=Decisions(), folder=own, recomputed=False))
         return made[-1]
 
@@ -186,7 +186,7 @@ def moved(policy: Any, by: float) -> None:
             parameter.add_(noise, alpha=by)
 
 
-def sent(sampler: ServerSampler, policy: Any, shelf: Shelf, version: int, way: str) -> None:
+def sent(sampler: OpenAiSampler, policy: Any, shelf: Shelf, version: int, way: str) -> None:
     """Through the probe, as a run does it."""
     probe = SyncProbe.from_seed(0, 256, 1e-4)
     probe.expect(version, [plain(whole(policy), row).tolist() for row in probe.rows])
