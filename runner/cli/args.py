@@ -27,6 +27,7 @@ VERBS = {
     "resume": "continue a run where it stopped",
     "status": "how far a run is, its processes, its newest numbers",
     "infer": "answer prompts with a run's model, or any other",
+    "chat": "talk to a model in the terminal",
     "serve": "answer over HTTP, as OpenAI's API does",
     "export": "write a Hugging Face folder or a PEFT adapter",
     "sweep": "continue a sweep, or look at it",
@@ -47,6 +48,7 @@ EXAMPLES = {
     "resume": "run resume latest steps=400",
     "status": "run status latest",
     "infer": 'run infer latest "sort 5031"',
+    "chat": "run chat latest",
     "serve": "run serve latest port=8001",
     "export": "run export latest --checkpoint best",
     "sweep": "run sweep status latest",
@@ -69,6 +71,7 @@ RESOURCE_NAMES = {
     "status": "latest or a run's folder",
     "infer": "a model (latest, a run's folder, a model's or an adapter's folder, a hub id), then prompts, device=NAME; "
     "words after -- are prompts, whatever they look like",
+    "chat": "a model (latest, a run's folder, a model's or an adapter's folder, a hub id), device=NAME",
     "serve": "latest, a run, a model's or adapter's folder, or a hub id; engine=auto|torch|vllm host= port= device=\n"
     "max_num_seqs= grace_s= start_timeout_s= logprobs_mode=raw|processed; words after -- are options of vllm serve",
     "export": "latest or a run's folder, device=NAME",
@@ -257,6 +260,15 @@ def _source(parser: argparse.ArgumentParser) -> None:
 
 def _infer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", type=Path, help="a text file of prompts, one a line")
+    _sampling(parser)
+
+
+def _chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt (none)")
+    _sampling(parser)
+
+
+def _sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer (256)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 = always the likeliest token (0)")
     parser.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this share (1)")
@@ -386,6 +398,7 @@ _OPTIONS = {
     "explain": _config_dir,
     "help": _config_dir,
     "infer": _infer,
+    "chat": _chat,
     "serve": _serve,
     "export": _export,
     "sweep": _sweep,

@@ -144,29 +144,38 @@ def _continue_run(where: str, overrides: Sequence[str]) -> int:
 
 def infer(args: Namespace) -> int:
     """Answer prompts: those typed, those of a file (one a line), or line by line from the keyboard."""
-    _check_sampling(args)
-    source, prompts, settings = _resolve_source(args)
+    check_sampling(args)
+    source, prompts, settings = resolve_source(args)
     from runner.inference.model_source import load_source
     from runner.tracker.text import escape_controls
 
     if args.file:
         prompts += _read_prompts(args.file)
+    if len(source.adapters) > 1:
+        raise UsageError("one adapter at a time; run serve answers with several by name")
     loaded = load_source(source, **settings)
-    from runner.launch import infer_export
+    from runner.core.auto_choices import Decisions
+    from runner.inference.engine import SamplingParams
+    from runner.inference.generate import never_stopped, stream_answer
+    from runner.inference.torch_engine import TorchEngine
+    from runner.launch.infer_export import prompt_ids
 
     style = loaded.prompt_style
     asked = "prompts are plain text" if style == "text" else "prompts go through the chat template"
     step = "" if loaded.step is None else f", step {loaded.step}"
-    print(f"{_source_text(source)}{step}, {asked}", file=sys.stderr)
+    print(f"{describe_source(source)}{step}, {asked}", file=sys.stderr)
     several = args.file is not None or len(prompts) > 1
-    sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
-    sampling |= {"top_p": args.top_p or 1.0, "seed": args.seed or 0}
+    engine = TorchEngine(loaded.model, decide=Decisions(), max_num_seqs=1)
+    longest = engine.limits.length_limit
     shown_as = escape_controls if sys.stdout.isatty() else str  # a terminal obeys what a model or a file says
     for prompt in prompts or _typed_prompts():
         if several:
             print(shown_as(f"> {prompt}"))
+        ids = prompt_ids(loaded.tokenizer, prompt, style)
+        room = args.max_new_tokens if longest is None else min(args.max_new_tokens, longest[0] - len(ids))
+        params = SamplingParams(args.temperature, args.top_p or 1.0, max_new_tokens=room, seed=args.seed or 0)
         written = False
-        for piece in infer_export.stream_answer(loaded.model, prompt, style, **sampling):
+        for piece in stream_answer(engine, loaded.tokenizer, ids, params, never_stopped):
             print(shown_as(piece), end="", flush=True)
             written = written or bool(piece)
         print()
@@ -182,7 +191,7 @@ def _read_prompts(path: Path) -> list[str]:
     return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
-def _source_text(source: ModelSource) -> str:
+def describe_source(source: ModelSource) -> str:
     """A source as a user knows it: a run by its folder, `latest` too."""
     from runner.run_dir.folder import display_path
 
@@ -191,7 +200,7 @@ def _source_text(source: ModelSource) -> str:
 
 def export(args: Namespace) -> int:
     """Write an export of a run, or adapters as one folder."""
-    source, more, settings = _resolve_source(args)
+    source, more, settings = resolve_source(args)
     if more:
         raise UsageError(f"what is '{more[0]}'? write: run export latest --checkpoint 100 --out FOLDER")
     _check_export(args, source)
@@ -206,7 +215,7 @@ def export(args: Namespace) -> int:
         done = infer_export.export(
             RunFolder(Path(source.path)), spec, source.checkpoint, args.out, merge=args.merge, check=args.check
         )
-        target, what = done.folder, f"{_source_text(source)}, step {done.step}"
+        target, what = done.folder, f"{describe_source(source)}, step {done.step}"
         checked = f"check    {done.check}" if done.check else "check    none (--check compares the folder with the run)"
         print(checked, file=sys.stderr)
     else:
@@ -269,7 +278,7 @@ def _split_run(words: Sequence[str]) -> tuple[str, list[str]]:
     return "latest", list(words)
 
 
-def _resolve_source(args: Namespace) -> tuple[ModelSource, list[str], dict[str, Any]]:
+def resolve_source(args: Namespace) -> tuple[ModelSource, list[str], dict[str, Any]]:
     """The model meant, the words that are prompts, and what `load_source` takes beside it. Raises UsageError."""
     set_words = [word for word in args.words if _is_setting(word)]
     for word in set_words:
@@ -314,7 +323,7 @@ def _trust(words: Sequence[str]) -> list[str]:
     return [w for w in words if w.startswith(TRUST)]
 
 
-def _check_sampling(args: Namespace) -> None:
+def check_sampling(args: Namespace) -> None:
     for name, value, good in (
         ("--max-new-tokens", args.max_new_tokens, args.max_new_tokens >= 1),
         ("--temperature", args.temperature, 0 <= args.temperature < float("inf")),

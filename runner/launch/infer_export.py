@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.core.errors import EnvironmentProblem
+from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.tokenization import bos_and_eos
 from runner.inference.model_source import Checkpoint, ModelSource, load_run, load_source
 from runner.launch.export import CardFacts, CheckFolder, write_export
@@ -20,34 +20,22 @@ from runner.run_dir.resume_compatibility import PromptStyle
 from runner.spec.job import JobSpec
 
 if TYPE_CHECKING:  # it brings torch, which may be broken
-    from runner.interfaces import GenerativeModel, TrainableModel
-
-
-def stream_answer(
-    model: GenerativeModel,
-    prompt: str,
-    style: PromptStyle,
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int,
-) -> Iterator[str]:
-    """Pieces of the answer to a prompt, as they come. Raises EnvironmentProblem for a prompt without a token."""
-    ids = prompt_ids(model.tokenizer, prompt, style)
-    if not ids:
-        raise EnvironmentProblem("the prompt is empty; type a text to go on from")
-    yield from model.stream(ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    from runner.interfaces import TrainableModel
 
 
 def prompt_ids(tokenizer: Any, prompt: str, style: PromptStyle) -> list[int]:
-    """A prompt in the tokens that training showed: a user's message, or plain text after what begins every text."""
+    """A prompt in the tokens that training showed: a user's message, or plain text after what begins every text.
+
+    Raises DataError for a plain prompt without a token.
+    """
     if style == "chat":
         messages = [{"role": "user", "content": prompt}]
         encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
         return list(encoded["input_ids"])
     begin, _ = bos_and_eos(tokenizer)
     ids = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    if not ids:
+        raise DataError("the prompt is empty; type a text to continue")
     return ids if ids[:1] == begin[:1] else [*begin, *ids]
 
 

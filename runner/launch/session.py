@@ -172,7 +172,9 @@ class Session:
 
     def _try_it(self, built: BuiltJob) -> str:
         """The command that uses what was made."""
-        if not hasattr(built.model, "stream"):
+        from runner.interfaces import as_generative
+
+        if as_generative(built.model) is None:
             return (
                 f"as a reward: reward=model reward.path={display_path(self.folder.export)} (with algorithm=grpo or ppo)"
             )

@@ -203,24 +203,6 @@ class CausalLM(TransformersModel):
         with self._generation_mode():
             return fitting_decoder(self.causal)
 
-    def stream(
-        self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, top_p: float, seed: int
-    ) -> Iterator[str]:
-        """Text pieces of one answer as they are made, never half a character; temperature 0 is greedy.
-
-        Draws from a generator of its own, seeded with `seed`. Raises ValueError for an empty prompt.
-        """
-        from runner.model import generation
-
-        if not prompt_ids:
-            raise ValueError("a prompt needs at least one token")
-        generator = torch.Generator().manual_seed(seed)
-        pick = partial(generation.sample_token, temperature=temperature, top_p=top_p, generator=generator)
-        ends = generation.eos_token_ids(self.causal, self.tokenizer)
-        ids = generation.stream_ids(self._forward_step, prompt_ids, ends, max_new_tokens, pick, self.device)
-        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-        return generation.stream_text(ids, decode)
-
     def batch_decoder(self, *, decide: Decide, merge: bool = True) -> CompletionGenerator:
         """What writes many answers at once, as a sampler does; merge: adapters into their base meanwhile.
 
@@ -276,10 +258,6 @@ class CausalLM(TransformersModel):
                 yield
         finally:
             self._set_mode(training)
-
-    def _forward_step(self, ids: Tensor, cache: Any) -> Any:
-        with self._generation_mode():
-            return self.causal(input_ids=ids, past_key_values=cache, use_cache=True)
 
     def _visible_output(self, tokens: BatchTokens) -> Tensor:
         """See `TransformersModel`; logits of a model that shows no backbone."""

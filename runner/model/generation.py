@@ -10,7 +10,7 @@ Functions here expect a transformers causal LM in evaluation mode with its own a
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,6 @@ from runner.interfaces.model import CachedDecoder
 from runner.model.batch_layout import max_row_length, new_tokens_that_fit
 from runner.model.kv_cache import MakeDecoder, PromptIds
 
-REPLACEMENT = "\ufffd"  # what a decoder shows for the bytes of an unfinished character
 
 
 # Logits [n, V] after the rows of the prompts with these indices → the next id of each, None where the answer has ended.
@@ -211,50 +210,3 @@ def _hf_generate(
         causal.generation_config = own
     found: list[list[int]] = out[:, width:].tolist()
     return found
-
-
-def sample_token(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """One id from logits [V]: the likeliest at temperature 0, else from the nucleus of mass `top_p`."""
-    if temperature == 0:
-        return int(logits.argmax())
-    probabilities, order = torch.softmax(logits.float() / temperature, -1).cpu().sort(descending=True)
-    probabilities[probabilities.cumsum(0) - probabilities >= top_p] = 0  # the first one always stays
-    return int(order[torch.multinomial(probabilities, 1, generator=generator)])
-
-
-def stream_ids(
-    step: Callable[[Tensor, Any], Any],
-    prompt: Sequence[int],
-    ends: frozenset[int],
-    max_new_tokens: int,
-    pick: Callable[[Tensor], int],
-    device: torch.device,
-) -> Iterator[int]:
-    """Ids up to but excluding the end. `step(ids [1, L], cache)` runs the model on the ids that the cache lacks."""
-    ids, cache = list(prompt), None
-    for _ in range(max_new_tokens):
-        out = step(torch.tensor([ids], device=device), cache)
-        token = pick(out.logits[0, -1])
-        if token in ends:
-            return
-        yield token
-        ids, cache = [token], out.past_key_values
-
-
-def stream_text(ids: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
-    """Pieces of text that end at character ends; together they are the text of all ids.
-
-    Decodes from the start of the last piece, so that spaces and multi-byte characters join as in the whole.
-    """
-    kept: list[int] = []  # ids of the piece before, for context, and those not shown yet
-    shown, context = "", 0
-    for token in ids:
-        kept.append(token)
-        text = decode(kept)
-        if len(text) > len(shown) and not text.endswith(REPLACEMENT):
-            yield text[len(shown) :]
-            kept = kept[context:]
-            shown, context = decode(kept), len(kept)
-    rest = decode(kept)[len(shown) :]
-    if rest:
-        yield rest

@@ -11,10 +11,10 @@ import pytest
 
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
-from runner.core.errors import CheckpointError, EnvironmentProblem
+from runner.core.errors import CheckpointError, DataError, EnvironmentProblem
 from runner.data.config import FileConfig
 from runner.data.prepare import build
-from runner.launch.infer_export import export, prompt_ids, stream_answer
+from runner.launch.infer_export import export, prompt_ids
 from runner.run_dir.folder import RunFolder, acquire_lock, write_json
 from tests.data.conftest import byte_tokenizer, chat
 
@@ -41,12 +41,8 @@ def test_plain_text_needs_no_chat_template_and_begins_like_every_text() -> None:
 
 
 def test_an_empty_prompt_is_refused() -> None:
-    class Writer:
-        tokenizer = byte_tokenizer()
-
-    settings = {"max_new_tokens": 1, "temperature": 0.0, "top_p": 1.0, "seed": 0}
-    with pytest.raises(EnvironmentProblem, match="the prompt is empty"):
-        list(stream_answer(Writer(), "", "text", **settings))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="the prompt is empty"):
+        prompt_ids(byte_tokenizer(), "", "text")
 
 
 def test_a_running_run_gets_no_export_into_its_folder(tmp_path: Path) -> None:
