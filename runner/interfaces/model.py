@@ -92,7 +92,7 @@ class TrainableModel(ScoringModel, Protocol):
     layout: str  # packed or padded
     default_attention: str  # what the transformers model attends with by itself
     flops: Any  # runner.model.flops.ModelFlops
-    weights_source: Any  # where its first weights come from: runner.model.source.Source
+    weights_source: Any  # where its first weights come from: runner.model.initial_weights.WeightsSource
 
     @property
     def base_fingerprint(
@@ -187,10 +187,6 @@ class GenerativeModel(TrainableModel, GreedyAnswerer, Protocol):
     """A model that continues text."""
 
     def lm_head(self) -> Callable[[Tensor], Tensor]: ...  # hidden states [S, H] → logits [S, V]
-
-    def stream(
-        self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, top_p: float, seed: int
-    ) -> Iterator[str]: ...
 
     def batch_decoder(self, *, decide: Decide, merge: bool = True) -> BatchDecoder: ...
 

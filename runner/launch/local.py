@@ -116,9 +116,9 @@ def check_spec(spec: JobSpec, *, here: bool = False) -> JobSpec:
     local = {name: getattr(spec, name).with_absolute_paths() for name in ("data", "model", "algorithm", "reward")}
     spec = spec.model_copy(update=local)
     if spec.model.source is not None:
-        from runner.model.hub_access import check_path
+        from runner.inference.model_source import resolve_model_path
 
-        check_path(spec.model.source)
+        spec = spec.model_copy(update={"model": spec.model.with_resolved_source(resolve_model_path)})
     refuse_unready(check for _, check in preflights(spec, here=here))
     return spec
 
@@ -348,12 +348,8 @@ class LocalLauncher:
         handle = listener.fileno() if listener is not None and order.meets else None
         if self._janitor is not None:
             self._janitor.remove(*order.scratch)
-        own = {
-            **without_rank_variables(os.environ),
-            **self._common_environment(),
-            **self._visible_cards(order),
-            **order.environment,
-        }
+        own = {**without_rank_variables(os.environ), **self._common_environment(), **self._visible_cards(order)}
+        own |= order.environment
         member = LocalWorker.start(order, own, handle, self._janitor)
         if self._own is not None and order.meets:
             self._own.close()  # rank 0 has it: where that is gone, nobody is to wait for an answer
