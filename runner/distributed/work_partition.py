@@ -219,7 +219,7 @@ def _backward_schedule(stages: int, chunks: int, count: int) -> list[PipelineOp]
 
 
 class SingleStage:
-    """The stage of a model whose layers are all on this rank: see `runner.interfaces.Stage`."""
+    """The stage of a model whose layers are all on this rank: see `runner.interfaces.PipelineStage`."""
 
     is_last = True
     index = 0

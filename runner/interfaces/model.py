@@ -71,7 +71,7 @@ class TrainableModel(ScoringModel, Protocol):
     layout: str  # packed or padded
     default_attention: str  # what the transformers model attends with by itself
     flops: Any  # runner.model.flops.ModelFlops
-    weights_source: Any  # where its first weights come from: runner.model.source.Source
+    weights_source: Any  # where its first weights come from: runner.model.initial_weights.WeightsSource
 
     @property
     def base_fingerprint(

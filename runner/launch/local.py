@@ -348,12 +348,8 @@ class LocalLauncher:
         handle = listener.fileno() if listener is not None and order.meets else None
         if self._janitor is not None:
             self._janitor.remove(*order.scratch)
-        own = {
-            **without_rank_variables(os.environ),
-            **self._common_environment(),
-            **self._visible_cards(order),
-            **order.environment,
-        }
+        own = {**without_rank_variables(os.environ), **self._common_environment(), **self._visible_cards(order)}
+        own |= order.environment
         member = LocalWorker.start(order, own, handle, self._janitor)
         if self._own is not None and order.meets:
             self._own.close()  # rank 0 has it: where that is gone, nobody is to wait for an answer

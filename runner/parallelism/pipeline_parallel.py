@@ -135,7 +135,7 @@ class StageOwner:
 
 
 class StagedModel:
-    """The stage of a model that lies on several: see `runner.interfaces.Stage`.
+    """The stage of a model that lies on several: see `runner.interfaces.PipelineStage`.
 
     undone: while the whole model is on every rank; passing: while a forward pass is in this stage
     """
