@@ -1,4 +1,4 @@
-"""Files of the weight store that are written over: only if nobody has them, whatever the way, and with the same result."""
+"""Files of the weight store that are written over: only if nobody has them, by every way, with the same result."""
 
 from __future__ import annotations
 
