@@ -17,17 +17,26 @@ M = TypeVar("M", bound=TrainableModel)
 
 
 def train_all(config: NoAdapterConfig, model: M, *, decide: Decide) -> M:
-    """The same model with all its parameters trainable: full fine-tuning."""
+    """The same model with all its parameters trainable: full fine-tuning. An adapter that it came with is merged."""
+    if model.module is not model.inner:
+        decide.record_fact("adapter", "merged into its base", f"{_origin(model)}, and adapter=none trains all weights")
+        model = model.merge_adapter(decide=decide)
     model.module.requires_grad_(True)
     return model
+
+
+def _origin(model: TrainableModel) -> str:
+    return f"the model came with the adapter {model.weights_source.adapter}"
 
 
 def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
     """`model` inside a peft model; the adapter is drawn from the model's seed, in float32 whatever the base's type.
 
     Use the result instead of `model`, whose modules it has changed. Raises SpecError for module names that the
-    model does not have, or that peft cannot adapt.
+    model does not have, or that peft cannot adapt. A model that came with an adapter continues it, as it is.
     """
+    if model.module is not model.inner:
+        return _continue_adapter(config, model, decide)
     import peft
 
     _check_names(config, model.inner)
@@ -56,6 +65,23 @@ def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
         if parameter.requires_grad:  # peft leaves a head that is trained beside the adapter in the base's type
             parameter.data = parameter.data.float()
     return model.with_peft_module(module, decide=decide)
+
+
+def _continue_adapter(config: LoraConfig, model: M, decide: Decide) -> M:
+    """The model with the adapter that it came with; says each option that the adapter has another value of."""
+    module: Any = model.module
+    there = module.peft_config[module.active_adapter]
+    decide.record_fact("adapter", "continued", _origin(model))
+    for option, ours, theirs in (
+        ("rank", config.rank, there.r),
+        ("alpha", config.alpha, there.lora_alpha),
+        ("dropout", config.dropout, there.lora_dropout),
+        ("dora", config.dora, there.use_dora),
+        ("rslora", config.rslora, there.use_rslora),
+    ):
+        if ours != theirs:
+            decide.record_fact(f"adapter.{option}", str(theirs), f"the adapter's own; the option's {ours} is not used")
+    return model
 
 
 def _check_names(config: LoraConfig, causal: nn.Module) -> None:

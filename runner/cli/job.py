@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -20,15 +20,15 @@ from runner.cli.args import UsageError, is_override
 from runner.cli.config_sources import GROUP
 from runner.cli.job_builder import SPEC, ComposedJob, ExtraWords, JobDraft, compose_job, no_extra_words, re_decode
 from runner.cli.overrides import TRUST
-from runner.core.errors import NotReady
+from runner.core.errors import EnvironmentProblem, NotReady
 from runner.core.rank_info import VARIABLES
 from runner.spec.job import JobSpec
 
 if TYPE_CHECKING:
-    from runner.run_dir.folder import RunFolder
+    from runner.inference.model_source import ModelSource
 
 SETTING = re.compile(r"[+~]*(\w+)(?:\.[\w.]*)?=")
-USABLE = re.compile(rf"[+]*(?:device(?:\.\w+)?=|model\.path=|{re.escape(TRUST)})")
+USABLE = re.compile(rf"[+]*(?:device(?:\.\w+)?=|model\.path=|model\.dtype=|{re.escape(TRUST)})")
 
 
 def run(args: Namespace) -> int:
@@ -144,28 +144,28 @@ def _continue_run(where: str, overrides: Sequence[str]) -> int:
 def infer(args: Namespace) -> int:
     """Answer prompts: those typed, those of a file (one a line), or line by line from the keyboard."""
     _check_sampling(args)
-    folder, prompts, composed = _resolve_run(args)
-    _load_torch(composed.spec)
-    from runner.launch import infer_export
-    from runner.run_dir.folder import display_path
+    source, prompts, settings = _resolve_source(args)
+    from runner.inference.model_source import load_source
     from runner.tracker.text import escape_controls
 
     if args.file:
-        prompts += infer_export.read_prompts(args.file)
-    model, loaded = infer_export.load_model(folder, composed.spec, args.checkpoint)
-    style = loaded.state["identity"]["prompt_style"]
-    asked = "asked as plain text, like the data" if style == "text" else "asked through the chat template"
-    print(f"{display_path(folder.root)}, step {loaded.step}, {asked}", file=sys.stderr)
+        prompts += _read_prompts(args.file)
+    loaded = load_source(source, **settings)
+    from runner.launch import infer_export
+
+    style = loaded.prompt_style
+    asked = "prompts are plain text" if style == "text" else "prompts go through the chat template"
+    step = "" if loaded.step is None else f", step {loaded.step}"
+    print(f"{_source_text(source)}{step}, {asked}", file=sys.stderr)
     several = args.file is not None or len(prompts) > 1
-    settings = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
+    sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
+    sampling |= {"top_p": args.top_p or 1.0, "seed": args.seed or 0}
     shown_as = escape_controls if sys.stdout.isatty() else str  # a terminal obeys what a model or a file says
     for prompt in prompts or _typed_prompts():
         if several:
             print(shown_as(f"> {prompt}"))
         written = False
-        for piece in infer_export.stream_answer(
-            model, prompt, style, top_p=args.top_p or 1.0, seed=args.seed or 0, **settings
-        ):
+        for piece in infer_export.stream_answer(loaded.model, prompt, style, **sampling):
             print(shown_as(piece), end="", flush=True)
             written = written or bool(piece)
         print()
@@ -174,30 +174,42 @@ def infer(args: Namespace) -> int:
     return 0
 
 
-def export(args: Namespace) -> int:
-    """Write an export of a run."""
-    folder, more, composed = _resolve_run(args)
-    if more:
-        raise UsageError(f"what is '{more[0]}'? write: run export latest --checkpoint 100 --out FOLDER")
-    _load_torch(composed.spec)
-    from runner.launch import infer_export
+def _read_prompts(path: Path) -> list[str]:
+    """One prompt per line of a text file; empty lines are left out."""
+    if not path.is_file():
+        raise EnvironmentProblem(f"{path}: no such file; one prompt per line is expected")
+    return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def _source_text(source: ModelSource) -> str:
+    """A source as a user knows it: a run by its folder, `latest` too."""
     from runner.run_dir.folder import display_path
 
-    target, step = infer_export.export(folder, composed.spec, args.checkpoint, args.out, args.merge)
+    return display_path(Path(source.path)) if source.kind == "run" else source.text
+
+
+def export(args: Namespace) -> int:
+    """Write an export of a run."""
+    source, more, settings = _resolve_source(args)
+    if more:
+        raise UsageError(f"what is '{more[0]}'? write: run export latest --checkpoint 100 --out FOLDER")
+    from runner.inference.model_source import prepare_process, source_spec
+    from runner.run_dir.folder import RunFolder, display_path
+
+    if source.kind != "run":
+        raise UsageError(f"run export: {source.text} is no run; only runs are exported")
+    spec = source_spec(source, **settings)
+    prepare_process(spec)
+    from runner.launch import infer_export
+
+    folder = RunFolder(Path(source.path))
+    target, step = infer_export.export(folder, spec, source.checkpoint, args.out, args.merge)
     kind = (
         "a PEFT adapter (--merge writes a whole model)" if infer_export.is_adapter(target) else "a Hugging Face folder"
     )
     print(f"{display_path(folder.root)}, step {step}: {kind}", file=sys.stderr)
     print(display_path(target))
     return 0
-
-
-def _load_torch(spec: JobSpec) -> None:
-    from runner.core.auto_choices import Decisions
-    from runner.launch.session import load_torch, set_environment
-
-    set_environment(spec, Decisions(spec.strict))
-    load_torch(spec.device.name)
 
 
 def _split_run(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -207,27 +219,27 @@ def _split_run(words: Sequence[str]) -> tuple[str, list[str]]:
     return "latest", list(words)
 
 
-def _resolve_run(args: Namespace) -> tuple[RunFolder, list[str], ComposedJob]:
-    """The run meant, the words that are prompts, and its job with what may be set for this use. Raises UsageError."""
-    settings = [word for word in args.words if _is_setting(word)]
-    for word in settings:
+def _resolve_source(args: Namespace) -> tuple[ModelSource, list[str], dict[str, Any]]:
+    """The model meant, the words that are prompts, and what `load_source` takes beside it. Raises UsageError."""
+    set_words = [word for word in args.words if _is_setting(word)]
+    for word in set_words:
         if not USABLE.match(word):
             prompt = f"; as a prompt, write it after --: run infer latest -- '{word}'" if args.verb == "infer" else ""
             raise UsageError(
-                f"run {args.verb}: only device=…, model.path=… and {TRUST}… can be set, not {word}{prompt}"
+                f"run {args.verb}: only device=…, model.dtype=…, model.path=… and {TRUST}… can be set, not "
+                f"{word}{prompt}"
             )
-    from runner.run_dir.folder import display_path, find_trained_run
+    where, words = _split_run([word for word in args.words if word not in set_words])
+    values = {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in set_words)}
+    device_words = [word for word in set_words if word.lstrip("+").startswith("device")]
+    device = compose_job([*device_words, "tracker=none"]).data["device"] if device_words else None
+    from runner.inference.model_source import parse_source
 
-    words = [word for word in args.words if word not in settings]
-    where, words = _split_run(words)
-    folder, passed_over = find_trained_run(where)
-    if passed_over is not None:
-        from runner.launch.local import read_status
-
-        failed = read_status(passed_over).get("state") == "failed"
-        why = "failed before its first checkpoint" if failed else "has no checkpoint yet"
-        print(f"latest: {display_path(passed_over.root)} {why}; taking the newest run that has one", file=sys.stderr)
-    return folder, [*words, *args.literal], re_decode(folder.spec, settings)
+    base = values.get("model.path") or args.base
+    source = parse_source(where, checkpoint=args.checkpoint, base=base, adapters=args.adapter or ())
+    trust = yaml.safe_load(values.get("model.trust_remote_code", "false")) is True
+    settings = {"device": device, "dtype": values.get("model.dtype"), "trust_remote_code": trust}
+    return source, [*words, *args.literal], settings
 
 
 def _is_setting(word: str) -> bool:

@@ -2,69 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from runner import build
-from runner.checkpoint.reader import LoadedCheckpoint
-from runner.core.auto_choices import Decisions
-from runner.core.errors import CheckpointError, DataError, EnvironmentProblem, SpecError
+from runner.core.errors import EnvironmentProblem
 from runner.data.tokenization import bos_and_eos
+from runner.inference.model_source import Checkpoint, load_run
 from runner.launch.export import write_export
-from runner.launch.local import read_status
-from runner.run_dir.folder import RunFolder, display_path, hold_lock
-from runner.run_dir.resume_compatibility import PromptStyle, check_model_unchanged, check_spec_unchanged
+from runner.run_dir.folder import RunFolder, hold_lock
+from runner.run_dir.resume_compatibility import PromptStyle
 from runner.spec.job import JobSpec
-from runner.trainer.optimizer_state import load_parameters
 
 if TYPE_CHECKING:  # it brings torch, which may be broken
     from runner.interfaces import GenerativeModel
-
-SETTABLE = ("device", "model.path", "model.trust_remote_code")  # what a use may set of a run's spec
-
-
-def load_model(
-    folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best"] | None
-) -> tuple[Any, LoadedCheckpoint]:
-    """A run's model at a checkpoint (a step, "best", or the newest), in evaluation mode, and that checkpoint.
-
-    Raises CheckpointError if there is none or the base model is another, SpecError if spec.yaml is not the one it was
-    written under.
-    """
-    decide = Decisions(spec.strict)
-    store = build.build_store(spec, folder)
-    step = checkpoint if isinstance(checkpoint, int) else None
-    if checkpoint == "best" and (step := store.best()) is None:
-        raise CheckpointError(
-            f"{display_path(folder.root)}: no best checkpoint; checkpoint.best names no metric that was seen"
-        )
-    loaded = store.load(step)
-    if loaded is None:
-        raise CheckpointError(
-            f"{display_path(folder.root)}: no checkpoint was written yet; {_next_step_hint(folder, spec)}"
-        )
-    check_spec_unchanged(spec, loaded.state["identity"], free=SETTABLE)
-    device = build.build_device(spec, decide)
-    role, head = next(iter(spec.algorithm.trained_models().items()))
-    model = build.build_model(spec, build.build_tokenizer(spec), device, decide, head)
-    check_model_unchanged(model.base_fingerprint, loaded.state["identity"])
-    load_parameters(model.trainable(), loaded.state[role]["tensors"])
-    model.eval()
-    return model, loaded
-
-
-def _next_step_hint(folder: RunFolder, spec: JobSpec) -> str:
-    """What to do about a run without a checkpoint."""
-    known = read_status(folder)
-    resume = f"go on with: run resume {display_path(folder.root)}"
-    if known.get("state") == "running":
-        first = min(spec.checkpoint.every or spec.steps, spec.steps)
-        return f"if it is running, the first one comes after step {first}; if it was killed, {resume}"
-    if known.get("exit_code") in (SpecError.exit_code, DataError.exit_code):
-        return f"it failed: {str(known.get('error')).splitlines()[0]}; correct that and start a new run"
-    return resume
 
 
 def stream_answer(
@@ -78,10 +30,6 @@ def stream_answer(
     seed: int,
 ) -> Iterator[str]:
     """Pieces of the answer to a prompt, as they come. Raises EnvironmentProblem for a prompt without a token."""
-    if not hasattr(model, "stream"):
-        raise EnvironmentProblem(
-            "this run made a model that scores answers; it writes none; to use it: reward=model reward.path=EXPORT"
-        )
     ids = prompt_ids(model.tokenizer, prompt, style)
     if not ids:
         raise EnvironmentProblem("the prompt is empty; type a text to go on from")
@@ -100,7 +48,7 @@ def prompt_ids(tokenizer: Any, prompt: str, style: PromptStyle) -> list[int]:
 
 
 def export(
-    folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best"] | None, out: Path | None, merge: bool = False
+    folder: RunFolder, spec: JobSpec, checkpoint: Checkpoint, out: Path | None, merge: bool = False
 ) -> tuple[Path, int]:
     """Write a Hugging Face folder or a PEFT adapter from a checkpoint; returns where, and the checkpoint's step.
 
@@ -110,10 +58,10 @@ def export(
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise EnvironmentProblem(f"{out} exists and is not an empty folder; choose another --out")
     with hold_lock(folder) if out is None else nullcontext():
-        model, loaded = load_model(folder, spec, checkpoint)
+        model, loaded = load_run(folder, spec, checkpoint)
         if merge:
             model.merge_on_save()
-        own = folder.export if checkpoint is None else folder.export_of(loaded.step)
+        own = folder.export if checkpoint == "last" else folder.export_of(loaded.step)
         target = out or (own.with_name(f"{own.name}-merged") if merge else own)
         write_export(model, target, spec, loaded.step, loaded.metrics)
     return target, loaded.step
@@ -122,10 +70,3 @@ def export(
 def is_adapter(export: Path) -> bool:
     """Whether an export is an adapter without its base."""
     return (export / "adapter_config.json").is_file()
-
-
-def read_prompts(path: Path) -> Sequence[str]:
-    """One prompt per line of a text file; empty lines are left out."""
-    if not path.is_file():
-        raise EnvironmentProblem(f"{path}: no such file; one prompt per line is expected")
-    return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

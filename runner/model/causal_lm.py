@@ -9,7 +9,7 @@ Legend: N rows, T tokens, W of them on this rank (all, or see `context`), S pred
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -221,14 +221,16 @@ class CausalLM(TransformersModel):
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
         return generation.stream_text(ids, decode)
 
-    def batch_decoder(self, *, decide: Decide) -> CompletionGenerator:
-        """What writes many answers at once, as a sampler does. Raises SpecError if no way of doing so fits this model;
-        `decide` hears of it if it is not the fast one."""
+    def batch_decoder(self, *, decide: Decide, merge: bool = True) -> CompletionGenerator:
+        """What writes many answers at once, as a sampler does; merge: adapters into their base meanwhile.
+
+        Raises SpecError if no cache fits this model; `decide` is told if it is not the fast one.
+        """
         from runner.model.kv_cache import choose_decoder
 
         with self._generation_mode():
-            way = choose_decoder(self.causal, decide)
-        return self._make_generator(way)
+            make_decoder = choose_decoder(self.causal, decide)
+        return self._make_generator(make_decoder, merge)
 
     def limits(self) -> ModelLimits:
         """What bounds an answer, whoever writes it."""
@@ -237,12 +239,11 @@ class CausalLM(TransformersModel):
         config, ends = self.causal.config, eos_token_ids(self.causal, self.tokenizer)
         return ModelLimits(ends, config.get_text_config().vocab_size, max_row_length(config))
 
-    def _make_generator(self, make_decoder: MakeDecoder) -> CompletionGenerator:
+    def _make_generator(self, make_decoder: MakeDecoder, merge: bool = True) -> CompletionGenerator:
         from runner.model.generation import CompletionGenerator, eos_token_ids
 
-        return CompletionGenerator(
-            self.causal, eos_token_ids(self.causal, self.tokenizer), make_decoder, self._bulk_generation_mode
-        )
+        ends, mode = eos_token_ids(self.causal, self.tokenizer), partial(self._bulk_generation_mode, merge)
+        return CompletionGenerator(self.causal, ends, make_decoder, mode)
 
     @contextmanager
     def _own_attention(self) -> Iterator[None]:
@@ -262,10 +263,14 @@ class CausalLM(TransformersModel):
             yield
 
     @contextmanager
-    def _bulk_generation_mode(self) -> Iterator[None]:
-        """The same, with adapters folded in where products are in float32, and weights cast once where they are not."""
+    def _bulk_generation_mode(self, merge: bool = True) -> Iterator[None]:
+        """The same, with adapters merged where products are in float32, and weights cast once where they are not."""
         training = self.module.training
-        prepared = merge_temporarily(self.module) if self._compute_dtype is None else cache_casts(self.module)
+        prepared: AbstractContextManager[None] = nullcontext()
+        if self._compute_dtype is not None:
+            prepared = cache_casts(self.module)
+        elif merge:
+            prepared = merge_temporarily(self.module)
         try:
             with self.summon_full_params(), prepared, self._generation_mode():
                 yield

@@ -171,7 +171,13 @@ class HfConfig(ModelConfig):
     tokenizer_factory: ClassVar[str] = "runner.model.hf:tokenizer"
     name: Literal["hf"] = "hf"
     path: str = Field(
-        min_length=1, description="Folder or hub id of the model, e.g. /models/Qwen3-0.6B or Qwen/Qwen3-0.6B."
+        min_length=1,
+        description="The model: a folder, a run, a PEFT adapter's folder, a hub id or modelscope:ID, e.g. "
+        "/models/Qwen3-0.6B or Qwen/Qwen3-0.6B.",
+    )
+    base: str | None = Field(
+        default=None,
+        description="Base of the adapter at model.path, a folder or hub id; null = the one that the adapter names.",
     )
     revision: str | None = Field(
         default=None, description="Branch, tag or commit on the hub; null = its default branch."
@@ -192,8 +198,8 @@ class HfConfig(ModelConfig):
         return self.from_scratch
 
     def with_absolute_paths(self) -> Self:
-        tokenizer = self.tokenizer and absolute_if_local(self.tokenizer)
-        return self.model_copy(update={"path": absolute_if_local(self.path), "tokenizer": tokenizer})
+        tokenizer, base = (text and absolute_if_local(text) for text in (self.tokenizer, self.base))
+        return self.model_copy(update={"path": absolute_if_local(self.path), "base": base, "tokenizer": tokenizer})
 
     def preflight(self) -> None:
         from runner.model.hub_access import check  # here, because every command reads this module

@@ -20,8 +20,9 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from runner.interfaces import GreedyOutput, StopCriterion
+from runner.interfaces.model import CachedDecoder
 from runner.model.batch_layout import max_row_length, new_tokens_that_fit
-from runner.model.kv_cache import CachedDecoder, MakeDecoder, PromptIds
+from runner.model.kv_cache import MakeDecoder, PromptIds
 
 REPLACEMENT = "\ufffd"  # what a decoder shows for the bytes of an unfinished character
 
@@ -37,13 +38,17 @@ class CompletionGenerator:
     """
 
     def __init__(
-        self, causal: Any, ends: frozenset[int], way: MakeDecoder, writing: Callable[[], AbstractContextManager[Any]]
+        self,
+        causal: Any,
+        ends: frozenset[int],
+        make_decoder: MakeDecoder,
+        generation_mode: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """writing: the context in which the model writes, see `CausalLM`."""
+        """generation_mode: the context in which the model generates, see `CausalLM`."""
         self.stop_token_ids = ends
         self.vocab_size: int = causal.config.get_text_config().vocab_size
         self.length_limit = max_row_length(causal.config)
-        self._causal, self._way, self._writing = causal, way, writing
+        self._causal, self._make_decoder, self.generation_mode = causal, make_decoder, generation_mode
 
     def decode(self, prompts: Sequence[Sequence[int]], choose: ChooseTokens, rows: int) -> None:
         """Ask `choose` for ids until it has ended every answer, with at most `rows` answers in work.
@@ -56,9 +61,23 @@ class CompletionGenerator:
         asked = [tuple(prompt) for prompt in prompts]
         # longest first: little padding, and equal prompts follow one another
         order = sorted(range(len(asked)), key=lambda i: (-len(asked[i]), asked[i]))
-        with self._writing():
-            decoder = self._way(self._causal, [asked[i] for i in order], min(rows, len(order)))
+        with self.generation_mode():
+            decoder = self.make_decoder(min(rows, len(order)))
+            decoder.expect([asked[i] for i in order])
             _run_decoder(decoder, asked, deque(order), choose, rows)
+
+    def prompt_logits(self, ids: Sequence[int], chunk: int) -> Iterator[tuple[int, Tensor]]:
+        """The logits [n, V] after each id of one row, `chunk` ids at a time, with the index of the first of them."""
+        cache: Any = None
+        for first in range(0, len(ids), chunk):
+            part = torch.tensor([ids[first : first + chunk]], device=self._causal.device)
+            out = self._causal(input_ids=part, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            yield first, out.logits[0]
+
+    def make_decoder(self, rows: int) -> CachedDecoder:
+        """An empty cache for at most so many rows, to be used in `generation_mode`."""
+        return self._make_decoder(self._causal, rows)
 
 
 def _run_decoder(

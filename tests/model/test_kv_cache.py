@@ -70,7 +70,8 @@ def test_a_model_without_such_a_cache_answers_all_the_same() -> None:
 def test_rows_may_join_and_leave_at_any_time(seed: int) -> None:
     chance = random.Random(seed)
     waiting = [tuple(row) for row in rows((2, 5, 1, 9, 3, 5, 70))] * 2
-    decoder, live = ContinuousBatchDecoder(PLAIN, waiting, rows=4), list[tuple[int, ...]]()
+    decoder, live = ContinuousBatchDecoder(PLAIN, rows=4), list[tuple[int, ...]]()
+    decoder.expect(waiting)
     while waiting or live:
         gone = [row for row in range(len(live)) if chance.random() < 0.2]
         room = min(4 - len(live) + len(gone), len(waiting))
