@@ -62,6 +62,11 @@ class StoredWeights(Mapping[str, Tensor]):
         return self._digest
 
     @property
+    def file_names(self) -> dict[str, str]:
+        """The name of each tensor's file."""
+        return {name: path.name for name, path in self._paths.items()}
+
+    @property
     def num_changed_bytes(self) -> int:
         """Size of those of this version alone."""
         return sum(path.stat().st_size for path in self._changing)

@@ -10,6 +10,7 @@ leaves behind. In another one a run always has the same place, and clears it bef
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import secrets
@@ -26,6 +27,7 @@ from runner.core.fsync_io import error_reason
 from runner.sampler.server.openai_server import OpenAiServer
 from runner.weight_sync.weight_store import StoredWeights
 
+INDEX = "model.safetensors.index.json"  # without it transformers finds no files but model.safetensors
 log = logging.getLogger("runner")
 
 
@@ -104,6 +106,7 @@ class ReloadSync:
         _, place = self._places.new(weights)
         with _worded(place):
             _link(weights.files, place, self._places.newest)
+            (place / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weights.file_names}))
             for file in self._blueprint.iterdir():
                 if file.is_file():
                     shutil.copy2(file, place / file.name)
