@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from runner.core.errors import DataError, DeadlineExceeded, RunnerError
@@ -121,6 +122,17 @@ class EngineClient:
         try:
             await self._send({"score": {"id": id, "ids": list(ids), "logprobs": logprobs, "adapter": adapter}})
             return await self._scores[id]
+        finally:
+            self._scores.pop(id, None)
+
+    async def load(self, folder: Path) -> None:
+        """Load the weights of a folder. Raises DataError where the engine cannot."""
+        self._raise_failure()
+        id = f"{next(self._numbers)}"
+        self._scores[id] = asyncio.get_running_loop().create_future()
+        try:
+            await self._send({"load": {"id": id, "folder": str(folder)}})
+            await self._scores[id]
         finally:
             self._scores.pop(id, None)
 

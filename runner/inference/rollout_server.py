@@ -56,7 +56,7 @@ from runner.sampler.server.protocol import (
     endpoint_path,
     unpack_rows,
 )
-from runner.weight_sync.shelf import Shelved
+from runner.weight_sync.weight_store import StoredWeights
 
 LIMITS = HttpLimits(max_body_bytes=1 << 40, connections_per_client=256)  # a file of weights may be as large as a tensor
 log = logging.getLogger("runner")
@@ -197,7 +197,7 @@ class RolloutServer:
         if missing := [str(path) for path, found in zip(named, files, strict=True) if found is None]:
             return encode({**self._header(), "missing": missing})
         try:
-            weights = Shelved([path for path in files if path is not None], version)
+            weights = StoredWeights([path for path in files if path is not None], version)
             found = weights.digest
         except (OSError, SafetensorError) as error:
             self._drop_files(self._received)

@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
+import psutil
+
 from runner.data.tokenization import bos_and_eos
 from runner.inference.answer_text import SHOWN_MARKERS, TextStream
 from runner.inference.chat_prompt import ChatPrompt, render_chat
@@ -167,6 +169,7 @@ class ServedModel:
             for (path, status), count in sorted(self.requests.items())
         ]
         for name, kind, value in (
+            ("process_start_time_seconds", "gauge", psutil.Process().create_time()),  # a client notices a restart
             ("run_requests_in_flight", "gauge", self.client.num_requests),
             ("run_requests_cancelled_total", "counter", self.cancelled),
             ("run_prompt_tokens_total", "counter", self.prompt_tokens),

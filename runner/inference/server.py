@@ -28,6 +28,7 @@ from runner.inference.http import HttpLimits, TokenCheck, error_response, make_s
 from runner.inference.openai_requests import BadRequest
 from runner.inference.openai_routes import openai_routes
 from runner.inference.served_model import ServedModel
+from runner.inference.weight_routes import weight_routes
 
 OPEN_PATHS = frozenset({"/health"})  # answered without a key
 MAX_REQUESTS = 4096  # in flight at once
@@ -46,7 +47,7 @@ def create_app(served: ServedModel, *, api_key: str | None = None) -> Starlette:
         guard = Middleware(TokenCheck, token=api_key, open_paths=OPEN_PATHS)
     kinds = (BadRequest, RunnerError, HTTPException, ClientDisconnect, Exception)
     return Starlette(
-        routes=openai_routes(served),
+        routes=openai_routes(served) + ([] if api_key is None else weight_routes(served)),
         middleware=[Middleware(Admission, served=served), guard],
         exception_handlers=dict.fromkeys(kinds, refuse),
     )

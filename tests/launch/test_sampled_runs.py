@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.weight_sync.shelf_folder import places
+from runner.weight_sync.store_dir import store_dirs
 from tests.launch.several import DDP, Job, alive, gone, wait_until
 
 pytestmark = pytest.mark.timeout(400)  # several processes share few cores
@@ -57,7 +57,7 @@ class Sampled(Job):
 
     def leftovers(self) -> list[Path]:
         """What is left of weights for samplers."""
-        return [place for place in places(self.latest.resolve()) if place.exists()]
+        return [place for place in store_dirs(self.latest.resolve()) if place.exists()]
 
 
 @pytest.fixture(scope="module")

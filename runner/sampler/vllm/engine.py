@@ -55,7 +55,7 @@ class VllmEngine:
         """Take `weights`, complete; changed: names of those that may differ from the last ones, None = all may. Where
         none do, as of a base whose adapter comes by itself, nothing moves.
 
-        Raises EnvironmentProblem for what vLLM's model does not take or lacks, SamplerFault if old answers stay cached.
+        Raises EnvironmentProblem for what vLLM's model does not take or lacks, SamplerError if old answers stay cached.
         """
         with self._translate_errors():
             self._wake("weights")
@@ -68,7 +68,7 @@ class VllmEngine:
         self.reset_cache()
 
     def reset_cache(self) -> None:
-        """What was computed with other weights. Raises SamplerFault if vLLM keeps it."""
+        """What was computed with other weights. Raises SamplerError if vLLM keeps it."""
         if self._llm.reset_prefix_cache() is False:
             raise SamplerError("vLLM did not drop the keys and values of its old weights: answers would mix both")
 
