@@ -22,7 +22,7 @@ from typing import Any, Literal
 from runner.core.errors import EnvironmentProblem, Interrupted
 from runner.core.subprocess import ChildProcess
 from runner.inference.engine_process import EngineInfo, EngineSettings
-from runner.inference.model_source import source_spec
+from runner.inference.model_source import ModelSource, source_spec
 
 EngineName = Literal["auto", "torch", "vllm"]
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -64,7 +64,9 @@ def serve(model: EngineSettings, settings: ServeSettings, api_key_file: Path | N
             "weight_updates=true: whoever reaches the server could replace its model; add --api-key-file FILE"
         )
     source = model.parse()
-    if _choose_engine(model, settings) == "vllm":
+    if source.kind == "run":  # which run is latest is decided once
+        model = replace(model, source=source.path)
+    if _choose_engine(source, model.device, settings) == "vllm":
         from runner.inference.vllm_process import serve_vllm
 
         return serve_vllm(source, model, settings, api_key)
@@ -73,11 +75,11 @@ def serve(model: EngineSettings, settings: ServeSettings, api_key_file: Path | N
     return _serve_torch(model, settings, api_key)
 
 
-def _choose_engine(model: EngineSettings, settings: ServeSettings) -> EngineName:
+def _choose_engine(source: ModelSource, device: str | None, settings: ServeSettings) -> EngineName:
     """The engine that serves; auto says what it chose."""
     if settings.engine != "auto":
         return settings.engine
-    kind = source_spec(model.parse(), device=model.device).device.kind.name
+    kind = source_spec(source, device=device).device.kind.name
     if kind == "cpu":
         engine: EngineName = "torch"
         reason = "on the CPU"

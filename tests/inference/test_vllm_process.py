@@ -13,11 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from runner.core.device_kinds import KINDS
 from runner.core.errors import EnvironmentProblem
 from runner.inference.engine_process import EngineSettings
 from runner.inference.model_source import AdapterSource, ModelSource
 from runner.inference.serve import ServeSettings
-from runner.inference.vllm_process import exported_source, vllm_command
+from runner.inference.vllm_process import exported_source, vllm_command, vllm_environment
 from tests.inference.scripted import serve
 
 STAND_IN = """\
@@ -103,15 +104,25 @@ def test_the_command_has_the_options_that_training_was_done_with(tmp_path: Path)
     adapters = tuple(AdapterSource(name, str(tmp_path / name)) for name in "ab")
     source = ModelSource("a", "folder", "a", "/base", adapters=adapters)
     settings = ServeSettings(port=9000, logprobs_mode="processed", vllm_options=("--seed", "1"))
-    command = vllm_command(source, EngineSettings("a", max_num_seqs=7, trust_remote_code=True), settings, eager=True)
+    command = vllm_command(source, EngineSettings("a", max_num_seqs=7, trust_remote_code=True), settings, KINDS["npu"])
     assert command == [
         *("vllm", "serve", "/base", "--host", "127.0.0.1", "--port", "9000", "--served-model-name", "a-base"),
         *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--max-num-seqs", "7"),
         *("--enforce-eager", "--trust-remote-code", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "64"),
         *("--lora-modules", f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}", "--seed", "1"),
     ]
-    plain = vllm_command(ModelSource("m", "folder", "m", "/m"), EngineSettings("m"), ServeSettings(), eager=False)
+    plain = vllm_command(ModelSource("m", "folder", "m", "/m"), EngineSettings("m"), ServeSettings(), KINDS["cuda"])
+    on_cpu = vllm_command(ModelSource("m", "folder", "m", "/m"), EngineSettings("m"), ServeSettings(), KINDS["cpu"])
+    assert "--no-enable-chunked-prefill" in on_cpu and "--no-enable-chunked-prefill" not in plain
     assert "--enforce-eager" not in plain and "--enable-lora" not in plain and "raw_logprobs" in plain
+
+
+def test_weights_can_be_replaced_only_where_that_was_typed() -> None:
+    before = {"PATH": "/bin", "VLLM_SERVER_DEV_MODE": "1"}
+    assert vllm_environment(before, None, ServeSettings(), KINDS["npu"]) == {"PATH": "/bin"}
+    found = vllm_environment(before, "k", ServeSettings(weight_updates=True), KINDS["npu"])
+    own = {"VLLM_API_KEY": "k", "VLLM_SERVER_DEV_MODE": "1", "VLLM_ASCEND_ENABLE_NZ": "0"}
+    assert found == {"PATH": "/bin", **own}
 
 
 def test_a_run_is_served_from_its_export(tmp_path: Path) -> None:
