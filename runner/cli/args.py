@@ -27,6 +27,7 @@ VERBS = {
     "resume": "continue a run where it stopped",
     "status": "how far a run is, its processes, its newest numbers",
     "infer": "answer prompts with a run's model, or any other",
+    "chat": "talk to a model in the terminal",
     "serve": "answer over HTTP, as OpenAI's API does",
     "export": "write a Hugging Face folder or a PEFT adapter",
     "sweep": "continue a sweep, or look at it",
@@ -47,6 +48,7 @@ EXAMPLES = {
     "resume": "run resume latest steps=400",
     "status": "run status latest",
     "infer": 'run infer latest "sort 5031"',
+    "chat": "run chat latest",
     "serve": "run serve latest port=8001",
     "export": "run export latest --checkpoint best",
     "sweep": "run sweep status latest",
@@ -69,6 +71,7 @@ RESOURCE_NAMES = {
     "status": "latest or a run's folder",
     "infer": "a model (latest, a run's folder, a model's or an adapter's folder, a hub id), then prompts, device=NAME; "
     "words after -- are prompts, whatever they look like",
+    "chat": "a model (latest, a run's folder, a model's or an adapter's folder, a hub id), device=NAME",
     "serve": "latest, a run, a model's or adapter's folder, or a hub id; engine=auto|torch|vllm host= port= device=\n"
     "max_num_seqs= grace_s= start_timeout_s= logprobs_mode=raw|processed; words after -- are options of vllm serve",
     "export": "latest or a run's folder, device=NAME",
@@ -82,6 +85,7 @@ RESOURCE_NAMES = {
     "parity": "with --record a job as for run; with --compare device=NAME and what else a machine has of its own",
     "help": "recipes, options, verbs, or a verb",
 }
+COMBINATIONS = ("linear", "ties", "dare_linear", "dare_ties", "cat", "svd")  # peft's, of adapters
 ACTIONS = ("resume", "status", "report")  # of run sweep
 TOPICS = ("recipes", "options", "verbs")  # of run help
 FLAGS = {"--help", "-h", "--version", "--debug", "--multirun", "-m", "--shell-completion", "-sc"}
@@ -256,6 +260,15 @@ def _source(parser: argparse.ArgumentParser) -> None:
 
 def _infer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", type=Path, help="a text file of prompts, one a line")
+    _sampling(parser)
+
+
+def _chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt (none)")
+    _sampling(parser)
+
+
+def _sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer (256)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 = always the likeliest token (0)")
     parser.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this share (1)")
@@ -274,6 +287,13 @@ def _export(parser: argparse.ArgumentParser) -> None:
     _source(parser)
     parser.add_argument("--merge", action="store_true", help="an adapter merged into its base, in float32")
     parser.add_argument("--out", type=Path, help="a new folder (in the run's own)")
+    about = "compare the folder with the model, by transformers alone (on below 2 GB)"
+    parser.add_argument("--check", action=argparse.BooleanOptionalAction, help=about)
+    about = "combine several adapters into one: linear, ties, dare_linear, dare_ties, cat or svd"
+    parser.add_argument("--combine", metavar="HOW", choices=COMBINATIONS, help=about)
+    parser.add_argument("--weights", type=_numbers, metavar="W,W", help="of the adapters that are combined (1 each)")
+    parser.add_argument("--density", type=_share, help="share of numbers that ties and dare keep (0.5)")
+    parser.add_argument("--push", metavar="hub:ID|modelscope:ID", help="upload the folder afterwards, as private")
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
@@ -330,6 +350,14 @@ def _path(text: str) -> Path:
     return Path(text).expanduser()
 
 
+def _numbers(text: str) -> tuple[float, ...]:
+    """Numbers, separated by commas."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected numbers such as 1,0.5, got '{text}'") from error
+
+
 def _jobs(text: str) -> tuple[int, ...]:
     """Numbers of jobs, separated by commas."""
     if all(part.isdecimal() for part in text.split(",")):
@@ -370,6 +398,7 @@ _OPTIONS = {
     "explain": _config_dir,
     "help": _config_dir,
     "infer": _infer,
+    "chat": _chat,
     "serve": _serve,
     "export": _export,
     "sweep": _sweep,

@@ -22,6 +22,7 @@ from aiohttp import (
     ClientSSLError,
     ClientTimeout,
 )
+from aiohttp import ClientError as ClientError
 from yarl import URL
 
 P = ParamSpec("P")

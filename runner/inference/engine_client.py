@@ -150,8 +150,6 @@ class EngineClient:
         self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def _send(self, message: dict[str, Any]) -> None:
-        if not self._queues or len(self._queues) == 1:
-            self._newest = time.monotonic()
         self._write(message)
         await self._writer.drain()
 

@@ -10,6 +10,7 @@ The front end holds the other ends of stdin and stdout. This process ends when t
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import tempfile
 import traceback
@@ -191,6 +192,9 @@ def _run_and_report(lines: JsonLines, work: Callable[[], None]) -> int:
 def main(settings: str) -> int:
     """Load the model and answer requests until the front end goes. Returns the exit code."""
     lines = JsonLines.to_parent()
+    log = logging.getLogger("runner")  # says what was decided, on the screen of the front end
+    log.addHandler(logging.StreamHandler())
+    log.setLevel(logging.INFO)
 
     def work() -> None:
         with tempfile.TemporaryDirectory(prefix="run-serve-") as folder:

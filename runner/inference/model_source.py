@@ -11,6 +11,7 @@ modelscope:OWNER/NAME                  a model of ModelScope
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from runner.core.auto_choices import Decisions
-from runner.core.errors import CheckpointError, DataError, EnvironmentProblem, SpecError
+from runner.core.errors import CheckpointError, DataError, EnvironmentProblem, Problem, SpecError
 from runner.device.process_setup import load_torch, set_environment
-from runner.model.hub_access import check, is_hub_id
-from runner.model.model_folder import adapter_base, check_model_folder, is_adapter
+from runner.model.hub_access import check, is_cached, is_hub_id
+from runner.model.model_folder import adapter_base, check_model_folder, is_adapter, says_plain_text
 from runner.run_dir.folder import RunFolder, display_path, find_trained_run, read_mapping
 from runner.run_dir.resume_compatibility import PromptStyle, check_model_unchanged, check_spec_unchanged
 from runner.spec.base import COMMAND_LINE, iter_leaves
@@ -33,7 +34,7 @@ if TYPE_CHECKING:  # it brings torch, which may be broken
     from runner.interfaces import GenerativeModel, TrainableModel
 
 MODELSCOPE = "modelscope:"
-SETTABLE = ("device", "model.path", "model.base", "model.trust_remote_code")  # of a run's spec
+SETTABLE = ("device", "model.path", "model.base", "model.dtype", "model.trust_remote_code")  # of a run's spec
 Checkpoint = int | Literal["best", "last"]
 
 
@@ -123,9 +124,10 @@ def _parse_model(text: str, checkpoint: Checkpoint, base: str | None) -> ModelSo
     if folder.exists():
         hint = _folder_inside(folder)
         raise EnvironmentProblem(f"{text}: no model there (no spec.yaml, config.json or adapter_config.json){hint}")
-    if is_hub_id(text):
+    if is_hub_id(text) and ("/" in text or is_cached(text, os.environ)):
         return ModelSource(text, "hub", text, text)
-    raise EnvironmentProblem(f"{text}: no such folder; give a run, the folder of a model or an adapter, or a hub id")
+    given = "latest, a run, the folder of a model or an adapter, or a hub id (OWNER/NAME)"
+    raise EnvironmentProblem(f"{text}: no such folder; {given} is expected")
 
 
 def _parse_run(text: str, checkpoint: Checkpoint) -> ModelSource:
@@ -165,7 +167,7 @@ def fetch_source(source: ModelSource) -> ModelSource:
     Raises EnvironmentProblem, within seconds, for an id whose files can neither be found nor fetched.
     """
     if source.kind == "hub":
-        check(source.path, "the model")
+        check(source.path)
     if source.kind != "modelscope":
         return source
     try:
@@ -204,7 +206,9 @@ def load_source(
         style, step = loaded.state["identity"]["prompt_style"], loaded.step
     else:
         model = _load_folder(spec)
-        style, step = "chat" if model.tokenizer.chat_template else "text", None
+        folder = Path(source.adapters[0].path if source.adapters else source.path)
+        style = "chat" if model.tokenizer.chat_template and not says_plain_text(folder) else "text"
+        step = None
     model, names = _attach_adapters(model, source)
     model.eval()
     if (generative := as_generative(model)) is None:
@@ -335,15 +339,20 @@ def _attach_adapters(model: TrainableModel, source: ModelSource) -> tuple[Traina
     return model.with_peft_module(model.module, decide=Decisions()) if more else model, names
 
 
-def resolve_model_path(path: str, key: str) -> str:
-    """The folder or hub id that an option which takes a model means: a run is its export, ModelScope is downloaded."""
-    source = parse_source(path)
+def resolve_model_path(path: str, key: str, base: str | None = None) -> str:
+    """The folder or hub id that `path`, the value of the option `key`, means: a run is its export, a model of
+    ModelScope is downloaded. Raises SpecError where there is none, and what a damaged folder raises."""
+    try:
+        source = fetch_source(parse_source(path, base=base))
+    except EnvironmentProblem as error:
+        raise SpecError([Problem(key, str(error))]) from error
+    if source.kind == "hub" and not source.adapters:
+        print(f"{key}: no folder {path} here, so taken as a hub id", file=sys.stderr)
+        return source.path
+    folder = Path(source.adapters[0].path if source.adapters else source.path)
     if source.kind == "run":
-        folder = RunFolder(Path(source.path)).export
+        folder = RunFolder(folder).export
         if not folder.is_dir():
-            raise EnvironmentProblem(f"{key}={path}: the run has no export; write one: run export {path}")
-        return str(folder)
-    folder_or_id = fetch_source(source) if source.kind == "modelscope" else source
-    if folder_or_id.kind == "folder" and not source.adapters:
-        check_model_folder(Path(folder_or_id.path), key)
-    return source.adapters[0].path if source.adapters else folder_or_id.path
+            raise SpecError([Problem(key, f"{path} is a run without an export; write one: run export {path}")])
+    check_model_folder(folder, key)
+    return str(folder)

@@ -188,10 +188,6 @@ class GenerativeModel(TrainableModel, GreedyAnswerer, Protocol):
 
     def lm_head(self) -> Callable[[Tensor], Tensor]: ...  # hidden states [S, H] → logits [S, V]
 
-    def stream(
-        self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, top_p: float, seed: int
-    ) -> Iterator[str]: ...
-
     def batch_decoder(self, *, decide: Decide, merge: bool = True) -> BatchDecoder: ...
 
     def limits(self) -> ModelLimits: ...

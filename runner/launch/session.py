@@ -23,7 +23,7 @@ from runner.core.imports import import_frozen
 from runner.core.rank_info import RankInfo, is_connection_loss, is_timeout
 from runner.core.signals import StopSignal
 from runner.device.process_setup import load_torch, set_environment
-from runner.launch.export import write_export
+from runner.launch.export import CardFacts, write_export
 from runner.launch.run_messages import (
     NO_EXAMPLE,
     ChatMarkers,
@@ -161,7 +161,8 @@ class Session:
         if self.spec.checkpoint.export and not self.place.is_rank0:
             built.model.save(None)  # rank 0 writes, and may need this rank's pieces
         elif self.spec.checkpoint.export:
-            write_export(built.model, self.folder.export, self.spec, self.spec.steps, self.values)
+            facts = CardFacts(self.spec.steps, self.values, built.data.prompt_style)
+            write_export(built.model, self.folder.export, self.spec, facts)
             lines.append(labeled("model", display_path(self.folder.export)))
         if is_upstream_run():
             return lines
@@ -171,7 +172,9 @@ class Session:
 
     def _try_it(self, built: BuiltJob) -> str:
         """The command that uses what was made."""
-        if not hasattr(built.model, "stream"):
+        from runner.interfaces import as_generative
+
+        if as_generative(built.model) is None:
             return (
                 f"as a reward: reward=model reward.path={display_path(self.folder.export)} (with algorithm=grpo or ppo)"
             )

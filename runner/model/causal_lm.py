@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch
 from runner.core.errors import UnsupportedModelError
 from runner.distributed.dtensor_utils import full_tensor
@@ -189,42 +190,20 @@ class CausalLM(TransformersModel):
 
         rows, finish = rows or len(prompts), finish or generation.finish_at_limit
         with self.summon_full_params():  # also where there is nothing to write, for the sake of the other ranks
-            if (way := self._greedy_decoder) is None:
-                with self._bulk_generation_mode():
-                    return generation.greedy_hf_generate(
-                        self.causal, self.tokenizer, prompts, max_new_tokens, rows, finish
-                    )
-            return generation.greedy_decode(self._make_generator(way), prompts, max_new_tokens, rows, finish)
+            generator = self._make_generator(self._greedy_decoder)
+            return generation.greedy_decode(generator, prompts, max_new_tokens, rows, finish)
 
     @cached_property
-    def _greedy_decoder(self) -> MakeDecoder | None:
-        from runner.model.kv_cache import fitting_decoder
+    def _greedy_decoder(self) -> MakeDecoder:
+        from runner.model.kv_cache import choose_decoder
 
         with self._generation_mode():
-            return fitting_decoder(self.causal)
-
-    def stream(
-        self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, top_p: float, seed: int
-    ) -> Iterator[str]:
-        """Text pieces of one answer as they are made, never half a character; temperature 0 is greedy.
-
-        Draws from a generator of its own, seeded with `seed`. Raises ValueError for an empty prompt.
-        """
-        from runner.model import generation
-
-        if not prompt_ids:
-            raise ValueError("a prompt needs at least one token")
-        generator = torch.Generator().manual_seed(seed)
-        pick = partial(generation.sample_token, temperature=temperature, top_p=top_p, generator=generator)
-        ends = generation.eos_token_ids(self.causal, self.tokenizer)
-        ids = generation.stream_ids(self._forward_step, prompt_ids, ends, max_new_tokens, pick, self.device)
-        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-        return generation.stream_text(ids, decode)
+            return choose_decoder(self.causal, Decisions())
 
     def batch_decoder(self, *, decide: Decide, merge: bool = True) -> CompletionGenerator:
         """What writes many answers at once, as a sampler does; merge: adapters into their base meanwhile.
 
-        Raises SpecError if no cache fits this model; `decide` is told if it is not the fast one.
+        Raises SpecError if the model cannot be sampled from; `decide` is told if the way is not the fast one.
         """
         from runner.model.kv_cache import choose_decoder
 
@@ -276,10 +255,6 @@ class CausalLM(TransformersModel):
                 yield
         finally:
             self._set_mode(training)
-
-    def _forward_step(self, ids: Tensor, cache: Any) -> Any:
-        with self._generation_mode():
-            return self.causal(input_ids=ids, past_key_values=cache, use_cache=True)
 
     def _visible_output(self, tokens: BatchTokens) -> Tensor:
         """See `TransformersModel`; logits of a model that shows no backbone."""

@@ -3,6 +3,7 @@ unless model.trust_remote_code says so."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.utils.hub import cached_file, extract_commit_hash
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from runner.core.errors import EnvironmentProblem, SecurityError
+from runner.core.errors import CheckpointError, EnvironmentProblem, SecurityError
 from runner.core.progress_bars import no_progress_bar
 from runner.interfaces import Decide
 from runner.model.batch_layout import check_row_length, max_row_length
@@ -60,6 +61,12 @@ def tokenizer(config: HfConfig, key: str = "model.path") -> Any:
         weights = find_weights(config, key)
         own = weights.adapter is not None and has_tokenizer(weights.adapter)
         path, revision = (str(weights.adapter), None) if own else (weights.path, weights.revision)
+    if Path(path).is_dir() and not has_tokenizer(path):  # of which transformers would make an empty one
+        option = key if key != "model.path" else "model.tokenizer"
+        raise EnvironmentProblem(
+            f"{path} has no tokenizer ({', '.join(TOKENIZERS)})\n"
+            f"  copy the one it was trained with there, or give it: {option}=FOLDER"
+        )
     with _translate_errors(path, key):
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
 
@@ -201,7 +208,7 @@ def _load_pretrained(
     auto: Any, path: str, key: str, config: HfConfig, architecture: Any, dtype: torch.dtype, decide: Decide
 ) -> Any:
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # or transformers asks a service of the hub to convert pickles
-    with no_progress_bar():
+    with no_progress_bar(), _no_load_report():
         loaded: Any = auto.from_pretrained(
             path,
             config=architecture,
@@ -210,11 +217,15 @@ def _load_pretrained(
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
         )
     module, info = loaded
-    absent = sorted(set(info["missing_keys"]) - {"score.weight"}) + [
-        str(key) for key in info.get("mismatched_keys", ())
-    ]
+    for name, stored, expected in sorted(info.get("mismatched_keys", ())):
+        raise CheckpointError(
+            f"{key}={path}: {name} has shape {list(stored)}, and by config.json {list(expected)}: weights and config "
+            "are of different models, or the tensor was transposed\n  copy or download both again"
+        )
+    absent = sorted(set(info["missing_keys"]) - {"score.weight"})
     if absent:
         raise EnvironmentProblem(
             f"{key}={path} lacks {len(absent)} of the model's weights, e.g. {absent[0]}; is it a causal LM?\n"
@@ -225,6 +236,18 @@ def _load_pretrained(
         reason = f"the architecture has no place for {unused[0]} and its like"
         decide(key, "all weights", f"{len(unused)} left out", reason)
     return module
+
+
+@contextmanager
+def _no_load_report() -> Iterator[None]:
+    """Without transformers' tables of keys that did not fit: each of them is an error or a decision here."""
+    library = logging.getLogger("transformers")
+    before = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        library.setLevel(before)
 
 
 def _fix_generation_config(path: str, config: Any, decide: Decide) -> None:

@@ -2,10 +2,11 @@
 
     prompts ──each distinct one once──▶ keys, values ──copied to the rows that join──▶ cache ◀── step: one id per row
 
-Two ways, with the same verbs (join, step, drop):
+Three ways, with the same verbs (admit, step, evict); a model gets the first that fits it:
 
-    Columns   a preallocated cache whose rows all end in the same column: rows join and leave at any time
-    Waves     the cache that the model makes for itself: rows leave at any time, and join when all have left
+    ContinuousBatchDecoder   a preallocated cache whose rows all end in the same column: rows join and leave at any time
+    WaveBatchDecoder         the cache that the model makes for itself: rows leave at any time, join when all have left
+    RecomputeBatchDecoder    no cache: every token is computed anew, for models whose state is neither
 
               columns →   · · 3 1 4 1 5 │        a step writes one column for every row; a row that joins is put
               rows ↓      · · · · 2 6 5 │        left of the line, where the mask hides what stands before it
@@ -294,10 +295,58 @@ class WaveBatchDecoder:
         self._mask = self._mask[rows]
 
 
-@torch.no_grad()
+class RecomputeBatchDecoder:
+    """Rows that join and leave at any time, without a cache: every step computes whole rows again, those of one length
+    together and none padded."""
+
+    admits_any_time: ClassVar[bool] = True
+
+    def __init__(self, causal: Any, rows: int) -> None:
+        self._causal, self._rows = causal, list[PromptIds]()
+
+    def expect(self, prompts: Sequence[PromptIds]) -> None:
+        """Nothing is computed ahead."""
+
+    def admit(self, prompts: Sequence[PromptIds], slots: Sequence[int]) -> Tensor:
+        """New rows."""
+        for prompt, slot in zip(prompts, slots, strict=True):
+            self._rows[slot : slot + 1] = [prompt]
+        return self._logits(prompts)
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """One more token of each row."""
+        self._rows = [(*row, token) for row, token in zip(self._rows, tokens, strict=True)]
+        return self._logits(self._rows)
+
+    def evict(self, gone: Sequence[int]) -> list[int]:
+        """Leave rows out, in the same order."""
+        order = sorted(set(range(len(self._rows))) - set(gone))
+        self._rows = [self._rows[row] for row in order]
+        return order
+
+    def _logits(self, rows: Sequence[PromptIds]) -> Tensor:
+        found: dict[PromptIds, Tensor] = {}
+        for length in {len(row) for row in rows}:
+            alike = [row for row in dict.fromkeys(rows) if len(row) == length]
+            ids = torch.tensor(alike, device=self._causal.device)
+            found |= zip(alike, self._causal(input_ids=ids, use_cache=False).logits[:, -1], strict=True)
+        return torch.stack([found[row] for row in rows])
+
+
 def decoder_objection(causal: Any, make_decoder: MakeDecoder) -> str | None:
-    """Why `way` does not give the logits of whole rows, found out on a handful of tokens, or None."""
-    if "past_key_values" not in inspect.signature(causal.forward).parameters:
+    """Why a decoder does not give the logits of whole rows, found out on a handful of tokens, or None."""
+    try:
+        return _trial_objection(causal, make_decoder)
+    except Exception as error:  # a model's code may fail in any way on what it was not made for
+        return f"it fails with {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+@torch.no_grad()
+def _trial_objection(causal: Any, make_decoder: MakeDecoder) -> str | None:
+    if (
+        make_decoder is not RecomputeBatchDecoder
+        and "past_key_values" not in inspect.signature(causal.forward).parameters
+    ):
         return "its forward takes no cache"
     if make_decoder is ContinuousBatchDecoder and (strange := _unsupported_layers(causal)):
         return f"its cache has layers of type {', '.join(strange)}"
@@ -321,20 +370,20 @@ def _last_logits(causal: Any, row: PromptIds) -> Tensor:
     return logits
 
 
-def fitting_decoder(causal: Any) -> MakeDecoder | None:
-    """The first of Columns and Waves that gives the logits of whole rows."""
-    return next(
-        (way for way in (ContinuousBatchDecoder, WaveBatchDecoder) if decoder_objection(causal, way) is None), None
-    )
-
-
 def choose_decoder(causal: Any, decide: Decide) -> MakeDecoder:
-    """Columns if this model can, else Waves. Raises SpecError if it can neither."""
+    """The first of the three ways that gives the logits of whole rows; says so where it is not the fastest.
+
+    Raises SpecError if there is none.
+    """
     against = decoder_objection(causal, ContinuousBatchDecoder)
     if against is None:
         return ContinuousBatchDecoder
-    if (more := decoder_objection(causal, WaveBatchDecoder)) is not None:
-        name = type(causal).__name__
-        raise SpecError([Problem("sampler", f"{name} cannot be sampled from: {against}; with its own cache: {more}")])
-    decide("sampler", "answers that join at any time", "answers in waves", against)
-    return WaveBatchDecoder
+    if (more := decoder_objection(causal, WaveBatchDecoder)) is None:
+        decide("sampler", "answers that join at any time", "answers in waves", against)
+        return WaveBatchDecoder
+    if (last := decoder_objection(causal, RecomputeBatchDecoder)) is None:
+        reason = f"{against}; with its own cache: {more}"
+        decide("sampler", "keys and values kept", "every token computed anew, which is slow", reason)
+        return RecomputeBatchDecoder
+    name = type(causal).__name__
+    raise SpecError([Problem("sampler", f"{name} cannot be sampled from: {against}; without a cache: {last}")])

@@ -16,6 +16,8 @@ from runner.core.errors import CheckpointError, EnvironmentProblem, SecurityErro
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+MODEL_CARD = "README.md"
+PROMPT_STYLE = "prompt_style"  # in the card's head, where prompts are plain text
 INDEX = "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs"
 TOKENIZERS = ("tokenizer*", "vocab.*", "*.model")
@@ -24,6 +26,13 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 HEADER_LIMIT = 100_000_000  # bytes; safetensors' own
 # which change the base's weights as they are made, so that the saved adapter fits the changed base alone
 INITS_THAT_CHANGE_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+
+
+def says_plain_text(folder: Path) -> bool:
+    """Whether the model card of an export says that prompts were plain text in training, and no chat."""
+    card = folder / MODEL_CARD
+    lines = card.read_text(encoding="utf-8", errors="replace").splitlines() if card.is_file() else []
+    return f"{PROMPT_STYLE}: text" in lines[:40]
 
 
 def is_adapter(folder: str | Path) -> bool:
@@ -94,6 +103,8 @@ def check_model_folder(folder: Path, key: str) -> None:
     SecurityError for pickles.
     """
     adapter = is_adapter(folder)
+    if not adapter and not (folder / "config.json").exists():
+        raise EnvironmentProblem(f"{key}={folder} holds no model: no config.json")
     config = read_adapter_config(folder) if adapter else read_json(folder / "config.json")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         if (folder / name).is_file():

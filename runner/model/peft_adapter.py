@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from runner.core.errors import CheckpointError
-from runner.model.model_folder import ADAPTER_WEIGHTS, read_adapter_config
+from runner.model.model_folder import ADAPTER_WEIGHTS, read_adapter_config, read_header
 from runner.spec.base import Head
 
 
@@ -53,6 +53,7 @@ def attach_adapter(inner: Any, folder: Path, *, head: Head = "lm", name: str = "
 def _load_weights(module: Any, folder: Path, name: str, own: Collection[str]) -> None:
     import peft
 
+    read_header(folder / ADAPTER_WEIGHTS)  # which names the damage of a file that is not whole
     tensors = load_file(folder / ADAPTER_WEIGHTS)
     rows = {key: value.shape[0] for key, value in tensors.items() if "embed_tokens" in key and value.ndim == 2}
     inner = module.get_base_model().get_input_embeddings()
