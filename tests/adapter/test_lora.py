@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen2 import Qwen2Config, Qwen2ForSequenceClassification
 
 from runner.adapter import lora
-from runner.adapter.config import LoraConfig, NoAdapterConfig, train_all
+from runner.adapter.config import LoraConfig, NoAdapterConfig
+from runner.adapter.lora import train_all
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, SpecError
 from runner.model.causal_lm import CausalLM
