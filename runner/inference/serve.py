@@ -31,7 +31,8 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
     """engine: auto = vLLM where it is installed and the device is no CPU; grace_s: for what is in flight at a signal;
-    start_timeout_s: until vLLM answers; vllm_options: further words of `vllm serve`"""
+    start_timeout_s: until vLLM answers; weight_updates: whether a trainer with the key may replace the weights;
+    vllm_options: further words of `vllm serve`"""
 
     engine: EngineName = "auto"
     host: str = "127.0.0.1"
@@ -39,6 +40,7 @@ class ServeSettings:
     grace_s: float = 30.0
     start_timeout_s: float = 1800.0
     logprobs_mode: Literal["raw", "processed"] = "raw"
+    weight_updates: bool = False
     vllm_options: tuple[str, ...] = ()
 
     @property
@@ -56,6 +58,10 @@ def serve(model: EngineSettings, settings: ServeSettings, api_key_file: Path | N
         raise EnvironmentProblem(
             f"host={settings.host}: other machines could use the model without a key; "
             "write one into a file that only you can read, and type --api-key-file FILE"
+        )
+    if settings.weight_updates and api_key is None:
+        raise EnvironmentProblem(
+            "weight_updates=true: whoever reaches the server could replace its model; add --api-key-file FILE"
         )
     source = model.parse()
     if _choose_engine(model, settings) == "vllm":
@@ -128,7 +134,14 @@ async def _run_server(child: ChildProcess, settings: ServeSettings, api_key: str
         served = ServedModel(info, tokenizer, client, settings.logprobs_mode)
         with listen(settings.host, settings.port) as listener:
             ready = partial(_print_ready, info, replace(settings, port=listener.getsockname()[1]), api_key)
-            await serve_http(served, listener, grace_s=settings.grace_s, api_key=api_key, on_ready=ready)
+            await serve_http(
+                served,
+                listener,
+                grace_s=settings.grace_s,
+                api_key=api_key,
+                weight_updates=settings.weight_updates,
+                on_ready=ready,
+            )
     finally:
         await client.close()
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import psutil
 
 from runner.data.tokenization import bos_and_eos
-from runner.inference.answer_text import SHOWN_MARKERS, TextStream
+from runner.inference.answer_text import TextStream, hidden_token_ids
 from runner.inference.chat_prompt import ChatPrompt, render_chat
 from runner.inference.engine import GenerationRequest, TokenEvent
 from runner.inference.engine_client import EngineClient
@@ -137,11 +137,7 @@ class ServedModel:
 
     @cached_property
     def _hidden_ids(self) -> frozenset[int]:
-        """Special tokens that give no text."""
-        added = self.tokenizer.added_tokens_decoder
-        special = {*self.tokenizer.all_special_ids, *self.info.stop_token_ids}
-        special |= {i for i, token in added.items() if token.special}
-        return frozenset(special - {i for i, token in added.items() if str(token) in SHOWN_MARKERS})
+        return hidden_token_ids(self.tokenizer, self.info.stop_token_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
@@ -175,7 +171,6 @@ class ServedModel:
             ("run_prompt_tokens_total", "counter", self.prompt_tokens),
             ("run_generation_tokens_total", "counter", self.client.tokens_generated),
             ("run_weight_version", "gauge", self.client.weight_version),
-            ("process_start_time_seconds", "gauge", self.created),
         ):
             lines += [f"# TYPE {name} {kind}", f"{name} {value}"]
         lines += self.first_token_s.lines("run_time_to_first_token_seconds")

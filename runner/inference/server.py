@@ -35,9 +35,9 @@ MAX_REQUESTS = 4096  # in flight at once
 LIMITS = HttpLimits(max_body_bytes=32 << 20)
 
 
-def create_app(served: ServedModel, *, api_key: str | None = None) -> Starlette:
+def create_app(served: ServedModel, *, api_key: str | None = None, weight_updates: bool = False) -> Starlette:
     """The server's app. Without a key, only clients that name this machine in the Host header are answered, so that a
-    web page cannot reach it by a name of its own."""
+    web page cannot reach it by a name of its own. weight_updates: with the routes of `weight_routes`"""
 
     async def refuse(request: Request, error: Exception) -> Response:
         return _error_of(error)
@@ -47,7 +47,7 @@ def create_app(served: ServedModel, *, api_key: str | None = None) -> Starlette:
         guard = Middleware(TokenCheck, token=api_key, open_paths=OPEN_PATHS)
     kinds = (BadRequest, RunnerError, HTTPException, ClientDisconnect, Exception)
     return Starlette(
-        routes=openai_routes(served) + ([] if api_key is None else weight_routes(served)),
+        routes=openai_routes(served) + (weight_routes(served) if weight_updates else []),
         middleware=[Middleware(Admission, served=served), guard],
         exception_handlers=dict.fromkeys(kinds, refuse),
     )
@@ -98,6 +98,7 @@ async def serve_http(
     *,
     grace_s: float,
     api_key: str | None = None,
+    weight_updates: bool = False,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Answer until a signal, then finish what is in flight within `grace_s`; a second signal ends at once.
@@ -105,7 +106,7 @@ async def serve_http(
     Raises Interrupted after a signal, and what the engine failed with once its requests have been answered with 500.
     """
     _raise_file_limit()
-    app = create_app(served, api_key=api_key)
+    app = create_app(served, api_key=api_key, weight_updates=weight_updates)
     server = make_server(app, LIMITS, grace_s=max(1, round(grace_s)), handles_signals=False)
     received, loop = list[int](), asyncio.get_running_loop()
 

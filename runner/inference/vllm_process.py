@@ -46,7 +46,7 @@ def serve_vllm(source: ModelSource, model: EngineSettings, settings: ServeSettin
     print(f"engine=vllm: {shlex.join(command)}\n  log: {display_path(log)}", file=sys.stderr, flush=True)
     recorder = SignalRecorder()
     with open(log, "ab") as file, recorder.record_signals():
-        environment = vllm_environment(os.environ, api_key)
+        environment = vllm_environment(os.environ, api_key, settings.weight_updates)
         child = ChildProcess(
             [program, *command[1:]], end_signal=signal.SIGTERM, stdout=file, stderr=file, env=environment
         )
@@ -93,10 +93,11 @@ def vllm_command(source: ModelSource, model: EngineSettings, settings: ServeSett
     return [*command, *settings.vllm_options]
 
 
-def vllm_environment(environment: Mapping[str, str], api_key: str | None) -> dict[str, str]:
+def vllm_environment(environment: Mapping[str, str], api_key: str | None, weight_updates: bool) -> dict[str, str]:
     """The child's environment: a key is no word of a command, which every user of the machine can read."""
-    own = {name: value for name, value in environment.items() if name != "VLLM_API_KEY"}
-    return own if api_key is None else {**own, "VLLM_API_KEY": api_key}
+    own = {name: value for name, value in environment.items() if name not in ("VLLM_API_KEY", "VLLM_SERVER_DEV_MODE")}
+    own |= {"VLLM_API_KEY": api_key} if api_key is not None else {}
+    return own | ({"VLLM_SERVER_DEV_MODE": "1"} if weight_updates else {})
 
 
 def _adapter_rank(folder: Path) -> int:

@@ -3,7 +3,8 @@
     POST /collective_rpc       {"method": "reload_weights", "kwargs": {"weights_path": FOLDER}}
     POST /reset_prefix_cache   nothing is kept of older weights
 
-They exist only behind a key: whoever has it can replace the model by any folder that the server reads.
+They exist with weight_updates=true, behind a key: whoever has it can replace the model by any folder that the server
+reads.
 """
 
 from __future__ import annotations

@@ -63,8 +63,12 @@ async def connected(
         await asyncio.to_thread(thread.join)
 
 
+def load_nothing(folder: Path) -> None:
+    raise DataError(f"{folder}: no weights are loaded here")
+
+
 def serving(lines: JsonLines) -> None:
-    run_engine(TorchEngine(MODEL, decide=Decisions(), max_num_seqs=4), lines)
+    run_engine(TorchEngine(MODEL, decide=Decisions(), max_num_seqs=4), lines, load_nothing)
 
 
 async def answer(client: EngineClient, params: SamplingParams, count: int = 1) -> list[list[int]]:
@@ -126,7 +130,7 @@ def test_an_engine_that_fails_names_its_reason_and_exit_code(pipes: tuple[int, i
         engine = TorchEngine(broken, decide=Decisions())
         with torch.no_grad():
             broken.causal.get_output_embeddings().weight.fill_(float("nan"))
-        run_engine(engine, lines)
+        run_engine(engine, lines, load_nothing)
 
     async def check() -> None:
         async with connected(pipes, work) as client:
@@ -177,7 +181,7 @@ def test_adapters_are_loaded_by_name(tmp_path: Path) -> None:
 
     def greedy(settings: EngineSettings, adapter: str | None) -> list[int]:
         (tmp_path / "tokenizer").mkdir(exist_ok=True)
-        engine, info = _load_engine(settings, tmp_path / "tokenizer")
+        engine, info, _ = _load_engine(settings, tmp_path / "tokenizer")
         assert set(info.adapters) >= ({adapter} if adapter else set())
         params = SamplingParams(temperature=0, max_new_tokens=10, ignore_eos=True, adapter=adapter)
         found = tokens(run(engine, [GenerationRequest("0", PROMPT, params)])["0"])

@@ -79,7 +79,7 @@ def test_a_job_learns_from_run_serve_what_it_learns_in_one_process(tmp_path: Pat
     causal("qwen3", max_position_embeddings=2048).save(tmp_path / "model")
     (tmp_path / "key").write_text("a-key")
     (tmp_path / "key").chmod(0o600)
-    words = ("logprobs_mode=processed", "--api-key-file", str(tmp_path / "key"))
+    words = ("logprobs_mode=processed", "weight_updates=true", "--api-key-file", str(tmp_path / "key"))
     with serve(tmp_path / "model", *words, cwd=tmp_path) as server:
         url = server.url.removesuffix("/v1")
         remote = train(
