@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: the base model is frozen, small matrices beside its linear layers learn. Or none."""
+"""Low-rank adapters through peft: the base model is frozen, small matrices beside it are trained."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _origin(model: TrainableModel) -> str:
 
 
 def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
-    """`model` inside a peft model; the adapter is drawn from the model's seed, in float32 whatever the base's type.
+    """`model` inside a peft model; adapter weights are drawn from the model's seed, always in float32.
 
     Use the result instead of `model`, whose modules it has changed. Raises SpecError for module names that the
     model does not have, or that peft cannot adapt. A model that came with an adapter continues it, as it is.
@@ -70,7 +70,7 @@ def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
     return model.with_peft_module(module, decide=decide)
 
 
-def _unadaptable_linears(inner: nn.Module) -> dict[str, str]:
+def _unadaptable_linears(inner: Any) -> dict[str, str]:
     """The linears that all-linear cannot mean, by their full names, and why: those whose output is no plain product,
     and those found on a model of the same shapes without numbers."""
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None

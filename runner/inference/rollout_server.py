@@ -253,8 +253,8 @@ def serve(
 @contextmanager
 def _endpoint_file(path: Path, endpoint: Endpoint) -> Iterator[None]:
     """While the block runs the endpoint file is there; a successor's stays."""
-    endpoint.write(path)
     try:
+        endpoint.write(path)  # a signal may arrive when the file is there, and this has not returned
         yield
     finally:
         try:

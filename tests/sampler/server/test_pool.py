@@ -88,7 +88,10 @@ def in_background(work: Any) -> tuple[threading.Thread, list[Any]]:
     return thread, found
 
 
-def test_two_samplers_draw_bit_for_bit_what_this_process_draws(tmp_path: Path, shelf: WeightStore) -> None:
+def test_two_samplers_draw_bit_for_bit_what_this_process_draws(
+    tmp_path: Path, shelf: WeightStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
     with samplers(tmp_path, 2), client(tmp_path, 2) as pool:
         for version in (1, 2):
             pool.load_weights(shelf.get(version), version)
@@ -100,6 +103,7 @@ def test_two_samplers_draw_bit_for_bit_what_this_process_draws(tmp_path: Path, s
         assert pool.max_model_len == local().max_model_len
         pool.release_memory()
         numbers = pool.pop_metrics()
+    assert TOKEN not in caplog.text, "the token stays out of logs"
     assert numbers.pop("tokens_per_s") > 0 and numbers.pop("load_s") > 0
     assert numbers == {"queue": 9.0, "restarts": 0.0, "resyncs": 0.0, "rejected": 0.0}
 
