@@ -244,18 +244,20 @@ def build_frozen_model(
     world: ParallelContext,
     decide: Decisions,
 ) -> FrozenModel:
-    """A reference model or teacher.
-
-    The reference is the policy with its adapter off, or a copy of the initial weights in the policy's data type, so
-    that both agree before the first step. A teacher, or a reference with a path, is another model.
-    """
+    """The reference: the policy with its adapter off, or a copy of what it starts from, in its data type, so that both
+    say the same before the first step (of an adapter that it came with, the adapter alone); a teacher, or a reference
+    with a path: another model."""
     if wanted.mode == "cached":
         from runner.build.precompute_reference import build_cached_reference
 
         return build_cached_reference(spec, policy, device, world.peers, world.world_peers, decide, cache_folder())
-    from runner.trainer.reference_model import FrozenModel
+    from runner.trainer.reference_model import FrozenModel, frozen_copy_of_adapter
 
-    way = wanted.mode or ("copy" if spec.adapter.trains_base else "adapter")
+    continues = policy.weights_source.adapter is not None and not spec.adapter.trains_base
+    way = wanted.mode or ("copy" if spec.adapter.trains_base or continues else "adapter")
+    if continues and wanted.path is None:
+        text = "the adapter that the model came with" if way == "copy" else "the base, without the adapter it came with"
+        decide.record_fact(f"algorithm.{role}", way, f"{text}; the other one: algorithm.reference={_other(way)}")
     model: TrainableModel = policy
     during: Callable[[], AbstractContextManager[Any]] = nullcontext
     if wanted.path is not None:
@@ -263,12 +265,18 @@ def build_frozen_model(
         _check_equal_layouts(model, policy, world, role)
     elif way == "adapter":
         during = policy.adapter_disabled
+    elif continues and not spec.parallelism.deepspeed:
+        during = frozen_copy_of_adapter(policy)
     else:
         model = build_model(spec, tokenizer, device, decide, world=world, trains=False)
         model.module.requires_grad_(False)
     budget = spec.algorithm.micro_batch_tokens
     options: dict[str, Any] = {"peers": world.peers, "stage": model.stage}
     return FrozenModel(model, budget=budget, device=device.torch_device, during=during, **options)
+
+
+def _other(way: str) -> str:
+    return "copy" if way == "adapter" else "adapter"
 
 
 def _check_equal_layouts(model: TrainableModel, policy: GenerativeModel, world: ParallelContext, role: str) -> None:

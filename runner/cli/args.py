@@ -24,7 +24,9 @@ VERBS = {
     "schema": "JSON Schema of a job, or of a recipe",
     "resume": "continue a run where it stopped",
     "status": "how far a run is, its processes, its newest numbers",
-    "infer": "try a run's model",
+    "infer": "answer prompts with a run's model, or any other",
+    "chat": "talk to a model in the terminal",
+    "serve": "answer over HTTP, as OpenAI's API does",
     "export": "write a Hugging Face folder or a PEFT adapter",
     "sweep": "continue a sweep, or look at it",
     "report": "a run as one HTML page",
@@ -44,6 +46,8 @@ EXAMPLES = {
     "resume": "run resume latest steps=400",
     "status": "run status latest",
     "infer": 'run infer latest "sort 5031"',
+    "chat": "run chat latest",
+    "serve": "run serve latest port=8001",
     "export": "run export latest --checkpoint best",
     "sweep": "run sweep status latest",
     "report": "run report latest",
@@ -63,7 +67,12 @@ RESOURCE_NAMES = {
     "schema": "job or recipe",
     "resume": "latest or a run's folder, then group.key=value",
     "status": "latest or a run's folder",
-    "infer": "latest or a run's folder, then prompts, device=NAME; words after -- are prompts, whatever they look like",
+    "infer": "a model (latest, a run's folder, a model's or an adapter's folder, a hub id), then prompts, device=NAME; "
+    "words after -- are prompts, whatever they look like",
+    "chat": "a model (latest, a run's folder, a model's or an adapter's folder, a hub id), device=NAME",
+    "serve": "latest, a run, a model's or adapter's folder, or a hub id; engine=auto|torch|vllm host= port= device=\n"
+    "max_num_seqs= grace_s= start_timeout_s= logprobs_mode=raw|processed\n"
+    "weight_updates=true; words after -- are options of vllm serve",
     "export": "latest or a run's folder, device=NAME",
     "sweep": "resume, status or report; latest or a sweep's folder; with resume: sweep.parallel=N and its like",
     "report": "latest or a run's folder",
@@ -75,6 +84,7 @@ RESOURCE_NAMES = {
     "parity": "with --record a job as for run; with --compare device=NAME and what else a machine has of its own",
     "help": "recipes, options, verbs, or a verb",
 }
+COMBINATIONS = ("linear", "ties", "dare_linear", "dare_ties", "cat", "svd")  # peft's, of adapters
 ACTIONS = ("resume", "status", "report")  # of run sweep
 TOPICS = ("recipes", "options", "verbs")  # of run help
 FLAGS = {"--help", "-h", "--version", "--debug", "--multirun", "-m", "--shell-completion", "-sc"}
@@ -127,8 +137,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     verb, rest = split_verb(argv[:end])
     parser = parser_of(verb)
     literal = list(argv[end + 1 :])
-    if literal and verb != "infer":
-        parser.error(f"what is '{literal[0]}'? only run infer takes words after --")
+    if literal and verb not in ("infer", "serve"):
+        parser.error(f"what is '{literal[0]}'? only run infer and run serve take words after --")
     # What every verb may be answered with instead (--help, completion) looks for files, too.
     return parser.parse_intermixed_args(rest, argparse.Namespace(verb=verb, literal=literal, config_dir=None))
 
@@ -244,19 +254,49 @@ def _config_dir(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config-dir", "-cd", type=Path, help="one more folder with config groups and recipes/")
 
 
+def _source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", type=_checkpoint, default="last", help="of a run: a step, best or last (last)")
+    parser.add_argument("--base", metavar="FOLDER", help="the base of an adapter or a run, where it has moved")
+    about = "a PEFT adapter onto the model, by name; may be given several times"
+    parser.add_argument("--adapter", action="append", metavar="[NAME=]FOLDER", help=about)
+
+
 def _infer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", type=Path, help="a text file of prompts, one a line")
+    _sampling(parser)
+
+
+def _chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt (none)")
+    _sampling(parser)
+
+
+def _sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer (256)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 = always the likeliest token (0)")
     parser.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this share (1)")
     parser.add_argument("--seed", type=int, help="of what is drawn (0)")
+    _source(parser)
+
+
+def _serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", type=_checkpoint, help="a step, or best (the newest)")
+    parser.add_argument("--base", help="the base of an adapter, where its own config names another one")
+    parser.add_argument("--adapter", action="append", default=[], metavar="NAME=FOLDER", help="one more adapter")
+    parser.add_argument("--api-key-file", type=_path, metavar="FILE", help="the key that clients must send")
 
 
 def _export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", type=_checkpoint, help="a step, or best (the newest)")
+    _source(parser)
     parser.add_argument("--merge", action="store_true", help="an adapter merged into its base, in float32")
     parser.add_argument("--out", type=Path, help="a new folder (in the run's own)")
+    about = "compare the folder with the model, by transformers alone (on below 2 GB)"
+    parser.add_argument("--check", action=argparse.BooleanOptionalAction, help=about)
+    about = "combine several adapters into one: linear, ties, dare_linear, dare_ties, cat or svd"
+    parser.add_argument("--combine", metavar="HOW", choices=COMBINATIONS, help=about)
+    parser.add_argument("--weights", type=_numbers, metavar="W,W", help="of the adapters that are combined (1 each)")
+    parser.add_argument("--density", type=_share, help="share of numbers that ties and dare keep (0.5)")
+    parser.add_argument("--push", metavar="hub:ID|modelscope:ID", help="upload the folder afterwards, as private")
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
@@ -313,6 +353,14 @@ def _path(text: str) -> Path:
     return Path(text).expanduser()
 
 
+def _numbers(text: str) -> tuple[float, ...]:
+    """Numbers, separated by commas."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected numbers such as 1,0.5, got '{text}'") from error
+
+
 def _jobs(text: str) -> tuple[int, ...]:
     """Numbers of jobs, separated by commas."""
     if all(part.isdecimal() for part in text.split(",")):
@@ -339,10 +387,10 @@ def _share(text: str) -> float:
 
 
 def _checkpoint(text: str) -> int | str:
-    """A step, or `best`."""
-    if text == "best" or text.isdecimal():
-        return text if text == "best" else int(text)
-    raise argparse.ArgumentTypeError(f"expected a step or best, got '{text}'")
+    """A step, `best` or `last`."""
+    if text in ("best", "last") or text.isdecimal():
+        return int(text) if text.isdecimal() else text
+    raise argparse.ArgumentTypeError(f"expected a step, best or last, got '{text}'")
 
 
 _OPTIONS = {
@@ -353,6 +401,8 @@ _OPTIONS = {
     "explain": _config_dir,
     "help": _config_dir,
     "infer": _infer,
+    "chat": _chat,
+    "serve": _serve,
     "export": _export,
     "sweep": _sweep,
     "report": _report,

@@ -28,7 +28,16 @@ from runner.spec.registry import default_registry
 from runner.spec.schema import CALLBACKS, MODEL, groups_of, model_schema, second_model_keys, sections
 
 COMMANDS = ("install", "uninstall", "query")
-NAMING = ("resume", "status", "infer", "export", "report", "diff", "sweep")  # verbs that name a run, or a sweep
+NAMING = (
+    "resume",
+    "status",
+    "infer",
+    "serve",
+    "export",
+    "report",
+    "diff",
+    "sweep",
+)  # verbs that name a run, or a sweep
 
 
 def answer(args: Namespace) -> int:

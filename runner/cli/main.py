@@ -23,6 +23,8 @@ HANDLERS = {
     "resume": "runner.cli.job:resume",
     "status": "runner.cli.report:show",
     "infer": "runner.cli.job:infer",
+    "chat": "runner.cli.chat:run",
+    "serve": "runner.cli.serve:run",
     "export": "runner.cli.job:export",
     "new": "runner.cli.new:create",
     "doctor": "runner.cli.doctor:show",

@@ -10,9 +10,7 @@ from runner.spec import suggest
 
 # Words of other tools, each line with what does the same here. A verb that is added leaves this table.
 OTHER_TOOLS = {
-    "serve deploy server api": (
-        "there is no `run serve` yet; `run export latest` writes a folder that `vllm serve FOLDER` serves"
-    ),
+    "deploy server api": "to answer over HTTP, as OpenAI's API does: run serve latest",
     "chat talk": (
         'there is no `run chat` yet; one answer: run infer latest "…"; a dialogue: `vllm serve FOLDER` and '
         "`vllm chat`, with the folder that `run export latest` writes"

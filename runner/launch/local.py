@@ -116,9 +116,9 @@ def check_spec(spec: JobSpec, *, here: bool = False) -> JobSpec:
     local = {name: getattr(spec, name).with_absolute_paths() for name in ("data", "model", "algorithm", "reward")}
     spec = spec.model_copy(update=local)
     if spec.model.source is not None:
-        from runner.model.hub_access import check_path
+        from runner.inference.model_source import resolve_model_path
 
-        check_path(spec.model.source)
+        spec = spec.model_copy(update={"model": spec.model.with_resolved_source(resolve_model_path)})
     refuse_unready(check for _, check in preflights(spec, here=here))
     return spec
 

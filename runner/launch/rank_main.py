@@ -22,7 +22,7 @@ from runner.launch.exit_cause import ExitReport, HeartbeatWriter
 from runner.launch.session import Session
 from runner.launch.worker_process import enable_stack_dumps
 from runner.run_dir.folder import RunFolder, read_mapping
-from runner.sampler.remote.wire import take_token
+from runner.sampler.server.job_token import take_token
 from runner.spec.decode import decode
 from runner.spec.job import JobSpec
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,14 +18,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from runner.core.auto_choices import Decisions
-from runner.core.errors import DeadlineExceeded, EnvironmentProblem, OutOfMemory, RankLost
+from runner.core.errors import DeadlineExceeded, OutOfMemory, RankLost
 from runner.core.imports import import_frozen
 from runner.core.rank_info import RankInfo, is_connection_loss, is_timeout
 from runner.core.signals import StopSignal
-from runner.device.device_kinds import NPU
-from runner.device.env_presets import npu_objection, resolve_presets
-from runner.device.torch_npu_import import hide_torch_npu
-from runner.launch.export import write_export
+from runner.device.process_setup import load_torch, set_environment
+from runner.launch.export import CardFacts, write_export
 from runner.launch.run_messages import (
     NO_EXAMPLE,
     ChatMarkers,
@@ -163,7 +160,8 @@ class Session:
         if self.spec.checkpoint.export and not self.place.is_rank0:
             built.model.save(None)  # rank 0 writes, and may need this rank's pieces
         elif self.spec.checkpoint.export:
-            write_export(built.model, self.folder.export, self.spec, self.spec.steps, self.values)
+            facts = CardFacts(self.spec.steps, self.values, built.data.prompt_style)
+            write_export(built.model, self.folder.export, self.spec, facts)
             lines.append(labeled_line("model", display_path(self.folder.export)))
         if is_upstream_run():
             return lines
@@ -173,7 +171,9 @@ class Session:
 
     def _try_it(self, built: BuiltJob) -> str:
         """The command that uses what was made."""
-        if not hasattr(built.model, "stream"):
+        from runner.interfaces import as_generative
+
+        if as_generative(built.model) is None:
             return (
                 f"as a reward: reward=model reward.path={display_path(self.folder.export)} (with algorithm=grpo or ppo)"
             )
@@ -226,37 +226,3 @@ def translate_memory_errors(spec: JobSpec) -> Iterator[None]:
             f"  lower algorithm.micro_batch_tokens (now {spec.algorithm.micro_batch_tokens}; same update), "
             "or set model.gradient_checkpointing=true"
         ) from error
-
-
-def set_environment(spec: JobSpec, decide: Decisions) -> None:
-    """Set the device's presets where the user has set nothing; the manifest records what applies.
-
-    A torch_npu that the device has no use for is left out of the process: without CANN it breaks `import torch`.
-    Raises EnvironmentProblem if the device cannot work and nobody could see that before, if torch_npu would refuse what
-    the user set, or if HCCL's timeouts, the user's and the preset's together, contradict one another.
-    """
-    if not spec.launch.here:
-        spec.device.preflight()
-    presets = spec.device.environment(spec)
-    found = resolve_presets(presets, dict(os.environ))
-    for name, (value, variable) in found.kept.items():
-        decide.record_fact(f"environment.{name}", value, f"yours; not {variable.value}: {variable.reason}")
-    os.environ.update({name: variable.value for name, variable in found.set.items()})
-    if found.set:
-        late = "; too late for what torch reads at its import" if "torch" in sys.modules else ""
-        words = " ".join(f"{name}={variable.value}" for name, variable in found.set.items())
-        decide.record_fact("environment", " + ".join(preset.name for preset in presets), words + late)
-    if left_out := hide_torch_npu(spec.device.name, spec.device.kind):
-        decide.record_fact("environment.torch_npu", "left out of this process", left_out)
-    if spec.device.kind is NPU and (objection := npu_objection(os.environ)):
-        raise EnvironmentProblem(f"device={spec.device.name}: {objection}")
-    spec.device.enter()
-
-
-def load_torch(device: str) -> None:
-    """Import torch. Raises EnvironmentProblem where that fails, e.g. if torch_npu does not fit."""
-    try:
-        import_frozen("torch")
-    except (ImportError, OSError, RuntimeError) as error:
-        cause = f"{error} (from {type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ else str(error)
-        raise EnvironmentProblem(f"import torch fails: {cause}\n  what is wrong: run doctor device={device}") from error

@@ -28,10 +28,9 @@ from runner.launch.upstream_run import (
     upstream_environment,
 )
 from runner.model.hub_access import is_hub_id
+from runner.model.model_folder import TOKENIZERS, adapter_base, check_model_folder, has_tokenizer, is_adapter
 from runner.run_dir.folder import RunFolder, display_path, read_mapping
 from runner.spec.job import RECIPE, JobSpec
-
-TOKENIZERS = ("tokenizer*", "vocab.*", "*.model")
 
 
 def resolve_init_from(spec: JobSpec) -> JobSpec:
@@ -45,7 +44,12 @@ def resolve_init_from(spec: JobSpec) -> JobSpec:
         where = _run_upstream(spec, spec.init_from.removeprefix(RECIPE), "init_from", own_model=False)
     else:
         where = Path(spec.init_from).expanduser()
-    return spec.model_copy(update={"init_from": str(_weights_folder(where, "init_from"))})
+    folder = _weights_folder(where, "init_from")
+    if is_adapter(folder) and spec.model.source is None:
+        text = f"{display_path(folder)} is an adapter, and model={spec.model.name} is not its base"
+        typed = f"type model=hf model.path={adapter_base(folder)} adapter=lora"
+        raise SpecError([Problem("init_from", f"{text}; {typed}")])
+    return spec.model_copy(update={"init_from": str(folder)})
 
 
 def resolve_other_models(spec: JobSpec) -> JobSpec:
@@ -74,7 +78,7 @@ def _resolve_model(spec: JobSpec, option: str, path: str) -> str:
     if getattr(spec.algorithm, revision, None) is not None:
         raise SpecError([Problem(f"algorithm.{revision}", f"not used with {path}; it belongs to a hub id")])
     folder = _weights_folder(where, key)
-    if not any(found for pattern in TOKENIZERS for found in folder.glob(pattern)):
+    if not has_tokenizer(folder) and not (is_adapter(folder) and adapter_base(folder)):
         text = (
             f"{display_path(folder)} has no tokenizer ({', '.join(TOKENIZERS)}); copy the one it was trained with there"
         )
@@ -83,15 +87,14 @@ def _resolve_model(spec: JobSpec, option: str, path: str) -> str:
 
 
 def _weights_folder(where: Path, key: str) -> Path:
-    """The folder with safetensors at `where`, or in its export."""
+    """The folder with safetensors at `where`, or in its export: a model's, or an adapter's."""
     for folder in (where / "export", where):
-        if (folder / "adapter_config.json").exists():
-            text = f"{display_path(folder)} is an adapter; merge it into its base first: run export RUN --merge"
-            raise SpecError([Problem(key, text)])
-        if list(folder.glob("*.safetensors")):
+        if is_adapter(folder) or list(folder.glob("*.safetensors")):
+            if is_adapter(folder) or (folder / "config.json").exists():
+                check_model_folder(folder, key)
             return folder.resolve()
-    text = f"no weights in {display_path(where)}; a finished run's folder, an export, or {RECIPE}NAME is expected"
-    raise SpecError([Problem(key, text)])
+    expected = f"a finished run's folder, an export, an adapter's folder or {RECIPE}NAME is expected"
+    raise SpecError([Problem(key, f"no weights in {display_path(where)}; {expected}")])
 
 
 def _run_upstream(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> Path:

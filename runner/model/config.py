@@ -1,12 +1,14 @@
 """What a user can set of a model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
 from runner.core.errors import SpecError
 from runner.spec.base import ComponentConfig, Dtype, absolute_if_local
+
+ResolveSource = Callable[[str, str, str | None], str]
 
 
 class ModelConfig(ComponentConfig):
@@ -57,6 +59,11 @@ class ModelConfig(ComponentConfig):
 
     def with_absolute_paths(self) -> Self:
         """The same config with the paths of local folders made absolute."""
+        return self
+
+    def with_resolved_source(self, resolve: ResolveSource) -> Self:
+        """The same config with what `source` means as a folder or hub id; `resolve` takes the value of an option, the
+        option, and the base of an adapter."""
         return self
 
     def preflight(self) -> None:
@@ -173,7 +180,13 @@ class HfConfig(ModelConfig):
     tokenizer_factory: ClassVar[str] = "runner.model.hf:tokenizer"
     name: Literal["hf"] = "hf"
     path: str = Field(
-        min_length=1, description="Folder or hub id of the model, e.g. /models/Qwen3-0.6B or Qwen/Qwen3-0.6B."
+        min_length=1,
+        description="The model: a folder, a run, a PEFT adapter's folder, a hub id or modelscope:ID, e.g. "
+        "/models/Qwen3-0.6B or Qwen/Qwen3-0.6B.",
+    )
+    base: str | None = Field(
+        default=None,
+        description="Base of the adapter at model.path, a folder or hub id; null = the one that the adapter names.",
     )
     revision: str | None = Field(
         default=None, description="Branch, tag or commit on the hub; null = its default branch."
@@ -194,8 +207,11 @@ class HfConfig(ModelConfig):
         return self.from_scratch
 
     def with_absolute_paths(self) -> Self:
-        tokenizer = self.tokenizer and absolute_if_local(self.tokenizer)
-        return self.model_copy(update={"path": absolute_if_local(self.path), "tokenizer": tokenizer})
+        tokenizer, base = (text and absolute_if_local(text) for text in (self.tokenizer, self.base))
+        return self.model_copy(update={"path": absolute_if_local(self.path), "base": base, "tokenizer": tokenizer})
+
+    def with_resolved_source(self, resolve: ResolveSource) -> Self:
+        return self.model_copy(update={"path": resolve(self.path, "model.path", self.base)})
 
     def preflight(self) -> None:
         from runner.model.hub_access import check  # here, because every command reads this module

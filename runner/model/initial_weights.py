@@ -30,12 +30,14 @@ from runner.spec.base import Dtype
 class WeightsSource:
     """A local folder, a commit of the hub, or random weights (of a folder's or commit's shape).
 
-    drawn: what random weights are a function of, in words; None where weights are read.
+    drawn: what random weights are a function of, in words; None where weights are read; adapter: the folder of a PEFT
+    adapter that was loaded onto them.
     """
 
     folder: Path | None = None
     commit: str | None = None
     drawn: str | None = None
+    adapter: Path | None = None
 
     def identity(self, *, weights: bool) -> dict[str, str]:
         """What identifies the source; `weights` adds the sha256 of a folder's weights (1 to 2 GB a second)."""
@@ -44,6 +46,8 @@ class WeightsSource:
             found["commit"] = self.commit
         if self.folder is not None:
             found["config"] = sha256(self.folder.glob("config.json"))
+        if self.adapter is not None:
+            found["adapter"] = sha256(sorted(self.adapter.glob("adapter_*")))
         if self.drawn is not None:
             found["drawn"] = self.drawn
         elif self.folder is not None and weights:

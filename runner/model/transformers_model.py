@@ -38,7 +38,7 @@ from runner.model.export import gather_to_cpu, rebuild_module
 from runner.model.flops import model_flops
 from runner.model.hf_state_dict import HfStateDict, StateDictPart
 from runner.model.initial_weights import WeightsSource
-from runner.model.parameters import FsdpRoot, cast_on_read, float32_modules, is_tied
+from runner.model.parameters import FsdpRoot, cast_on_read, float32_modules, is_tied, read_as_stored
 
 if TYPE_CHECKING:
     from runner.model.context_parallel import CpStyle
@@ -174,6 +174,17 @@ class TransformersModel:
         made = type(self)(module, self.tokenizer, config, seed=self.seed, decide=decide, source=source)
         made._kernel = self._kernel
         return made
+
+    def merge_adapter(self, *, decide: Decide) -> Self:
+        """The same model with its adapter merged into its weights, in float32; use it instead of this one."""
+        module: Any = self.module
+        self._refuse_tied_ends()
+        dtypes = {name.replace(".base_layer.", "."): p.dtype for name, p in self.inner.named_parameters()}
+        read_as_stored(module)
+        merged = module.float().merge_and_unload()
+        for name, parameter in merged.named_parameters():
+            parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
+        return self.with_peft_module(merged, decide=decide)
 
     @cached_property
     def base_fingerprint(self) -> dict[str, str]:

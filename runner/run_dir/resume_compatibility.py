@@ -25,7 +25,7 @@ PromptStyle = Literal["chat", "text"]
 # deadlines and tolerances.
 RESUMABLE = (
     "steps", "strict", "launch", "parallelism", "evaluation", "watch", "callbacks", "tracker", "checkpoint",
-    "sampler.timeout_s", "sampler.sync_logprob_tolerance", "sampler.weight_transfer_backend", "sampler.url",
+    "sampler.timeout_s", "sampler.sync_logprob_tolerance", "sampler.url",
     "sampler.api_key_env", "sampler.folder", "sampler.retries",
 )  # fmt: skip
 LIBRARIES = ("torch", "transformers", "peft")

@@ -83,7 +83,7 @@ def test_a_hub_id_that_cannot_be_reached() -> None:
 
 
 def test_an_empty_folder_says_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentProblem, match="cannot be loaded"):
+    with pytest.raises(EnvironmentProblem, match=r"holds no model: no config\.json"):
         build(tmp_path)
 
 
@@ -147,12 +147,6 @@ def test_sampling_options_that_could_not_be_saved_are_mended_at_the_start(folder
     assert json.loads((folder.parent / "again" / "generation_config.json").read_text())["do_sample"] is True
 
 
-def test_an_adapter_folder_is_named_as_such(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(EnvironmentProblem, match="PEFT adapter"):
-        build(tmp_path)
-
-
 @pytest.fixture
 def with_adapter(folder: Path) -> Path:
     """A model folder that has an adapter in it as well, which transformers would load and save instead."""
@@ -162,7 +156,7 @@ def with_adapter(folder: Path) -> Path:
 
 
 def test_an_adapter_beside_a_model_is_refused_and_not_trained_unasked(with_adapter: Path) -> None:
-    with pytest.raises(EnvironmentProblem, match=r"adapter_config\.json.*\n.*merge"):
+    with pytest.raises(EnvironmentProblem, match=r"a model .* and a PEFT adapter"):
         build(with_adapter)
     config = HfConfig(path="hub/other", tokenizer=str(with_adapter))
     assert len(hf.tokenizer(config)) == 259, "its tokenizer may be used"
@@ -170,7 +164,7 @@ def test_an_adapter_beside_a_model_is_refused_and_not_trained_unasked(with_adapt
 
 def test_an_adapter_beside_a_model_of_the_hub_is_refused(with_adapter: Path) -> None:
     cached_on_hub(with_adapter, "hub/adapted", "a" * 40)
-    with pytest.raises(EnvironmentProblem, match="hub/adapted holds a PEFT adapter"):
+    with pytest.raises(EnvironmentProblem, match=r"hub/adapted holds a model .* and a PEFT adapter"):
         build("hub/adapted")
 
 

@@ -241,7 +241,7 @@ VALUES: dict[tuple[str, str], dict[str, Any]] = {
     ("reward", "length"): {"target": 3},
     ("reward", "function"): {"path": "x.py:y"},
     ("reward", "http"): {"url": "http://x/y"},
-    ("sampler", "vllm_server"): {"url": "http://localhost:1", "weight_sync": "reload"},
+    ("sampler", "server"): {"url": "http://localhost:1", "weight_sync": "reload"},
     ("reward", "sum"): {"parts": ({**ExactConfig().model_dump(), "weight": 1.0},)},
 }
 SAMPLING = {

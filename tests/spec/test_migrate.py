@@ -189,7 +189,7 @@ NEEDS = {
         f"{key}=": ["device=cuda"]
         for key in ("sampler.gpu_memory_utilization", "sampler.sleep", "model.activation_offloading")
     },
-    "sampler.timeout_s=": ["sampler=vllm_server", "sampler.url=http://127.0.0.1:1", "sampler.weight_sync=reload"],
+    "sampler.timeout_s=": ["sampler=server", "sampler.url=http://127.0.0.1:1", "sampler.weight_sync=reload"],
     "parallelism.cpu_offload=": ["device=cuda"],
 }
 

@@ -98,7 +98,8 @@ class PolicyConfig(ReferenceBasedConfig):
     )
     reference: Literal["adapter", "copy"] | None = Field(
         default=None,
-        description="The reference: the model with its adapter off, or a frozen copy; null = adapter if there is one.",
+        description="The reference: the model with its adapter off, or a frozen copy; null = a copy of an adapter that "
+        "the model came with, else adapter if there is one.",
     )
     entropy_coef: float = Field(default=0.0, description="Weight of the entropy bonus.")
     mask_truncated: bool = Field(

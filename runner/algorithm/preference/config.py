@@ -20,7 +20,8 @@ class PreferenceConfig(ReferenceBasedConfig):
     reference: Literal["adapter", "copy", "cached"] | None = Field(
         default=None,
         description="The reference: the model with its adapter off, a frozen copy, or what they say, computed before "
-        "the first step and kept on disk; null = adapter if there is one.",
+        "the first step and kept on disk; null = a copy of an adapter that the model came with, else adapter if there "
+        "is one.",
     )
 
     def frozen_models(self) -> Mapping[str, FrozenModelSpec]:

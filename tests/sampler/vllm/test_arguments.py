@@ -136,7 +136,7 @@ def test_versions_are_known_new_or_refused(monkeypatch: pytest.MonkeyPatch) -> N
         decide = Decisions(strict=True)
         versions.check_version(Version(text), decide)
         assert decide.entries[0].reason.startswith(word)
-    with pytest.raises(EnvironmentProblem, match="sampler=vllm_server"):
+    with pytest.raises(EnvironmentProblem, match="sampler=server"):
         versions.check_version(Version("0.11.0"), Decisions())
     monkeypatch.setattr(need.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem, match=r"(?s)for CUDA: pip install vllm.*for Ascend"):
