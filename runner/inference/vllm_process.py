@@ -105,7 +105,7 @@ def vllm_environment(
     own |= {"VLLM_API_KEY": api_key} if api_key is not None else {}
     if settings.weight_updates:
         own["VLLM_SERVER_DEV_MODE"] = "1"
-        if kind.name == "npu":
+        if kind.engine_options is not None:  # on Ascend
             own[LAYOUT] = "0"  # weights can be replaced in the plain layout alone
     return own
 
