@@ -209,6 +209,9 @@ def _data(spec: JobSpec, tokenizer: Any, world: ParallelContext, decide: Decisio
     data = build_data(spec, tokenizer, decide)
     refuse_different_data(data, world.world_peers)
     refuse_missing_columns(spec, data)
+    if (per_step := spec.algorithm.batch_size) > len(data):
+        text = f"above the {len(data)} items of the data: a step sees some of them more than once"
+        decide.record_fact("algorithm.batch_size", str(per_step), text)
     return data
 
 

@@ -31,13 +31,14 @@ class WeightsSource:
     """A local folder, a commit of the hub, or random numbers (which a folder or commit may give the shape of).
 
     drawn: what random weights are a function of, in words; None where weights are read; adapter: the folder of a PEFT
-    adapter that was loaded onto them.
+    adapter that was loaded onto them; image_tensors: how many of the folder, for images or sound, the text model lacks.
     """
 
     folder: Path | None = None
     commit: str | None = None
     drawn: str | None = None
     adapter: Path | None = None
+    image_tensors: int = 0
 
     def identity(self, *, weights: bool) -> dict[str, str]:
         """What makes it the same source; `weights` asks for the sha256 of a folder's weights, 1 to 2 GB a second."""

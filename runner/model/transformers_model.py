@@ -162,6 +162,17 @@ class TransformersModel:
             raise SpecError([Problem("adapter", "there is none to merge; the export is a whole model already")])
         self.merges = True
         self._refuse_tied_ends()
+        self.refuse_lost_tensors("merge")
+
+    def refuse_lost_tensors(self, key: str) -> None:
+        """Raise SpecError if an export of all weights would lack some that the model's folder has."""
+        if count := self.weights_source.image_tensors:
+            text = f"the folder has {count} tensors for images or sound, which training of text would leave out of the"
+            remedy = (
+                "type adapter=lora, or write the text model once, in Python: AutoModelForCausalLM.from_pretrained(…)"
+                ".save_pretrained(FOLDER), and give that folder"
+            )
+            raise SpecError([Problem(key, f"{text} export; {remedy}")])
 
     def _refuse_tied_ends(self) -> None:
         """Raise SpecError for an adapter that cannot be merged."""
