@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: the base model is frozen, small matrices beside its linear layers learn. Or none."""
+"""Low-rank adapters through peft: the base model is frozen, small matrices beside it are trained."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ def _freeze_towers(inner: Any, decide: Decide) -> tuple[str, ...]:
         return ()
     called = _called_modules(blank)
     used = {".".join(name.split(".")[:2]) for name in called}
-    parts = {
-        ".".join(name.split(".")[:2]) for name, part in inner.named_modules() if any(True for _ in part.parameters())
-    }
+    owners = (name for name, part in inner.named_modules() if next(part.parameters(), None) is not None)
+    parts = {".".join(name.split(".")[:2]) for name in owners}
     towers = tuple(sorted(parts - used)) if called else ()
     for name in towers:
         inner.get_submodule(name).requires_grad_(False)
@@ -51,7 +50,7 @@ def _origin(model: TrainableModel) -> str:
 
 
 def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
-    """`model` inside a peft model; the adapter is drawn from the model's seed, in float32 whatever the base's type.
+    """`model` inside a peft model; adapter weights are drawn from the model's seed, always in float32.
 
     Use the result instead of `model`, whose modules it has changed. Raises SpecError for module names that the
     model does not have, or that peft cannot adapt. A model that came with an adapter continues it, as it is.

@@ -170,13 +170,18 @@ def _weight_route(
 
 
 def _shared_memory_bytes(spec: JobSpec, size: tuple[int, int]) -> int:
-    """Bytes for versions of which size[0] differ and size[1] do not: as many as the lag needs, and a server's own."""
+    """Bytes for all versions in memory: size[0] per version and size[1] shared between them.
+
+    As many versions as the lag needs, and one of a server.
+    """
     return (spec.algorithm.steps_ahead() + 1 + spec.sampler.extra_weight_copies()) * size[0] + size[1]
 
 
 def _first_rank_on_host(world: ParallelContext) -> int:
-    """The first rank on this machine, which writes for all here. Ranks' places do not say it: Ray's actors each see
-    their own cards alone, as on a machine of their own. Collective."""
+    """The first rank on this machine, which writes for all ranks there. Collective.
+
+    Local ranks do not tell: each of Ray's actors sees its own cards alone, as on a machine of its own.
+    """
     machines = world.world_peers.all_gather(Host.current())
     return machines.index(machines[world.place.rank])
 
@@ -184,7 +189,7 @@ def _first_rank_on_host(world: ParallelContext) -> int:
 def _weights_to_send(
     spec: JobSpec, learner: Learner, policy: GenerativeModel, *, keep: bool
 ) -> tuple[Weights, Weights | None, tuple[int, int]]:
-    """What is sent after each step and, unless it is nothing, before the first one; and how many bytes they are."""
+    """Names of the weights that are sent after each step and before the first one, and their bytes."""
     if not (ways := spec.sampler.weights_to_send()):  # the same model elsewhere
         size = sum(one.numel() * one.itemsize for one in meta_tensors(policy.trainable()).values())
         return learner.weights, None, (size, 0)

@@ -78,7 +78,7 @@ def _run_decoder(
     decoder: CachedDecoder, prompts: Sequence[PromptIds], waiting: deque[int], choose: ChooseTokens, rows: int
 ) -> None:
     live: list[int] = []  # whose row it is
-    tokens: list[int | None] = []  # what it goes on with; None = it is over
+    tokens: list[int | None] = []  # what it continues; None = it is over
     while waiting or live:
         over = [row for row, token in enumerate(tokens) if token is None]
         room = rows - len(live) + len(over)
@@ -120,7 +120,7 @@ class GreedyDraft:
             self.finish = "length"
 
     def extend(self, token: int, ends: frozenset[int], finish: StopCriterion) -> int | None:
-        """Take the likeliest id; returns it while the answer goes on."""
+        """Take the likeliest id; returns it while the answer continues."""
         if token in ends:
             self.finish = "stop"
             return None

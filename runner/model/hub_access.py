@@ -1,4 +1,4 @@
-"""Whether this machine can get a model's files, found without torch: a folder, the hub's cache, the hub itself."""
+"""Whether this machine can get a model's files, without torch: a folder, the hub's cache, the hub."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def check(path: str, key: str = "") -> None:
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a path that leads nowhere here can be the hub's (owner/name): none that begins with a folder that is
-    here."""
+    """Whether a path that does not exist can be a hub id (owner/name).
+
+    One that begins with an existing folder cannot.
+    """
     if Path(path).expanduser().exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1:
         return False
     return "/" not in path or not Path(path.split("/")[0]).is_dir()

@@ -102,7 +102,7 @@ class PreallocatedLayer(CacheLayerMixin):
         return self.keys[:rows, :, begin : end + 1], self.values[:rows, :, begin : end + 1]
 
     def shift(self, by: int, rows: int, columns: int | None) -> None:
-        """Shift what is in use by so many columns, into memory for so many rows and columns unless that is None."""
+        """Shift used columns by `by`, into memory for so many rows and columns unless that is None."""
         self.keys = self._shift_tensor(self.keys, by, rows, columns)
         self.values = self._shift_tensor(self.values, by, rows, columns)
 
