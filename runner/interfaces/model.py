@@ -130,8 +130,6 @@ class TrainableModel(ScoringModel, Protocol):
 
     def replace_dense_attention(self, exchange: Callable[[Any], None]) -> None: ...
 
-    def refuse_lost_tensors(self, key: str) -> None: ...  # raises where an export of all weights would lack some
-
     def merge_on_save(self) -> None: ...  # lets `save` write the adapter merged into its base
 
     # --- parallelism ---

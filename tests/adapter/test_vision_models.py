@@ -83,7 +83,7 @@ def test_images_that_an_export_would_lack_are_refused_where_all_weights_are_writ
     assert model.weights_source.image_tensors > 0
     model.outputs(batch(), LOGPROBS)  # it may be read
     with pytest.raises(SpecError, match=r"model\.path: the folder has \d+ tensors for images .*; type adapter=lora"):
-        model.refuse_lost_tensors("model.path")
+        model.weights_source.refuse_lost_tensors("model.path")
     adapted = lora.attach(LoraConfig(rank=2), model, decide=Decisions())
     with pytest.raises(SpecError, match="tensors for images"):
         adapted.merge_on_save()
