@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +25,24 @@ def train_all(config: NoAdapterConfig, model: M, *, decide: Decide) -> M:
         decide.record_fact("adapter", "merged into its base", f"{_origin(model)}, and adapter=none trains all weights")
         model = model.merge_adapter(decide=decide)
     model.module.requires_grad_(True)
+    _freeze_towers(model.inner, decide)
     return model
+
+
+def _freeze_towers(inner: Any, decide: Decide) -> tuple[str, ...]:
+    """Freeze what a model has for images or sound, which a pass over text does not call; returns the names."""
+    if inner.config.get_text_config() is inner.config or (blank := _blank_copy(inner)) is None:
+        return ()
+    called = _called_modules(blank)
+    used = {".".join(name.split(".")[:2]) for name in called}
+    owners = (name for name, part in inner.named_modules() if next(part.parameters(), None) is not None)
+    parts = {".".join(name.split(".")[:2]) for name in owners}
+    towers = tuple(sorted(parts - used)) if called else ()
+    for name in towers:
+        inner.get_submodule(name).requires_grad_(False)
+    if towers:
+        decide.record_fact("model", f"{', '.join(towers)} frozen", "text alone is trained, and it is not used for text")
+    return towers
 
 
 def _origin(model: TrainableModel) -> str:
@@ -43,7 +61,8 @@ def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
 
     _check_names(config, model.inner)
     scalar = hasattr(model.inner, "score")  # a head of random weights, which has to learn
-    left_out = _unadaptable_linears(model.inner) if config.targets == "all-linear" else {}
+    towers = _freeze_towers(model.inner, decide)
+    left_out = _unadaptable_linears(model.inner, towers) if config.targets == "all-linear" else {}
     if left_out:
         names = ", ".join(sorted({name.rpartition(".")[2] for name in left_out}))
         decide("adapter.targets", "all-linear", f"all-linear but {names}", next(iter(left_out.values())))
@@ -52,7 +71,7 @@ def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # declared int, used as a float
         lora_dropout=config.dropout,
-        exclude_modules=sorted(left_out) or None,
+        exclude_modules=_excluded(left_out, towers, model.inner),
         target_modules=config.targets if isinstance(config.targets, str) else list(config.targets),
         modules_to_save=list(config.modules_to_save) or None,
         use_dora=config.dora,
@@ -70,11 +89,14 @@ def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
     return model.with_peft_module(module, decide=decide)
 
 
-def _unadaptable_linears(inner: Any) -> dict[str, str]:
-    """The linears that all-linear cannot mean, by their full names, and why: those whose output is no plain product,
-    and those found on a model of the same shapes without numbers."""
+def _unadaptable_linears(inner: Any, towers: Sequence[str]) -> dict[str, str]:
+    """Linears outside of towers that all-linear excludes, by full name, with the reason.
+
+    Those whose output is no plain product, and those that a trial on the meta device excludes.
+    """
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     linears = {n: part for n, part in inner.named_modules() if isinstance(part, nn.Linear) and part is not head}
+    linears = {n: part for n, part in linears.items() if not n.startswith(tuple(f"{tower}." for tower in towers))}
     found = {
         name: f"{type(part).__name__} is a linear whose output is not that of a matrix product"
         for name, part in linears.items()
@@ -84,18 +106,22 @@ def _unadaptable_linears(inner: Any) -> dict[str, str]:
     return found | {name: why for name in linears if (why := refused.get(name.rpartition(".")[2]))}
 
 
+def _excluded(left_out: Collection[str], towers: Sequence[str], inner: nn.Module) -> list[str] | None:
+    """Full names of the modules that all-linear, or a name that is also used elsewhere, does not mean."""
+    inside = [name for name, _ in inner.named_modules() if name.startswith(tuple(f"{tower}." for tower in towers))]
+    return sorted({*left_out, *inside}) or None
+
+
 def _refused_names(inner: Any, names: set[str]) -> dict[str, str]:
     """The last parts of module names that no adapter can be at in this architecture, and why: peft refuses them, or the
     model reads their weights without calling them. None where the architecture cannot be made without numbers, so that
     peft itself says it of the model."""
     import peft
 
-    try:
-        with torch.device("meta"):
-            blank = type(inner)(inner.config)
-    except Exception:  # a model's own code
+    if (blank := _blank_copy(inner)) is None:
         return {}
-    found = dict.fromkeys(names - _called_names(blank), "the model reads its weights without calling it")
+    called = {name.rpartition(".")[2] for name in _called_modules(blank)}
+    found = dict.fromkeys(names - called, "the model reads its weights without calling it") if called else {}
     for name in sorted(names):
         settings = peft.LoraConfig(r=1, target_modules=[name])
         try:
@@ -107,17 +133,30 @@ def _refused_names(inner: Any, names: set[str]) -> dict[str, str]:
     return found
 
 
+def _blank_copy(inner: Any) -> Any:
+    """A model of the same shapes without numbers; None where its own code cannot make one."""
+    config = deepcopy(inner.config)
+    config._attn_implementation = "eager"  # not the one of packed rows, which a plain pass cannot run
+    try:
+        with torch.device("meta"):
+            return type(inner)(config)
+    except Exception:  # a model's own code
+        return None
+
+
 @torch.no_grad()
-def _called_names(blank: Any) -> set[str]:
-    """The last parts of the names of the linears that a pass calls; of all of them where the pass fails on `meta`."""
-    names = {part: name.rpartition(".")[2] for name, part in blank.named_modules() if isinstance(part, nn.Linear)}
+def _called_modules(blank: Any) -> set[str]:
+    """The names of the modules that a pass over text calls; none where the pass fails on `meta`."""
+    names = {part: name for name, part in blank.named_modules()}
     called = set[str]()
-    for part in names:
-        part.register_forward_hook(lambda linear, *_: called.add(names[linear]))
+    hooks = [part.register_forward_hook(lambda part, *_: called.add(names[part])) for part in names]
     try:
         blank(input_ids=torch.zeros((1, 4), dtype=torch.long, device="meta"), use_cache=False)
     except Exception:  # a model whose path depends on numbers
-        return set(names.values())
+        return set()
+    finally:
+        for hook in hooks:
+            hook.remove()
     return called
 
 

@@ -37,7 +37,6 @@ from runner.run_dir.folder import RunFolder
 from runner.spec.base import Dtype, Head
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry, resolve
-from runner.spec.suggest import nearest_word
 from runner.trainer.learner import LocalLearner
 
 if TYPE_CHECKING:
@@ -194,6 +193,8 @@ def build_learner(
 ) -> LocalLearner:
     """The learner over the model's trainable parameters."""
     registry = default_registry()
+    if spec.adapter.trains_base:
+        model.weights_source.refuse_lost_tensors("model.path")
     if spec.schedule.warmup_steps >= spec.steps:
         reason = f"schedule.warmup_steps={spec.schedule.warmup_steps} and steps={spec.steps}"
         decide("schedule", spec.schedule.name, "warm-up only", reason)
@@ -353,28 +354,6 @@ def build_models(spec: JobSpec, tokenizer: Any, device: Device, world: ParallelC
         for role, one in spec.algorithm.frozen_models().items()
     }
     return Models(learners, frozen, model, {role: one.flops for role, one in made.items()})
-
-
-def refuse_missing_columns(spec: JobSpec, data: Data) -> None:
-    """Raise SpecError for a column that the reward needs and no row has, before the model is loaded."""
-    if not spec.algorithm.needs_sampler:
-        return
-    missing = [(key, name) for key, name in spec.reward.required_columns() if name not in data.columns]
-    if not missing:
-        return
-    sole = next(iter(data.columns)) if len(data.columns) == len(missing) == 1 else "NAME"
-    text = f"no row of the data has a column '{{}}'; columns for rewards: {', '.join(sorted(data.columns)) or 'none'}"
-    advice = [_column_advice(spec, key, name, nearest_word(name, data.columns) or sole) for key, name in missing]
-    problems = [(key, f"{text.format(name)}; {say}") for (key, name), say in zip(missing, advice, strict=True)]
-    raise SpecError([Problem(key, message) for key, message in problems])
-
-
-def _column_advice(spec: JobSpec, key: str, name: str, meant: str) -> str:
-    """What to do about a column that is not there; a function names its columns itself."""
-    if not key.endswith(".path"):
-        return f"type {key}={meant}"
-    renaming = f", or the column: 'data.rename_columns={{{meant}: {name}}}'" if spec.data.renames_columns else ""
-    return f"rename the argument{renaming}"
 
 
 def build_reward(

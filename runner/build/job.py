@@ -24,11 +24,10 @@ from runner.build.components import (
     build_models,
     build_reward,
     build_tokenizer,
-    refuse_missing_columns,
 )
 from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
-from runner.core.errors import CheckpointError, DataError
+from runner.core.errors import CheckpointError, DataError, Problem, SpecError
 from runner.core.rank_info import RankInfo
 from runner.core.signals import StopSignal
 from runner.device.base import peak_flops
@@ -40,6 +39,7 @@ from runner.run_dir.folder import RunFolder
 from runner.run_dir.resume_compatibility import check_compatible, run_identity
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
+from runner.spec.suggest import nearest_word
 from runner.trainer.callbacks import (
     DeviceStats,
     EvaluationReport,
@@ -209,7 +209,32 @@ def _data(spec: JobSpec, tokenizer: Any, world: ParallelContext, decide: Decisio
     data = build_data(spec, tokenizer, decide)
     refuse_different_data(data, world.world_peers)
     refuse_missing_columns(spec, data)
+    if (per_step := spec.algorithm.batch_size) > len(data):
+        text = f"above the {len(data)} items of the data: a step sees some of them more than once"
+        decide.record_fact("algorithm.batch_size", str(per_step), text)
     return data
+
+
+def refuse_missing_columns(spec: JobSpec, data: Data) -> None:
+    """Raise SpecError for a column that the reward needs and no row has, before the model is loaded."""
+    if not spec.algorithm.needs_sampler:
+        return
+    missing = [(key, name) for key, name in spec.reward.required_columns() if name not in data.columns]
+    if not missing:
+        return
+    sole = next(iter(data.columns)) if len(data.columns) == len(missing) == 1 else "NAME"
+    text = f"no row of the data has a column '{{}}'; columns for rewards: {', '.join(sorted(data.columns)) or 'none'}"
+    advice = [_column_advice(spec, key, name, nearest_word(name, data.columns) or sole) for key, name in missing]
+    problems = [(key, f"{text.format(name)}; {say}") for (key, name), say in zip(missing, advice, strict=True)]
+    raise SpecError([Problem(key, message) for key, message in problems])
+
+
+def _column_advice(spec: JobSpec, key: str, name: str, meant: str) -> str:
+    """What to do about a column that is not there; a function names its columns itself."""
+    if not key.endswith(".path"):
+        return f"type {key}={meant}"
+    renaming = f", or the column: 'data.rename_columns={{{meant}: {name}}}'" if spec.data.renames_columns else ""
+    return f"rename the argument{renaming}"
 
 
 def _precompute_references(

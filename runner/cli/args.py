@@ -14,6 +14,14 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import NoReturn
 
+from runner.cli.arg_types import (
+    parse_checkpoint,
+    parse_count,
+    parse_job_numbers,
+    parse_numbers,
+    parse_path,
+    parse_share,
+)
 from runner.core.errors import RunnerError
 from runner.core.imports import LEFT_OUT, load_plugins
 
@@ -239,7 +247,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
     _resume(parser)
     _config_dir(parser)
     parser.add_argument("--spec", type=Path, help="a run's folder or its spec.yaml: that job again")
-    parser.add_argument("--folder", type=_path, help="where the run leaves its files (a new folder below outputs/)")
+    parser.add_argument("--folder", type=parse_path, help="where the run leaves its files (below outputs/)")
     about = "print what a job is composed of (defaults), or the folders of config files (searchpath); run nothing"
     parser.add_argument("--info", "-i", metavar="defaults|searchpath", help=about)
     about = "a sweep: a job for each combination of values, e.g. -m seed=1,2,3; see run sweep --help"
@@ -255,7 +263,9 @@ def _config_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def _source(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", type=_checkpoint, default="last", help="of a run: a step, best or last (last)")
+    parser.add_argument(
+        "--checkpoint", type=parse_checkpoint, default="last", help="of a run: a step, best or last (last)"
+    )
     parser.add_argument("--base", metavar="FOLDER", help="the base of an adapter or a run, where it has moved")
     about = "a PEFT adapter onto the model, by name; may be given several times"
     parser.add_argument("--adapter", action="append", metavar="[NAME=]FOLDER", help=about)
@@ -280,10 +290,8 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", type=_checkpoint, help="a step, or best (the newest)")
-    parser.add_argument("--base", help="the base of an adapter, where its own config names another one")
-    parser.add_argument("--adapter", action="append", default=[], metavar="NAME=FOLDER", help="one more adapter")
-    parser.add_argument("--api-key-file", type=_path, metavar="FILE", help="the key that clients must send")
+    _source(parser)
+    parser.add_argument("--api-key-file", type=parse_path, metavar="FILE", help="the key that clients must send")
 
 
 def _export(parser: argparse.ArgumentParser) -> None:
@@ -294,8 +302,10 @@ def _export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, help=about)
     about = "combine several adapters into one: linear, ties, dare_linear, dare_ties, cat or svd"
     parser.add_argument("--combine", metavar="HOW", choices=COMBINATIONS, help=about)
-    parser.add_argument("--weights", type=_numbers, metavar="W,W", help="of the adapters that are combined (1 each)")
-    parser.add_argument("--density", type=_share, help="share of numbers that ties and dare keep (0.5)")
+    parser.add_argument(
+        "--weights", type=parse_numbers, metavar="W,W", help="of the adapters that are combined (1 each)"
+    )
+    parser.add_argument("--density", type=parse_share, help="share of numbers that ties and dare keep (0.5)")
     parser.add_argument("--push", metavar="hub:ID|modelscope:ID", help="upload the folder afterwards, as private")
 
 
@@ -318,15 +328,15 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="the JSON (bench-<date>-<time>.json)")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="show ratios against an earlier JSON")
     parser.add_argument(
-        "--min-mfu", type=_share, metavar="SHARE", help="exit with 5 if an SFT case has less, e.g. 20%%"
+        "--min-mfu", type=parse_share, metavar="SHARE", help="exit with 5 if an SFT case has less, e.g. 20%%"
     )
 
 
 def _parity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--record", metavar="FILE", help="run a job's first steps and keep them; or a device")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="run the recorded steps here, and compare")
-    parser.add_argument("--steps", type=_count, help="of the job, to be recorded (5)")
-    parser.add_argument("--tolerance", type=_share, help="largest mean relative error of the loss (0.5%%)")
+    parser.add_argument("--steps", type=parse_count, help="of the job, to be recorded (5)")
+    parser.add_argument("--tolerance", type=parse_share, help="largest mean relative error of the loss (0.5%%)")
     parser.add_argument("--spec", type=Path, help="record the job of a run's folder or spec.yaml")
     _config_dir(parser)
 
@@ -337,7 +347,9 @@ def _status(parser: argparse.ArgumentParser) -> None:
 
 def _sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--retry-failed", action="store_true", help="resume: also jobs that failed")
-    parser.add_argument("--only", type=_jobs, default=(), metavar="JOBS", help="resume: these jobs, e.g. 3,7")
+    parser.add_argument(
+        "--only", type=parse_job_numbers, default=(), metavar="JOBS", help="resume: these jobs, e.g. 3,7"
+    )
 
 
 def _report(parser: argparse.ArgumentParser) -> None:
@@ -346,51 +358,6 @@ def _report(parser: argparse.ArgumentParser) -> None:
 
 def _diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="also an HTML page, with the curves of both in one chart")
-
-
-def _path(text: str) -> Path:
-    """A path; one that begins with ~ is of the home folder, also where no shell has seen it."""
-    return Path(text).expanduser()
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    """Numbers, separated by commas."""
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected numbers such as 1,0.5, got '{text}'") from error
-
-
-def _jobs(text: str) -> tuple[int, ...]:
-    """Numbers of jobs, separated by commas."""
-    if all(part.isdecimal() for part in text.split(",")):
-        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    raise argparse.ArgumentTypeError(f"expected numbers of jobs such as 3,7, got '{text}'")
-
-
-def _count(text: str) -> int:
-    """A number from 1."""
-    if text.isdecimal() and int(text):
-        return int(text)
-    raise argparse.ArgumentTypeError(f"expected a number from 1, got '{text}'")
-
-
-def _share(text: str) -> float:
-    """0.5% or 0.005."""
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if 0 <= share < 1:
-        return share
-    raise argparse.ArgumentTypeError(f"expected a share such as 0.5% or 0.005, got '{text}'")
-
-
-def _checkpoint(text: str) -> int | str:
-    """A step, `best` or `last`."""
-    if text in ("best", "last") or text.isdecimal():
-        return int(text) if text.isdecimal() else text
-    raise argparse.ArgumentTypeError(f"expected a step, best or last, got '{text}'")
 
 
 _OPTIONS = {

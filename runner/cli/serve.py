@@ -27,7 +27,7 @@ def run(args: Namespace) -> int:
     own = {name: typed.pop(name) for name in ("device", "trust_remote_code", "max_num_seqs") if name in typed}
     source = words[0] if words else "latest"
     checkpoint: Any = args.checkpoint or "last"
-    model = EngineSettings(source, checkpoint=checkpoint, base=args.base, adapters=tuple(args.adapter), **own)
+    model = EngineSettings(source, checkpoint=checkpoint, base=args.base, adapters=tuple(args.adapter or ()), **own)
     return serve(model, ServeSettings(**typed, vllm_options=tuple(args.literal)), args.api_key_file)
 
 

@@ -55,12 +55,12 @@ def serve_vllm(source: ModelSource, model: EngineSettings, settings: ServeSettin
         try:
             _wait_healthy(child, settings, recorder, log)
             print(f"{source.name}: {settings.url}/v1 (engine=vllm; Ctrl-C ends it)", flush=True)
-            while child.is_running() and not recorder.noted_signals:
+            while child.is_running() and not recorder.stop_signals:
                 time.sleep(POLL_S)
             _raise_if_ended(child, recorder, log)
         finally:
             child.stop(settings.grace_s)
-    number = recorder.noted_signals[0]
+    number = recorder.stop_signals[0]
     raise Interrupted(number, f"{signal.Signals(number).name}: vLLM has ended")
 
 
@@ -128,8 +128,8 @@ def _wait_healthy(child: ChildProcess, settings: ServeSettings, recorder: Signal
     end = time.monotonic() + settings.start_timeout_s
     while not _is_healthy(settings):
         _raise_if_ended(child, recorder, log)
-        if recorder.noted_signals:
-            number = recorder.noted_signals[0]
+        if recorder.stop_signals:
+            number = recorder.stop_signals[0]
             raise Interrupted(number, f"{signal.Signals(number).name} before vLLM answered")
         if time.monotonic() > end:
             text = f"vLLM has not answered at {settings.url}/health within {settings.start_timeout_s:g} s"
@@ -150,7 +150,7 @@ def _is_healthy(settings: ServeSettings) -> bool:
 
 def _raise_if_ended(child: ChildProcess, recorder: SignalRecorder, log: Path) -> None:
     """Raise RankLost where vLLM has ended and nobody asked it to."""
-    if child.is_running() or recorder.noted_signals:
+    if child.is_running() or recorder.stop_signals:
         return
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
     shown = "\n".join(f"  {line}" for line in lines)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -43,11 +44,13 @@ from runner.model.model_folder import (
     has_tokenizer,
     is_adapter,
     read_adapter_config,
+    read_header,
 )
 from runner.model.peft_adapter import attach_adapter
 from runner.model.transformers_model import TransformersModel
 from runner.spec.base import Dtype, Head
 
+MEDIA = re.compile(r"visual|vision|image|audio|speech")  # in the names of tensors
 SAFE_ENDINGS = (".safetensors", ".safetensors.index.json")
 
 
@@ -118,6 +121,7 @@ def build(
             module = init_with_seed(lambda: _init_random(auto, config, architecture, dtype), seed)
         else:
             module = init_with_seed(lambda: _load_pretrained(auto, path, key, config, architecture, kept, decide), seed)
+            source = replace(source, image_tensors=_image_tensors(path, config.revision, module))
     _check_vocabulary(module, tokenizer)
     if head != "scalar" and device.type != "meta":  # where the config is not the published one
         _fix_generation_config(path, module.generation_config, decide)
@@ -238,6 +242,16 @@ def _load_pretrained(
         reason = f"the architecture has no place for {unused[0]} and its like"
         decide(key, "all weights", f"{len(unused)} left out", reason)
     return module
+
+
+def _image_tensors(path: str, revision: str | None, module: Any) -> int:
+    """How many tensors for images or sound transformers passes over, unsaid, as it loads the text part of a model."""
+    patterns = [re.compile(pattern) for pattern in module._keys_to_ignore_on_load_unexpected or ()]
+    folder = (
+        Path(path) if Path(path).is_dir() else Path(cached_file(path, "config.json", revision=revision) or "").parent
+    )
+    names = [name for shard in folder.glob("*.safetensors") for name in read_header(shard)] if patterns else []
+    return sum(bool(MEDIA.search(name)) for name in names if any(pattern.search(name) for pattern in patterns))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from runner.core.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.model.parameters import float32_modules
 from runner.spec.base import Dtype
 
@@ -31,13 +31,14 @@ class WeightsSource:
     """A local folder, a commit of the hub, or random weights (of a folder's or commit's shape).
 
     drawn: what random weights are a function of, in words; None where weights are read; adapter: the folder of a PEFT
-    adapter that was loaded onto them.
+    adapter that was loaded onto them; image_tensors: how many of the folder, for images or sound, the text model lacks.
     """
 
     folder: Path | None = None
     commit: str | None = None
     drawn: str | None = None
     adapter: Path | None = None
+    image_tensors: int = 0
 
     def identity(self, *, weights: bool) -> dict[str, str]:
         """What identifies the source; `weights` adds the sha256 of a folder's weights (1 to 2 GB a second)."""
@@ -53,6 +54,14 @@ class WeightsSource:
         elif self.folder is not None and weights:
             found["weights"] = sha256(sorted(self.folder.glob("*.safetensors")))
         return found
+
+    def refuse_lost_tensors(self, key: str) -> None:
+        """Raise SpecError if an export of all weights would lack some that the model's folder has."""
+        if count := self.image_tensors:
+            text = f"the folder has {count} tensors for images or sound, which training of text would leave out of the"
+            text += " export; type adapter=lora, or write the text model once, in Python: "
+            text += "AutoModelForCausalLM.from_pretrained(…).save_pretrained(FOLDER), and give that folder"
+            raise SpecError([Problem(key, text)])
 
 
 def sha256(files: Iterable[Path]) -> str:

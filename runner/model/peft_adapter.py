@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from runner.core.errors import CheckpointError
 from runner.model.model_folder import ADAPTER_WEIGHTS, read_adapter_config, read_header
@@ -85,3 +86,13 @@ def quiet_peft() -> Iterator[None]:
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
         yield
+
+
+def merge_into_base(module: Any, inner: nn.Module) -> Any:
+    """The transformers model `inner` of a peft model with the adapter in its weights, added in float32; each weight in
+    the type that it had."""
+    dtypes = {name.replace(".base_layer.", "."): p.dtype for name, p in inner.named_parameters()}
+    merged = module.float().merge_and_unload()
+    for name, parameter in merged.named_parameters():
+        parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
+    return merged

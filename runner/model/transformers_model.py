@@ -39,6 +39,7 @@ from runner.model.flops import model_flops
 from runner.model.hf_state_dict import HfStateDict, StateDictPart
 from runner.model.initial_weights import WeightsSource
 from runner.model.parameters import FsdpRoot, cast_on_read, float32_modules, is_tied, read_as_stored
+from runner.model.peft_adapter import merge_into_base
 
 if TYPE_CHECKING:
     from runner.model.context_parallel import CpStyle
@@ -159,6 +160,7 @@ class TransformersModel:
             raise SpecError([Problem("adapter", "there is none to merge; the export is a whole model already")])
         self.merges = True
         self._refuse_tied_ends()
+        self.weights_source.refuse_lost_tensors("merge")
 
     def _refuse_tied_ends(self) -> None:
         """Raise SpecError for an adapter that cannot be merged."""
@@ -177,14 +179,9 @@ class TransformersModel:
 
     def merge_adapter(self, *, decide: Decide) -> Self:
         """The same model with its adapter merged into its weights, in float32; use it instead of this one."""
-        module: Any = self.module
         self._refuse_tied_ends()
-        dtypes = {name.replace(".base_layer.", "."): p.dtype for name, p in self.inner.named_parameters()}
-        read_as_stored(module)
-        merged = module.float().merge_and_unload()
-        for name, parameter in merged.named_parameters():
-            parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
-        return self.with_peft_module(merged, decide=decide)
+        read_as_stored(self.module)
+        return self.with_peft_module(merge_into_base(self.module, self.inner), decide=decide)
 
     @cached_property
     def base_fingerprint(self) -> dict[str, str]:

@@ -268,7 +268,10 @@ FAMILIES = {
         },
         {"out_proj"},
     ),
-    "llama4_text": ({"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 48}, {"router"}),
+    "llama4_text": (
+        {"num_key_value_heads": 2, "attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 48},
+        {"router"},
+    ),
 }
 
 

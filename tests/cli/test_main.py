@@ -140,8 +140,8 @@ def test_cfg_prints_yaml_that_is_the_job(workdir: Path, capsys: pytest.CaptureFi
             "only device=…, model.dtype=…, model.path=… and model.trust_remote_code=… can be",
         ),
         (["export", "latest", "steps=3"], "run export: only device=…, model.dtype=…, model.path=… and"),
-        (["resume", "latest", "--", "steps=3"], "only run infer takes words after --"),
-        (["--", "device=cpu"], "only run infer takes words after --"),
+        (["resume", "latest", "--", "steps=3"], "only run infer and run serve take words after --"),
+        (["--", "device=cpu"], "only run infer and run serve take words after --"),
         (["--config-dir", "nowhere"], "no such folder"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
@@ -163,7 +163,7 @@ def test_an_unknown_verb_is_answered_with_the_list(workdir: Path, capsys: pytest
 
 def used(*words: str) -> tuple[str, list[str], dict]:
     """What `run infer` makes of its words: the run, the prompts, the run's device."""
-    source, prompts, settings = job._resolve_source(parse(["infer", *words]))
+    source, prompts, settings = job.resolve_source(parse(["infer", *words]))
     return Path(source.path).name, prompts, settings["device"] or {}
 
 
