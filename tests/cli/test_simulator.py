@@ -10,7 +10,6 @@ import pytest
 
 from runner.cli import sources
 from runner.cli.main import main
-from runner.core import plugins
 from runner.spec import registry
 
 

@@ -41,7 +41,7 @@ def test_the_last_message_is_found_in_a_rendered_prompt(template: str | None, as
 
 
 @pytest.mark.parametrize(
-    ("text", "learnt_from", "said"),
+    ("text", "trained_from", "said"),
     [
         ("sort 31 13", 7, '"sort 31"'),
         ("once upon a time there", 0, '"once upon a time"'),
@@ -50,10 +50,10 @@ def test_the_last_message_is_found_in_a_rendered_prompt(template: str | None, as
         ("x" * 200, 150, '"…"'),
     ],
 )
-def test_an_example_can_be_typed(text: str, learnt_from: int, said: str) -> None:
+def test_an_example_can_be_typed(text: str, trained_from: int, said: str) -> None:
     tokenizer = byte_tokenizer()
     ids = tuple(tokenizer(text)["input_ids"])
-    item = TokenizedExample(ids, tuple(float(i >= learnt_from) for i in range(len(ids))))
+    item = TokenizedExample(ids, tuple(float(i >= trained_from) for i in range(len(ids))))
     assert example_prompt([item], tokenizer, None) == said
     assert len(shlex.split(said)) == 1
 
@@ -81,7 +81,7 @@ def test_the_title_says_what_learns_and_how_much_of_it(words: list[str], said: s
             return {"bias": self.module.bias}
 
     facts = run_facts(compose_job(["data=demo", *words]).spec, Model())
-    assert (facts["model"], facts["parameters"]) == (said, "1.55k, 50 learnt")
+    assert (facts["model"], facts["parameters"]) == (said, "1.55k, 50 trainable")
 
 
 def test_steps_are_said_in_epochs() -> None:
