@@ -42,9 +42,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., loss_regi
             if isinstance(content, list):
                 monkeypatch.setitem(sys.modules, name, module)
             points.append(SimpleNamespace(name=name, value=name, dist=SimpleNamespace(name=f"run-{name}")))
-        monkeypatch.setattr(plugins, "entry_points", lambda group: points)
-        monkeypatch.setattr(plugins, "_FAILED", {})
-        monkeypatch.setattr(plugins, "LEFT_OUT", {})
+        monkeypatch.setattr(imports, "entry_points", lambda group: points)
+        monkeypatch.setattr(imports, "_FAILED", {})
+        monkeypatch.setattr(imports, "LEFT_OUT", {})
         loss_registry.plug_ins.cache_clear()
         loss_registry.functions.cache_clear()
         return loss_registry.plug_ins()

@@ -16,7 +16,7 @@ from runner.spec import registry
 @pytest.fixture
 def without_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No package with entry points is installed."""
-    monkeypatch.setattr(plugins, "entry_points", lambda group: ())
+    monkeypatch.setattr(imports, "entry_points", lambda group: ())
     registry.default_registry.cache_clear()
     sources.plugin_folders.cache_clear()
     yield
