@@ -5,7 +5,8 @@ sampler to trainer, and estimates of the KL divergence from the reference, with 
     old, sampled ──behaviour_log_ratio──▶ log rho [T] ──correction──▶ weights [T], times the policy loss
 
 Legend: T tokens; l = logprobs of the policy; o = old = the trainer's logprobs under the policy that the step began
-with; mu = sampled = those that the sampler reported; rho = exp(o − mu); f = logprobs of the reference; d = l − f; all
+with; mu = sampled = those that the sampler reported, at its temperature and before truncation (or the ratio would be
+that of two supports, and below 1 before any update); rho = exp(o − mu); f = logprobs of the reference; d = l − f; all
 float [T]; mask bool [T] are the learnt tokens; row int64 [T].
 
 Weights are constants: without gradient. A policy loss whose ratio is taken to mu itself (o := mu) has this correction
@@ -116,10 +117,11 @@ def decoupled_weights(log_ratio: Tensor, *, correction_max: High = math.inf) -> 
 
 
 def sampler_mismatch(old: Tensor, sampled: Tensor, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Health of the sampler, as (sum, count) over the learnt tokens; both 0-d.
+    """Health of the sampler, as (sum, count) over the trained tokens whose mu is known (not NaN); both 0-d.
 
     logprob_diff: |o − mu|.  prob_diff: |exp(o) − exp(mu)|; fine under 0.005, a fault above 0.01 (verl's FAQ).
     """
+    mask = mask & ~sampled.isnan()
     count = mask.sum()
     logprobs = torch.where(mask, old - sampled, 0).abs().sum()
     probabilities = torch.where(mask, old.exp() - sampled.exp(), 0).abs().sum()

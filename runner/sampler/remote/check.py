@@ -57,7 +57,8 @@ def _one(one: Any, request: Request, version: int, limits: Limits, at: int) -> R
     if one.get("finish") not in ("stop", "length"):
         raise InvalidError(f"{where} ends with {one.get('finish')!r}, not with stop or length")
     logprobs = _logprobs(one.get("logprobs"), len(ids), where)
-    raw = _logprobs(one.get("raw_logprobs"), len(ids), where) if request.raw else None
+    raw = one.get("raw_logprobs") if request.raw else None  # None: an engine that cannot report them
+    raw = None if raw is None else _logprobs(raw, len(ids), where)
     return Rollout(tuple(ids), logprobs, raw, version, one["finish"])
 
 

@@ -20,7 +20,7 @@ from runner.sampler.server.client import Client
 from runner.sampler.server.sampler import ServerSampler
 from runner.sampler.server.server import Server
 from runner.sampler.server.sync import sync_of
-from runner.sampler.server.wire import FIX, Asking, Mode, fits, mode_of
+from runner.sampler.server.wire import FIX, Asking, Mode, mode_of, reports_raw
 
 FIXED_TOKENS = 16
 UNTOLD = (
@@ -65,7 +65,8 @@ def _built(config: VllmServerConfig, model: Described, decide: Decide, folder: P
     decide.record_fact("sampler", f"{server}, model {server.model}", "sampler.url")
     if not server.tells:
         decide.record_fact("sampler restarts", "known by what it says of fixed tokens alone", UNTOLD)
-    _judge(mode_of(server, bounds.vocab_size), server, rule, recomputed, decide)
+    mode = mode_of(server, bounds.vocab_size)
+    _judge(mode, server, rule, recomputed, decide)
     if config.weight_sync == "none":
         decide.record_fact("sampler weights", "not the trainer's", UNSENT)
     else:
@@ -81,20 +82,24 @@ def _built(config: VllmServerConfig, model: Described, decide: Decide, folder: P
         _shorter(bounds.length_limit, server),
         _fixed_row(bounds.vocab_size),
         folder,
+        reports_raw=reports_raw(mode, rule),
     )
 
 
 def _judge(mode: Mode, server: Server, rule: SamplingRule, recomputed: bool, decide: Decide) -> None:
     """Whether the log-probabilities that come with answers will do. Raises EnvironmentProblem if not."""
-    if fits(mode, rule):
-        decide.record_fact("sampler log-probabilities", "of what is drawn from", f"the server's are {mode}")
+    subject, reported = "sampler log-probabilities", f"the server's are {mode}"
+    if reports_raw(mode, rule):
+        decide.record_fact(subject, "at the sampling temperature, before truncation", reported)
         return
-    what = {"raw": "of temperature 1 and uncut, whatever is drawn from", "tempered": "of the uncut distribution"}[mode]
+    if rule.temperature == 1:  # then truncation is all that is in them
+        decide.record_fact(subject, "of a second request for each answer (prompt_logprobs)", reported)
+        return
+    remedy = f"type sampler.temperature=1, or leave top_k, top_p and min_p out and {FIX}" if rule.truncates else FIX
     if not recomputed:
-        text = f"{server} reports log-probabilities {what}"
-        raise EnvironmentProblem(f"{text}, and this algorithm learns from those of what is drawn from; {FIX}")
-    text = f"{FIX} to compare them with the trainer's; what is learnt is not touched, as the trainer computes its own"
-    decide.record_fact("sampler log-probabilities", f"{what}: sampler/* compares unlike things", text)
+        text = f"{server} reports {mode} log-probabilities, and this algorithm learns from those at temperature"
+        raise EnvironmentProblem(f"{text} {rule.temperature:g} and before truncation; {remedy}")
+    decide.record_fact(subject, "not compared with the trainer's (no mismatch/*)", f"{reported}; {remedy}")
 
 
 def _shorter(own: tuple[int, str] | None, server: Server) -> tuple[int, str] | None:

@@ -58,14 +58,16 @@ class ServerSampler:
         longest: tuple[int, str] | None,
         fixed_row: Sequence[int],
         folder: Path,
+        *,
+        reports_raw: bool,
     ) -> None:
         """stops: how answers end here; asking: how the server is asked; limits: of what may come back; longest: most
         tokens of a prompt and its answer, and why; fixed_row: ids by whose log-probabilities weights are known; folder:
-        goes when it is closed."""
+        goes when it is closed; reports_raw: whether answers come with raw_logprobs."""
         self.temperature, self.max_new_tokens = config.temperature, config.max_new_tokens
         self._server, self._sync, self._stops, self._asking, self._limits = server, sync, stops, asking, limits
         self._longest, self._fixed_row, self._strings = longest, tuple(fixed_row), frozenset(config.stop)
-        self._folder = folder
+        self._folder, self._reports_raw = folder, reports_raw
         self._pool = ThreadPoolExecutor(config.max_num_seqs, "sampler")
         self._naps, self._asleep = config.sleep, False
         self._version = 0
@@ -211,7 +213,9 @@ class ServerSampler:
         body = self._asking.body(self._sync.model, request.prompt, limit, request.seed)
         found = drawn(self._server.client.post("/v1/completions", body, until), request.prompt)
         answer: dict[str, Any] = {"ids": found.ids, "logprobs": found.logprobs, "version": self._version}
-        if request.raw:
+        if request.raw and self._reports_raw:
+            answer["raw_logprobs"] = found.logprobs
+        elif request.raw and self.temperature == 1:  # the only one that prompts are scored at
             answer["raw_logprobs"] = self._scored([*request.prompt, *found.ids])[len(request.prompt) - 1 :]
         rollout = checked([answer | {"finish": "stop"}], [request], self._version, self._limits)[0]
         return self._ended(rollout, limit, found.stopped_by)

@@ -249,7 +249,7 @@ def test_a_sampler_that_disagrees_stops_the_run() -> None:
     def other(requests: Any) -> Any:
         from dataclasses import replace
 
-        return [replace(r, logprobs=tuple(x - 0.1 for x in r.logprobs)) for r in honest(requests)]
+        return [replace(r, raw_logprobs=tuple(x - 0.1 for x in r.raw_logprobs)) for r in honest(requests)]
 
     sampler.sample = other
     with pytest.raises(TrainingDiverged, match=r"sampler and trainer differ by 0\.1"):

@@ -58,7 +58,7 @@ ILL = {
     "of another version": (change(version=7), "answer 0 is of version 7, not 1"),
     "without an end": (change(finish=None), "answer 0 ends with None"),
     "raw logprobs missing": (
-        lambda rollouts: [rollouts[0], rollouts[1] | {"raw_logprobs": None}, *rollouts[2:]],
+        lambda rollouts: [rollouts[0], rollouts[1] | {"raw_logprobs": "none"}, *rollouts[2:]],
         "answer 1 has no log-probabilities",
     ),
 }
