@@ -127,7 +127,8 @@ def _advantage(config: PolicyConfig) -> Iterator[str]:
 
 def _groups(config: PolicyConfig) -> Iterator[str]:
     if config.needs_reward:
-        yield f"  groups whose rewards are all equal are {_zero_variance_groups(config)}"
+        less = ", less the KL," if config.kl_location == "reward" else ""
+        yield f"  groups whose rewards{less} are all equal are {_zero_variance_groups(config)}"
     if config.mask_truncated:
         yield "  answers cut off at max_new_tokens are left out of the loss"
 
@@ -135,7 +136,7 @@ def _groups(config: PolicyConfig) -> Iterator[str]:
 def _zero_variance_groups(config: PolicyConfig) -> str:
     what = {
         "keep": "kept",
-        "drop": "left out",
+        "drop": "left out, and counted in w" if config.counts_dropped_groups else "left out",
         "resample": f"replaced by new prompts, up to {config.max_rounds} rounds",
     }
     return what[config.zero_variance_policy]

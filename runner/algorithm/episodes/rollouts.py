@@ -38,8 +38,8 @@ class RolloutSample:
     """One sampled answer: its tokens, which of them the policy chose (mask), and what it was worth.
 
     ids, mask, logprobs have one entry per token; a reward of None could not be scored, or nothing scores.
-    logprobs, truncation: see `Episode`; text: of the last turn; before: what was said until then by the policy and its environment, in a conversation of
-    several turns; parts: what a reward that is made of others is made of
+    logprobs, truncation: see `Episode`; text: of the last turn; history: what was said until then by the policy and its
+    environment, in a conversation of several turns; components: what a reward that is made of others is made of
     """
 
     ids: tuple[int, ...]

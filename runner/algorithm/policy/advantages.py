@@ -189,6 +189,14 @@ def _shift_by_minimum(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(scored, rewards - smallest, 0), scored
 
 
+def has_variance(rewards: Tensor, group: Tensor) -> Tensor:
+    """Whether at least two scored rewards of the group differ, bool [N], at each of its members."""
+    unscored = rewards.isnan()
+    smallest = segment_min(rewards.masked_fill(unscored, torch.inf), group)
+    largest = -segment_min((-rewards).masked_fill(unscored, torch.inf), group)
+    return largest > smallest
+
+
 def scored_mask(mask: Tensor, rewards: Tensor, row: Tensor) -> Tensor:
     """The mask without the rows whose reward is NaN (unscored), bool [T]: what may be whitened and learnt."""
     return mask & ~rewards.isnan()[row]

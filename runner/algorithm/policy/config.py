@@ -147,6 +147,11 @@ class PolicyConfig(ReferenceBasedConfig):
         return "keep"
 
     @property
+    def counts_dropped_groups(self) -> bool:
+        """Whether groups that are dropped stay in the denominators."""
+        return False
+
+    @property
     def max_rounds(self) -> int:
         """Most rounds of prompts per step."""
         return 1
@@ -236,7 +241,13 @@ class GrpoConfig(PolicyConfig):
     )
     zero_variance: Literal["drop", "keep", "resample"] = Field(
         default="drop",
-        description="Groups whose rewards are all equal: left out of the update, kept, or replaced by new prompts.",
+        description="Groups whose rewards, less a KL penalty in them, are all equal: left out of the update, kept, or "
+        "replaced by new prompts.",
+    )
+    count_dropped_groups: bool | None = Field(
+        default=None,
+        description="Under zero_variance=drop, count dropped groups in the denominators and batch statistics of the "
+        "loss: true = as TRL, and verl without filter_groups; null = false, as verl's filter_groups.",
     )
     max_resample_rounds: int | None = Field(
         default=None, ge=1, description="Most rounds of new prompts per step under zero_variance=resample; null = 4."
@@ -251,14 +262,22 @@ class GrpoConfig(PolicyConfig):
         return self.zero_variance
 
     @property
+    def counts_dropped_groups(self) -> bool:
+        return value_or_default(self.count_dropped_groups, False)
+
+    @property
     def max_rounds(self) -> int:
         return value_or_default(self.max_resample_rounds, 4) if self.zero_variance == "resample" else 1
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
-        if self.max_resample_rounds is not None and self.zero_variance != "resample":
-            text = f"not used with zero_variance={self.zero_variance}; it belongs to zero_variance=resample"
-            found.append(("algorithm.max_resample_rounds", text))
+        for option, user in {"max_resample_rounds": "resample", "count_dropped_groups": "drop"}.items():
+            if getattr(self, option) is not None and self.zero_variance != user:
+                text = f"not used with zero_variance={self.zero_variance}; it belongs to zero_variance={user}"
+                found.append((f"algorithm.{option}", text))
+        if self.zero_variance == "resample" and self.kl_location == "reward":
+            text = "groups are replaced before the KL in their rewards is known; type algorithm.zero_variance=drop"
+            found.append(("algorithm.zero_variance", text))
         compares = "group" in selected_function(self, "advantage").inputs
         if self.group_size == 1 and compares:
             found.append(

@@ -82,10 +82,11 @@ class PolicyOptimization:
         """Mini-batches with everything the losses need; all but `weight` is fixed before the first update."""
         batch = self._pack_groups(experience)
         batch = self._add_model_outputs(batch, models)
+        batch = mark_dropped_groups(self.config, batch, self.kl.coefficient)
         batch = add_advantages(self.config, batch, self.kl.coefficient)
         for epoch in range(self.config.epochs):
             for part in self._mini_batches(batch, experience.step, epoch):
-                yield add_aggregation_weights(self.config, part, self.max_length)
+                yield without_dropped_groups(add_aggregation_weights(self.config, part, self.max_length))
 
     def describe(self, step: int, experience: Experience) -> tuple[Mapping[str, float], Sequence[Sample]]:
         """Reward, lengths, staleness; the coefficient in force; health of the importance weights."""
@@ -127,8 +128,12 @@ class PolicyOptimization:
         self.kl.coefficient = state["kl_coef"]
 
     def _pack_groups(self, experience: Experience) -> Batch:
-        """The groups that are learnt from as one batch; `weight` is 1 on what is learnt."""
-        drop = self.config.zero_variance_policy != "keep"
+        """The groups that are trained on as one batch; `weight` is 1 on what is trained.
+
+        Of groups to be dropped, those are in it whose variance is not known yet, and those that the loss counts.
+        """
+        drop = self.config.zero_variance_policy != "keep" and self.config.kl_location != "reward"
+        drop &= not self.config.counts_dropped_groups
         learnt = [g for g in experience.groups if g.has_reward_variance or not drop]
         silent = not learnt  # then the step has a gradient of zero, and not no step
         trees = [self._tree(group, silent) for group in learnt or experience.groups[:1]]
@@ -190,6 +195,31 @@ class PolicyOptimization:
             units = [u for tree in share.tolist() for u in (of_unit == tree).nonzero()[:, 0].tolist()]
             if units:
                 yield select_units(batch, units)
+
+
+def mark_dropped_groups(config: PolicyConfig, batch: Batch, beta: float) -> Batch:
+    """The batch with the groups left out whose rewards, less a KL penalty of weight `beta` in them, are all equal.
+
+    Where the loss counts them, or none is left, they have the row channel `dropped` instead.
+    """
+    if config.zero_variance_policy == "keep":
+        return batch
+    mask, row = batch.tokens["weight"] != 0, row_of_tokens(batch)
+    rewards = advantages.kl_penalized_rewards(_rewards(batch), _kl_penalty(config, batch), mask, row, beta)
+    dropped = ~advantages.has_variance(rewards, batch.rows["tree"])
+    if config.counts_dropped_groups and not bool(dropped.all()):
+        return replace(batch, rows={**batch.rows, "dropped": dropped})
+    reward = batch.rows["reward"].masked_fill(dropped, torch.nan)
+    batch = with_tokens(batch, weight=batch.tokens["weight"].masked_fill(dropped[row], 0))
+    return replace(batch, rows={**batch.rows, "reward": reward})
+
+
+def without_dropped_groups(part: Batch) -> Batch:
+    """The mini-batch, nothing of which is trained in rows that are `dropped`; their tokens stay in its totals."""
+    if "dropped" not in part.rows:
+        return part
+    dropped = part.rows["dropped"][row_of_tokens(part)]
+    return with_tokens(part, weight=part.tokens["weight"].masked_fill(dropped, 0))
 
 
 def add_advantages(config: PolicyConfig, batch: Batch, beta: float) -> Batch:

@@ -79,8 +79,9 @@ class VllmSampler:
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
         """One rollout per request, in their order.
 
-        raw_logprobs are None where the engine cannot report them. Raises ValueError for an empty prompt; DataError for a prompt that leaves no room for its answer, TrainingDiverged if logits are not finite,
-        SamplerFault if the engine is gone or answers what cannot be.
+        raw_logprobs are None where the engine cannot report them. Raises ValueError for an empty prompt; DataError for
+        a prompt that leaves no room for its answer, TrainingDiverged if logits are not finite, SamplerError if the
+        engine is gone or answers what cannot be.
         """
         limits = [self._limit(request) for request in requests]
         begun = time.perf_counter()
