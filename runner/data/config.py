@@ -107,7 +107,7 @@ class DemoConfig(DataConfig):
         if terms * self.digits > MOST_DIGITS:
             text = f"{terms} numbers of data.digits={self.digits} are more than {MOST_DIGITS} digits; lower one of them"
             found.append(("data.terms", text))
-        if job.algorithm.items not in ("sft", "prompts"):
+        if job.algorithm.item_kind not in ("sft", "prompts"):
             why = (
                 f"algorithm={job.algorithm.name} compares whole answers, and the calculator's words would count as one"
             )
@@ -171,7 +171,7 @@ class SourceConfig(DataConfig):
 
     def _kind_problems(self, algorithm: Any) -> list[tuple[str, str]]:
         """Options that items of the algorithm's kind have no use for."""
-        if algorithm.items == "sft":
+        if algorithm.item_kind == "sft":
             return []
         found = []
         if self.loss_on != "assistant":

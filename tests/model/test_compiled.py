@@ -64,7 +64,7 @@ def compare(kind: str, limit: float, **options: Any) -> None:
             wanted, got = (model.outputs(data, LOGPROBS)["logprobs"] for model in (plain, fast))
         torch.testing.assert_close(got, wanted, atol=50 * limit, rtol=50 * limit)
         graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] > 0 and graphs[2] == graphs[0] and (graphs[-1] == graphs[0] or fast.padded)
+    assert graphs[0] > 0 and graphs[2] == graphs[0] and (graphs[-1] == graphs[0] or fast.is_padded)
     assert greedy(fast, rows((5, 1, 11)), 4) == greedy(plain, rows((5, 1, 11)), 4)
     assert counters["stats"]["unique_graphs"] == graphs[-1]  # text is written by what is not compiled
 

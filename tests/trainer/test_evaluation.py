@@ -31,7 +31,7 @@ ROWS = ["data=file", "data.path=rows.jsonl", "data.eval_path=rows.jsonl", "data.
 class Scripted:
     """A model that says to each prompt what `says` makes of its text, token by token."""
 
-    longest: tuple[int, str] | None = None
+    length_limit: tuple[int, str] | None = None
 
     def __init__(self, tokenizer: Any, says: Callable[[str], str]) -> None:
         self.tokenizer, self._says = tokenizer, says
@@ -65,7 +65,7 @@ def asks_a_calculator(prompt: str) -> str:
 def evaluation(
     words: Sequence[str],
     says: Callable[[str], str],
-    longest: tuple[int, str] | None = None,
+    length_limit: tuple[int, str] | None = None,
     decide: Decisions | None = None,
 ) -> Callable[[], Report]:
     """That of the job that these words make, of a model that follows a script."""
@@ -73,7 +73,7 @@ def evaluation(
     spec = compose_job(words).spec
     tokenizer = build_tokenizer(spec)
     model = Scripted(tokenizer, says)
-    model.longest = longest
+    model.length_limit = longest
     environments = default_registry().factory(spec.environment)(spec.environment, decide=decide)
     algorithm: Any = None  # nothing is learnt
     data = build_data(spec, tokenizer, decide)
