@@ -34,6 +34,9 @@ def silent(*words: str) -> None:
     """A decision that nobody reads."""
 
 
+silent.record_fact = silent  # type: ignore[attr-defined]
+
+
 class Prompts:
     """Prompts of different lengths, a pure function of (step, round)."""
 

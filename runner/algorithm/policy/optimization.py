@@ -59,6 +59,9 @@ class PolicyOptimization:
         self.collector = RolloutCollector(
             parts.sampler, parts.reward, parts.tokenizer, parts.seed, config.group_size, parts.environments, turns
         )
+        if config.kl_estimator != "none" and not config.has_kl:
+            text = "algorithm.kl_coef=0: no reference model is loaded, and policy/kl is not measured"
+            parts.decide.record_fact("algorithm.kl_estimator", "unused", text)
         self.kl = KlController(config.resolved_options.kl_coef, config.kl_target)
         self.losses: Mapping[Role, LossFn] = losses_by_role(config, lambda: self.kl.coefficient)
         self._health: dict[str, float] = {}
@@ -93,7 +96,7 @@ class PolicyOptimization:
         found = rollouts.rollout_metrics(experience) | self._health
         if self.config.needs_reward:
             found |= rollouts.reward_metrics(experience)
-        if self.config.kl_estimator != "none":
+        if self.config.has_kl:
             found["policy/kl_coef"] = self.kl.coefficient
         return found, list(
             islice(rollouts.sample_records(experience, self.config.needs_reward), len(experience.groups))
@@ -170,9 +173,8 @@ class PolicyOptimization:
 
     def _add_importance_weights(self, batch: Batch) -> Batch:
         mask, row = batch.tokens["weight"] != 0, row_of_tokens(batch)
-        log_rho = importance.behavior_log_ratio(
-            batch.tokens["old"], batch.tokens["sampled"], mask, row, self.config.resolved_options.correction_level
-        )
+        level, limit = self.config.resolved_options.correction_level, self.config.max_log_ratio
+        log_rho = importance.behavior_log_ratio(batch.tokens["old"], batch.tokens["sampled"], mask, row, level, limit)
         offered = {"log_ratio": lambda: log_rho, "mask": lambda: mask, "row": lambda: row}
         found: ImportanceWeights = compute_selected(self.config, "correction", offered)
         affected, count = importance.affected_counts(found, mask)
@@ -237,9 +239,9 @@ def add_advantages(config: PolicyConfig, batch: Batch, beta: float) -> Batch:
             rewards = advantages.token_level_rewards(_rewards(batch), _kl_penalty(config, batch), mask, row, beta)
             values = batch.tokens["values"].double()
             found, back = advantages.gae(rewards, values, mask, row, gamma=wanted.gamma, lam=wanted.lam)
-            return with_tokens(
-                batch, returns=back, advantages=whiten(found, mask) if wanted.normalize_advantages else found
-            )
+            if wanted.normalize_advantages:
+                found = whiten(found, mask, ddof=wanted.whiten_ddof)
+            return with_tokens(batch, returns=back, advantages=found)
         case RegisteredAdvantage():
             offered = {
                 "rewards": lambda: advantages.kl_penalized_rewards(
@@ -271,6 +273,7 @@ def _kl_penalty(config: PolicyConfig, batch: Batch) -> Tensor:
         "logprobs": lambda: batch.tokens["old"],
         "reference_logprobs": lambda: batch.tokens["reference"],
         "ratio": lambda: torch.ones(batch.num_tokens),
+        "max_log_ratio": lambda: config.max_log_ratio,
     }
     penalty: Tensor = compute_selected(config, "kl_estimator", offered)
     return penalty.double()

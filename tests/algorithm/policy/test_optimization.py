@@ -19,6 +19,7 @@ from runner.interfaces import Completion, EnvironmentFactory, StepResult
 from runner.sampler.config import TorchSamplerConfig
 from runner.trainer.callbacks import BaseCallback, LogStep
 from runner.trainer.loop import TrainingJob, run_loop
+from tests.algorithm import harness
 from tests.algorithm.harness import Nods, even_bytes, job_of
 
 SMALL: dict[str, Any] = {"batch_size": 4, "micro_batch_tokens": 10**6}
@@ -114,6 +115,16 @@ def test_an_experience_survives_its_encoding() -> None:
 def test_equal_rewards_teach_nothing() -> None:
     for config in (GrpoConfig(**SMALL), GrpoConfig(**SMALL, zero_variance="keep")):
         assert all(not g.any() for g in first_gradients(config, rate=lambda c: 0.5).values())
+
+
+def test_a_kl_of_weight_0_needs_no_reference_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts: list[tuple[str, ...]] = []
+    monkeypatch.setattr(harness.silent, "record_fact", lambda *words: facts.append(words))
+    config = GrpoConfig(**SMALL, kl_estimator="k3", kl_coef=0.0)
+    job = job_of(config)
+    assert not config.frozen_models() and "reference" not in job.models
+    assert any("no reference model is loaded" in fact[2] for fact in facts)
+    assert_near(first_gradients(config), first_gradients(GrpoConfig(**SMALL)), 0)
 
 
 def equal(completion: Completion) -> float:
