@@ -67,12 +67,8 @@ def _check_dtypes(spec: JobSpec, device: Device) -> None:
     if spec.algorithm.needs_reward and (reward := spec.reward.model_dtype()):
         asked["reward.dtype"] = reward
     asked |= {f"algorithm.{role}_dtype": one.dtype for role, one in spec.algorithm.frozen_models().items() if one.dtype}
-    found = [
-        Problem(key, f"{why}; type {key}=float32")
-        for key, name in asked.items()
-        if (why := device.unsupported_reason(DTYPES[name]))
-    ]
-    if found:
+    reasons = {key: device.unsupported_reason(DTYPES[name]) for key, name in asked.items()}
+    if found := [Problem(key, f"{why}; type {key}=float32") for key, why in reasons.items() if why]:
         raise SpecError(found)
 
 
@@ -173,9 +169,8 @@ def _place_model(
         if (pad_batch := device.dense_attention()) is not None:
             from runner.model import padded_attention
 
-            model.replace_dense_attention(
-                partial(padded_attention.install_dense_attention, kernel=pad_batch, decide=decide)
-            )
+            install = partial(padded_attention.install_dense_attention, kernel=pad_batch, decide=decide)
+            model.replace_dense_attention(install)
     if (
         isinstance(model, TransformersModel)
         and not model.is_padded
@@ -301,10 +296,8 @@ def build_other_model(
     options = {"tokenizer": tokenizer, "seed": seed, "decide": decide, "longest": longest_row(spec), "key": key}
     options |= {"dtype": wanted.dtype, "admit": world.check_divisible}
 
-    def make(where: torch.device, fit: InstallFusedOps | None) -> Any:
-        return build(wanted.path, wanted.revision, spec.model, device=where, fit=fit, **options)
-
-    return _place_model(make, world, device, decide)
+    make = partial(build, wanted.path, wanted.revision, spec.model, **options)
+    return _place_model(lambda where, fit: make(device=where, fit=fit), world, device, decide)
 
 
 def longest_row(spec: JobSpec) -> int:
@@ -343,10 +336,8 @@ class Models:
 
 def build_models(spec: JobSpec, tokenizer: Any, device: Device, world: ParallelContext, decide: Decisions) -> Models:
     """Build them: all that learn before the first learner, which may shard its own."""
-    made = {
-        role: build_model(spec, tokenizer, device, decide, head, world)
-        for role, head in spec.algorithm.trained_models().items()
-    }
+    heads = spec.algorithm.trained_models()
+    made = {role: build_model(spec, tokenizer, device, decide, head, world) for role, head in heads.items()}
     learners = {role: build_learner(spec, role, model, device, world, decide) for role, model in made.items()}
     model = next(iter(made.values()))
     frozen = {
@@ -364,12 +355,10 @@ def refuse_missing_columns(spec: JobSpec, data: Data) -> None:
     if not missing:
         return
     sole = next(iter(data.columns)) if len(data.columns) == len(missing) == 1 else "NAME"
-    there = ", ".join(sorted(data.columns)) or "none"
-    text = f"no row of the data has a column '{{}}'; columns for rewards: {there}; {{}}"
-    problems = [
-        (key, name, _column_advice(spec, key, name, nearest_word(name, data.columns) or sole)) for key, name in missing
-    ]
-    raise SpecError([Problem(key, text.format(name, instead)) for key, name, instead in problems])
+    text = f"no row of the data has a column '{{}}'; columns for rewards: {', '.join(sorted(data.columns)) or 'none'}"
+    advice = [_column_advice(spec, key, name, nearest_word(name, data.columns) or sole) for key, name in missing]
+    problems = [(key, f"{text.format(name)}; {say}") for (key, name), say in zip(missing, advice, strict=True)]
+    raise SpecError([Problem(key, message) for key, message in problems])
 
 
 def _column_advice(spec: JobSpec, key: str, name: str, meant: str) -> str:

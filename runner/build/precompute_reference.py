@@ -99,7 +99,7 @@ def precompute_references(
 ) -> None:
     """Let each model that is asked beforehand score what the run's steps and evaluations will ask for.
 
-    algorithm: a `Foreseeable`, where there is such a model.
+    algorithm: a `SupportsPrecompute`, where there is such a model.
     """
     for model in models:
         if isinstance(model, PrecomputedReference):

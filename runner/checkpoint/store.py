@@ -121,7 +121,7 @@ class CheckpointStore:
     def save(self, step: int, state: Mapping[str, State], metrics: Mapping[str, float]) -> Path:
         """Commit the state after `step` and let older checkpoints go; returns the new folder.
 
-        Each rank gives what it has: tensors in pieces, or some names only; see `agreement.agree`. Raises
+        Each rank gives what it has: tensors in pieces, or some names only; see `make_save_plan`. Raises
         TrainingDiverged when a tensor is not finite, RunnerError when ranks contradict each other, CheckpointError when
         this step or a later one is there already, StorageError when the disk is full, read-only or failing: what was
         there before is then untouched.

@@ -62,7 +62,7 @@ def atomic_write(path: Path, content: bytes) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what `replace_whole` left in a folder where its process was killed. Raises OSError."""
+    """Remove what `atomic_write` left in a folder where its process was killed. Raises OSError."""
     for path in folder.glob(f"{STAGED}*"):
         with suppress(FileNotFoundError):  # another process was faster
             if datetime.now() - datetime.fromtimestamp(path.stat().st_mtime) > STALE:

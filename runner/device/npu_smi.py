@@ -186,7 +186,7 @@ def _chip(values: Mapping[str, str]) -> NpuChip:
     physical = _number(values.get("Phy-ID", values.get("Device")))
     return NpuChip(
         card=int(values.get("NPU", values.get("NPU ID", "0"))),
-        chip=int(values.get("NpuChip") or values.get("Chip ID") or 0),
+        chip=int(values.get("Chip") or values.get("Chip ID") or 0),
         name=values.get("Name", ""),
         health=values.get("Health", ""),
         physical=None if physical is None else int(physical),
@@ -207,7 +207,7 @@ def _process(header: Sequence[Sequence[str]], cells: Sequence[str]) -> list[NpuP
     card, memory = values.get("NPU", values.get("NPU ID", "0")), _number(values.get("Process memory(MB)"))
     name = next((cell for columns, cell in zip(header, cells, strict=False) if "Process name" in columns), "")
     return [
-        NpuProcess(int(card), int(values.get("NpuChip", "0")), int(pid), name, None if memory is None else int(memory))
+        NpuProcess(int(card), int(values.get("Chip", "0")), int(pid), name, None if memory is None else int(memory))
     ]
 
 

@@ -72,7 +72,7 @@ class AsyncAllToAll(NamedTuple):
 
 
 def all_to_all(tensor: Tensor, group: Any, send_sizes: SplitSizes = None, receive_sizes: SplitSizes = None) -> Tensor:
-    """`exchanged` without a gradient, of any type."""
+    """`all_to_all_autograd` without a gradient, of any type."""
     return start_all_to_all(tensor, group, send_sizes, receive_sizes).wait()
 
 

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class SingleProcess:
-    """The `Peers` of a single process."""
+    """The `RankCollectives` of a single process."""
 
     rank = 0
     size = 1
@@ -174,19 +174,20 @@ class AllReduceGradients:
     peers: RankCollectives
 
     def all_reduce_(self, parameters: Sequence[nn.Parameter]) -> None:
-        """See `Gradients`."""
+        """See `GradientReducer`."""
         sum_gradients(parameters, self.peers)
 
     def total_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """See `Gradients`."""
+        """See `GradientReducer`."""
         return total_norm([p.grad for p in parameters if p.grad is not None])
 
 
 def one_f_one_b(rank: int, stages: int, chunks: int, count: int) -> list[PipelineOp]:
     """The turns of stage `rank` for `count` micro-batches: 1F1B, interleaved where it has several chunks of layers.
 
-    At any time at most `in_flight` forward passes wait for their backward pass. The paper wants a count that the stages
-    divide where there are chunks: here the order is that of the next such count, with the passes left out that are not.
+    At most `num_warmup_forwards` forward passes wait for their backward pass at any time. The paper wants a count that
+    the stages divide where there are chunks: here the order is that of the next such count, with the passes left out
+    that are not.
     """
     filled = count if chunks == 1 else -(-count // stages) * stages
     forward, backward = forward_schedule(stages, chunks, filled), _backward_schedule(stages, chunks, filled)
@@ -205,7 +206,7 @@ def num_warmup_forwards(rank: int, stages: int, chunks: int) -> int:
 
 
 def forward_schedule(stages: int, chunks: int, count: int) -> list[PipelineOp]:
-    """The forward passes alone, in the order of `pipelined`, and the same on each stage."""
+    """The forward passes alone, in the order of `one_f_one_b`, and the same on each stage."""
     groups = [range(first, min(first + stages, count)) for first in range(0, count, stages)]
     return [PipelineOp(micro, chunk) for group in groups for chunk in range(chunks) for micro in group]
 
@@ -218,7 +219,7 @@ def _backward_schedule(stages: int, chunks: int, count: int) -> list[PipelineOp]
 
 
 class SingleStage:
-    """The stage of a model whose layers are all on this rank: see `runner.interfaces.Stage`."""
+    """The stage of a model whose layers are all on this rank: see `runner.interfaces.PipelineStage`."""
 
     is_last = True
     index = 0

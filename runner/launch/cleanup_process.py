@@ -1,6 +1,6 @@
 """What is left to do where a launcher is killed: processes that it started are ended, folders in memory removed.
 
-Janitor (launcher) ──pipe: {"watch": 71}, {"forget": 71}, {"folder": "/dev/shm/…"}──▶ this module as a program
+CleanupProcess (launcher) ──pipe: {"watch": 71}, {"forget": 71}, {"folder": "/dev/shm/…"}──▶ this module as a program
 
 The kernel ends each process that a launcher started, but not what that one started, and it removes no folder.
 """

@@ -314,7 +314,7 @@ def _run_supervised(spec: JobSpec, folder: RunFolder, number: int, machines: Pee
 
 
 class LocalLauncher:
-    """The `Starter` of launch=local; of several machines, that of this one."""
+    """The `WorkerLauncher` of launch=local; of several machines, that of this one."""
 
     def __init__(self, spec: JobSpec, machines: PeerNodes | None = None) -> None:
         """Raises EnvironmentProblem where devices are missing."""
@@ -348,12 +348,8 @@ class LocalLauncher:
         handle = listener.fileno() if listener is not None and order.meets else None
         if self._janitor is not None:
             self._janitor.remove(*order.scratch)
-        own = {
-            **without_rank_variables(os.environ),
-            **self._common_environment(),
-            **self._visible_cards(order),
-            **order.environment,
-        }
+        own = {**without_rank_variables(os.environ), **self._common_environment(), **self._visible_cards(order)}
+        own |= order.environment
         member = LocalWorker.start(order, own, handle, self._janitor)
         if self._own is not None and order.meets:
             self._own.close()  # rank 0 has it: where that is gone, nobody is to wait for an answer

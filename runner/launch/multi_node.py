@@ -8,7 +8,7 @@ no torch, a second and 190 MB; its calls outlast their timeout where the server 
 that a client is gone; and whoever connects may write.
 
 gloo takes the address of the host's own name, unless it is told an interface, and on many machines that is a loopback
-one: `met_at` tells it the one on the way to the others.
+one: `gloo_interface` tells it the one on the way to the others.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class NodeConnection:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Say something; `listen` finds out where nobody is left to hear it."""
+        """Say something; `receive` finds out where nobody is left to hear it."""
         with suppress(OSError):
             self._lines.send(message, SEND_S)
 

@@ -134,7 +134,7 @@ class RunRecords:
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Some answers."""
         for tracker in self.trackers:
-            tracker.samples(step, rows)
+            tracker.log_samples(step, rows)
 
     def describe(self, device: Mapping[str, Any], processes: Mapping[str, Any]) -> None:
         """Write the manifest: of this process, and what it has to say of all."""

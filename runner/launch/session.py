@@ -4,7 +4,7 @@ environment that the device wants, before torch is imported
 checkpoint ─▶ trackers ─▶ build ─▶ loop ─▶ export
 └─ a signal ends it at once ─┘
 
-Every rank of a job on several devices does the same; what is written, `Records` writes, of rank 0.
+Every rank of a job on several devices does the same; what is written, `RunRecords` writes, of rank 0.
 """
 
 from __future__ import annotations

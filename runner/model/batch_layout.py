@@ -3,7 +3,7 @@
     packed   one row [1, T], positions from the batch, attention cut at row ends
     padded   [N, L] with the padding on the right, the model's own attention
 
-`Tokens` says which tokens of the batch this process computes: all, or a share of them
+`BatchTokens` says which tokens of the batch this process computes: all, or a share of them
 (`runner.model.context_parallel`).
 
 Two kinds of rotary positions choose their frequencies by the longest row of the whole call: `dynamic` beyond

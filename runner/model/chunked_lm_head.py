@@ -73,7 +73,7 @@ class PartialVocab(VocabShard):
     end: int
 
     def log_softmax(self, logits: Tensor) -> Tensor:
-        """See `Vocabulary`; of this rank's ids."""
+        """See `VocabShard`; of this rank's ids."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         top = wide.amax(1, keepdim=True)
         distributed.all_reduce(top, distributed.ReduceOp.MAX, group=self.group)
@@ -81,29 +81,29 @@ class PartialVocab(VocabShard):
         return wide.sub_(self.sum_over_ranks(wide.exp().sum(1, keepdim=True)).log_())
 
     def gather_targets(self, values: Tensor, targets: Tensor) -> Tensor:
-        """See `Vocabulary`."""
+        """See `VocabShard`."""
         places, mine = self._local_targets(targets)
         return self.sum_over_ranks(VocabShard.gather_targets(self, values, places).masked_fill(~mine, 0))
 
     def add_at_targets(self, values: Tensor, targets: Tensor, amounts: Tensor) -> Tensor:
-        """See `Vocabulary`."""
+        """See `VocabShard`."""
         places, mine = self._local_targets(targets)
         return VocabShard.add_at_targets(self, values, places, amounts.masked_fill(~mine, 0))
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """See `Vocabulary`."""
+        """See `VocabShard`."""
         distributed.all_reduce(values, group=self.group)
         return values
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """See `Vocabulary`."""
+        """See `VocabShard`."""
         logits = logits.contiguous()
         parts = [torch.empty_like(logits) for _ in range(self.size)]
         distributed.all_gather(parts, logits, group=self.group)
         return torch.cat(parts, 1)
 
     def local_logits(self, logits: Tensor) -> Tensor:
-        """See `Vocabulary`."""
+        """See `VocabShard`."""
         return logits[:, self.first : self.end]
 
     def _local_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,7 +49,7 @@ class UlyssesAttention:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, window: int | None, dropout: float, scale: float | None
     ) -> Tensor:
-        """As `Rows.attend`, of tensors with this rank's W tokens. Collective in both directions."""
+        """As `PackedRows.attend`, of tensors with this rank's W tokens. Collective in both directions."""
         heads, kv_heads = query.shape[1], key.shape[1]
         if heads % self.size:
             raise UnsupportedAttention(f"{self.size} ranks do not divide its {heads} heads")
@@ -102,7 +102,7 @@ class CpShard(BatchTokens):
         self._slots = slots
 
     def run(self, forward: ForwardFn, kernel: VarlenAttention | None) -> Tensor:
-        """See `Tokens`."""
+        """See `BatchTokens`."""
         held = self.to_device(self._held[self._ranks.rank])
         ids, positions = (self.batch.tokens[name].index_select(0, held) for name in ("ids", "positions"))
         return run_with_attention(forward, ids, positions, self._attention(kernel))
@@ -119,16 +119,16 @@ class CpShard(BatchTokens):
         )
 
     def locally_predicted(self, places: Tensor) -> Tensor:
-        """See `Tokens`."""
+        """See `BatchTokens`."""
         parents = self.batch.structure.tokens["parent"].to(places.device)[places]
         return places[self.is_local(parents)]
 
     def is_local(self, places: Tensor) -> Tensor:
-        """See `Tokens`."""
+        """See `BatchTokens`."""
         return self._slots.to(places.device)[places] // self._held.shape[1] == self._ranks.rank
 
     def values_at(self, values: Tensor, places: Tensor) -> Tensor:
-        """See `Tokens`."""
+        """See `BatchTokens`."""
         return values.index_select(0, self._index[places])
 
     @cached_property
@@ -137,15 +137,15 @@ class CpShard(BatchTokens):
         return self.to_device(self._slots % self._held.shape[1])
 
     def scatter_and_sum(self, values: Tensor, at: Tensor, size: int) -> Tensor:
-        """See `Tokens`. Each rank finds the gradient of its own."""
+        """See `BatchTokens`. Each rank finds the gradient of its own."""
         return all_reduce(super().scatter_and_sum(values, at, size), self._ranks.group)
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """See `Tokens`. Each rank finds the gradient of its own."""
+        """See `BatchTokens`. Each rank finds the gradient of its own."""
         return all_reduce(value, self._ranks.group)
 
     def gather_all(self, values: Tensor) -> Tensor:
-        """See `Tokens`."""
+        """See `BatchTokens`."""
         places = self.to_device(self._held[self._ranks.rank][self._real[self._ranks.rank]])
         return self.scatter_and_sum(self.values_at(values, places), places, self.batch.num_tokens)
 

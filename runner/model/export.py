@@ -3,7 +3,7 @@
     shards on every rank ──tensor by tensor──▶ whole on rank 0's CPU, nowhere else ──▶ a module without shards
 
 Only an adapter, or a model that an adapter is merged into, is gathered like this; a whole sharded model is written
-tensor by tensor (`published`). While nothing is trained, LoRA may be merged into the weights: one matrix product
+tensor by tensor (`hf_state_dict`). While nothing is trained, LoRA may be merged into the weights: one matrix product
 instead of three.
 """
 

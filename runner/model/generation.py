@@ -90,7 +90,7 @@ def eos_token_ids(causal: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def finish_at_limit(ids: Sequence[int], limit: int) -> str | None:
-    """The `Finish` of a model that ends its answers itself."""
+    """The `StopCriterion` of a model that ends its answers itself."""
     return "length" if len(ids) >= limit else None
 
 
@@ -153,8 +153,8 @@ def greedy_hf_generate(
     rows: int,
     finish: StopCriterion = finish_at_limit,
 ) -> list[GreedyOutput]:
-    """The same with the model's own `generate`, for a model that no `Writer` fits: `rows` answers at a time, which
-    all go on until the last one has ended, and are cut then. Raises ValueError as well."""
+    """The same with the model's own `generate`, for a model that no `CompletionGenerator` fits: `rows` answers at a
+    time, which all go on until the last one has ended, and are cut then. Raises ValueError as well."""
     if any(len(prompt) == 0 for prompt in prompts):
         raise ValueError("a prompt needs at least one token")
     ends, longest = eos_token_ids(causal, tokenizer), max_row_length(causal.config)

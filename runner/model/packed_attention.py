@@ -39,7 +39,7 @@ class UnsupportedAttention(Exception):
 
 
 class AttentionPlan(Protocol):
-    """What knows the tokens of one pass, and attends for all of them; see `Rows.attend`."""
+    """What knows the tokens of one pass, and attends for all of them; see `PackedRows.attend`."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, window: int | None, dropout: float, scale: float | None
@@ -220,7 +220,7 @@ def packed_attention(
     is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls in every attention layer; see `Rows.attend` for shapes."""
+    """The function that transformers calls in every attention layer; see `PackedRows.attend` for shapes."""
     if "sliding_window" not in options and getattr(getattr(module, "config", None), "sliding_window", None):
         raise UnsupportedAttention("it does not hand its sliding window to the attention function")
     window = options.pop("sliding_window", None)

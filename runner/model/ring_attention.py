@@ -173,7 +173,7 @@ class RingAttention:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, window: int | None, dropout: float, scale: float | None
     ) -> Tensor:
-        """As `Rows.attend`, of tensors with this rank's W tokens. Collective in both directions.
+        """As `PackedRows.attend`, of tensors with this rank's W tokens. Collective in both directions.
 
         Raises SpecError for a dropout of attention's weights.
         """

@@ -51,7 +51,7 @@ class TransformersModel:
 
     module: what is saved and whose parameters learn; inner: the transformers model inside (the same without peft);
     whole: the module around all, through which every pass goes, and what may be sharded;
-    made: the names of the outputs it can give; source: where its first weights come from, if that is known.
+    supported_outputs: the names of the outputs it can give; weights_source: where its first weights come from.
     """
 
     supported_outputs: frozenset[str]
@@ -112,7 +112,7 @@ class TransformersModel:
 
     def export_probe(self) -> dict[str, Any]:
         """What was found out about it by computing, and what came with its weights: what a model without any, on the
-        meta device, is told (`adopt`)."""
+        meta device, is told (`import_probe`)."""
         own = {"layout": self.layout, "attention": self.default_attention}
         conversions = getattr(self.inner, "_weight_conversions", None)  # how transformers renamed and cut what it read
         return own | {"generation_config": getattr(self.inner, "generation_config", None), "conversions": conversions}
@@ -173,9 +173,8 @@ class TransformersModel:
     def with_peft_module(self, module: nn.Module, *, decide: Decide) -> Self:
         """The same model inside `module` (a peft model around it), looked at afresh; use it instead of this one."""
         self.inner.set_attn_implementation(self.default_attention)
-        made = type(self)(
-            module, self.tokenizer, self.config, seed=self.seed, decide=decide, source=self.weights_source
-        )
+        config, source = self.config, self.weights_source
+        made = type(self)(module, self.tokenizer, config, seed=self.seed, decide=decide, source=source)
         made._kernel = self._kernel
         return made
 
@@ -193,7 +192,7 @@ class TransformersModel:
         return self._compute_dtype or self.inner.dtype
 
     def float32_modules(self) -> list[nn.Module]:
-        """The modules that compute in float32 where `compute_type` is another."""
+        """The modules that compute in float32 where `compute_dtype` is another."""
         return float32_modules(self.whole)
 
     @property
@@ -206,9 +205,8 @@ class TransformersModel:
         the others. Each gives what all have found. For rows that are packed."""
         from runner.model.context_parallel import ContextParallelGroup
 
-        self.shard_tokens = ContextParallelGroup(
-            group, distributed.get_rank(group), distributed.get_world_size(group), style
-        ).shard_tokens
+        rank, size = distributed.get_rank(group), distributed.get_world_size(group)
+        self.shard_tokens = ContextParallelGroup(group, rank, size, style).shard_tokens
 
     def transformer_blocks(self) -> list[nn.Module]:
         """The layers of this rank that are gathered one after the other where the model is sharded, first to last; none
@@ -218,7 +216,7 @@ class TransformersModel:
         return [part for part in self.inner.modules() if type(part) in kinds and part not in elsewhere]
 
     def summon_full_params(self) -> AbstractContextManager[None]:
-        """See `Whole.gathered`."""
+        """See `FsdpRoot.summon_full_params`."""
         return self.whole.summon_full_params()
 
     def adapter_disabled(self) -> AbstractContextManager[Any]:
@@ -256,9 +254,8 @@ class TransformersModel:
         Of a sharded model all ranks are needed: one gives the folder, the others None. In its host's memory are one
         tensor after the other, or those of the adapter; the whole model if the adapter is merged into it.
         """
-        with (
-            nullcontext() if self.whole.is_sharded else self.summon_full_params()
-        ):  # where another than torch keeps the pieces
+        # where another than torch keeps the pieces
+        with nullcontext() if self.whole.is_sharded else self.summon_full_params():
             if self.whole.is_sharded and self.module is self.inner:
                 hf_state_dict.save_sharded(self.module, folder)
             else:
@@ -266,27 +263,26 @@ class TransformersModel:
                 if folder is not None:
                     export.write_model(module, folder, merged=self.merges, keep_original=module is self.module)
             if folder is not None:
-                learnt = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
-                export.write_tokenizer_and_verify(folder, self.tokenizer, learnt)
+                num_trained = sum(p.numel() for p in self.trainable().values())
+                export.write_tokenizer_and_verify(folder, self.tokenizer, num_trained)
 
     def hf_tensors(
         self, subset: StateDictPart, *, keep: bool = True, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of what `way` says (see `model.published`), one after the other, under the names of a Hugging
-        Face folder or a PEFT adapter; floating-point numbers as `dtype`, None = the base's own.
+        """Name and tensor of a subset of the weights (see `hf_state_dict`), one after the other, under the names of a
+        Hugging Face folder or a PEFT adapter; floating-point numbers as `dtype`, None = the base's own.
 
         Collective: all ranks drain it, and those that `keep` nothing get nothing. A tensor may be the model's own
         memory. Raises SpecError, at the first one, for an adapter that cannot be merged.
         """
         if subset not in ("base", "adapter") and self.module is not self.inner:
             self._refuse_tied_ends()
-        with (
-            nullcontext() if self.whole.is_sharded else self.summon_full_params()
-        ):  # where another than torch keeps the pieces
+        # where another than torch keeps the pieces
+        with nullcontext() if self.whole.is_sharded else self.summon_full_params():
             yield from self._hf_state_dict.tensors(subset, keep=keep, dtype=dtype)
 
     def hf_tensor_bytes(self, subset: StateDictPart) -> int:
-        """Size of what `published` gives in the base's own types."""
+        """Size of what `hf_tensors` gives in the base's own types."""
         return self._hf_state_dict.num_bytes(subset)
 
     @cached_property
@@ -359,7 +355,7 @@ class TransformersModel:
 
     def matches_probe(self, wanted: Tensor) -> bool:
         """Whether it still gives what it gave once, up to the rounding of its products, as far as this stage can tell;
-        wanted: what `probed` was then."""
+        wanted: what `probe_hidden` was then."""
         found, wanted = (one.to(self.device, self.compute_dtype) for one in (self.probe_hidden(), wanted))
         return not self.stage.is_last or is_close(found, wanted)
 
@@ -383,9 +379,8 @@ class TransformersModel:
         check_row_length(int(tokens.batch.structure.tokens["positions"].max()) + 1, self.length_limit)
 
         def run(forward: batch_layout.ForwardFn) -> Tensor:
-            return (
-                batch_layout.run_padded(forward, tokens.batch) if self.is_padded else tokens.run(forward, self._kernel)
-            )
+            padded, rows = batch_layout.run_padded, tokens.batch
+            return padded(forward, rows) if self.is_padded else tokens.run(forward, self._kernel)
 
         return self.stage.run_local(run, forward)
 
@@ -396,10 +391,8 @@ class TransformersModel:
     def _refuse_unknown_outputs(self, needs: frozenset[str]) -> None:
         if needs - self.supported_outputs:
             wanted, known = ", ".join(sorted(needs - self.supported_outputs)), ", ".join(sorted(self.supported_outputs))
-            text = (
-                f"its loss needs the model output {wanted}, which does not exist; {type(self).__name__} makes {known}"
-            )
-            raise SpecError([Problem("algorithm", text)])
+            text = f"its loss needs the model output {wanted}, which does not exist"
+            raise SpecError([Problem("algorithm", f"{text}; {type(self).__name__} makes {known}")])
 
 
 def _class_names(kind: type) -> set[str]:

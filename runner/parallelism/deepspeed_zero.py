@@ -210,6 +210,6 @@ def _import_deepspeed(device: str, place: RankInfo) -> Any:
         raise EnvironmentProblem(f'{text}\n  pip install "posttrain-run[deepspeed]"') from error
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled when it is first used; gloo does the same
-    utils.warned = True  # that `Whole` is called with a function and no tensors
+    utils.warned = True  # that `FsdpRoot` is called with a function and no tensors
     warnings.filterwarnings("ignore", NOISY_WARNING, FutureWarning)
     return deepspeed

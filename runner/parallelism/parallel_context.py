@@ -43,7 +43,7 @@ class MeshGradientReducer:
     device: torch.device
 
     def all_reduce_(self, parameters: Sequence[nn.Parameter]) -> None:
-        """See `Gradients`."""
+        """See `GradientReducer`."""
         found = fill_missing_gradients([p for p in parameters if not is_reduced_in_backward(p)], self.copies)
         for peers, experts in ((self.copies, False), (self.experts, True)):
             peers.all_reduce_(
@@ -54,7 +54,7 @@ class MeshGradientReducer:
             add_gradients(both, self.ends)
 
     def total_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """See `Gradients`."""
+        """See `GradientReducer`."""
         if self.stages is SINGLE_PROCESS:
             return total_norm([p.grad for p in parameters if p.grad is not None])
         return self._norm_of_stages(parameters)
@@ -123,13 +123,13 @@ class ParallelContext:
 
     def load(self, make: Callable[[torch.device], M]) -> M:
         """The model that `make` builds on a device: with its weights on the CPU of the first rank, elsewhere without.
-        See `weight_scatter.loaded`."""
+        See `weight_scatter.load_on_rank0`."""
         from runner.parallelism.weight_scatter import load_on_rank0
 
         return load_on_rank0(make, self.world_peers)
 
     def shard(self, model: TrainableModel, decide: Decide) -> None:
-        """Spread a loaded model's weights over all ranks' devices. See `Spreading.spread`."""
+        """Spread a loaded model's weights over all ranks' devices. See `ParallelismPlan.apply`."""
         from runner.parallelism.apply import ParallelismPlan
 
         ParallelismPlan(self.config, self.mesh, self.groups, self.world_peers, self.device, decide).apply(model)
@@ -192,7 +192,7 @@ def build(config: ParallelismConfig, *, device: Device, place: RankInfo) -> Para
 def _init_process_groups(
     device: Device, place: RankInfo, mesh: Mesh, chunks: int, timeout_s: float
 ) -> tuple[MeshGroups, RankCollectives, RankCollectives, RankCollectives, RankCollectives, RankCollectives]:
-    """All groups, and the peers of a `World` in their order."""
+    """All groups, and the peers of a `ParallelContext` in their order."""
     from runner.parallelism.process_groups import ProcessGroupCollectives, create_groups
 
     timeout = timedelta(seconds=timeout_s)

@@ -96,7 +96,7 @@ class StageView(Protocol):
 
 
 class StageLayers(nn.ModuleList):
-    """The layers of a model, of which a pass is shown those of its stage, and `Elsewhere` for the others."""
+    """The layers of a model, of which a pass is shown those of its stage, and `AbsentLayer` for the others."""
 
     def __init__(self, layers: Sequence[nn.Module], stage: StageView) -> None:
         super().__init__(layers)
@@ -135,7 +135,7 @@ class StageOwner:
 
 
 class StagedModel:
-    """The stage of a model that lies on several: see `runner.interfaces.Stage`.
+    """The stage of a model that lies on several: see `runner.interfaces.PipelineStage`.
 
     undone: while the whole model is on every rank; passing: while a forward pass is in this stage
     """
@@ -313,8 +313,8 @@ def apply_pipeline_parallel(
 ) -> None:
     """Make of `model`, on the meta device (see `weights`), the stage that this rank of `group` has.
 
-    `apply.refuse_another` follows, when the stages have their numbers. Raises SpecError, on all ranks, for a model
-    that does not name its layers.
+    `apply.refuse_changed_model` follows, when the stages have their numbers. Raises SpecError, on all ranks, for a
+    model that does not name its layers.
     """
     model.stage = stage = StagedModel(model, borders, group, chunks, device)
     model.whole.join_context = partial(stage.summon_full_params, model.whole.join_context)

@@ -171,7 +171,7 @@ class PartitionedEnvironments(EnvironmentFactory):
     peers: RankCollectives
 
     def start_episodes(self, prompts: Sequence[Prompt]) -> EnvironmentBatch:
-        """See `Environments`; all ranks begin the same episodes."""
+        """See `EnvironmentFactory`; all ranks begin the same episodes."""
         made: dict[int, Environment] = {}
 
         def work(mine: list[int]) -> list[None]:
@@ -189,7 +189,7 @@ class PartitionedEpisodes(EnvironmentBatch):
     peers: RankCollectives
 
     def step(self, turns: Sequence[tuple[int, str]]) -> list[Observation | None]:
-        """See `Partners`; all ranks hand in the same turns."""
+        """See `EnvironmentBatch`; all ranks hand in the same turns."""
         owners = [at % self.peers.size for at, _ in turns]
         return run_partitioned(self.peers, owners, lambda mine: EnvironmentBatch.step(self, [turns[i] for i in mine]))
 

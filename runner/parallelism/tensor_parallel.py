@@ -195,8 +195,8 @@ def apply_tensor_parallel(model: TrainableModel, mesh: DeviceMesh, *, decide: De
     """Make of every parameter of `model`, on the meta device (see `weights`), the slice of it that this rank holds, or
     a replica.
 
-    mesh: of one dimension. `apply.refuse_another` follows, when the slices have their numbers. The model's parameters
-    are other objects afterwards. Raises SpecError, on all ranks, for a model that has no such layers.
+    mesh: of one dimension. `apply.refuse_changed_model` follows, when the slices have their numbers. The model's
+    parameters are other objects afterwards. Raises SpecError, on all ranks, for a model that has no such layers.
     """
     slices, plan = TensorParallelGroup(mesh), SlicePlan()
     for layer, dims in _sliceable_layers(model.inner):

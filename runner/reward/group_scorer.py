@@ -2,7 +2,7 @@
 
     groups ──▶ ask(group), `workers` at a time ──▶ Scored ──▶ Faults ──▶ scores in the order of the groups
 
-`Faults` logs each kind of failure once, counts all of them, and raises when nothing is scored any more.
+`ScoringFailures` logs each kind of failure once, counts all of them, and raises when nothing is scored any more.
 
 The factory of every reward is called with the keywords device, tokenizer, seed, decide, folder and fit, and names those
 that it needs. `fit` puts the device's own operators and attention into a transformers model.

@@ -8,7 +8,7 @@ from runner.spec.base import ComponentConfig, Dtype
 
 Stop = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
-WeightParts = Literal["changed", "fixed", "adapter", "base"]  # as `model.published` calls them
+WeightParts = Literal["changed", "fixed", "adapter", "base"]  # as `TrainableModel.hf_tensors` calls them
 PATIENCE_S = 1500.0
 
 

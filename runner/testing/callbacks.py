@@ -87,7 +87,8 @@ def check_tracker(config: TrackerConfig) -> list[str]:
         found = [
             path.name for path in folder.root.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()
         ]
-        require(not found, f"a secret of the spec is in {', '.join(found)}; take `redacted` from runner.interfaces")
+        files = ", ".join(found)
+        require(not found, f"a secret of the spec is in {files}; take `redact_values` from runner.interfaces")
     return lines
 
 

@@ -24,9 +24,9 @@ from runner.optimizer.config import OptimizerConfig
 from runner.run_dir.folder import RunFolder
 from runner.schedule.config import ScheduleConfig
 from runner.testing.components import build_component, build_tiny_model, check_config, require
+from runner.tracker.screen import MACHINE_METRICS
 from runner.trainer.optimizer_state import learner_state, restore_learner_state
 
-MACHINE = ("time/", "perf/", "device/")  # metrics that depend on the machine
 LOGPROBS = frozenset({"logprobs"})
 Parameters = dict[str, nn.Parameter]
 
@@ -167,7 +167,7 @@ def check_algorithm(*words: str, steps: int = 3) -> list[dict[str, float]]:
     whole, states = _run_job([*words, *own, f"steps={steps}"], None)
     rest, _ = _run_job([*words, *own, f"steps={steps}"], states[0])
     for step, (one, other) in enumerate(zip(whole[1:], rest, strict=True), 2):
-        names = [n for n in sorted(one.keys() | other.keys()) if not n.startswith(MACHINE)]
+        names = [n for n in sorted(one.keys() | other.keys()) if not n.startswith(MACHINE_METRICS)]
         differing = {n: (one.get(n), other.get(n)) for n in names if repr(one.get(n)) != repr(other.get(n))}  # NaN
         require(not differing, f"step {step} differs after a resume (whole, resumed): {differing}")
     return whole

@@ -81,7 +81,7 @@ def truncate_after(folder: RunFolder, step: int, attempt: int) -> int:
 
 
 def missing_steps(folder: RunFolder, step: int) -> str:
-    """What metrics.jsonl lacks of the lines 1 … `step` after `cut_back`, or has too often; empty if it is whole."""
+    """What metrics.jsonl lacks of the lines 1 … `step` after `truncate_after`, or has twice; empty if it is whole."""
     found = list(_steps(folder.metrics))
     wanted, held = range(1, step + 1), set(found)
     begins = [at for at in wanted if at not in held and (at - 1 in held or at == 1)]
@@ -192,7 +192,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _steps(path: Path) -> Iterator[int]:
-    """The step of each line. Raises RunnerError at a damaged one: `cut_back` comes first."""
+    """The step of each line. Raises RunnerError at a damaged one: `truncate_after` comes first."""
     if not path.exists():
         return
     content = path.read_text(encoding="utf-8", errors="replace")

@@ -32,6 +32,7 @@ Better = Literal["less", "more"]
 
 # metrics.yaml: how the metrics of a run are shown, by their names
 METRICS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("metrics.yaml").read_text(encoding="utf-8"))
+MACHINE_METRICS: tuple[str, ...] = tuple(METRICS["machine"])
 CURVES: dict[str, dict[str, Any]] = METRICS["curves"]
 EQUAL = "reward/zero_variance"  # share of the groups that teach nothing; shown where there is any
 SAMPLE_CHARACTERS = 400

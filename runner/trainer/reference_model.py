@@ -82,7 +82,7 @@ class FrozenModel:
 
 
 class PrecomputedReference(FrozenModel):
-    """Knows the logprobs of the units that it was asked to `learn`, and of those that were kept before.
+    """Knows the logprobs of the units given to `precompute`, and of those that were kept before.
 
     The model may be the one that a run trains: it is asked only before the first step.
     """

@@ -84,7 +84,7 @@ def test_a_job_on_ray_is_the_same_job_whatever_is_killed(tmp_path: Path) -> None
         "runner.launch.ray.driver",
         *(
             pytest.param(name, marks=pytest.mark.soak)
-            for name in ("runner.launch.ray.reaper", "ray::Attendant", "the launcher")
+            for name in ("runner.launch.ray.reaper", "ray::WorkerActor", "the launcher")
         ),
     ],
 )

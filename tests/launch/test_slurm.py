@@ -30,7 +30,7 @@ STEP = {
     "SLURM_STEP_NODELIST": "here[0-1]",
 }
 DEFAULTS = {name: srun_task.DEFAULT for name in ("launch.name", "launch.devices", "launch.nodes")}
-OWN = {"name": "slurm", "devices": 1, "samplers": 0, "nodes": 1, "node": None, "address": None}
+OWN = {"name": "slurm", "devices": 1, "samplers": 0, "nodes": 1, "node_rank": None, "rdzv_endpoint": None}
 WORDS = ("+recipe=sft_demo", "launch=slurm", "parallelism=ddp", "evaluation.every=0")
 
 
@@ -66,7 +66,7 @@ def test_the_layout_is_what_slurm_says(step: None, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("node", 0, "launch.node_rank=0: Slurm says it"),
+        ("node_rank", 0, "launch.node_rank=0: Slurm says it"),
         ("nodes", 3, "launch.nodes=3: this Slurm job has 2"),
         ("partition", "big", "launch.partition: is for a job that is to be submitted, and this is one, 40"),
     ],

@@ -65,7 +65,7 @@ def asks_a_calculator(prompt: str) -> str:
 def evaluation(
     words: Sequence[str],
     says: Callable[[str], str],
-    length_limit: tuple[int, str] | None = None,
+    longest: tuple[int, str] | None = None,
     decide: Decisions | None = None,
 ) -> Callable[[], Report]:
     """That of the job that these words make, of a model that follows a script."""

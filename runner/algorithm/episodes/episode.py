@@ -2,8 +2,9 @@ r"""Episodes: what a policy and its environment say to one another, token by tok
 
     prompt ──▶ policy ──turn──▶ environment ──words──▶ policy ──turn──▶ … until the environment has nothing to say
 
-The same for sampled answers, which are learnt from, and for greedy ones, which are evaluated. `Turns` writes the words
-of an environment as the chat template does; the policy's own tokens are never written as text and tokenised again:
+The same for sampled answers, which are learnt from, and for greedy ones, which are evaluated. `ObservationTemplate`
+writes the words of an environment as the chat template does; the policy's own tokens are never written as text and
+tokenised again:
 
     … answer<|im_end|> │ \n<|im_start|>tool\n84<|im_end|>\n<|im_start|>assistant\n │ next answer …
                        └────────────────── ids of an observation ─────────────────┘

@@ -202,7 +202,7 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
         "rollout/length": tokens / len(drawn),
         "rollout/truncated_frac": sum(one.finish == "length" for one in drawn) / len(drawn),
         "rollout/tokens": float(tokens),
-        "rollout/max_resample_rounds": float(experience.rounds),
+        "rollout/resample_rounds": float(experience.rounds),
         "rollout/staleness": float(experience.step - oldest),
         # of a sampler that truncates and reports both distributions; else it is 0, or NaN
         **({"rollout/truncation_kl": truncation / sum(sum(s.mask) for s in samples)} if truncation > 0 else {}),

@@ -223,7 +223,7 @@ def token_level_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, row: Tensor, 
     """−beta·KL on every learnt token, plus the row's reward on its last one, [T] (PPO; REINFORCE++ 2501.03262).
 
     rewards: float [N]; kl: float [T], k1 per token. A row whose reward is NaN has 0 everywhere: take it out of the
-    mask with `scored_tokens`. A row without learnt tokens has no place for its reward.
+    mask with `scored_mask`. A row without learnt tokens has no place for its reward.
     """
     last = next_in_segment(mask, row) == len(row)
     placed = torch.where(last, rewards[row], 0) - beta * kl

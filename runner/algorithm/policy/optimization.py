@@ -11,7 +11,7 @@
 Papers: GRPO 2402.03300, PPO 1707.06347, GAE 1506.02438; each part names its own (`runner.algorithm.policy.advantages`,
 `losses`, `kl`, `importance`, `aggregation`). Legend: N rows, T tokens.
 
-The policy that the ratio is taken to, `old` (`PolicyConfig.old_from`):
+The policy that the ratio is taken to, `old` (`PolicyConfig.old_logprobs_source`):
   one update per step at lag 0     none is needed: the policy is the one that sampled
   lag ≥ 1 without a correction     what the sampler reported: the policy that sampled
   else                             computed by the trainer before the step's first update

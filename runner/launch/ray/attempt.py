@@ -1,9 +1,9 @@
-"""The attempts of launch=ray: Ray reserves, its actors start, and the same `Team` watches as on this machine: over the
-line to Ray's driver, with a `Process` for each that an actor started.
+"""The attempts of launch=ray: Ray reserves, its actors start, and the same `Supervisor` watches as on this machine:
+over the line to Ray's driver, with a `WorkerProcess` for each that an actor started.
 
-                  ┌─▶ runner.launch.ray.reaper ▷ runner.launch.ray.driver ─▶ actor 0 ─▶ rank 0
-attempt ─▶ Team ──┤                                               ├▶ actor 1 ─▶ rank 1 …
-                  └◀── what they say, how they end ───────────────┴▶ actor N ─▶ sampler 0 …
+                        ┌─▶ runner.launch.ray.reaper ▷ runner.launch.ray.driver ─▶ actor 0 ─▶ rank 0
+attempt ─▶ Supervisor ──┤                                                       ├▶ actor 1 ─▶ rank 1 …
+                        └◀── what they say, how they end ───────────────────────┴▶ actor N ─▶ sampler 0 …
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def close_after(link: RayConnection) -> Iterator[None]:
 
 
 class RayLauncher(RayConnection):
-    """Ray's driver as the `Starter` of launch=ray: each process on its seat.
+    """Ray's driver as the `WorkerLauncher` of launch=ray: each process on its seat.
 
     taken: where the seats are; free: what the cluster has left, while they are waited for; broken: why nobody answers
     any more
@@ -218,7 +218,7 @@ def _local_cluster_resources(spec: JobSpec, wanted: Sequence[Bundle]) -> dict[st
 
 
 class RayWorker:
-    """A process on another node, or below an actor on this one; see `launch.member.Process`."""
+    """A process on another node, or below an actor on this one; see `launch.worker_process.WorkerProcess`."""
 
     def __init__(self, link: RayLauncher, seat: int, order: WorkerSpec) -> None:
         self.order, self.heartbeat = order, HeartbeatReader()

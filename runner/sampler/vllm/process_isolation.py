@@ -66,7 +66,7 @@ def _restore(environment: dict[str, str]) -> None:
 def redirect_tempdir(folder: Path) -> Iterator[None]:
     """While an engine is built: its temporary files and those of its workers, all their lives, are in this folder."""
     before, tempfile.tempdir = tempfile.tempdir, str(folder)
-    os.environ["TMPDIR"] = str(folder)  # which `moving_in` puts back
+    os.environ["TMPDIR"] = str(folder)  # which `preserve_process_state` puts back
     try:
         yield
     finally:

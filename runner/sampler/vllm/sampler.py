@@ -56,7 +56,7 @@ class VllmSampler:
 
         Of weights that say what `changed` since the last ones, that alone is copied; all, where this version is loaded
         once more, as something of it went wrong. Raises ValueError for None (an engine shares nobody's), else as
-        `Engine.load`.
+        `VllmEngine.load`.
         """
         if weights is None:
             raise ValueError("a vLLM engine has weights of its own")

@@ -59,7 +59,7 @@ RunCommand = Callable[[Sequence[str], float, Mapping[str, str]], CommandResult]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemInfo:
-    """A frozen view of one machine. Tests make one from a folder of fixtures; `of_this_process` is the one in life."""
+    """A frozen view of one machine. Tests make one from a folder of fixtures; `current_system` reads the real one."""
 
     wanted: str = "auto"  # the name of a device
     sampler: str | None = None  # what a job is meant to sample with, and to be launched by; None = nobody said

@@ -2,7 +2,7 @@
 
     job ──shape──▶ weights, passes ──for each stage of a pipeline──▶ terms ──the one that takes most──▶ Estimate
 
-The terms are tensors: a lower bound of what a card's own tool shows. `Band` adds what the runtime keeps and what
+The terms are tensors: a lower bound of what a card's own tool shows. `MemoryBand` adds what the runtime keeps and what
 fragmentation costs. Nothing here has been compared with a card yet, only with an allocator (benchmarks/plan.py).
 """
 

@@ -109,7 +109,7 @@ def test_experts_on_an_npu_do_not_sleep(tmp_path: Path) -> None:
 def test_there_is_room_for_an_adapter(rank: int, room: int) -> None:
     found, _ = made(rank=rank, weight_sync="adapter")
     assert (found["enable_lora"], found["max_lora_rank"], found["max_loras"]) == (True, room, 1)
-    with pytest.raises(EnvironmentProblem, match=r"sampler\.sync=merged"):
+    with pytest.raises(EnvironmentProblem, match=r"sampler\.weight_sync=merged"):
         made(rank=513, weight_sync="adapter")
 
 
