@@ -28,6 +28,7 @@ from runner.model.initial_weights import (
     WeightsSource,
     init_with_seed,
     place_on_device,
+    refuse_nonfinite_weights,
 )
 from runner.model.transformers_model import TransformersModel
 from runner.spec.base import Dtype, Head
@@ -167,6 +168,7 @@ def _load_pretrained(
     if unused:
         reason = f"the architecture has no place for {unused[0]} and its like"
         decide(key, "all weights", f"{len(unused)} left out", reason)
+    refuse_nonfinite_weights(module, f"{key}={path}")
     return module
 
 
