@@ -38,7 +38,7 @@ def distillation(config: DistillConfig, job: Any) -> Iterator[str]:
 
 
 def pairs(config: DpoConfig, job: Any) -> Iterator[str]:
-    """Of dpo and its kin."""
+    """Of dpo and its variants."""
     more = f" − {config.sft_coef:g}·p_c/n_c   (sft_coef)" if config.sft_coef else ""
     yield f"loss = mean over the pairs of the optimizer step of L{more}"
     yield from _registered_formula(config, "loss", "L")

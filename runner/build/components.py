@@ -1,6 +1,4 @@
-"""The parts that jobs are made of: device, tokenizer, data, models that learn or only score, learners, checkpoints; and
-what judges and answers a policy's rollouts, reward and environments, of which each rank does its share.
-"""
+"""The parts of jobs: device, tokenizer, data, models, learners, checkpoints, reward and environments."""
 
 from __future__ import annotations
 
@@ -109,8 +107,7 @@ def build_model(
     world: ParallelContext | None = None,
     trains: bool = True,
 ) -> Any:
-    """The model with its adapter, on the device; what each rank of `world` has of it, where there are several. Without
-    `trains`, stored like a model that only scores."""
+    """The model with its adapter, on the device, or this rank's part of it; frozen without `trains`."""
     model = _place_model(_model_factory(spec, tokenizer, decide, head, world, trains), world, device, decide)
     if spec.model.compile:
         model.compile(decide)
@@ -128,7 +125,7 @@ def build_blank_model(spec: JobSpec, tokenizer: Any, decide: Decisions, head: He
 def _model_factory(
     spec: JobSpec, tokenizer: Any, decide: Decisions, head: Head, world: ParallelContext | None, trains: bool = True
 ) -> Callable[[torch.device, InstallFusedOps | None], Any]:
-    """What makes the model with its adapter on a device. It raises SpecError for one that cannot have this head."""
+    """A function that builds the model with its adapter on a device; raises SpecError without this head."""
     registry = default_registry()
 
     def make(where: torch.device, fit: InstallFusedOps | None) -> Any:
@@ -159,8 +156,7 @@ def _place_model(
     device: Device,
     decide: Decisions,
 ) -> Any:
-    """The model that `make` builds on a device, there given the device's own operators and attention; spread over the
-    ranks' devices where there are several."""
+    """The model that `make` builds, with the device's operators and attention, distributed over the ranks."""
     if world is None or world.place.size == 1:
         model = make(device.torch_device, device_op_installer(device, decide))
     else:
@@ -248,8 +244,11 @@ def build_frozen_model(
     world: ParallelContext,
     decide: Decisions,
 ) -> FrozenModel:
-    """The reference: the policy with its adapter off, or a copy of what it starts from, in its data type, so that both
-    say the same before the first step; a teacher, or a reference with a path: another model."""
+    """A reference model or teacher.
+
+    The reference is the policy with its adapter off, or a copy of the initial weights in the policy's data type, so
+    that both agree before the first step. A teacher, or a reference with a path, is another model.
+    """
     if wanted.mode == "cached":
         from runner.build.precompute_reference import build_cached_reference
 
@@ -273,8 +272,7 @@ def build_frozen_model(
 
 
 def _check_equal_layouts(model: TrainableModel, policy: GenerativeModel, world: ParallelContext, role: str) -> None:
-    """Raise SpecError where ranks might wait for one another for ever: each runs as many passes as the others, in
-    micro-batches of the policy, which another layout may have to cut again."""
+    """Raise SpecError where ranks might wait forever, as another layout cuts micro-batches differently."""
     if world.mesh.dp_shard * world.mesh.ep > 1 and model.is_padded != policy.is_padded:
         text = f"algorithm.{role} takes {model.layout} rows and the model {policy.layout} ones, which in pieces"
         text = f"{text} (parallelism.dp_shard, parallelism.ep) has to be the same; type padded"
@@ -315,8 +313,10 @@ def build_store(spec: JobSpec, folder: RunFolder) -> CheckpointStore:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What a job computes with. model: what the first learner, `main`, trains: the policy, where there is one; flops:
-    of what learns."""
+    """The models of a job.
+
+    model: what the first learner, `main`, trains (the policy, where there is one); flops: of trained models
+    """
 
     learners: Mapping[Role, LocalLearner]
     frozen: Mapping[Role, FrozenModel]
@@ -348,7 +348,7 @@ def build_models(spec: JobSpec, tokenizer: Any, device: Device, world: ParallelC
 
 
 def refuse_missing_columns(spec: JobSpec, data: Data) -> None:
-    """Raise SpecError for a column that the reward asks for and no row of the data has: before the model is loaded."""
+    """Raise SpecError for a column that the reward needs and no row has, before the model is loaded."""
     if not spec.algorithm.needs_sampler:
         return
     missing = [(key, name) for key, name in spec.reward.required_columns() if name not in data.columns]

@@ -1,4 +1,4 @@
-"""`run explain KEY`: meaning, unit, type, range, default, the value now and who set it; `run explain loss`."""
+"""`run explain KEY`: meaning, unit, type, range, default, current value and origin; `explain loss`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _notes(now: JobDraft, registry: Registry) -> None:
 
 
 def _groups_in_words(words: Sequence[str], registry: Registry) -> list[str]:
-    """The groups that are chosen for, which `run explain data=file` asks about. Raises UsageError for a recipe."""
+    """The groups that words choose, as in `run explain data=file`. Raises UsageError for a recipe."""
     names = [word.lstrip("+").partition("=")[0] for word in words]
     if GROUP in names:
         raise UsageError(f"a {GROUP} is shown by: run --cfg job {' '.join(words)}; all of them: run list {GROUP}")
@@ -80,7 +80,7 @@ def _groups_in_words(words: Sequence[str], registry: Registry) -> list[str]:
 
 
 def _loss(now: JobDraft, registry: Registry) -> int:
-    """The algorithm's loss with the constants in force, also where the job lacks what the formula does without."""
+    """Print the algorithm's loss with its current constants, also for a job that is not complete."""
     spec = None if "algorithm" in now.unsure else decode_unchecked(now.data, now.origins, registry)
     spec = spec or decode_draft(now, registry).spec  # which says what is wrong
     if spec.algorithm.explain_fn is None:

@@ -1,4 +1,4 @@
-"""Random streams are derived, never stored: a stream's seed is a function of the run's seed and of what it is for."""
+"""Random streams: a stream's seed is a function of the run's seed and of its purpose, never stored."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class ChatTemplate:
         """`messages` of the conversation as text; `prompt` adds what opens the assistant's turn."""
         return str(self._apply(chat, messages, tokenize=False, add_generation_prompt=prompt))
 
-    def marked(self, chat: ChatExample) -> tuple[list[int], list[int]] | None:
+    def ids_and_mask(self, chat: ChatExample) -> tuple[list[int], list[int]] | None:
         """(ids, 1 where the assistant speaks) by the template's own generation marks, or None if it has none."""
         tools: Any = list(chat.tools) or None
         if not MARKS.search(self.tokenizer.get_chat_template(tools=tools)):

@@ -135,7 +135,7 @@ class ExampleTokenizer:
         The last turn is an answer to ask for only if generation would see the very ids that stand before it.
         """
         whole = self.loss_on == "assistant" and not chat.context and all(map(is_learnt, chat.messages))
-        marked = template.marked(chat) if whole else None
+        marked = template.ids_and_mask(chat) if whole else None
         if marked is None:
             raise NotPrefixStable
         ids, mask = marked

@@ -11,7 +11,7 @@ from runner.run_dir.resume_compatibility import PromptStyle
 
 @dataclass(frozen=True, slots=True)
 class TokenizedExample:
-    """A tokenised row of data: ids and weights of equal length (weight 1 = learnt, 0 = context)."""
+    """A tokenised row of data: ids and weights of equal length (weight 1 = in the loss, 0 = context)."""
 
     ids: tuple[int, ...]
     weights: tuple[float, ...]
@@ -19,7 +19,7 @@ class TokenizedExample:
 
 @dataclass(frozen=True, slots=True)
 class PreferencePair:
-    """Two answers to one prompt, of which the first is preferred. `margin` says by how much, where the data knows.
+    """Two completions of one prompt, the first preferred. `margin`: by how much, where the data says so.
 
     A completion holds everything after the prompt, its end included; all of its tokens count.
     """
@@ -41,7 +41,7 @@ class LabeledCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is asked in a rollout. `columns` are the row's other columns (JSON-able), which the reward sees.
+    """A prompt of a rollout. `columns`: the row's other columns (JSON-able), which the reward receives.
 
     messages: the conversation so far, if the row has one; text: what `ids` say.
     """

@@ -1,4 +1,4 @@
-"""Several machines: their launchers meet at machine 0, start together, and end together for one reason.
+"""Several machines: their supervisors meet at machine 0, start together, and end together.
 
 machine 0: listens at launch.rdzv_endpoint ◀── hello: number, host, the job as it was typed ── machine 1 …
            ── folder, attempt, the store's port ──▶      ◀── over · verdict ──▶
@@ -76,7 +76,7 @@ class NodeConnection:
 
 @dataclass(slots=True)
 class PeerNodes:
-    """The other machines of a job: all of them for machine 0, machine 0 for the others. `store`: where ranks meet."""
+    """The other machines of a job: all of them for machine 0, machine 0 for others. `store`: rendezvous."""
 
     connections: list[NodeConnection]
     is_node0: bool
@@ -184,7 +184,7 @@ def join_node0(spec: JobSpec, typed: Mapping[str, Any]) -> Iterator[tuple[PeerNo
 def _accept_nodes(
     door: socket.socket, spec: JobSpec, typed: Mapping[str, Any], closing: ExitStack
 ) -> list[NodeConnection]:
-    """A line to each of the other machines; whoever else connects (a scan, a health check) holds none of them up."""
+    """A connection to each other machine; other clients (a scan, a health check) do not delay them."""
     found: dict[int, NodeConnection] = {}
     unnamed: list[NodeConnection] = []
     limit = peer_timeout_s(spec)

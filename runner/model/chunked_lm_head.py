@@ -1,5 +1,6 @@
-"""The LM head in chunks: log-probabilities of given ids, and entropies, without ever holding all logits; and the
-vocabulary of its logits, all ids on this rank or a run of them on each of several.
+"""The LM head in chunks: log-probabilities and entropies without ever holding all logits.
+
+The vocabulary is all ids on this rank, or a run of them on each of several ranks.
 
     hidden [S, H] ──chunk by chunk──▶ logits [chunk, V] ──log-softmax in float32──▶ logprobs [S], entropy [S]
     of V/tp ids   ──top, sum of exponentials over the ranks──▶ log-probabilities
@@ -141,7 +142,7 @@ def chunked_logprobs(
     compute: torch.dtype | None = None,
     temperature: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log p(targets | hidden) and the entropy of p(· | hidden) in nats, both differentiable in hidden and head.
+    """log p(targets | hidden) and the entropy of p(· | hidden) in nats; differentiable in hidden and head.
 
     hidden [S, H], targets int64 [S]; `compute` is the data type of the matrix products (None: that of the
     weight); `temperature` float [S] divides the logits, in float32 or better (None: 1). Returns two [S]
@@ -181,7 +182,7 @@ def chunked_logprob_loss(
 
 
 def logprobs_and_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [S, V], targets int64 [S] → log-softmax at the targets and entropy, [S] each, in float32 or better."""
+    """logits [S, V], targets int64 [S] → log-softmax at the targets and entropy, [S], float32 or better."""
     log_softmax = ALL_IDS.log_softmax(logits)
     return ALL_IDS.gather_targets(log_softmax, targets), _entropy(log_softmax)
 
@@ -219,8 +220,10 @@ def _checkpointed_chunks(
 
 
 class LogitOperands:
-    """The head's tensors in the data type of the matrix products, and buffers for their gradients; weight and logits
-    are those of this rank's ids."""
+    """The head's tensors in the data type of the matrix products, and buffers for their gradients.
+
+    Weight and logits are those of this rank's ids.
+    """
 
     def __init__(
         self,
@@ -263,7 +266,7 @@ class LogitOperands:
     def accumulate(
         self, span: slice, log_softmax: Tensor, targets: Tensor, grad: Tensor, grad_entropy: Tensor | None = None
     ) -> None:
-        """Add one chunk's gradients, given those of its logprobs and entropies [chunk]; overwrites `log_softmax`.
+        """Add the gradients of one chunk's logprobs and entropies [chunk]; overwrites `log_softmax`.
 
         ∂logprob/∂logits = onehot − p;  ∂entropy/∂logits = −p·(log p + entropy).
         """

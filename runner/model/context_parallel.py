@@ -1,4 +1,4 @@
-"""Context parallelism: each rank has a share of a batch's tokens, and its attention reaches the others'.
+"""Context parallel: each rank has some tokens of a batch; attention reaches those of other ranks.
 
     batch [T] ──2·C runs──▶ a rank's tokens [W] ──model, whose attention reaches the others'──▶ hidden [W, H]
               hidden of the tokens before ──heads──▶ outputs of what they predict ──added over the ranks──▶ [T], on all
@@ -37,8 +37,11 @@ from runner.model.ring_attention import CpMask, RingAttention
 
 @dataclass(frozen=True, slots=True)
 class UlyssesAttention:
-    """rows: where rows of the whole batch end; slots: int64 [T], where each of its tokens is in what all ranks have,
-    end to end; held: int64 [C · W], which token is there."""
+    """Ulysses attention of one batch.
+
+    rows: where rows of the whole batch end; slots: int64 [T], the index of each token in the concatenation over ranks;
+    held: int64 [C · W], the token at each index.
+    """
 
     rows: PackedRows
     group: Any
@@ -91,7 +94,7 @@ class ContextParallelGroup:
 
 
 class CpShard(BatchTokens):
-    """This rank's tokens of a batch; all ranks call the same verbs in the same order, and get the same outputs."""
+    """This rank's tokens of a batch. All ranks call the same methods in the same order."""
 
     def __init__(self, batch: Batch, ranks: ContextParallelGroup) -> None:
         super().__init__(batch)
@@ -151,8 +154,10 @@ class CpShard(BatchTokens):
 
 
 def token_assignment(tokens: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """The places of the tokens that each rank has, int64 [C, W], ascending, and which of them are its own to compute,
-    bool [C, W]; the others repeat the last token."""
+    """Indices of each rank's tokens, int64 [C, W], ascending, and which of them it computes, bool [C, W].
+
+    The others repeat the last token.
+    """
     length = -(-tokens // (2 * ranks))
     early = torch.arange(ranks)
     runs = torch.stack([early, 2 * ranks - 1 - early], 1)

@@ -1,5 +1,6 @@
-"""The process groups of a mesh, and what passes over them: objects over gloo, sums over the device's own backend,
-hidden states and gradients between neighbouring stages.
+"""Process groups of a mesh: objects over gloo, sums over the device's backend, pipeline transfers.
+
+Hidden states and gradients travel between neighboring stages.
 
     world     ──for each set of mesh dimensions──▶ lists of ranks ──every rank creates each──▶ this rank's own group
     gradients ──end to end──▶ buckets ──all-reduce, one in flight while the next is filled──▶ back in place
@@ -244,8 +245,9 @@ class StageLinks:
 
 
 def make_stage_links(families: Sequence[RankGroup], chunks: int, new_group: Callable[[list[int]], Any]) -> StageLinks:
-    """Make the groups between the stages of each of `families`, on all ranks in the same order, and return those of
-    this rank. Collective.
+    """Make the groups between the stages of each of `families`, in the same order on all ranks.
+
+    Returns those of this rank. Collective.
 
     chunks: runs of layers on each rank; with several the last stage hands on to the first
     """

@@ -105,8 +105,10 @@ class Progress:
 
 
 def sample_line(row: Mapping[str, Any]) -> str:
-    """One line of a sample: prompt → turns before the last, if any → answer (and what was expected, or its reward),
-    control characters written out."""
+    """One line of a sample: prompt → earlier turns → answer (expected answer or reward).
+
+    Control characters are escaped.
+    """
     if "prompt" not in row or "answer" not in row:
         facts = {k: format_number(v) if isinstance(v, float) else v for k, v in row.items() if v is not None}
         return _shorten("  ".join(f"{k}={v}" for k, v in facts.items()))

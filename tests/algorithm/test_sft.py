@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from runner.algorithm.config import CptConfig, SftConfig
-from runner.algorithm.inputs import AlgorithmInputs
 from runner.algorithm.sft import CrossEntropy, build
 from runner.core.batch import micro_batches, pack, with_totals
 from runner.core.metrics import Metrics
 from runner.interfaces import EvalQuestion, TokenizedExample
+from runner.interfaces.learning import AlgorithmInputs
 
 ITEMS = [
     TokenizedExample((1, 2, 3), (0.0, 1.0, 1.0)),

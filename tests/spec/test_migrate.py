@@ -35,7 +35,7 @@ def rules(rule: Rule, algorithms: str = "", value: Any = None) -> Iterator[tuple
     for names, inner in rule.get("by", {}).items():
         yield from rules(inner, names, value)
     for names, inner in rule.get("values", {}).items():
-        yield from rules(inner, algorithms, migrate.written(names).split()[0])
+        yield from rules(inner, algorithms, migrate.format_value(names).split()[0])
     if rule.keys() & {"to", "say"}:
         yield algorithms, value, rule
 

@@ -1,4 +1,4 @@
-"""Searches: they find what is good, stop what is hopeless, and go on where they were killed."""
+"""Searches: they find what is good, stop what is hopeless, and continue where they were killed."""
 
 from __future__ import annotations
 

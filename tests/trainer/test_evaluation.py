@@ -75,7 +75,7 @@ def evaluation(
     model = Scripted(tokenizer, says)
     model.length_limit = longest
     environments = default_registry().factory(spec.environment)(spec.environment, decide=decide)
-    algorithm: Any = None  # nothing is learnt
+    algorithm: Any = None  # nothing is trained
     data = build_data(spec, tokenizer, decide)
     made = build_evaluation(spec, data, learner(), model, algorithm, {}, alone(), environments, decide)
     assert made is not None

@@ -2,7 +2,7 @@ r"""Episodes: what a policy and its environment say to one another, token by tok
 
     prompt ──▶ policy ──turn──▶ environment ──words──▶ policy ──turn──▶ … until the environment has nothing to say
 
-The same for sampled answers, which are learnt from, and for greedy ones, which are evaluated. `ObservationTemplate`
+The same for sampled answers, which are trained on, and for greedy ones, which are evaluated. `ObservationTemplate`
 writes the words of an environment as the chat template does; the policy's own tokens are never written as text and
 tokenised again:
 
@@ -48,7 +48,7 @@ class ObservationTemplate:
         whole = self._render((*OPENING, {"role": role, "content": text}), add_generation_prompt=True)
         if not whole.startswith(self._base):
             raise EnvironmentProblem(
-                "the chat template writes earlier turns differently once the conversation goes on, so an episode of "
+                "the chat template writes earlier turns differently once the conversation continues, so an episode of "
                 "several turns cannot be continued token by token; use a model with another template (model.tokenizer)"
             )
         closed = list(answer[len(answer) - len(self._end_ids) :]) == self._end_ids
@@ -97,7 +97,7 @@ class Episode:
         self.text, self.finish, self.version = text, rollout.finish, rollout.version
 
     def append_observation(self, observation: Observation, ids: Sequence[int]) -> None:
-        """What the environment said: context, never learnt."""
+        """What the environment said: context, never trained on."""
         self.ids += ids
         self.mask += [0.0] * len(ids)
         self.logprobs += [0.0] * len(ids)
@@ -115,7 +115,7 @@ class Episode:
         return Completion(self.prompt, own, self.text, self.finish, messages)
 
 
-# The episodes that go on, each with its number, and the turn (0-based) that is to be written → that turn of each
+# The episodes that continue, each with its number, and the turn (0-based) that is to be written → that turn of each
 WriteTurns = Callable[[Sequence[tuple[int, Episode]], int], Sequence[Rollout]]
 
 
@@ -165,7 +165,7 @@ class EpisodeRunner:
     def _step_environments(
         self, live: Sequence[tuple[int, Episode]], turn: int, partners: EnvironmentBatch
     ) -> list[tuple[int, Episode]]:
-        """The episodes that go on, having heard what their environments say."""
+        """The episodes that continue, having heard what their environments say."""
         assert self.environments is not None
         last = turn + 1 == self.environments.max_turns
         asking = [] if last else [(at, episode) for at, episode in live if episode.finish != "length"]

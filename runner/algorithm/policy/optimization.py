@@ -30,7 +30,6 @@ from torch import Tensor
 from runner.algorithm.episodes import rollouts
 from runner.algorithm.episodes.episode import ObservationTemplate
 from runner.algorithm.episodes.rollouts import Experience, Group, RolloutCollector, make_experience
-from runner.algorithm.inputs import AlgorithmInputs
 from runner.algorithm.loss_registry import compute_selected, selected_function
 from runner.algorithm.policy import advantages, importance
 from runner.algorithm.policy.advantages import whiten
@@ -42,6 +41,7 @@ from runner.core.errors import TrainingDiverged
 from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.core.rng import derive_seed
 from runner.interfaces import LossFn, Model, Role, Sample, State
+from runner.interfaces.learning import AlgorithmInputs
 from runner.interfaces.losses import ImportanceWeights
 
 

@@ -1,4 +1,4 @@
-"""Episodes of several turns: what is learnt, what is context, and that no token is made twice."""
+"""Episodes of several turns: what is trained on, what is context, and that no token is made twice."""
 
 from __future__ import annotations
 

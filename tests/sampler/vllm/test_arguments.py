@@ -149,7 +149,7 @@ def test_the_processor_is_told_what_vllm_would_do_otherwise() -> None:
 
 
 def test_workers_of_an_engine_are_no_forks_and_say_what_they_die_of() -> None:
-    """vLLM starts them anew by itself where CUDA is in use, but not where an NPU is."""
+    """vLLM starts them again by itself where CUDA is in use, but not where an NPU is."""
     for cards, method, level in ((1, None, "CRITICAL"), (2, "spawn", "ERROR")):
         spec = compose_job(
             [*JOB, f"sampler.tensor_parallel_size={cards}", f"launch.samplers={cards}", "algorithm.lag=1"]

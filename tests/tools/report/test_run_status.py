@@ -81,7 +81,7 @@ def test_on_another_machine_silence_is_what_is_known(folder: RunFolder) -> None:
     listed(folder, THERE, {**THERE, "replaced": 2, "name": "sampler 0", "role": "sampler", "step": None})
     fresh = read_run_status(folder)
     assert fresh.state == "running" and {member.state for member in fresh.members} == {"runs"}
-    assert "started anew 2 times" in "\n".join(status_lines(fresh))
+    assert "restarted 2 times" in "\n".join(status_lines(fresh))
     listed(folder, THERE, age=95)
     late = read_run_status(folder)
     assert late.state == "silent" and {member.state for member in late.members} == {"silent"}
