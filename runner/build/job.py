@@ -97,6 +97,7 @@ class OutputSinks:
     """Where numbers, samples and words go: given by whoever launches."""
 
     step: Sequence[Callable[[int, Mapping[str, float]], None]] = ()
+    log_first: Callable[[int, Mapping[str, float]], None] = _discard  # the evaluation before the first step
     samples: Samples = _discard  # of an evaluation, which are shown too
     rollouts: Samples = _discard  # of a step
     say: Callable[[str], None] = _discard
@@ -332,5 +333,11 @@ def _callbacks(
 
 
 def _evaluation(spec: JobSpec, evaluate: Callable[[], EvaluationReport], outlets: OutputSinks) -> RunEvaluation:
-    wanted = spec.evaluation
-    return RunEvaluation(evaluate, every=wanted.every, keep=wanted.samples, record=outlets.samples, say=outlets.say)
+    return RunEvaluation(
+        evaluate,
+        every=spec.evaluation.every,
+        keep=spec.evaluation.samples,
+        record=outlets.samples,
+        log_first=outlets.log_first,
+        say=outlets.say,
+    )

@@ -17,7 +17,7 @@ class Request:
     """One answer to be sampled. Equal `group`s have the very same prompt, which is computed once.
 
     seed: of this request's own random stream, derived by the caller from (seed, step, prompt, sample, turn); raw: asks
-    for raw_logprobs, which cost a pass over the vocabulary for each token
+    for raw_logprobs, which under truncation cost a pass over the vocabulary for each token
     """
 
     prompt: tuple[int, ...]
@@ -32,8 +32,10 @@ class Rollout:
     """A sampled answer.
 
     ids: the new tokens, the end token included if it was drawn
-    logprobs: of the distribution really sampled from (tempered, truncated)
-    raw_logprobs: at temperature 1, untruncated; None unless the request asked for them
+    logprobs: of the distribution really sampled from (tempered, truncated); raw_logprobs again, where an engine reports
+    only those
+    raw_logprobs: at the sampling temperature, before truncation (top_k, top_p, min_p): what a ratio is taken to; None
+    unless the request asked for them, and where an engine cannot report them
     version: of the weights that drew it; finish: "stop" or "length"
     """
 

@@ -140,7 +140,8 @@ class Session:
             self.progress(step)
 
         sinks = (records.log, console.step, remember)
-        return outlets(step=sinks, samples=samples, rollouts=records.log_samples, say=console.message)
+        said = {"samples": samples, "rollouts": records.log_samples, "say": console.message}
+        return outlets(step=sinks, log_first=records.log, **said)
 
     def _loop(self, built: BuiltJob, first: int, console: Console) -> float:
         from runner.trainer.loop import run_loop

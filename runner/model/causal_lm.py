@@ -107,8 +107,8 @@ class CausalLM(TransformersModel):
 
         lm_head = self.causal.get_output_embeddings()
         parameters = {name: full_tensor(p) for name, p in lm_head.named_parameters()}
-        if self._compute_dtype is not None:
-            parameters = {name: p.to(self._compute_dtype) for name, p in parameters.items()}
+        if self._head_dtype is not None:
+            parameters = {name: p.to(self._head_dtype) for name, p in parameters.items()}
 
         @torch.no_grad()
         def logits(hidden: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class CausalLM(TransformersModel):
         if self.chunked:
             parts = self._head_inputs(tokens, places)
             total, values = chunked_lm_head.chunked_logprob_loss(
-                *parts, chosen, self.config.lm_head_chunk_tokens, self._compute_dtype
+                *parts, chosen, self.config.lm_head_chunk_tokens, self._head_dtype, _temperature(tokens, places)
             )
         else:
             values, _ = self._score(tokens, places)
@@ -161,6 +161,7 @@ class CausalLM(TransformersModel):
         """Σ chosen · terms["loss"] at `places` [S] with coefficients `chosen` [S]; and the detached terms [S]."""
         from runner.model.chunked_logit_loss import chunked_logit_loss
 
+        assert "temperature" not in tokens.batch.tokens, "a loss of logits has a temperature of its own"
         channels = {name: channel.index_select(0, places) for name, channel in tokens.batch.tokens.items()}
         if self.chunked:
             lm_head, states, _ = self._head_inputs(tokens, places)
@@ -170,7 +171,7 @@ class CausalLM(TransformersModel):
                 tokens.values_at(self._logits(tokens), tokens.batch.tokens["parent"][places]),
             )
         return chunked_logit_loss(
-            lm_head, states, chosen, terms, channels, self.config.lm_head_chunk_tokens, self._compute_dtype
+            lm_head, states, chosen, terms, channels, self.config.lm_head_chunk_tokens, self._head_dtype
         )
 
     def generate(
@@ -270,24 +271,10 @@ class CausalLM(TransformersModel):
     def _head_inputs(
         self, tokens: BatchTokens, places: Tensor, hidden: Tensor | None = None
     ) -> tuple[nn.Module, Tensor, Tensor]:
-        """The head, the hidden states [S, H] that predict the tokens at `places` [S], and those tokens' ids.
-
-        Both are such that the head's logits are tempered: [S, H + 1] where it has a bias, which dividing the hidden
-        states would leave as it is.
-        """
+        """The head, the hidden states [S, H] that predict the tokens at `places` [S], and those tokens' ids [S]."""
         batch, hidden = tokens.batch, self._backbone(tokens) if hidden is None else hidden
         states = tokens.values_at(hidden, batch.tokens["parent"][places])
-        lm_head = self.causal.get_output_embeddings()
-        if "temperature" in batch.tokens:
-            temperature = batch.tokens["temperature"][places, None]
-            if getattr(lm_head, "bias", None) is None:
-                states = (states / temperature).to(states.dtype)
-            else:
-                lm_head, states = (
-                    chunked_lm_head.TemperatureScaled(lm_head),
-                    torch.cat([states, 1 / temperature], dim=1),
-                )
-        return lm_head, states, batch.tokens["ids"][places]
+        return self.causal.get_output_embeddings(), states, batch.tokens["ids"][places]
 
     def _score(self, tokens: BatchTokens, places: Tensor, made: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logprobs and entropies [S] of the tokens at `places` [S], none of them a root.
@@ -296,13 +283,21 @@ class CausalLM(TransformersModel):
         """
         if self.chunked:
             return chunked_lm_head.chunked_logprobs(
-                *self._head_inputs(tokens, places, made), self.config.lm_head_chunk_tokens, self._compute_dtype
+                *self._head_inputs(tokens, places, made),
+                self.config.lm_head_chunk_tokens,
+                self._head_dtype,
+                _temperature(tokens, places),
             )
         batch = tokens.batch
         logits = tokens.values_at(self._logits(tokens) if made is None else made, batch.tokens["parent"][places])
-        if "temperature" in batch.tokens:
-            logits = logits / batch.tokens["temperature"][places, None]
+        logits = chunked_lm_head.divide_logits(logits, _temperature(tokens, places))
         return chunked_lm_head.logprobs_and_entropy(logits, batch.tokens["ids"][places])
+
+
+def _temperature(tokens: BatchTokens, places: Tensor) -> Tensor | None:
+    """What divides the logits that predict the tokens at `places` [S], [S]; None = 1 for all."""
+    channel = tokens.batch.tokens.get("temperature")
+    return None if channel is None else channel[places]
 
 
 def model_class_for_head(head: Head) -> type[TransformersModel]:

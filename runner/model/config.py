@@ -21,6 +21,11 @@ class ModelConfig(ComponentConfig):
         description="Data type that the model computes in, and that frozen weights are stored in; trainable ones are "
         "stored in float32. null = bfloat16 on cuda and npu, float32 on cpu.",
     )
+    head_dtype: Literal["float32"] | None = Field(
+        default=None,
+        description="Data type of the LM head's matrix product and logits, in training and with sampler=torch; null = "
+        "model.dtype.",
+    )
     batch_layout: Literal["packed", "padded"] = Field(
         default="packed",
         description="How a ragged batch runs: packed = end to end without padding; padded = the model's own attention.",
@@ -71,6 +76,7 @@ class ModelConfig(ComponentConfig):
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = [("model.compile", text) for text in self._uncompilable(job)] if self.compile else []
+        found += self._head_dtype_problems(job)
         if self.activation_offloading and not self.gradient_checkpointing:
             text = "moves what goes into layers that are recomputed; type model.gradient_checkpointing=true, or leave"
             found.append(("model.activation_offloading", f"{text} it out"))
@@ -78,6 +84,19 @@ class ModelConfig(ComponentConfig):
             text = "device=cpu keeps activations in the host's memory already; leave it out"
             found.append(("model.activation_offloading", text))
         return found
+
+    def _head_dtype_problems(self, job: Any) -> Iterator[tuple[str, str]]:
+        """Where a float32 head beside bfloat16 layers has not been tried."""
+        if self.head_dtype is None or self.compute_dtype == "float32":
+            return
+        try:
+            mesh = job.parallelism.mesh(job.launch.world)
+        except SpecError:  # which the mesh says itself
+            return
+        cut = [name for name, size in mesh._asdict().items() if size > 1 and name != "dp_replicate"]
+        if cut or job.parallelism.shards or job.parallelism.deepspeed:
+            text = f"a float32 head is not tried with {'|'.join(cut) or job.parallelism.name}, which gathers or cuts it"
+            yield "model.head_dtype", f"{text} in bfloat16; leave it out, or type parallelism=ddp"
 
     def _uncompilable(self, job: Any) -> Iterator[str]:
         """Why not to compile the layers."""

@@ -34,6 +34,7 @@ from runner.model.initial_weights import (
     WeightsSource,
     init_with_seed,
     place_on_device,
+    refuse_nonfinite_weights,
 )
 from runner.model.model_folder import (
     ADAPTER_CONFIG,
@@ -241,6 +242,7 @@ def _load_pretrained(
     if unused:
         reason = f"the architecture has no place for {unused[0]} and its like"
         decide(key, "all weights", f"{len(unused)} left out", reason)
+    refuse_nonfinite_weights(module, f"{key}={path}")
     return module
 
 

@@ -118,11 +118,28 @@ def place_on_device(
     return module
 
 
+def refuse_nonfinite_weights(module: nn.Module, source: str) -> None:
+    """Raise EnvironmentProblem, with their names, for weights that hold NaN or infinity; `source`: the option and path
+    that they were read from."""
+    found = {
+        name: int((~tensor.isfinite()).sum())
+        for name, tensor in module.state_dict().items()
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
+    }
+    if found:
+        shown = "; ".join(f"{name} ({count} numbers)" for name, count in list(found.items())[:3])
+        raise EnvironmentProblem(
+            f"{source}: {len(found)} of its weights hold NaN or infinity: {shown}\n"
+            "  the file is damaged, or a run that diverged wrote it; give another folder, or an earlier checkpoint"
+        )
+
+
 def load_folder(module: nn.Module, folder: str) -> None:
-    """Fill `module` with a folder's safetensors; a head of another kind is skipped on both sides.
+    """Fill `module` with a folder's safetensors; ignore a head of another kind on both sides.
 
     An adapter that is saved later names the folder as its base. On the meta device nothing is read. Raises
-    EnvironmentProblem unless all other names and shapes agree, and the number of heads, which no shape shows.
+    EnvironmentProblem for NaN, and unless all other names and shapes agree, and the number of heads, which no shape
+    shows.
     """
     module.config._name_or_path = folder  # type: ignore[union-attr]
     if next(module.parameters()).device.type == "meta":
@@ -149,6 +166,7 @@ def load_folder(module: nn.Module, folder: str) -> None:
     if missing := sorted({name for name in wanted if filled[name] < wanted[name].numel()} - HEADS):
         more = f"e.g. {missing[0]}{_layer_count_hint(module.config, Path(folder))}"
         raise EnvironmentProblem(f"init_from={folder} lacks {len(missing)} of the model's weights, {more}")
+    refuse_nonfinite_weights(module, f"init_from={folder}")
 
 
 def _find_target(name: str, wanted: Mapping[str, Tensor]) -> tuple[str, Tensor | None]:

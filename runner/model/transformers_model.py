@@ -88,6 +88,8 @@ class TransformersModel:
         self.shard_tokens: MakeTokens = BatchTokens
         self.module.eval()
         if self._compute_dtype is not None:
+            if config.head_dtype == "float32" and (head := self.inner.get_output_embeddings()) is not None:
+                head.computes_in_float32 = True
             cast_on_read(self.module, self._compute_dtype)
         self._choose_layout(decide)
         self._choose_checkpointing(decide)
@@ -317,6 +319,11 @@ class TransformersModel:
     def _compute_dtype(self) -> torch.dtype | None:
         """Data type of matrix products where it may not be that of the stored weights; see `precision`."""
         return torch.bfloat16 if self.config.dtype == "bfloat16" else None
+
+    @property
+    def _head_dtype(self) -> torch.dtype | None:
+        """The same for the LM head."""
+        return torch.float32 if self._compute_dtype and self.config.head_dtype == "float32" else self._compute_dtype
 
     def _without_compiled_layers(self) -> AbstractContextManager[None]:
         """Run uncompiled inside the block: cached keys and values would be compiled in every pass."""

@@ -130,6 +130,11 @@ class SamplingConfig(SamplerConfig):
     def max_concurrent(self) -> int | None:
         return self.max_num_seqs
 
+    @property
+    def truncates(self) -> bool:
+        """Whether ids are cut before one is drawn."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
     def logprob_tolerance(self) -> float | None:
         return self.sync_logprob_tolerance
 

@@ -132,6 +132,13 @@ class VllmSamplerConfig(SamplingConfig):
         if not COLDEST <= self.temperature <= HOTTEST:
             text = f"vLLM draws at {COLDEST} to {HOTTEST}, and takes colder for {COLDEST} without a word"
             yield "sampler.temperature", f"{text}; give one of these"
+        if self.truncates and self.temperature != 1 and job.algorithm.needs_sampler_logprobs():
+            text = (
+                "this algorithm learns from log-probabilities at this temperature and before truncation, and vLLM "
+                "reports them before both or after both; type sampler.temperature=1, leave top_k, top_p and min_p out, "
+                "or type sampler=torch"
+            )
+            yield "sampler.temperature", text
         if self.enforce_eager is False and job.device.is_cpu:
             yield "sampler.enforce_eager", "the CPU captures no graphs; leave it out"
         sizes = job.model.sizes()  # of a folder vLLM says it

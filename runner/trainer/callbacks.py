@@ -140,13 +140,17 @@ class RunEvaluation(BaseCallback):
         every: int,
         keep: int,
         record: Callable[[int, Sequence[Mapping[str, Any]]], None],
+        log_first: Callable[[int, Mapping[str, float]], None],
         say: Callable[[str], None],
     ) -> None:
-        self._evaluate, self._every, self._keep, self._record, self._say = evaluate, every, keep, record, say
+        """record: of samples; log_first: of the numbers before the first step, which no step has."""
+        self._evaluate, self._every, self._keep, self._record = evaluate, every, keep, record
+        self._log_first, self._say = log_first, say
 
     def on_start(self, step: int) -> None:
         if step == 0:
             report = self._evaluate()
+            self._log_first(0, report.values)
             self._record(0, report.samples[: self._keep])
             self._say("\n".join(eval_lines(0, report.values)))
 

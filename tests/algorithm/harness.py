@@ -34,6 +34,9 @@ def silent(*words: str) -> None:
     """A decision that nobody reads."""
 
 
+silent.record_fact = silent  # type: ignore[attr-defined]
+
+
 class Prompts:
     """Prompts of different lengths, a pure function of (step, round)."""
 
@@ -86,7 +89,7 @@ def even_bytes(completion: Completion) -> float:
     return sum(i % 2 == 0 for i in completion.ids) / len(completion.ids)
 
 
-def model_of(seed: int, head: str = "lm") -> Any:
+def make_model(seed: int, head: str = "lm") -> Any:
     return tiny.build(
         CONFIG,
         tokenizer=tiny.tokenizer(CONFIG),
@@ -107,13 +110,22 @@ def job_of(
     sgd: bool = False,
     environments: EnvironmentFactory | None = None,
     stop_token_ids: Sequence[int] = (),
+    double: bool = False,
+    **sampling: Any,
 ) -> TrainingJob:
-    """The whole job, wired as `runner.build` does it."""
+    """The whole job, wired as `runner.build` does it; double: its models are in float64."""
     head = config.trained_models()["policy"]
+
+    def model_of(seed: int, head: str = "lm") -> Any:
+        made = make_model(seed, head)
+        if double:
+            made.module.double()
+        return made
+
     policy = model_of(1, head)
     ahead = config.lag > 0
     sampler = torch_sampler.build(
-        TorchSamplerConfig(max_new_tokens=6, temperature=temperature, stop_token_ids=tuple(stop_token_ids)),
+        TorchSamplerConfig(max_new_tokens=6, temperature=temperature, stop_token_ids=tuple(stop_token_ids), **sampling),
         model=model_of(1, head) if ahead else policy,
         decide=silent,
     )

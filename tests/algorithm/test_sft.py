@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from runner.algorithm.config import CptConfig, SftConfig
 from runner.algorithm.sft import CrossEntropy, build
 from runner.core.batch import micro_batches, pack, with_totals
+from runner.core.metrics import Metrics
 from runner.interfaces import EvalQuestion, TokenizedExample
 from runner.interfaces.learning import AlgorithmInputs
 
@@ -54,6 +56,24 @@ def test_the_loss_is_the_mean_over_the_steps_tokens_however_it_is_cut() -> None:
             torch.testing.assert_close(value, (loss.grad_weights(micro) * part).sum())
             total, start = total + value, start + micro.num_tokens
         torch.testing.assert_close(total, direct)
+
+
+def test_the_loss_may_be_the_mean_over_rows_however_it_is_cut() -> None:
+    algorithm = build(SftConfig(batch_size=3, loss_aggregation="seq_mean_token_mean"), parts())
+    loss: Any = algorithm.losses["policy"]
+    batch = next(iter(algorithm.prepare(algorithm.collect(0), {})))
+    logprobs = torch.log(torch.rand(9, generator=torch.Generator().manual_seed(0)))
+    direct = -(logprobs[1:3].mean() + logprobs[4] + logprobs[8]) / 3
+    for budget in (1, 5, 100):
+        total, metrics, start = torch.zeros(()), Metrics(), 0
+        for micro in micro_batches(batch, budget):
+            part = logprobs[start : start + micro.num_tokens]
+            value = loss(micro, {"logprobs": part})
+            torch.testing.assert_close(value.total, (loss.grad_weights(micro) * part).sum())
+            metrics.merge(value.metrics)
+            total, start = total + value.total, start + micro.num_tokens
+        torch.testing.assert_close(total, direct)
+        assert metrics.result()["train/loss"] == pytest.approx(float(direct))
 
 
 @pytest.mark.parametrize(("config", "tokens"), [(SftConfig, 4), (CptConfig, 6)])

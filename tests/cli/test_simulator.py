@@ -10,6 +10,7 @@ import pytest
 
 from runner.cli import sources
 from runner.cli.main import main
+from runner.core import imports
 from runner.spec import registry
 
 

@@ -16,7 +16,7 @@ from runner.adapter import lora
 from runner.adapter.config import LoraConfig
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, RunnerError, SecurityError, SpecError
-from runner.model import hf
+from runner.model import hf, tiny
 from runner.model.causal_lm import CausalLM
 from runner.model.config import HfConfig, TinyConfig
 from runner.model.tiny import byte_tokenizer
@@ -121,6 +121,29 @@ def test_missing_weights_are_an_error_and_never_random(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(EnvironmentProblem, match=r"lacks 1 .*model\.norm\.weight"):
         build(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("how", ["path", "init_from", "tiny"])
+def test_weights_that_are_no_numbers_are_refused_by_name(folder: Path, value: float, how: str) -> None:
+    source = folder
+    if how == "tiny":
+        given: dict[str, Any] = {"tokenizer": byte_tokenizer(512), "device": CPU, "seed": 0, "decide": Decisions()}
+        config = TinyConfig(hidden_size=32, intermediate_size=48, layers=2)
+        source = folder.parent / "other"
+        tiny.build(config, **given).save(source)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EnvironmentProblem, match=r"NaN or infinity: model\.layers\.1\.mlp\.up_proj\.weight \(1 numb"):
+        if how == "path":
+            build(folder)
+        elif how == "init_from":
+            config = HfConfig(path=str(folder))
+            tokenizer = byte_tokenizer(512)
+            hf.build(config, tokenizer=tokenizer, device=CPU, seed=0, decide=Decisions(), init_from=str(folder))
+        else:
+            tiny.build(config, **given, init_from=str(source))
 
 
 def test_weights_without_a_place_are_a_decision(folder: Path) -> None:

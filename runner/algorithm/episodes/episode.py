@@ -71,7 +71,9 @@ class ObservationTemplate:
 class Episode:
     """A sample in the making: the policy's turns, and between them what its environment said.
 
-    text: of the policy's last turn; said: every turn so far; mask: 1 on the policy's own tokens
+    text: of the policy's last turn; messages: every turn so far; mask: 1 on the policy's own tokens; logprobs: at the
+    sampling temperature, before truncation, NaN where the sampler cannot report them; truncation: Σ (log q − log p)
+    over the policy's tokens, q the truncated distribution and p the whole one
     """
 
     prompt: Prompt
@@ -79,6 +81,7 @@ class Episode:
     ids: list[int] = field(default_factory=list)
     mask: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    truncation: float = 0.0
     text: str = ""
     finish: str = ""
     version: int = 0
@@ -87,7 +90,9 @@ class Episode:
         """A turn of the policy."""
         self.ids += rollout.ids
         self.mask += [1.0] * len(rollout.ids)
-        self.logprobs += rollout.logprobs
+        raw = rollout.raw_logprobs or (math.nan,) * len(rollout.ids)
+        self.logprobs += raw
+        self.truncation += math.fsum(q - p for q, p in zip(rollout.logprobs, raw, strict=True))
         self.messages.append({"role": "assistant", "content": text})
         self.text, self.finish, self.version = text, rollout.finish, rollout.version
 
@@ -187,5 +192,4 @@ class EpisodeRunner:
 
 
 def _rollout(turn: GreedyOutput) -> Rollout:
-    unknown = (math.nan,) * len(turn.ids)
-    return Rollout(turn.ids, unknown, None, 0, turn.finish)
+    return Rollout(turn.ids, (math.nan,) * len(turn.ids), None, 0, turn.finish)

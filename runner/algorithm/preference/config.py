@@ -40,6 +40,11 @@ class DpoConfig(PreferenceConfig):
     item_kind: ClassVar[ItemKind] = "pairs"
     name: Literal["dpo"] = "dpo"
     loss: Annotated[str, RegisteredFunction("preference_loss")] = Field(default="sigmoid", description="Loss per pair.")
+    sft_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the chosen answer's cross-entropy per token beside the loss (RPO 2404.19733).",
+    )
     share_prompts: bool = Field(
         default=True, description="Compute the prompt of a pair once; changes speed, not the numbers."
     )

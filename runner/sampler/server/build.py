@@ -16,7 +16,7 @@ from runner.interfaces import Decide, ModelLimits
 from runner.sampler.config import ServerSamplerConfig
 from runner.sampler.sampling import SamplingRule, StopCriteria, check_token_ids
 from runner.sampler.server.openai_client import OpenAiClient
-from runner.sampler.server.openai_protocol import FIX, LogprobsMode, RequestTemplate, detect_logprobs_mode, mode_fits
+from runner.sampler.server.openai_protocol import FIX, LogprobsMode, RequestTemplate, detect_logprobs_mode, reports_raw
 from runner.sampler.server.openai_sampler import OpenAiSampler
 from runner.sampler.server.openai_server import OpenAiServer
 from runner.sampler.server.openai_weight_sync import make_weight_sync
@@ -67,7 +67,8 @@ def _built(
     decide.record_fact("sampler", f"{server}, model {server.model}", "sampler.url")
     if not server.tells:
         decide.record_fact("sampler restarts", "known by what it says of fixed tokens alone", UNTOLD)
-    _check_logprobs(detect_logprobs_mode(server, bounds.vocab_size), server, rule, recomputed, decide)
+    mode = detect_logprobs_mode(server, bounds.vocab_size)
+    _check_logprobs(mode, server, rule, recomputed, decide)
     if config.weight_sync == "none":
         decide.record_fact("sampler weights", "not the trainer's", UNSENT)
     else:
@@ -83,6 +84,7 @@ def _built(
         _shorter(bounds.length_limit, server),
         _fixed_row(bounds.vocab_size),
         folder,
+        reports_raw=reports_raw(mode, rule),
     )
 
 
@@ -90,15 +92,18 @@ def _check_logprobs(
     mode: LogprobsMode, server: OpenAiServer, rule: SamplingRule, recomputed: bool, decide: Decide
 ) -> None:
     """Whether the log-probabilities that come with answers will do. Raises EnvironmentProblem if not."""
-    if mode_fits(mode, rule):
-        decide.record_fact("sampler log-probabilities", "of what is drawn from", f"the server's are {mode}")
+    subject, reported = "sampler log-probabilities", f"the server's are {mode}"
+    if reports_raw(mode, rule):
+        decide.record_fact(subject, "at the sampling temperature, before truncation", reported)
         return
-    what = {"raw": "of temperature 1 and uncut, whatever is drawn from", "tempered": "of the uncut distribution"}[mode]
+    if rule.temperature == 1:  # then truncation is all that is in them
+        decide.record_fact(subject, "of a second request for each answer (prompt_logprobs)", reported)
+        return
+    remedy = f"type sampler.temperature=1, or leave top_k, top_p and min_p out and {FIX}" if rule.truncates else FIX
     if not recomputed:
-        text = f"{server} reports log-probabilities {what}"
-        raise EnvironmentProblem(f"{text}, and this algorithm learns from those of what is drawn from; {FIX}")
-    text = f"{FIX} to compare them with the trainer's; what is learnt is not touched, as the trainer computes its own"
-    decide.record_fact("sampler log-probabilities", f"{what}: sampler/* compares unlike things", text)
+        text = f"{server} reports {mode} log-probabilities, and this algorithm learns from those at temperature"
+        raise EnvironmentProblem(f"{text} {rule.temperature:g} and before truncation; {remedy}")
+    decide.record_fact(subject, "not compared with the trainer's (no mismatch/*)", f"{reported}; {remedy}")
 
 
 def _shorter(own: tuple[int, str] | None, server: OpenAiServer) -> tuple[int, str] | None:

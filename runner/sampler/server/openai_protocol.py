@@ -185,10 +185,9 @@ def detect_logprobs_mode(server: OpenAiServer, vocabulary: int) -> LogprobsMode:
     return "raw" if _mean([a - b for a, b in zip(cold, hot, strict=True)]) < EQUAL else "tempered"
 
 
-def mode_fits(mode: LogprobsMode, rule: SamplingRule) -> bool:
-    """Whether these are the log-probabilities of what the rule draws from."""
-    cuts = rule.top_k is not None or rule.top_p < 1 or rule.min_p > 0
-    return mode == "processed" or rule.is_raw or (mode == "tempered" and not cuts)
+def reports_raw(mode: LogprobsMode, rule: SamplingRule) -> bool:
+    """Whether these are the log-probabilities at the rule's temperature and before its truncation."""
+    return {"processed": not rule.truncates, "tempered": True, "raw": rule.temperature == 1}[mode]
 
 
 def _likeliest_logprobs(server: OpenAiServer, prompt: Sequence[int], temperature: float) -> list[float]:

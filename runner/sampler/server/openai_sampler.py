@@ -57,14 +57,16 @@ class OpenAiSampler:
         longest: tuple[int, str] | None,
         fixed_row: Sequence[int],
         folder: Path,
+        *,
+        reports_raw: bool,
     ) -> None:
         """stops: how answers end here; template: how the server is asked; limits: of what may come back; longest: most
         tokens of a prompt and its answer, and why; fixed_row: ids by whose log-probabilities weights are known; folder:
-        goes when it is closed."""
+        goes when it is closed; reports_raw: whether answers come with raw_logprobs."""
         self.temperature, self.max_new_tokens = config.temperature, config.max_new_tokens
         self._server, self._sync, self._stops, self._template, self._limits = server, sync, stops, template, limits
         self._longest, self._fixed_row, self._strings = longest, tuple(fixed_row), frozenset(config.stop)
-        self._folder = folder
+        self._folder, self._reports_raw = folder, reports_raw
         self._pool = ThreadPoolExecutor(config.max_num_seqs, "sampler")
         self._naps, self._asleep = config.sleep, False
         self._version = 0
@@ -209,9 +211,12 @@ class OpenAiSampler:
     def _request(self, request: Request, limit: int, until: float) -> Rollout:
         body = self._template.body(self._sync.model, request.prompt, limit, request.seed)
         found = parse_completion(self._server.client.post("/v1/completions", body, until), request.prompt)
-        raw = self._scored([*request.prompt, *found.ids])[len(request.prompt) - 1 :] if request.raw else None
-        raw_logprobs = None if raw is None else tuple(raw)
-        rollout = Rollout(tuple(found.ids), tuple(found.logprobs), raw_logprobs, self._version, "stop")
+        raw: tuple[float, ...] | None = None
+        if request.raw and self._reports_raw:
+            raw = tuple(found.logprobs)
+        elif request.raw and self.temperature == 1:  # the only one that prompts are scored at
+            raw = tuple(self._scored([*request.prompt, *found.ids])[len(request.prompt) - 1 :])
+        rollout = Rollout(tuple(found.ids), tuple(found.logprobs), raw, self._version, "stop")
         check_rollout(rollout, request, self._version, self._limits, "the answer")
         return self._cut_at_stop(rollout, limit, found.stopped_by)
 

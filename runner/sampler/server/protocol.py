@@ -246,8 +246,6 @@ def check_rollout(rollout: Rollout, request: Request, version: int, limits: Answ
         raise InvalidAnswerError(f"{name} is of version {rollout.version!r}, not {version}")
     if rollout.finish not in ("stop", "length"):
         raise InvalidAnswerError(f"{name} ends with {rollout.finish!r}, not with stop or length")
-    if request.raw and rollout.raw_logprobs is None:
-        raise InvalidAnswerError(f"{name} has no raw log-probabilities, which were requested")
     for values in (rollout.logprobs, rollout.raw_logprobs or rollout.logprobs):
         check_logprobs(values, size, name)
 

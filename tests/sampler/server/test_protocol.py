@@ -59,9 +59,9 @@ INVALID = {
     "above 0": ({"ids": (1,), "logprobs": (0.5,)}, "has the log-probability 0.5"),
     "of another version": ({"version": 7}, "answer 0 is of version 7, not 1"),
     "without an end": ({"finish": None}, "answer 0 ends with None"),
-    "raw logprobs missing": (
-        [ROLLOUTS[0], replace(ROLLOUTS[1], raw_logprobs=None), ROLLOUTS[2]],
-        "answer 1 has no raw",
+    "too few raw logprobs": (
+        [ROLLOUTS[0], replace(ROLLOUTS[1], raw_logprobs=(-1.0,) * 9), ROLLOUTS[2]],
+        "answer 1 has 9 log-probabilities",
     ),
     "longer than its request": ([*ROLLOUTS[:2], Rollout((1,) * 3, (-1.0,) * 3, None, 1, "stop")], "answer 2 has 3"),
 }

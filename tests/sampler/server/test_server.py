@@ -107,14 +107,13 @@ def check(model: Any, requests: Sequence[Request], got: Sequence[Rollout], **rul
 @pytest.mark.parametrize("version", [pytest.param(V10, marks=pytest.mark.slow), V32], ids=str)
 def test_draws_with_a_seed_per_answer_and_reports_what_was_drawn_from(version: Version, tmp_path: Path) -> None:
     server = stand_in(version=version)
-    with sampling(server, tmp_path, **RULE) as sampler:
+    with sampling(server, tmp_path, recomputed=True, **RULE) as sampler:
         got = sampler.sample(asked(raw=True))
         check(server.base, asked(), got, **RULE)
         assert sampler.sample(asked()[::-1])[0].ids == got[-1].ids
         assert server.most <= 4 < len(got) and len({one.ids for one in got}) == len(got)
         assert {one["seed"] for one in server.bodies} == {one.seed for one in asked()}
-        for request, rollout in zip(asked(), got, strict=True):
-            np.testing.assert_allclose(rollout.raw_logprobs, plain(server.base, request, rollout, 1.0), atol=ATOL)
+        assert all(one.raw_logprobs is None for one in got)  # neither answers nor scores are at this temperature
         assert sampler.pop_metrics()["tokens_per_s"] > 0 and sampler.max_model_len == 128
     assert all(one["ignore_eos"] and one["stop_token_ids"] == [258] for one in server.bodies)
 
@@ -145,11 +144,12 @@ def test_an_answer_ends_where_we_end_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "rule", "fits"),
     [
-        ("processed", RULE, True),
-        ("raw", {}, True),
+        ("processed", {"temperature": 0.7}, True),
+        ("processed", {"top_k": 5}, True),
+        ("processed", {"temperature": 0.7, "top_k": 5}, False),
+        ("raw", {"top_p": 0.6}, True),
         ("raw", {"temperature": 0.7}, False),
-        ("tempered", {"temperature": 0.7}, True),
-        ("tempered", {"top_k": 5}, False),
+        ("tempered", {"temperature": 0.7, "top_k": 5}, True),
     ],
 )
 def test_learns_what_log_probabilities_mean(mode: str, rule: dict[str, Any], fits: bool, tmp_path: Path) -> None:
@@ -158,7 +158,11 @@ def test_learns_what_log_probabilities_mean(mode: str, rule: dict[str, Any], fit
         assert len(sampler.sample(asked(1))) == len(PROMPTS)
     with served(server) as url:
         if fits:
-            made(url, tmp_path, **rule).close()
+            sampler = made(url, tmp_path, **rule)
+            for request, rollout in zip(asked(raw=True), sampler.sample(asked(raw=True)), strict=True):
+                wanted = plain(server.base, request, rollout, rule.get("temperature", 1.0))
+                np.testing.assert_allclose(rollout.raw_logprobs, wanted, atol=ATOL)
+            sampler.close()
             return
         with pytest.raises(EnvironmentProblem, match="--logprobs-mode processed_logprobs"):
             made(url, tmp_path, **rule)
