@@ -14,6 +14,7 @@ from runner.interfaces import (
     Decide,
     EnvironmentFactory,
     Experience,
+    ExtendConversation,
     Model,
     Outputs,
     Reward,
@@ -38,7 +39,7 @@ class HeadedModel(Model, Protocol):
 class AlgorithmInputs:
     """What `build` hands to every algorithm; sampler, reward and environments are None where the job has none.
 
-    frozen: the models that only score, by role
+    frozen_models: those that only score, by role; extend: what continues a conversation by an environment's message
     """
 
     data: Data
@@ -49,6 +50,7 @@ class AlgorithmInputs:
     reward: Reward | None = None
     environments: EnvironmentFactory | None = None
     frozen_models: Mapping[Role, HeadedModel] = field(default_factory=dict)
+    extend: ExtendConversation | None = None
 
 
 class OfflineAlgorithm:

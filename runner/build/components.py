@@ -17,13 +17,14 @@ from torch import nn
 from runner.algorithm.base import FrozenModelSpec
 from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
-from runner.core.errors import Problem, SpecError, UnsupportedModelError
+from runner.core.errors import EnvironmentProblem, Problem, SpecError, UnsupportedModelError
 from runner.core.paths import cache_folder
 from runner.core.rng import derive_seed
 from runner.interfaces import (
     Data,
     Device,
     EnvironmentFactory,
+    ExtendConversation,
     GenerativeModel,
     Model,
     RankCollectives,
@@ -84,18 +85,23 @@ def report_float32(spec: JobSpec, decide: Decisions) -> None:
 
 
 def build_tokenizer(spec: JobSpec) -> Any:
-    """The model's tokenizer, without the model."""
-    return resolve(type(spec.model).tokenizer_factory)(spec.model)
+    """The model's tokenizer, without the model, with the template of chat.template. Raises DataError for a file that is
+    no template."""
+    tokenizer = resolve(type(spec.model).tokenizer_factory)(spec.model)
+    if spec.chat.template is not None:
+        from runner.data.chat import load_template
+
+        tokenizer.chat_template = load_template(spec.chat.template)
+    return tokenizer
 
 
 def build_data(spec: JobSpec, tokenizer: Any, decide: Decisions) -> Data:
     """The data, read, checked and tokenised."""
-    config = spec.data
-    if spec.algorithm.loss_on_prompt and hasattr(config, "loss_on"):
-        config = config.model_copy(update={"loss_on": "all"})
-    data: Data = default_registry().factory(config)(
-        config,
+    chat = spec.chat.model_copy(update={"train_on": "all"}) if spec.algorithm.loss_on_prompt else spec.chat
+    data: Data = default_registry().factory(spec.data)(
+        spec.data,
         tokenizer=tokenizer,
+        chat=chat,
         seed=spec.seed,
         decide=decide,
         cache_dir=cache_folder(),
@@ -405,4 +411,29 @@ def build_environments(spec: JobSpec, peers: RankCollectives, decide: Decisions)
         return None
     from runner.parallelism.rollout_partition import PartitionedEnvironments
 
-    return PartitionedEnvironments(made.make, made.max_turns, peers)
+    return PartitionedEnvironments(made.make, made.max_turns, peers, roles=made.roles)
+
+
+def build_extend(
+    spec: JobSpec, tokenizer: Any, environments: EnvironmentFactory | None, decide: Decisions
+) -> ExtendConversation | None:
+    """What continues a conversation by an environment's message; None where there is no environment.
+
+    Raises EnvironmentProblem where the chat template does not write messages of the environment's roles.
+    """
+    if environments is None:
+        return None
+    if not tokenizer.chat_template:
+        raise EnvironmentProblem(
+            "an environment needs a chat template, and the tokenizer has none; use an instruct or chat model, or "
+            "chat.template=FILE"
+        )
+    from runner.data.chat import Renderer
+
+    renderer = Renderer(tokenizer, spec.chat)
+    for role in environments.roles:
+        renderer.extend((), {"role": role, "content": "observation"})
+    if renderer.rewrites_history():
+        text = "the template would write earlier turns in another way than generation opens them"
+        decide.record_fact("chat.template", "earlier turns stay as the policy wrote them", text)
+    return renderer.extend

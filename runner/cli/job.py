@@ -154,7 +154,10 @@ def infer(args: Namespace) -> int:
         prompts += infer_export.read_prompts(args.file)
     model, loaded = infer_export.load_model(folder, composed.spec, args.checkpoint)
     style = loaded.state["identity"]["prompt_style"]
-    asked = "asked as plain text, like the data" if style == "text" else "asked through the chat template"
+    asked = "asked as plain text, like the data"
+    if style == "chat":
+        context = model.tokenizer.decode(infer_export.prompt_ids(model.tokenizer, "PROMPT", style, composed.spec.chat))
+        asked = f"asked through the chat template: {context!r}"
     print(f"{display_path(folder.root)}, step {loaded.step}, {asked}", file=sys.stderr)
     several = args.file is not None or len(prompts) > 1
     settings = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
@@ -164,7 +167,7 @@ def infer(args: Namespace) -> int:
             print(shown_as(f"> {prompt}"))
         written = False
         for piece in infer_export.stream_answer(
-            model, prompt, style, top_p=args.top_p or 1.0, seed=args.seed or 0, **settings
+            model, prompt, style, chat=composed.spec.chat, top_p=args.top_p or 1.0, seed=args.seed or 0, **settings
         ):
             print(shown_as(piece), end="", flush=True)
             written = written or bool(piece)

@@ -11,10 +11,14 @@ from runner.run_dir.resume_compatibility import PromptStyle
 
 @dataclass(frozen=True, slots=True)
 class TokenizedExample:
-    """A tokenised row of data: ids and weights of equal length (weight 1 = learnt, 0 = context)."""
+    """A tokenised row of data: ids and weights of equal length (weight 1 = trained on, 0 = context).
+
+    branches: where each of several continuations of the same beginning starts, in order; empty for one row
+    """
 
     ids: tuple[int, ...]
     weights: tuple[float, ...]
+    branches: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,7 @@ class EvalQuestion:
     prompt_ids: tuple[int, ...] = ()
     prompt: str = ""
     answer: str = ""
+    answer_ids: tuple[int, ...] = ()
     messages: tuple[Mapping[str, Any], ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
 

@@ -11,7 +11,10 @@ from runner import build
 from runner.checkpoint.reader import LoadedCheckpoint
 from runner.core.auto_choices import Decisions
 from runner.core.errors import CheckpointError, DataError, EnvironmentProblem, SpecError
-from runner.data.tokenization import bos_and_eos
+from runner.data.config import ChatConfig
+from runner.data.examples import PromptExample
+from runner.data.readers import Problems, SourceLocation
+from runner.data.tokenization import ExampleTokenizer
 from runner.launch.export import write_export
 from runner.launch.local import read_status
 from runner.run_dir.folder import RunFolder, display_path, hold_lock
@@ -72,6 +75,7 @@ def stream_answer(
     prompt: str,
     style: PromptStyle,
     *,
+    chat: ChatConfig | None = None,
     max_new_tokens: int,
     temperature: float,
     top_p: float,
@@ -82,21 +86,19 @@ def stream_answer(
         raise EnvironmentProblem(
             "this run made a model that scores answers; it writes none; to use it: reward=model reward.path=EXPORT"
         )
-    ids = prompt_ids(model.tokenizer, prompt, style)
+    ids = prompt_ids(model.tokenizer, prompt, style, chat)
     if not ids:
         raise EnvironmentProblem("the prompt is empty; type a text to go on from")
     yield from model.stream(ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
 
 
-def prompt_ids(tokenizer: Any, prompt: str, style: PromptStyle) -> list[int]:
+def prompt_ids(tokenizer: Any, prompt: str, style: PromptStyle, chat: ChatConfig | None = None) -> list[int]:
     """A prompt in the tokens that training showed: a user's message, or plain text after what begins every text."""
-    if style == "chat":
-        messages = [{"role": "user", "content": prompt}]
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-        return list(encoded["input_ids"])
-    begin, _ = bos_and_eos(tokenizer)
-    ids = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
-    return ids if ids[:1] == begin[:1] else [*begin, *ids]
+    said = ({"role": "user", "content": prompt},) if style == "chat" else prompt
+    problems = Problems("prompt", "what was typed")
+    [ids] = ExampleTokenizer(tokenizer, chat).encode_prompts([PromptExample(SourceLocation("prompt", 1), said)], problems)
+    problems.raise_if_any()
+    return ids or []
 
 
 def export(

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from runner.algorithm.episodes import rollouts
-from runner.algorithm.episodes.episode import ObservationTemplate
 from runner.algorithm.episodes.rollouts import Experience, Group, RolloutCollector, make_experience
 from runner.algorithm.inputs import AlgorithmInputs
 from runner.algorithm.loss_registry import compute_selected, selected_function
@@ -55,10 +54,8 @@ class PolicyOptimization:
         self.temperature = parts.sampler.temperature
         most_turns = 1 if parts.environments is None else parts.environments.max_turns
         self.max_length = float(parts.sampler.max_new_tokens * most_turns)
-        turns = None if parts.environments is None else ObservationTemplate(parts.tokenizer)
-        self.collector = RolloutCollector(
-            parts.sampler, parts.reward, parts.tokenizer, parts.seed, config.group_size, parts.environments, turns
-        )
+        own = (parts.sampler, parts.reward, parts.tokenizer, parts.seed, config.group_size)
+        self.collector = RolloutCollector(*own, parts.environments, parts.extend)
         self.kl = KlController(config.resolved_options.kl_coef, config.kl_target)
         self.losses: Mapping[Role, LossFn] = losses_by_role(config, lambda: self.kl.coefficient)
         self._health: dict[str, float] = {}

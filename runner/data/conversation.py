@@ -1,0 +1,164 @@
+"""Messages as chat templates take them, and the check that a template writes all of what they say.
+
+messages ──plain_messages──▶ one form for all templates ──template──▶ text ◀──find_missing── every content, call,
+                                                                              reasoning, system prompt, tool name
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from runner.data.examples import Message, Tools
+
+Part = Literal["content", "reasoning", "tool call", "tool"]
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # one text under three names
+THINK = re.compile(r"</?think>|\[/?THINK\]")  # reasoning that stands in the content
+COUNTED = 40  # a text of at most so many characters must stand there as often as it was said
+SHOWN = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A text that a message says; `index` is the message's, None for a tool of the column `tools`."""
+
+    index: int | None
+    role: str
+    part: Part
+    text: str
+
+    def __str__(self) -> str:
+        text = self.text if len(self.text) <= SHOWN else f"{self.text[:SHOWN]}…"
+        if self.index is None:
+            return f"the tool {text!r} of column tools"
+        return f"the {self.part} of messages[{self.index}] (role {self.role}): {text!r}"
+
+
+def plain_messages(messages: Sequence[Message], drop: Sequence[str]) -> list[dict[str, Any]]:
+    """Messages in the form that templates know, without what `drop` names.
+
+    Text parts are joined, a tool call's arguments are an object, and reasoning stands under both usual keys.
+    """
+    return [_plain_message(message, "reasoning" in drop) for message in messages]
+
+
+def _plain_message(message: Message, without_reasoning: bool) -> dict[str, Any]:
+    found = {name: value for name, value in message.items() if name not in ("weight", *REASONING_KEYS)}
+    reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
+    if reasoning and not without_reasoning:
+        found |= {"reasoning_content": reasoning, "thinking": reasoning}
+    if "content" in found:
+        found["content"] = joined_content(found["content"])
+    if found.get("tool_calls"):
+        found["tool_calls"] = [_plain_call(call) for call in found["tool_calls"]]
+    elif "tool_calls" in found:
+        del found["tool_calls"]
+    return found
+
+
+def joined_content(content: Any) -> Any:
+    """The text of a list of text parts; anything else as it is."""
+    if not isinstance(content, list):
+        return content
+    return "".join(part if isinstance(part, str) else part["text"] for part in content)
+
+
+def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except ValueError:
+            parsed = None
+        function = {**function, "arguments": parsed if isinstance(parsed, dict) else arguments}
+    return {**call, "function": function} if "function" in call else dict(function)
+
+
+def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same messages with the arguments of tool calls as JSON text, and the type of each call."""
+
+    def call_of(call: Mapping[str, Any]) -> dict[str, Any]:
+        function = dict(call.get("function", call))
+        if not isinstance(function.get("arguments"), str):
+            function["arguments"] = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+        return {**call, "type": call.get("type", "function"), "function": function}
+
+    return [
+        {**m, "tool_calls": [call_of(call) for call in m["tool_calls"]]} if m.get("tool_calls") else dict(m)
+        for m in messages
+    ]
+
+
+def statements(messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> list[Statement]:
+    """Everything that plain messages say, in their order, and the names of the tools."""
+    found = [Statement(None, "tool", "tool", name) for name in map(_tool_name, tools) if name]
+    for index, message in enumerate(messages):
+        role = str(message["role"])
+        thoughts, content = message.get("reasoning_content") or "", message.get("content") or ""
+        if role == "assistant" and (marks := list(THINK.finditer(content))):
+            thoughts, content = f"{thoughts}{content[: marks[-1].start()]}", content[marks[-1].end() :]
+        texts: list[tuple[Part, str]] = [("reasoning", part) for part in THINK.split(thoughts)]
+        texts.append(("content", content))
+        for call in message.get("tool_calls", ()):
+            function = call.get("function", call)
+            leaves = (str(function.get("name", "")), *_leaves(function.get("arguments")))
+            texts += [("tool call", leaf) for leaf in leaves]
+        found += [Statement(index, role, part, stripped) for part, text in texts if (stripped := text.strip())]
+    return found
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """Keys and values of JSON as text."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield str(key)
+            yield from _leaves(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _leaves(inner)
+    elif isinstance(value, str):
+        yield value
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield json.dumps(value)
+
+
+def _tool_name(tool: Mapping[str, Any]) -> str:
+    function = tool.get("function", tool)
+    return str(function.get("name", "")) if isinstance(function, Mapping) else ""
+
+
+def find_missing(said: Sequence[Statement], text: str) -> list[Statement]:
+    """The statements that a text does not hold.
+
+    A short one has to stand there as often as it is said: the answer 4 is no proof that a tool's 4 was written.
+    """
+    times = Counter(statement.text for statement in said if len(statement.text) <= COUNTED)
+    return [one for one in said if not _holds(text, one.text, times.get(one.text, 1))]
+
+
+def _holds(text: str, wanted: str, times: int) -> bool:
+    """Whether `wanted` stands in `text` so often: as it is, as JSON, as the values of its JSON, or without regard to
+    blanks."""
+    if times == 1 and wanted in text:
+        return True
+    forms = (wanted, json.dumps(wanted, ensure_ascii=False)[1:-1], json.dumps(wanted)[1:-1])
+    if sum(text.count(form) for form in dict.fromkeys(forms)) >= times:
+        return True
+    if _squeezed(text).count(_squeezed(wanted)) >= times:
+        return True
+    if wanted[:1] in "{[":
+        try:
+            leaves = list(_leaves(json.loads(wanted)))
+        except ValueError:
+            return False
+        return bool(leaves) and all(leaf.strip() in text for leaf in leaves)
+    return False
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
