@@ -40,11 +40,11 @@ def required(group: str, name: str) -> dict[str, str]:
 
 def beside(group: str, name: str) -> list[str]:
     """The choices of other groups without which this one makes no job."""
-    samples = group == "algorithm" and class_of(name).samples
+    samples = group == "algorithm" and class_of(name).needs_sampler
     uses = samples or (group in ("sampler", "reward", "environment") and name != "none") or name == "ray_6_2"
     chosen = {"model": "tiny", "data": "demo", "adapter": "lora" if name == "qwen2_5_7b_instruct" else "none"}
     if uses:
-        reward = "exact" if group != "algorithm" or class_of(name).rewarded else "none"
+        reward = "exact" if group != "algorithm" or class_of(name).needs_reward else "none"
         chosen |= {"algorithm": "grpo", "sampler": "torch", "reward": reward}
     if group == "parallelism" and name != "single":
         chosen["launch.devices"] = "4"

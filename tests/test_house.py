@@ -296,7 +296,7 @@ def test_the_wheel_carries_conf_and_recipes(tmp_path: Path) -> None:
 GROUPS = {path.parent.name for path in (ROOT / "runner").glob("*/config.py")}
 # What still asks another component's config by type or name, and what names devices, each for a reason.
 ASKED_BY_NAME = {
-    "runner/build/samplers.py: isinstance DrawingConfig",  # samplers in processes of their own take its options
+    "runner/build/samplers.py: isinstance SamplingConfig",  # samplers in processes of their own take its options
     # the option belongs to a path of the same name
     "runner/launch/upstream_models.py: getattr(spec.algorithm, revision, None)",
     "runner/optimizer/config.py: job.parallelism.name in self.layouts",  # names that the message lists

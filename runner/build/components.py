@@ -179,7 +179,9 @@ def _place_model(
         if (pad_batch := device.dense_attention()) is not None:
             from runner.model import padded_attention
 
-            model.attend_anew(partial(padded_attention.install_dense_attention, kernel=pad_batch, decide=decide))
+            model.replace_dense_attention(
+                partial(padded_attention.install_dense_attention, kernel=pad_batch, decide=decide)
+            )
     if (
         isinstance(model, TransformersModel)
         and not model.is_padded

@@ -169,7 +169,7 @@ def _weight_route(
 ) -> Route:
     place = world.place
     apart = spec.launch.samplers > 0 or spec.sampler.served  # rank 0 alone speaks to it
-    pieces = policy.whole.sharded or world.config.deepspeed
+    pieces = policy.whole.is_sharded or world.config.deepspeed
     own = not pieces and policy.module is policy.inner  # whole here, with nothing to be merged
     if not apart and own:  # an engine in the rank, which draws while that waits
         return Copied(partial(policy.hf_tensors, "all"), handed=True)

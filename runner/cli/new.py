@@ -47,7 +47,7 @@ class Skeleton(NamedTuple):
 REWARD = Skeleton(
     f'''"""The reward `$name`: the share of the expected words that an answer has."""
 
-{HEAD}from runner.interfaces import Completion, Faults, Scorer, column, each
+{HEAD}from runner.interfaces import Completion, GroupScorer, ScoringFailures, require_column, score_each
 from runner.spec import RewardConfig
 
 
@@ -58,18 +58,18 @@ class ${{Name}}Config(RewardConfig):
     name: Literal["$name"] = "$name"
     column: str = Field(default="answer", description="Column of the data with the expected words.")
 
-    def columns(self) -> list[tuple[str, str]]:
+    def required_columns(self) -> list[tuple[str, str]]:
         return [("reward.column", self.column)]
 
 
-def build(config: ${{Name}}Config, **_: Any) -> Scorer:
+def build(config: ${{Name}}Config, **_: Any) -> GroupScorer:
     """The reward; a row without the column is not scored."""
 
     def rate(completion: Completion) -> float:
-        words = str(column(completion, config.column, "column")).split()
+        words = str(require_column(completion, config.column, "column")).split()
         return sum(word in completion.text.split() for word in words) / max(len(words), 1)
 
-    return Scorer(each(rate), Faults("reward=$name", 8, "set reward.column"))
+    return GroupScorer(score_each(rate), ScoringFailures("reward=$name", 8, "set reward.column"))
 ''',
     """from $module import ${Name}Config
 
@@ -85,7 +85,7 @@ def test_reward() -> None:
 ENVIRONMENT = Skeleton(
     f'''"""The environment `$name`: answers a guess."""
 
-{HEAD}from runner.interfaces import Environments, Observation, Prompt
+{HEAD}from runner.interfaces import EnvironmentFactory, Observation, Prompt
 from runner.spec import EnvironmentConfig
 
 
@@ -108,9 +108,9 @@ class ${{Name}}:
         return None if answer == self._expected else Observation("tool", "wrong, try again")
 
 
-def build(config: ${{Name}}Config, **_: Any) -> Environments:
+def build(config: ${{Name}}Config, **_: Any) -> EnvironmentFactory:
     """An environment for each episode."""
-    return Environments(${{Name}}, config.max_turns)
+    return EnvironmentFactory(${{Name}}, config.max_turns)
 ''',
     """from $module import ${Name}Config
 
@@ -146,7 +146,7 @@ class ${{Name}}:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._file.writelines(f"{{step}},{{name}},{{value}}\\n" for name, value in metrics.items())
 
-    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+    def log_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """This file has numbers only."""
 
     def finish(self, status: str) -> list[str]:
@@ -167,7 +167,7 @@ def test_tracker() -> None:
 CALLBACK = Skeleton(
     f'''"""The callback `$name`: says when a metric falls below a bound."""
 
-{HEAD}from runner.interfaces import NoOp, State, StepEnd
+{HEAD}from runner.interfaces import BaseCallback, State, StepResult
 from runner.spec import CallbackConfig
 
 
@@ -180,11 +180,11 @@ class ${{Name}}Config(CallbackConfig):
     below: float = Field(default=1.0, description="Bound.")
 
 
-class ${{Name}}(NoOp):
+class ${{Name}}(BaseCallback):
     def __init__(self, config: ${{Name}}Config, **context: Any) -> None:
         self._config, self._say, self._reached = config, context["say"], False
 
-    def on_step(self, end: StepEnd) -> None:
+    def on_step(self, end: StepResult) -> None:
         value = end.values.get(self._config.metric)
         if value is not None and value < self._config.below and not self._reached:
             self._reached = True

@@ -195,7 +195,7 @@ class NpuConfig(DeviceConfig):
 
     def environment(self, job: Any) -> Sequence[Preset]:
         sampling = "disaggregated_rl" if job.launch.samplers else "colocated_rl"
-        chosen = self.env_preset or (sampling if job.algorithm.samples else "train")
+        chosen = self.env_preset or (sampling if job.algorithm.needs_sampler else "train")
         names = (chosen, "deterministic") if self.deterministic else (chosen,)
         return (*(PRESETS[name] for name in names), *hccl_port_presets(os.environ), *engine_presets(job))
 

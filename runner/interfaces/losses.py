@@ -210,7 +210,7 @@ def aggregation(name: str, *, paper: str, formula: str) -> Callable[[T], T]:
 
 def correction(name: str, *, paper: str, formula: str, for_stale: bool = False) -> Callable[[C], C]:
     """Register a value of `algorithm.correction`: weights [T] of the policy's loss against the drift from sampler to
-    trainer, as `Correction`.
+    trainer, as `ImportanceWeights`.
 
     for_stale: whether it corrects samples that are several updates old, which lag above 1 needs. In the formula
     ρ = π_old / π_sampler.

@@ -28,7 +28,7 @@ Choose = Callable[[Tensor, Sequence[int]], Sequence[int | None]]
 
 
 class BatchDecoder(Protocol):
-    """Continues many prompts at once. longest: most tokens of prompt and answer together, and why; None = no limit."""
+    """Continues many prompts at once. length_limit: most tokens of prompt and answer together, and why; None = no limit."""
 
     stop_token_ids: frozenset[int]
     vocab_size: int
@@ -49,12 +49,12 @@ class ScoringModel(Protocol):
 class TrainableModel(ScoringModel, Protocol):
     """A transformers model, with an adapter around it or without, and its tokenizer.
 
-    module   what is saved, and whose parameters are trained: `inner`, or the peft model around it
-    inner    the transformers model. Its attributes differ from one architecture to the next: hence no type
-    whole    the module around all, which FSDP shards and every pass goes through (`runner.model.parameters`)
-    seed     of its initial weights, adapters included
-    stage    which of its layers this rank has
-    longest  most tokens of a row, and why; None = no limit
+    module        what is saved, and whose parameters are trained: `inner`, or the peft model around it
+    inner         the transformers model. Its attributes differ from one architecture to the next: hence no type
+    whole         the module around all, which FSDP shards and every pass goes through (`runner.model.parameters`)
+    seed          of its initial weights, adapters included
+    stage         which of its layers this rank has
+    length_limit  most tokens of a row, and why; None = no limit
     """
 
     module: nn.Module

@@ -48,8 +48,8 @@ class Rollout:
 class ModelLimits:
     """What a model's answers are bounded by.
 
-    ends: every id that ends one; vocabulary: ids are below it; longest: most tokens of prompt and answer together, and
-    why; None = no limit
+    stop_token_ids: every id that ends one; vocab_size: ids are below it; length_limit: most tokens of prompt and answer
+    together, and why; None = no limit
     """
 
     stop_token_ids: frozenset[int]

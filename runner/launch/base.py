@@ -69,7 +69,7 @@ class LaunchConfig(ComponentConfig):
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = []
-        if self.samplers and not job.algorithm.samples:
+        if self.samplers and not job.algorithm.needs_sampler:
             text = f"algorithm={job.algorithm.name} learns from given data and samples nothing; leave it out"
             found.append(("launch.samplers", text))
         if self.samplers % job.sampler.cards():
@@ -117,10 +117,6 @@ class MultiNodeConfig(LaunchConfig):
         given = {"node_rank": self.node_rank, "rdzv_endpoint": self.rdzv_endpoint}
         if self.nodes == 1:
             text = "is about several machines, and launch.nodes is 1; leave it out, or set launch.nodes"
-            if self.rdzv_endpoint == "auto":
-                return [("launch.address", "auto is a Ray cluster; type launch=ray, too")]
-            if is_web_address(self.rdzv_endpoint or ""):
-                return [("launch.rdzv_endpoint", submit_command(job))]
             return [(f"launch.{name}", text) for name, value in given.items() if value is not None]
         found = []
         text = (
@@ -168,9 +164,7 @@ def submit_command(job: Any) -> str:
     is_job = not words or words[0].startswith("-") or "=" in words[0]
     if not is_job or {"-m", "--multirun"} & set(words):
         return "is a Ray cluster's web address; type this command on a node of the cluster, with launch.address=auto"
-    words = [word for word in words if not word.lstrip("+").startswith("launch.rdzv_endpoint=")]
-    if job.launch.name != "ray":
-        words = [*(word for word in words if not word.startswith("launch=")), "launch=ray"]
+    words = [word for word in words if not word.lstrip("+").startswith("launch.address=")]
     if not any(word.partition("=")[0] == "--folder" for word in words):
         words += ["--folder", f"~/outputs/{job.name}"]  # Ray removes the folder that it runs in
     if unsafe := [word for word in words if SPACE.search(word) and IN_QUOTES.search(word)]:

@@ -43,19 +43,19 @@ class RayConfig(LaunchConfig):
         if self.address is None:
             return None
         typed = f"launch=local sweep.on=ray sweep.address={self.address}"
-        return "launch.rdzv_endpoint", f"the sweep itself gives its jobs their devices; type {typed}"
+        return "launch.address", f"the sweep itself gives its jobs their devices; type {typed}"
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
         if self.address is None:
             return found
         if is_web_address(self.address):
-            found.append(("launch.rdzv_endpoint", submit_command(job)))
+            found.append(("launch.address", submit_command(job)))
         elif self.address != "auto" and ADDRESS.fullmatch(self.address) is None:
             text = "auto or HOST:PORT is expected, as `ray start --head` says it; http://HOST:8265 from elsewhere"
             if self.address.startswith("ray://"):
                 text = "Ray's client cannot follow a job; type http://HOST:8265, or type this on a node of the cluster"
-            found.append(("launch.rdzv_endpoint", text))
+            found.append(("launch.address", text))
         if job.device.is_auto:
             text = "what the nodes have is not known here, and Ray wants its name; type device=npu, cuda or cpu"
             found.append(("device", text))

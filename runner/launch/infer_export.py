@@ -52,7 +52,7 @@ def load_model(
     device = build.build_device(spec, decide)
     role, head = next(iter(spec.algorithm.trained_models().items()))
     model = build.build_model(spec, build.build_tokenizer(spec), device, decide, head)
-    check_model_unchanged(model.origin, loaded.state["identity"])
+    check_model_unchanged(model.base_fingerprint, loaded.state["identity"])
     load_parameters(model.trainable(), loaded.state[role]["tensors"])
     model.eval()
     return model, loaded
@@ -114,7 +114,7 @@ def export(
     with hold_lock(folder) if out is None else nullcontext():
         model, loaded = load_model(folder, spec, checkpoint)
         if merge:
-            model.merge()
+            model.merge_on_save()
         own = folder.export if checkpoint is None else folder.export_of(loaded.step)
         target = out or (own.with_name(f"{own.name}-merged") if merge else own)
         write_export(model, target, spec, loaded.step, loaded.metrics)

@@ -113,7 +113,7 @@ def check_spec(spec: JobSpec, *, here: bool = False) -> JobSpec:
     """The spec with absolute paths, if nothing is wrong that can be seen without torch: what any machine can see, and
     `here`, where the job's processes run on this one, also its device and packages. Raises SpecError, DataError,
     NotReady."""
-    local = {name: getattr(spec, name).absolute() for name in ("data", "model", "algorithm", "reward")}
+    local = {name: getattr(spec, name).with_absolute_paths() for name in ("data", "model", "algorithm", "reward")}
     spec = spec.model_copy(update=local)
     if spec.model.source is not None:
         from runner.model.hub_access import check_path

@@ -41,7 +41,7 @@ class CausalLM(TransformersModel):
     supported_outputs = frozenset({"logprobs", "entropy", "hidden"})
 
     def __init__(self, module: nn.Module, tokenizer: Any, config: ModelConfig, *, decide: Decide, **more: Any) -> None:
-        """See `RaggedModel`."""
+        """See `TransformersModel`."""
         super().__init__(module, tokenizer, config, decide=decide, **more)
         self.causal: Any = self.inner
         self._choose_head(decide)
@@ -54,16 +54,16 @@ class CausalLM(TransformersModel):
             decide("lm_head", "chunked", "full logits", objection)
 
     def export_probe(self) -> dict[str, Any]:
-        """See `RaggedModel`."""
+        """See `TransformersModel`."""
         return {**super().export_probe(), "chunked": self.chunked}
 
     def import_probe(self, found: Mapping[str, Any]) -> None:
-        """See `RaggedModel`."""
+        """See `TransformersModel`."""
         super().import_probe(found)
         self.chunked = found["chunked"]
 
     def _plain_lm_head(self) -> Any:
-        """See `RaggedModel`."""
+        """See `TransformersModel`."""
         lm_head = self.causal.get_output_embeddings()
         return lm_head if self.chunked and chunked_lm_head.is_plain_linear(lm_head) and lm_head.bias is None else None
 
@@ -277,7 +277,7 @@ class CausalLM(TransformersModel):
             return self.causal(input_ids=ids, past_key_values=cache, use_cache=True)
 
     def _visible_output(self, tokens: BatchTokens) -> Tensor:
-        """See `RaggedModel`; logits of a model that shows no backbone."""
+        """See `TransformersModel`; logits of a model that shows no backbone."""
         return self._logits(tokens) if self.causal.base_model is self.causal else self._backbone(tokens)
 
     def _logits(self, tokens: BatchTokens) -> Tensor:

@@ -34,7 +34,7 @@ class ScalarHeadModel(TransformersModel):
     supported_outputs = frozenset({"scores", "values"})
 
     def __init__(self, module: nn.Module, *arguments: Any, **options: Any) -> None:
-        """See `RaggedModel`. Raises EnvironmentProblem for a classifier whose head is not one linear layer `score`."""
+        """See `TransformersModel`. Raises EnvironmentProblem for a classifier whose head is not one linear layer `score`."""
         super().__init__(module, *arguments, **options)
         found = [m for name, m in self.inner.named_modules() if name == "score"]
         if not found:
@@ -84,7 +84,7 @@ class PolicyWithValueHead(CausalLM):
     supported_outputs = CausalLM.supported_outputs | {"values"}
 
     def __init__(self, module: nn.Module, *arguments: Any, decide: Decide, **options: Any) -> None:
-        """See `RaggedModel`. The value head starts at zero: so do the values, and what they send into the backbone.
+        """See `TransformersModel`. The value head starts at zero: so do the values, and what they send into the backbone.
 
         Raises UnfitModel for one whose hidden states cannot be had.
         """

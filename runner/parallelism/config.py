@@ -305,7 +305,7 @@ class ZeroConfig(MultiProcessConfig):
         if self.stage == 3 and job.model.dtype == "bfloat16" and not job.adapter.trains_base:
             text = f"{own} finds other gradients beside a base in bfloat16; type parallelism=fsdp, or deepspeed_zero2"
             found.append(("model.dtype", text))
-        if self.stage == 2 and len(job.algorithm.learners()) > 1:
+        if self.stage == 2 and len(job.algorithm.trained_models()) > 1:
             text = f"two models that learn did not end under {own}; type parallelism=ddp, or deepspeed_zero3"
             found.append(("algorithm.name", text))
         if job.model.compile:

@@ -89,7 +89,7 @@ class DeepSpeedZero:
         for parameter in model.whole.parameters():
             if id(parameter) not in inside:
                 register_external_parameter(model.whole, parameter)
-        model.whole.joined = self._summon_full_params
+        model.whole.join_context = self._summon_full_params
         self._zero.parameter_offload.fwd_pre_hook.remove()  # gathers in the last pass's order; passes differ here
 
     def backward(self, total: Tensor) -> None:

@@ -54,7 +54,7 @@ def apply_expert_parallel(model: TrainableModel, mesh: DeviceMesh, *, alone: boo
     distribute_parameters(used, slices, {id(parameter): 0 for part in found for parameter in part.parameters()})
     for part in found:
         part.forward = TokenDispatcher(part, slices)
-    model.whole.joined = partial(_with_all_experts, model.whole.joined, slices, model.whole)
+    model.whole.join_context = partial(_with_all_experts, model.whole.join_context, slices, model.whole)
     text = f"{found[0].num_experts // mesh.size()} of {found[0].num_experts} experts of {len(found)} layers on each"
     decide.record_fact("parallelism.ep", text, f"tokens travel between {mesh.size()} ranks")
 

@@ -64,7 +64,7 @@ def apply_fsdp(
     for block in blocks:
         fully_shard(block, mesh=_gradient_mesh(mesh), reshard_after_forward=reshard, **policy)
     fully_shard(model.whole, mesh=_gradient_mesh(mesh), reshard_after_forward=False, **policy)
-    model.whole.frees = reshard
+    model.whole.reshard_after_forward = reshard
     for part in model.whole.modules():
         if isinstance(part, FSDPModule):
             torch_compat.set_gradient_sum_reduction(part)

@@ -317,4 +317,4 @@ def apply_pipeline_parallel(
     that does not name its layers.
     """
     model.stage = stage = StagedModel(model, borders, group, chunks, device)
-    model.whole.joined = partial(stage.summon_full_params, model.whole.joined)
+    model.whole.join_context = partial(stage.summon_full_params, model.whole.join_context)

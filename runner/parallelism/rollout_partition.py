@@ -153,7 +153,7 @@ class PartitionedSumReward(PartitionedReward):
         """The scores, and what each part gave."""
 
         def work(mine: list[int]) -> list[tuple[Any, Any]]:
-            return list(zip(*self._reward.composed([groups[i] for i in mine]), strict=True))
+            return list(zip(*self._reward.score_components([groups[i] for i in mine]), strict=True))
 
         found = run_partitioned(self._peers, self._owners(groups), work)
         return [scores for scores, _ in found], [parts for _, parts in found]
@@ -161,7 +161,7 @@ class PartitionedSumReward(PartitionedReward):
 
 def partition_reward(reward: Reward, peers: RankCollectives) -> PartitionedReward:
     """The reward, shared out."""
-    return (PartitionedSumReward if hasattr(reward, "composed") else PartitionedReward)(reward, peers)
+    return (PartitionedSumReward if hasattr(reward, "score_components") else PartitionedReward)(reward, peers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,7 +211,7 @@ def apply_tensor_parallel(model: TrainableModel, mesh: DeviceMesh, *, decide: De
             VocabEmbeddingHooks(part, slices)
         elif part not in ends and part._parameters:
             LocalParameterHooks(part, slices)
-    model.whole.joined = partial(slices.summon_full_params, model.whole)
+    model.whole.join_context = partial(slices.summon_full_params, model.whole)
 
 
 def tensor_parallel_error(why: str) -> SpecError:

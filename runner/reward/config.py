@@ -93,14 +93,16 @@ class FormatConfig(FallibleConfig):
 
 
 class LengthConfig(RewardConfig):
-    """Shapes the length of answers, in tokens: DAPO's penalty for overlong ones (max, cache), or a target."""
+    """Shapes the length of answers, in tokens: DAPO's soft overlong penalty, or a target."""
 
     factory: ClassVar[str] = "runner.reward.rules:build_length"
     name: Literal["length"] = "length"
     max_length: int | None = Field(
-        default=None, ge=1, description="Longest answer; -1 above it, 0 below max - cache, a straight line between."
+        default=None,
+        ge=1,
+        description="Longest answer; -1 above it, 0 up to max_length - overlong_buffer_len, a straight line between.",
     )
-    overlong_buffer_len: int | None = Field(default=None, ge=1, description="Width of the penalty's slope below max.")
+    overlong_buffer_len: int | None = Field(default=None, ge=1, description="Width of the penalty's slope below max_length.")
     target: int | None = Field(
         default=None, ge=1, description="Wanted length; 0 there, falling to -1 at no tokens and at twice the target."
     )

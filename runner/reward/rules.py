@@ -6,7 +6,8 @@ overlong (DAPO, 2503.14476, section 3.4):            target:
   0 ────────┐                                          0        ╱╲
              ╲                                                 ╱  ╲
  -1           └───────                                -1 _____╱    ╲_____
-      max-cache  max                                        0 target 2·target
+            m-b m                                           0 target 2·target
+m = max_length, b = overlong_buffer_len
 """
 
 from __future__ import annotations
@@ -104,11 +105,11 @@ def build_format(config: FormatConfig, **_: Any) -> GroupScorer:
     return GroupScorer(ask, ScoringFailures("reward=format", config.max_failures, "simplify reward.pattern"))
 
 
-def soft_overlong_penalty(length: int, most: int, cache: int) -> float:
-    """DAPO's soft overlong punishment: 0 up to most - cache tokens, -1 above most, a straight line between."""
-    if length > most:
+def soft_overlong_penalty(length: int, max_length: int, buffer_len: int) -> float:
+    """DAPO's soft overlong punishment: 0 up to max_length - buffer_len tokens, -1 above max_length."""
+    if length > max_length:
         return -1.0
-    return min(0.0, (most - cache - length) / cache)
+    return min(0.0, (max_length - buffer_len - length) / buffer_len)
 
 
 def target_length_reward(length: int, target: int) -> float:
@@ -117,7 +118,7 @@ def target_length_reward(length: int, target: int) -> float:
 
 
 def build_length(config: LengthConfig, **_: Any) -> GroupScorer:
-    """The reward; `problems` sees to it that there is a target, or else max and cache."""
+    """The reward; `problems` sees to it that there is a target, or else max_length and overlong_buffer_len."""
 
     def rate(completion: Completion) -> float:
         if config.target is not None:

@@ -233,7 +233,7 @@ class VllmServerConfig(SamplingConfig):
         text = "is about weights that are sent, and sampler.weight_sync=none sends none; leave it out"
         given = {"folder": self.folder, "sync_logprob_tolerance": self.sync_logprob_tolerance}
         found = [(f"sampler.{name}", text) for name, value in given.items() if value is not None]
-        if job.algorithm.samples and not job.algorithm.weighs_samples():
+        if job.algorithm.needs_sampler and not job.algorithm.needs_sampler_logprobs():
             text = (
                 "none leaves the server its weights, and this algorithm learns from the policy's own answers; type"
                 " sampler.weight_sync=adapter (adapter=lora) or reload, or weigh the samples: algorithm.correction=tis"

@@ -114,7 +114,7 @@ def check_environment(
     asked = Prompt(tuple(prompt.encode()), prompt, columns=dict(columns or {}))
     alone = _episode(made, asked, turns)
     require(_episode(made, asked, turns) == alone, "two episodes with the same turns differ: reset() starts anew")
-    one, two = made.fresh(asked), made.fresh(asked)
+    one, two = made.start_episode(asked), made.start_episode(asked)
     for turn, said in zip(turns, alone, strict=False):
         require(one.step(turn) == said and two.step(turn) == said, "two episodes at the same time disturb one another")
     return [said for said in alone if said is not None]
@@ -153,7 +153,7 @@ def check_sampler(config: SamplerConfig) -> None:
             sound = all(math.isfinite(value) and value <= 0 for value in (*rollout.logprobs, *raw))
             require(sound, f"log-probabilities are finite and not above 0; got {rollout}")
             require(all(0 <= i < vocabulary for i in rollout.ids), f"ids of the vocabulary; got {rollout.ids}")
-            require(rollout.version == 3, f"version is that of the last load(), 3; got {rollout.version}")
+            require(rollout.version == 3, f"version is that of the last load_weights(), 3; got {rollout.version}")
             require(rollout.finish in ("stop", "length"), f"finish is stop or length; got {rollout.finish!r}")
         again = sampler.sample(requests[::-1])[::-1]
         same = [one.ids for one in again] == [one.ids for one in rollouts]
@@ -162,7 +162,7 @@ def check_sampler(config: SamplerConfig) -> None:
         sizes_of = [[len(row) for row in engine] for engine in sampler.score(rows)]
         require(all(s == [len(row) - 1 for row in rows] for s in sizes_of), "score() leaves out each row's first id")
         prefixed = [name for name in sampler.pop_metrics() if name.startswith("sampler/")]
-        require(not prefixed, f"measured() names metrics without sampler/, which is put before them: {prefixed}")
+        require(not prefixed, f"pop_metrics() names metrics without sampler/, which is put before them: {prefixed}")
         sampler.release_memory()
     finally:
         sampler.close()
@@ -182,9 +182,9 @@ def check_data(config: DataConfig, kind: ItemKind = "sft", *, seed: int = 0) -> 
         require(list(twin.take(0, 3)) == first, "take(step, count) depends on what was taken before, or on chance")
         require(list(data.take(0, 2)) + list(data.take(1, 2))[:1] == first, "take(step, n) begins at item step·n")
         require(data.fingerprint == twin.fingerprint, "the same data have two fingerprints")
-        require(data.style in ("chat", "text"), f"style is chat or text, not {data.style!r}")
-        questions = list(data.held_out())
-        require(all(isinstance(q, EvalQuestion) for q in questions), "held_out() gives Questions")
+        require(data.prompt_style in ("chat", "text"), f"prompt_style is chat or text, not {data.prompt_style!r}")
+        questions = list(data.held_out_questions())
+        require(all(isinstance(q, EvalQuestion) for q in questions), "held_out_questions() gives EvalQuestions")
         for prompt in first if kind == "prompts" else ():
             unknown = set(prompt.columns) - set(data.columns)
             require(not unknown, f"data.rename_columns leaves out {sorted(unknown)}")

@@ -211,8 +211,8 @@ def test_the_origin_has_the_bases_weights_since_no_checkpoint_has(tmp_path: Path
     base = causal("qwen2")
     base.weights_source = WeightsSource(folder=tmp_path)
     made = lora.attach(LoraConfig(rank=4), base, decide=Decisions(strict=True))
-    assert made.origin == WeightsSource(folder=tmp_path).identity(weights=True)
-    assert base.base_fingerprint != lora.train_all(NoAdapterConfig(), causal("qwen2"), decide=Decisions()).origin
+    assert made.base_fingerprint == WeightsSource(folder=tmp_path).identity(weights=True)
+    assert base.base_fingerprint != lora.train_all(NoAdapterConfig(), causal("qwen2"), decide=Decisions()).base_fingerprint
 
 
 def test_a_head_of_one_number_learns_in_float32_beside_the_adapter() -> None:

@@ -185,11 +185,11 @@ def test_what_was_computed_before_an_interruption_is_kept(monkeypatch: pytest.Mo
             raise KeyboardInterrupt
         return learn(self, batch)
 
-    monkeypatch.setattr(PrecomputedReference, "learn", interrupted)
+    monkeypatch.setattr(PrecomputedReference, "precompute", interrupted)
     words = ["algorithm=dpo", "steps=5", "evaluation.every=0", CACHED]
     with pytest.raises(KeyboardInterrupt):
         Attempt("one", *words)
-    monkeypatch.setattr(PrecomputedReference, "learn", learn)
+    monkeypatch.setattr(PrecomputedReference, "precompute", learn)
     [said] = Attempt("two", *words).words
     assert said.startswith("cached: 16 items scored")
 
@@ -211,7 +211,7 @@ def test_the_cache_may_be_deleted_while_a_run_computes(cache: Path, monkeypatch:
         shutil.rmtree(cache)
         return found
 
-    monkeypatch.setattr(PrecomputedReference, "learn", deleted)
+    monkeypatch.setattr(PrecomputedReference, "precompute", deleted)
     assert Attempt("two", *words, CACHED).run() == wanted
 
 

@@ -65,7 +65,7 @@ from runner.core.signals import StopSignal
 stop = StopSignal()
 stop.install()
 try:
-    with stop.at_once():
+    with stop.interrupt_immediately():
         exec("os.kill(os.getpid(), signal.SIGTERM)")
 except Interrupted as error:
     sys.exit(error.exit_code)

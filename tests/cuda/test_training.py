@@ -67,7 +67,7 @@ def updated(model: Any, device: torch.device, steps: int = 3) -> dict[str, Any]:
     optimizer, losses = torch.optim.AdamW(parameters.values(), lr=1e-3, eps=1e-4, fused=True), []
     model.train()
     for _ in range(steps):
-        total, _ = model.linear(batch.to(device), -batch.tokens["weight"] / batch.num_tokens)
+        total, _ = model.linear_loss(batch.to(device), -batch.tokens["weight"] / batch.num_tokens)
         total.backward()
         optimizer.step()
         optimizer.zero_grad()

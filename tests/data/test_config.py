@@ -12,7 +12,7 @@ from runner.spec.base import ItemKind
 
 
 def keys(config: DataConfig, items: ItemKind = "sft", name: str = "dpo") -> list[str]:
-    job: Any = SimpleNamespace(algorithm=SimpleNamespace(items=items, name=name))
+    job: Any = SimpleNamespace(algorithm=SimpleNamespace(item_kind=items, name=name))
     return [key for key, _ in config.problems(job)]
 
 
@@ -35,7 +35,7 @@ def test_sft_uses_them_all() -> None:
 
 
 def test_the_message_names_the_algorithm_and_what_to_choose() -> None:
-    job: Any = SimpleNamespace(algorithm=SimpleNamespace(items="pairs", name="dpo"))
+    job: Any = SimpleNamespace(algorithm=SimpleNamespace(item_kind="pairs", name="dpo"))
     [(_, loss_on), (_, overlong)] = FileConfig(path="a", loss_on="all", truncation="split").problems(job)
     assert "is for sft and cpt; algorithm=dpo" in loss_on
     assert "choose error, skip, truncate_left" in overlong

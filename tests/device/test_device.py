@@ -32,7 +32,7 @@ def test_a_card_that_emulates_bfloat16_says_so(
     capability: tuple[int, int], emulates: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("runner.device.cuda.own_card", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr("runner.device.cuda.select_card", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
     decisions = Decisions(strict=True)
@@ -59,7 +59,7 @@ def test_auto_says_what_it_chose() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
 def test_auto_says_that_a_data_type_was_chosen_for_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AutoConfig, "_probable", lambda _: CudaConfig())
+    monkeypatch.setattr(AutoConfig, "_likely_device", lambda _: CudaConfig())
     decisions = Decisions()
     assert pick(AutoConfig(), decide=decisions).name == "cpu"
     said = decisions.entries[-1]

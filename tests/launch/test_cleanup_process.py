@@ -14,23 +14,23 @@ from tests.launch.several import ROOT, alive, gone
 LAUNCHER = """
 import os, subprocess, sys
 from pathlib import Path
-from runner.launch.cleanup_process import Janitor
-janitor = Janitor()
-janitor.remove(Path(sys.argv[1]), Path("/nowhere"))
+from runner.launch.cleanup_process import CleanupProcess
+cleanup = CleanupProcess()
+cleanup.remove(Path(sys.argv[1]), Path("/nowhere"))
 sleeping = [subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, start_new_session=True) for _ in range(2)]
 for one in sleeping:
-    janitor.watch(one.pid)
-janitor.forget(sleeping[1].pid)
+    cleanup.watch(one.pid)
+cleanup.forget(sleeping[1].pid)
 print(*(one.pid for one in sleeping), flush=True)
 if sys.argv[2] == "close":
-    janitor.close()
+    cleanup.close()
 else:
     os.killpg(os.getpid(), 9)
 """
 
 
 def launched(folder: Path, ending: str) -> tuple[int, list[int]]:
-    """How a launcher ended that has a janitor for `folder`, and the two groups that it had started."""
+    """How a launcher ended that has a cleanup process for `folder`, and the two groups that it had started."""
     (folder / "inner").mkdir(parents=True)
     command = [sys.executable, "-c", LAUNCHER, str(folder), ending]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True, timeout=60)

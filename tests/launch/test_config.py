@@ -23,7 +23,7 @@ def test_the_processes_of_a_job_are_those_of_all_machines() -> None:
         (("+recipe=sft_demo", "launch.devices=2"), "launch.devices: parallelism=single runs one process"),
         ((*TWO, "launch.node_rank=0"), "launch.node_rank: is about several machines, and launch.nodes is 1"),
         ((*TWO, "launch.rdzv_endpoint=a:1"), "launch.rdzv_endpoint: is about several machines"),
-        ((*TWO, "launch.address=auto"), "launch.address: auto is a Ray cluster; type launch=ray, too"),
+        ((*TWO, "launch.address=auto"), "launch.address: not an option of launch=local; an option of launch=ray"),
         ((*MACHINES, "launch.node_rank=2"), "launch.node_rank: the machines of launch.nodes=2 are 0 to 1"),
         (
             (*TWO, "launch.nodes=2", "launch.rdzv_endpoint=a:1"),

@@ -34,7 +34,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorter waits; and no signal handlers, which only a main thread may install."""
     monkeypatch.setattr(module, "RETRY_S", 0.02)
     monkeypatch.setattr(module, "VERDICT_S", 0.5)
-    monkeypatch.setattr(StopSignal, "installed", lambda self: nullcontext())
+    monkeypatch.setattr(StopSignal, "handle_signals", lambda self: nullcontext())
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_a_machine_that_does_not_come_is_named(tmp_path: Path, port: int, node: 
 
 def test_an_address_that_is_not_of_this_machine(tmp_path: Path) -> None:
     spec = spec_of(0, 29400)
-    spec = spec.model_copy(update={"launch": spec.launch.model_copy(update={"address": "192.0.2.1:29400"})})
+    spec = spec.model_copy(update={"launch": spec.launch.model_copy(update={"rdzv_endpoint": "192.0.2.1:29400"})})
     [found] = ended(Machine(spec, tmp_path))
     assert isinstance(found, EnvironmentProblem) and "cannot listen there" in str(found)
 

@@ -245,7 +245,7 @@ def test_what_is_killed_before_it_begins_ends_as_it_does(toys: Path) -> None:
     assert heard(child, HeartbeatReader()) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("place, lacking", [(children, "Janitor"), (ActorProcess, "_relay")])
+@pytest.mark.parametrize("place, lacking", [(children, "CleanupProcess"), (ActorProcess, "_relay")])
 def test_an_actor_that_cannot_start_its_process_says_why(
     place: object, lacking: str, toys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,8 +275,8 @@ def test_a_guard_leaves_nothing_of_a_driver_that_was_killed(tmp_path: Path) -> N
     module.write_text(
         "import os, subprocess, sys\n"
         "from pathlib import Path\n"
-        "from runner.launch.cleanup_process import Janitor\n"
-        f"Janitor().remove(Path({str(weights)!r}))\n"  # as an actor has one
+        "from runner.launch.cleanup_process import CleanupProcess\n"
+        f"CleanupProcess().remove(Path({str(weights)!r}))\n"  # as an actor has one
         "left = subprocess.Popen(['sleep', '100'], start_new_session=True)\n"
         "print(left.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
@@ -370,10 +370,10 @@ def test_an_actor_that_is_told_to_kill_what_it_has_yet_to_start_is_told_again(
     driver, actor, _ = seated
     driver._start(0, {})
     driver._kill(0)
-    driver._take("start", 0, None)
+    driver._handle_answer("start", 0, None)
     assert actor.asked == ["start", "kill", "hear", "kill"]
     driver._start(0, {})
-    driver._take("start", 0, None)
+    driver._handle_answer("start", 0, None)
     assert actor.asked[4:] == ["start", "hear"], "who follows is another one"
 
 
@@ -382,13 +382,13 @@ def test_who_follows_a_process_whose_actor_is_dismissed_has_another_actor(
 ) -> None:
     driver, actor, told = seated
     hired: list[int] = []
-    monkeypatch.setattr(driver, "_hire", hired.append)
+    monkeypatch.setattr(driver, "_start_actor", hired.append)
     driver._start(0, {})
     driver._dismiss(0)
     driver._dismiss(0)
     driver._start(0, {"role": "sampler"})
     assert actor.asked == ["start", "end"] and hired == [0]
-    driver._look()
+    driver._collect_answers()
     assert told == [] and driver._seats[0].order == {"role": "sampler"}
 
 
@@ -404,9 +404,9 @@ def test_an_actor_is_lost_once_however_much_it_was_asked(
 
     monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls, []))
     monkeypatch.setattr(ray, "get", gone)
-    driver._ask("hear", 0)
+    driver._call_actor("hear", 0)
     driver._kill(0)
-    driver._look()
+    driver._collect_answers()
     assert [(event["is"], event["why"]) for event in told] == [("lost", "its node left (10.0.0.3) is lost")]
 
 

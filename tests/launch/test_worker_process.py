@@ -22,10 +22,10 @@ from tests.launch.several import ROOT, alive, gone
 PROGRAM = """
 import subprocess, sys
 from runner.core.errors import DataError
-from runner.launch.exit_cause import Link, Report
+from runner.launch.exit_cause import ExitReport, HeartbeatWriter
 sleeping = subprocess.Popen(["sleep", "1000"])
 print(sleeping.pid, flush=True)
-Link(int(sys.argv[3])).report(Report.of(DataError("line 7 is no JSON")))
+HeartbeatWriter(int(sys.argv[3])).report(ExitReport.from_error(DataError("line 7 is no JSON")))
 """
 
 

@@ -64,7 +64,7 @@ def compare(kind: str, limit: float, **options: Any) -> None:
             wanted, got = (model.outputs(data, LOGPROBS)["logprobs"] for model in (plain, fast))
         torch.testing.assert_close(got, wanted, atol=50 * limit, rtol=50 * limit)
         graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] > 0 and graphs[2] == graphs[0] and (graphs[-1] == graphs[0] or fast.padded)
+    assert graphs[0] > 0 and graphs[2] == graphs[0] and (graphs[-1] == graphs[0] or fast.is_padded)
     assert greedy(fast, rows((5, 1, 11)), 4) == greedy(plain, rows((5, 1, 11)), 4)
     assert counters["stats"]["unique_graphs"] == graphs[-1]  # text is written by what is not compiled
 
@@ -112,8 +112,8 @@ def test_a_model_that_does_not_name_its_layers_says_so(monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_without_a_compiler_it_is_an_error_that_says_what_to_install() -> None:
     program = (
-        "import torch; from runner.core.errors import EnvironmentProblem; from runner.model import layers\n"
-        "try: layers.refuse_without_compiler(torch.device('cpu'))\n"
+        "import torch; from runner.core.errors import EnvironmentProblem; from runner.model import checkpointing_and_compile as compiling\n"
+        "try: compiling.refuse_without_compiler(torch.device('cpu'))\n"
         "except EnvironmentProblem as error: print(error)"
     )
     own = {"CXX": "no-such-compiler", "PATH": "/nowhere", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -66,7 +66,7 @@ def test_beyond_the_limit_it_would_and_is_refused(kind: str, rope: dict[str, Any
     batch = pack([short, long], [[1.0] * 5, [1.0] * 40])
     with pytest.raises(SpecError, match=f"rows of 40 tokens .* its {kind} positions depend on the longest row"):
         subject.outputs(batch, LOGPROBS)
-    subject.longest = None
+    subject.length_limit = None
     with torch.no_grad():
         together = subject.outputs(batch, LOGPROBS)["logprobs"][:5]
         alone = subject.outputs(pack([short], [[1.0] * 5]), LOGPROBS)["logprobs"]

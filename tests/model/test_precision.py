@@ -116,7 +116,7 @@ def test_trainable_weights_are_stored_in_float32_and_frozen_ones_in_bfloat16() -
         one_step(model)
         assert {p.dtype for p in model.trainable().values()} == {torch.float32}
         assert {p.dtype for p in model.module.parameters() if not p.requires_grad} == frozen
-        assert model.compute_type == torch.bfloat16
+        assert model.compute_dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gpt_oss", "gemma2", "gpt2", "llama4", "mistral", "granite"])
@@ -140,7 +140,7 @@ def test_a_model_that_computes_in_float32_is_left_as_it_is() -> None:
 def test_a_layer_that_is_recomputed_keeps_no_cast_of_a_weight() -> None:
     """As automatic mixed precision does: it keeps one of every weight until the forward pass is over, and longer."""
     model = full("qwen3", gradient_checkpointing=True)
-    shapes = {tuple(p.shape) for block in model.blocks() for p in block.parameters() if p.ndim == 2}
+    shapes = {tuple(p.shape) for block in model.transformer_blocks() for p in block.parameters() if p.ndim == 2}
     shapes |= {shape[::-1] for shape in shapes}
     kept = Counter[tuple[int, ...]]()
 
@@ -149,7 +149,7 @@ def test_a_layer_that_is_recomputed_keeps_no_cast_of_a_weight() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        total, _ = model.linear(batch(), batch().tokens["weight"])
+        total, _ = model.linear_loss(batch(), batch().tokens["weight"])
     assert kept and not any(kept[shape] for shape in shapes)
     total.backward()
 
@@ -194,7 +194,7 @@ def test_a_merged_export_has_the_weights_that_are_published(tmp_path: Path) -> N
     with torch.no_grad():
         for name, parameter in model.trainable().items():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1)
-    published = dict(model.published("all", dtype=torch.float32))
+    published = dict(model.hf_tensors("all", dtype=torch.float32))
     write_model(model.module, tmp_path, merged=True, keep_original=True)
     exported = load_file(tmp_path / "model.safetensors")
     for name, wanted in exported.items():

@@ -106,7 +106,7 @@ def run_again(way: bool | int | str, adapter: float | None = None) -> dict[str, 
     counts = []
     for how in (False, way):
         model, operators = made("llama", how, adapter), Operators()
-        total = model.linear(batch(), batch().tokens["weight"])[0]
+        total = model.linear_loss(batch(), batch().tokens["weight"])[0]
         with operators:
             total.backward()
         counts.append(operators.calls)

@@ -71,7 +71,7 @@ def test_its_hidden_states_and_its_head_are_its_logits(folder: Path) -> None:
 
 def test_its_weights_are_part_of_where_it_comes_from(folder: Path, tmp_path: Path) -> None:
     causal("qwen3", seed=5).save(tmp_path / "other")
-    origins = [build(path).origin for path in (folder, tmp_path / "other")]
+    origins = [build(path).base_fingerprint for path in (folder, tmp_path / "other")]
     assert origins[0]["config"] == origins[1]["config"] and origins[0]["weights"] != origins[1]["weights"]
 
 

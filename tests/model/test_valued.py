@@ -106,7 +106,7 @@ def test_all_outputs_come_from_one_pass_and_do_not_depend_on_what_else_is_asked(
         assert len(passes) == 1
         alone = {name: model.outputs(batch, frozenset({name}))[name] for name in ALL}
     assert all(torch.equal(alone[name], together[name]) for name in ALL)
-    with pytest.raises(SpecError, match="ValuedLM makes entropy, hidden, logprobs, values"):
+    with pytest.raises(SpecError, match="PolicyWithValueHead makes entropy, hidden, logprobs, values"):
         model.outputs(batch, frozenset({"values", "scores"}))
 
 

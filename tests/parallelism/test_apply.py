@@ -64,7 +64,7 @@ def test_memory_that_is_exhausted_is_no_fault_of_the_model() -> None:
 def test_experts_that_give_something_else_are_refused_by_their_own_option() -> None:
     def work(rank: int) -> str:
         model: Any = zoo.causal("qwen3_moe", num_experts=4, mlp_only_layers=[])
-        model.computes = lambda wanted: False
+        model.matches_probe = lambda wanted: False
         with pytest.raises(
             SpecError, match=r"computes something else when its experts lie apart; .*parallelism\.ep=1"
         ) as error:

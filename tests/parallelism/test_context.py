@@ -151,9 +151,9 @@ def shared_prompts() -> Batch:
 
 def scored(model: Any, batch: Batch) -> dict[str, Tensor]:
     """All that it gives, and the gradients of something of it."""
-    outputs = model.outputs(batch, frozenset(model.made) - {"hidden"})
+    outputs = model.outputs(batch, frozenset(model.supported_outputs) - {"hidden"})
     with torch.no_grad():
-        again = model.outputs(batch, frozenset(model.made))
+        again = model.outputs(batch, frozenset(model.supported_outputs))
     weight = torch.linspace(-1, 1, batch.num_tokens)
     total = sum((one.sin() * weight[: len(one)]).sum() for one in outputs.values())
     total.backward()
@@ -206,8 +206,8 @@ def test_terms_of_logits(kind: str, style: str) -> None:
     def work(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         given = part(0, 1), part(0, 1).tokens["weight"], spread_of
         with torch.no_grad():
-            measured = model.linear(*given)[1]["loss"]
-        total, terms = model.linear(*given)
+            measured = model.linear_loss(*given)[1]["loss"]
+        total, terms = model.linear_loss(*given)
         total.backward()
         found = {n: p.grad for n, p in model.trainable().items() if p.grad is not None}
         return {"total": total.detach()[None], "measured": measured, **terms}, found
@@ -250,7 +250,7 @@ def test_text_is_written_by_each_rank_alone() -> None:
 @STYLES
 def test_bfloat16_products_of_float32_weights(style: str) -> None:
     def gradients(model: Any) -> dict[str, Tensor]:
-        model.linear(part(0, 1), part(0, 1).tokens["weight"])[0].backward()
+        model.linear_loss(part(0, 1), part(0, 1).tokens["weight"])[0].backward()
         return {name: p.grad.clone() for name, p in model.trainable().items() if p.grad is not None}
 
     wanted = gradients(made("qwen2", False, dtype="bfloat16"))

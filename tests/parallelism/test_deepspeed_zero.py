@@ -192,8 +192,8 @@ def test_whole_jobs_of_deepspeed_do_what_one_process_does(stage: int, name: str,
 def published(world: ParallelContext, adapter: bool) -> dict[str, dict[str, Tensor]]:
     model = plain.made("qwen2", adapter, "packed")
     learner(world, 3, model)
-    sizes = {way: model.published_bytes(way) for way in ("all", "changed")}
-    found = {way: {name: one.clone() for name, one in model.published(way)} for way in sizes}
+    sizes = {way: model.hf_tensor_bytes(way) for way in ("all", "changed")}
+    found = {way: {name: one.clone() for name, one in model.hf_tensors(way)} for way in sizes}
     assert sizes == {way: sum(one.nbytes for one in tensors.values()) for way, tensors in found.items()}
     return found
 
@@ -203,6 +203,6 @@ def test_what_is_published_is_what_one_process_does(adapter: bool) -> None:
     model = plain.made("qwen2", adapter, "packed")
     for found in on_ranks(2, published, adapter):
         for way, tensors in found.items():
-            wanted = dict(model.published(way))
+            wanted = dict(model.hf_tensors(way))
             assert tensors.keys() == wanted.keys()
             assert [name for name in wanted if not torch.equal(tensors[name], wanted[name])] == []

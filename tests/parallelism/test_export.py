@@ -128,7 +128,7 @@ class Alive:
 
 def watched_save(rank: int, layout: str, make: Make, folder: Path) -> tuple[int, int]:
     model, alive = spread(layout, make()), Alive()
-    for place, name in ((hf_state_dict, "whole"), (hf_state_dict, "revert_weight_conversion"), (export, "whole")):
+    for place, name in ((hf_state_dict, "full_tensor"), (hf_state_dict, "revert_weight_conversion"), (export, "full_tensor")):
         setattr(place, name, alive.watching(getattr(place, name)))  # in this rank's process alone
     model.save(folder if rank == 0 else None)
     return alive.peak, alive.calls

@@ -65,7 +65,7 @@ def trained(model: Any, batch: Batch, copies: RankCollectives = SINGLE_PROCESS) 
     model.train()
     for step in range(STEPS):
         if step % 2:
-            total, _ = model.linear(batch, -batch.tokens["weight"] / 50)
+            total, _ = model.linear_loss(batch, -batch.tokens["weight"] / 50)
         else:
             outputs = model.outputs(batch, frozenset({"logprobs", "entropy"}))
             total = -(outputs["logprobs"] * batch.tokens["weight"] + 0.1 * outputs["entropy"]).sum() / 50
@@ -205,7 +205,7 @@ def test_a_reference_that_is_asked_first_does_not_stop_the_adapter_from_learning
         model = sharded(made("qwen2", True), (1, 2))
         with model.module.disable_adapter(), torch.no_grad():
             first = model.outputs(part(0, 1), zoo.LOGPROBS)["logprobs"]
-        model.linear(part(rank, 2), part(rank, 2).tokens["weight"])[0].backward()
+        model.linear_loss(part(rank, 2), part(rank, 2).tokens["weight"])[0].backward()
         return first, all(p.grad is not None for p in model.trainable().values())
 
     plain = zoo.causal("qwen2").outputs(part(0, 1), zoo.LOGPROBS)["logprobs"].detach()
@@ -222,8 +222,8 @@ def test_a_bfloat16_base_beside_a_float32_adapter_stays_as_small_as_it_is() -> N
     def work(rank: int) -> tuple[dict[str, Any], int, int]:
         model = sharded(build(), (1, 2))
         types = {p.dtype for name, p in model.module.named_parameters() if "lora_" not in name}
-        model.linear(part(rank, 2), part(rank, 2).tokens["weight"])[0].backward()
-        with model.gathered():
+        model.linear_loss(part(rank, 2), part(rank, 2).tokens["weight"])[0].backward()
+        with model.summon_full_params():
             types |= {p.dtype for name, p in model.module.named_parameters() if "lora_" not in name}
         held = sum(dtensor_utils.local_tensor(p).untyped_storage().nbytes() for p in model.whole.parameters())
         return {n: (p.dtype, p.grad.dtype) for n, p in model.trainable().items()}, held, len(types)
@@ -241,10 +241,10 @@ def test_text_is_written_with_the_whole_model_by_ranks_of_different_work(adapter
     def work(rank: int) -> tuple[list[list[int]], bool]:
         model = sharded(made("qwen2", adapter), (1, 2))
         found = zoo.greedy(model, prompts[:rank], 4 + rank)  # rank 0 has nothing to do
-        with model.gathered():
+        with model.summon_full_params():
             found += [] if rank else zoo.greedy(model, prompts[1:], 6)
         for _ in range(2):  # a backward pass that gathered ahead in the order of what was written would never end
-            model.linear(part(rank, 2), part(rank, 2).tokens["weight"])[0].backward()
+            model.linear_loss(part(rank, 2), part(rank, 2).tokens["weight"])[0].backward()
         return found, all(isinstance(p, DTensor) for p in model.whole.parameters())
 
     model = made("qwen2", adapter)
@@ -269,7 +269,7 @@ def test_weights_are_gathered_in_bfloat16_and_no_cast_of_them_is_kept() -> None:
 
     def work(rank: int) -> tuple[int, set[str], dict[str, Any]]:
         model = sharded(made("qwen3", False, dtype="bfloat16", initializer_range=0.05), (1, 2))
-        shapes = {tuple(p.shape) for block in model.blocks() for p in block.parameters() if p.ndim == 2}
+        shapes = {tuple(p.shape) for block in model.transformer_blocks() for p in block.parameters() if p.ndim == 2}
         kept: list[Tensor] = []
 
         def note(tensor: Tensor) -> Tensor:
@@ -277,7 +277,7 @@ def test_weights_are_gathered_in_bfloat16_and_no_cast_of_them_is_kept() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            total, _ = model.linear(part(rank, 2), part(rank, 2).tokens["weight"])
+            total, _ = model.linear_loss(part(rank, 2), part(rank, 2).tokens["weight"])
         weights = [t for t in kept if tuple(t.shape) in shapes or tuple(t.shape)[::-1] in shapes]
         types = {str(t.dtype) for t in weights}
         held = sum(t.untyped_storage().nbytes() for t in weights)
@@ -291,7 +291,7 @@ def test_weights_are_gathered_in_bfloat16_and_no_cast_of_them_is_kept() -> None:
         )
 
     plain = made("qwen3", False, dtype="bfloat16", initializer_range=0.05)
-    plain.linear(part(0, 1), part(0, 1).tokens["weight"])[0].backward()
+    plain.linear_loss(part(0, 1), part(0, 1).tokens["weight"])[0].backward()
     wanted = {name: p.grad for name, p in plain.trainable().items() if p.grad is not None}
     for held, types, gradients in ranks(2, work):
         assert held == 0 and types == {"torch.bfloat16"}, "what was gathered, and is freed by now"
@@ -312,7 +312,7 @@ def test_routers_are_gathered_in_float32_where_all_else_is_in_bfloat16(adapter: 
                         found.add((router, str(getattr(part, key).dtype)))
 
                     module.register_forward_hook(note)
-        model.linear(part(rank, 2), part(rank, 2).tokens["weight"])[0].backward()
+        model.linear_loss(part(rank, 2), part(rank, 2).tokens["weight"])[0].backward()
         return found
 
     for found in ranks(2, work):

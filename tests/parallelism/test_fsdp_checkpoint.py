@@ -221,7 +221,7 @@ def test_an_export_of_pieces_is_that_of_the_whole(tmp_path: Path, kind: str, ada
 
     def export(model: Any, folder: Path | None) -> None:
         if merges:
-            model.merge()
+            model.merge_on_save()
         model.save(folder)
 
     options = {"tie_word_embeddings": True} if kind == "llama" else {}

@@ -91,10 +91,10 @@ def publishing(model: Any, learner: LocalLearner, world: ParallelContext, folder
     """Rank 0 writes, and has the engine."""
     leads = world.place.is_rank0
     if leads:
-        model.blueprint(folder / "blueprint")
+        model.save_configs(folder / "blueprint")
     engine = Engine(folder / "blueprint", stale) if leads else None
     shelf = Shelf(claim(folder / "run", 0, folder)) if leads else None
-    ways = (partial(model.published, way, keep=leads) for way in ("changed", "fixed"))
+    ways = (partial(model.hf_tensors, way, keep=leads) for way in ("changed", "fixed"))
     route = Shelving(*ways, peers=world.world_peers, shelf=shelf, source=0 if leads else None)
     sampler: Any = Rank0Sampler(lambda: engine, world.rollout_peers)  # type: ignore[arg-type,return-value]
     probe = SyncProbe.from_seed(1, zoo.VOCAB, LIMIT)

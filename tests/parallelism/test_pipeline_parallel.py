@@ -218,7 +218,7 @@ def test_text_is_written_with_the_whole_model_by_ranks_of_different_work(adapter
         subject = learner(model, world)
         before = subject.forward(given(0), zoo.LOGPROBS)["logprobs"]
         found = zoo.greedy(model, prompts[:rank], 4 + rank)  # rank 0 has nothing to do
-        with model.gathered():
+        with model.summon_full_params():
             found += [] if rank else zoo.greedy(model, prompts[1:], 6)
         after = subject.forward(given(0), zoo.LOGPROBS)["logprobs"]
         return found, any(p.is_meta for p in model.whole.parameters()), torch.equal(before, after)
@@ -327,7 +327,7 @@ def test_heads_of_one_number(build: Callable[[], Any]) -> None:
 
 def compare_values(build: Callable[[], Any]) -> None:
     def gradients(model: Any) -> dict[str, Tensor]:
-        found = model.outputs(given(0), frozenset({"values", "scores"} & model.made))
+        found = model.outputs(given(0), frozenset({"values", "scores"} & model.supported_outputs))
         sum((one.square().sum() for one in found.values()), torch.zeros(())).backward()
         return {n: p.grad for n, p in model.trainable().items() if p.grad is not None}
 

@@ -24,7 +24,7 @@ from tests.parallelism.worlds import on_ranks
 class Echo:
     """A sampler whose answer to a request is its seed; it remembers what it was asked."""
 
-    temperature, max_new_tokens, longest = 0.5, 7, 99
+    temperature, max_new_tokens, max_model_len = 0.5, 7, 99
 
     def __init__(self) -> None:
         self.asked: list[Request] = []
@@ -114,7 +114,7 @@ def scored(world: ParallelContext) -> tuple[Any, Any, int, str]:
     inner: Any = Length()
     reward: Any = partition_reward(inner, world.rollout_peers)
     given = groups((1, 2), (3, 4), (), (5, 5))
-    found = reward.score(given), reward.composed(given)
+    found = reward.score(given), reward.score_components(given)
     try:
         reward.score(groups((1,), (9,)))
         said = "nothing"

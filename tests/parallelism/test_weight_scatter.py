@@ -128,11 +128,11 @@ def test_what_the_first_rank_finds_out_the_others_are_told(kind: str, tmp_path: 
 
     def work(rank: int) -> Any:
         model = spread(rank, *LAYOUTS["ddp"], lambda where: read(folder, where))
-        said = model.layout, model.chunked, model.own_attention, model.inner.config._attn_implementation
+        said = model.layout, model.chunked, model.default_attention, model.inner.config._attn_implementation
         return said, model.outputs(zoo.batch(), zoo.LOGPROBS)["logprobs"].detach()
 
     alone = read(folder, CPU)
-    wanted = alone.layout, alone.chunked, alone.own_attention, alone.inner.config._attn_implementation
+    wanted = alone.layout, alone.chunked, alone.default_attention, alone.inner.config._attn_implementation
     logprobs = alone.outputs(zoo.batch(), zoo.LOGPROBS)["logprobs"]
     for said, got in ranks(2, work):
         assert said == wanted and torch.equal(got, logprobs)

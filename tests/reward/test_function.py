@@ -439,9 +439,10 @@ def test_everything_dies_with_a_killed_run(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(textwrap.dedent(LEAVES_CHILDREN))
     program = f"""
 from pathlib import Path
-from runner.reward.captured_output import Output
-from runner.reward.worker_pool import Pool, Target
-pool = Pool(Target(Path("{tmp_path}/mine.py"), "score"), workers=1, timeout_s=600, output=Output("", None))
+from runner.reward.captured_output import CapturedOutput
+from runner.reward.worker_pool import FunctionTarget, WorkerPool
+target = FunctionTarget(Path("{tmp_path}/mine.py"), "score")
+pool = WorkerPool(target, workers=1, timeout_s=600, output=CapturedOutput("", None))
 pool.call({{"completions": ["h"]}}, size=1, seed=0)
 """
     run = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)

@@ -154,8 +154,8 @@ def test_a_run_is_found_by_its_folder(tmp_path: Path, monkeypatch: pytest.Monkey
 HOLDER = """
 import sys
 from pathlib import Path
-from runner.run_dir.folder import RunFolder, lock
-lock(RunFolder(Path(sys.argv[1])))
+from runner.run_dir.folder import RunFolder, acquire_lock
+acquire_lock(RunFolder(Path(sys.argv[1])))
 print("held", flush=True)
 sys.stdin.read()
 """

@@ -254,7 +254,7 @@ def test_a_dumped_spec_decodes_to_itself(group: str, cls: Any) -> None:
     name = cls.component_name()
     needed = {field: "x/y" for field, info in cls.model_fields.items() if info.is_required()}
     section = {"name": name, **VALUES.get((group, name), needed)}
-    samples = cls.samples if group == "algorithm" else group in ("sampler", "reward", "environment")
+    samples = cls.needs_sampler if group == "algorithm" else group in ("sampler", "reward", "environment")
     others = dict(SAMPLING) if samples and name != "none" else {}
     if group == "algorithm" and not cls.rewarded:
         others.pop("reward", None)

@@ -31,7 +31,7 @@ ROWS = ["data=file", "data.path=rows.jsonl", "data.eval_path=rows.jsonl", "data.
 class Scripted:
     """A model that says to each prompt what `says` makes of its text, token by token."""
 
-    longest: tuple[int, str] | None = None
+    length_limit: tuple[int, str] | None = None
 
     def __init__(self, tokenizer: Any, says: Callable[[str], str]) -> None:
         self.tokenizer, self._says = tokenizer, says
@@ -73,7 +73,7 @@ def evaluation(
     spec = compose_job(words).spec
     tokenizer = build_tokenizer(spec)
     model = Scripted(tokenizer, says)
-    model.longest = longest
+    model.length_limit = longest
     environments = default_registry().factory(spec.environment)(spec.environment, decide=decide)
     algorithm: Any = None  # nothing is learnt
     data = build_data(spec, tokenizer, decide)

@@ -96,7 +96,7 @@ def test_judged_answers_have_numbers_of_their_side_only() -> None:
     models = {"policy": learner(model(5)), "reference": frozen(model(6))}
     algorithm = build_kto(KtoConfig(batch_size=4), parts(judged(4)))
     report = measured(algorithm, JUDGED, models, 4, samples=8)
-    assert {"eval/loss", "eval/accuracy", "eval/z", "eval/chosen", "eval/rejected"} <= report.values.keys()
+    assert {"eval/loss", "eval/accuracy", "eval/kl_baseline", "eval/chosen", "eval/rejected"} <= report.values.keys()
     for sample, item in zip(report.samples, JUDGED, strict=True):
         assert sample["completion"] == TOKENIZER.decode(item.completion) and sample["good"] == item.good
         assert ("eval/chosen" in sample) == item.good and ("eval/rejected" in sample) != item.good

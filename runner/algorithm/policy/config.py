@@ -52,7 +52,7 @@ class TeacherLogRatio:
 
 AdvantageSource = (
     RegisteredAdvantage | GaeCritic | TeacherLogRatio
-)  # what a sample's tokens are worth: `optimisation` computes it
+)  # what a sample's tokens are worth: `optimization` computes it
 
 
 class ResolvedOptions(NamedTuple):
@@ -183,7 +183,7 @@ class PolicyConfig(ReferenceBasedConfig):
 
     def _unused_options(self) -> list[tuple[str, str]]:
         """Options that were set although the choice they belong to was not made."""
-        uses = {option: ("kl", tuple(functions("kl_estimator"))) for option in KL_OPTIONS}
+        uses = {option: ("kl_estimator", tuple(functions("kl_estimator"))) for option in KL_OPTIONS}
         uses["correction_level"] = ("correction", tuple(functions("correction")))
         return [
             (

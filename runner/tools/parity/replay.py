@@ -89,7 +89,7 @@ def _build(spec: JobSpec, folder: RunFolder, decide: Decisions, say: Callable[[s
 def _wrap_learner(learner: Any, role: str, prints: dict[str, TensorSketch], decide: Decisions) -> RecordingLearner:
     assert isinstance(learner, LocalLearner)
     model: Any = learner.model
-    if rate := model.without_dropout():
+    if rate := model.disable_dropout():
         decide.record_fact("dropout", "off", f"each device draws its own; {role} has a dropout of up to {rate:g}")
     return RecordingLearner(learner, role, prints)
 

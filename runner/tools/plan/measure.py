@@ -87,13 +87,13 @@ class Passes:
 
 def _run(spec: JobSpec, head: Head, shape: Any, spread: RankLayout, headed: bool) -> Pass:
     model = build_meta_model(spec, head, shape)
-    model.attend_with(partial(fused_attention, dtype=model.compute_type), decide=Decisions())
+    model.set_varlen_kernel(partial(fused_attention, dtype=model.compute_dtype), decide=Decisions())
     batch = micro_batch(spec, spread.mesh.cp)
     learning = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
     stored = {name: p.element_size() for name, p in learning.items()}
     if spread.is_sharded:  # layers come from other ranks in what they compute in
         for parameter in model.module.parameters():
-            parameter.data = parameter.data.to(model.compute_type)
+            parameter.data = parameter.data.to(model.compute_dtype)
     tracker = MetaMemoryTracker(
         [*model.module.parameters(), *model.module.buffers()], shape.get_text_config().vocab_size
     )
@@ -132,14 +132,14 @@ def _moment_hooks(blocks: Sequence[nn.Module], tracker: MetaMemoryTracker, repea
 
 def _through_layers(model: Any, batch: Batch) -> Tensor:
     """What a stage that is not the last makes of a batch: hidden states, and nothing of them."""
-    total: Tensor = model._pass(lambda: model._backbone(model.tokens_of(batch.to(META)))).sum()
+    total: Tensor = model._run_pass(lambda: model._backbone(model.shard_tokens(batch.to(META)))).sum()
     return total
 
 
 def _total(spec: JobSpec, head: Head, model: Any, batch: Batch) -> Tensor:
     """What a loss of the algorithm's kind makes of the model's outputs."""
     if head == "lm" and spec.algorithm.item_kind == "sft" and not spec.algorithm.needs_sampler:
-        total: Tensor = model.linear(batch.to(META), torch.ones(batch.num_tokens))[0]
+        total: Tensor = model.linear_loss(batch.to(META), torch.ones(batch.num_tokens))[0]
         return total
     outputs = model.outputs(batch.to(META), needed_outputs(spec, head))
     return torch.stack([value.sum() for value in outputs.values()]).sum()

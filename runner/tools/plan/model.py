@@ -99,7 +99,7 @@ def build_meta_model(spec: JobSpec, head: Head, architecture: Any, adapted: bool
 
 def decoder_layers(model: Any) -> list[nn.Module]:
     """The decoder layers, or what comes closest to them in a model that does not name its own."""
-    if blocks := model.blocks():
+    if blocks := model.transformer_blocks():
         return list(blocks)
     lists: list[nn.ModuleList] = [part for part in model.inner.modules() if isinstance(part, nn.ModuleList)]
     longest = max(lists, key=lambda found: sum(p.numel() for p in found.parameters()))

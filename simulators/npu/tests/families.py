@@ -55,10 +55,10 @@ def gap(kind: str, share: bool, fused: bool = True, **how: Any) -> Any:
             assert pad_batch is not None
             padded_attention.install_dense_attention(module, pad_batch, said)
         models.append(CausalLM(module, byte_tokenizer(512), TinyConfig(**how), seed=0, decide=said))
-    if not models[1].padded:
-        kernel = DEVICE.varlen_attention(models[1].compute_type)
+    if not models[1].is_padded:
+        kernel = DEVICE.varlen_attention(models[1].compute_dtype)
         assert kernel is not None
-        models[1].attend_with(kernel, decide=said)
+        models[1].set_varlen_kernel(kernel, decide=said)
     plain, on_card = (outcome(model, share) for model in models)
     assert plain.keys() == on_card.keys()
     gaps = [float((plain[k] - on_card[k]).abs().max() / plain[k].abs().max().clamp_min(1e-3)) for k in plain]

@@ -163,7 +163,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit() -> None:
     [
         (["reward=exact"], "reward: algorithm=opd learns without a reward; type reward=none"),
         (["sampler=none"], "sampler: algorithm=opd needs one; type sampler=torch"),
-        (["algorithm.kl_coef=0.1"], "algorithm.kl_coef: not used with kl=none"),
+        (["algorithm.kl_coef=0.1"], "algorithm.kl_coef: not used with kl_estimator=none"),
         (["algorithm.kl_estimator=k3", "algorithm.kl_in=reward"], "algorithm.kl_in:"),
         (["algorithm.zero_variance=drop"], "algorithm.zero_variance:"),
         (["algorithm.max_resample_rounds=2"], "algorithm.max_resample_rounds:"),
@@ -220,5 +220,5 @@ def test_the_loss_is_explained(
 
 def test_both_have_a_teacher_beside_what_else_is_frozen() -> None:
     made = default_registry().classes("algorithm")
-    assert made["distill"](teacher="x", teacher_revision="main").frozen()["teacher"].revision == "main"  # type: ignore[attr-defined]
+    assert made["distill"](teacher="x", teacher_revision="main").frozen_models()["teacher"].revision == "main"  # type: ignore[attr-defined]
     assert list(OpdConfig(**SMALL, kl_estimator="k3").frozen_models()) == ["reference", "teacher"]

@@ -149,7 +149,7 @@ def test_an_episode_that_outgrows_a_real_model_is_cut_off(monkeypatch: pytest.Mo
     experience: Any = job.algorithm.collect(0)
     samples = [(len(group.prompt.ids) + len(one.ids), one) for group in experience.groups for one in group.samples]
     assert all(one.finish == "length" and size <= 64 for size, one in samples), "eight turns do not fit"
-    assert any(one.before for _, one in samples), "or no episode went on"
+    assert any(one.history for _, one in samples), "or no episode went on"
     assert job.algorithm.describe(0, experience)[0]["rollout/truncated_frac"] == 1
     list(job.algorithm.prepare(experience, job.models))
 
@@ -185,14 +185,14 @@ def test_the_calculator_answers_calls_and_nothing_else(call: str, answer: str) -
 
 def test_what_was_said_before_the_last_turn_is_kept_and_survives_a_checkpoint() -> None:
     sample, _, _ = play("calc 12+34", "46")
-    assert sample.before == ({"role": "assistant", "content": "calc 12+34"}, {"role": "tool", "content": "46"})
+    assert sample.history == ({"role": "assistant", "content": "calc 12+34"}, {"role": "tool", "content": "46"})
     experience = Experience(0, (Group(PROMPT, (sample,)),), 1)
     again = rollouts.decode_experience(
         json.loads(json.dumps(rollouts.encode_experience(experience), default=list_of), object_hook=tensor_of)
     )
     assert again == experience
     [row] = rollouts.sample_records(experience, rewarded=True)
-    assert (row["turns"], row["answer"]) == (list(sample.before), "46")
+    assert (row["turns"], row["answer"]) == (list(sample.history), "46")
     [alone] = rollouts.sample_records(Experience(0, (Group(PROMPT, (play("46")[0],)),), 1), rewarded=True)
     assert "turns" not in alone and alone["answer"] == "46"
 
@@ -224,13 +224,13 @@ def test_a_greedy_episode_is_asked_the_very_tokens_of_a_sampled_one() -> None:
     episode, asked = answers("calc 12+34", "46")
     sample, sampler, _ = play("calc 12+34", "46")
     assert asked == [request.prompt for requests in sampler.asked for request in requests]
-    assert (episode.text, episode.before, episode.finish) == (sample.text, sample.before, "stop")
+    assert (episode.text, episode.history, episode.finish) == (sample.text, sample.history, "stop")
 
 
 def test_a_greedy_turn_that_was_cut_off_ends_the_episode() -> None:
     call = "calc 12+34"
     episode, asked = answers(call, "46", limit=len(ids_of(call)))
-    assert (episode.text, episode.before, episode.finish, len(asked)) == (call, (), "length", 1)
+    assert (episode.text, episode.history, episode.finish, len(asked)) == (call, (), "length", 1)
     whole, _ = answers(call, "46", limit=len(ids_of(call)) + 1)
     assert (whole.text, whole.finish) == ("46", "stop")
 

@@ -191,7 +191,7 @@ def test_no_formula_is_printed_of_what_is_no_algorithm(
 @pytest.mark.parametrize("name", sorted(default_registry().classes("algorithm")))
 def test_every_algorithm_says_what_its_loss_is(name: str, workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cls: Any = default_registry().classes("algorithm")[name]
-    beside = [*(["sampler=torch"] if cls.samples else []), *(["reward=exact"] if cls.rewarded else [])]
+    beside = [*(["sampler=torch"] if cls.needs_sampler else []), *(["reward=exact"] if cls.needs_reward else [])]
     beside += ["algorithm.teacher=x"] if "teacher" in cls.model_fields else []
     assert main(["explain", "loss", f"algorithm={name}", *beside]) == 0
     assert capsys.readouterr().out.startswith("loss = ")

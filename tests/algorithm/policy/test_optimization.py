@@ -126,7 +126,7 @@ def test_an_unscored_answer_is_as_if_it_had_not_been_drawn() -> None:
     job.publish(0)
     experience = job.algorithm.collect(0)
     batch = next(iter(job.algorithm.prepare(experience, job.models)))
-    learnt = [s for g in experience.groups if g.has_contrast for s in g.samples if s.reward is not None]
+    learnt = [s for g in experience.groups if g.has_reward_variance for s in g.samples if s.reward is not None]
     assert batch.totals["tokens"] == sum(len(s.ids) for s in learnt)
     assert batch.totals["rows"] == len(learnt)
     values, _ = job.algorithm.describe(0, experience)
@@ -182,12 +182,12 @@ def test_the_numbers_of_a_step_are_of_all_that_it_drew() -> None:
     algorithm: Any = job.algorithm
     experience = algorithm.collect(0)
     rounds = range(experience.rounds)
-    drawn = [g for r in rounds for g in algorithm.collector.groups(algorithm.parts.data.take(0, 4, r), 0, r)]
+    drawn = [g for r in rounds for g in algorithm.collector.collect_groups(algorithm.parts.data.take(0, 4, r), 0, r)]
     answers = [one for group in drawn for one in group.samples]
     values, _ = algorithm.describe(0, experience)
     assert len(drawn) == 4 * experience.rounds > len(experience.groups)
     assert values["reward/mean"] == pytest.approx(sum(one.reward for one in answers) / len(answers))
-    assert values["reward/zero_variance"] == pytest.approx(sum(not g.has_contrast for g in drawn) / len(drawn))
+    assert values["reward/zero_variance"] == pytest.approx(sum(not g.has_reward_variance for g in drawn) / len(drawn))
     assert 0 < values["reward/zero_variance"] < 1
     assert values["rollout/length"] == pytest.approx(sum(len(one.ids) for one in answers) / len(answers))
     assert values["rollout/tokens"] == sum(len(one.ids) for one in answers)
@@ -207,7 +207,7 @@ def test_groups_without_contrast_are_replaced_up_to_the_cap() -> None:
     rare.publish(0)
     experience = rare.algorithm.collect(0)
     assert 1 < experience.rounds < 20 and len(experience.groups) == 4
-    assert all(group.has_contrast for group in experience.groups)
+    assert all(group.has_reward_variance for group in experience.groups)
     assert len({g.prompt.ids for g in experience.groups}) > 1
 
 
@@ -216,7 +216,7 @@ def test_answers_that_were_cut_off_can_be_left_out() -> None:
     job = job_of(config)
     job.publish(0)
     experience = job.algorithm.collect(0)
-    whole = [s for g in experience.groups if g.has_contrast for s in g.samples if s.finish == "stop"]
+    whole = [s for g in experience.groups if g.has_reward_variance for s in g.samples if s.finish == "stop"]
     batch = next(iter(job.algorithm.prepare(experience, job.models)))
     assert batch.totals["tokens"] == sum(len(s.ids) for s in whole)
 
@@ -303,7 +303,7 @@ def test_a_resumed_run_of_several_turns_is_the_same_bit_for_bit() -> None:
     job = job_of(GrpoConfig(**SMALL, lag=1), **options)
     job.publish(0)
     experience: Any = job.algorithm.collect(0)
-    assert any(one.before for group in experience.groups for one in group.samples), "or no episode has several turns"
+    assert any(one.history for group in experience.groups for one in group.samples), "or no episode has several turns"
     assert_resumes(GrpoConfig(**SMALL, lag=1), **options)
 
 

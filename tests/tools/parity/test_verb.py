@@ -51,7 +51,7 @@ def parity(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> st
 
 def with_device(monkeypatch: pytest.MonkeyPatch, fuse: Fuse) -> None:
     """From now on the processor changes the modules of a model as `fuse` does."""
-    monkeypatch.setattr(Cpu, "fuse", lambda self, module: fuse(module))
+    monkeypatch.setattr(Cpu, "apply_fused_ops", lambda self, module: fuse(module))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_samples_are_learnt_again_and_not_drawn_again(
         raise AssertionError("asked again")
 
     monkeypatch.setattr("runner.sampler.torch.TorchSampler.sample", refuse)
-    monkeypatch.setattr("runner.reward.group_scorer.Scorer.score", refuse)
+    monkeypatch.setattr("runner.reward.group_scorer.GroupScorer.score", refuse)
     said = parity(capsys, "--compare", FILE, "device.threads=2")
     assert "mean −log-likelihood of the sampled tokens (nll)" in said
     assert "|trainer − recorded sampler| per token" in said

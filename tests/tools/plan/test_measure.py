@@ -62,7 +62,7 @@ def test_layers_that_repeat_are_counted_once(
 ) -> None:
     spec = compose("+recipe=sft_demo", *words, *SMALL, "model.layers=11")
     repeated = model_weights(spec, "lm", architecture(spec.model)[0])
-    monkeypatch.setattr("runner.tools.plan.rank_layout.samples", lambda *_: (1, 100))
+    monkeypatch.setattr("runner.tools.plan.rank_layout.sample_depths", lambda *_: (1, 100))
     assert repeated == model_weights(spec, "lm", architecture(spec.model)[0]) and len(repeated.layers) == 11
 
 
