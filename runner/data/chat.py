@@ -117,7 +117,7 @@ class Renderer:
 
         Raises EnvironmentProblem if the template does not write the message.
         """
-        hint = f"{PART_HINTS['content']}; or let the environment answer in another role"
+        hint = f"{PART_HINTS['content']}; or let the environment answer in another role (environment.role=user)"
         try:
             chat = self._prepare([*OPENING, message], (), 0, "last")
             after = self._text(chat, 3, prompt=True).rpartition(PROBE)[2]

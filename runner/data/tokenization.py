@@ -148,9 +148,11 @@ class ExampleTokenizer:
                 plans.append(None)
                 problems.add_fault(ask.place, str(error), error.hint)
         parts = iter(self._tokens([flag for plan in plans if plan for flag in _continuation_flags(plan)]))
-        found = [plan and [i for _ in plan for i in next(parts)] for plan in plans]
-        plain = [isinstance(ask.prompt, str) for ask in asks]
-        return [[*self._start(ids), *ids] if p and ids is not None else ids for p, ids in zip(plain, found, strict=True)]
+        rows = [plan if plan is None else [i for _ in plan for i in next(parts)] for plan in plans]
+        return [
+            [*self._start(ids), *ids] if ids is not None and isinstance(ask.prompt, str) else ids
+            for ask, ids in zip(asks, rows, strict=True)
+        ]
 
     def _prompt_plan(self, ask: PromptExample) -> list[Segment]:
         if isinstance(ask.prompt, str):

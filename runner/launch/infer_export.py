@@ -96,7 +96,8 @@ def prompt_ids(tokenizer: Any, prompt: str, style: PromptStyle, chat: ChatConfig
     """A prompt in the tokens that training showed: a user's message, or plain text after what begins every text."""
     said = ({"role": "user", "content": prompt},) if style == "chat" else prompt
     problems = Problems("prompt", "what was typed")
-    [ids] = ExampleTokenizer(tokenizer, chat).encode_prompts([PromptExample(SourceLocation("prompt", 1), said)], problems)
+    asked = PromptExample(SourceLocation("prompt", 1), said)
+    [ids] = ExampleTokenizer(tokenizer, chat).encode_prompts([asked], problems)
     problems.raise_if_any()
     return ids or []
 

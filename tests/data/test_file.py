@@ -12,7 +12,7 @@ import pytest
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, StorageError
-from runner.data.config import FileConfig
+from runner.data.config import ChatConfig, FileConfig
 from runner.data.dataset import TokenizedData
 from runner.data.prepare import build
 from runner.spec.base import ItemKind
@@ -28,10 +28,11 @@ def data(
     decide: Decisions | None = None,
     seed: int = 0,
     kind: ItemKind = "sft",
+    chat_options: ChatConfig | None = None,
     **options: Any,
 ) -> TokenizedData:
     config, decide, cache = FileConfig(**options), decide or Decisions(), cache_dir / "cache"
-    return build(config, tokenizer=tokenizer, seed=seed, decide=decide, cache_dir=cache, kind=kind)
+    return build(config, tokenizer=tokenizer, seed=seed, decide=decide, cache_dir=cache, kind=kind, chat=chat_options)
 
 
 def texts(tokenizer: Any, found: TokenizedData, step: int, count: int) -> list[str]:
@@ -163,7 +164,7 @@ def test_the_fingerprint_follows_everything_that_items_depend_on(tmp_path: Path,
         fingerprint(path=jsonl([{"messages": chat("a", "b", "c", "e")}], "other.jsonl")),
         fingerprint(byte_tokenizer(merges=[("a", "b")])),
         fingerprint(byte_tokenizer(template=CHATML + "{# another #}")),
-        fingerprint(loss_on="last_assistant"),
+        fingerprint(chat_options=ChatConfig(train_on="last")),
         fingerprint(max_length=99),
         fingerprint(truncation="skip"),
         fingerprint(eval_path=path),
