@@ -25,7 +25,7 @@ from jinja2 import TemplateSyntaxError
 from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.config import ChatConfig
 from runner.data.control_tokens import ControlTokens, Marks, Segment, common_length
-from runner.data.conversation import Statement, find_missing, plain_messages, statements, with_text_arguments
+from runner.data.conversation import CALL_FORMS, CallForm, Statement, find_missing, plain_messages, statements
 from runner.data.examples import Message, Tools, is_learnt
 from runner.data.jinja_sandbox import DEADLINE_S, TemplateTimeout, literal_text, render
 
@@ -130,16 +130,17 @@ class Renderer:
         last = self._text(chat, 2).rpartition(PROBE)[2]
         closing = self.control.leading(after[: common_length(after, last)]) or self.control.leading(after, 1)
         end, rest = self.control.ids_of([Segment(closing, learnt=False)]), after[len(closing) :]
-        other = self.control.ids_of([Segment(self.control.leading(last), learnt=False)])
-        if other and list(ids[-len(other) :]) == other:
+        final = self.control.ids_of([Segment(last.rstrip(), learnt=False)])[-1:]
+        if final and list(ids[-1:]) == final:  # a template may end a last turn by another token than an earlier one
             end = []
         written = next(n for n in range(len(end), -1, -1) if list(ids[len(ids) - n :]) == end[:n])
         return end[written:] + self.control.ids_of(chat.marks.split(Segment(rest, learnt=False)))
 
     def rewrites_history(self) -> bool:
-        """Whether the template opens an earlier turn of the assistant in another way than generation did."""
+        """Whether the template writes an earlier turn of the assistant in another way than the last one was written."""
         chat = self._prepare([*OPENING, {"role": "user", "content": "b"}], (), 0, "last")
-        return not self._text(chat, 3).startswith(self._text(chat, 1, prompt=True) + PROBE)
+        earlier, last = (self._text(chat, stop).partition(PROBE)[0] for stop in (3, 2))
+        return earlier != last or not earlier.startswith(self._text(chat, 1, prompt=True))
 
     @cached_property
     def _is_open_ended(self) -> bool:
@@ -155,7 +156,8 @@ class Renderer:
             trained = [i for i in trained if is_learnt(messages[kept[i]])]
         elif train_on != "completion":
             trained = trained[-1:]
-        plain: Any = plain_messages([messages[at] for at in kept], drop)
+        form = self._call_form if any(m.get("tool_calls") for m in messages) else CALL_FORMS[0]
+        plain: Any = plain_messages([messages[at] for at in kept], drop, form)
         used: Any = [dict(tool) for tool in tools] if tools and "tools" not in drop else None
         plain, used, marks = self.control.mark(plain, used)
         if marks.chars:
@@ -165,11 +167,11 @@ class Renderer:
     def _text(self, chat: _Chat, stop: int, prompt: bool = False, extra: Mapping[str, Any] | None = None) -> str:
         """The first `stop` messages as text; `prompt` adds what opens the assistant's turn."""
         messages = chat.messages[:stop]
-        variables = {"tools": chat.tools, "documents": None, "add_generation_prompt": prompt}
+        variables: dict[str, Any] = {"tools": chat.tools, "documents": None, "add_generation_prompt": prompt}
         variables |= {**self.tokenizer.special_tokens_map, **(self.options.kwargs or {}), **(extra or {})}
         source = str(self.tokenizer.get_chat_template(tools=chat.tools))
         try:
-            return self._render(source, messages, variables)
+            return render(source, {"messages": messages, **variables})
         except TemplateTimeout as error:
             raise RenderError(f"the chat template ran for more than {DEADLINE_S:g} s") from error
         except Exception as error:  # a template is a foreign program and may fail in any way; the row is named instead
@@ -177,17 +179,21 @@ class Renderer:
             reason = f"{type(error).__name__}: {error}; roles: {roles}"
             raise RenderError(f"the chat template refuses the conversation: {reason}") from error
 
-    def _render(self, source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        """The template's text; some take the arguments of tool calls as JSON text only."""
-        try:
-            return render(source, {"messages": messages, **variables})
-        except TemplateTimeout:
-            raise
-        except Exception as error:
-            if any(message.get("tool_calls") for message in messages):
-                with suppress(Exception):
-                    return render(source, {"messages": with_text_arguments(messages), **variables})
-            raise error
+    @cached_property
+    def _call_form(self) -> CallForm:
+        """The form of tool calls that the template writes; the first one if it writes none."""
+        function = {"name": "probed", "arguments": {"key": "value"}}
+        call: Message = {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "function": function}],
+        }
+        for form in CALL_FORMS:
+            messages = plain_messages([OPENING[0], call], (), form)
+            with suppress(RenderError):
+                if not find_missing(statements(messages), self._text(_Chat(messages, None, 0, [], Marks("")), 2)):
+                    return form
+        return CALL_FORMS[0]
 
     def _turn(self, chat: _Chat, turn: int) -> tuple[str, str]:
         """(what generation sees before a turn, the same with the turn), of which the turn holds all that it says."""

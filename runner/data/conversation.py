@@ -10,8 +10,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from runner.data.examples import Message, Tools
 
@@ -38,25 +39,35 @@ class Statement:
         return f"the {self.part} of messages[{self.index}] (role {self.role}): {text!r}"
 
 
-def plain_messages(messages: Sequence[Message], drop: Sequence[str]) -> list[dict[str, Any]]:
-    """Messages in the form that templates know, without what `drop` names.
+class CallForm(NamedTuple):
+    """How a template takes the assistant's tool calls: arguments as JSON text or as an object, no content as None."""
 
-    Text parts are joined, a tool call's arguments are an object, and reasoning stands under both usual keys.
+    text_arguments: bool
+    content: str | None
+
+
+CALL_FORMS = (CallForm(False, ""), CallForm(False, None), CallForm(True, ""), CallForm(True, None))
+
+
+def plain_messages(messages: Sequence[Message], drop: Sequence[str], form: CallForm) -> list[dict[str, Any]]:
+    """Messages in the form that a template knows, without what `drop` names.
+
+    Text parts are joined, tool calls have `form`, and reasoning stands under both usual keys.
     """
-    return [_plain_message(message, "reasoning" in drop) for message in messages]
+    return [_plain_message(message, "reasoning" in drop, form) for message in messages]
 
 
-def _plain_message(message: Message, without_reasoning: bool) -> dict[str, Any]:
+def _plain_message(message: Message, without_reasoning: bool, form: CallForm) -> dict[str, Any]:
     found = {name: value for name, value in message.items() if name not in ("weight", *REASONING_KEYS)}
     reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
     if reasoning and not without_reasoning:
         found |= {"reasoning_content": reasoning, "thinking": reasoning}
-    if "content" in found:
-        found["content"] = joined_content(found["content"])
+    found["content"] = joined_content(found.get("content"))
     if found.get("tool_calls"):
-        found["tool_calls"] = [_plain_call(call) for call in found["tool_calls"]]
-    elif "tool_calls" in found:
-        del found["tool_calls"]
+        found["tool_calls"] = [_plain_call(call, form.text_arguments) for call in found["tool_calls"]]
+        found["content"] = found["content"] or form.content
+    else:
+        found.pop("tool_calls", None)
     return found
 
 
@@ -67,31 +78,18 @@ def joined_content(content: Any) -> Any:
     return "".join(part if isinstance(part, str) else part["text"] for part in content)
 
 
-def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call.get("function", call)
+def _plain_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
+    function = dict(call.get("function", call))
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
+    if isinstance(arguments, str) and not as_text:
+        with suppress(ValueError):
             parsed = json.loads(arguments)
-        except ValueError:
-            parsed = None
-        function = {**function, "arguments": parsed if isinstance(parsed, dict) else arguments}
-    return {**call, "function": function} if "function" in call else dict(function)
-
-
-def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same messages with the arguments of tool calls as JSON text, and the type of each call."""
-
-    def call_of(call: Mapping[str, Any]) -> dict[str, Any]:
-        function = dict(call.get("function", call))
-        if not isinstance(function.get("arguments"), str):
-            function["arguments"] = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
-        return {**call, "type": call.get("type", "function"), "function": function}
-
-    return [
-        {**m, "tool_calls": [call_of(call) for call in m["tool_calls"]]} if m.get("tool_calls") else dict(m)
-        for m in messages
-    ]
+            function["arguments"] = parsed if isinstance(parsed, dict) else arguments
+    elif as_text and not isinstance(arguments, str):
+        function["arguments"] = json.dumps(arguments or {}, ensure_ascii=False)
+    if "function" not in call:
+        return function
+    return {**call, "function": function} | ({"type": call.get("type", "function")} if as_text else {})
 
 
 def statements(messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> list[Statement]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -33,7 +33,7 @@ class TemplateTimeout(Exception):
 class _GenerationTag(Extension):
     """`{% generation %}`, which marks the assistant's part for other frameworks; it changes no text."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - jinja declares it so
 
     def parse(self, parser: Parser) -> nodes.Node:
         """The body in a scope of its own."""

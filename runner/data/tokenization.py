@@ -128,8 +128,8 @@ class ExampleTokenizer:
             except RenderError as error:
                 plans.append([])
                 failed.setdefault(example.place, error)
-        for place, error in failed.items():
-            problems.add_fault(place, str(error), error.hint)
+        for place, fault in failed.items():
+            problems.add_fault(place, str(fault), fault.hint)
         parts = iter(self._tokens([s for plan in plans for row in plan for s in _continuation_flags(row)]))
         made = [
             [self._assemble(example, row, [next(parts) for _ in row]) for row in plan]
