@@ -135,7 +135,7 @@ class SourcePreparation:
         for note in summary["notes"]:
             self.decide("data.end_token", "learnt", "not learnt", f"{where}: {note}")
         for note in summary["chat_notes"]:
-            self._record_fact("chat", "as text" if "as text" in note else "left out", f"{where}: {note}")
+            self._record_fact("chat", note, where)
         if summary["branches"]:
             self._record_fact("chat.train_on", "every assistant turn", f"{where}: {summary['branches']}")
 

@@ -93,8 +93,10 @@ class ExampleTokenizer:
         self.tokenizer, self.chat = tokenizer, chat or ChatConfig()
         self.train_on: TrainOn = train_on or self.chat.train_on
         self.notes: set[str] = set()
+        self._text_notes: set[str] = set()
         self._bos, self._eos = bos_and_eos(tokenizer)
         self._anchor = join_anchor(tokenizer)
+        self._special_texts = {str(token) for token in tokenizer.all_special_tokens}
         self._special = {
             *tokenizer.all_special_ids,
             *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special),
@@ -107,8 +109,8 @@ class ExampleTokenizer:
 
     @property
     def chat_notes(self) -> set[str]:
-        """What was noticed in conversations."""
-        return self.renderer.notes if "renderer" in self.__dict__ else set()
+        """What was noticed of control tokens in conversations and texts, and of lost reasoning."""
+        return self._text_notes | (self.renderer.notes if "renderer" in self.__dict__ else set())
 
     def encode_examples(
         self, examples: Sequence[TextExample | ChatExample], problems: Problems
@@ -165,6 +167,8 @@ class ExampleTokenizer:
         return self.renderer.render(example.messages, example.tools, example.context, self.train_on)
 
     def _plain(self, example: TextExample) -> list[Segment]:
+        if any(token in text for text in (example.prompt or "", example.completion) for token in self._special_texts):
+            self._text_notes.add("texts hold special tokens, which are encoded as these tokens")
         if example.prompt is None:
             if self.train_on == "last":
                 raise DataError(f"chat.train_on=last: {example.place} is plain text without turns; type assistant")
