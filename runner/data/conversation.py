@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from runner.data.examples import Message, Tools
+from runner.data.examples import Message, Tools, joined_content
 
 Part = Literal["content", "reasoning", "tool call", "tool"]
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # one text under three names
@@ -69,13 +69,6 @@ def _plain_message(message: Message, without_reasoning: bool, form: CallForm) ->
     else:
         found.pop("tool_calls", None)
     return found
-
-
-def joined_content(content: Any) -> Any:
-    """The text of a list of text parts; anything else as it is."""
-    if not isinstance(content, list):
-        return content
-    return "".join(part if isinstance(part, str) else part["text"] for part in content)
 
 
 def _plain_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
