@@ -61,7 +61,7 @@ def main(names: Sequence[str] = ()) -> int:
     """Compare the cases of these names, or all; returns the exit code."""
     cases = {name: words for name, words in CASES.items() if not names or name in names}
     with TemporaryDirectory() as folder:
-        rows = Path(folder) / "rows.jsonl"  # plain text: every token is learnt, as a plan takes it
+        rows = Path(folder) / "rows.jsonl"  # plain text: every token is trained on, as a plan takes it
         rows.write_text("".join(json.dumps({"text": f"{n:5d} " * 20}) + "\n" for n in range(1024)))
         return compare(f"data.path={rows}", cases)
 

@@ -58,10 +58,10 @@ def group(name: str, registry: Registry) -> Iterator[str]:
 
 
 TITLES: dict[Kind, str] = {
-    "policy_loss": "`objective` of grpo, ppo, opd: policy losses",
+    "policy_loss": "`policy_loss` of grpo, ppo, opd",
     "advantage": "`advantage` of grpo",
-    "kl_estimator": "`kl` of grpo, ppo, opd: KL estimators",
-    "aggregation": "`aggregation` of grpo, ppo, opd",
+    "kl_estimator": "`kl_estimator` of grpo, ppo, opd",
+    "aggregation": "`loss_aggregation` of grpo, ppo, opd",
     "correction": "`correction` of grpo, ppo, opd: off-policy corrections",
     "preference_loss": "`loss` of dpo: preference losses",
     "divergence": "`divergence` of distill",

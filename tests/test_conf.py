@@ -69,7 +69,7 @@ def plain(path: Path) -> dict[str, Any]:
 
 
 def test_the_generated_files_are_up_to_date() -> None:
-    """To mend: python -m runner.cli.conf --write"""
+    """To fix: python -m runner.cli.conf --write"""
     assert [str(p) for p, text in files() if p.read_text(encoding="utf-8") != text] == []
     assert main(["--check"]) == 0
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from runner.adapter import lora
-from runner.adapter.config import LoraConfig, NoAdapterConfig
+from runner.adapter.config import LoraConfig, NoAdapterConfig, train_all
 from runner.algorithm.sft import CrossEntropy
 from runner.core.batch import Batch, pack, with_totals
 from runner.model import tiny
@@ -58,7 +58,7 @@ def learner(budget: int, layout: str, checkpointing: bool, kind: str, adapter: s
                 if "lora_B" in name:
                     torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
     else:
-        model = lora.train_all(NoAdapterConfig(), model, decide=lambda *words: None)
+        model = train_all(NoAdapterConfig(), model, decide=lambda *words: None)
     if kind == "adamw64":
         model.module.double()
     parameters = list(model.trainable().values())

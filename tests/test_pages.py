@@ -11,12 +11,13 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = {"reference.md", "migrate.md", "npu-versions.md"}
-PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if p.name not in GENERATED)]
+PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if p.name not in GENERATED)]
 COMMAND = re.compile(r"(?:\$ |[A-Z_]+=\S+ )*(?:run|pip|make|python3?|docker|source|git|ray|srun|torchrun|wandb)\s")
 MAX_LINE, MAX_BULLET_WORDS = 160, 40
 EARLY = 30  # lines within which a page shows its first command
 OPTION = re.compile(r"(?<![\w.@/])([a-z]+)\.([a-z]\w*)=")
 WRONG_ON_PURPOSE = {"data.max_lenght", "optimizer.lrr"}  # what a page shows the error of
+CODE_PAGES = {"architecture", "where-to-change"}  # which name files of the project
 STATES = {"✓", "●", "○", "–"}
 
 
@@ -47,23 +48,23 @@ def bullets(page: Path) -> Iterator[tuple[int, str]]:
         yield start, text
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_command_can_be_typed_as_it_stands(page: Path) -> None:
     """`…` in a command is no argument; behind its comment it is one of words."""
     commands = [(n, line) for n, kind, line in lines(page) if kind == "code" and COMMAND.match(line)]
     assert [f"{n}: {line}" for n, line in commands if "…" in line.partition(" # ")[0]] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_lines_and_bullets_are_short(page: Path) -> None:
     long = [f"{n}: {len(line)} characters" for n, kind, line in lines(page) if kind == "prose" and len(line) > MAX_LINE]
     wordy = [f"{n}: {len(text.split())} words" for n, text in bullets(page) if len(text.split()) > MAX_BULLET_WORDS]
     assert (long, wordy) == ([], [])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_begins_with_a_command(page: Path) -> None:
-    if page.name in ("architecture.md", "glossary.md"):
+    if page.name in ("architecture.md", "glossary.md") or page.parent.name == "decisions":
         pytest.skip("explains, and has nothing to type first")
     assert any(kind == "fence" for n, kind, _ in lines(page) if n <= EARLY)
 
@@ -74,11 +75,24 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_to_headings_lead_to_one(page: Path) -> None:
     found = re.findall(r"\]\(([^)\s:]*)#([^)\s]+)\)", page.read_text(encoding="utf-8"))
     targets = [((page.parent / name).resolve() if name else page, anchor) for name, anchor in found]
     assert [f"{path.name}#{anchor}" for path, anchor in targets if anchor not in anchors(path)] == []
+
+
+PATH = re.compile(r"`(\w+/[\w/]*(?:\.py|\.yaml|/))`")
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name == "decisions" or p.stem in CODE_PAGES])
+def test_the_files_that_a_page_names_exist(page: Path) -> None:
+    named = PATH.findall(page.read_text(encoding="utf-8"))
+    assert [name for name in named if not (ROOT / name).exists() and not (ROOT / "runner" / name).exists()] == []
+
+
+def test_the_architecture_page_is_short() -> None:
+    assert len((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines()) <= 200
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +105,7 @@ def options() -> dict[str, set[str]]:
     return known
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_options_that_a_page_sets_exist(page: Path, options: dict[str, set[str]]) -> None:
     if page.name == "extend.md":
         pytest.skip("its options are those of the package that it writes")

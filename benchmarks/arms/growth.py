@@ -26,7 +26,7 @@ Step = Callable[[Rows], None]
 
 
 def rows_of(count: int, length: int, vocab: int) -> Rows:
-    """Random tokens; as in chats, about a third of them are learnt."""
+    """Random tokens; as in chats, about a third of them are trained on."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, vocab, (count, length), generator=generator).tolist()
     mask = [0] * (length - length // 3) + [1] * (length // 3)
@@ -75,7 +75,7 @@ def _refuse(feature: str, wanted: str, got: str, reason: str) -> None:
 
 
 def _forget_peak() -> None:
-    """Let the process's peak resident set begin anew (Linux)."""
+    """Let the process's peak resident set begin again (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

@@ -1,10 +1,17 @@
 """What of the model is trained: all of it, or a low-rank adapter."""
 
-from typing import ClassVar, Literal
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
 from runner.spec.base import ComponentConfig, Names
+
+if TYPE_CHECKING:
+    from runner.interfaces import Decide, TrainableModel
+
+M = TypeVar("M", bound="TrainableModel")
 
 
 class AdapterConfig(ComponentConfig):
@@ -20,14 +27,14 @@ class AdapterConfig(ComponentConfig):
 
     @property
     def needs_whole_layers(self) -> str | None:
-        """The option that makes it depend on whole layers, which tensor parallelism and vLLM do not have; or None."""
+        """The option that needs unsplit layers, which tensor parallelism and vLLM lack; or None."""
         return None
 
 
 class NoAdapterConfig(AdapterConfig):
     """Full fine-tuning: every parameter learns."""
 
-    factory: ClassVar[str] = "runner.adapter.lora:train_all"
+    factory: ClassVar[str] = "runner.adapter.config:train_all"
     name: Literal["none"] = "none"
     trains_base: ClassVar[bool] = True
 
@@ -59,6 +66,12 @@ class LoraConfig(AdapterConfig):
     @property
     def needs_whole_layers(self) -> str | None:
         return "adapter.dora" if self.dora else None
+
+
+def train_all(config: NoAdapterConfig, model: M, *, decide: Decide) -> M:
+    """The same model with all its parameters trainable: full fine-tuning."""
+    model.module.requires_grad_(True)
+    return model
 
 
 COMPONENTS = (NoAdapterConfig, LoraConfig)

@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: the base model is frozen, small matrices beside its linear layers learn. Or none."""
+"""Low-rank adapters through peft: the base model is frozen, small matrices beside it are trained."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from runner.adapter.config import LoraConfig, NoAdapterConfig
+from runner.adapter.config import LoraConfig
 from runner.core.errors import Problem, SpecError
 from runner.core.rng import derive_seed
 from runner.interfaces import Decide, TrainableModel
@@ -16,14 +16,8 @@ from runner.interfaces import Decide, TrainableModel
 M = TypeVar("M", bound=TrainableModel)
 
 
-def train_all(config: NoAdapterConfig, model: M, *, decide: Decide) -> M:
-    """The same model with all its parameters trainable: full fine-tuning."""
-    model.module.requires_grad_(True)
-    return model
-
-
 def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
-    """`model` inside a peft model; the adapter is drawn from the model's seed, in float32 whatever the base's type.
+    """`model` inside a peft model; adapter weights are drawn from the model's seed, always in float32.
 
     Use the result instead of `model`, whose modules it has changed. Raises SpecError for module names that the
     model does not have, or that peft cannot adapt.

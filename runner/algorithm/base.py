@@ -56,7 +56,7 @@ class AlgorithmConfig(ComponentConfig):
 
     @model_serializer(mode="wrap")
     def _leave_out_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without null options of plug-ins: a run that used none can go on where none, or another one, is installed."""
+        """Leave out null options of plug-ins, so that a run without them resumes where other plug-ins are installed."""
         data: dict[str, Any] = handler(self)
         unset = {name for name in loss_registry.plug_in_options(type(self)) if data.get(name) is None}
         return {name: value for name, value in data.items() if name not in unset}

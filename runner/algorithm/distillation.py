@@ -1,7 +1,7 @@
 """Offline distillation: a student learns a teacher's distributions on given answers.
 
     items ──collect──▶ one packed batch ──prepare──▶ mini-batches with their totals
-          ──losses──▶ Σ weight·(temperature²·divergence + sft_coef·cross-entropy) / (learnt tokens of the whole step)
+          ──losses──▶ Σ weight·(temperature²·divergence + sft_coef·cross-entropy) / (trained tokens of the whole step)
 
     logits ──log_softmax(logits / temperature)──▶ log-probabilities [S, V] ──(top-k)──▶ [S, k + 1] ──divergence──▶ [S]
 
@@ -13,8 +13,8 @@ The factor temperature² is Hinton's (1503.02531, section 2): it keeps the size 
 `sft_coef` and the learning rate mean. TRL's GKD trainer has none. Where one model's head has more rows than the other's
 (padding of the embedding), the divergence is over the ids that both have; the tokenizer's are among them.
 
-Legend: T tokens, S of them learnt, H the teacher's hidden size, V vocabulary. Log-probabilities are finite, in float32
-or better; the teacher's are without gradient.
+Legend: T tokens, S of them trained on, H the teacher's hidden size, V vocabulary. Log-probabilities are finite, in
+float32 or better; the teacher's are without gradient.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runner.algorithm.config import DistillConfig
-from runner.algorithm.inputs import AlgorithmInputs, HeadedModel, OfflineAlgorithm
 from runner.algorithm.loss_registry import compute_selected
 from runner.core.batch import Batch, pack, split_rows, with_totals
 from runner.core.errors import Problem, SpecError, UnsupportedModelError
 from runner.core.metrics import Metrics
 from runner.interfaces import Data, Loss, LossFn, Model, Outputs, Role, TokenizedExample
+from runner.interfaces.learning import AlgorithmInputs, HeadedModel, OfflineAlgorithm
 
 HIDDEN = frozenset({"hidden"})
 
 
 @dataclass(frozen=True, slots=True)
 class DistillationLoss:
-    """The mean over learnt tokens of temperature²·divergence + sft_coef·cross-entropy.
+    """The mean over trained tokens of temperature²·divergence + sft_coef·cross-entropy.
 
     teacher: gives the output `hidden` [T, H], what it predicts each token from; head: makes its logits [S, V] of
     those, without gradient.

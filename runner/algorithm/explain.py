@@ -34,7 +34,7 @@ def distillation(config: DistillConfig, job: Any) -> Iterator[str]:
 
 
 def pairs(config: DpoConfig, job: Any) -> Iterator[str]:
-    """Of dpo and its kin."""
+    """Of dpo and its variants."""
     yield "loss = mean over the pairs of the optimizer step of L"
     yield from _registered_formula(config, "loss", "L")
     yield SUMS

@@ -1,8 +1,8 @@
 """Registry of the losses of `runner.interfaces.losses`, ours and those of plug-ins, as values and options of configs.
 
-    functions of a kind ──Registered──▶ the values that an option takes      (`policy_loss: one of clip, cispo, …`)
-                        ──with_options▶ the options that its functions read  (`clip_low: null`)
-                        ──chosen──────▶ the function that a config names, with its options in force
+    functions of a kind ──RegisteredFunction▶ the values of an option            (`policy_loss: one of clip, cispo, …`)
+                        ──with_options──────▶ the options of its functions       (`clip_low: null`)
+                        ──selected_function─▶ the function that a config names, with its options
 
 No torch is imported: a registered function imports it when it is called.
 """
@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, Field, GetCoreSchemaHandler, create_model
 
 from runner.core.errors import RunnerError
-from runner.core.plugins import load_plugins
+from runner.core.imports import load_plugins
 from runner.interfaces.losses import Kind, Option, Registration, registration_of
 
 BUILT_IN = ("policy.losses", "policy.advantages", "policy.importance", "preference.losses", "divergences")

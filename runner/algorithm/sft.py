@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from runner.algorithm.config import CptConfig, SftConfig
-from runner.algorithm.inputs import AlgorithmInputs, OfflineAlgorithm
 from runner.core.batch import Batch, pack, split_rows, with_totals
 from runner.core.metrics import Metrics
 from runner.interfaces import Data, Loss, LossFn, Model, Outputs, Role
+from runner.interfaces.learning import AlgorithmInputs, OfflineAlgorithm
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,4 @@
-"""The parts that jobs are made of: device, tokenizer, data, models that learn or only score, learners, checkpoints; and
-what judges and answers a policy's rollouts, reward and environments, of which each rank does its share.
-"""
+"""The parts of jobs: device, tokenizer, data, models, learners, checkpoints, reward and environments."""
 
 from __future__ import annotations
 
@@ -17,14 +15,12 @@ from torch import nn
 from runner.algorithm.base import FrozenModelSpec
 from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
-from runner.core.errors import EnvironmentProblem, Problem, SpecError, UnsupportedModelError
+from runner.core.errors import Problem, SpecError, UnsupportedModelError
 from runner.core.paths import cache_folder
 from runner.core.rng import derive_seed
 from runner.interfaces import (
     Data,
     Device,
-    EnvironmentFactory,
-    ExtendConversation,
     GenerativeModel,
     Model,
     RankCollectives,
@@ -44,7 +40,6 @@ from runner.spec.suggest import nearest_word
 from runner.trainer.learner import LocalLearner
 
 if TYPE_CHECKING:
-    from runner.parallelism.rollout_partition import PartitionedEnvironments
     from runner.trainer.reference_model import FrozenModel
 
 log = logging.getLogger("runner")
@@ -68,12 +63,8 @@ def _check_dtypes(spec: JobSpec, device: Device) -> None:
     if spec.algorithm.needs_reward and (reward := spec.reward.model_dtype()):
         asked["reward.dtype"] = reward
     asked |= {f"algorithm.{role}_dtype": one.dtype for role, one in spec.algorithm.frozen_models().items() if one.dtype}
-    found = [
-        Problem(key, f"{why}; type {key}=float32")
-        for key, name in asked.items()
-        if (why := device.unsupported_reason(DTYPES[name]))
-    ]
-    if found:
+    reasons = {key: device.unsupported_reason(DTYPES[name]) for key, name in asked.items()}
+    if found := [Problem(key, f"{why}; type {key}=float32") for key, why in reasons.items() if why]:
         raise SpecError(found)
 
 
@@ -119,8 +110,7 @@ def build_model(
     world: ParallelContext | None = None,
     trains: bool = True,
 ) -> Any:
-    """The model with its adapter, on the device; what each rank of `world` has of it, where there are several. Without
-    `trains`, stored like a model that only scores."""
+    """The model with its adapter, on the device, or this rank's part of it; frozen without `trains`."""
     model = _place_model(_model_factory(spec, tokenizer, decide, head, world, trains), world, device, decide)
     if spec.model.compile:
         model.compile(decide)
@@ -138,7 +128,7 @@ def build_blank_model(spec: JobSpec, tokenizer: Any, decide: Decisions, head: He
 def _model_factory(
     spec: JobSpec, tokenizer: Any, decide: Decisions, head: Head, world: ParallelContext | None, trains: bool = True
 ) -> Callable[[torch.device, InstallFusedOps | None], Any]:
-    """What makes the model with its adapter on a device. It raises SpecError for one that cannot have this head."""
+    """A function that builds the model with its adapter on a device; raises SpecError without this head."""
     registry = default_registry()
 
     def make(where: torch.device, fit: InstallFusedOps | None) -> Any:
@@ -169,8 +159,7 @@ def _place_model(
     device: Device,
     decide: Decisions,
 ) -> Any:
-    """The model that `make` builds on a device, there given the device's own operators and attention; spread over the
-    ranks' devices where there are several."""
+    """The model that `make` builds, with the device's operators and attention, distributed over the ranks."""
     if world is None or world.place.size == 1:
         model = make(device.torch_device, device_op_installer(device, decide))
     else:
@@ -179,9 +168,8 @@ def _place_model(
         if (pad_batch := device.dense_attention()) is not None:
             from runner.model import padded_attention
 
-            model.replace_dense_attention(
-                partial(padded_attention.install_dense_attention, kernel=pad_batch, decide=decide)
-            )
+            install = partial(padded_attention.install_dense_attention, kernel=pad_batch, decide=decide)
+            model.replace_dense_attention(install)
     if (
         isinstance(model, TransformersModel)
         and not model.is_padded
@@ -259,8 +247,11 @@ def build_frozen_model(
     world: ParallelContext,
     decide: Decisions,
 ) -> FrozenModel:
-    """The reference: the policy with its adapter off, or a copy of what it starts from, in its data type, so that both
-    say the same before the first step; a teacher, or a reference with a path: another model."""
+    """A reference model or teacher.
+
+    The reference is the policy with its adapter off, or a copy of the initial weights in the policy's data type, so
+    that both agree before the first step. A teacher, or a reference with a path, is another model.
+    """
     if wanted.mode == "cached":
         from runner.build.precompute_reference import build_cached_reference
 
@@ -284,8 +275,7 @@ def build_frozen_model(
 
 
 def _check_equal_layouts(model: TrainableModel, policy: GenerativeModel, world: ParallelContext, role: str) -> None:
-    """Raise SpecError where ranks might wait for one another for ever: each runs as many passes as the others, in
-    micro-batches of the policy, which another layout may have to cut again."""
+    """Raise SpecError where ranks might wait forever, as another layout cuts micro-batches differently."""
     if world.mesh.dp_shard * world.mesh.ep > 1 and model.is_padded != policy.is_padded:
         text = f"algorithm.{role} takes {model.layout} rows and the model {policy.layout} ones, which in pieces"
         text = f"{text} (parallelism.dp_shard, parallelism.ep) has to be the same; type padded"
@@ -307,10 +297,8 @@ def build_other_model(
     options = {"tokenizer": tokenizer, "seed": seed, "decide": decide, "longest": longest_row(spec), "key": key}
     options |= {"dtype": wanted.dtype, "admit": world.check_divisible}
 
-    def make(where: torch.device, fit: InstallFusedOps | None) -> Any:
-        return build(wanted.path, wanted.revision, spec.model, device=where, fit=fit, **options)
-
-    return _place_model(make, world, device, decide)
+    make = partial(build, wanted.path, wanted.revision, spec.model, **options)
+    return _place_model(lambda where, fit: make(device=where, fit=fit), world, device, decide)
 
 
 def longest_row(spec: JobSpec) -> int:
@@ -328,8 +316,10 @@ def build_store(spec: JobSpec, folder: RunFolder) -> CheckpointStore:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What a job computes with. model: what the first learner, `main`, trains: the policy, where there is one; flops:
-    of what learns."""
+    """The models of a job.
+
+    model: what the first learner, `main`, trains (the policy, where there is one); flops: of trained models
+    """
 
     learners: Mapping[Role, LocalLearner]
     frozen: Mapping[Role, FrozenModel]
@@ -349,10 +339,8 @@ class Models:
 
 def build_models(spec: JobSpec, tokenizer: Any, device: Device, world: ParallelContext, decide: Decisions) -> Models:
     """Build them: all that learn before the first learner, which may shard its own."""
-    made = {
-        role: build_model(spec, tokenizer, device, decide, head, world)
-        for role, head in spec.algorithm.trained_models().items()
-    }
+    heads = spec.algorithm.trained_models()
+    made = {role: build_model(spec, tokenizer, device, decide, head, world) for role, head in heads.items()}
     learners = {role: build_learner(spec, role, model, device, world, decide) for role, model in made.items()}
     model = next(iter(made.values()))
     frozen = {
@@ -363,19 +351,17 @@ def build_models(spec: JobSpec, tokenizer: Any, device: Device, world: ParallelC
 
 
 def refuse_missing_columns(spec: JobSpec, data: Data) -> None:
-    """Raise SpecError for a column that the reward asks for and no row of the data has: before the model is loaded."""
+    """Raise SpecError for a column that the reward needs and no row has, before the model is loaded."""
     if not spec.algorithm.needs_sampler:
         return
     missing = [(key, name) for key, name in spec.reward.required_columns() if name not in data.columns]
     if not missing:
         return
     sole = next(iter(data.columns)) if len(data.columns) == len(missing) == 1 else "NAME"
-    there = ", ".join(sorted(data.columns)) or "none"
-    text = f"no row of the data has a column '{{}}'; columns for rewards: {there}; {{}}"
-    problems = [
-        (key, name, _column_advice(spec, key, name, nearest_word(name, data.columns) or sole)) for key, name in missing
-    ]
-    raise SpecError([Problem(key, text.format(name, instead)) for key, name, instead in problems])
+    text = f"no row of the data has a column '{{}}'; columns for rewards: {', '.join(sorted(data.columns)) or 'none'}"
+    advice = [_column_advice(spec, key, name, nearest_word(name, data.columns) or sole) for key, name in missing]
+    problems = [(key, f"{text.format(name)}; {say}") for (key, name), say in zip(missing, advice, strict=True)]
+    raise SpecError([Problem(key, message) for key, message in problems])
 
 
 def _column_advice(spec: JobSpec, key: str, name: str, meant: str) -> str:
@@ -404,38 +390,3 @@ def build_reward(
     from runner.parallelism.rollout_partition import partition_reward
 
     return None if reward is None else partition_reward(reward, world.rollout_peers)
-
-
-def build_environments(spec: JobSpec, peers: RankCollectives, decide: Decisions) -> PartitionedEnvironments | None:
-    """The environments of the thread that has `peers`; None where answers are single turns."""
-    made: EnvironmentFactory | None = default_registry().factory(spec.environment)(spec.environment, decide=decide)
-    if made is None:
-        return None
-    from runner.parallelism.rollout_partition import PartitionedEnvironments
-
-    return PartitionedEnvironments(made.make, made.max_turns, peers, roles=made.roles)
-
-
-def build_extend(
-    spec: JobSpec, tokenizer: Any, environments: EnvironmentFactory | None, decide: Decisions
-) -> ExtendConversation | None:
-    """What continues a conversation by an environment's message; None where there is no environment.
-
-    Raises EnvironmentProblem where the chat template does not write messages of the environment's roles.
-    """
-    if environments is None:
-        return None
-    if not tokenizer.chat_template:
-        raise EnvironmentProblem(
-            "an environment needs a chat template, and the tokenizer has none; use an instruct or chat model, or "
-            "chat.template=FILE"
-        )
-    from runner.data.chat import Renderer
-
-    renderer = Renderer(tokenizer, spec.chat)
-    for role in environments.roles:
-        renderer.extend((), {"role": role, "content": "observation"})
-    if renderer.rewrites_history():
-        text = "the template would write earlier turns in another way than generation opens them"
-        decide.record_fact("chat.template", "earlier turns stay as the policy wrote them", text)
-    return renderer.extend

@@ -1,4 +1,4 @@
-"""What evaluates a job: greedy answers to held-out questions, the algorithm's loss on held-out items, or both."""
+"""Evaluation of a job: greedy answers to held-out questions, the loss on held-out items, or both."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def build_evaluation(
         _check_room(asked, limit, model.length_limit, decide)
         finish = _stop_criterion(spec, model.tokenizer)
         ask = Evaluator(questions, asked, spec.evaluation.batch_size, limit, finish=finish)
-        if environments is not None:  # an answer given at once is not what is learnt, so it has no loss worth knowing
+        if environments is not None:  # a single answer is not what is trained on, so it has no loss
             longest = None if model.length_limit is None else model.length_limit[0]
             converse = EpisodeRunner(model.tokenizer, environments, extend, longest).run_greedy
             ask = Evaluator((), asked, spec.evaluation.batch_size, limit, converse, finish)
@@ -82,7 +82,7 @@ def _stop_criterion(spec: JobSpec, tokenizer: Any) -> StopCriterion | None:
 
 
 def _check_room(asked: Sequence[EvalQuestion], wanted: int, longest: tuple[int, str] | None, decide: Decisions) -> None:
-    """Say how many answers may be shorter only than `wanted` tokens, because the model takes no longer rows.
+    """Say how many answers may be shorter than `wanted` tokens because of the model's maximum length.
 
     Raises SpecError if all of them may.
     """
@@ -99,7 +99,7 @@ def _check_room(asked: Sequence[EvalQuestion], wanted: int, longest: tuple[int, 
 
 
 def _merge_evaluations(evaluations: Sequence[Callable[[], Report]]) -> Report:
-    """Several evaluations as one; later numbers win over earlier ones of the same name, and their times are summed."""
+    """Merge evaluations; later numbers win over earlier ones of the same name, times are summed."""
     reports = [evaluate() for evaluate in evaluations]
     values = {name: value for report in reports for name, value in report.values.items()}
     values["time/eval_s"] = sum(report.values["time/eval_s"] for report in reports)

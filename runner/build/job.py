@@ -16,18 +16,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from runner.algorithm.inputs import AlgorithmInputs
 from runner.build.components import (
     Models,
     build_data,
     build_device,
-    build_environments,
-    build_extend,
     build_models,
     build_reward,
     build_tokenizer,
     refuse_missing_columns,
 )
+from runner.build.conversations import build_environments, build_extend
 from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
 from runner.core.errors import CheckpointError, DataError
@@ -36,6 +34,7 @@ from runner.core.signals import StopSignal
 from runner.device.base import peak_flops
 from runner.distributed.work_partition import run_on_rank0
 from runner.interfaces import Algorithm, Callback, Data, GenerativeModel, RankCollectives, State, TrainableModel
+from runner.interfaces.learning import AlgorithmInputs
 from runner.parallelism.parallel_context import ParallelContext
 from runner.run_dir.folder import RunFolder
 from runner.run_dir.resume_compatibility import check_compatible, run_identity
@@ -69,12 +68,12 @@ def refuse_different_data(data: Data, everyone: RankCollectives) -> None:
 
 
 def refuse_different_steps(first: int, everyone: RankCollectives) -> None:
-    """Raise CheckpointError, on all ranks, where they would not go on from the same checkpoint."""
+    """Raise CheckpointError, on all ranks, where they would not continue from the same checkpoint."""
     ranks = everyone.all_gather(first)
     if len(set(ranks)) > 1:
         raise CheckpointError(
             f"the newest whole checkpoint is not the same for all ranks: of steps {', '.join(map(str, ranks))}\n"
-            "  give all machines the same run folder, and mend what cannot be read: run.log and ranks/*.log say it"
+            "  give all machines the same run folder, and fix what cannot be read: run.log and ranks/*.log say it"
         )
 
 
@@ -121,7 +120,7 @@ class BuiltJob:
         return self.store.save(step, self.state(), values)
 
     def start_saving(self, step: int, values: Mapping[str, float]) -> None:
-        """The same while training goes on; what goes wrong is raised by `store.check`."""
+        """The same while training continues; what goes wrong is raised by `store.check`."""
         self.store.start(step, self.state(), values)
 
     def state(self) -> dict[str, State]:
@@ -169,8 +168,7 @@ def build(
         from runner.build.samplers import build_sampler
 
         sampler = build_sampler(spec, cast(GenerativeModel, model), tokenizer, device, world, decide, folder, store)
-    given = (data, tokenizer, spec.seed, decide)
-    parts = AlgorithmInputs(*given, sampler, reward, environments, models.frozen, extend)
+    parts = AlgorithmInputs(data, tokenizer, spec.seed, decide, sampler, reward, environments, models.frozen, extend)
     algorithm = registry.factory(spec.algorithm)(spec.algorithm, parts)
     _precompute_references(spec, models, algorithm, data, decide, outlets.say)
     publisher = None
@@ -247,7 +245,7 @@ def _report_no_evaluation(spec: JobSpec, decide: Decisions) -> None:
 def _experience_queue(
     spec: JobSpec, algorithm: Algorithm, publisher: Publisher | None, device: torch.device
 ) -> ExperienceQueue[Any]:
-    """The algorithm's experiences, each sampled with the weights that are due to it, in whatever thread collects."""
+    """The queue of the algorithm's experiences, each sampled with the right version of the weights."""
     due = algorithm.collect if publisher is None else publisher.before(algorithm.collect)
 
     def collect(step: int) -> Any:
@@ -294,7 +292,7 @@ def _callbacks(
     decide: Decisions,
     own: Iterable[Callback],
 ) -> list[Callback]:
-    """Everything that hangs on the loop but for what saves. own: of plug-ins, whose numbers are recorded, too."""
+    """All callbacks except saving. own: those of plug-ins, whose metrics are recorded too."""
     if evaluate is None:
         _report_no_evaluation(spec, decide)
     return [

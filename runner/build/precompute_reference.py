@@ -2,7 +2,7 @@
 
     steps' items, held-out items ──algorithm──▶ batches the reference scores ──unknown ones──▶ kept on disk
 
-The model that scores is the policy before it learns, its adapter off where it has one: a run that goes on loads its
+The model that scores is the policy before it learns, its adapter off where it has one: a run that continues loads its
 checkpoint only after this.
 """
 
@@ -36,7 +36,7 @@ WRITE_EVERY_S = 60.0  # what a process that is killed has computed in vain, at m
 
 
 class SupportsPrecompute(Protocol):
-    """What is needed of an algorithm: its experiences follow from the data, and it says what of them is scored."""
+    """An algorithm whose experiences follow from the data alone, and that names what is scored."""
 
     def collect(self, step: int) -> Experience: ...
 
@@ -99,7 +99,7 @@ def precompute_references(
 ) -> None:
     """Let each model that is asked beforehand score what the run's steps and evaluations will ask for.
 
-    algorithm: a `Foreseeable`, where there is such a model.
+    algorithm: a `SupportsPrecompute`, where there is such a model.
     """
     for model in models:
         if isinstance(model, PrecomputedReference):
@@ -130,7 +130,7 @@ def _precompute(
             if now >= write_at:
                 write_at = now + WRITE_EVERY_S
                 model.cache.write()
-    finally:  # whatever interrupts it, the next start goes on from here
+    finally:  # whatever interrupts it, the next start continues from here
         model.cache.write()
     took = f"{count_noun(scored, 'item')} scored in {time.monotonic() - begin:.1f} s"
     took = took if scored else "all known, nothing was computed"

@@ -124,8 +124,10 @@ def _report_episode_limit(spec: JobSpec, sampler: Sampler, decide: Decisions) ->
 def build_worker_sampler(
     spec: JobSpec, decide: Decisions, folder: RunFolder
 ) -> tuple[Sampler, Collectives | None, DeviceStats]:
-    """The sampler on this process's devices, by what it gets weights over the network, and what watches its device;
-    torch's has the weights that the job begins with, an engine none yet."""
+    """The sampler on this process's devices, how it receives weights, and the reader of its device's load.
+
+    The torch sampler starts with the job's initial weights, an engine without any.
+    """
     device, tokenizer = build_device(spec, decide), build_tokenizer(spec)
     head = next(iter(spec.algorithm.trained_models().values()))  # it has the heads of the policy, whose weights it gets
     if spec.sampler.engine:  # which makes its own model of what this one says that it is
@@ -181,13 +183,18 @@ def _weight_route(
 
 
 def _shared_memory_bytes(spec: JobSpec, size: tuple[int, int]) -> int:
-    """Bytes for versions of which size[0] differ and size[1] do not: as many as the lag needs, and a server's own."""
+    """Bytes for all versions in memory: size[0] per version and size[1] shared between them.
+
+    As many versions as the lag needs, and one of a server.
+    """
     return (spec.algorithm.steps_ahead() + 1 + spec.sampler.extra_weight_copies()) * size[0] + size[1]
 
 
 def _first_rank_on_host(world: ParallelContext) -> int:
-    """The first rank on this machine, which writes for all here. Ranks' places do not say it: Ray's actors each see
-    their own cards alone, as on a machine of their own. Collective."""
+    """The first rank on this machine, which writes for all ranks there. Collective.
+
+    Local ranks do not tell: each of Ray's actors sees its own cards alone, as on a machine of its own.
+    """
     machines = world.world_peers.all_gather(Host.current())
     return machines.index(machines[world.place.rank])
 
@@ -195,7 +202,7 @@ def _first_rank_on_host(world: ParallelContext) -> int:
 def _weights_to_send(
     spec: JobSpec, learner: Learner, policy: GenerativeModel, *, keep: bool
 ) -> tuple[Weights, Weights | None, tuple[int, int]]:
-    """What is sent after each step and, unless it is nothing, before the first one; and how many bytes they are."""
+    """Names of the weights that are sent after each step and before the first one, and their bytes."""
     if not (ways := spec.sampler.weights_to_send()):  # the same model elsewhere
         size = sum(one.numel() * one.itemsize for one in meta_tensors(policy.trainable()).values())
         return learner.weights, None, (size, 0)

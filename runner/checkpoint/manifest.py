@@ -1,4 +1,4 @@
-"""MANIFEST.json: what a checkpoint consists of, written last, so that one without it was never finished.
+"""MANIFEST.json: the files of a checkpoint. It is written last, so that an unfinished one has none.
 
     {"schema": 1, "step": 100, "written": "...Z", "metrics": {...},
      "files": {"policy.safetensors": {"bytes": ..., "sha256": ...}, ...}, "digest": sha256 of all the above}

@@ -1,6 +1,6 @@
 """Reading checkpoints: newest first, every checksum verified before a byte is used.
 
-step-00000300 damaged ──said──▶ step-00000200 whole ──▶ Loaded
+step-00000300 damaged, reported ──▶ step-00000200 valid ──▶ LoadedCheckpoint
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a checkpoint holds when each rank may have some of the state: all of it, each part of it written once.
+"""What a checkpoint contains when each rank holds part of the state: each part is written once.
 
     rank 0: a, b ─┐
                   ├─▶ file: a, b, c;   rank 0 writes a and b, rank 1 writes c
@@ -38,8 +38,7 @@ NONE_WRITTEN = "no checkpoint was written; the ones before are untouched"
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """What goes into a checkpoint: the text of state.json, how the file of each section that has tensors is laid out,
-    and what this rank writes of it."""
+    """Content of a checkpoint: the text of state.json, the file layouts, and what this rank writes."""
 
     values: bytes
     layouts: Mapping[str, FileLayout]
@@ -118,7 +117,7 @@ def _mesh_ranks(tensor: DTensor) -> tuple[int, ...]:
 
 
 def _sections(parts: Sequence[RankState]) -> list[str]:
-    """The sections that have tensors, which are the same on all ranks. Raises RunnerError where they are not."""
+    """The sections that have tensors. Raises RunnerError where they differ between ranks."""
     for rank, part in enumerate(parts):
         for own, first in ((part.listings, parts[0].listings), (part.apart, parts[0].apart)):
             if unlike := sorted(own.keys() ^ first.keys()):
@@ -145,8 +144,10 @@ def _entry_text(entry: TensorEntry) -> str:
 
 
 def _writer_ranks(section: str, parts: Sequence[RankState]) -> dict[str, int]:
-    """The first rank that has each tensor: it, and those that hold the rest of it, write it. Raises RunnerError where
-    one of them does not have it."""
+    """The first rank that holds each tensor: it and the holders of the other shards write it.
+
+    Raises RunnerError where one of them does not have it.
+    """
     homes: dict[str, int] = {}
     for rank, part in enumerate(parts):
         for name in part.listings[section]:
@@ -176,8 +177,10 @@ def _first_holder(tensor: Tensor, rank: int) -> int:
 
 
 def _merge_values(found: Mapping[int, Any], where: str) -> Any:
-    """What several ranks, by number, say of one value: dicts key by key, lists item by item. Raises RunnerError where
-    two contradict each other."""
+    """Merge one value of several ranks: dicts key by key, lists item by item.
+
+    Raises RunnerError where two ranks contradict each other.
+    """
     ranks, values = list(found), list(found.values())
     first = values[0]
     if all(isinstance(one, dict) for one in values):

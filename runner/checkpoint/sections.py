@@ -43,7 +43,7 @@ ALIASES = "aliases"  # header entry: JSON object, name → the tensor it is tied
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor as the file knows it: its type, its shape, and the name of the tensor that it is tied to, if any."""
+    """A tensor in the file: its type, its shape, and the name of the tensor that it is tied to, if any."""
 
     kind: str
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """What one rank writes of a tensor of `shape`: values, on any device, and where in the tensor they lie."""
+    """The part of a tensor that one rank writes: values, on any device, and their position in `shape`."""
 
     values: Tensor
     where: tuple[slice, ...]
@@ -89,7 +89,7 @@ def file_layout(entries: Mapping[str, TensorEntry]) -> FileLayout:
 
 
 def write_pieces(path: Path, layout: FileLayout, pieces: Mapping[str, TensorPiece]) -> None:
-    """Write what this rank has to write into the file that `create` made, and flush it to the disk. Raises OSError.
+    """Write this rank's part into the file that `create` made, and flush it. Raises OSError.
 
     Nothing of the file is read: NFS writes all of a page that was read, and with it what the page held before another
     machine wrote into it.
@@ -107,7 +107,7 @@ def write_pieces(path: Path, layout: FileLayout, pieces: Mapping[str, TensorPiec
 
 
 def is_written_here(tensor: Tensor) -> bool:
-    """Whether this rank writes what it holds: of copies on a mesh the first is enough, and nothing is no piece."""
+    """Whether this rank writes its part: of replicas the first one does, and empty parts are skipped."""
     if not isinstance(tensor, DTensor):
         return True
     placed = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
@@ -134,15 +134,17 @@ SUFFIX = ".safetensors"
 
 @dataclass(frozen=True, slots=True)
 class SplitState:
-    """What one rank has of the state: the plain values of each section, and the tensors of those that have any."""
+    """The state of one rank: plain values of each section, and tensors of those that have any."""
 
     values: Mapping[str, Any]
     tensors: Mapping[str, Mapping[str, Tensor]]
 
 
 def split_state(state: Mapping[str, State]) -> SplitState:
-    """Check `state` and take it apart; nothing is copied, and no tensor is read. Raises RunnerError when a value has no
-    JSON form, or a tensor none in safetensors."""
+    """Check `state` and split it into values and tensors; nothing is copied or read.
+
+    Raises RunnerError when a value has no JSON form, or a tensor none in safetensors.
+    """
     values: dict[str, Any] = {}
     tensors: dict[str, Mapping[str, Tensor]] = {}
     for name, section in state.items():
@@ -166,7 +168,7 @@ def refuse_infinite(section: str, pieces: Mapping[str, TensorPiece]) -> None:
         if not _is_finite(piece.values):
             raise TrainingDiverged(
                 f"{section}: the tensor {name} has NaN or infinity; no checkpoint was written with it, the ones before "
-                "are untouched: go on from them with a smaller optimizer.lr or optimizer.clip_norm"
+                "are untouched: continue from them with a smaller optimizer.lr or optimizer.clip_norm"
             )
 
 

@@ -4,7 +4,7 @@ state of every rank ──agreed──▶ what each writes ─┬─ save ──
                                                   └─ start: copied ─ in a thread ───▶ writer
 
 A checkpoint in the background is written from a copy in host memory, kept from save to save, one at a time, while
-training goes on changing the tensors.
+training continues changing the tensors.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class CheckpointStore:
     def save(self, step: int, state: Mapping[str, State], metrics: Mapping[str, float]) -> Path:
         """Commit the state after `step` and let older checkpoints go; returns the new folder.
 
-        Each rank gives what it has: tensors in pieces, or some names only; see `agreement.agree`. Raises
+        Each rank gives what it has: tensors in pieces, or some names only; see `make_save_plan`. Raises
         TrainingDiverged when a tensor is not finite, RunnerError when ranks contradict each other, CheckpointError when
         this step or a later one is there already, StorageError when the disk is full, read-only or failing: what was
         there before is then untouched.
@@ -130,8 +130,10 @@ class CheckpointStore:
         return self._writer.write(step, self._save_plan(state), metrics, self.peers)
 
     def start(self, step: int, state: Mapping[str, State], metrics: Mapping[str, float]) -> None:
-        """The same in the background: returns as soon as all ranks have copied what they will write, when the state may
-        change. What writing raises, the next call of any verb here raises, or `check`. Waits for the write before."""
+        """Save in the background; returns when all ranks have copied what they will write.
+
+        Waits for the write before. An error of the write is raised by the next call of any method, or by `check`.
+        """
         self._wait_for(step)
         agreed, values = self._save_plan(state), dict(metrics)
         copied: list[SavePlan] = []
@@ -145,7 +147,7 @@ class CheckpointStore:
             self._finish_write()
 
     def close(self) -> None:
-        """Wait for what is being written, whatever ended the run: what goes wrong with it is said and not raised."""
+        """Wait for the current write; its errors are printed and not raised."""
         if (flight := self._pending) is not None:
             try:
                 self._finish_write()

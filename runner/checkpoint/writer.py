@@ -1,4 +1,4 @@
-"""The checkpoints/ folder as the run's one writer sees it: written aside, renamed into place, kept to a number.
+"""The checkpoints/ folder, for the one process that writes it: write aside, rename, keep a number.
 
     .staging-… ─ files, fsync ─ MANIFEST, fsync ─▶ rename ─ fsync ─▶ step-00000100 ─ verify ─▶ retention
                                                                      old ones ─ rename ─▶ .trash-… ─▶ gone
@@ -44,8 +44,10 @@ class CheckpointWriter:
         self._swept = False
 
     def write(self, step: int, agreed: SavePlan, metrics: Mapping[str, float], peers: RankCollectives) -> Path:
-        """Commit what the ranks agreed on and let older checkpoints go; all of them call it. See `CheckpointStore.save`
-        for what it raises."""
+        """Write the checkpoint that the ranks agreed on and delete old ones. Collective.
+
+        Raises what `CheckpointStore.save` raises.
+        """
         run_on_all(peers, lambda: _refuse_infinite(agreed))
         staging = run_on_rank0(peers, lambda: self._create_staging(step, agreed))
         try:
@@ -132,10 +134,10 @@ class CheckpointWriter:
         )
 
     def _next_step_text(self) -> str:
-        return f"Make space or mend the disk, then: run resume {self._root.parent}"
+        return f"Make space or fix the disk, then: run resume {self._root.parent}"
 
     def _remove_leftovers(self) -> None:
-        """Remove what a process left that died while saving; only the run's one writer may, so not when reading."""
+        """Remove what a process left that ended while saving; only the one writer of the run may do this."""
         if self._swept:
             return
         for path in sorted(self._root.iterdir()):
@@ -171,7 +173,7 @@ class CheckpointWriter:
             ) from error
 
     def _delete_old(self) -> None:
-        """Delete whole checkpoints that are neither among the newest nor the best; damaged ones count for nothing."""
+        """Delete valid checkpoints that are neither among the newest nor the best; damaged ones do not count."""
         whole = {s: m for s in reader.committed_steps(self._root) if (m := self._verified_manifest(s)) is not None}
         for step in sorted(
             whole.keys() - steps_to_keep(whole, self._config.keep, best_checkpoint(self._config, whole))

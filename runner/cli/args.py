@@ -14,10 +14,8 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import NoReturn
 
-from runner.cli.verb_hints import hint, recipe_hint
 from runner.core.errors import RunnerError
-from runner.core.plugins import LEFT_OUT, load_plugins
-from runner.spec.migrate import table
+from runner.core.imports import LEFT_OUT, load_plugins
 
 VERBS = {
     "run": "train; this verb may be left out",
@@ -107,6 +105,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _about_value(message: str) -> str:
     """What does the same as a value that a flag has in Hydra."""
+    from runner.spec.migrate import table
+
     wrong = re.match(r"argument (--\w+)\S*: invalid choice: '([^']*)'", message)
     said = table().flags.get(f"{wrong[1]} {wrong[2]}") if wrong else None
     return f"; {said}" if said else ""
@@ -199,6 +199,8 @@ def is_override(word: str) -> bool:
 
 
 def _unknown_verb(word: str) -> str:
+    from runner.cli.verb_hints import hint, recipe_hint
+
     if as_recipe := recipe_hint(word):
         return f"no verb named '{word}'; {as_recipe}"
     if "." in word:

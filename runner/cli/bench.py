@@ -1,4 +1,4 @@
-"""`run bench`: how fast this device is, and the jobs on it beside baselines. torch is imported on the way."""
+"""`run bench`: speed of this device, and of jobs on it beside baselines. Imports torch."""
 
 from __future__ import annotations
 

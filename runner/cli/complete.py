@@ -59,7 +59,7 @@ def _shells() -> list[type[CompletionPlugin]]:
 
 
 def query(plugin: CompletionPlugin, line: str) -> list[str]:
-    """What the last word of `line` can become: verbs at the front, then groups, keys and values from Hydra."""
+    """Completions of the last word of `line`: verbs at the front, then groups, keys and values from Hydra."""
     command, *words = line.split(" ")
     first, *others = words or [""]
     if first == "list" and others:
@@ -90,7 +90,7 @@ def query(plugin: CompletionPlugin, line: str) -> list[str]:
         else:
             os.environ["COMP_LINE"] = before
     found = [word for word in printed.getvalue().split() if not word.lstrip("+").startswith("hydra")]
-    # Hydra leaves it open whether a group with folders goes on with `=` or `/`; ours always goes on with `=`.
+    # Hydra leaves it open whether a group with folders continues `=` or `/`; ours always continues `=`.
     return verbs + [f"{word}=" if word.lstrip("+") == GROUP else word for word in found]
 
 

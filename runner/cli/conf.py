@@ -1,4 +1,4 @@
-"""Writes conf/<group>/<name>.yaml and the recipes' editor schema from the config classes, so that they cannot differ.
+"""Generates conf/<group>/<name>.yaml and the recipes' editor schema from the config classes.
 
 python -m runner.cli.conf --write | --check             # the shipped files
 python -m runner.cli.conf --write | --check PACKAGE     # the files of an installed plug-in's components
@@ -29,7 +29,7 @@ BESIDE: dict[str, type[BaseModel]] = {"sweep": SweepConfig}  # sections of a rec
 
 
 def component_file(cls: type[ComponentConfig]) -> str:
-    """The YAML of a component: every option with its default, each under its description and what it takes."""
+    """The YAML of a component: every option with its default, below its description and its range."""
     about = " ".join((cls.__doc__ or "").split())
     lines = [f"# {about}", f"name: {cls.component_name()}"]
     for name, info in cls.model_fields.items():

@@ -133,7 +133,7 @@ class RecipesSource(FolderSource):
 
 
 class RecipeFileSource(FolderSource):
-    """Any YAML file as a recipe, by its absolute path. What it extends is a file beside it, else a recipe by name."""
+    """Any YAML file as a recipe, by its absolute path; it extends files beside it, else recipes by name."""
 
     @staticmethod
     def scheme() -> str:
@@ -217,7 +217,7 @@ def folders_named(config_path: str, sources: Iterable[ConfigSource]) -> list[str
 
 
 def file_of(source: ConfigSource, config_path: str) -> str:
-    """The file of a config that a source has, as a user would type it; the source's URL where it is no file."""
+    """The file of a config in a source, as a user would type it; the source's URL where it is no file."""
     if isinstance(source, FolderSource):
         holder = source.source_of(config_path)
         if holder is not None and holder is not source:

@@ -1,5 +1,6 @@
-"""`run doctor`: what this machine has, what is wrong with it, and what to type, for a device or for a job; and the same
-list as the error of a job that cannot start here. torch is not imported, Hydra only to compose a job.
+"""`run doctor`: what this machine has, what is wrong, and what to type, for a device or a job.
+
+The same list is the error of a job that cannot start here. torch is not imported, Hydra only to compose a job.
 """
 
 from __future__ import annotations
@@ -44,10 +45,12 @@ def show(args: Namespace) -> int:
 
 
 def diagnosis(composed: ComposedJob, command: Sequence[str]) -> EnvironmentProblem | None:
-    """What a job is refused with that this machine is not ready for: the steps of `run doctor` with the words of this
-    `command`, and a command that tries the job here. None where the doctor finds no step."""
+    """The error of a job that this machine is not ready for; None where the doctor finds no step.
+
+    It has the steps of `run doctor` with the words of this `command`, and a command that tries the job here.
+    """
     spec = composed.spec
-    steps = list(report.numbered(run_checks(machine_for(spec), trial=False)))
+    steps = list(report.numbered_steps(run_checks(machine_for(spec), trial=False)))
     if not steps:
         return None
     named = ", ".join(f"{group}={getattr(spec, group).name}" for group in ALONE)
@@ -75,8 +78,10 @@ def machine_for(spec: JobSpec) -> SystemInfo:
 
 
 def _rehearsal(composed: ComposedJob) -> list[str]:
-    """The words that try a job on this machine's processor: its own with device=cpu or, of a recipe that is made for
-    cards, the recipe with `rehearse`; empty where neither can be composed."""
+    """The words that try a job on this machine's CPU; empty where it cannot be composed.
+
+    The job's own words with device=cpu or, for a recipe that is made for cards, the recipe with `rehearse`.
+    """
     from runner.cli.config_sources import GROUP
     from runner.cli.job_builder import compose_job
 
@@ -111,13 +116,15 @@ def _prepare(args: Namespace) -> int:
 
 
 def _machine(args: Namespace) -> SystemInfo:
-    """This machine, for the device, the sampler and the launcher that are named, or for a job. Raises UsageError, and
-    what composing a job does."""
+    """This machine, for the device, sampler and launcher that are named, or for a job.
+
+    Raises UsageError, and what composing a job raises.
+    """
     named = dict(word.partition("=")[::2] for word in args.words)
     if args.spec or len(named) < len(args.words) or set(named) - set(ALONE):
-        from runner.cli.job import composed
+        from runner.cli.job import compose_from_args
 
-        return machine_for(composed(args, args.words).spec)
+        return machine_for(compose_from_args(args, args.words).spec)
     classes = default_registry().classes
     known = {
         "device": tuple(sorted(name for name in classes("device") if name in OWN or trial_simulator(name))),

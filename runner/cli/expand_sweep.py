@@ -1,4 +1,4 @@
-"""From one command line with several values to the jobs of a sweep, all composed and decoded before any of them starts.
+"""From a command line with several values to the jobs of a sweep, all decoded before one starts.
 
 words ─▶ axes (Hydra's grammar; a recipe's sweep.over) ─▶ product ─▶ draft, decode each ─▶ Expansion
                           └──────── everything wrong with any job is reported at once ────────┘
@@ -207,7 +207,7 @@ class _ProblemCollector:
         return [Problem(p.key, p.message + self._whose(jobs), p.origin) for p, jobs in self._found.items()]
 
     def _whose(self, jobs: Sequence[Mapping[str, str]]) -> str:
-        """What the jobs with a problem have in common and no other has; the first few of them where that is nothing."""
+        """What only the jobs with a problem have in common; the first few of them where that is nothing."""
         if not jobs or len(jobs) == len(self._jobs):
             return ""
         common = dict(set.intersection(*(set(job.items()) for job in jobs)))

@@ -77,7 +77,7 @@ def _notes(now: JobDraft, registry: Registry) -> None:
 
 
 def _groups_in_words(words: Sequence[str], registry: Registry) -> list[str]:
-    """The groups that are chosen for, which `run explain data=file` asks about. Raises UsageError for a recipe."""
+    """The groups that words choose, as in `run explain data=file`. Raises UsageError for a recipe."""
     names = [word.lstrip("+").partition("=")[0] for word in words]
     if GROUP in names:
         raise UsageError(f"a {GROUP} is shown by: run --cfg job {' '.join(words)}; all of them: run list {GROUP}")
@@ -85,7 +85,7 @@ def _groups_in_words(words: Sequence[str], registry: Registry) -> list[str]:
 
 
 def _loss(now: JobDraft, registry: Registry) -> int:
-    """The algorithm's loss with the constants in force, also where the job lacks what the formula does without."""
+    """Print the algorithm's loss with its current constants, also for a job that is not complete."""
     spec = None if "algorithm" in now.unsure else decode_unchecked(now.data, now.origins, registry)
     spec = spec or decode_draft(now, registry).spec  # which says what is wrong
     if spec.algorithm.explain_fn is None:

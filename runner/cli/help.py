@@ -10,7 +10,6 @@ from runner.cli.conf import scalar
 from runner.cli.config_sources import GROUP
 from runner.cli.listing import option_summary, print_table
 from runner.cli.sources import group_options, hydra_session
-from runner.cli.verb_hints import hint
 from runner.spec.registry import default_registry
 from runner.spec.schema import groups_of
 from runner.sweep.config import SweepConfig
@@ -61,6 +60,8 @@ def show(args: Namespace) -> int:
     elif topic in TOPICS:
         _recipes(args) if topic == "recipes" else _options(args)
     else:
+        from runner.cli.verb_hints import hint
+
         known = EXAMPLES | {name: f"run help {name}" for name in TOPICS}
         instead = hint(topic, known) or f"there are {', '.join(TOPICS)}, and the verbs: {', '.join(all_verbs())}"
         raise UsageError(f"no help on '{topic}'; {instead}")

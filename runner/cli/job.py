@@ -42,7 +42,7 @@ def run(args: Namespace) -> int:
 
         return sweep.start_sweep(args)
     if args.cfg:
-        return _show(composed(args, args.words))
+        return _show(compose_from_args(args, args.words))
 
     if VARIABLES[0] not in os.environ:
         return _start(args, args.words)
@@ -52,8 +52,8 @@ def run(args: Namespace) -> int:
 
 
 @contextmanager
-def _diagnosed(job: ComposedJob, command: Sequence[str]) -> Iterator[None]:
-    """Around the start of a job: where this machine is not ready for it, the error is the doctor's list of steps."""
+def _explain_environment_problem(job: ComposedJob, command: Sequence[str]) -> Iterator[None]:
+    """Replace the error of a machine that is not ready for the job by the doctor's list of steps."""
     try:
         yield
     except NotReady as error:
@@ -65,19 +65,19 @@ def _diagnosed(job: ComposedJob, command: Sequence[str]) -> Iterator[None]:
 
 
 def _start(args: Namespace, words: Sequence[str]) -> int:
-    job = composed(args, words, _slurm_overrides)
+    job = compose_from_args(args, words, _slurm_overrides)
     from runner.launch import local
 
     if not job.spec.launch.queued:
-        with _diagnosed(job, _again(args, words, job)):
+        with _explain_environment_problem(job, _again(args, words, job)):
             return local.start_run(job.spec, job.overrides, job.origins, args.folder)
     from runner.launch.slurm import srun_task
     from runner.run_dir.folder import display_path
 
     if (before := srun_task.requeued_folder(args.folder)) is not None:
-        print(f"requeued {display_path(before)} was begun by this Slurm job: going on there", file=sys.stderr)
+        print(f"requeued {display_path(before)} was begun by this Slurm job: continuing there", file=sys.stderr)
         return _continue_run(str(before), _trust(words))
-    with srun_task.handle_slurm_signals(job.spec), _diagnosed(job, _again(args, words, job)):
+    with srun_task.handle_slurm_signals(job.spec), _explain_environment_problem(job, _again(args, words, job)):
         srun_task.exec_srun(job.spec)
         return local.start_run(job.spec, job.overrides, job.origins, args.folder)
 
@@ -99,8 +99,8 @@ def _slurm_overrides(drafted: JobDraft) -> list[str]:
     return srun_task.slurm_layout(launch, drafted.origins, str(device.get("name")))
 
 
-def composed(args: Namespace, words: Sequence[str], more: ExtraWords = no_extra_words) -> ComposedJob:
-    """The job that a command line describes; says what was chosen for the user. Raises as `compose_job` does."""
+def compose_from_args(args: Namespace, words: Sequence[str], more: ExtraWords = no_extra_words) -> ComposedJob:
+    """The job of a command line; prints what was chosen for the user. Raises as `compose_job` does."""
     where = (words, args.config_dir, more)
     spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
     job = re_decode(spec, *where) if spec else compose_job(*where)
@@ -115,7 +115,7 @@ def _show(composed: ComposedJob) -> int:
 
 
 def resume(args: Namespace) -> int:
-    """Go on with a run."""
+    """Continue a run."""
     where, overrides = _split_run(args.words)
     if args.cfg:
         from runner.run_dir.folder import find_run
@@ -136,7 +136,10 @@ def _continue_run(where: str, overrides: Sequence[str]) -> int:
     from runner.launch import local
     from runner.launch.slurm import srun_task
 
-    with srun_task.handle_slurm_signals(after.spec), _diagnosed(after, ["--spec", str(folder.root), *overrides]):
+    with (
+        srun_task.handle_slurm_signals(after.spec),
+        _explain_environment_problem(after, ["--spec", str(folder.root), *overrides]),
+    ):
         srun_task.exec_srun(after.spec)
         return local.resume(folder, before.spec, after.spec, after.overrides)
 
@@ -204,14 +207,14 @@ def _load_torch(spec: JobSpec) -> None:
 
 
 def _split_run(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The run meant (`latest` where none is named, and before a prompt of several words) and the other words."""
+    """The run (`latest` where none is named, and before a prompt of several words) and the other words."""
     if words and not is_override(words[0]) and (Path(words[0]).exists() or not re.search(r"\s", words[0])):
         return words[0], list(words[1:])
     return "latest", list(words)
 
 
 def _resolve_run(args: Namespace) -> tuple[RunFolder, list[str], ComposedJob]:
-    """The run meant, the words that are prompts, and its job with what may be set for this use. Raises UsageError."""
+    """The run, the words that are prompts, and its job with the allowed overrides. Raises UsageError."""
     settings = [word for word in args.words if _is_setting(word)]
     for word in settings:
         if not USABLE.match(word):

@@ -1,6 +1,6 @@
 """From a command line, or a run's spec.yaml, to a decoded job and who set each value.
 
-words ─▶ read ─▶ choices ─▶ Hydra ─▶ values on top ─▶ interpolations ─▶ decode ─▶ Composed
+words ─▶ read ─▶ choices ─▶ Hydra ─▶ values on top ─▶ interpolations ─▶ decode ─▶ ComposedJob
                    └────────── everything wrong on the way is reported at once ─────┘
 """
 
@@ -51,8 +51,10 @@ from runner.spec.schema import groups_of, with_second_models
 
 
 def unknown_recipes(spec: JobSpec, origins: Mapping[str, str]) -> list[Problem]:
-    """A problem for each option that names a recipe which is nowhere; --config-dir is not looked in, as it is not
-    handed on to a recipe that is run first."""
+    """A problem for each option that names a recipe that does not exist.
+
+    --config-dir is not searched, as it is not passed to an upstream run.
+    """
     models = {f"algorithm.{option}": path for option, path in spec.algorithm.upstream_models().items()}
     paths = {"init_from": spec.init_from or "", **models}
     named = {key: path.removeprefix(RECIPE) for key, path in paths.items() if path.startswith(RECIPE)}
@@ -108,8 +110,10 @@ def no_extra_words(drafted: JobDraft) -> Sequence[str]:
 
 
 def compose_job(words: Sequence[str], config_dir: Path | None = None, more: ExtraWords = no_extra_words) -> ComposedJob:
-    """The job that a command line describes. Raises SpecError with every problem, SecurityRefusal, and what `more`
-    does."""
+    """The job that a command line describes. Raises SpecError with every problem, SecurityError.
+
+    Also raises what `more` raises.
+    """
     drafted = draft(words, config_dir)
     if others := more(drafted):
         drafted = draft([*words, *others], config_dir)
@@ -123,8 +127,10 @@ def compose_job(words: Sequence[str], config_dir: Path | None = None, more: Extr
 def re_decode(
     spec_yaml: Path, overrides: Sequence[str], config_dir: Path | None = None, more: ExtraWords = no_extra_words
 ) -> ComposedJob:
-    """The job in a run's spec.yaml with overrides on top. Raises SpecError, SecurityRefusal, EnvironmentProblem, and
-    what `more` does."""
+    """The job in a run's spec.yaml with overrides. Raises SpecError, SecurityError, EnvironmentProblem.
+
+    Also raises what `more` raises.
+    """
     drafted = re_draft(spec_yaml, overrides, config_dir)
     if others := more(drafted):
         drafted = re_draft(spec_yaml, [*overrides, *others], config_dir)
@@ -149,7 +155,7 @@ def re_draft(spec_yaml: Path, overrides: Sequence[str], config_dir: Path | None 
 
 
 def draft(words: Sequence[str], config_dir: Path | None = None) -> JobDraft:
-    """Compose files and command line without judging the result. Raises SpecError where Hydra cannot go on."""
+    """Compose files and command line without checking the result. Raises SpecError where Hydra fails."""
     with hydra_session(default_registry(), config_dir) as loader:
         return Composer(loader).draft(words)
 
@@ -190,8 +196,10 @@ class Composer:
 
 
 def decode_draft(drafted: JobDraft, registry: Registry) -> ComposedJob:
-    """Decode a draft, and look for the recipes that are run first. Raises SpecError with the draft's problems, and the
-    decoder's."""
+    """Decode a draft, and look for the recipes of upstream runs.
+
+    Raises SpecError with the draft's problems and the decoder's.
+    """
     problems = list(drafted.problems)
     spec = None
     try:
@@ -218,7 +226,7 @@ def _is_doubtful(problem: Problem, unsure: frozenset[str], registry: Registry) -
 def _check_choices(
     choices: Iterable[TypedOverride], known: Callable[[str], Sequence[str]], groups: Sequence[str]
 ) -> tuple[list[TypedOverride], list[Problem], frozenset[str]]:
-    """The choices that can be composed, what is wrong with the others, and the groups that are in doubt by that."""
+    """The choices that can be composed, the problems of the others, and the groups that these affect."""
     kept, problems = [], []
     unsure: set[str] = set()
     for choice in choices:
@@ -279,7 +287,7 @@ def _sections(
     origins: dict[str, str],
     config_dir: Path | None,
 ) -> tuple[list[Problem], tuple[str, ...]]:
-    """Put newly chosen components in place of a spec's; returns what is wrong with them, and the lines to tell."""
+    """Replace a spec's sections by newly chosen components; returns problems, and lines to print."""
     with hydra_session(registry, config_dir) as loader:
         known = partial(group_options, loader.get_sources())
         kept, problems, _ = _check_choices(choices, known, groups_of(registry))

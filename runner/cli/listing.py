@@ -55,7 +55,7 @@ def schema(args: Namespace) -> int:
 
 
 def info(args: Namespace) -> int:
-    """`run --info defaults|searchpath`. Raises UsageError with what says the same where Hydra has another word."""
+    """`run --info defaults|searchpath`. Raises UsageError with our word where Hydra has another one."""
     if args.info not in ("defaults", "searchpath"):
         instead = table().flags.get(f"--info {args.info}", "there is --info defaults and --info searchpath")
         raise UsageError(f"run --info {args.info}: {instead}")

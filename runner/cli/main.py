@@ -13,11 +13,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from runner import __version__
-from runner.cli.args import parse, plugin_verb
-from runner.cli.foreign_words import foreign_command
+from runner.cli.args import UsageError, parse, plugin_verb
 from runner.core.errors import Interrupted, RunnerError
-from runner.core.imports import import_frozen
-from runner.core.plugins import plugin_warnings
+from runner.core.imports import import_frozen, plugin_warnings
 from runner.tracker.text import escape_controls
 
 HANDLERS = {
@@ -75,10 +73,22 @@ def _run_verb(words: list[str]) -> int:
     try:
         if (verb := plugin_verb(words)) is not None:
             return verb(words[1:])
-        return _dispatch(foreign_command(completing) or parse(completing))
+        return _dispatch(_parse(completing))
     finally:
         for text in () if "--shell-completion" in completing else plugin_warnings():  # a shell asks at every tab
             print(f"warning: {escape_controls(str(text))}", file=sys.stderr)
+
+
+def _parse(words: list[str]) -> Namespace:
+    """Parse a command line; a wrong one may be another framework's, which is answered in our words."""
+    try:
+        return parse(words)
+    except UsageError:
+        from runner.cli.foreign import foreign_command
+
+        if (args := foreign_command(words)) is None:
+            raise
+        return args
 
 
 def _dispatch(args: Namespace) -> int:

@@ -1,4 +1,6 @@
-"""`run new KIND NAME`: a package in ./NAME that adds a component, with a test; `pip install ./NAME` installs it.
+"""`run new KIND NAME`: write a package in ./NAME that adds a component, with a test.
+
+`pip install ./NAME` installs it.
 
 KIND ─▶ the texts below, with the name put in ─▶ NAME/pyproject.toml, NAME/run_NAME.py, NAME/test_run_NAME.py
 """
@@ -321,7 +323,7 @@ SKELETONS = {
 
 
 def create(args: Namespace) -> int:
-    """Write the package. Raises UsageError for an unknown kind, a name that is none, and a folder that exists."""
+    """Write the package. Raises UsageError for an unknown kind, an invalid name, or an existing folder."""
     kinds = ", ".join(SKELETONS)
     if len(args.words) != 2:
         raise UsageError(f"run new: a kind and a name are expected, e.g. run new reward words ({kinds})")

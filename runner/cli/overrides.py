@@ -1,4 +1,4 @@
-"""What was typed on the command line, read with Hydra's grammar: choices of components, values, and mistakes.
+"""Command-line overrides, parsed with Hydra's grammar: choices of components, values, and mistakes.
 
 Interpolations are resolved here too, all at the start; none of them may read a secret.
 """
@@ -22,7 +22,7 @@ from omegaconf.resolvers import oc
 
 from runner.cli.config_sources import GROUP, is_file_name, recipe_file_problem, recipe_member_name
 from runner.core.errors import Problem, SecurityError
-from runner.spec import migrate, suggest
+from runner.spec import suggest
 from runner.spec.base import COMMAND_LINE, iter_leaves, origin_of
 from runner.spec.decode import MISSING, unknown_name
 from runner.spec.registry import default_registry
@@ -37,7 +37,7 @@ NO_MODEL = "no model chosen: taking model=tiny, from random weights; for a real 
 
 @dataclass(frozen=True, slots=True)
 class TypedOverride:
-    """One override: `key=value`. A choice names components of a group (a list of recipes); a value is any value."""
+    """One override `key=value`. A choice names components of a group (or recipes); a value is any value."""
 
     line: str
     key: str
@@ -123,6 +123,8 @@ def _classify(override: Override, word: str, groups: Collection[str]) -> TypedOv
 
 def instead_of_hydras(key: str, value: Any = None) -> str:
     """What does the same as a setting of Hydra's."""
+    from runner.spec import migrate
+
     said = migrate.answer(key, value, suggest.NO_JOB, {}) or migrate.answer("hydra.*", None, suggest.NO_JOB, {})
     return f"Hydra's own settings are not used; {said}"
 
@@ -142,7 +144,7 @@ def _second_model(override: Override, word: str) -> TypedOverride | Problem:
 
 
 def with_demo(typed: Sequence[TypedOverride]) -> tuple[list[TypedOverride], tuple[str, ...]]:
-    """Add the demo where the command line chooses no recipe, model or data, and a line on what was taken unasked."""
+    """Add the demo where no recipe, model or data is chosen, and a line that says what was added."""
     chosen = {t.key: t.names[0] for t in typed if t.choice and t.names}
     if chosen.keys() & {GROUP, "model", "data"}:
         unsaid = not chosen.keys() & {GROUP, "model"} and chosen["data"] != "demo"
@@ -152,7 +154,7 @@ def with_demo(typed: Sequence[TypedOverride]) -> tuple[list[TypedOverride], tupl
 
 
 def check_choice(choice: TypedOverride, known: Collection[str]) -> tuple[TypedOverride | None, list[Problem]]:
-    """The choice with the nearest name where one is unknown (None if nothing is near), and a problem for each."""
+    """The choice, corrected to the nearest name (None if nothing is near), and a problem for each error."""
     kept, problems = [], []
     for name in choice.names:
         if choice.key == GROUP and is_file_name(name):
@@ -185,7 +187,7 @@ def _as_path(group: str, name: str) -> str:
 
 
 def apply_values(config: DictConfig, values: Iterable[TypedOverride]) -> list[Problem]:
-    """Set the values in `config`, known keys and unknown ones: the decoder judges them. Returns what cannot be set."""
+    """Set values in `config`, known and unknown keys alike, which the decoder checks; returns failures."""
     problems = []
     for typed in values:
         try:
@@ -199,9 +201,9 @@ SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECAS
 
 
 def resolve_interpolations(config: DictConfig, origins: Mapping[str, str]) -> tuple[dict[str, Any], list[Problem]]:
-    """`config` as plain data, and a problem for each interpolation that cannot be resolved (it is left as `???`).
+    """`config` as plain data, and a problem for each interpolation that cannot be resolved (left `???`).
 
-    Raises SecurityRefusal if one reads an environment variable that looks like a secret.
+    Raises SecurityError if one reads an environment variable that looks like a secret.
     """
     data: dict[str, Any] = {}
     problems = []

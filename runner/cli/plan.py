@@ -86,7 +86,7 @@ def _record(args: Namespace) -> int:
 
 
 def _target(record: str, words: list[str]) -> tuple[Path, list[str]]:
-    """Where to write, and the job's words: `--record cpu` is short for `--record parity-cpu.safetensors device=cpu`."""
+    """Output file and the job's words: `--record cpu` means `--record parity-cpu.safetensors device=cpu`."""
     if record in default_registry().classes("device"):
         if any(word.startswith("device=") for word in words):
             raise UsageError(f"run parity --record {record} is a device already; with device=… name a file: {FORMS}")

@@ -28,8 +28,8 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from runner.cli.config_sources import GROUP, FolderSource, RecipeFileSource, RecipesSource, sources_with
 from runner.core.errors import EnvironmentProblem
+from runner.core.imports import load_plugins
 from runner.core.paths import conf_dir, recipes_dir
-from runner.core.plugins import load_plugins
 from runner.spec.registry import Registry
 from runner.spec.schema import CALLBACKS, groups_of
 
@@ -51,7 +51,7 @@ class RunnerSearchPath(SearchPathPlugin):
 
 
 def search_order(extra: Path | None) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """(who, URL) of every folder that exists, in search order: those before the shipped conf/, those after it."""
+    """(owner, URL) of every existing folder in search order: before the shipped conf/, and after it."""
     here = Path.cwd()
     own = [("--config-dir", "recipes", extra / "recipes"), ("--config-dir", "conf", extra)] if extra else []
     own += [("you", "recipes", here / "recipes"), ("you", "conf", here / "conf")]
@@ -73,7 +73,7 @@ def _new(places: Iterable[tuple[str, str, Path]], seen: set[Path]) -> Iterator[t
 
 @cache
 def plugin_folders() -> tuple[tuple[str, Path], ...]:
-    """(plug-in, folder of its package) for each installed package that offers conf/ or recipes/; none is imported."""
+    """(plug-in, folder) for each installed package that has conf/ or recipes/; none is imported."""
     return tuple(place for places in load_plugins(ENTRY_POINT_GROUP, _folders) for place in places)
 
 
@@ -122,7 +122,7 @@ def known_recipes() -> list[str]:
 
 
 def _store_components_without_file(registry: Registry, sources: Sequence[ConfigSource]) -> None:
-    """Let `group=name` work for a plug-in's component that has no YAML file: its schema's defaults are its config."""
+    """Let `group=name` work for a plug-in's component without a YAML file, with its schema's defaults."""
     for group in (*groups_of(registry), CALLBACKS):
         for name, cls in registry.classes(group).items():
             if not sources_with(sources, f"{group}/{name}"):

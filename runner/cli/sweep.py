@@ -144,7 +144,7 @@ def _refuse_search(expansion: Expansion, options: SweepConfig) -> None:
 
 
 def _search_problems(begun: Plan, search: SearchSpace, options: SweepConfig) -> list[Problem]:
-    """What is wrong with the options with which a search is to go on."""
+    """What is wrong with the options with which a search is to continue."""
     found = search_problems(options, search, len(begun.rankings))
     if (options.trials or 0) < len(begun.jobs):
         text = f"is {options.trials}, and the search has {len(begun.jobs)} jobs already; give more, or leave it out"
@@ -162,7 +162,7 @@ def rankings(options: SweepConfig, specs: Sequence[JobSpec]) -> tuple[Ranking, .
 
 
 def _with_sweep_tracker(member: SweepMember, folder: SweepFolder) -> dict[str, Any]:
-    """A job's data; what its tracker shows the jobs of a sweep by is the sweep's, unless the job says otherwise."""
+    """A job's data, with the sweep's name for its tracker unless the job sets one."""
     data = dict(member.composed.data)
     own = member.composed.spec.tracker.of_sweep(folder.root.name, JobPlan(0, member.varied).label)
     # with --spec they may be those of the sweep that the spec comes from
@@ -188,7 +188,7 @@ def _prefix(args: Namespace) -> list[str]:
 
 
 def _resume_options(begun: Plan, words: Sequence[str]) -> SweepConfig:
-    """A sweep's options with those that a resume sets anew. Raises UsageError for a job's, SpecError for a mistake."""
+    """A sweep's options, with changes of a resume. Raises UsageError for a job's option, SpecError."""
     for word in words:
         key = word.lstrip("+").partition("=")[0]
         if not key.startswith(f"{SWEEP}."):

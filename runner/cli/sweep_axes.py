@@ -130,7 +130,7 @@ class SweepAxis:
 
 
 def sweeps_in(words: Sequence[str], loader: ConfigLoader) -> tuple[list[Override], list[str]]:
-    """The words with several values, and the others; what is wrong with those is said where a job's words are read."""
+    """The words with several values, and the others. Mistakes are reported when a job's words are read."""
     sweeps, fixed = list[Override](), list[str]()
     parser = OverridesParser.create()
     for word in words:
@@ -242,8 +242,10 @@ def space_in(words: Sequence[str], loader: ConfigLoader) -> tuple[list[Dimension
 def recipe_space(
     draft: JobDraft, words: Sequence[str], loader: ConfigLoader, given: str
 ) -> tuple[list[Dimension], list[Problem]]:
-    """The dimensions of a recipe's sweep.over, but for keys that the command line sets; `given` is the word that chose
-    the recipe, if that is a dimension itself."""
+    """The dimensions of a recipe's sweep.over, except keys that the command line sets.
+
+    given: the word that chose the recipe, if that is a dimension itself
+    """
     typed = {word.lstrip("+").partition("=")[0] for word in words}
     space, problems = list[Dimension](), list[Problem]()
     for key, values in axes_of(draft).items():

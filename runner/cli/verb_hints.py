@@ -1,4 +1,4 @@
-"""What to type for a word that is no verb of ours: verbs of other tools, names of components, typing errors."""
+"""Hints for a word that is no verb: verbs of other tools, names of components, typing errors."""
 
 from __future__ import annotations
 

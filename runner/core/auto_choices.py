@@ -1,4 +1,4 @@
-"""What was decided for the user (kernel, dtype, fallback) and what was found: said, and kept for the manifest.
+"""Automatic choices (kernel, dtype, fallback) and facts: printed, and written to the manifest.
 
 decide(feature, wanted, got, reason)   something else is done than was asked for; refused under strict=true
 decide.state(feature, value, reason)   a fact worth knowing, e.g. how many rows were skipped as asked; never refused

@@ -139,7 +139,7 @@ def row_sum(batch: Batch, values: Tensor) -> Tensor:
 
 
 def concat_batches(parts: Sequence[Batch]) -> Batch:
-    """Batches with the same channels laid end to end; `totals` are the first one's, units are numbered anew."""
+    """Concatenate batches with the same channels; `totals` are the first one's, units are renumbered."""
     sizes = torch.tensor([part.num_tokens for part in parts])
     offsets = (torch.cumsum(sizes, 0) - sizes).tolist()
     tokens = {name: torch.cat([part.tokens[name] for part in parts]) for name in parts[0].tokens}
@@ -185,7 +185,7 @@ def prefixes(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What some units take up on a device: their tokens, or, padded, one row per path as long as the longest."""
+    """Size of some units on a device: their tokens, or, padded, one row per path as long as the longest."""
 
     tokens: int = 0
     paths: int = 0
@@ -212,7 +212,7 @@ def footprints(batch: Batch) -> list[Footprint]:
 
 
 def micro_batch_ranges(taken: Sequence[Footprint], budget: int, *, padded: bool) -> list[range]:
-    """Runs of units that take at most `budget` places each, of units that take so many; a larger unit runs alone."""
+    """Ranges of units that take at most `budget` token slots each; a larger unit is alone in its range."""
     runs, start, filled = list[range](), 0, Footprint()
     for unit, more in enumerate(taken):
         if unit > start and (filled + more).size(padded) > budget:
@@ -223,9 +223,9 @@ def micro_batch_ranges(taken: Sequence[Footprint], budget: int, *, padded: bool)
 
 
 def micro_batches(batch: Batch, max_tokens: int, *, padded: bool = False) -> Iterator[Batch]:
-    """Cut between units so that each piece takes at most `budget` places on the device; a larger unit runs alone.
+    """Cut between units so that each piece takes at most `max_tokens` token slots; a larger unit is alone.
 
-    A place is a token, or, for a model that runs padded, also what fills its rows up to the longest.
+    A slot is a token or, for a model that runs padded, also padding up to the longest row.
     """
     spans = unit_spans(batch)
     taken = footprints(batch) if padded else [Footprint(size) for *_, size in spans]

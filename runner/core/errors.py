@@ -1,21 +1,21 @@
 """Every error a user can meet, and the exit code it ends with.
 
-    RunnerError                     1   our own bug, unless a subclass says otherwise
+    RunnerError                     1   a bug in this project, unless a subclass says otherwise
     ├── SpecError                   2   the job spec is wrong (carries every problem found)
     ├── EnvironmentProblem          2   a device, a package or a permission is missing
     │   ├── NotReady                2   this machine lacks what the job needs, all of it in one error
-    │   └── UnfitModel              2   a model cannot do what was asked of it
+    │   └── UnsupportedModelError   2   a model cannot do what the job needs
     ├── DataError                   3   the data cannot be used as it is
-    ├── CheckpointError             4   checkpoints exist and none is whole, or one does not fit
+    ├── CheckpointError             4   checkpoints exist and none is valid, or one does not fit
     ├── TrainingDiverged            5   a numeric guard stopped the run
-    ├── Disagreement                5   `run parity`: another device does not compute the same; a bound of `run bench`
+    ├── ParityError                 5   `run parity`: another device does not compute the same; a bound of `run bench`
     ├── DeadlineExceeded            6   something hung
     ├── StorageError                7   disk full, read-only, I/O error
-    ├── SecurityRefusal             8   something asked to run code or to leak a secret
+    ├── SecurityError               8   something asked to run code or to leak a secret
     ├── SweepFailed                 9   some jobs of a sweep failed; the others have their results
     ├── OutOfMemory                75   worth a retry with smaller micro-batches
-    ├── RankLost                   75   a process or a machine of the job is gone; worth a retry
-    ├── SamplerFault               75   what samples is gone, or does not answer as these weights would
+    ├── RankLost                   75   a process or a machine of the job was lost; worth a retry
+    ├── SamplerError               75   a sampler was lost, or does not answer as these weights would
     └── Interrupted           130/143   SIGINT or SIGTERM; a checkpoint was written, if a step was made
 
 A message says what is wrong, where it was set, and what to type next.
@@ -59,7 +59,7 @@ class EnvironmentProblem(RunnerError):
 
 
 class NotReady(EnvironmentProblem):
-    """This machine lacks what a job needs; the message has everything that was found before torch is imported."""
+    """This machine lacks what a job needs; the message lists everything found before torch is imported."""
 
     def __init__(self, faults: Sequence[RunnerError]) -> None:
         super().__init__("\n".join(map(str, faults)))
@@ -76,7 +76,7 @@ class DataError(RunnerError):
 
 
 class CheckpointError(RunnerError):
-    """Checkpoints exist and none is whole, or one does not fit this job."""
+    """Checkpoints exist and none is valid, or one does not fit this job."""
 
     exit_code = 4
 

@@ -1,5 +1,6 @@
-"""Files that outlive their process, or must not: on the disk and not only in its cache once a function returns, at
-named instants where a test ends the process, and in folders that somebody else removes. Nothing here imports torch.
+"""Durable files, fault injection points, and folders for temporary files. Nothing here imports torch.
+
+A file is on the disk, and not only in its cache, once a function returns.
 
     RUNNER_FAILPOINT=checkpoint.before_rename:kill              SIGKILL there; free when the variable is unset
     RUNNER_FAILPOINT=checkpoint.write:ENOSPC                    OSError there, with any name of `errno`
@@ -48,7 +49,7 @@ def write_new(path: Path, content: bytes) -> None:
 
 
 def atomic_write(path: Path, content: bytes) -> None:
-    """Put `content` at `path` so that a reader, or a crash, sees the old file or the new one and nothing else.
+    """Write `content` to `path` atomically: a reader, or a crash, sees the old file or the new one.
 
     Raises OSError where that fails; the old file is then untouched and nothing is left beside it.
     """
@@ -62,7 +63,7 @@ def atomic_write(path: Path, content: bytes) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what `replace_whole` left in a folder where its process was killed. Raises OSError."""
+    """Remove what `atomic_write` left in a folder where its process was killed. Raises OSError."""
     for path in folder.glob(f"{STAGED}*"):
         with suppress(FileNotFoundError):  # another process was faster
             if datetime.now() - datetime.fromtimestamp(path.stat().st_mtime) > STALE:
@@ -126,7 +127,7 @@ KEPT = ".kept"
 
 
 def temporary_folder(folder: Path) -> Path:
-    """The folder for temporary files that goes with `folder`. Short, as a socket's path has at most 107 bytes."""
+    """The folder for temporary files of `folder`; short, as a socket's path has at most 107 bytes."""
     name = hashlib.blake2b(os.fsencode(folder.absolute()), digest_size=8).hexdigest()
     return Path(tempfile.gettempdir(), f"run-engine-{name}")
 

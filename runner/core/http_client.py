@@ -49,7 +49,7 @@ class _DaemonThreads(ThreadPoolExecutor):
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Event loop whose end, like that of the program, does not wait for a name lookup: no timeout can interrupt one."""
+    """Event loop that ends without waiting for a name lookup, which no timeout can interrupt."""
 
     def __init__(self) -> None:
         super().__init__()

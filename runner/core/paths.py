@@ -1,4 +1,4 @@
-"""Where the shipped conf/ and recipes/ are, inside an installed package or beside it in a checkout; and the cache."""
+"""Paths of the shipped conf/ and recipes/, in an installed package or a checkout, and of the cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def recipes_dir() -> Path:
 
 
 def cache_folder() -> Path:
-    """For tokens, reference log-probabilities, what plug-ins keep: $RUNNER_CACHE, else a folder in the user's cache."""
+    """Cache of tokens, reference log-probabilities and plug-ins: $RUNNER_CACHE, else the user's cache."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(os.environ.get("RUNNER_CACHE") or Path(base) / "runner")
 

@@ -147,8 +147,11 @@ def paths(batch: Batch) -> Paths | None:
 
 
 def contexts(batch: Batch) -> tuple[tuple[int, ...], Tensor] | None:
-    """What each row sees: the row that it continues, if there is one, and itself. Their lengths [N] and, int64 on the
-    CPU, the batch's token at each place of them end to end; None if every row sees itself alone."""
+    """The tokens that each row attends to: the row that it continues, if any, and its own.
+
+    Returns the lengths [N] and, int64 on the CPU, the batch's token indices end to end; None if every row sees
+    itself alone.
+    """
     before = prefixes(batch)
     if not bool((before >= 0).any()):
         return None
@@ -156,7 +159,7 @@ def contexts(batch: Batch) -> tuple[tuple[int, ...], Tensor] | None:
 
 
 def _concatenate_rows(batch: Batch, parts: Tensor) -> tuple[tuple[int, ...], Tensor]:
-    """Pairs [n, 2] of rows (-1: none) laid end to end: the length of each pair, and the batch's token at each place."""
+    """Concatenate pairs [n, 2] of rows (-1: none): the length of each pair, and the token at each place."""
     lengths = batch.structure.rows["lengths"].cpu()
     flat = parts.flatten()
     sizes = torch.where(flat < 0, 0, lengths[flat])

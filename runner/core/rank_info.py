@@ -1,4 +1,4 @@
-"""Where a process stands among those of its job: on which machine, its rank among all and among those there."""
+"""The rank of a process: on which machine, among all processes of the job, and among those there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arithmetic in text: read into a syntax tree and walked here; nothing of it is run. Fractions are exact.
+"""Arithmetic in text: parsed into a syntax tree and evaluated here, never executed. Exact fractions.
 
 There are whole numbers, + - * / and brackets, and nothing else.
 """

@@ -1,4 +1,4 @@
-"""How a safetensors file is laid out, so that it can be written tensor by tensor, in any order, by one or by many.
+"""Layout of a safetensors file, so that tensors can be written in any order, by several processes.
 
 length of the header, uint64 │ header, JSON: name → type, shape, first and last byte │ tensors, widest types first
 """
@@ -38,7 +38,7 @@ SIZES = {kind: dtype.itemsize for dtype, kind in TYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """How a file begins, and where behind that each tensor lies: the first byte, and the one after the last."""
+    """Header of a file, and the byte range of each tensor behind it."""
 
     head: bytes
     byte_ranges: Mapping[str, tuple[int, int]]
@@ -50,8 +50,10 @@ class FileLayout:
 
 
 def compute_layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> FileLayout:
-    """The file of tensors of these types and shapes, the same for any order of them; if all have one type, byte for
-    byte where safetensors itself puts them."""
+    """The layout for tensors of these types and shapes, the same for any order of them.
+
+    If all have one type, it is byte for byte that of the safetensors package.
+    """
     header: dict[str, Any] = {RESERVED: dict(metadata)}
     places: dict[str, tuple[int, int]] = {}
     end = 0

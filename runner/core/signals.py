@@ -24,9 +24,11 @@ STOPS, SAVE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP), signal.SIGUSR1
 
 
 class StopNow(BaseException):
-    """Ends what runs at once. No `except Exception` on its way takes it for a fault. Not KeyboardInterrupt: one that
-    passes through the execution of a string (namedtuple, dataclass) makes CPython end by SIGINT, whatever exit code
-    the program gives."""
+    """Ends what runs at once; no `except Exception` catches it.
+
+    Not KeyboardInterrupt: one that passes through the execution of a string (namedtuple, dataclass) makes CPython end
+    by SIGINT, whatever exit code the program gives.
+    """
 
 
 class StopSignal:
@@ -54,7 +56,7 @@ class StopSignal:
         self._agreed = next((number for number in received if number not in (None, SAVE)), None)
 
     def install(self) -> None:
-        """Take over the signals. One that the parent ignores stays ignored (nohup), and SIGUSR1 with whoever has it."""
+        """Install the handlers, except where the parent ignores a signal (nohup) or SIGUSR1 has a handler."""
         _install_handler(self._receive, (*STOPS, SAVE))
 
     @contextmanager
@@ -73,7 +75,7 @@ class StopSignal:
                 return
             number = signal.SIGTERM
         if self.number is not None:
-            _write_to_stderr("\nended at once; a resume goes on from the last checkpoint\n")
+            _write_to_stderr("\nended at once; a resume continues from the last checkpoint\n")
             os._exit(128 + number)
         self.number = number
         if self._at_once:
@@ -112,7 +114,7 @@ def _write_to_stderr(text: str) -> None:
 
 
 def _install_handler(receive: Callable[[int, FrameType | None], None], numbers: Sequence[int]) -> dict[int, Any]:
-    """Let these signals go to `receive`, unless the parent ignores them, or SIGUSR1 is handled; who had them before."""
+    """Send these signals to `receive`, except ignored ones and a handled SIGUSR1; returns old handlers."""
     before = {number: signal.getsignal(number) for number in numbers}
     free = [
         n for n, handler in before.items() if handler is not signal.SIG_IGN and (n != SAVE or not callable(handler))
@@ -140,7 +142,7 @@ class SignalRecorder:
         self._numbers = (*STOPS, SAVE) if saves else STOPS
 
     @property
-    def received(self) -> list[int]:
+    def stop_signals(self) -> list[int]:
         """Those that ask to end."""
         return [number for number in self.noted_signals if number != SAVE]
 
@@ -153,5 +155,5 @@ class SignalRecorder:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGHUP:
             self.noted_signals.append(number)
-        elif not self.received:
+        elif not self.stop_signals:
             self.noted_signals.append(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Child processes: start them, end them with their parent, kill what they started, exchange JSON lines with them.
+"""Child processes: start them, end them with their parent, kill their children, exchange JSON lines.
 
     ChildProcess(command, end_signal=SIGTERM) ─▶ this file as a program: prctl(PR_SET_PDEATHSIG) ─▶ exec command
     JsonLines (parent) ◀── one JSON text per line, over pipes or a socket ──▶ JsonLines (child)
@@ -45,8 +45,10 @@ Identity = tuple[int, int]  # number and start time, in clock ticks since boot: 
 
 
 def with_pdeathsig(command: Sequence[str], cores: Sequence[str] = (), end_signal: int = signal.SIGTERM) -> list[str]:
-    """The command that runs `command` on these cores (none: on all), and is sent `end_signal` when the thread that
-    started it ends."""
+    """The command that runs `command` on these cores (none: on all), with a parent-death signal.
+
+    The kernel sends it `end_signal` when the thread that started it ends.
+    """
     own = [str(os.getpid()), str(int(end_signal)), ",".join(cores) or "-"]
     return [sys.executable, "-I", "-S", __file__, *own, *command]
 
@@ -72,7 +74,7 @@ def main(parent: str, end_signal: str, cores: str, *command: str) -> None:
 
 
 class ChildProcess(subprocess.Popen[bytes]):
-    """A child in a session of its own: Ctrl-C reaches the parent alone, and what the child started ends with it.
+    """A child in its own session: Ctrl-C reaches only the parent, and its children end with the child.
 
     Raises OSError where there is no such program. end_signal: what the kernel sends it when the thread that started it
     ends (None: nothing; then `command` is started directly); own_session=False: it stays in this process's group
@@ -110,8 +112,10 @@ class ChildProcess(subprocess.Popen[bytes]):
         )
 
     def is_running(self) -> bool:
-        """Whether it still does. Once it does not, what is left of its session is killed, and `returncode` is set.
-        Any thread may ask."""
+        """Whether it still runs. When it has ended, the rest of its session is killed and `returncode` is set.
+
+        Any thread may call this.
+        """
         with self._reaping:
             if self.returncode is not None:
                 return False
@@ -149,7 +153,7 @@ class ChildProcess(subprocess.Popen[bytes]):
         return int(self.returncode)
 
     def send_signal(self, number: int) -> None:
-        """Send the process, and nothing that it started, a signal. Any thread may; unlike Popen's it reaps nothing."""
+        """Send a signal to the process alone. Any thread may call this; unlike Popen's it does not reap."""
         with self._reaping:
             if self.returncode is None:
                 os.kill(self.pid, number)
@@ -170,8 +174,10 @@ class ChildProcess(subprocess.Popen[bytes]):
 
 
 def process_identity(pid: int) -> Identity | None:
-    """What tells a living process from a later one with its number, also for another process to read; None of one that
-    has ended. Not psutil's create_time, which moves when the clock is set."""
+    """Tells a living process from a later one with the same number; None for one that has ended.
+
+    Readable by other processes. Not psutil's create_time, which moves when the clock is set.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -180,7 +186,7 @@ def process_identity(pid: int) -> Identity | None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether a process has not ended; a zombie has, and a later process with the same number is another one."""
+    """Whether a process still runs; a zombie does not, and a later process with its number is another."""
     import psutil
 
     try:
@@ -209,8 +215,10 @@ def kill(processes: Iterable[psutil.Process]) -> None:
 
 
 def kill_session(leader: int) -> None:
-    """SIGKILL to all processes of a session, whatever their group; to those that remove what the others leave last, if
-    they have not ended by then."""
+    """Send SIGKILL to all processes of a session, whatever their group.
+
+    Processes that clean up after the others are killed last, if they have not ended by then.
+    """
     import psutil
 
     mine = [process for process in psutil.process_iter() if _session(process.pid) == leader and is_alive(process)]
@@ -271,8 +279,10 @@ class JsonLines:
         return cls(0, writing)
 
     def send(self, message: object, within_s: float = math.inf) -> bool:
-        """Send a message; False where the other end is closed. Raises TimeoutError where it does not read in time;
-        if it has read a part by then, the connection is closed: no later message may continue the torn line."""
+        """Send a message; False where the other end is closed. Raises TimeoutError where it does not read.
+
+        If a part was sent by then, the connection is closed: no later message may continue a torn line.
+        """
         return self.write(json.dumps(message).encode() + b"\n", within_s)
 
     def write(self, line: bytes, within_s: float = math.inf) -> bool:
@@ -323,8 +333,10 @@ class JsonLines:
         return None if self._is_closed and not messages else messages
 
     def receive_one(self, within_s: float) -> Any:
-        """The next message, where each is the answer to one. Raises TimeoutError, EOFError at the end and where what
-        came is not one message."""
+        """The next message, where each answers one. Raises TimeoutError, EOFError at the end.
+
+        Also EOFError where what came is not one message.
+        """
         end = time.monotonic() + within_s
         try:
             while (messages := self.receive(max(end - time.monotonic(), 0.0))) is not None:

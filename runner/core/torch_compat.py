@@ -1,4 +1,4 @@
-"""What this project uses of torch that releases from 2.7.1 on lack: found by trying, and done by other means.
+"""What this project uses of torch that releases since 2.7.1 lack: found by trying, and replaced.
 
 In every other file torch is as the newest. What no means stands in for is refused, with the version and what to type.
 """
@@ -35,7 +35,7 @@ def aten_operators(*names: str) -> list[Any]:
 
 
 def varlen_attention() -> Callable[..., Any] | None:
-    """`varlen_attn` of torch.nn.attention, called as torch 2.13 takes it; None where it knows no scale or no window."""
+    """`varlen_attn` of torch.nn.attention as torch 2.13 calls it; None where it has no scale or window."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:  # torch 2.9 and older
         return None
     function: Callable[..., Any] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
@@ -59,8 +59,10 @@ def _repeat_kv_heads(
 
 
 def serve_tcp_store(host: str, port: int, listener: int, **options: Any) -> Any:
-    """The store of a job, served by this process. listener: descriptor of a socket that listens on `port`, the store's
-    from now on; options: those of torch's TCPStore."""
+    """The store of a job, served by this process.
+
+    listener: descriptor of a socket that listens on `port`, owned by the store from now on; options: those of TCPStore
+    """
     serve = partial(library.TCPStore, host, port, is_master=True, master_listen_fd=listener, **options)
     try:
         with _silence_cpp_stderr():
@@ -86,9 +88,9 @@ def _silence_cpp_stderr() -> Iterator[None]:
 
 
 def set_gradient_sum_reduction(part: FSDPModule) -> None:
-    """Let `part`, sharded, add gradients over the ranks without a mean, by plain sums: gloo and HCCL have no sum that
-    multiplies. Parameters that this rank's tokens did not meet count as zeros: all ranks add the same ones.
+    """Let `part`, sharded, sum gradients over the ranks instead of averaging them.
 
+    Plain sums, because gloo and HCCL have no sum that multiplies. Parameters without gradient on a rank count as zeros.
     Tensors of several data types are gathered as signed bytes, since HCCL knows no others. Raises EnvironmentProblem
     for a torch whose fully_shard is built otherwise.
     """
@@ -111,7 +113,7 @@ def set_gradient_sum_reduction(part: FSDPModule) -> None:
 
 
 def _patch_gradient_division() -> None:
-    """For torch 2.7, whose own reduction is a mean, which gloo has not, and wants events of a CPU that has none."""
+    """For torch 2.7, whose reduction is a mean, which gloo lacks, and which needs events that a CPU lacks."""
     if not hasattr(collectives, "_get_gradient_divide_factors"):
         text = f"torch {torch.__version__}: the FSDP gradient reduction of this release is not supported"
         raise EnvironmentProblem(f"{text}; install torch 2.7.1 or 2.10 to 2.13, or type parallelism=ddp")
@@ -185,8 +187,10 @@ def reshard_after_forward(part: FSDPModule, reshard: bool) -> None:
 
 
 def reset_iteration_state(root: FSDPModule) -> None:
-    """Free what is gathered, and the order in which layers ran: the next backward pass gathers ahead by it, which has
-    to be the same on all ranks."""
+    """Free gathered parameters and forget the order of layers, which backward prefetching uses.
+
+    That order has to be the same on all ranks.
+    """
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
         return

@@ -50,7 +50,7 @@ Write = Callable[[Sequence[Record]], None]
 Fill = Callable[[Write], Summary]  # writes all rows and says what it found
 
 
-class Table:
+class TokenizedTable:
     """Tokenised rows, read when asked for.
 
     pyarrow alone reads them: `datasets` would import pandas and cost each process half a processor second.
@@ -75,16 +75,16 @@ class Table:
         return record
 
 
-def build_in_memory(schema: pa.Schema, fill: Fill) -> tuple[Table, Summary]:
+def build_in_memory(schema: pa.Schema, fill: Fill) -> tuple[TokenizedTable, Summary]:
     """The table that `fill` writes, nothing on disk."""
     sink = pa.BufferOutputStream()
     summary = _write(sink, schema, fill)
-    return Table(sink.getvalue()), summary
+    return TokenizedTable(sink.getvalue()), summary
 
 
 def load_or_build(
     folder: Path, schema: pa.Schema, fill: Fill, report_damage: Callable[[str], None]
-) -> tuple[Table, Summary]:
+) -> tuple[TokenizedTable, Summary]:
     """The table in `folder`, made by `fill` if it is not there or damaged; the latter is told to `damaged`.
 
     One process of a machine at a time looks and makes it: the ranks of a job want the same one at once.
@@ -102,7 +102,7 @@ def load_or_build(
         raise StorageError(
             f"cannot write the token cache {folder}: {error.strerror or error}; free space, or set data.cache=false"
         ) from error
-    return Table(pa.memory_map(str(folder / "tokens.arrow"))), summary
+    return TokenizedTable(pa.memory_map(str(folder / "tokens.arrow"))), summary
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def sha256(file: Path) -> str:
 class HeldOut:
     """Held-out rows and how many of them are used."""
 
-    table: Table
+    table: TokenizedTable
     limit: int | None  # None = all
 
     def __len__(self) -> int:
@@ -172,7 +172,7 @@ class TokenizedData:
     """Items of one or several tables in a seeded order, and what is held out."""
 
     kind: ItemKind
-    tables: Sequence[Table]
+    tables: Sequence[TokenizedTable]
     rounds: RefillOrders
     fingerprint: str
     prompt_style: PromptStyle  # chat where any source has messages

@@ -1,6 +1,6 @@
 """Sources of rows to the data of a job; data=file, whose sources are the user's own files.
 
-Source.rows ──FormatCheck──▶ Example ──Tokeniser──▶ Encoded | Answered ──Limit──▶ Table (cached) ──▶ TokenisedData
+Source.rows ──FormatCheck──▶ Example ──Tokeniser──▶ Encoded | Answered ──Limit──▶ TokenizedTable ──▶ TokenisedData
                   └──────────────── Problems ──────────────────────────┘   one DataError for all of a source's faults
 
 What the rows are read as (`Reading`) follows from the kind of items that the algorithm learns from.
@@ -25,8 +25,8 @@ from runner.data.dataset import (
     ROWS,
     HeldOut,
     Summary,
-    Table,
     TokenizedData,
+    TokenizedTable,
     Write,
     build_in_memory,
     load_or_build,
@@ -77,7 +77,7 @@ class SourcePreparation:
         chat = self.chat.model_dump(mode="json", exclude={"template"} | ({"train_on"} if reading != "sft" else set()))
         return digest(source.digest(), tokenizer_digest(self.tokenizer), reading, options, chat)
 
-    def table(self, source: RowSource, reading: Reading, key: str) -> tuple[Table, Summary]:
+    def table(self, source: RowSource, reading: Reading, key: str) -> tuple[TokenizedTable, Summary]:
         """The source's table, from the cache where it is; what was found in the rows is said either way."""
 
         def fill(write: Write) -> Summary:
@@ -206,7 +206,7 @@ def build_data(
     )
 
 
-def _held_out(prepare: SourcePreparation, table: Table) -> HeldOut:
+def _held_out(prepare: SourcePreparation, table: TokenizedTable) -> HeldOut:
     """The held-out rows that are used; says so if these are not all."""
     found = HeldOut(table, prepare.config.max_eval_examples)
     if len(found) < len(table):

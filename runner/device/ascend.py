@@ -1,4 +1,4 @@
-"""Ascend NPUs, without torch: where CANN, their toolkit, lies, and what a chip's name says of its generation."""
+"""Ascend NPUs without torch: the folder of CANN, their toolkit, and the generation of a chip's name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def install_folders(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def toolkit_folders(environment: Mapping[str, str], root: Path = Path("/")) -> Iterator[str]:
-    """The folders of toolkits that are there: those that the environment names, then the usual ones, newest first."""
+    """Folders of installed toolkits: those that the environment names, then the usual ones, newest first."""
     named = [environment.get(name, "").rstrip("/") for name in HOME_VARIABLES]
     for home in [*filter(None, named), *_default_folders(environment, root)]:
         if (root / home.lstrip("/")).is_dir():
@@ -43,7 +43,7 @@ def _numbers(path: Path) -> list[int]:
 
 
 def set_env_script(home: str, root: Path = Path("/")) -> str:
-    """The set_env.sh that loads this toolkit's environment: in its folder or, in the older layout, beside it."""
+    """The set_env.sh of a toolkit: in its folder or, in the older layout, beside it."""
     places = [f"{place}/set_env.sh" for place in (home, home.rpartition("/")[0])]
     return next((place for place in places if (root / place.lstrip("/")).exists()), places[0])
 

@@ -1,4 +1,4 @@
-"""The best device present: npu is asked before cuda, because a machine with NPUs may also carry a small GPU."""
+"""The best device present: npu is tried before cuda, as a machine with NPUs may have a small GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from runner.interfaces import Decide, Device
 
 
 def pick(config: AutoConfig, *, decide: Decide) -> Device:
-    """Build the first device that is there, and say which, and where its data type is not the one that a job got which
-    left it out."""
+    """Build the first device that is present, and print which one.
+
+    Also prints where its data type differs from the one that a job without `model.dtype` was given.
+    """
     own, device = _first_available(config, decide)
     if own.default_dtype != config.default_dtype:
         text = f"model.dtype, where it is left out, is that of device={config.kind.name}, whose device files are here"

@@ -1,5 +1,6 @@
-"""What all devices have in common, through `torch.accelerator`, and torch's own module of each for its memory: a device
-of its own says what it does in another way.
+"""What all devices share, through `torch.accelerator` and torch's memory functions of each.
+
+A device overrides what it does differently.
 
 torch.accelerator counts the memory of those devices only whose allocator is a `c10::DeviceAllocator`. That of torch_npu
 2.13 is one, that of 2.10, which CANN 9.0 and 9.1 go with, is not; torch.npu counts with both.
@@ -22,7 +23,6 @@ from torch.utils import deterministic
 from runner.core.device_kinds import Kind
 from runner.core.errors import EnvironmentProblem
 from runner.core.rank_info import RankInfo
-from runner.device.cards import find_card
 from runner.device.config import DeviceConfig
 from runner.device.device_kinds import listed_cards
 from runner.interfaces import Decide, DenseAttention, Device, VarlenAttention
@@ -38,8 +38,10 @@ def allocator_stats(device: torch.device) -> dict[str, float]:
 
 
 def refuse_hidden(kind: Kind, count: int) -> None:
-    """Raise EnvironmentProblem if the driver shows another number of cards than the list of visible ones names: it
-    drops a wrong number without a word, and the job would run on other cards than was meant."""
+    """Raise EnvironmentProblem if the driver shows another number of cards than the list of visible ones.
+
+    It drops a wrong number silently, and the job would run on other cards than was meant.
+    """
     asked = listed_cards(kind)
     if asked is not None and len(asked) != count:
         named = "1 device" if len(asked) == 1 else f"{len(asked)} devices"
@@ -51,8 +53,10 @@ def refuse_hidden(kind: Kind, count: int) -> None:
 
 @contextmanager
 def translate_startup_errors(device: str) -> Iterator[None]:
-    """Around the first use of a card: what torch then refuses, of this shell's variables mostly, is raised as
-    EnvironmentProblem; memory that is out stays what it is."""
+    """Raise EnvironmentProblem for what torch refuses at the first use of a card.
+
+    Mostly variables of this shell are wrong. Out-of-memory errors pass unchanged.
+    """
     try:
         yield
     except torch.OutOfMemoryError:
@@ -80,8 +84,10 @@ def select_card(kind: Kind, count: int) -> torch.device:
 
 
 def set_deterministic(wanted: bool) -> None:
-    """Let torch use deterministic kernels only, or fail; without `wanted`, any. Memory that `torch.empty` gives is not
-    filled: nothing here reads what nobody wrote, and every gather would pay for it."""
+    """Let torch use deterministic kernels only, or fail; without `wanted`, any kernel.
+
+    Memory of `torch.empty` is not filled: no code reads uninitialized memory, and every gather would pay for it.
+    """
     # the same switch as use_deterministic_algorithms, which would import the whole of torch's compiler for it
     torch.set_deterministic_debug_mode("error" if wanted else "default")
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a module in disguise
@@ -148,7 +154,11 @@ class PeakFlops:
 def peak_flops(device: Device, dtype: torch.dtype, decide: Decide) -> PeakFlops:
     """That of a device in what it computes products of `dtype` in. `decide` hears of an accelerator's."""
     precision = device.matmul_precision(dtype)
-    card = find_card(device.describe().get("card", ""))
+    card = None
+    if name := device.describe().get("card", ""):
+        from runner.device.cards import find_card  # reads the table of cards, which a CPU does not need
+
+        card = find_card(name)
     if card is not None and device.name == card.device and precision in card.flops:
         found = PeakFlops(card.flops[precision], f"{card.name} in {precision}, from the table of cards")
     else:
@@ -160,8 +170,10 @@ def peak_flops(device: Device, dtype: torch.dtype, decide: Decide) -> PeakFlops:
 
 @cache
 def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of the fastest of some products of random matrices; once in a process. Draws from a
-    generator of its own."""
+    """Operations per second of the fastest of some random matrix products; measured once in a process.
+
+    Uses a random generator of its own.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def matrix(size: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Cards, as far as a plan and the numbers of a run need to know them: memory, and the most that they compute."""
+"""Cards as `run plan` and MFU need them: memory, and peak operations per second."""
 
 from __future__ import annotations
 

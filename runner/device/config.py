@@ -69,8 +69,10 @@ class DeviceConfig(ComponentConfig):
         return ()
 
     def visible(self) -> tuple[str, ...] | None:
-        """The cards that a job of this process may use, by their names in its environment; None on the processor, which
-        any number of ranks share. Answers without torch. Raises EnvironmentProblem for a list that is none."""
+        """The cards that a job of this process may use, as its environment names them; None on the CPU.
+
+        Any number of ranks share a CPU. Does not import torch. Raises EnvironmentProblem for an invalid list.
+        """
         return None if self.kind.nodes is None else present_cards(self.kind)
 
     def preflight(self) -> None:
@@ -140,8 +142,10 @@ class CudaConfig(DeviceConfig):
         return f"at most {reached} on an A100, H100 or H200, and no flash kernel"
 
     def preflight(self) -> None:
-        """Raise EnvironmentProblem naming everything that is missing. A GPU need not have a device file (WSL has none):
-        nvidia-smi will do."""
+        """Raise EnvironmentProblem naming everything that is missing.
+
+        A GPU need not have a device file (WSL has none): nvidia-smi is enough.
+        """
         torch = importlib.util.find_spec("torch")
         version = Path(torch.origin or "").with_name("version.py") if torch is not None else Path()
         built = version.read_text(encoding="utf-8") if version.is_file() else ""
@@ -240,7 +244,7 @@ class AutoConfig(DeviceConfig):
 
     @property
     def kind(self) -> Kind:
-        """That of the device that will probably be picked: which one it is is known when torch has been imported."""
+        """The kind of device that will probably be picked; the real one is known once torch is imported."""
         return self._likely_device().kind
 
     def environment(self, job: Any) -> Sequence[Preset]:

@@ -1,4 +1,4 @@
-"""Attention of sequences end to end on NVIDIA GPUs: by the package flash-attn, or by the flash kernel in torch itself.
+"""Variable-length attention on NVIDIA GPUs: by the package flash-attn, or torch's own flash kernel.
 
 Both align queries with the last keys and take cumulative lengths, here with the leading 0, as int32 on the device.
 """
@@ -83,7 +83,7 @@ class TorchFlashAttention(FlashAttention):
 
 
 def varlen_kernel(config: CudaConfig, dtype: torch.dtype, decide: Decide) -> VarlenAttention | None:
-    """What `device.attention` asks for, as far as it is there for this type; None = torch's, in buckets of rows."""
+    """The kernel that `device.attention` asks for, if this dtype has it; None = torch's, padded buckets."""
     if config.attention == "sdpa":
         return None
     found: tuple[VarlenAttention, str] | str = f"flash kernels compute in float16 and bfloat16, the model in {dtype}"

@@ -1,4 +1,4 @@
-"""The kinds of device that this package has devices of, and which cards this process may use, without torch.
+"""The kinds of device of this package, and which cards this process may use, without torch.
 
 Drivers hide mistakes in lists of visible devices (ASCEND_RT_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES), which are found
 here.
@@ -20,7 +20,7 @@ VARIABLES = {name: kind.visible for name, kind in KINDS.items() if kind.visible 
 
 @dataclass(frozen=True, slots=True)
 class VisibleDevices:
-    """What a list asks for, in its order (numbers, or names such as GPU-1a2b and MIG-…), and what is wrong in it."""
+    """The devices of a list, in its order (numbers, or names such as GPU-1a2b and MIG-…), and its faults."""
 
     ids: tuple[int | str, ...]
     faults: tuple[str, ...]
@@ -31,7 +31,7 @@ class VisibleDevices:
 
 
 def parse_visible(text: str, names: Sequence[str] = ()) -> VisibleDevices:
-    """Read a list with commas; entries that begin with one of `names` are devices by name, all others numbers.
+    """Parse a comma-separated list; entries that begin with one of `names` are names, others numbers.
 
     An empty text asks for no device at all.
     """
@@ -58,8 +58,10 @@ def unread_variable_problem(kind: Kind, environment: Mapping[str, str]) -> tuple
 
 
 def listed_cards(kind: Kind) -> tuple[str, ...] | None:
-    """The cards that this process's environment lists; None where it has no list. Raises EnvironmentProblem for a list
-    that is none, and for one in a variable that no driver reads."""
+    """The cards that this process's environment lists; None where it has no list.
+
+    Raises EnvironmentProblem for an invalid list, and for one in a variable that no driver reads.
+    """
     said = os.environ.get(kind.visible) if kind.visible else None
     if said is None:
         if fault := unread_variable_problem(kind, os.environ):
@@ -73,7 +75,7 @@ def listed_cards(kind: Kind) -> tuple[str, ...] | None:
 
 
 def present_cards(kind: Kind) -> tuple[str, ...]:
-    """The cards that this process may use, as its environment names them, else the device files that there are.
+    """The cards that this process may use: those its environment lists, else all device files.
 
     Whether a driver stands behind them is known when torch has been imported. Raises EnvironmentProblem like `listed`.
     """

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import psutil
 
 from runner.core.errors import EnvironmentProblem
-from runner.device.cards import MIB
 from runner.device.device_kinds import parse_visible
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def gpu_stats_reader(uuid: str) -> StatsReader:
 
 
 def npu_stats_reader(index: int, visible: str | None) -> StatsReader:
-    """Of the NPU that this process calls `index`; `visible` is the list of visible devices, if there is one."""
+    """Reads the NPU that this process calls `index`; `visible`: the list of visible devices, if any."""
     from runner.device import npu_smi
 
     logical = index if visible is None else parse_visible(visible).ids[index]
@@ -72,12 +71,12 @@ def npu_stats_reader(index: int, visible: str | None) -> StatsReader:
 
 def _stats(of: nvidia_smi.Gpu | npu_smi.NpuChip) -> dict[str, float]:
     found = {name: getattr(of, name) for name in ("utilization_percent", "temperature_c", "power_w")}
-    found["memory_used_bytes"] = None if of.memory_used_mb is None else float(of.memory_used_mb * MIB)
+    found["memory_used_bytes"] = None if of.memory_used_mb is None else of.memory_used_mb * 2.0**20
     return {name: value for name, value in found.items() if value is not None}
 
 
 def command_output(*command: str) -> str:
-    """What a program prints, in plain English figures. Raises EnvironmentProblem if it cannot be run, or fails."""
+    """Output of a program in the C locale. Raises EnvironmentProblem if it cannot be run, or fails."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=DEADLINE_S, check=True, stdin=subprocess.DEVNULL

@@ -90,7 +90,7 @@ PORT_BLOCK = 16  # ports that HCCL takes, one for each card of a machine
 
 
 def hccl_port_presets(environment: Mapping[str, str]) -> tuple[Preset, ...]:
-    """Where HCCL meets, for a job of several processes: a block of ports that follows from where the processes meet.
+    """Port range of HCCL for a job of several processes, derived from the port of their rendezvous.
 
     HCCL's own 60000 … 60015 are those of every job on the machine, and Linux may have given them to any program. Two
     jobs have the same block only if their MASTER_PORT differ by a multiple of 797. HCCL_HOST_SOCKET_PORT_RANGE and
@@ -129,7 +129,7 @@ def npu_objection(environment: Mapping[str, str]) -> str | None:
 
 
 def hccl_objection(environment: Mapping[str, str]) -> str | None:
-    """What is wrong with the timeouts (seconds) of this environment together, and what to type; None if nothing is."""
+    """What is wrong with the timeouts (seconds) of this environment, and what to type; None if nothing."""
     seconds: dict[str, int] = {}
     for name, default in HCCL_DEFAULTS.items():
         text = environment.get(name, str(default))

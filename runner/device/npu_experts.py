@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts layer by the grouped matrix product of Ascend NPUs, `npu_grouped_matmul`.
+"""The experts of an MoE layer by the grouped matrix product of Ascend NPUs, `npu_grouped_matmul`.
 
     [S, H] by expert ──grouped──▶ gate, up [S, 2·I] ──swiglu──▶ [S, I] ──grouped──▶ [S, H] ──weighted, summed──▶ [T, H]
 
@@ -19,7 +19,7 @@ ROWS, SUM = 0, 2  # the axis that is grouped: m, or k of [m, k] x [k, n]
 
 
 class _GroupedMatmulFunction(torch.autograd.Function):
-    """x [S, K] times weight [E, K, N] of the group that each row is in → [S, N]; `ends` int64 [E] ends the groups."""
+    """x [S, K] times weight [E, K, N] of each row's group → [S, N]; `ends` int64 [E] ends the groups."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, operator: GroupedMatmul) -> Tensor:

@@ -1,4 +1,4 @@
-"""Fused operators of Ascend NPUs in transformers models: which part of a model takes which, each one tried first.
+"""Fused operators of Ascend NPUs in transformers models: which module takes which, each tried first.
 
     rms_norm        npu_rms_norm                    …RMSNorm      one rounding where transformers has two
     rotary          npu_rotary_mul, mode "half"     …Attention
@@ -40,8 +40,7 @@ class Operators(Protocol):
 
 
 class FusedTrial(NamedTuple):
-    """A module's output on a handful of numbers, the fused one, and the tensors whose gradients are held against each
-    other, too."""
+    """A module's output on a few numbers, the fused output, and the tensors whose gradients are compared."""
 
     own: Tensor
     fused: Tensor
@@ -50,7 +49,7 @@ class FusedTrial(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FusedModule:
-    """A kind of module: how its class's name ends, its forward with fused operators, and what tries that out.
+    """A kind of module: the end of its class name, its fused forward, and a function that tries it.
 
     objection: why a module is not of the kind that `forward` computes, or None.
     """
@@ -62,7 +61,7 @@ class FusedModule:
 
 
 def install_fused_ops(module: nn.Module, wanted: Sequence[str], operators: Operators, decide: Decide) -> None:
-    """Exchange the forward of every module that a wanted operator fits; each kind is said, with its number.
+    """Replace the forward of every module that a wanted operator fits; prints each kind and its count.
 
     Experts that are left run one after the other: what transformers prefers is a grouped product that torch_npu lacks.
     """
@@ -108,9 +107,9 @@ def _objection(kind: FusedModule, part: Any, operators: Operators) -> str | None
         own, fused, given = kind.trial(part, kind.forward(part, operators), operators)
         if not _is_close(own.detach(), fused.detach()):
             return "the operator does not give what the module gives"
-        learnt = [tensor for tensor in given if tensor.requires_grad]
+        trainable = [tensor for tensor in given if tensor.requires_grad]
         ramp = torch.linspace(-1, 1, own.numel(), device=own.device, dtype=own.dtype).view_as(own)
-        gradients = [torch.autograd.grad(out, learnt, ramp) for out in (own, fused)]
+        gradients = [torch.autograd.grad(out, trainable, ramp) for out in (own, fused)]
     except (AttributeError, RuntimeError, TypeError) as error:
         return f"the operator says {str(error).strip().splitlines()[0]}"
     if all(_is_close(mine, theirs) for mine, theirs in zip(*gradients, strict=True)):

@@ -1,4 +1,4 @@
-"""Reads what `npu-smi` prints, by header and never by position, because its columns move from release to release.
+"""Parses the output of `npu-smi` by header, not by position, as columns move between releases.
 
     npu-smi info               ─▶ parse_info      a table of two-line records, then a table of processes
     npu-smi info -l            ─▶ parse_records   key : value
@@ -102,7 +102,7 @@ def parse_records(text: str) -> list[dict[str, str]]:
 
 
 def parse_usages(text: str) -> dict[int, dict[str, int]]:
-    """Chip → what `-t usages` says of it as numbers (MB and %), keys in lower case without the unit's brackets."""
+    """Chip → numbers of `-t usages` (MB and %), keys in lower case without the unit's brackets."""
     found: dict[int, dict[str, int]] = {}
     current: dict[str, int] = {}
     for key, value in _pairs(text):
@@ -115,7 +115,7 @@ def parse_usages(text: str) -> dict[int, dict[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ChipLocation:
-    """Where a chip stands: card and chip as npu-smi counts, the number programs use, and the one of /dev/davinciN."""
+    """A chip: card and chip as npu-smi counts, the number programs use, and that of /dev/davinciN."""
 
     card: int
     chip: int
@@ -143,7 +143,7 @@ def parse_mapping(text: str) -> list[ChipLocation]:
 
 
 def parse_topology(text: str) -> dict[tuple[str, str], str]:
-    """`npu-smi info -t topo`: (from, to) → kind of link, without the diagonal. Raises ValueError without a matrix."""
+    """`npu-smi info -t topo`: (from, to) → kind of link, without the diagonal. Raises ValueError."""
     names: Sequence[str] = ()
     links: dict[tuple[str, str], str] = {}
     for line in text.splitlines():
@@ -172,7 +172,7 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _values(header: Sequence[Sequence[str]], cells: Sequence[str]) -> dict[str, str]:
-    """Column → text. A cell holds as many values as its header has columns, `used / total` counting as one."""
+    """Column → text. A cell has as many values as its header has columns; `used / total` is one value."""
     values: dict[str, str] = {}
     for columns, cell in zip(header, cells, strict=False):
         words = _USED_OF.sub(r"\1/\2", cell).split()
@@ -186,7 +186,7 @@ def _chip(values: Mapping[str, str]) -> NpuChip:
     physical = _number(values.get("Phy-ID", values.get("Device")))
     return NpuChip(
         card=int(values.get("NPU", values.get("NPU ID", "0"))),
-        chip=int(values.get("NpuChip") or values.get("Chip ID") or 0),
+        chip=int(values.get("Chip") or values.get("Chip ID") or 0),
         name=values.get("Name", ""),
         health=values.get("Health", ""),
         physical=None if physical is None else int(physical),
@@ -207,7 +207,7 @@ def _process(header: Sequence[Sequence[str]], cells: Sequence[str]) -> list[NpuP
     card, memory = values.get("NPU", values.get("NPU ID", "0")), _number(values.get("Process memory(MB)"))
     name = next((cell for columns, cell in zip(header, cells, strict=False) if "Process name" in columns), "")
     return [
-        NpuProcess(int(card), int(values.get("NpuChip", "0")), int(pid), name, None if memory is None else int(memory))
+        NpuProcess(int(card), int(values.get("Chip", "0")), int(pid), name, None if memory is None else int(memory))
     ]
 
 

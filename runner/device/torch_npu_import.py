@@ -1,4 +1,4 @@
-"""Keeps torch's NPU backend out of a process that does not use it: torch_npu without CANN breaks `import torch`.
+"""Hides torch_npu from processes that do not use it: without CANN it breaks `import torch`.
 
 torch loads torch_npu by itself wherever it is installed, and transformers imports it wherever it finds it. Nothing here
 imports either.
@@ -21,7 +21,7 @@ LIBRARY = "libhccl.so"  # CANN's library for sums over cards, the first that tor
 
 
 def hide_torch_npu(device: str, kind: Kind) -> str | None:
-    """Before torch is imported: hide torch_npu from this process if `device`, of this kind, has no use for it.
+    """Hide torch_npu from this process, before torch is imported, if `device` does not use it.
 
     `auto` has, unless torch_npu cannot be loaded. Returns the reason, None where there is nothing to hide. Processes
     started from here inherit that torch does not load it by itself.

@@ -16,8 +16,10 @@ SplitSizes = Sequence[int] | None
 
 
 def all_reduce(tensor: Tensor, group: Any) -> Tensor:
-    """The sum over the ranks of `group`, for what all of them go on to compute alike: the gradient of a summand is
-    that of the sum, which every rank finds. Collective forward only."""
+    """The sum over the ranks of `group`; the gradient of a summand is that of the sum.
+
+    Every rank computes that gradient itself, so only the forward pass is collective.
+    """
     made: Tensor = _AllReduce.apply(tensor, group)  # type: ignore[no-untyped-call]
     return made
 
@@ -25,10 +27,9 @@ def all_reduce(tensor: Tensor, group: Any) -> Tensor:
 def all_to_all_autograd(
     tensor: Tensor, group: Any, send_sizes: SplitSizes = None, receive_sizes: SplitSizes = None
 ) -> Tensor:
-    """What the ranks of `group` have for this one, as `tensor` [Σ there, F] is for them: the first rows for the first
-    one, and from it. Collective in both directions; the gradient goes the same way back.
+    """All-to-all of rows of `tensor` [Σ there, F] in the order of ranks; collective in both directions.
 
-    there, here: how many rows go to each rank, and come from it; None = as many as to any other
+    there, here: number of rows to and from each rank; None = the same number for all
     """
     made: Tensor = _AllToAll.apply(tensor, group, send_sizes, receive_sizes)  # type: ignore[no-untyped-call]
     return made
@@ -72,14 +73,17 @@ class AsyncAllToAll(NamedTuple):
 
 
 def all_to_all(tensor: Tensor, group: Any, send_sizes: SplitSizes = None, receive_sizes: SplitSizes = None) -> Tensor:
-    """`exchanged` without a gradient, of any type."""
+    """`all_to_all_autograd` without a gradient, of any type."""
     return start_all_to_all(tensor, group, send_sizes, receive_sizes).wait()
 
 
 def start_all_to_all(
     tensor: Tensor, group: Any, send_sizes: SplitSizes = None, receive_sizes: SplitSizes = None
 ) -> AsyncAllToAll:
-    """The same, begun. Numbers of 16 and of 64 bits travel as of 32: HCCL documents all-to-all for float32 alone."""
+    """Start an all-to-all.
+
+    16-bit and 64-bit numbers travel as 32-bit: HCCL documents all-to-all for float32 alone.
+    """
     tensor = tensor.contiguous()
     moved = tensor.view(torch.float32) if tensor.shape[-1] * tensor.itemsize % 4 == 0 else tensor
     found = torch.empty_like(moved) if receive_sizes is None else moved.new_empty(sum(receive_sizes), *moved.shape[1:])

@@ -74,7 +74,7 @@ def shard_like(like: Tensor, full: Tensor) -> Tensor:
 
 
 def fill_local(tensor: Tensor, full: Tensor) -> None:
-    """Overwrite what this rank holds of `tensor` by its part of `full`, of the same shape, of which no more is read."""
+    """Overwrite this rank's part of `tensor` with its part of `full`, which has the same shape."""
     local_tensor(tensor).copy_(full[local_slice(tensor)])
 
 
@@ -121,8 +121,7 @@ def clip_grads_with_norm_(max_norm: float, gradients: Sequence[Tensor], norm: Te
 
 
 def is_expert_sharded(parameter: Tensor) -> bool:
-    """Whether other ranks hold other parts of it, for which they find the gradient with this rank's tokens, too:
-    experts, which tokens come to."""
+    """Whether other ranks hold other experts of it, and compute their gradient with this rank's tokens."""
     if not isinstance(parameter, DTensor) or "ep" not in (names := parameter.device_mesh.mesh_dim_names or ()):
         return False
     return not parameter.placements[names.index("ep")].is_replicate()

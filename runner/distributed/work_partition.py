@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class SingleProcess:
-    """The `Peers` of a single process."""
+    """The `RankCollectives` of a single process."""
 
     rank = 0
     size = 1
@@ -75,7 +75,7 @@ def balance_by_cost(costs: Sequence[int], ranks: int) -> list[int]:
 
 
 def group_by_prompt(requests: Sequence[Request]) -> tuple[list[list[int]], list[int]]:
-    """The places of requests that share a prompt, group by group, and what each group costs: its tokens at most."""
+    """Indices of requests that share a prompt, by group, and the cost of each group: its maximum tokens."""
     groups: dict[int, list[int]] = {}
     for at, request in enumerate(requests):
         groups.setdefault(request.group, []).append(at)
@@ -144,7 +144,7 @@ def run_on_all(peers: RankCollectives, work: Callable[[], object]) -> None:
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], peers: RankCollectives) -> None:
-    """Add the ranks' gradients, in place; those of parameters in pieces on them were added in the backward pass."""
+    """Sum the ranks' gradients in place; those of sharded parameters were summed in the backward pass."""
     add_gradients([p for p in parameters if not is_reduced_in_backward(p)], peers)
 
 
@@ -174,19 +174,20 @@ class AllReduceGradients:
     peers: RankCollectives
 
     def all_reduce_(self, parameters: Sequence[nn.Parameter]) -> None:
-        """See `Gradients`."""
+        """See `GradientReducer`."""
         sum_gradients(parameters, self.peers)
 
     def total_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """See `Gradients`."""
+        """See `GradientReducer`."""
         return total_norm([p.grad for p in parameters if p.grad is not None])
 
 
 def one_f_one_b(rank: int, stages: int, chunks: int, count: int) -> list[PipelineOp]:
-    """The turns of stage `rank` for `count` micro-batches: 1F1B, interleaved where it has several chunks of layers.
+    """The passes of stage `rank` for `count` micro-batches: 1F1B, interleaved with several chunks.
 
-    At any time at most `in_flight` forward passes wait for their backward pass. The paper wants a count that the stages
-    divide where there are chunks: here the order is that of the next such count, with the passes left out that are not.
+    At most `num_warmup_forwards` forward passes wait for their backward pass at any time. The paper wants a count that
+    the stages divide where there are chunks: here the order is that of the next such count, with the passes left out
+    that are not.
     """
     filled = count if chunks == 1 else -(-count // stages) * stages
     forward, backward = forward_schedule(stages, chunks, filled), _backward_schedule(stages, chunks, filled)
@@ -205,7 +206,7 @@ def num_warmup_forwards(rank: int, stages: int, chunks: int) -> int:
 
 
 def forward_schedule(stages: int, chunks: int, count: int) -> list[PipelineOp]:
-    """The forward passes alone, in the order of `pipelined`, and the same on each stage."""
+    """The forward passes alone, in the order of `one_f_one_b`, and the same on each stage."""
     groups = [range(first, min(first + stages, count)) for first in range(0, count, stages)]
     return [PipelineOp(micro, chunk) for group in groups for chunk in range(chunks) for micro in group]
 
@@ -218,7 +219,7 @@ def _backward_schedule(stages: int, chunks: int, count: int) -> list[PipelineOp]
 
 
 class SingleStage:
-    """The stage of a model whose layers are all on this rank: see `runner.interfaces.Stage`."""
+    """The stage of a model whose layers are all on this rank: see `runner.interfaces.PipelineStage`."""
 
     is_last = True
     index = 0
@@ -285,7 +286,7 @@ class BatchShard:
 
 
 def shard_batch(batch: Batch, budget: int, peers: RankCollectives, *, padded: bool) -> BatchShard:
-    """This rank's share of a batch, in micro-batches that take at most `budget` places (see `micro_batches`)."""
+    """This rank's part of a batch, in micro-batches of at most `budget` tokens (see `micro_batches`)."""
     spans = unit_spans(batch)
     sizes = [size for *_, size in spans]
     taken = footprints(batch) if padded else [Footprint(size) for size in sizes]

@@ -27,7 +27,7 @@ class NoEnvironmentConfig(EnvironmentConfig):
 
 
 class CalculatorConfig(EnvironmentConfig):
-    """A calculator: a turn `calc EXPRESSION` is answered with its value; any other turn is the final answer."""
+    """A calculator: a turn `calc EXPRESSION` gets its value; any other turn is the final answer."""
 
     factory: ClassVar[str] = "runner.environment.calculator:build"
     name: Literal["calculator"] = "calculator"

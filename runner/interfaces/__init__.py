@@ -1,4 +1,4 @@
-"""What a plug-in may import beside `runner.spec` and `runner.testing`: what a component's factory gets and gives.
+"""What a plug-in imports beside `runner.spec` and `runner.testing`: types and helpers of components.
 
 Protocols and records that packages know one another by, one module per subject, and the few helpers that components
 share. `runner.interfaces.losses` has the decorators of losses. Every other module of `runner` is private.
@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 from runner.core.imports import lazy_exports
 
 if TYPE_CHECKING:
-    from runner.algorithm.inputs import AlgorithmInputs as AlgorithmInputs
-    from runner.algorithm.inputs import OfflineAlgorithm as OfflineAlgorithm
     from runner.core.batch import Batch as Batch
     from runner.core.batch import pack as pack
     from runner.core.errors import DataError as DataError
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
     from runner.interfaces.device import VarlenAttention as VarlenAttention
     from runner.interfaces.learning import LOGPROBS as LOGPROBS
     from runner.interfaces.learning import Algorithm as Algorithm
+    from runner.interfaces.learning import AlgorithmInputs as AlgorithmInputs
     from runner.interfaces.learning import Callback as Callback
     from runner.interfaces.learning import Experience as Experience
     from runner.interfaces.learning import GradientReducer as GradientReducer
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from runner.interfaces.learning import Loss as Loss
     from runner.interfaces.learning import LossFn as LossFn
     from runner.interfaces.learning import Model as Model
+    from runner.interfaces.learning import OfflineAlgorithm as OfflineAlgorithm
     from runner.interfaces.learning import Outputs as Outputs
     from runner.interfaces.learning import PipelineOp as PipelineOp
     from runner.interfaces.learning import PipelineStage as PipelineStage
@@ -93,16 +93,15 @@ if TYPE_CHECKING:
 lazy_exports(
     globals(),
     {
-        "runner.algorithm.inputs": "AlgorithmInputs OfflineAlgorithm",
         "runner.core.batch": "Batch pack",
         "runner.core.errors": "DataError EnvironmentProblem Problem RunnerError SpecError",
         "runner.core.metrics": "Metrics",
         "runner.core.rng": "derive_seed",
         "runner.interfaces.data": "Data EvalQuestion LabeledCompletion PreferencePair Prompt TokenizedExample",
         "runner.interfaces.device": "Decide DenseAttention Device VarlenAttention",
-        "runner.interfaces.learning": "Algorithm Callback Experience GradientReducer Learner LinearLossFn "
-        "LogitsLossFn LogitTermsFn LOGPROBS Loss LossFn Model Outputs PipelineOp PipelineStage "
-        "RankCollectives Role Sample State StepResult Tracker",
+        "runner.interfaces.learning": "Algorithm AlgorithmInputs Callback Experience GradientReducer Learner "
+        "LinearLossFn LogitsLossFn LogitTermsFn LOGPROBS Loss LossFn Model OfflineAlgorithm Outputs "
+        "PipelineOp PipelineStage RankCollectives Role Sample State StepResult Tracker",
         "runner.interfaces.model": "as_generative BatchDecoder ContextParallelStyle GenerativeModel "
         "GreedyAnswerer ScoringModel TrainableModel WeightSubset",
         "runner.interfaces.sampling": "Completion Environment EnvironmentBatch EnvironmentFactory "

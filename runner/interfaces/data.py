@@ -23,7 +23,7 @@ class TokenizedExample:
 
 @dataclass(frozen=True, slots=True)
 class PreferencePair:
-    """Two answers to one prompt, of which the first is preferred. `margin` says by how much, where the data knows.
+    """Two completions of one prompt, the first preferred. `margin`: by how much, where the data says so.
 
     A completion holds everything after the prompt, its end included; all of its tokens count.
     """
@@ -45,7 +45,7 @@ class LabeledCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is asked in a rollout. `columns` are the row's other columns (JSON-able), which the reward sees.
+    """A prompt of a rollout. `columns`: the row's other columns (JSON-able), which the reward receives.
 
     messages: the conversation so far, if the row has one; text: what `ids` say.
     """

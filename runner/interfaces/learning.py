@@ -6,7 +6,7 @@ Legend: N rows, T tokens, S of them (see `runner.core.batch`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
     from runner.core.batch import Batch
     from runner.core.metrics import Metrics
+    from runner.interfaces.data import Data
+    from runner.interfaces.device import Decide
+    from runner.interfaces.sampling import EnvironmentFactory, ExtendConversation, Reward, Sampler
 
 T = TypeVar("T")
 
@@ -53,7 +56,7 @@ class RankCollectives(Protocol):
 
 
 class GradientReducer(Protocol):
-    """How what the ranks find of a model's gradients becomes that of one process. Both verbs are collective."""
+    """Combines the ranks' gradients of a model into those of one process. Both methods are collective."""
 
     # add what other ranks found, in place, of the parameters that learn, in the same order on all ranks
     def all_reduce_(self, parameters: Sequence[nn.Parameter]) -> None: ...
@@ -63,7 +66,7 @@ class GradientReducer(Protocol):
 
 
 class PipelineStage(Protocol):
-    """The layers of a model that lie on this rank, in one run or, interleaved with those of other ranks, in several."""
+    """The layers of a model on this rank: one run of layers or, interleaved, several."""
 
     @property
     def is_last(self) -> bool: ...  # whether the run of layers that is entered is the last, and the heads follow it
@@ -130,14 +133,15 @@ class LinearLossFn(Protocol):
     def grad_weights(self, batch: Batch) -> Tensor: ...  # float32 [T], constant
 
 
-# logits [S, V] of some tokens, and those tokens' channels [S, …] → named terms [S], of which "loss" is learnt
+# logits [S, V] of some tokens, and those tokens' channels [S, …] → named terms [S], of which "loss" is trained on
 LogitTermsFn = Callable[["Tensor", Mapping[str, "Tensor"]], Mapping[str, "Tensor"]]
 
 
 @runtime_checkable
 class LogitsLossFn(LinearLossFn, Protocol):
-    """A loss of whole distributions: total = Σ coefficients · terms["loss"], where the terms are functions of a token's
-    logits. They are made, with their gradient, in the chunk that made the logits: [T, vocab] never exists at once.
+    """A loss of whole distributions: total = Σ coefficients · terms["loss"], terms computed from logits.
+
+    Terms and their gradient are computed in the chunk that made the logits: [T, vocab] never exists at once.
 
     needs   the names of terms, which stand where other losses have the model's outputs
     beside  what `terms` reads beside the channels of a micro-batch that is on the device: [T, …], made for it alone
@@ -213,7 +217,7 @@ class Algorithm(Protocol):
 class StepResult:
     """A finished step on its way through the callbacks, which may add numbers.
 
-    step counts finished steps (1-based); samples are what the step learnt from, some of which are kept; `last` is
+    step counts finished steps (1-based); samples are what the step trained on, some of which are kept; `last` is
     true at the end of the run; `stopping` when a signal asked to end here, `saving` when one asked for a checkpoint.
     """
 
@@ -226,7 +230,7 @@ class StepResult:
 
 
 class Callback(Protocol):
-    """Hangs on the loop: sees the start, each finished step and the end; may own state that is checkpointed."""
+    """Is called at the start, after each step and at the end; may own state that is checkpointed."""
 
     def on_start(self, step: int) -> None: ...
 
@@ -247,3 +251,59 @@ class Tracker(Protocol):
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
 
     def finish(self, status: str) -> list[str]: ...  # lines to print at the end, e.g. how to sync
+
+
+class HeadedModel(Model, Protocol):
+    """A frozen model, and its head by itself."""
+
+    def forward_local(
+        self, batch: Batch, needs: frozenset[str]
+    ) -> Outputs: ...  # of a micro-batch, which is one rank's own
+
+    def lm_head(self) -> Callable[[Tensor], Tensor]: ...  # output `hidden` [S, H] → logits [S, V]; or UnfitModel
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmInputs:
+    """What `build` gives to every algorithm; sampler, reward and environments may be None.
+
+    frozen_models: the models that only score, by role; extend: continues a conversation by an environment's message
+    """
+
+    data: Data
+    tokenizer: Any
+    seed: int
+    decide: Decide
+    sampler: Sampler | None = None
+    reward: Reward | None = None
+    environments: EnvironmentFactory | None = None
+    frozen_models: Mapping[Role, HeadedModel] = field(default_factory=dict)
+    extend: ExtendConversation | None = None
+
+
+class OfflineAlgorithm:
+    """The parts of the `Algorithm` protocol for algorithms without a sampler and without state."""
+
+    lag = 0
+
+    def describe(self, step: int, experience: Experience) -> tuple[Mapping[str, float], Sequence[Sample]]:
+        """Nothing: what is trained on is in the data."""
+        return {}, ()
+
+    def observe(self, step: int, values: Mapping[str, float]) -> None:
+        """Nothing adapts."""
+
+    def encode(self, experience: Experience) -> State:
+        """Never called: at lag 0 nothing is collected ahead."""
+        raise NotImplementedError(f"{type(self).__name__} collects nothing ahead")
+
+    def decode(self, state: State) -> Any:
+        """Never called: at lag 0 nothing is collected ahead."""
+        raise NotImplementedError(f"{type(self).__name__} collects nothing ahead")
+
+    def state_dict(self) -> State:
+        """Nothing: the position in the data is a function of the step."""
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """Nothing to restore."""

@@ -115,7 +115,7 @@ class ImportanceWeights(NamedTuple):
 
 
 class PreferenceLosses(NamedTuple):
-    """Float [P] each: the losses, and the implicit rewards of the chosen and of the rejected answers (for metrics)."""
+    """Float [P] each: losses, and implicit rewards of the chosen and the rejected completions (metrics)."""
 
     losses: Tensor
     chosen_rewards: Tensor
@@ -124,7 +124,7 @@ class PreferenceLosses(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a function: its type with bounds, its default (what null stands for) and its description."""
+    """One option of a function: its type with bounds, its default (null means it) and its description."""
 
     annotation: Any
     default: Any
@@ -183,7 +183,7 @@ def advantage(name: str, *, paper: str, formula: str, per_token: bool = False) -
 
 
 def kl_estimator(name: str, *, paper: str, formula: str, kl_in: Literal["loss", "reward"] = "loss") -> Callable[[T], T]:
-    """Register a value of `algorithm.kl_estimator`: an estimate [T] of KL(policy ‖ reference) of each token.
+    """Register a value of `algorithm.kl_estimator`: estimates [T] of KL(policy ‖ reference) per token.
 
     kl_in: where the penalty may be added; one in the reward needs no gradient. In the formula d = log π − log π_ref.
     """
@@ -200,7 +200,7 @@ def preference_loss(name: str, *, paper: str, formula: str) -> Callable[[D], D]:
 
 
 def aggregation(name: str, *, paper: str, formula: str) -> Callable[[T], T]:
-    """Register a value of `algorithm.loss_aggregation`: weights [T] such that the step's loss is Σ weight·loss.
+    """Register a value of `algorithm.loss_aggregation`: weights [T] such that loss is Σ weight·loss.
 
     The weights have the mask's dtype where that is floating, else torch's default. They carry the denominator of the
     whole optimizer step, so the loss does not depend on micro-batches or ranks.
@@ -209,8 +209,9 @@ def aggregation(name: str, *, paper: str, formula: str) -> Callable[[T], T]:
 
 
 def correction(name: str, *, paper: str, formula: str, for_stale: bool = False) -> Callable[[C], C]:
-    """Register a value of `algorithm.correction`: weights [T] of the policy's loss against the drift from sampler to
-    trainer, as `ImportanceWeights`.
+    """Register a value of `algorithm.correction`: weights [T] of the policy loss, as `ImportanceWeights`.
+
+    They correct the difference between sampler and trainer.
 
     for_stale: whether it corrects samples that are several updates old, which lag above 1 needs. In the formula
     ρ = π_old / π_sampler.
@@ -219,8 +220,10 @@ def correction(name: str, *, paper: str, formula: str, for_stale: bool = False) 
 
 
 def divergence(name: str, *, paper: str, formula: str) -> Callable[[T], T]:
-    """Register a value of `algorithm.divergence` of algorithm=distill: the divergence [S] of each trained token, in
-    nats. In the formula P is the teacher's distribution, Q the student's."""
+    """Register a value of `algorithm.divergence` of algorithm=distill: divergence [S] per token, in nats.
+
+    In the formula P is the teacher's distribution, Q the student's.
+    """
     return lambda function: _register(function, "divergence", name, paper, formula)
 
 
@@ -234,7 +237,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _register(function: F, kind: Kind, name: str, paper: str, formula: str, **traits: Any) -> F:
-    """The function itself with its `registration`. Raises RunnerError for an input that this kind does not have."""
+    """The function with its `registration`. Raises RunnerError for an input that this kind does not have."""
     parameters = inspect.signature(function).parameters.values()
     inputs = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
     if unknown := [name for name in inputs if name not in INPUTS[kind]]:
@@ -249,7 +252,7 @@ def _register(function: F, kind: Kind, name: str, paper: str, formula: str, **tr
 
 
 def _options(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Option]:
-    """The keyword-only parameters whose annotation has a `Field`. Raises RunnerError for one without a default."""
+    """The keyword-only parameters annotated with a `Field`. Raises RunnerError for one without a default."""
     own = {name: function.__annotations__.get(name, Any) for name in keywords}  # inputs are not evaluated: no torch
     hints = get_type_hints(SimpleNamespace(__annotations__=own), function.__globals__, include_extras=True)
     found = {}

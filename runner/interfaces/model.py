@@ -28,7 +28,10 @@ Choose = Callable[[Tensor, Sequence[int]], Sequence[int | None]]
 
 
 class BatchDecoder(Protocol):
-    """Continues many prompts at once. length_limit: most tokens of prompt and answer together, and why; None = no limit."""
+    """Continues many prompts at once.
+
+    length_limit: most tokens of prompt and answer together, and why; None = no limit
+    """
 
     stop_token_ids: frozenset[int]
     vocab_size: int
@@ -68,7 +71,7 @@ class TrainableModel(ScoringModel, Protocol):
     layout: str  # packed or padded
     default_attention: str  # what the transformers model attends with by itself
     flops: Any  # runner.model.flops.ModelFlops
-    weights_source: Any  # where its first weights come from: runner.model.source.Source
+    weights_source: Any  # where its first weights come from: runner.model.initial_weights.WeightsSource
 
     @property
     def base_fingerprint(
@@ -110,7 +113,7 @@ class TrainableModel(ScoringModel, Protocol):
 
     def transformer_blocks(self) -> list[nn.Module]: ...  # this rank's layers, first to last
 
-    def float32_modules(self) -> list[nn.Module]: ...  # which compute in float32 where compute_type is another
+    def float32_modules(self) -> list[nn.Module]: ...  # which compute in float32 where compute_dtype is another
 
     def embedding_and_head(self) -> list[Any]: ...  # embedding and LM head, where some rows of them serve some ids
 
@@ -124,7 +127,7 @@ class TrainableModel(ScoringModel, Protocol):
 
     def probe_hidden(self) -> Tensor: ...  # hidden states [T, H] of a handful of tokens
 
-    def matches_probe(self, wanted: Tensor) -> bool: ...  # whether `probed` still gives the same
+    def matches_probe(self, wanted: Tensor) -> bool: ...  # whether `probe_hidden` still gives the same
 
     # --- scoring ---
 

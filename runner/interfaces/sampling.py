@@ -59,13 +59,13 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class GreedyOutput:
-    """A greedy answer: the new tokens up to but excluding the end of sequence, and why it ended: "stop" or "length"."""
+    """A greedy answer: new tokens without the end token, and the finish reason: "stop" or "length"."""
 
     ids: tuple[int, ...]
     finish: str
 
 
-# The tokens of an answer so far, and the most that it may have → why it ends with the last of them, None if it goes on
+# Tokens of an answer so far, maximum number of tokens → why it ends with the last one, None if it continues
 StopCriterion = Callable[[Sequence[int], int], str | None]
 
 
@@ -113,7 +113,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment says to a turn of the policy; context for the next turn, and never learnt."""
+    """What an environment says to a turn of the policy; context for the next turn, and never trained on."""
 
     role: str
     text: str

@@ -1,4 +1,4 @@
-"""What every way to start a job's processes has in its config: on one machine, on several, on those that are told."""
+"""What all launchers share in their config."""
 
 import re
 import shlex
@@ -24,10 +24,10 @@ class LaunchConfig(ComponentConfig):
         default=0, ge=0, description="Devices beside those that only sample; 0 = the ranks sample on their own."
     )
     attempts: int = Field(
-        default=1, ge=1, description="Times that the job may begin: after a lost process it goes on by itself."
+        default=1, ge=1, description="Times that the job may begin: after a lost process it restarts by itself."
     )
     max_worker_restarts: int | None = Field(
-        default=None, ge=0, description="Times that a sampler that is lost is started anew; null = 3."
+        default=None, ge=0, description="Times that a sampler that is lost is restarted; null = 3."
     )
 
     def sweep_problem(self) -> tuple[str, str] | None:
@@ -36,7 +36,7 @@ class LaunchConfig(ComponentConfig):
 
     @property
     def here(self) -> bool:
-        """Whether the processes run on this machine, whose device is looked at before; else each looks at its own."""
+        """Whether the processes run on this machine, whose device is then checked before the start."""
         return True
 
     @property
@@ -157,7 +157,7 @@ def is_web_address(address: str) -> bool:
 
 
 def submit_command(job: Any) -> str:
-    """What to type where launch.address is a web address: for a job `ray job submit` with the words of this command."""
+    """The `ray job submit` line for a job whose launch.address is a web address."""
     words = sys.argv[2:] if sys.argv[1:2] == ["run"] else sys.argv[1:]
     if words[:1] == ["plan"]:
         return "is a Ray cluster's web address; run plan needs no cluster, leave launch.address out"

@@ -1,8 +1,8 @@
-"""What is left to do where a launcher is killed: processes that it started are ended, folders in memory removed.
+"""Cleans up after a killed supervisor: ends processes that it started, removes folders in memory.
 
-Janitor (launcher) ──pipe: {"watch": 71}, {"forget": 71}, {"folder": "/dev/shm/…"}──▶ this module as a program
+CleanupProcess (supervisor) ──pipe: {"watch": 71}, {"forget": 71}, {"folder": "/dev/shm/…"}──▶ this module as a program
 
-The kernel ends each process that a launcher started, but not what that one started, and it removes no folder.
+The kernel ends the processes that a supervisor started, but not their children, and it removes no folder.
 """
 
 from __future__ import annotations

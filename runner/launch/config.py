@@ -18,7 +18,7 @@ class RayConfig(LaunchConfig):
     factory: ClassVar[str] = "runner.launch.ray.attempt:attempt"
     name: Literal["ray"] = "ray"
     attempts: int = Field(
-        default=3, ge=1, description="Times that the job may begin: after a lost process it goes on by itself."
+        default=3, ge=1, description="Times that the job may begin: after a lost process it restarts by itself."
     )
     address: str | None = Field(
         default=None, description="Of the Ray cluster: auto or HOST:PORT; null = one on this machine for this job."

@@ -1,6 +1,6 @@
-"""Why a job of several processes ended: of all that they say, the cause, once; and how they say it.
+"""Why a job of several processes ended: the one cause among their reports; and how they report.
 
-Link (any process) ──pipe: {"where": …} first, {"step": 7} each second, {"report": …} at its end──▶ Ear (launcher)
+HeartbeatWriter ──pipe: {"where": …} first, {"step": 7} each second, {"report": …} at its end──▶ HeartbeatReader
 killed by a signal ▸ an error of its own ▸ lagging behind the others ▸ interrupted ▸ waited for another rank
 """
 
@@ -60,14 +60,17 @@ class JobFailed(RunnerError):
 
 
 def is_final(error: RunnerError) -> bool:
-    """Whether no other attempt is to be made: it would end the same, as a bug of ours does, or nobody wants it."""
+    """Whether no other attempt is made: it would end the same way, or nobody wants it."""
     return error.exit_code in (RunnerError.exit_code, *LASTING) or (isinstance(error, JobFailed) and error.stopped)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessExit:
-    """A process that has ended. `code` as subprocess has it; `ours`: the launcher killed it, which explains nothing;
-    `lost`: what is known of one that nobody hears any more."""
+    """A process that has ended.
+
+    code: as subprocess has it; ours: the supervisor killed it, which explains nothing; lost: what is known of a process
+    whose connection is lost
+    """
 
     name: str  # rank 2 of 4
     code: int
@@ -96,12 +99,12 @@ def hang_cause(names: Sequence[str], waited_s: float, details: Sequence[str]) ->
 
 
 def _explains_end(rank: ProcessExit, passed_on: Sequence[int]) -> bool:
-    """Whether its end explains something: one that the launcher killed was interrupted, or ended because of another."""
+    """Whether its end explains anything: not if the supervisor killed it, or it ended because of another."""
     return rank.code != 0 and (not rank.ours or rank.report is not None or bool(passed_on))
 
 
 def _cause_of(rank: ProcessExit, passed_on: Sequence[int], said: Mapping[str, int]) -> ExitCause:
-    """Why one rank ended; `said` counts the ranks that say the same: then it is no matter of this rank alone."""
+    """Why one rank ended; `said` counts the ranks with the same report, whose cause is then shared."""
     if (report := rank.report) is not None:
         strength = {"error": OWN, "interrupted": INTERRUPTED, "waited": WAITED}[report.kind]
         known = rank.name == ONLY or said[report.message] > 1 or NAMED.match(report.message) is not None
@@ -124,7 +127,7 @@ def _signal_text(rank: ProcessExit) -> str:
 
 
 class ExitReport(NamedTuple):
-    """Why a rank ends. `kind`: error, waited (for another rank), or interrupted; `when`: seconds since 1970."""
+    """Why a rank ends. `kind`: error, waited (for another rank), interrupted; `when`: seconds since 1970."""
 
     kind: str
     message: str
@@ -139,7 +142,7 @@ class ExitReport(NamedTuple):
 
 
 class HeartbeatWriter:
-    """The started process's end. A thread says each second that it lives, which it cannot do while it is stopped."""
+    """Sends a heartbeat every second from a thread of the process, which a stopped process cannot do."""
 
     def __init__(self, handle: int) -> None:
         os.set_inheritable(handle, False)  # what the rank starts must not keep the pipe open

@@ -1,4 +1,4 @@
-"""Writes an export with its model card: aside first, then renamed, so that its name has a whole one, old or new.
+"""Writes an export with its model card: first aside, then renamed, so that a reader never sees a part.
 
 model, card ─▶ .export.<hex>/ ─ rename ─▶ export/        an earlier export/ ─ rename ─▶ .export.<hex>.old ─▶ gone
 """
@@ -48,7 +48,7 @@ def write_export(model: TrainableModel, target: Path, spec: JobSpec, step: int, 
 
 
 def _open_to_readers(staging: Path) -> None:
-    """Give every file the mode that the user's umask gives the card: safetensors are written for their owner alone."""
+    """Give every file the mode of the user's umask: safetensors are written for their owner alone."""
     mode = (staging / MODEL_CARD).stat().st_mode
     for path in staging.iterdir():
         path.chmod(mode)
@@ -71,7 +71,7 @@ def _translate_errors(target: Path) -> Iterator[None]:
         raise StorageError(
             f"cannot write the export {display_path(target)}: {error_reason(error)}; the checkpoints are "
             "whole: make space or "
-            "mend the disk, then: run export"
+            "fix the disk, then: run export"
         ) from error
 
 

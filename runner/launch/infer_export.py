@@ -31,7 +31,7 @@ SETTABLE = ("device", "model.path", "model.trust_remote_code")  # what a use may
 def load_model(
     folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best"] | None
 ) -> tuple[Any, LoadedCheckpoint]:
-    """A run's model at a checkpoint (a step, "best", or the newest), in evaluation mode, and that checkpoint.
+    """A run's model in evaluation mode at a checkpoint (a step, "best", the newest); and that checkpoint.
 
     Raises CheckpointError if there is none or the base model is another, SpecError if spec.yaml is not the one it was
     written under.
@@ -61,7 +61,7 @@ def load_model(
 def _next_step_hint(folder: RunFolder, spec: JobSpec) -> str:
     """What to do about a run without a checkpoint."""
     known = read_status(folder)
-    resume = f"go on with: run resume {display_path(folder.root)}"
+    resume = f"continue: run resume {display_path(folder.root)}"
     if known.get("state") == "running":
         first = min(spec.checkpoint.every or spec.steps, spec.steps)
         return f"if it is running, the first one comes after step {first}; if it was killed, {resume}"
@@ -81,14 +81,14 @@ def stream_answer(
     top_p: float,
     seed: int,
 ) -> Iterator[str]:
-    """Pieces of the answer to a prompt, as they come. Raises EnvironmentProblem for a prompt without a token."""
+    """Pieces of the answer to a prompt, as they come. Raises EnvironmentProblem for an empty prompt."""
     if not hasattr(model, "stream"):
         raise EnvironmentProblem(
             "this run made a model that scores answers; it writes none; to use it: reward=model reward.path=EXPORT"
         )
     ids = prompt_ids(model.tokenizer, prompt, style, chat)
     if not ids:
-        raise EnvironmentProblem("the prompt is empty; type a text to go on from")
+        raise EnvironmentProblem("the prompt is empty; type a text to continue from")
     yield from model.stream(ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
 
 
@@ -105,7 +105,7 @@ def prompt_ids(tokenizer: Any, prompt: str, style: PromptStyle, chat: ChatConfig
 def export(
     folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best"] | None, out: Path | None, merge: bool = False
 ) -> tuple[Path, int]:
-    """Write a Hugging Face folder or a PEFT adapter from a checkpoint; returns where, and the checkpoint's step.
+    """Write a Hugging Face folder or a PEFT adapter; returns its path and the checkpoint's step.
 
     Without `out` that is in the run's folder, which must not be running: export/ for the newest checkpoint,
     export-step-N/ for one that was named. `merge` writes an adapter merged into its base, to a name with -merged.

@@ -1,9 +1,9 @@
-"""Runs a job: starts it in a new folder or goes on in an old one, in as many attempts as it may have.
+"""Runs a job: starts it in a new folder or resumes it, with at most `launch.attempts` attempts.
 
                         ┌─ one device ───────────▶ Session, in this process
 start, resume ─▶ begin ─┤
-                        └─ several ──▶ Local ─▶ Team ──┬──▶ rank 0: Session, Records
-                                                       ├──▶ rank 1 …: Session, NoRecords
+                        └─ several ──▶ Supervisor ─────┬──▶ rank 0: Session, RunRecords
+                                                       ├──▶ rank 1 …: Session, NullRecords
                                                        └──▶ sampler 0 …
 """
 
@@ -22,11 +22,9 @@ from runner.core.errors import EnvironmentProblem, Interrupted, Problem, RunnerE
 from runner.core.rank_info import RankInfo, without_rank_variables
 from runner.launch import torchrun
 from runner.launch.base import ExternalLaunchConfig
-from runner.launch.preflight import preflights, refuse_unready
-from runner.launch.run_records import archive_attempt, status_of, write_yaml
-from runner.launch.secret_texts import mask_secrets
+from runner.launch.preflight import mask_secrets, preflights, refuse_unready
+from runner.launch.run_records import TRUST_REMOTE_CODE, archive_attempt, is_upstream_run, status_of, write_yaml
 from runner.launch.session import Session, run_argument
-from runner.launch.upstream_run import TRUST_REMOTE_CODE, is_upstream_run
 from runner.run_dir.folder import (
     RunFolder,
     claim_folder,
@@ -42,7 +40,7 @@ from runner.spec.base import COMMAND_LINE
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.tracker.console import Console
-from runner.tracker.text import labeled
+from runner.tracker.text import labeled_line
 
 if TYPE_CHECKING:  # most jobs are one process, which needs nothing of what starts several
     from runner.launch.multi_node import PeerNodes
@@ -110,9 +108,11 @@ def prepare_spec(spec: JobSpec) -> JobSpec:
 
 
 def check_spec(spec: JobSpec, *, here: bool = False) -> JobSpec:
-    """The spec with absolute paths, if nothing is wrong that can be seen without torch: what any machine can see, and
-    `here`, where the job's processes run on this one, also its device and packages. Raises SpecError, DataError,
-    NotReady."""
+    """The spec with absolute paths, if nothing is wrong that can be seen without torch.
+
+    here: the job's processes run on this machine, so its device and packages are checked too. Raises SpecError,
+    DataError, NotReady.
+    """
     local = {name: getattr(spec, name).with_absolute_paths() for name in ("data", "model", "algorithm", "reward")}
     spec = spec.model_copy(update=local)
     if spec.model.source is not None:
@@ -124,7 +124,7 @@ def check_spec(spec: JobSpec, *, here: bool = False) -> JobSpec:
 
 
 def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[str] = ()) -> int:
-    """Go on where the run stopped; `spec` is `before` with overrides. A finished run says so and is left alone."""
+    """Resume a run; `spec` is `before` with overrides. A finished run is left alone, with a message."""
     spec = mask_secrets(spec, dict.fromkeys((word.partition("=")[0] for word in typed), COMMAND_LINE))
     refuse_other_job(before, spec)
     if read_status(folder).get("state") == "done" and spec.steps <= before.steps:
@@ -164,7 +164,7 @@ def _begin_queued(folder: RunFolder, spec: JobSpec, typed: Mapping[str, Any]) ->
 
 
 def _note_longer_schedule(before: JobSpec, spec: JobSpec) -> None:
-    """A falling schedule falls towards the end of the run: with more steps the curve is not that of one longer run."""
+    """Say that more steps change a decaying schedule: the curve differs from that of one longer run."""
     if spec.steps != before.steps and spec.schedule.falls:
         moved = f"schedule={spec.schedule.name} now ends at step {spec.steps} and not {before.steps}"
         print(f"note: {moved}: the learning rate rises again, unlike in one run of that length", file=sys.stderr)
@@ -180,7 +180,7 @@ def write_spec(folder: RunFolder, spec: JobSpec) -> None:
 
 
 def spec_to_write(spec: JobSpec) -> JobSpec:
-    """The spec without what its processes are told anew whenever they are started."""
+    """The spec without what its processes are told again whenever they are started."""
     if not isinstance(spec.launch, ExternalLaunchConfig):
         return spec
     launch = spec.launch.model_copy(update={"node_rank": None, "rdzv_endpoint": None})
@@ -206,7 +206,7 @@ def refuse_ignored_changes(before: JobSpec, spec: JobSpec, more: str) -> None:
 
 
 def read_status(folder: RunFolder) -> dict[str, object]:
-    """status.json; empty where there is none, or none that can be read: the checkpoints tell how far a run is."""
+    """status.json; empty where it is missing or unreadable: the checkpoints tell how far a run is."""
     try:
         return read_mapping(folder.status)
     except EnvironmentProblem as error:
@@ -222,7 +222,7 @@ def next_attempt(folder: RunFolder) -> int:
 
 
 def attempt(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, Any]) -> int:
-    """Make attempt `number` at a job in a folder that the caller has locked, and others as `attempts`; returns 0.
+    """Run attempt `number` in a folder that the caller has locked, and further attempts; returns 0.
 
     typed: the job as it was typed, which must be the same on all machines. Raises RunnerError.
     """
@@ -236,8 +236,7 @@ def attempt(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, A
 
 
 def run_attempts(spec: JobSpec, folder: RunFolder, number: int, run: Callable[[int], None]) -> None:
-    """Make attempt `number` with `run`, and where it ends of what need not come again, the next one, which goes on from
-    the newest checkpoint: launch.attempts in all. Raises what the last one ends with."""
+    """Run attempts from `number` on, at most launch.attempts in all; raises the error of the last one."""
     last = number + spec.launch.attempts - 1
     while True:
         try:
@@ -248,7 +247,7 @@ def run_attempts(spec: JobSpec, folder: RunFolder, number: int, run: Callable[[i
             if is_upstream_run():
                 raise
             raise Interrupted(
-                error.exit_code - 128, f"{error}\n{labeled('continue', f'run resume {run_argument(folder)}')}"
+                error.exit_code - 128, f"{error}\n{labeled_line('continue', f'run resume {run_argument(folder)}')}"
             ) from error
         except RunnerError as error:
             from runner.launch.exit_cause import is_final
@@ -258,7 +257,7 @@ def run_attempts(spec: JobSpec, folder: RunFolder, number: int, run: Callable[[i
             cause, *_ = str(error).splitlines()
         number += 1
         archive_attempt(folder, number, ())
-        left = f"attempt {number} goes on from the newest checkpoint"
+        left = f"attempt {number} continues from the newest checkpoint"
         more = f"{last - number} more after it" if last > number else "the last one"
         Console(folder.log).message(f"attempt {number - 1} ended: {cause}; {left} ({more})", "warning")
 
@@ -314,7 +313,7 @@ def _run_supervised(spec: JobSpec, folder: RunFolder, number: int, machines: Pee
 
 
 class LocalLauncher:
-    """The `Starter` of launch=local; of several machines, that of this one."""
+    """The `WorkerLauncher` of launch=local; of several machines, that of this one."""
 
     def __init__(self, spec: JobSpec, machines: PeerNodes | None = None) -> None:
         """Raises EnvironmentProblem where devices are missing."""
@@ -348,12 +347,8 @@ class LocalLauncher:
         handle = listener.fileno() if listener is not None and order.meets else None
         if self._janitor is not None:
             self._janitor.remove(*order.scratch)
-        own = {
-            **without_rank_variables(os.environ),
-            **self._common_environment(),
-            **self._visible_cards(order),
-            **order.environment,
-        }
+        own = {**without_rank_variables(os.environ), **self._common_environment(), **self._visible_cards(order)}
+        own |= order.environment
         member = LocalWorker.start(order, own, handle, self._janitor)
         if self._own is not None and order.meets:
             self._own.close()  # rank 0 has it: where that is gone, nobody is to wait for an answer
@@ -387,9 +382,9 @@ class LocalLauncher:
 
 
 def _local_cards(spec: JobSpec) -> tuple[str, ...] | None:
-    """The devices here, as a list of visible ones names them: where the user has no list, the driver counts from 0,
-    whatever the device files are called (a container may have some of them). None on the processor, and where no
-    sampler is to be given any. Raises EnvironmentProblem where ranks and samplers want more than there are.
+    """The devices here by their names in a list of visible ones; None on the CPU or without samplers.
+
+    Without a list, drivers count from 0. Raises EnvironmentProblem where ranks and samplers want more than there are.
     """
     from runner.device.device_kinds import listed_cards
 

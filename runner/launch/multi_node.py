@@ -1,4 +1,4 @@
-"""Several machines: their launchers meet at machine 0, start together, and end together for one reason.
+"""Several machines: their supervisors meet at machine 0, start together, and end together.
 
 machine 0: listens at launch.rdzv_endpoint ◀── hello: number, host, the job as it was typed ── machine 1 …
            ── folder, attempt, the store's port ──▶      ◀── over · verdict ──▶
@@ -8,7 +8,7 @@ no torch, a second and 190 MB; its calls outlast their timeout where the server 
 that a client is gone; and whoever connects may write.
 
 gloo takes the address of the host's own name, unless it is told an interface, and on many machines that is a loopback
-one: `met_at` tells it the one on the way to the others.
+one: `gloo_interface` tells it the one on the way to the others.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class NodeConnection:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Say something; `listen` finds out where nobody is left to hear it."""
+        """Say something; `receive` finds out where nobody is left to hear it."""
         with suppress(OSError):
             self._lines.send(message, SEND_S)
 
@@ -76,7 +76,7 @@ class NodeConnection:
 
 @dataclass(slots=True)
 class PeerNodes:
-    """The other machines of a job: all of them for machine 0, machine 0 for the others. `store`: where ranks meet."""
+    """The other machines of a job: all of them for machine 0, machine 0 for others. `store`: rendezvous."""
 
     connections: list[NodeConnection]
     is_node0: bool
@@ -184,7 +184,7 @@ def join_node0(spec: JobSpec, typed: Mapping[str, Any]) -> Iterator[tuple[PeerNo
 def _accept_nodes(
     door: socket.socket, spec: JobSpec, typed: Mapping[str, Any], closing: ExitStack
 ) -> list[NodeConnection]:
-    """A line to each of the other machines; whoever else connects (a scan, a health check) holds none of them up."""
+    """A connection to each other machine; other clients (a scan, a health check) do not delay them."""
     found: dict[int, NodeConnection] = {}
     unnamed: list[NodeConnection] = []
     limit = peer_timeout_s(spec)

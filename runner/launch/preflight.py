@@ -1,11 +1,20 @@
-"""What the parts of a job find missing on this machine, all of it before torch is imported."""
+"""Checks before a job starts, without torch: what this machine lacks, and secrets in the job's spec.
+
+Secrets are kept out of spec.yaml: in the texts of `tracker` (tags, notes) they are masked, elsewhere they are refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
-from runner.core.errors import EnvironmentProblem, NotReady, RunnerError
+from runner.core.errors import EnvironmentProblem, NotReady, RunnerError, SecurityError
+from runner.run_dir.manifest import redact
+from runner.spec.base import origin_of
 from runner.spec.job import JobSpec
+
+TEXTS = "tracker"
 
 
 def preflights(spec: JobSpec, *, here: bool) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -24,7 +33,7 @@ def preflights(spec: JobSpec, *, here: bool) -> Iterator[tuple[str, Callable[[],
 
 
 def refuse_unready(checks: Iterable[Callable[[], None]]) -> None:
-    """Raise NotReady with all that these checks find missing, or the first other RunnerError if nothing is missing."""
+    """Raise NotReady with everything that is missing, or the first other RunnerError if nothing is."""
     faults: list[RunnerError] = []
     for check in checks:
         try:
@@ -35,3 +44,42 @@ def refuse_unready(checks: Iterable[Callable[[], None]]) -> None:
             faults.append(error)
     if faults:
         raise NotReady(faults)
+
+
+def mask_secrets(spec: JobSpec, origins: Mapping[str, str]) -> JobSpec:
+    """The spec with secrets in its tracker's texts masked. Raises SecurityError for secrets elsewhere."""
+    found = [key for key, text in _texts(spec.model_dump(mode="json"), "") if redact(text) != text]
+    for key in found:
+        if not key.startswith(f"{TEXTS}."):
+            who = origin_of(key, origins)
+            raise SecurityError(
+                f"{key} holds what looks like a secret, and spec.yaml would keep it\n  leave it out: libraries read "
+                f"theirs from the environment, and reward.env=[NAME] lets a reward see a variable"
+                f"{f'  [{who}]' if who else ''}"
+            )
+        print(f"note: {key} holds what looks like a secret: masked", file=sys.stderr)
+    if not found:
+        return spec
+    masked = {name: _mask_value(value) for name, value in spec.tracker}
+    return spec.model_copy(update={TEXTS: spec.tracker.model_copy(update=masked)})
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """(key, text) of every text below a value."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _texts(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner, key)
+
+
+def _mask_value(value: Any) -> Any:
+    """The same kind of value, its texts masked."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Mapping):
+        return {name: _mask_value(inner) for name, inner in value.items()}
+    return type(value)(map(_mask_value, value)) if isinstance(value, list | tuple) else value

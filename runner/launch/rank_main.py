@@ -63,7 +63,7 @@ def run_and_report(link: HeartbeatWriter, folder: RunFolder, work: Callable[[], 
 
 
 def serve_store(listener: int) -> object:
-    """Hold the job's store, at which all ranks meet, in this process; the launcher listens already on its port.
+    """Serve the job's rendezvous store in this process; the supervisor has opened its port already.
 
     It imports torch, so the environment is set before.
     """
@@ -79,8 +79,10 @@ def read_spec(folder: RunFolder) -> JobSpec:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End the process without taking the libraries down: gloo's threads need seconds for it, or crash, where other
-    ranks are gone by then."""
+    """End the process without shutting libraries down.
+
+    gloo's threads need seconds for it, or crash, where other ranks have ended.
+    """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # nobody is left to read it

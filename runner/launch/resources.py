@@ -1,4 +1,4 @@
-"""What a job occupies of a machine while it runs, for those who hand out cores and cards: a sweep, Slurm."""
+"""Resources of one machine that a job uses, for sweeps and Slurm, which assign cores and cards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ResourceRequest:
 
     @classmethod
     def of_spec(cls, spec: Any, cards: Sequence[str] | None = None) -> ResourceRequest:
-        """What a job occupies on each of its machines, where these kinds of card are (None: that is not known).
+        """What a job uses on each of its machines, which have these kinds of card (None: unknown).
 
         Raises SpecError for device=auto if none is known.
         """

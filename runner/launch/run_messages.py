@@ -1,7 +1,6 @@
-"""What a run says of itself, and where: who learns what from how much data, and a prompt to try it with.
+"""Messages of a run: model, data, and an example prompt; and where messages are shown.
 
-spec, what was built ─▶ title() · amount()        tokens of a prompt ─▶ plain_prompt() ─▶ what the user asked
-logging, warnings ─▶ on_screen ─▶ the screen and run.log
+spec, built job ─▶ run_facts · data_text · example_prompt        logging, warnings ─▶ console_logging ─▶ screen, run.log
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:  # it brings torch, which may be broken
 
 LONGEST_EXAMPLE = 100  # characters of a prompt that is offered to be typed
 NO_EXAMPLE = '"…"'
-FIRST_WORDS = 4  # of a plain text, as a prompt to go on from
+FIRST_WORDS = 4  # of a plain text, as a prompt to continue from
 LOGGER = "runner"
 RETRIES = "huggingface_hub.utils._http"
 
@@ -35,13 +34,13 @@ RETRIES = "huggingface_hub.utils._http"
 def run_facts(spec: JobSpec, model: TrainableModel) -> dict[str, str]:
     """The facts of a run's first line: what learns, how many numbers of it, and where."""
     everything = sum(_numbers(p) for p in model.module.parameters())
-    learnt = sum(_numbers(p) for p in model.trainable().values())
-    share = "all" if learnt >= everything else format_rate(learnt)
+    trainable = sum(_numbers(p) for p in model.trainable().values())
+    share = "all" if trainable >= everything else format_rate(trainable)
     return {
         "name": spec.name,
         "model": f"{spec.model.source or spec.model.name}{_first_weights(spec)}",
         "adapter": spec.adapter.name,
-        "parameters": f"{format_rate(everything)}, {share} learnt",
+        "parameters": f"{format_rate(everything)}, {share} trainable",
         "device": spec.device.name,
         "seed": str(spec.seed),
     }
@@ -110,7 +109,7 @@ class ChatMarkers:
 
 
 def plain_sample(row: Mapping[str, Any], turn: ChatMarkers | None) -> Mapping[str, Any]:
-    """A sample with the user's last message in place of the rendered prompt, and no special token in its answers."""
+    """A sample with the user's last message instead of the rendered prompt, without special tokens."""
     if turn is None:
         return row
     plain = {name: turn.without_special(text) for name, text in row.items() if isinstance(text, str)}
@@ -132,7 +131,7 @@ def example_prompt(items: Sequence[Any], tokenizer: Any, turn: ChatMarkers | Non
 
 
 def _context(item: Any, tokenizer: Any) -> str:
-    """What stands before the first learnt token; of a text that is learnt from the start, its first words."""
+    """Text before the first trained token; of a text that is trained on as a whole, its first words."""
     first = next((at for at, weight in enumerate(item.weights) if weight > 0), 0)
     if first > 1:  # the very first token has nothing before it to be predicted from
         return str(tokenizer.decode(list(item.ids[:first])))
@@ -154,7 +153,7 @@ class _ToConsole(logging.Handler):
 
 @contextmanager
 def console_logging(path: Path, *, silent: bool = False) -> Iterator[Console]:
-    """A console that also shows what is logged under "runner", and Python's warnings, until the block ends.
+    """A console that also shows logs under "runner" and Python's warnings inside the block.
 
     silent: only in the log at `path`, as for the ranks that do not speak to the user
     """

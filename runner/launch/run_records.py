@@ -1,9 +1,9 @@
 """What an attempt leaves in the run's folder, of which rank 0 writes all.
 
 status_of(folder)      the process that was started: running ─▶ done | interrupted | failed, then report.html
-keep_evidence(folder)  the same, before another attempt: attempts/N/, what that one will write anew
-Records                rank 0: manifest, metrics, samples, trackers, what a resume cuts away
-NoRecords              another rank: nothing; it has a log of its own
+archive_attempt(folder) the same, before another attempt: attempts/N/, what that one will write again
+RunRecords             rank 0: manifest, metrics, samples, trackers, what a resume cuts away
+NullRecords            another rank: nothing; it has a log of its own
 """
 
 from __future__ import annotations
@@ -20,16 +20,22 @@ import yaml
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Interrupted, RunnerError, StorageError
-from runner.launch.upstream_run import is_upstream_run
 from runner.run_dir import manifest
 from runner.run_dir.folder import RunFolder, display_path, write_atomic, write_json
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.tracker.console import Console
 from runner.tracker.jsonl import JsonlTracker, missing_steps, truncate_after
-from runner.tracker.text import labeled
+from runner.tracker.text import labeled_line
 
 log = logging.getLogger("runner")
+UPSTREAM_RUN = "RUNNER_STAGE"  # set in the environment of a recipe that is run first
+TRUST_REMOTE_CODE = "model.trust_remote_code=true"  # what no spec.yaml may say for the user
+
+
+def is_upstream_run() -> bool:
+    """Whether this process runs a recipe that another job needs first."""
+    return UPSTREAM_RUN in os.environ
 
 
 @contextmanager
@@ -68,14 +74,14 @@ def write_report(folder: RunFolder, *, is_said: bool = False) -> None:
     try:
         write_page(folder, folder.report)
         if is_said and not is_upstream_run() and folder.metrics.is_file() and folder.metrics.stat().st_size:
-            Console(folder.log).message(labeled("report", display_path(folder.report)))
+            Console(folder.log).message(labeled_line("report", display_path(folder.report)))
     except Exception as error:
         again = f"write it again: run report {display_path(folder.root)}"
         log.warning("%s is not written: %s; %s", display_path(folder.report), error or type(error).__name__, again)
 
 
 def archive_attempt(folder: RunFolder, attempt: int, typed: Sequence[str]) -> None:
-    """Move to attempts/N/ what this attempt will write anew, with its spec before and the words that began it."""
+    """Move to attempts/N/ what this attempt will rewrite, with the spec before and the typed words."""
     kept = folder.attempts / str(attempt)
     try:
         kept.mkdir(parents=True, exist_ok=True)
@@ -111,7 +117,7 @@ class RunRecords:
             console.message(f"{display_path(self.folder.metrics)} is damaged: {damage}", "warning")
 
     def open(self, first: int, console: Console) -> None:
-        """Open the trackers of a run that goes on at step `first`."""
+        """Open the trackers of a run that continues at step `first`."""
         self.trackers.append(JsonlTracker(self.folder))
         self.trackers.append(
             default_registry().factory(self.spec.tracker)(
@@ -134,7 +140,7 @@ class RunRecords:
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Some answers."""
         for tracker in self.trackers:
-            tracker.samples(step, rows)
+            tracker.log_samples(step, rows)
 
     def describe(self, device: Mapping[str, Any], processes: Mapping[str, Any]) -> None:
         """Write the manifest: of this process, and what it has to say of all."""
@@ -147,7 +153,7 @@ class RunRecords:
     def close(self, ending: str) -> list[str]:
         """End the trackers; returns what they have to say."""
         lines = [line for tracker in self.trackers for line in tracker.finish(ending)]
-        if self.made_of:  # again: what a tracker had to decide comes out while the run goes on
+        if self.made_of:  # again: what a tracker had to decide comes out while the run continues
             self._write_manifest()
         return lines
 

@@ -1,4 +1,4 @@
-"""A process of a job that only samples: reads the job from its run folder, builds its sampler, and serves it.
+"""A process that only samples: reads the job from its run folder, builds its sampler, and serves it.
 
 python -m runner.launch.sampler_main FOLDER ATTEMPT PIPE INDEX        PIPE: descriptor of the pipe to the launcher
 
@@ -25,7 +25,7 @@ from runner.sampler.remote.wire import job_token, take_token
 
 
 def main(root: str, attempt: str, pipe: str, index: str) -> int:
-    """Serve until SIGTERM. Returns the exit code; the launcher, at the other end of `pipe`, hears the reason."""
+    """Serve until SIGTERM; returns the exit code. The supervisor receives the reason over `pipe`."""
     folder = RunFolder(Path(root)).for_sampler(int(index))
     stop = StopSignal()
     stop.install()

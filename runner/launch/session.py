@@ -4,7 +4,7 @@ environment that the device wants, before torch is imported
 checkpoint ─▶ trackers ─▶ build ─▶ loop ─▶ export
 └─ a signal ends it at once ─┘
 
-Every rank of a job on several devices does the same; what is written, `Records` writes, of rank 0.
+Every rank of a job on several devices does the same; what is written, `RunRecords` writes, of rank 0.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ from runner.launch.run_messages import (
     ranks_text,
     run_facts,
 )
-from runner.launch.run_records import NullRecords, RunRecords
-from runner.launch.upstream_run import is_upstream_run
+from runner.launch.run_records import NullRecords, RunRecords, is_upstream_run
 from runner.run_dir.folder import RunFolder, display_path, is_latest
 from runner.run_dir.resume_compatibility import check_spec_unchanged
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
-from runner.tracker.text import count_noun, labeled
+from runner.tracker.text import count_noun, labeled_line
 
 if TYPE_CHECKING:
     from runner.build import BuiltJob
@@ -101,7 +100,7 @@ class Session:
         console.stop(lines if self.place.is_rank0 else [])
 
     def _build(self, records: RunRecords, console: Console) -> tuple[BuiltJob, int]:
-        """The job, at the state of the newest checkpoint, and the step it goes on at; opens `records` on the way."""
+        """The job restored from the newest checkpoint, and its next step; opens `records` on the way."""
         import_frozen("runner.build")  # with torch and transformers: folder, spec and status exist by now
         from runner import build
 
@@ -158,19 +157,19 @@ class Session:
         return time.perf_counter() - begin
 
     def _ending(self, built: BuiltJob, seconds: float) -> list[str]:
-        lines = [labeled("done", f"{count_noun(self.spec.steps, 'step')} in {seconds:.0f} s")]
+        lines = [labeled_line("done", f"{count_noun(self.spec.steps, 'step')} in {seconds:.0f} s")]
         lines.append(
-            labeled("report", display_path(self.folder.report))
+            labeled_line("report", display_path(self.folder.report))
         )  # which whoever started the ranks writes at the end
         if self.spec.checkpoint.export and not self.place.is_rank0:
             built.model.save(None)  # rank 0 writes, and may need this rank's pieces
         elif self.spec.checkpoint.export:
             write_export(built.model, self.folder.export, self.spec, self.spec.steps, self.values)
-            lines.append(labeled("model", display_path(self.folder.export)))
+            lines.append(labeled_line("model", display_path(self.folder.export)))
         if is_upstream_run():
             return lines
-        lines.append(labeled("try it", self._try_it(built)))
-        lines.append(labeled("continue", f"run resume {run_argument(self.folder)} steps={self.spec.steps * 2}"))
+        lines.append(labeled_line("try it", self._try_it(built)))
+        lines.append(labeled_line("continue", f"run resume {run_argument(self.folder)} steps={self.spec.steps * 2}"))
         return lines
 
     def _try_it(self, built: BuiltJob) -> str:
@@ -191,8 +190,7 @@ def run_argument(folder: RunFolder) -> str:
 
 @contextmanager
 def translate_rank_errors(place: RankInfo) -> Iterator[None]:
-    """Word what the libraries between ranks raise where another rank is gone, or does not answer. Raises RankLost,
-    DeadlineExceeded."""
+    """Reword errors of libraries when another rank has ended or hangs: RankLost, DeadlineExceeded."""
     try:
         yield
     except RuntimeError as error:
@@ -232,7 +230,7 @@ def translate_memory_errors(spec: JobSpec) -> Iterator[None]:
 
 
 def set_environment(spec: JobSpec, decide: Decisions) -> None:
-    """Set what the device's presets ask for and the user has not set; the manifest keeps what is then in force.
+    """Set the device's presets where the user has set nothing; the manifest records what applies.
 
     A torch_npu that the device has no use for is left out of the process: without CANN it breaks `import torch`.
     Raises EnvironmentProblem if the device cannot work and nobody could see that before, if torch_npu would refuse what
@@ -257,7 +255,7 @@ def set_environment(spec: JobSpec, decide: Decisions) -> None:
 
 
 def load_torch(device: str) -> None:
-    """Import torch. Raises EnvironmentProblem where that fails, as it does if torch_npu does not fit torch or CANN."""
+    """Import torch. Raises EnvironmentProblem where that fails, e.g. if torch_npu does not fit."""
     try:
         import_frozen("torch")
     except (ImportError, OSError, RuntimeError) as error:

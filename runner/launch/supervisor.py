@@ -31,8 +31,8 @@ from runner.launch.exit_cause import (
     hang_cause,
 )
 from runner.launch.multi_node import PeerNodes, peer_timeout_s
+from runner.launch.run_records import is_upstream_run
 from runner.launch.session import run_argument
-from runner.launch.upstream_run import is_upstream_run
 from runner.launch.worker_process import WorkerLauncher, WorkerProcess, WorkerSpec, WorkerStatusFile, dump_stacks
 from runner.run_dir.folder import RunFolder, display_path
 from runner.sampler.remote.wire import TOKEN
@@ -89,7 +89,7 @@ class Supervisor:
         if self.machines is not None:
             verdict = self.machines.agree_on_cause(verdict)
         if verdict is not None:
-            raise self._with_resume_hint(verdict).to_error(stopped=bool(self.interrupts.received))
+            raise self._with_resume_hint(verdict).to_error(stopped=bool(self.interrupts.stop_signals))
 
     def _start(self) -> None:
         self.folder.ranks.mkdir(exist_ok=True)
@@ -134,8 +134,7 @@ class Supervisor:
         return bool(running)
 
     def _forward_signals(self, running: Sequence[WorkerProcess]) -> None:
-        """Tell the ranks of signals that came; after the second they have little time left. They are served until
-        they end."""
+        """Send received signals to the ranks; after the second one they have little time left."""
         for number in self.interrupts.noted_signals[self.noticed :]:
             self.noticed += 1
             if number == SAVE:
@@ -153,8 +152,8 @@ class Supervisor:
                 self.deadline = min(self.deadline, time.monotonic() + GRACE_S)
 
     def _is_over(self) -> bool:
-        """Whether the job cannot go on: a rank ended otherwise than well, here or elsewhere. One that was interrupted
-        after a step is none: others may still be saving."""
+        """Whether a rank has failed, here or elsewhere. A rank that was interrupted after a step has not:
+        others may still be saving."""
         verdict = self._exit_cause([member for member in self.members if not member.is_running()])
         if verdict is not None and (verdict.strength != INTERRUPTED or not self._has_begun()):
             if self.machines is not None:
@@ -164,7 +163,7 @@ class Supervisor:
 
     def _exit_cause(self, members: Sequence[WorkerProcess]) -> ExitCause | None:
         """Why these ranks ended, or the job has to."""
-        ranks = find_cause([member.wait_for_exit() for member in members], self.interrupts.received)
+        ranks = find_cause([member.wait_for_exit() for member in members], self.interrupts.stop_signals)
         found = [verdict for verdict in (self.services.failed, ranks) if verdict is not None]
         return min(found, key=lambda verdict: verdict.strength, default=None)
 
@@ -229,7 +228,7 @@ def rendezvous_environment(meeting: tuple[str, int]) -> Mapping[str, str]:
 
 @dataclass(slots=True)
 class SamplerProcesses:
-    """Those of one attempt, none where the ranks do it all. `failed`: why the job cannot go on without one of them."""
+    """Sampler processes of one attempt. `failed`: why the job cannot continue without one of them."""
 
     spec: JobSpec
     folder: RunFolder
@@ -243,7 +242,7 @@ class SamplerProcesses:
 
     @property
     def restart_counts(self) -> dict[str, int]:
-        """How often each was started anew, by name."""
+        """How often each was restarted, by name."""
         return {self.members[at].order.name: times for at, times in self.lost.items()}
 
     def start(self) -> None:
@@ -257,7 +256,7 @@ class SamplerProcesses:
             self.members.append(self.starter.start(order))
 
     def restart_lost(self) -> None:
-        """Take in what has happened, and start anew what is lost. Raises StorageError, EnvironmentProblem."""
+        """Take in what has happened, and start again what is lost. Raises StorageError, EnvironmentProblem."""
         for at, member in enumerate(self.members):
             if self.failed is None and (verdict := self._loss_cause(member)) is not None:
                 self._restart(at, verdict)
@@ -310,14 +309,14 @@ class SamplerProcesses:
         if verdict.exit_code in LASTING:
             self.failed = verdict
         elif times >= most:
-            again = f"it was started anew {times} times, and launch.max_worker_restarts={most}"
+            again = f"it was restarted {times} times, and launch.max_worker_restarts={most}"
             self.failed = verdict._replace(
                 message=f"{verdict.message}\n  {again}; what it said: {display_path(order.folder.log)}"
             )
         else:
             self.lost[at] = times + 1
             first, *_ = verdict.message.splitlines()
-            self.say(f"{first}; it is started anew ({times + 1} of {most}), and asked again", "warning")
+            self.say(f"{first}; it is restarted ({times + 1} of {most}), and asked again", "warning")
             self.members[at] = self.starter.start(order)
 
 

@@ -1,4 +1,4 @@
-"""Inside torchrun, or whatever sets its variables: this process is a rank, and others were started beside it.
+"""Inside torchrun, or whatever sets its variables: this process is a rank beside others.
 
 rank 0: composes, makes the folder ──store: folder, attempt──▶ the others take part
 
@@ -41,7 +41,7 @@ def is_rank() -> bool:
 
 
 def run_under_torchrun(words: Sequence[str], begin: Callable[[Sequence[str]], int]) -> int:
-    """Begin a job with these words; inside torchrun as rank 0, with the layout that it says, or as another rank.
+    """Begin a job with these words; inside torchrun as rank 0 with its layout, or as another rank.
 
     Raises EnvironmentProblem where the words contradict torchrun, and whatever `begin` does.
     """
@@ -65,7 +65,7 @@ def run_under_torchrun(words: Sequence[str], begin: Callable[[Sequence[str]], in
 
 
 def torchrun_layout(place: RankInfo, words: Sequence[str]) -> list[str]:
-    """What torchrun says of the job's processes, as overrides. Raises EnvironmentProblem for other `words` of it."""
+    """The layout of torchrun as overrides. Raises EnvironmentProblem for `words` that contradict it."""
     if place.size % place.local_size:
         raise EnvironmentProblem(f"{place.local_size} processes here and {place.size} in all; as many on each machine")
     nodes = place.size // place.local_size

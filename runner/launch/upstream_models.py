@@ -1,4 +1,4 @@
-"""Where a job's first weights come from (`init_from`), or its teacher: a run, an export, a recipe that is run first.
+"""Initial weights of a job (`init_from`), or its teacher: a run, an export, a recipe that runs first.
 
 recipe:NAME ──a run in a process of its own, or one made before──▶ its export ─┐
 a run's folder ──▶ its export ─────────────────────────────────────────────────┴──▶ an absolute folder
@@ -18,8 +18,8 @@ from pathlib import Path
 
 from runner.core.errors import EnvironmentProblem, Interrupted, Problem, SpecError, StorageError
 from runner.core.signals import SignalRecorder
+from runner.launch.run_records import TRUST_REMOTE_CODE
 from runner.launch.upstream_run import (
-    TRUST_REMOTE_CODE,
     UpstreamRunFailed,
     cache_folder,
     command_words,
@@ -49,8 +49,9 @@ def resolve_init_from(spec: JobSpec) -> JobSpec:
 
 
 def resolve_other_models(spec: JobSpec) -> JobSpec:
-    """The spec with each other model that its algorithm names, a teacher, as an absolute folder or a hub id; a recipe
-    is run now, on a model of its own.
+    """The spec with each other model of its algorithm, e.g. a teacher, as a folder or hub id.
+
+    A recipe is run now, on a model of its own.
 
     Raises SpecError if a folder has no weights, Interrupted or StageFailed if the recipe did not end well.
     """
@@ -94,8 +95,10 @@ def _weights_folder(where: Path, key: str) -> Path:
 
 
 def _run_upstream(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> Path:
-    """The run of the recipe that the option `key` names: the one that was finished before, or one that is made, or gone
-    on with, now. One job at a time makes it; others that want the same wait for it."""
+    """The run of the recipe that the option `key` names: a finished one, or one run or resumed now.
+
+    One job at a time runs it; other jobs wait for it.
+    """
     words = command_words(recipe, spec.model_dump(mode="json"), own_model=own_model)
     try:
         folder = RunFolder(cache_folder(recipe, words).absolute())
@@ -104,7 +107,7 @@ def _run_upstream(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> P
         raise UpstreamRunFailed(text, error.exit_code) from error
     with _lock_upstream_run(folder, f"{key}: +recipe={recipe}") as lock:
         if _is_done(folder):
-            again = f"(to run it anew: rm -r {display_path(folder.root)})"
+            again = f"(to run it again: rm -r {display_path(folder.root)})"
             print(
                 f"{key}: +recipe={recipe} was run before, with this spec and code: taking its weights {again}",
                 file=sys.stderr,
@@ -138,7 +141,7 @@ def _run(
 
     what = "its own model" if own_model else "this job's model"
     begun = folder.spec.is_file()
-    verb = "going on with" if begun else "running"
+    verb = "continuing" if begun else "running"
     print(f"{key}: {verb} +recipe={recipe} first, on {what} ({display_path(folder.root)})", file=sys.stderr, flush=True)
     trust = [word for word in words if word == TRUST_REMOTE_CODE]
     typed = ["resume", str(folder.root), *trust] if begun else [*words, "--folder", str(folder.root)]
@@ -152,8 +155,8 @@ def _run(
             command, end_signal=signal.SIGTERM, stdin=None, env=upstream_environment(), pass_fds=(lock,)
         )
         code = stage.wait_and_forward(interrupts.noted_signals)
-    if interrupts.received and code <= 0:  # it was done by then, or had not yet begun to listen
-        code = 128 + interrupts.received[0]
+    if interrupts.stop_signals and code <= 0:  # it was done by then, or had not yet begun to listen
+        code = 128 + interrupts.stop_signals[0]
     if code in (130, 143):
         raise Interrupted(
             code - 128, f"while running +recipe={recipe} first; this job was not begun{continue_hint(recipe)}"
@@ -170,7 +173,7 @@ def _is_done(folder: RunFolder) -> bool:
     """Whether a stage has ended well. Its export is looked for by who wants it."""
     try:
         return read_mapping(folder.status).get("state") == "done"
-    except EnvironmentProblem:  # cut off: it is gone on with
+    except EnvironmentProblem:  # cut off: it is continued
         return False
 
 

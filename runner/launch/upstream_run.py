@@ -1,4 +1,4 @@
-"""A run that is a stage of a job: what it is asked to do, what makes it the same as another, and where it is kept.
+"""An upstream run, which another job needs first: its command, its cache key, its folder.
 
 outputs/stages/<recipe>/<key>/      a run's folder; <key>.lock beside it is held by the job that runs it
 
@@ -26,15 +26,14 @@ import yaml
 
 from runner.core.errors import RunnerError
 from runner.core.rank_info import without_rank_variables
+from runner.launch.run_records import UPSTREAM_RUN, is_upstream_run
 from runner.run_dir.folder import OUTPUTS
 from runner.run_dir.manifest import fingerprint
 from runner.run_dir.resume_compatibility import LIBRARIES
 from runner.spec.base import iter_leaves
 from runner.spec.job import RECIPE
-from runner.tracker.text import labeled
+from runner.tracker.text import labeled_line
 
-STAGE = "RUNNER_STAGE"  # set in the environment of a recipe that is run first
-TRUST_REMOTE_CODE = "model.trust_remote_code=true"  # what no spec.yaml may say for the user
 STAGES = OUTPUTS / "stages"
 PLAIN_NAME = re.compile(r"[\w./-]+")
 NOT_IN_KEY = ("name", "tracker", "watch", "strict")  # what changes nothing of the result
@@ -50,19 +49,16 @@ class UpstreamRunFailed(RunnerError):
         self.exit_code = exit_code
 
 
-def is_upstream_run() -> bool:
-    """Whether this process runs a stage of another job."""
-    return STAGE in os.environ
-
-
 def upstream_environment() -> Mapping[str, str]:
     """The environment of a stage's process."""
-    return {**without_rank_variables(os.environ), STAGE: "1"}
+    return {**without_rank_variables(os.environ), UPSTREAM_RUN: "1"}
 
 
 def command_words(recipe: str, spec: Mapping[str, Any], *, own_model: bool) -> list[str]:
-    """What is typed for a recipe that a job (`spec`, plain data) has run first: on the job's device, and on its model
-    unless the recipe has its own."""
+    """Words of a recipe that a job (`spec`, plain data) runs first, on its device, with model.
+
+    The model is the job's unless the recipe has its own.
+    """
     groups = ("device", "tracker") if own_model else ("device", "model", "tracker")
     words = [f"+recipe={_quote_recipe(recipe)}", f"seed={spec['seed']}"]
     for group in groups:
@@ -77,8 +73,9 @@ def _quote_recipe(recipe: str) -> str:
 
 
 def layout_words(words: Sequence[str], spec: Mapping[str, Any]) -> tuple[list[str], str]:
-    """What is typed for the layout of the stage that these words describe, and, where it cannot have the job's
-    (`spec`, plain data), why it runs as one process.
+    """Words for the layout of an upstream run, and, where it cannot have the job's, why it is one process.
+
+    spec: the job as plain data.
 
     Of a job on several machines the stage has the one that the job was typed first on.
     """
@@ -109,7 +106,7 @@ def cache_folder(recipe: str, words: Sequence[str]) -> Path:
 
 
 def cache_key(words: Sequence[str]) -> str:
-    """What two stages have in common that give the same weights. Raises StageFailed where the words describe no job."""
+    """Key of upstream runs that give the same weights. Raises UpstreamRunFailed where words make no job."""
     spec = _resolve_spec(words)
     inner = {
         key: cache_key(command_words(value.removeprefix(RECIPE), spec, own_model=key != "init_from"))
@@ -124,7 +121,7 @@ def cache_key(words: Sequence[str]) -> str:
 
 
 def _resolve_spec(words: Sequence[str]) -> dict[str, Any]:
-    """The spec that words make, as another process says it: how words become a spec is the command line's matter."""
+    """The spec of words, from another process: composing is the command line's job."""
     command = [sys.executable, "-P", "-m", "runner", "--cfg", "job", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=upstream_environment())
     if done.returncode:
@@ -162,4 +159,4 @@ def continue_hint(recipe: str, typed: Sequence[str] | None = None) -> str:
     if is_upstream_run():
         return ""
     words = ["run", *(sys.argv[1:] if typed is None else typed)]
-    return "\n" + labeled("continue", f"{shlex.join(words)}     (+recipe={recipe} continues where it stopped)")
+    return "\n" + labeled_line("continue", f"{shlex.join(words)}     (+recipe={recipe} continues where it stopped)")

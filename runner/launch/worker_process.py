@@ -1,11 +1,11 @@
-"""One process of a job as its launcher sees it: how it is ordered from whoever starts it, watched, and written down.
+"""One process of a job as its supervisor sees it: its start, its state, its status file.
 
-Team ──Order──▶ Starter ──Process──▶ Team        on this machine: Local and Member; elsewhere, what speaks for it
-                                      ├─▶ Roster ─▶ members/<machine>.json, every few seconds, for `run status`
-                                      └─▶ dump_stacks: where each thread is, of a process that does not answer
+Supervisor ──WorkerSpec──▶ WorkerLauncher ──▶ WorkerProcess        on this machine: LocalWorker
+                                                ├─▶ WorkerStatusFile ─▶ members/<machine>.json, for `run status`
+                                                └─▶ dump_stacks: where each thread is, of a hanging process
 
-A member here is a process in a session of its own, killed by the kernel when the launcher ends. No step waits for the
-roster, and no job ends for it: where the disk refuses the file, who reads it sees an old one.
+A LocalWorker is a process in a session of its own, killed by the kernel when the supervisor ends. No step waits for the
+status file, and no job ends for it: where the disk refuses it, readers see an old one.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class WorkerLauncher(Protocol):
 
 @dataclass(slots=True)
 class LocalWorker:
-    """A process on this machine. `killed`: by this launcher, because the job ends or the process does not answer."""
+    """A process on this machine. `killed`: by this supervisor, because the job ends or it hangs."""
 
     order: WorkerSpec
     process: ChildProcess
@@ -226,7 +226,7 @@ class WorkerStatusFile:
     due: float = 0.0
 
     def write(self, members: Sequence[WorkerProcess], replaced: Mapping[str, int], *, over: bool = False) -> None:
-        """Write it, if it is time, or the attempt is `over`. replaced: how often one was started anew, by its name."""
+        """Write it, if it is due, or the attempt is `over`. replaced: number of restarts, by process name."""
         if time.monotonic() < self.due and not over:
             return
         self.due = time.monotonic() + BEAT_S
@@ -263,7 +263,7 @@ def _now() -> float:
 
 
 def enable_stack_dumps(handle: int) -> None:
-    """Write every thread's stack to this descriptor where a library crashes, and when the launcher asks for it."""
+    """Dump every thread's stack to this descriptor on a crash, and when the supervisor requests it."""
     faulthandler.enable(handle)
     faulthandler.register(STACKS, handle, all_threads=True)
 
@@ -293,7 +293,7 @@ def _activity_text(member: WorkerProcess, before: int) -> str:
 
 
 def main_thread_location(stacks: str) -> str:
-    """Where the main thread, which faulthandler writes last, is in code that is no library's; empty if nowhere."""
+    """Where the main thread is, outside of libraries (faulthandler writes it last); empty if nowhere."""
     last = HEAD.split(stacks)[-1] if HEAD.search(stacks) else ""
     frames = list(FRAME.finditer(last))
     own = next((frame for frame in frames if not frame["file"].startswith(LIBRARIES)), next(iter(frames), None))

@@ -3,7 +3,7 @@
     packed   one row [1, T], positions from the batch, attention cut at row ends
     padded   [N, L] with the padding on the right, the model's own attention
 
-`Tokens` says which tokens of the batch this process computes: all, or a share of them
+`BatchTokens` says which tokens of the batch this process computes: all, or a share of them
 (`runner.model.context_parallel`).
 
 Two kinds of rotary positions choose their frequencies by the longest row of the whole call: `dynamic` beyond
@@ -42,7 +42,7 @@ def run_with_attention(forward: ForwardFn, ids: Tensor, positions: Tensor, atten
 
 
 def run_padded(forward: ForwardFn, batch: Batch) -> Tensor:
-    """One model row per batch row (or path, so that a shared prompt is computed for every branch), padded on the right.
+    """One model row per batch row or path, padded on the right; a shared prompt is computed per branch.
 
     Causality alone keeps padding (the last token again) out of the tokens before it. The attention mask says that all
     is real: the models' mask functions then take their fast way, and no padding token is left without anything to
@@ -124,7 +124,7 @@ class BatchTokens:
         return values.index_select(0, places)
 
     def scatter_and_sum(self, values: Tensor, at: Tensor, size: int) -> Tensor:
-        """All that the ranks have found, [size, …]: `values` [S, …] at `at`, 0 where nobody has any; differentiable."""
+        """Sum over the ranks, [size, …]: `values` [S, …] at `at`, 0 elsewhere; differentiable."""
         return values.new_zeros(size, *values.shape[1:]).index_copy(0, at, values)
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:

@@ -40,8 +40,11 @@ def _matmul_dtype(tensor: Tensor) -> str:
 
 @torch.no_grad()
 def head_objection(causal: Any, device: torch.device) -> str | None:
-    """Why logits are not simply head(hidden). Replaces the head's output by a ramp for one call: whatever the
-    model does to its logits (soft cap, scale) or to the head's input becomes visible, also on small weights."""
+    """Why logits are not simply head(hidden); None where they are.
+
+    Replaces the head's output by a ramp for one call: whatever the model does to its logits (soft cap, scale) or to the
+    head's input becomes visible, also on small weights.
+    """
     head = causal.get_output_embeddings()
     if head is None or causal.base_model is causal:
         return "the model does not show its backbone and its LM head"
@@ -79,7 +82,7 @@ def _static_objection(causal: Any) -> str | None:
 
 @torch.no_grad()
 def packed_objection(causal: Any, device: torch.device) -> str | None:
-    """Why the packed layout will not do. Leaves the attention function `ragged` in place on None, else the own one."""
+    """Why the packed layout does not work. On None it leaves the attention function `ragged` in place."""
     own = causal.config._attn_implementation
     if causal.base_model is causal:
         return "the model does not show its backbone"
@@ -105,7 +108,7 @@ def packed_objection(causal: Any, device: torch.device) -> str | None:
 
 
 def kernel_objection(kernel: VarlenAttention, config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why `kernel` will not do for a model of this config: what it gives, or its gradient, is not attention."""
+    """Why `kernel` does not work for a model of this config: its value or gradient is not attention."""
     queries, keys = (3, 2, 5), (3, 6, 5)  # the second sequence continues another one
     heads, kv_heads, size = _head_shape(config)
     drawn = _random_inputs([(sum(queries), heads, size), *[(sum(keys), kv_heads, size)] * 2], dtype, device)
@@ -117,7 +120,7 @@ def kernel_objection(kernel: VarlenAttention, config: Any, dtype: torch.dtype, d
 
 
 def dense_objection(kernel: DenseAttention, config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
-    """The same for rows side by side: causal; with a mask, one of whose queries sees nothing; one query on all keys."""
+    """The same for padded rows: causal; a mask with a query that sees nothing; one query on all keys."""
     heads, kv_heads, size = _head_shape(config)
     mask = torch.ones(2, 1, 4, 6, dtype=torch.bool).tril(2)
     mask[1, :, :, :3] = False
@@ -142,7 +145,7 @@ def _random_inputs(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: to
 
 
 def _kernel_difference(kernel: Any, defined: Any, drawn: list[Tensor], options: dict[str, Any]) -> str | None:
-    """Whether value or gradient of `kernel` is another than that of `defined`, which computes in float32 or better."""
+    """Whether value or gradient of `kernel` differ from those of `defined`, computed in float32 or better."""
     if drawn[0].device.type == "meta":
         return None
     wide = torch.promote_types(drawn[0].dtype, torch.float32)

@@ -94,7 +94,7 @@ class CausalLM(TransformersModel):
         return self._run_pass(work)
 
     def lm_head(self) -> Callable[[Tensor], Tensor]:
-        """What makes logits [S, V] of the output `hidden` [S, H], without gradient; for a model that does not learn.
+        """The function from `hidden` [S, H] to logits [S, V], without gradient; for a frozen model.
 
         Of a sharded model it holds the whole head, and is collective to get, not to call.
 
@@ -157,7 +157,7 @@ class CausalLM(TransformersModel):
     def _logit_loss(
         self, tokens: BatchTokens, places: Tensor, chosen: Tensor, terms: LogitTermsFn
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Σ chosen · terms["loss"] at `places` [S], with coefficients `chosen` [S], and the detached terms [S]."""
+        """Σ chosen · terms["loss"] at `places` [S] with coefficients `chosen` [S]; and the detached terms [S]."""
         from runner.model.chunked_logit_loss import chunked_logit_loss
 
         channels = {name: channel.index_select(0, places) for name, channel in tokens.batch.tokens.items()}
@@ -179,11 +179,11 @@ class CausalLM(TransformersModel):
         rows: int | None = None,
         finish: StopCriterion | None = None,
     ) -> list[GreedyOutput]:
-        """A greedy answer to each prompt, which ends at the end of sequence, where `finish` says so, and where the
-        model takes no longer row: such an answer may be empty.
+        """A greedy answer to each prompt.
 
-        rows: most answers in work at once, None = all; finish: None = at `max_new_tokens`. Raises ValueError for an
-        empty prompt.
+        It ends at the end of sequence, where `finish` says so, and at the model's maximum length: it may be empty.
+        rows: maximum number of concurrent answers, None = all; finish: None = at `max_new_tokens`. Raises ValueError
+        for an empty prompt.
         """
         from runner.model import generation  # here and below: a job that writes no text does without it
 
@@ -222,8 +222,10 @@ class CausalLM(TransformersModel):
         return generation.stream_text(ids, decode)
 
     def batch_decoder(self, *, decide: Decide) -> CompletionGenerator:
-        """What writes many answers at once, as a sampler does. Raises SpecError if no way of doing so fits this model;
-        `decide` hears of it if it is not the fast one."""
+        """The generator for many answers at once, as a sampler uses it; `decide` records a slow one.
+
+        Raises SpecError if no method fits this model.
+        """
         from runner.model.kv_cache import choose_decoder
 
         with self._generation_mode():
@@ -263,7 +265,7 @@ class CausalLM(TransformersModel):
 
     @contextmanager
     def _bulk_generation_mode(self) -> Iterator[None]:
-        """The same, with adapters folded in where products are in float32, and weights cast once where they are not."""
+        """Generation mode with adapters merged where products are in float32, else with weights cast once."""
         training = self.module.training
         prepared = merge_temporarily(self.module) if self._compute_dtype is None else cache_casts(self.module)
         try:
@@ -290,7 +292,7 @@ class CausalLM(TransformersModel):
     def _head_inputs(
         self, tokens: BatchTokens, places: Tensor, hidden: Tensor | None = None
     ) -> tuple[nn.Module, Tensor, Tensor]:
-        """The head, the hidden states [S, H] that predict the tokens at `places` [S], and those tokens' ids [S].
+        """The head, the hidden states [S, H] that predict the tokens at `places` [S], and those tokens' ids.
 
         Both are such that the head's logits are tempered: [S, H + 1] where it has a bias, which dividing the hidden
         states would leave as it is.

@@ -1,5 +1,4 @@
-"""What decoder layers do in training beside computing: dropout, what they keep and what they compute a second time
-(activation checkpointing), and torch.compile.
+"""Dropout, activation checkpointing and torch.compile of decoder layers in training.
 
     full        what goes into the layer is kept                     (Chen et al., 1604.06174)
     every n-th  the same in layers 0, n, 2n, …; the others keep everything
@@ -43,7 +42,7 @@ from runner.model.packed_attention import PACKED_ATTENTION, packed_attention
 
 
 def max_dropout_rate(module: nn.Module) -> float:
-    """The largest rate of dropout that there is: of activations, attention, adapters' inputs or whole layers."""
+    """The largest dropout rate: of activations, attention, adapters' inputs or whole layers."""
     return max((getattr(part, name) for part, name in _dropout_rates(module)), default=0.0)
 
 
@@ -152,8 +151,10 @@ def _is_wide(weight: Tensor) -> bool:
 
 
 def _is_attention(operator: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Whether it is a kernel of attention that may be left out of the second pass: one that draws random numbers has to
-    run again, or what draws after it would get others."""
+    """Whether it is an attention kernel that need not run again in the backward pass.
+
+    One that draws random numbers has to run again, or later operators would draw other numbers.
+    """
     if "attention" not in (name := str(operator)) and "attn" not in name:
         return False
     names = [one.name for one in operator._schema.arguments]
@@ -171,8 +172,10 @@ class CompiledLayers:
     """Some layers, whose parts compute by what torch has compiled from now on."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
-        """Nothing is compiled before it runs. Parts have all that is put into them by now: adapters, a device's own
-        operators."""
+        """Prepare the layers; nothing is compiled before it runs.
+
+        Adapters and the device's operators must be installed before.
+        """
         ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
         self._parts: list[tuple[Any, Callable[..., Any]]] = []
         for part in (part for layer in layers for part in layer.children()):

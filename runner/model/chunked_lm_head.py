@@ -1,5 +1,6 @@
-"""The LM head in chunks: log-probabilities of given ids, and entropies, without ever holding all logits; and the
-vocabulary of its logits, all ids on this rank or a run of them on each of several.
+"""The LM head in chunks: log-probabilities and entropies without ever holding all logits.
+
+The vocabulary is all ids on this rank, or a run of them on each of several ranks.
 
     hidden [S, H] ──chunk by chunk──▶ logits [chunk, V] ──log-softmax in float32──▶ logprobs [S], entropy [S]
     of V/tp ids   ──top, sum of exponentials over the ranks──▶ log-probabilities
@@ -73,7 +74,7 @@ class PartialVocab(VocabShard):
     end: int
 
     def log_softmax(self, logits: Tensor) -> Tensor:
-        """See `Vocabulary`; of this rank's ids."""
+        """See `VocabShard`; of this rank's ids."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         top = wide.amax(1, keepdim=True)
         distributed.all_reduce(top, distributed.ReduceOp.MAX, group=self.group)
@@ -81,29 +82,29 @@ class PartialVocab(VocabShard):
         return wide.sub_(self.sum_over_ranks(wide.exp().sum(1, keepdim=True)).log_())
 
     def gather_targets(self, values: Tensor, targets: Tensor) -> Tensor:
-        """See `Vocabulary`."""
+        """See `VocabShard`."""
         places, mine = self._local_targets(targets)
         return self.sum_over_ranks(VocabShard.gather_targets(self, values, places).masked_fill(~mine, 0))
 
     def add_at_targets(self, values: Tensor, targets: Tensor, amounts: Tensor) -> Tensor:
-        """See `Vocabulary`."""
+        """See `VocabShard`."""
         places, mine = self._local_targets(targets)
         return VocabShard.add_at_targets(self, values, places, amounts.masked_fill(~mine, 0))
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """See `Vocabulary`."""
+        """See `VocabShard`."""
         distributed.all_reduce(values, group=self.group)
         return values
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """See `Vocabulary`."""
+        """See `VocabShard`."""
         logits = logits.contiguous()
         parts = [torch.empty_like(logits) for _ in range(self.size)]
         distributed.all_gather(parts, logits, group=self.group)
         return torch.cat(parts, 1)
 
     def local_logits(self, logits: Tensor) -> Tensor:
-        """See `Vocabulary`."""
+        """See `VocabShard`."""
         return logits[:, self.first : self.end]
 
     def _local_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,7 +134,7 @@ def is_plain_linear(head: nn.Module) -> bool:
 
 
 class TemperatureScaled(nn.Module):
-    """A head for tokens that have a temperature each: hidden [S, H], and its inverse as one more column → logits."""
+    """A head with one temperature per token: hidden [S, H] and its inverse as one more column → logits."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
@@ -149,7 +150,7 @@ class TemperatureScaled(nn.Module):
 def chunked_logprobs(
     head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int, compute: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """log p(targets | hidden) and the entropy of p(· | hidden) in nats, both differentiable in hidden and head.
+    """log p(targets | hidden) and the entropy of p(· | hidden) in nats; differentiable in hidden and head.
 
     hidden [S, H], targets int64 [S]; `compute` is the data type of the matrix products (None: that of the
     weight). Returns two [S] in float32 (float64 for a float64 head). An entropy that is not used costs one pass
@@ -187,7 +188,7 @@ def chunked_logprob_loss(
 
 
 def logprobs_and_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [S, V], targets int64 [S] → log-softmax at the targets and entropy, [S] each, in float32 or better."""
+    """logits [S, V], targets int64 [S] → log-softmax at the targets and entropy, [S], float32 or better."""
     log_softmax = ALL_IDS.log_softmax(logits)
     return ALL_IDS.gather_targets(log_softmax, targets), _entropy(log_softmax)
 
@@ -215,8 +216,10 @@ def _checkpointed_chunks(head: nn.Module, hidden: Tensor, targets: Tensor, chunk
 
 
 class LogitOperands:
-    """The head's tensors in the data type of the matrix products, and buffers for their gradients; weight and logits
-    are those of this rank's ids."""
+    """The head's tensors in the data type of the matrix products, and buffers for their gradients.
+
+    Weight and logits are those of this rank's ids.
+    """
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, compute: torch.dtype | None, ids: VocabShard
@@ -252,7 +255,7 @@ class LogitOperands:
     def accumulate(
         self, span: slice, log_softmax: Tensor, targets: Tensor, grad: Tensor, grad_entropy: Tensor | None = None
     ) -> None:
-        """Add one chunk's gradients, given those of its logprobs and entropies [chunk]; overwrites `log_softmax`.
+        """Add the gradients of one chunk's logprobs and entropies [chunk]; overwrites `log_softmax`.
 
         ∂logprob/∂logits = onehot − p;  ∂entropy/∂logits = −p·(log p + entropy).
         """

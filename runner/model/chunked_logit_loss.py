@@ -1,4 +1,4 @@
-"""Any function of the logits, summed over tokens with known coefficients, without ever holding all logits.
+"""Any function of the logits, summed over tokens with known weights, without ever holding all logits.
 
     hidden [S, H] ──chunk by chunk──▶ logits [chunk, V] ──terms──▶ loss [S], … ──Σ coefficients · loss──▶ total
 
@@ -35,9 +35,9 @@ def chunked_logit_loss(
     chunk: int,
     compute: torch.dtype | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Σ coefficients · terms["loss"], differentiable once in hidden and head, and every term [S], detached.
+    """Σ coefficients · terms["loss"], differentiable once in hidden and head; and every term, detached.
 
-    hidden [S, H]; coefficients float [S], constant; tokens: the channels [S, …] that `terms` sees beside the logits.
+    hidden [S, H]; coefficients float [S], constant; tokens: the channels [S, …] that `terms` gets beside the logits
     """
 
     def piece(logits: Tensor, span: slice) -> Mapping[str, Tensor]:

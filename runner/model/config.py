@@ -90,8 +90,10 @@ class ModelConfig(ComponentConfig):
                 yield f"{text}; leave it out, or type parallelism=ddp or fsdp"
 
     def sizes(self) -> dict[str, tuple[str, int]]:
-        """What parallelism divides (heads, kv_heads, features, layers, experts): the option that says it, and how many.
-        Empty where only the model's own folder says it."""
+        """Sizes that parallelism divides (heads, kv_heads, features, layers, experts): option and value.
+
+        Empty where only the model's folder has them.
+        """
         return {}
 
 

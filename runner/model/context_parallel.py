@@ -1,4 +1,4 @@
-"""Context parallelism: each rank has a share of a batch's tokens, and its attention reaches the others'.
+"""Context parallel: each rank has some tokens of a batch; attention reaches those of other ranks.
 
     batch [T] ──2·C runs──▶ a rank's tokens [W] ──model, whose attention reaches the others'──▶ hidden [W, H]
               hidden of the tokens before ──heads──▶ outputs of what they predict ──added over the ranks──▶ [T], on all
@@ -37,8 +37,11 @@ from runner.model.ring_attention import CpMask, RingAttention
 
 @dataclass(frozen=True, slots=True)
 class UlyssesAttention:
-    """rows: where rows of the whole batch end; slots: int64 [T], where each of its tokens is in what all ranks have,
-    end to end; held: int64 [C · W], which token is there."""
+    """Ulysses attention of one batch.
+
+    rows: where rows of the whole batch end; slots: int64 [T], the index of each token in the concatenation over ranks;
+    held: int64 [C · W], the token at each index.
+    """
 
     rows: PackedRows
     group: Any
@@ -49,7 +52,7 @@ class UlyssesAttention:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, window: int | None, dropout: float, scale: float | None
     ) -> Tensor:
-        """As `Rows.attend`, of tensors with this rank's W tokens. Collective in both directions."""
+        """As `PackedRows.attend`, of tensors with this rank's W tokens. Collective in both directions."""
         heads, kv_heads = query.shape[1], key.shape[1]
         if heads % self.size:
             raise UnsupportedAttention(f"{self.size} ranks do not divide its {heads} heads")
@@ -91,7 +94,7 @@ class ContextParallelGroup:
 
 
 class CpShard(BatchTokens):
-    """This rank's tokens of a batch; all ranks call the same verbs in the same order, and get the same outputs."""
+    """This rank's tokens of a batch. All ranks call the same methods in the same order."""
 
     def __init__(self, batch: Batch, ranks: ContextParallelGroup) -> None:
         super().__init__(batch)
@@ -102,7 +105,7 @@ class CpShard(BatchTokens):
         self._slots = slots
 
     def run(self, forward: ForwardFn, kernel: VarlenAttention | None) -> Tensor:
-        """See `Tokens`."""
+        """See `BatchTokens`."""
         held = self.to_device(self._held[self._ranks.rank])
         ids, positions = (self.batch.tokens[name].index_select(0, held) for name in ("ids", "positions"))
         return run_with_attention(forward, ids, positions, self._attention(kernel))
@@ -119,16 +122,16 @@ class CpShard(BatchTokens):
         )
 
     def locally_predicted(self, places: Tensor) -> Tensor:
-        """See `Tokens`."""
+        """See `BatchTokens`."""
         parents = self.batch.structure.tokens["parent"].to(places.device)[places]
         return places[self.is_local(parents)]
 
     def is_local(self, places: Tensor) -> Tensor:
-        """See `Tokens`."""
+        """See `BatchTokens`."""
         return self._slots.to(places.device)[places] // self._held.shape[1] == self._ranks.rank
 
     def values_at(self, values: Tensor, places: Tensor) -> Tensor:
-        """See `Tokens`."""
+        """See `BatchTokens`."""
         return values.index_select(0, self._index[places])
 
     @cached_property
@@ -137,22 +140,24 @@ class CpShard(BatchTokens):
         return self.to_device(self._slots % self._held.shape[1])
 
     def scatter_and_sum(self, values: Tensor, at: Tensor, size: int) -> Tensor:
-        """See `Tokens`. Each rank finds the gradient of its own."""
+        """See `BatchTokens`. Each rank finds the gradient of its own."""
         return all_reduce(super().scatter_and_sum(values, at, size), self._ranks.group)
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """See `Tokens`. Each rank finds the gradient of its own."""
+        """See `BatchTokens`. Each rank finds the gradient of its own."""
         return all_reduce(value, self._ranks.group)
 
     def gather_all(self, values: Tensor) -> Tensor:
-        """See `Tokens`."""
+        """See `BatchTokens`."""
         places = self.to_device(self._held[self._ranks.rank][self._real[self._ranks.rank]])
         return self.scatter_and_sum(self.values_at(values, places), places, self.batch.num_tokens)
 
 
 def token_assignment(tokens: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """The places of the tokens that each rank has, int64 [C, W], ascending, and which of them are its own to compute,
-    bool [C, W]; the others repeat the last token."""
+    """Indices of each rank's tokens, int64 [C, W], ascending, and which of them it computes, bool [C, W].
+
+    The others repeat the last token.
+    """
     length = -(-tokens // (2 * ranks))
     early = torch.arange(ranks)
     runs = torch.stack([early, 2 * ranks - 1 - early], 1)

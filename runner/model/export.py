@@ -3,7 +3,7 @@
     shards on every rank ──tensor by tensor──▶ whole on rank 0's CPU, nowhere else ──▶ a module without shards
 
 Only an adapter, or a model that an adapter is merged into, is gathered like this; a whole sharded model is written
-tensor by tensor (`published`). While nothing is trained, LoRA may be merged into the weights: one matrix product
+tensor by tensor (`hf_state_dict`). While nothing is trained, LoRA may be merged into the weights: one matrix product
 instead of three.
 """
 
@@ -45,8 +45,10 @@ def write_model(module: Any, folder: Path, *, merged: bool, keep_original: bool)
 
 
 def write_tokenizer_and_verify(folder: Path, tokenizer: Any, num_trained: int) -> None:
-    """Put tokenizer and chat template beside a model that was written. Raises RunnerError if what was written cannot
-    hold as many numbers as have learnt, `learnt`."""
+    """Write tokenizer and chat template beside exported weights.
+
+    Raises RunnerError if the files hold fewer numbers than are trainable, `num_trained`.
+    """
     with no_progress_bar():
         tokenizer.save_pretrained(folder)
     found = 0
@@ -55,7 +57,7 @@ def write_tokenizer_and_verify(folder: Path, tokenizer: Any, num_trained: int) -
             found += sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
     if found < num_trained:
         raise RunnerError(
-            f"{folder} holds {found} numbers, and {num_trained} have learnt: the export is not whole. "
+            f"{folder} holds {found} numbers, and {num_trained} are trainable: the export is not whole. "
             "The checkpoints are untouched; report this with the model's name"
         )
 
@@ -65,7 +67,7 @@ MERGEABLE_TYPES = (torch.float32, torch.float64)  # in bfloat16 a small adapter 
 
 @contextmanager
 def merge_temporarily(module: nn.Module) -> Iterator[None]:
-    """Inside the block `module` computes the same, up to rounding, without its adapters; outside, what it was.
+    """Merge adapters into `module` inside the block; it computes the same, up to rounding.
 
     The adapted weights exist twice meanwhile, and the first ones come back bit for bit. Nothing happens to a module
     without adapters, or where folding is not the same: coarse weights, or weights that another layer shares.
@@ -100,8 +102,10 @@ def _adapted_layers(module: nn.Module) -> list[Any]:
 
 
 def gather_to_cpu(module: Any, *, keep: bool, base: bool) -> dict[str, Tensor]:
-    """All parameters and kept buffers of a peft model by name, tied ones as one tensor; empty where not `keep`; what is
-    no part of the adapter without values, on `meta`, if not `base`. Collective."""
+    """All parameters and persistent buffers of a peft model by name; empty where not `keep`. Collective.
+
+    Tied tensors are one. Without `base`, tensors outside the adapter have no values, on `meta`.
+    """
     tensors = module.state_dict(keep_vars=True)
     wanted = {id(tensor) for tensor in (tensors if base else adapter_state_dict(module, tensors)).values()}
     found = meta_tensors(tensors) if keep else {}
@@ -139,7 +143,7 @@ def meta_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rebuild_module(module: Any, inner: Any, tensors: dict[str, Tensor]) -> Any:
-    """A module like `module`, which is the transformers model `inner` or a peft model around it, of these tensors."""
+    """A module like `module` (the transformers model `inner`, or peft around it) with these tensors."""
     with torch.device("meta"):
         made: Any = type(inner)(inner.config)
     made.generation_config = inner.generation_config

@@ -1,4 +1,4 @@
-"""Floating-point operations of a model's update: the one count that a run's metrics, a plan and a benchmark share.
+"""Floating-point operations of a model's update, shared by metrics, `run plan` and `run bench`.
 
     matrix products   2 per weight and token, forward; as many for the gradient of what goes into it; as many for the
                       gradient of the weight, unless it is frozen
@@ -34,7 +34,7 @@ UNUSED_MODULE = "original_module"  # what peft keeps of a module of which it tra
 
 @dataclass(frozen=True, slots=True)
 class MatmulWeights:
-    """Numbers of weights that a token is multiplied with, by whether they learn: the layers', and the head's."""
+    """Number of weights that a token is multiplied with, by trainable or frozen: of layers, of the head."""
 
     trained: float = 0
     frozen: float = 0
@@ -55,15 +55,20 @@ class MatmulWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """What the operations of one model's passes follow from. attention: of each window (None: every earlier token is
-    seen) the sum over its layers of heads · (d of keys + d of values)."""
+    """The numbers that determine the operations of a model's passes.
+
+    attention: for each window (None: every earlier token is visible) the sum over its layers of heads · (d of keys +
+    d of values)
+    """
 
     weights: MatmulWeights = MatmulWeights()
     attention: tuple[tuple[int | None, int], ...] = ()
 
     def update(self, tokens: float, predicted: float, pairs: Callable[[int | None], float]) -> float:
-        """A forward and backward pass over so many tokens, of which so many are predicted; pairs: by window, how many
-        pairs of tokens see each other."""
+        """Operations of a forward and backward pass over `tokens` tokens with `predicted` predictions.
+
+        pairs: by window, how many pairs of tokens attend to each other
+        """
         weights = self.weights
         layers = tokens * (4 * weights.frozen + 6 * weights.trained)
         head = predicted * (4 * weights.head_frozen + 6 * weights.head_trained)
@@ -90,7 +95,7 @@ def attention_pairs(length: int, window: int | None) -> int:
 
 
 def model_flops(module: nn.Module, inner: Any) -> ModelFlops:
-    """Those of a whole model, before it is sharded: `inner`, a transformers model, inside `module` with its adapter."""
+    """The count for a whole model before it is sharded: transformers model `inner` inside `module`."""
     return ModelFlops(matmul_weights(module, inner), attention_widths(inner.config))
 
 

@@ -65,7 +65,7 @@ def _run_decoder(
     decoder: CachedDecoder, prompts: Sequence[PromptIds], waiting: deque[int], choose: ChooseTokens, rows: int
 ) -> None:
     live: list[int] = []  # whose row it is
-    tokens: list[int | None] = []  # what it goes on with; None = it is over
+    tokens: list[int | None] = []  # what it continues; None = it is over
     while waiting or live:
         over = [row for row, token in enumerate(tokens) if token is None]
         room = rows - len(live) + len(over)
@@ -90,7 +90,7 @@ def eos_token_ids(causal: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def finish_at_limit(ids: Sequence[int], limit: int) -> str | None:
-    """The `Finish` of a model that ends its answers itself."""
+    """The `StopCriterion` of a model that ends its answers itself."""
     return "length" if len(ids) >= limit else None
 
 
@@ -107,7 +107,7 @@ class GreedyDraft:
             self.finish = "length"
 
     def extend(self, token: int, ends: frozenset[int], finish: StopCriterion) -> int | None:
-        """Take the likeliest id; returns it while the answer goes on."""
+        """Take the likeliest id; returns it while the answer continues."""
         if token in ends:
             self.finish = "stop"
             return None
@@ -153,8 +153,10 @@ def greedy_hf_generate(
     rows: int,
     finish: StopCriterion = finish_at_limit,
 ) -> list[GreedyOutput]:
-    """The same with the model's own `generate`, for a model that no `Writer` fits: `rows` answers at a time, which
-    all go on until the last one has ended, and are cut then. Raises ValueError as well."""
+    """Greedy answers with the model's own `generate`, for a model that no `CompletionGenerator` fits.
+
+    `rows` answers at a time; all continue until the last one has ended, and are cut then. Raises ValueError as well.
+    """
     if any(len(prompt) == 0 for prompt in prompts):
         raise ValueError("a prompt needs at least one token")
     ends, longest = eos_token_ids(causal, tokenizer), max_row_length(causal.config)
@@ -211,7 +213,7 @@ def stream_ids(
     pick: Callable[[Tensor], int],
     device: torch.device,
 ) -> Iterator[int]:
-    """Ids up to but excluding the end. `step(ids [1, L], cache)` runs the model on the ids that the cache lacks."""
+    """Ids before the end token. `step(ids [1, L], cache)` runs the model on the ids that the cache lacks."""
     ids, cache = list(prompt), None
     for _ in range(max_new_tokens):
         out = step(torch.tensor([ids], device=device), cache)

@@ -1,5 +1,7 @@
-"""Any Hugging Face causal LM, by folder or hub id. Weights come from safetensors only; no code of the model's runs
-unless model.trust_remote_code says so."""
+"""Any Hugging Face causal LM, by folder or hub id; weights come from safetensors only.
+
+The model's own code runs only with model.trust_remote_code.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def build(
     admit: CheckArchitecture | None = None,
     stored: Dtype | None = None,
 ) -> TransformersModel:
-    """The model with its own weights, those of the folder `init_from`, or, with from_scratch, drawn from `seed`.
+    """The model with its own weights, those of `init_from`, or, with from_scratch, random from `seed`.
 
     head="scalar" makes a sequence classifier with one label; a head that the weights lack is drawn from `seed`.
     head="lm+value" is a causal LM with a value head beside it. `key` is the option that says the path; `fit` sees the
@@ -99,7 +101,7 @@ def build(
 
 
 def _weights_source(path: str, key: str, revision: str | None, drawn: str | None) -> WeightsSource:
-    """The folder, or the hub's commit that `revision` means now. Raises EnvironmentProblem if it is an adapter."""
+    """The folder, or the hub commit of `revision`. Raises EnvironmentProblem if it is an adapter."""
     if find_adapter_config_file(path, revision=revision) is not None:
         raise _adapter_error(path, key)
     if Path(path).exists():
@@ -125,7 +127,7 @@ _AUTO: dict[Head, Any] = {
 
 
 def _architecture(path: str, key: str, config: HfConfig, head: Head) -> Any:
-    """The model's config, without what in it could fetch code or pickles: attention kernels, odd weight files."""
+    """The model's config without entries that fetch code or pickles: attention kernels, odd weight files."""
     found = AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
     found._attn_implementation = None  # transformers then takes the best of its own
     if head == "scalar":
@@ -171,8 +173,10 @@ def _load_pretrained(
 
 
 def _fix_generation_config(path: str, config: Any, decide: Decide) -> None:
-    """Some published models carry sampling options without do_sample, which transformers loads but refuses to save:
-    found here, and not when the trained model is written."""
+    """Remove sampling options without do_sample, which transformers loads but refuses to save.
+
+    Found here, and not when the trained model is written.
+    """
     try:
         config.validate(strict=True)
     except ValueError as error:
@@ -183,7 +187,7 @@ def _fix_generation_config(path: str, config: Any, decide: Decide) -> None:
 
 
 def _check_path(path: str, key: str) -> str:
-    """The folder or hub id; raises for a local path that is not there, is no model folder, or holds pickles only."""
+    """The folder or hub id; raises for a local path that is missing, no model folder, or has only pickles."""
     folder = Path(path).expanduser()
     if not folder.exists():
         if path.startswith(("/", ".", "~")) or path.count("/") > 1:

@@ -1,4 +1,4 @@
-"""The tensors of a model under the names of a Hugging Face folder or PEFT adapter, tensor by tensor, under any layout.
+"""The tensors of a model under the names of a Hugging Face folder or PEFT adapter, under any layout.
 
     shards on every rank ──gathered──▶ adapter merged, layer by layer ──▶ names and splits of the file ──▶ its place
 
@@ -41,12 +41,11 @@ LAYER_PATTERN = re.compile(r"(.*?\.\d+)\.")
 
 
 def save_sharded(module: nn.Module, folder: Path | None, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
-    """Write a transformers model as `save_pretrained` does, its tokenizer aside. Collective: one rank gives the folder,
-    the others None.
+    """Write a transformers model as `save_pretrained` does, without tokenizer. Collective.
 
-    largest: bytes of a file. On the host of the rank that writes is one tensor at a time; a layer's, where one on the
-    disk is made of several. What is raised there, of a full disk say, is raised when no rank waits for this one's
-    pieces any more.
+    One rank gives the folder, the others None. max_shard_size: bytes of a file. On the host of the writing rank is
+    one tensor at a time; a layer's, where one on the disk is made of several. Errors of writing, e.g. a full disk,
+    are raised when no other rank waits any more.
     """
     tensors = module.state_dict(keep_vars=True)
     tied: dict[int, list[str]] = {}
@@ -71,13 +70,13 @@ def save_sharded(module: nn.Module, folder: Path | None, max_shard_size: int | s
 
 
 class HfTensorConverter:
-    """What is written of a model's tensors, which come in any order: as they are called and cut on the disk.
+    """Converts a model's tensors, which come in any order, into the names and splits of the files.
 
     model: the transformers model, of the same shapes on `meta`
     """
 
     def __init__(self, module: Any, tensors: Mapping[str, Tensor]) -> None:
-        """module: a transformers model; tensors: of its shapes and types, tied ones as one, by all their names."""
+        """module: a transformers model; tensors: its shapes and types by name, tied ones as one object."""
         self.model = model = rebuild_module(module, module, meta_tensors(tensors))
         ignored = set(model._keys_to_ignore_on_save or ())
         state = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
@@ -87,12 +86,14 @@ class HfTensorConverter:
         self._waiting: dict[str, Tensor] = {}
 
     def reset(self) -> None:
-        """Begin anew, whatever was taken."""
+        """Begin again, whatever was taken."""
         self._waiting.clear()
 
     def convert(self, names: Sequence[str], tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What is written of a tensor, which the model has under these names, now that it is there: nothing, where
-        others are missing that it is written with."""
+        """What is written of a tensor that the model has under these names.
+
+        Nothing, while tensors are missing that it is converted with.
+        """
         for name in names:
             if (group := self.groups.get(name)) is None:
                 continue  # tied to one that is written, or not written at all
@@ -132,8 +133,10 @@ class HfFolderWriter:
         self._places = {name: folder / file for name, file in split.tensor_to_filename.items()}
 
     def write_tensor(self, names: Sequence[str], tensor: Tensor) -> None:
-        """Write a tensor, which the model has under these names, or keep it until those are there that it is written
-        with. Raises OSError."""
+        """Write a tensor that the model has under these names. Raises OSError.
+
+        It is kept until all tensors are there that it is converted with.
+        """
         for written, values in self._written.convert(names, tensor.cpu()):
             self._write_values(written, values)
 
@@ -146,7 +149,7 @@ class HfFolderWriter:
 
 
 def write_configs(model: Any, folder: Path) -> None:
-    """Everything that `save_pretrained` writes of a transformers model but its weights, on any rank. Raises OSError."""
+    """Write everything of `save_pretrained` except the weights, on any rank. Raises OSError."""
     with no_progress_bar():
         model.save_pretrained(folder, state_dict={})
         if not (folder / "config.json").exists():  # in a process group transformers writes on rank 0 alone
@@ -156,7 +159,7 @@ def write_configs(model: Any, folder: Path) -> None:
 
 
 def conversion_groups(model: Any, state: Mapping[str, Tensor], planned: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
-    """The smallest groups of tensors that are written without the others: each alone, those of a layer, or all.
+    """The smallest groups of tensors that are written together: each alone, those of a layer, or all.
 
     state: on `meta`; planned: what is written of it. transformers says what comes of tensors, not which it needs for
     that; tensors without the others that they need give other ones, or an error.
@@ -192,7 +195,7 @@ StateDictPart = Literal["all", "changed", "fixed", "base", "adapter"]
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Tensors that are made whole together: one, by all the names it is tied under, or those of an adapted layer.
+    """Tensors that are gathered together: one, with all its tied names, or those of an adapted layer.
 
     sources: names in the module; names: in the transformers model without an adapter; layer: the adapted layer's path
     in the module, None = there is none; learns: whether training can change any of it
@@ -205,7 +208,7 @@ class TensorGroup:
 
 
 class HfStateDict:
-    """What of a module is published, and how; made once, as modules keep their structure. Tensors are read anew."""
+    """Names and merge rules of a module's tensors; computed once, while tensors are read each time."""
 
     def __init__(self, module: nn.Module, inner: Any) -> None:
         """module: a transformers model, `inner`, or a peft model around it."""
@@ -234,7 +237,7 @@ class HfStateDict:
 
     @torch.no_grad()
     def tensors(self, which: StateDictPart, *, keep: bool, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of what `way` says. Collective: all ranks drain it; those that `keep` nothing get nothing.
+        """Names and tensors of `which`. Collective: all ranks iterate; those without `keep` get nothing.
 
         dtype: of floating-point numbers; None = the base's own. A tensor may be the model's own memory.
         """
@@ -274,7 +277,7 @@ class HfStateDict:
         return which in ("all", "base") or (name in self._changing) is (which == "changed")
 
     def _merge_layer(self, path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """An adapted layer's tensors by their names in the transformers model, with the adapter in them: float32."""
+        """An adapted layer's tensors, adapter merged, by their names in the transformers model: float32."""
         if self._skeleton is None:
             state = self._module.state_dict(keep_vars=True)
             self._skeleton = rebuild_module(self._module, self._inner, meta_tensors(state))

@@ -1,4 +1,4 @@
-"""Whether this machine can get a model's files, found without torch: a folder, the hub's cache, the hub itself."""
+"""Whether this machine can get a model's files, without torch: a folder, the hub's cache, the hub."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")  # what lies 
 
 
 def check(path: str, key: str) -> None:
-    """Raise EnvironmentProblem for a hub id whose files are neither in the cache nor to be had: the hub is switched
-    off, or does not answer."""
+    """Raise EnvironmentProblem for a hub id that is not in the cache when the hub is off or unreachable."""
     if Path(path).expanduser().exists() or is_cached(path, os.environ):
         return
     if fault := hub_fault(os.environ):
@@ -30,7 +29,7 @@ def check(path: str, key: str) -> None:
 
 
 def check_path(path: str) -> None:
-    """Raise SpecError where model.path is meant as a folder and is no model's; say where it is taken as a hub id."""
+    """Raise SpecError where model.path is meant as a folder but is no model; print when it is a hub id."""
     folder, known = Path(path).expanduser(), ("config.json", "adapter_config.json")
     if folder.exists():
         if folder.is_dir() and not any((folder / name).is_file() for name in known):
@@ -42,8 +41,10 @@ def check_path(path: str) -> None:
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a path that leads nowhere here can be the hub's (owner/name): none that begins with a folder that is
-    here."""
+    """Whether a path that does not exist can be a hub id (owner/name).
+
+    One that begins with an existing folder cannot.
+    """
     if Path(path).expanduser().exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1:
         return False
     return "/" not in path or not Path(path.split("/")[0]).is_dir()

@@ -28,7 +28,7 @@ from runner.spec.base import Dtype
 
 @dataclass(frozen=True, slots=True)
 class WeightsSource:
-    """A local folder, a commit of the hub, or random numbers (which a folder or commit may give the shape of).
+    """A local folder, a commit of the hub, or random weights (of a folder's or commit's shape).
 
     drawn: what random weights are a function of, in words; None where weights are read.
     """
@@ -38,7 +38,7 @@ class WeightsSource:
     drawn: str | None = None
 
     def identity(self, *, weights: bool) -> dict[str, str]:
-        """What makes it the same source; `weights` asks for the sha256 of a folder's weights, 1 to 2 GB a second."""
+        """What identifies the source; `weights` adds the sha256 of a folder's weights (1 to 2 GB a second)."""
         found = {}
         if self.commit is not None:
             found["commit"] = self.commit
@@ -85,9 +85,11 @@ def place_on_device(
     fit: InstallFusedOps | None = None,
     compute: torch.dtype | None = None,
 ) -> M:
-    """The same module with its parameters in `dtype` on `device`, those of `float32_modules` in float32; buffers
-    (rotary frequencies) keep their type. There `fit` may exchange parts of it for the device's own, which it tries in
-    `compute`, the data type that the module will compute in (None: `dtype`)."""
+    """The module with its parameters in `dtype` on `device`, `float32_modules` in float32.
+
+    Buffers (rotary frequencies) keep their type. `fit` may replace modules by the device's own, which it tries in
+    `compute`, the data type that the module will compute in (None: `dtype`).
+    """
     wide = {id(parameter) for part in float32_modules(module) for parameter in part.parameters()}
     for parameter in module.parameters():
         parameter.data = parameter.data.to(torch.float32 if id(parameter) in wide else dtype)
@@ -104,11 +106,10 @@ def place_on_device(
 
 
 def load_folder(module: nn.Module, folder: str) -> None:
-    """Fill `module` with a folder's safetensors; a head of another kind is passed over on both sides. An adapter
-    that is saved later names the folder as its base. On the meta device nothing is read.
+    """Fill `module` with a folder's safetensors; a head of another kind is skipped on both sides.
 
-    Raises EnvironmentProblem unless all other names and shapes agree, and so does, where the folder says it, the number
-    of heads, which no shape shows.
+    An adapter that is saved later names the folder as its base. On the meta device nothing is read. Raises
+    EnvironmentProblem unless all other names and shapes agree, and the number of heads, which no shape shows.
     """
     module.config._name_or_path = folder  # type: ignore[union-attr]
     if next(module.parameters()).device.type == "meta":
@@ -138,8 +139,10 @@ def load_folder(module: nn.Module, folder: str) -> None:
 
 
 def _find_target(name: str, wanted: Mapping[str, Tensor]) -> tuple[str, Tensor | None]:
-    """The model's tensor that a tensor of a folder belongs to, and where in it: each expert of a layer is there by
-    itself, and its gate and up apart."""
+    """The model's tensor that a tensor of a folder belongs to, and the part of it.
+
+    A folder has each expert of a layer by itself, with gate and up apart.
+    """
     if (found := EXPERT.fullmatch(name)) is None:
         return name, wanted.get(name)
     layer, number, kind = found.groups()

@@ -38,9 +38,9 @@ MIN_GROWTH = 64  # columns
 
 
 class CachedDecoder(Protocol):
-    """Live rows, numbered 0 … B-1. Made for the prompts of all requests, in the order in which they will join.
+    """Decodes live rows, numbered 0 … B-1. Made for the prompts of all requests in the order they join.
 
-    The places of rows that join are those of rows that are over, which they replace, and then B, B+1, …
+    New rows take the places of finished rows first, and then B, B+1, …
     """
 
     admits_any_time: ClassVar[bool]  # whether rows may join while others live
@@ -113,7 +113,7 @@ class PreallocatedLayer(CacheLayerMixin):
         return self.keys[:rows, :, begin : end + 1], self.values[:rows, :, begin : end + 1]
 
     def shift(self, by: int, rows: int, columns: int | None) -> None:
-        """Shift what is in use by so many columns, into memory for so many rows and columns unless that is None."""
+        """Shift used columns by `by`, into memory for so many rows and columns unless that is None."""
         self.keys = self._shift_tensor(self.keys, by, rows, columns)
         self.values = self._shift_tensor(self.values, by, rows, columns)
 
@@ -151,7 +151,7 @@ class PreallocatedCache(Cache):
         super().__init__(layers=[*self._columns])
 
     def ensure_room(self, longest: int) -> int:
-        """Make sure that a row of `longest` tokens fits, and one more column; returns by how much columns moved."""
+        """Make room for a row of `longest` tokens and one more column; returns by how much columns moved."""
         span, columns = self.span, self._columns[0].keys.shape[2]
         if longest <= span.end < columns:
             return 0

@@ -39,7 +39,7 @@ class UnsupportedAttention(Exception):
 
 
 class AttentionPlan(Protocol):
-    """What knows the tokens of one pass, and attends for all of them; see `Rows.attend`."""
+    """What knows the tokens of one pass, and attends for all of them; see `PackedRows.attend`."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, window: int | None, dropout: float, scale: float | None
@@ -48,7 +48,7 @@ class AttentionPlan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LengthBucket:
-    """Rows of like lengths: where each of their rows·width tokens lies in the batch, padded by repeating the last."""
+    """Rows of similar lengths: the batch index of each of their rows·width tokens, padded with the last."""
 
     index: Tensor  # int64 [rows * width]
     rows: int
@@ -57,7 +57,7 @@ class LengthBucket:
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Where rows end. `buckets` is empty if each row is to be attended alone; `inverse` [T] undoes the buckets.
+    """Where rows end. `buckets` is empty if each row is attended alone; `inverse` [T] undoes buckets.
 
     With a kernel: of each row the number of keys that it sees, `key_lengths`, and `key_index`, int64 [K], where they
     all lie in the batch; None if each row sees itself alone.
@@ -82,10 +82,9 @@ class PackedRows:
 
 
 def plan_attention(batch: Batch, kernel: VarlenAttention | None = None) -> PackedRows:
-    """The plan for one batch: by the kernel if there is one; else row by row on the CPU, in buckets elsewhere and
-    where rows share prompts.
+    """The plan for one batch: by the kernel if there is one; else row by row on the CPU, else in buckets.
 
-    It is made on the CPU; of a batch on a device nothing is read back.
+    Rows that share prompts are always in buckets. It is made on the CPU; of a batch on a device nothing is read back.
     """
     device = batch.tokens["ids"].device
     if kernel is not None:
@@ -100,7 +99,7 @@ def plan_attention(batch: Batch, kernel: VarlenAttention | None = None) -> Packe
 
 
 def bucket_by_length(paths: Paths, device: torch.device) -> PackedRows:
-    """Paths grouped so that within a bucket none is shorter than half the longest: padding is less than the data."""
+    """Group paths; none is shorter than half the longest of its bucket, so padding stays below 50 %."""
     lengths = paths.lengths
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     groups: list[list[int]] = []
@@ -220,7 +219,7 @@ def packed_attention(
     is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls in every attention layer; see `Rows.attend` for shapes."""
+    """The function that transformers calls in every attention layer; see `PackedRows.attend` for shapes."""
     if "sliding_window" not in options and getattr(getattr(module, "config", None), "sliding_window", None):
         raise UnsupportedAttention("it does not hand its sliding window to the attention function")
     window = options.pop("sliding_window", None)

@@ -1,5 +1,4 @@
-"""Attention of rows side by side by a device's kernel: for what is written, what is scored, and models that cannot run
-packed.
+"""Attention of padded rows by a device's kernel: for generation, scoring, and models without packing.
 
     q [B, heads, S, d], k, v [B, kv heads, L, d], mask of transformers ──kernel──▶ [B, S, heads, d]
 
@@ -26,7 +25,7 @@ FEATURE = "attention.padded"
 
 
 def install_dense_attention(module: Any, kernel: DenseAttention, decide: Decide) -> None:
-    """Let `module`, a transformers model, attend by `kernel` from now on, unless that errs on a handful of tokens."""
+    """Let `module`, a transformers model, attend by `kernel`, unless it errs on a few tokens."""
     own, device = module.config._attn_implementation, module.device
     objection = dense_objection(kernel, module.config.get_text_config(), module.dtype, device)
     if objection is None:
@@ -58,7 +57,7 @@ def _try_install(module: Any, own: str, name: str) -> str | None:
 
 
 def _probe_outputs(module: Any) -> list[Tensor]:
-    """Hidden states of two rows, padded on either side; and of a row that goes on where a cache ends."""
+    """Hidden states of two rows, padded on either side; and of a row that continues where a cache ends."""
     width, device, model = max(map(len, PROBE_ROWS)), module.device, module.base_model
     found = []
     for left in (True, False):

@@ -1,4 +1,4 @@
-"""How a model's parameters are stored and read: in which data type, and, of a model in pieces, gathered when.
+"""How a model's parameters are stored, cast when read, and gathered when sharded.
 
                           stored                            computes in
     frozen                compute type                      compute type
@@ -39,8 +39,10 @@ HEADS = ("score", "value_head")  # of one number
 
 
 def cast_on_read(module: nn.Module, compute: torch.dtype) -> None:
-    """Let the modules of `module` compute in `compute`, whatever their parameters are stored in; in float32 those of
-    `float32_modules`. A module that has been given this before is looked at afresh."""
+    """Let the modules of `module` compute in `compute`, whatever type their parameters are stored in.
+
+    `float32_modules` compute in float32. A module that was prepared before is examined again.
+    """
     wide = {id(inner) for part in float32_modules(module) for inner in part.modules()}
     for part in module.modules():
         names = tuple(name for name, p in part._parameters.items() if p is not None and p.is_floating_point())
@@ -101,8 +103,7 @@ def is_tied(one: nn.Module | None, other: nn.Module) -> bool:
 
 @contextmanager
 def cache_casts(module: nn.Module) -> Iterator[None]:
-    """Keep what is cast for as long as the block lasts: for many passes without gradient between which no parameter
-    changes."""
+    """Keep casts inside the block: for many passes without gradient between which no parameter changes."""
     casting = [part for part in module.modules() if hasattr(type(part), "_original_class")]
     with torch.no_grad():
         for part in casting:
@@ -146,8 +147,10 @@ def _cast_to_float32(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...
 
 
 def _cast_input(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Hidden states, the first input, in the compute type: some families weigh what goes into experts with the router's
-    scores before."""
+    """Cast the first input, hidden states, to the compute type.
+
+    Some families weigh what goes into experts with the router's scores before.
+    """
     dtype: Any = part._compute_type
     return (inputs[0].to(dtype), *inputs[1:]) if inputs else inputs
 
@@ -194,8 +197,10 @@ class FsdpRoot(nn.Module):
 
     @contextmanager
     def summon_full_params(self) -> Iterator[None]:
-        """The whole model on every rank for as long as the block lasts, for passes without gradient of which ranks
-        may run different numbers. Collective on both ends; a block inside another one changes nothing."""
+        """The whole model on every rank inside the block, for passes without gradient.
+
+        Ranks may run different numbers of passes. Collective on both ends; a block inside another changes nothing.
+        """
         parts, joined = ([], nullcontext) if self._inside else (self._fsdp_modules(), self.join_context)
         self._inside += 1
         try:

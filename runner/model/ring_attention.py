@@ -1,4 +1,4 @@
-"""Ring attention: each rank has some tokens; keys and values arrive block by block (Liu et al., 2310.01889).
+"""Ring attention: each rank has some tokens; keys and values come in blocks (Liu et al., 2310.01889).
 
     step 0      own queries, own keys
     step s      own queries, the keys and values of the rank s before; those of step s + 1 are in flight
@@ -36,7 +36,7 @@ QUERIES, KEYS = 512, 1024  # at most, of one product
 
 @dataclass(frozen=True, slots=True)
 class VisibleRanges:
-    """The places that each of some tokens sees: from `first` up to and with `own`, and from `early` to before `end`."""
+    """The keys visible to each of some tokens: from `first` through `own`, and from `early` before `end`."""
 
     first: Tensor  # int64, as are the others
     own: Tensor
@@ -173,7 +173,7 @@ class RingAttention:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, window: int | None, dropout: float, scale: float | None
     ) -> Tensor:
-        """As `Rows.attend`, of tensors with this rank's W tokens. Collective in both directions.
+        """As `PackedRows.attend`, of tensors with this rank's W tokens. Collective in both directions.
 
         Raises SpecError for a dropout of attention's weights.
         """
@@ -222,8 +222,10 @@ class KvSchedule:
         return self._shift(found, -step, len(self.sent[step]))
 
     def _shift(self, going: Tensor, steps: int, count: int) -> AsyncAllToAll:
-        """Send `going` [k, n, ·] so many steps on; as much, but of `count` tokens, comes from as many steps before.
-        Of all backends' ways this is the one that each of them has."""
+        """Send `going` [k, n, ·] by `steps` ranks; `count` tokens come from the rank as many steps before.
+
+        All backends have this collective.
+        """
         size = len(self.transfers)
         there, here = [0] * size, [0] * size
         there[(self._rank + steps) % size], here[(self._rank - steps) % size] = going.shape[1], count
@@ -264,7 +266,7 @@ class _RingAttentionFunction(torch.autograd.Function):
 
 
 class OnlineSoftmax:
-    """Sums of values under softmax, of keys that come one after the other; `query` [k, g, W, d] says their shape."""
+    """Softmax-weighted sums of values whose keys arrive in blocks; `query` [k, g, W, d] gives the shape."""
 
     def __init__(self, query: Tensor, size: int) -> None:
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -273,7 +275,7 @@ class OnlineSoftmax:
         self._top = torch.full_like(self._total, torch.finfo(wide).min)  # infinity less infinity is no number
 
     def add(self, queries: slice, scores: Tensor, values: Tensor) -> None:
-        """Scores [k, g, n, K] of some queries with some keys, and their values [k, K, e]. Overwrites the scores."""
+        """Add scores [k, g, n, K] of some queries and keys, with their values [k, K, e]; overwrites scores."""
         before = self._top[:, :, queries]
         top = torch.maximum(before, scores.amax(3))
         weights = scores.sub_(top[..., None]).exp_()
@@ -320,7 +322,7 @@ def _attention_gradients(
 
 
 def _scores(query: Tensor, keys: Tensor, route: KvSchedule, step: int, tile: AttentionTile, scale: float) -> Tensor:
-    """Of a tile, [k, g, n, K], −∞ where a key is not seen; query [k, g, W, d], keys [k, K, d] of all the step."""
+    """Scores of a tile, [k, g, n, K], −∞ where a key is not visible; query [k, g, W, d], keys [k, K, d]."""
     some = query[:, :, tile.queries]
     scores = _matmul_float32(some.flatten(1, 2), keys[:, tile.keys].mT).mul_(scale).view(*some.shape[:3], -1)
     if tile.is_masked:

@@ -4,7 +4,7 @@ Their tokenizer: one token per byte, three special ones, a ChatML template; buil
 
     text ──UTF-8──▶ bytes ──▶ ids 0 … 255        <|pad|> 256   <|im_start|> 257   <|im_end|> 258
 
-No merges are learnt, so any UTF-8 text survives encode and decode, and no file has to be shipped. Of an export,
+It has no merges, so any UTF-8 text survives encode and decode, and no file has to be shipped. Of an export,
 AutoTokenizer takes the class of the model's architecture: the same ids, but it first composes accents that stand apart.
 """
 
@@ -130,11 +130,11 @@ def build(
     admit: CheckArchitecture | None = None,
     stored: Dtype | None = None,
 ) -> TransformersModel:
-    """The model with weights drawn from `seed`, or those of the folder `init_from`; head="scalar" scores rows,
-    head="lm+value" is a language model with a value head beside it. `fit` sees the module first (see `placed`),
-    `admit` its config before that; `stored` is the data type of its weights, None = that it computes in.
+    """The model with weights from `seed`, or those of the folder `init_from`.
 
-    Raises SpecError if rows of `longest` tokens are too long for it.
+    head="scalar" scores rows, head="lm+value" has a value head beside the LM head. `fit` gets the module first (see
+    `place_on_device`), `admit` its config before that; `stored` is the data type of its weights, None = the one it
+    computes in. Raises SpecError if rows of `longest` tokens are too long for it.
     """
     shape = architecture(config, tokenizer)
     if head == "scalar":

@@ -1,4 +1,4 @@
-"""What every trained transformers model has in common: how a ragged batch runs through its backbone, and its modes.
+"""What all trained transformers models share: running a packed batch through the backbone, and modes.
 
     batch ──layout──▶ backbone ──▶ hidden [W, H]
 
@@ -51,7 +51,7 @@ class TransformersModel:
 
     module: what is saved and whose parameters learn; inner: the transformers model inside (the same without peft);
     whole: the module around all, through which every pass goes, and what may be sharded;
-    made: the names of the outputs it can give; source: where its first weights come from, if that is known.
+    supported_outputs: the names of the outputs it can give; weights_source: where its first weights come from.
     """
 
     supported_outputs: frozenset[str]
@@ -111,8 +111,7 @@ class TransformersModel:
             self.merge_on_save()
 
     def export_probe(self) -> dict[str, Any]:
-        """What was found out about it by computing, and what came with its weights: what a model without any, on the
-        meta device, is told (`adopt`)."""
+        """Results of probing, for the model without weights on the meta device (`import_probe`)."""
         own = {"layout": self.layout, "attention": self.default_attention}
         conversions = getattr(self.inner, "_weight_conversions", None)  # how transformers renamed and cut what it read
         return own | {"generation_config": getattr(self.inner, "generation_config", None), "conversions": conversions}
@@ -127,7 +126,7 @@ class TransformersModel:
             self.inner.set_attn_implementation(self.default_attention)
 
     def set_varlen_kernel(self, kernel: VarlenAttention, *, decide: Decide) -> None:
-        """Let packed rows attend through a device's kernel, unless it errs on a handful of tokens in its shape."""
+        """Let packed rows attend by a device's kernel, unless it errs on a few tokens in its shape."""
         objection = kernel_objection(kernel, self.inner.config.get_text_config(), self.compute_dtype, self.device)
         if objection is None:
             self._kernel = kernel
@@ -136,8 +135,7 @@ class TransformersModel:
 
     @torch.no_grad()
     def replace_dense_attention(self, exchange: Callable[[Any], None]) -> None:
-        """Let `exchange` give the transformers model another attention of its own, for padded rows and for text, where
-        it could not before: in a model that lies in pieces by now. Collective then."""
+        """Let `exchange` replace the attention of padded rows, in a model that is sharded by now. Collective."""
         before = self.inner.config._attn_implementation
         self.inner.set_attn_implementation(self.default_attention)
         self._set_mode(False)
@@ -148,8 +146,7 @@ class TransformersModel:
             self.inner.set_attn_implementation(before)
 
     def compile(self, decide: Decide) -> None:
-        """Let the layers compute by what torch compiles of them, from now on; of a model that has its adapter, and lies
-        where it stays. Raises EnvironmentProblem where torch cannot compile."""
+        """Compile the layers, in their final layout. Raises EnvironmentProblem where torch cannot compile."""
         if not (layers := self.transformer_blocks()):
             decide("model.compile", "true", "false", f"{type(self.inner).__name__} does not say what its layers are")
             return
@@ -157,7 +154,7 @@ class TransformersModel:
         self._compiled = CompiledLayers(layers)
 
     def merge_on_save(self) -> None:
-        """Let `save` write the adapter merged into its base. Raises SpecError if there is none, or none that can be."""
+        """Let `save` merge the adapter. Raises SpecError if there is none, or it cannot be merged."""
         if self.module is self.inner:
             raise SpecError([Problem("adapter", "there is none to merge; the export is a whole model already")])
         self.merges = True
@@ -171,11 +168,10 @@ class TransformersModel:
             raise SpecError([Problem("adapter", f"{text}; leave them out of adapter.targets and modules_to_save")])
 
     def with_peft_module(self, module: nn.Module, *, decide: Decide) -> Self:
-        """The same model inside `module` (a peft model around it), looked at afresh; use it instead of this one."""
+        """The same model inside `module`, a peft model around it, probed again; use it instead of this one."""
         self.inner.set_attn_implementation(self.default_attention)
-        made = type(self)(
-            module, self.tokenizer, self.config, seed=self.seed, decide=decide, source=self.weights_source
-        )
+        config, source = self.config, self.weights_source
+        made = type(self)(module, self.tokenizer, config, seed=self.seed, decide=decide, source=source)
         made._kernel = self._kernel
         return made
 
@@ -193,7 +189,7 @@ class TransformersModel:
         return self._compute_dtype or self.inner.dtype
 
     def float32_modules(self) -> list[nn.Module]:
-        """The modules that compute in float32 where `compute_type` is another."""
+        """The modules that compute in float32 where `compute_dtype` is another."""
         return float32_modules(self.whole)
 
     @property
@@ -202,23 +198,20 @@ class TransformersModel:
         return self.layout == "padded"
 
     def enable_context_parallel(self, group: Any, style: CpStyle) -> None:
-        """Compute, from now on, a share of every batch's tokens; the ranks of `group`, which all have the same model,
-        the others. Each gives what all have found. For rows that are packed."""
+        """Compute only a part of every batch's tokens, packed; the ranks of `group` compute the others."""
         from runner.model.context_parallel import ContextParallelGroup
 
-        self.shard_tokens = ContextParallelGroup(
-            group, distributed.get_rank(group), distributed.get_world_size(group), style
-        ).shard_tokens
+        rank, size = distributed.get_rank(group), distributed.get_world_size(group)
+        self.shard_tokens = ContextParallelGroup(group, rank, size, style).shard_tokens
 
     def transformer_blocks(self) -> list[nn.Module]:
-        """The layers of this rank that are gathered one after the other where the model is sharded, first to last; none
-        of them holds another. Empty if the model does not name them."""
+        """The layers of this rank that FSDP gathers one by one, first to last; empty if they are not named."""
         named, elsewhere = set(self.inner._no_split_modules or ()), self.stage.absent_modules
         kinds = [kind for kind in {type(part) for part in self.inner.modules()} if _class_names(kind) & named]
         return [part for part in self.inner.modules() if type(part) in kinds and part not in elsewhere]
 
     def summon_full_params(self) -> AbstractContextManager[None]:
-        """See `Whole.gathered`."""
+        """See `FsdpRoot.summon_full_params`."""
         return self.whole.summon_full_params()
 
     def adapter_disabled(self) -> AbstractContextManager[Any]:
@@ -249,16 +242,15 @@ class TransformersModel:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     def save(self, folder: Path | None) -> None:
-        """Write what loads without this program: a Hugging Face folder (safetensors, configs, tokenizer with its
-        chat template), or a PEFT adapter folder if `module` is one whose base exists elsewhere. Changes nothing of the
-        model. Raises RunnerError if what was written cannot hold all that has learnt.
+        """Write a Hugging Face folder (safetensors, configs, tokenizer) or a PEFT adapter folder.
 
-        Of a sharded model all ranks are needed: one gives the folder, the others None. In its host's memory are one
-        tensor after the other, or those of the adapter; the whole model if the adapter is merged into it.
+        An adapter folder if `module` is a peft model whose base exists elsewhere. Does not change the model. Raises
+        RunnerError if the files cannot hold all that is trainable. Of a sharded model all ranks are needed: one gives
+        the folder, the others None. Host memory holds one tensor after the other, or those of the adapter; the whole
+        model if the adapter is merged.
         """
-        with (
-            nullcontext() if self.whole.is_sharded else self.summon_full_params()
-        ):  # where another than torch keeps the pieces
+        # where another than torch keeps the pieces
+        with nullcontext() if self.whole.is_sharded else self.summon_full_params():
             if self.whole.is_sharded and self.module is self.inner:
                 hf_state_dict.save_sharded(self.module, folder)
             else:
@@ -266,27 +258,26 @@ class TransformersModel:
                 if folder is not None:
                     export.write_model(module, folder, merged=self.merges, keep_original=module is self.module)
             if folder is not None:
-                learnt = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
-                export.write_tokenizer_and_verify(folder, self.tokenizer, learnt)
+                num_trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+                export.write_tokenizer_and_verify(folder, self.tokenizer, num_trained)
 
     def hf_tensors(
         self, subset: StateDictPart, *, keep: bool = True, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of what `way` says (see `model.published`), one after the other, under the names of a Hugging
-        Face folder or a PEFT adapter; floating-point numbers as `dtype`, None = the base's own.
+        """Names and tensors of a part (see `hf_state_dict`), named as in a Hugging Face or PEFT folder.
 
-        Collective: all ranks drain it, and those that `keep` nothing get nothing. A tensor may be the model's own
-        memory. Raises SpecError, at the first one, for an adapter that cannot be merged.
+        Floating-point numbers as `dtype`, None = the base's own. Collective: all ranks iterate, and those without
+        `keep` get nothing. A tensor may be the model's own memory. Raises SpecError, at the first one, for an adapter
+        that cannot be merged.
         """
         if subset not in ("base", "adapter") and self.module is not self.inner:
             self._refuse_tied_ends()
-        with (
-            nullcontext() if self.whole.is_sharded else self.summon_full_params()
-        ):  # where another than torch keeps the pieces
+        # where another than torch keeps the pieces
+        with nullcontext() if self.whole.is_sharded else self.summon_full_params():
             yield from self._hf_state_dict.tensors(subset, keep=keep, dtype=dtype)
 
     def hf_tensor_bytes(self, subset: StateDictPart) -> int:
-        """Size of what `published` gives in the base's own types."""
+        """Size of what `hf_tensors` gives in the base's own types."""
         return self._hf_state_dict.num_bytes(subset)
 
     @cached_property
@@ -294,8 +285,10 @@ class TransformersModel:
         return HfStateDict(self.module, self.inner)
 
     def save_configs(self, folder: Path) -> None:
-        """Write what `save` does but for the weights, of the merged model: configs and tokenizer. The adapter's config
-        goes into a folder of its own, `adapter`, or the model would be taken for one. Raises OSError."""
+        """Write what `save` writes except weights, of the merged model: configs and tokenizer. Raises OSError.
+
+        The adapter's config goes into a folder of its own, `adapter`, or the model would be taken for one.
+        """
         hf_state_dict.write_configs(self._hf_state_dict.converter.model, folder)
         with no_progress_bar():
             self.tokenizer.save_pretrained(folder)
@@ -306,8 +299,7 @@ class TransformersModel:
             config.save_pretrained(str(folder / "adapter"))
 
     def _gather_module(self, keep: bool) -> Any:
-        """The module, put together from its pieces on the ranks that `keep` it if it is sharded; of an adapter that is
-        not merged into its base, the base without values."""
+        """The module, gathered where `keep`; the base of an adapter that is not merged has no values."""
         if not self.whole.is_sharded:
             return self.module
         tensors = gather_to_cpu(self.module, keep=keep, base=self.merges)
@@ -319,7 +311,7 @@ class TransformersModel:
         return torch.bfloat16 if self.config.dtype == "bfloat16" else None
 
     def _without_compiled_layers(self) -> AbstractContextManager[None]:
-        """While nothing compiled runs: with keys and values of earlier tokens every pass would be compiled anew."""
+        """Run uncompiled inside the block: cached keys and values would be compiled in every pass."""
         return nullcontext() if self._compiled is None else self._compiled.run_eagerly()
 
     def _set_mode(self, training: bool) -> None:
@@ -342,8 +334,7 @@ class TransformersModel:
 
     @torch.no_grad()
     def probe_hidden(self) -> Tensor:
-        """The hidden states [T, H] of a handful of tokens: what shows whether it still is the same model. Nothing, [0],
-        on a stage that is not the last."""
+        """Hidden states [T, H] of a few tokens, to compare models; [0] on a stage that is not the last."""
         batch = pack(PROBE_ROWS, [[1.0] * len(row) for row in PROBE_ROWS]).to(self.device)
         tokens = self.shard_tokens(batch)
         for turn in self.stage.forward_schedule(1):
@@ -358,14 +349,12 @@ class TransformersModel:
         return self._backbone(tokens)
 
     def matches_probe(self, wanted: Tensor) -> bool:
-        """Whether it still gives what it gave once, up to the rounding of its products, as far as this stage can tell;
-        wanted: what `probed` was then."""
+        """Whether it still computes `wanted`, an earlier `probe_hidden`, up to rounding."""
         found, wanted = (one.to(self.device, self.compute_dtype) for one in (self.probe_hidden(), wanted))
         return not self.stage.is_last or is_close(found, wanted)
 
     def embedding_and_head(self) -> list[Any]:
-        """The embedding, and an LM head, if a run of their rows is all that is needed for as many ids. Where they
-        share their weight that is so of both or of none."""
+        """The embedding and LM head that can be split by rows; with tied weights both or none."""
         embedding, head = self.inner.get_input_embeddings(), self._plain_lm_head()
         plain = type(embedding) is nn.Embedding and embedding.max_norm is None
         shared = is_tied(self.inner.get_output_embeddings(), embedding)
@@ -378,28 +367,24 @@ class TransformersModel:
         return None
 
     def _forward_tokens(self, forward: batch_layout.ForwardFn, tokens: BatchTokens) -> Tensor:
-        """What `forward` gives for each of this rank's tokens, [W, H]. Raises SpecError for a row that is too long for
-        the model."""
+        """Output of `forward` for each of this rank's tokens, [W, H]. Raises SpecError for a too long row."""
         check_row_length(int(tokens.batch.structure.tokens["positions"].max()) + 1, self.length_limit)
 
         def run(forward: batch_layout.ForwardFn) -> Tensor:
-            return (
-                batch_layout.run_padded(forward, tokens.batch) if self.is_padded else tokens.run(forward, self._kernel)
-            )
+            padded, rows = batch_layout.run_padded, tokens.batch
+            return padded(forward, rows) if self.is_padded else tokens.run(forward, self._kernel)
 
         return self.stage.run_local(run, forward)
 
     def _pipeline_placeholder(self, batch: Batch) -> Tensor:
-        """Nothing, [0]: a batch has passed through a stage that is not the last. Its backward pass begins here."""
+        """An empty tensor [0] of a stage that is not the last; its backward pass begins here."""
         return self._run_pass(lambda: self._backbone(self.shard_tokens(batch)))
 
     def _refuse_unknown_outputs(self, needs: frozenset[str]) -> None:
         if needs - self.supported_outputs:
             wanted, known = ", ".join(sorted(needs - self.supported_outputs)), ", ".join(sorted(self.supported_outputs))
-            text = (
-                f"its loss needs the model output {wanted}, which does not exist; {type(self).__name__} makes {known}"
-            )
-            raise SpecError([Problem("algorithm", text)])
+            text = f"its loss needs the model output {wanted}, which does not exist"
+            raise SpecError([Problem("algorithm", f"{text}; {type(self).__name__} makes {known}")])
 
 
 def _class_names(kind: type) -> set[str]:

@@ -28,13 +28,18 @@ from runner.model.transformers_model import TransformersModel
 
 
 class ScalarHeadModel(TransformersModel):
-    """A transformers sequence classifier with one label (`num_labels=1`), as `AutoModelForSequenceClassification`
-    saves and loads it."""
+    """A transformers sequence classifier with one label (`num_labels=1`).
+
+    Saved and loaded as by `AutoModelForSequenceClassification`.
+    """
 
     supported_outputs = frozenset({"scores", "values"})
 
     def __init__(self, module: nn.Module, *arguments: Any, **options: Any) -> None:
-        """See `TransformersModel`. Raises EnvironmentProblem for a classifier whose head is not one linear layer `score`."""
+        """See `TransformersModel`.
+
+        Raises EnvironmentProblem for a classifier whose head is not one linear layer `score`.
+        """
         super().__init__(module, *arguments, **options)
         found = [m for name, m in self.inner.named_modules() if name == "score"]
         if not found:
@@ -84,7 +89,7 @@ class PolicyWithValueHead(CausalLM):
     supported_outputs = CausalLM.supported_outputs | {"values"}
 
     def __init__(self, module: nn.Module, *arguments: Any, decide: Decide, **options: Any) -> None:
-        """See `TransformersModel`. The value head starts at zero: so do the values, and what they send into the backbone.
+        """See `TransformersModel`. The value head starts at zero, and so do values and their gradient.
 
         Raises UnfitModel for one whose hidden states cannot be had.
         """
@@ -106,9 +111,11 @@ class PolicyWithValueHead(CausalLM):
         return {**super().trainable(), "value_head": self.value_head}
 
     def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
-        """As `CausalLM.outputs`, from one pass of the backbone with values: [T], read at each token's parent, in units
-        of the reward, float32 or better, 0 at roots. `temperature` changes no value; without logprobs and entropy
-        the LM head does not run."""
+        """Outputs of `CausalLM.outputs` and values [T], from one pass of the backbone.
+
+        Values are read at each token's parent, in units of the reward, float32 or better, 0 at roots. `temperature`
+        changes no value; without logprobs and entropy the LM head does not run.
+        """
         if "values" not in needs:
             return super().outputs(batch, needs)
         self._refuse_unknown_outputs(needs)
@@ -128,7 +135,7 @@ class PolicyWithValueHead(CausalLM):
         return self._run_pass(work)
 
     def _hidden(self, tokens: BatchTokens, scored: bool) -> tuple[Tensor, Tensor]:
-        """Hidden states [W, H], and what `_score` starts from: they, or logits [W, V] where the LM head is not cut."""
+        """Hidden states [W, H], and the input of `_score`: those, or logits [W, V] where the head is not cut."""
         if self.chunked or not scored:
             hidden = self._backbone(tokens)
             return hidden, hidden

@@ -82,7 +82,7 @@ class UnshardedOptimizerConfig(OptimizerConfig):
 
 
 class AdamW8bitConfig(UnshardedOptimizerConfig):
-    """AdamW with moments in 8 bits (Dettmers et al., 2110.02861; torchao), for all weights of a model on one card."""
+    """AdamW with 8-bit moments (Dettmers et al., 2110.02861; torchao), for a model on one card."""
 
     low_bit: ClassVar[str | None] = "adamw8bit"
     factory: ClassVar[str] = "runner.optimizer.optimizers:build"

@@ -74,7 +74,7 @@ ENDS = ("embed", "lm_head", "wte", "wpe", "score", "value_head")  # in names of 
 
 
 def build_muon(config: MuonConfig, *, parameters: Mapping[str, nn.Parameter], decide: Decide) -> torch.optim.Optimizer:
-    """The optimizer over `parameters` (name → parameter). Raises EnvironmentProblem for a torch without Muon."""
+    """The optimizer over `parameters` (name → parameter). Raises EnvironmentProblem if torch has no Muon."""
     config.preflight()
     matrices = {name: p for name, p in parameters.items() if p.ndim == 2 and not any(end in name for end in ENDS)}
     others = {name: p for name, p in parameters.items() if name not in matrices}
@@ -123,7 +123,10 @@ CODES, SCALE = "codes", "scale"
 
 
 def build(config: AdamW8bitConfig, *, parameters: Mapping[str, nn.Parameter], decide: Decide) -> torch.optim.Optimizer:
-    """The optimizer over `parameters` (name → parameter). Raises EnvironmentProblem where torchao fails on import."""
+    """The optimizer over `parameters` (name → parameter).
+
+    Raises EnvironmentProblem where torchao fails on import.
+    """
     kind = _optimizer_class()
     found: torch.optim.Optimizer = kind(
         decay_groups(parameters, config.weight_decay),

@@ -1,4 +1,4 @@
-"""Apply a mesh to a model that rank 0 has loaded: tensor, expert, pipeline and context parallel, then FSDP.
+"""Apply a mesh to a model that rank 0 has loaded: tensor, expert, pipeline and context parallel, FSDP.
 
 weights taken out ──▶ structure cut and sharded on `meta` ──▶ weights scattered ──▶ outputs compared with those before
 
@@ -28,8 +28,9 @@ from runner.parallelism.weight_scatter import WeightScatter, tensor_slots
 def refuse_changed_model(
     model: TrainableModel, wanted: Tensor, world_peers: RankCollectives, refusal: Callable[[str], SpecError], how: str
 ) -> None:
-    """Raise what `refusal` makes of the reason for a model that is another one now: on all ranks where it computes
-    something else on one of them; where it cannot compute, on the ranks that cannot.
+    """Raise `refusal(reason)` if the model computes something else than before, on all ranks.
+
+    Where it cannot compute at all, the ranks that cannot raise.
 
     wanted: what it once computed; how: what was done to it, in words. Collective over everyone. Memory that is
     exhausted and ranks that are lost are no fault of the model.
@@ -108,7 +109,7 @@ class ParallelismPlan:
     decide: Decide
 
     def apply(self, model: TrainableModel) -> None:
-        """Spread `model` in place, before it has an optimizer. Collective; raises SpecError where that cannot be."""
+        """Apply the plan to `model` in place, before it has an optimizer. Collective; raises SpecError."""
         device = self.device.torch_device
         offload = self.config.offloads
         wanted = run_on_rank0(self.world_peers, model.probe_hidden) if self.mesh.model_parallel_size > 1 else None

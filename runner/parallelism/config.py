@@ -182,7 +182,7 @@ class MeshConfig(MultiProcessConfig):
         return found
 
     def _teacher_conflicts(self, job: Any) -> list[tuple[str, str]]:
-        """A teacher's passes within the learner's own, whose order through several runs of layers is another one."""
+        """Problems of a teacher's passes with interleaved pipeline stages, whose order of passes differs."""
         if self.pp_virtual_stages > 1 and job.algorithm.scores_within_passes:
             return [("parallelism.pp_virtual_stages", "distill asks its teacher between its own passes; leave it out")]
         return []
@@ -199,7 +199,7 @@ class DdpConfig(MeshConfig):
 
 
 class ShardedConfig(MeshConfig):
-    """Weights, gradients and optimizer state lie in parts on several devices; layers are gathered for their turn."""
+    """FSDP: weights, gradients and optimizer state are sharded; layers are gathered when they compute."""
 
     shards: ClassVar[bool] = True
 
@@ -273,7 +273,7 @@ class PpConfig(MeshConfig):
 
 
 class EpConfig(MeshConfig):
-    """Every device has some of each layer's experts and all of everything else, and does its share of each step."""
+    """Expert parallel: each device has some experts of each layer, and a replica of everything else."""
 
     name: Literal["ep"] = "ep"
     dp_replicate: int = Field(default=-1, ge=-1, description=MeshConfig.model_fields["dp_replicate"].description)

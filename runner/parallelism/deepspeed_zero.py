@@ -1,5 +1,4 @@
-"""DeepSpeed's ZeRO behind the verbs of a learner (Rajbhandari et al., 1910.02054, section 5); of all modules, only this
-one imports deepspeed.
+"""DeepSpeed's ZeRO as a learner (Rajbhandari et al., 1910.02054, section 5); only here is it imported.
 
     zero2    gradients and optimizer state lie in parts on the ranks, weights are whole on each
     zero3    weights too; a layer's are gathered for its turn, those outside of layers for the whole pass
@@ -32,7 +31,7 @@ NOISY_WARNING = (
 
 
 class OptimizerEntry(NamedTuple):
-    """What the optimizer keeps of a parameter under a key: a tensor of its shape, one for all, or a plain value."""
+    """Optimizer state of a parameter under a key: a tensor of its shape, one for all, or a plain value."""
 
     parameter: nn.Parameter
     key: str
@@ -50,7 +49,7 @@ class DeepSpeedZero:
         clip_norm: float | None,
         decide: Decide,
     ) -> None:
-        """Take over `model`, which is whole on every rank's device, and `optimizer`, made over what learns of it.
+        """Wrap `model`, whole on every rank's device, and `optimizer` over its trainable parameters.
 
         Raises EnvironmentProblem where deepspeed cannot be imported.
         """
@@ -97,8 +96,10 @@ class DeepSpeedZero:
         self._engine.backward(total * self._factor, scale_wrt_gas=False)
 
     def step(self) -> Tensor:
-        """Clip, step, clear; the norm of the summed gradient before, float32 []. Where that is not finite, nothing is
-        updated."""
+        """Clip, step, clear; returns the norm of the summed gradient before clipping, float32 [].
+
+        Where that is not finite, nothing is updated.
+        """
         self._engine.step()
         return torch.tensor(float("nan" if self._zero.overflow else self._engine.get_global_grad_norm()))
 
@@ -193,7 +194,7 @@ def _group_entry(key: str, flat: Tensor, entries: list[Mapping[str, Any]]) -> An
         return torch.zeros_like(flat)
     if any(entry.get(key) != first for entry in entries):
         text = f"DeepSpeed keeps one {key} for all parameters of a group, and in the checkpoint they differ"
-        raise CheckpointError(f"{text}; go on with parallelism=ddp, or fsdp")
+        raise CheckpointError(f"{text}; continue parallelism=ddp, or fsdp")
     return first.clone() if isinstance(first, Tensor) else first
 
 
@@ -210,6 +211,6 @@ def _import_deepspeed(device: str, place: RankInfo) -> Any:
         raise EnvironmentProblem(f'{text}\n  pip install "posttrain-run[deepspeed]"') from error
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled when it is first used; gloo does the same
-    utils.warned = True  # that `Whole` is called with a function and no tensors
+    utils.warned = True  # that `FsdpRoot` is called with a function and no tensors
     warnings.filterwarnings("ignore", NOISY_WARNING, FutureWarning)
     return deepspeed

@@ -1,5 +1,6 @@
-"""A mixture of experts whose experts lie on several devices, to which tokens travel (expert parallelism; Lepikhin et
-al., 2006.16668, section 3; but for the bound on an expert's tokens: none is dropped, none is padded).
+"""Expert parallel: experts are distributed over devices, and tokens are sent to them.
+
+Lepikhin et al., 2006.16668, section 3, without the limit on an expert's tokens: none is dropped or padded.
 
     tokens, their experts ──by expert──▶ rows ──all-to-all──▶ rows of own experts ──the layer's own forward──▶ rows
                                      tokens ◀──weighed, added── rows ◀──all-to-all──────────────────────────────┘
@@ -65,7 +66,7 @@ def expert_parallel_error(why: str, instead: str = "parallelism.ep=1") -> SpecEr
 
 
 def _refuse_uneven_experts(module: nn.Module, found: Sequence[Any], size: int, alone: bool) -> None:
-    """Raise SpecError for experts that are not rows of their layer's own parameters, or not as many on each rank."""
+    """Raise SpecError for experts that are not rows of their layer's parameters, or uneven over ranks."""
     for part in found:
         name = type(part).__name__
         if odd := [key for key, p in part.named_parameters() if "." in key or len(p) != part.num_experts]:
@@ -120,8 +121,10 @@ class TokenDispatcher:
         return (made * weights[..., None]).sum(1).to(hidden.dtype)
 
     def _exchange_counts(self, of_expert: Tensor) -> tuple[list[int], list[int], Tensor]:
-        """How many rows go to each rank and come from each, and the own expert of every row that comes; of_expert:
-        those of this rank's rows, in order."""
+        """Number of rows to each rank and from each, and the local expert of every row that arrives.
+
+        of_expert: the experts of this rank's rows, in order
+        """
         every = torch.arange(self._experts + 1, device=of_expert.device)
         counts = torch.searchsorted(of_expert, every).diff()
         met = all_to_all(counts, self._group)

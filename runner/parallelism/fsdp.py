@@ -36,7 +36,7 @@ def apply_fsdp(
     offload: bool,
     decide: Decide,
 ) -> None:
-    """Make of every parameter of `model`, on the meta device (see `weights`), the piece of it that this rank holds.
+    """Replace every parameter of `model`, on the meta device, by this rank's shard (see `weight_scatter`).
 
     mesh: dp_replicate, dp_shard, and what the model is cut over by now; experts: the same for experts that are spread,
     see `Mesh.expert_grid`; device: where it computes; reshard: whether a layer is gathered again for the backward pass;
@@ -82,7 +82,7 @@ def _mixed_precision_policy(compute: torch.dtype) -> MixedPrecisionPolicy:
 def _shard_experts(
     model: TrainableModel, mesh: DeviceMesh, reshard: bool, policy: dict[str, Any], decide: Decide
 ) -> set[nn.Parameter]:
-    """Take each layer's experts to pieces over the ranks that have the same ones; those that stay as they are."""
+    """Shard each layer's experts over the ranks that have the same ones; returns those left as they are."""
     layers = [part for part in spread_layers(model.inner) if policy["ignored_params"].isdisjoint(part.parameters())]
     every = {p for part in layers for p in part.parameters()}
     pieces = mesh["dp_shard"].size()
@@ -105,6 +105,6 @@ def _shard_experts(
 
 
 def _gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The dimensions over which gradients are added: those of copies, if there are any, and those of pieces."""
+    """The dimensions over which gradients are summed: replicas, if there are any, and shards."""
     copies = "dp_replicate" in (mesh.mesh_dim_names or ()) and mesh["dp_replicate"].size() > 1
     return mesh["dp_replicate", "dp_shard"] if copies else mesh["dp_shard"]

@@ -1,4 +1,4 @@
-"""The ranks of a job as a grid (device mesh), and whether the grid fits the processes and divides the model.
+"""The ranks of a job as a grid (device mesh), and whether it fits the processes and the model.
 
 rank = (((pp · R + dp_replicate) · S + dp_shard) · C + cp) · T + tp      ranks of the last dimension are neighbours
 
@@ -56,7 +56,7 @@ class Mesh(NamedTuple):
 
     @property
     def model_parallel_size(self) -> int:
-        """In how many parts of its own kind a model's structure lies: more than one makes another module of it."""
+        """In how many parts the model's structure is split; above one, modules differ between ranks."""
         return self.pp * self.tp * self.ep
 
     @property
@@ -65,7 +65,7 @@ class Mesh(NamedTuple):
         return self.dp_size * self.cp
 
     def rank_groups(self, *names: str) -> list[RankGroup]:
-        """All sets of ranks that differ in the dimensions of these names only; in each, in the order of the ranks."""
+        """All sets of ranks that differ only in the dimensions of these names, each in the order of ranks."""
         free = [range(size) if name in names else [0] for name, size in self.dims.items()]
         bound = [[0] if name in names else range(size) for name, size in self.dims.items()]
         offsets = [self._rank(place) for place in product(*free)]
@@ -85,8 +85,11 @@ class Mesh(NamedTuple):
 
     @property
     def expert_grid(self) -> dict[str, int]:
-        """How the ranks of `copies` stand to a layer's experts, outermost first: copies of them, if a copy of the model
-        is in pieces, pieces of each expert (`dp_shard`), and the ranks over which they lie."""
+        """The grid of `copies` for a layer's experts, outermost first.
+
+        Replicas of the experts, if a replica of the model is sharded; shards of each expert (`dp_shard`); and the ranks
+        over which the experts are distributed.
+        """
         copies = {"dp_replicate": self.dp_replicate} if self.dp_shard > 1 < self.dp_replicate else {}
         return {**copies, "dp_shard": self.dp_cp_size // prod(copies.values()) // self.ep, "ep": self.ep}
 
@@ -146,7 +149,7 @@ def model_sizes(architecture: Any) -> Sizes:
 
 
 def fit_mesh(sizes: Mapping[str, int], world: int, option: str) -> Mesh:
-    """The mesh of these sizes (see `Mesh`) with `world` ranks; own: the word that asked for it. Raises SpecError."""
+    """The mesh of these sizes (see `Mesh`) with `world` ranks. Raises SpecError that names `option`."""
     dims = {name: size for name, size in sizes.items() if name != "ep"}
     if 0 in sizes.values() or list(dims.values()).count(-1) > 1:
         text = f"{option} with {_product(sizes, ', ')}; give sizes from 1, and at most one -1"
@@ -160,7 +163,7 @@ def fit_mesh(sizes: Mapping[str, int], world: int, option: str) -> Mesh:
 
 
 def _ep_size(said: int, mesh: Mesh) -> int:
-    """Over how many ranks experts lie: where a copy is in pieces, among those that have the pieces of one copy."""
+    """Over how many ranks experts are distributed: with a sharded replica, over the ranks of one replica."""
     most = _max_ep_size(mesh)
     if said == -1:
         return most
@@ -198,7 +201,7 @@ def _grids(dims: int, world: int) -> Iterator[tuple[int, ...]]:
 
 
 def divisibility_problems(mesh: Mesh, sizes: Sizes, *, chunks: int, ulysses: bool) -> list[Problem]:
-    """What of a model of these sizes does not divide as the mesh needs it; what is not in `sizes` is not known yet.
+    """Sizes of a model that do not divide as the mesh needs; sizes that are missing are not known yet.
 
     chunks: runs of layers on each stage; ulysses: whether cp ranks are to share out the heads
     """

@@ -1,6 +1,6 @@
-"""The processes of a job as one of them sees them: process groups, what is applied to a model, its gradients.
+"""The processes of a job as one of them sees them: process groups, model layout, gradient reduction.
 
-place, device ──build──▶ process groups, warmed up ──▶ World ──close──▶ gone
+place, device ──build──▶ process groups, warmed up ──▶ ParallelContext ──close──▶ released
 backward ──▶ a part on each rank ──summed over the replicas of the same weights──▶ the same on all that hold them
 """
 
@@ -31,9 +31,12 @@ if TYPE_CHECKING:  # one process needs nothing of what joins several
 
 @dataclass(frozen=True, slots=True)
 class MeshGradientReducer:
-    """copies: the ranks whose gradients of the same weights add up; experts: those of the same experts; stages: those
-    that have the other layers; ends: the first and the last of these, on both; stage: what this rank has of the
-    model; device: where it computes."""
+    """Sums gradients over the ranks of a mesh.
+
+    copies: the ranks whose gradients of the same weights are summed; experts: those of the same experts; stages:
+    those that have the other layers; ends: the first and the last of these, on both; stage: what this rank has of
+    the model; device: where it computes.
+    """
 
     copies: RankCollectives
     experts: RankCollectives
@@ -43,7 +46,7 @@ class MeshGradientReducer:
     device: torch.device
 
     def all_reduce_(self, parameters: Sequence[nn.Parameter]) -> None:
-        """See `Gradients`."""
+        """See `GradientReducer`."""
         found = fill_missing_gradients([p for p in parameters if not is_reduced_in_backward(p)], self.copies)
         for peers, experts in ((self.copies, False), (self.experts, True)):
             peers.all_reduce_(
@@ -54,14 +57,16 @@ class MeshGradientReducer:
             add_gradients(both, self.ends)
 
     def total_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """See `Gradients`."""
+        """See `GradientReducer`."""
         if self.stages is SINGLE_PROCESS:
             return total_norm([p.grad for p in parameters if p.grad is not None])
         return self._norm_of_stages(parameters)
 
     def _norm_of_stages(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """From the norm of each gradient, in the order of the parameters, so that it is that of one process to the last
-        bit; but for what lies in pieces, of which stages give the sum of squares."""
+        """The total norm from the norm of each gradient, in the order of parameters.
+
+        So it equals that of one process to the last bit, except for shards, of which stages give the sum of squares.
+        """
         count = len(parameters)
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
         norms = torch.zeros(2 * count + 1, dtype=dtype, device=self.device)  # norms, which there are, squares
@@ -84,11 +89,11 @@ ADDRESS = ("MASTER_ADDR", "MASTER_PORT")  # torchrun's names
 
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
-    """peers: the data ranks, which share out a step's batch; copies: those whose gradients add up; everyone: all ranks;
-    these for the thread that trains; feed_peers: all ranks, for the thread that collects; saving_peers: for the one
-    that writes checkpoints.
+    """Process groups of a job, by purpose; None where there is one process.
 
-    groups: None where there is one process
+    peers: the data ranks, which share a step's batch; copies: those whose gradients are summed; everyone: all ranks;
+    these for the training thread. feed_peers: all ranks, for the thread that collects; saving_peers: for the one that
+    writes checkpoints.
     """
 
     config: ParallelismConfig
@@ -122,14 +127,16 @@ class ParallelContext:
         return replace(self, config=DdpConfig(), mesh=Mesh(dp_replicate=self.place.size), groups=None)
 
     def load(self, make: Callable[[torch.device], M]) -> M:
-        """The model that `make` builds on a device: with its weights on the CPU of the first rank, elsewhere without.
-        See `weight_scatter.loaded`."""
+        """The model that `make` builds: with weights on the CPU of rank 0, elsewhere without weights.
+
+        See `weight_scatter.load_on_rank0`.
+        """
         from runner.parallelism.weight_scatter import load_on_rank0
 
         return load_on_rank0(make, self.world_peers)
 
     def shard(self, model: TrainableModel, decide: Decide) -> None:
-        """Spread a loaded model's weights over all ranks' devices. See `Spreading.spread`."""
+        """Spread a loaded model's weights over all ranks' devices. See `ParallelismPlan.apply`."""
         from runner.parallelism.apply import ParallelismPlan
 
         ParallelismPlan(self.config, self.mesh, self.groups, self.world_peers, self.device, decide).apply(model)
@@ -192,7 +199,7 @@ def build(config: ParallelismConfig, *, device: Device, place: RankInfo) -> Para
 def _init_process_groups(
     device: Device, place: RankInfo, mesh: Mesh, chunks: int, timeout_s: float
 ) -> tuple[MeshGroups, RankCollectives, RankCollectives, RankCollectives, RankCollectives, RankCollectives]:
-    """All groups, and the peers of a `World` in their order."""
+    """All groups, and the peers of a `ParallelContext` in their order."""
     from runner.parallelism.process_groups import ProcessGroupCollectives, create_groups
 
     timeout = timedelta(seconds=timeout_s)

@@ -1,4 +1,4 @@
-"""Pipeline parallel: each stage has a run of the model's layers, and micro-batches pass through the stages.
+"""Pipeline parallel: each stage has some layers of the model, and micro-batches pass through stages.
 
     stage 0   ids ──embedding──▶ layers 0 … k ──hidden──▶
     stage 1                                    ──hidden──▶ layers k+1 … n ──norm, heads──▶ loss
@@ -66,7 +66,7 @@ class SendForward(torch.autograd.Function):
 
 
 class EndOfStage(Exception):
-    """Leaves a forward pass whose other layers are on other ranks; token: what its backward pass begins at."""
+    """Leaves a forward pass after the stage's last layer; `token` starts the backward pass."""
 
     def __init__(self, token: Tensor) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class StageView(Protocol):
 
 
 class StageLayers(nn.ModuleList):
-    """The layers of a model, of which a pass is shown those of its stage, and `Elsewhere` for the others."""
+    """The layers of a model; iterating gives those of this stage, and `AbsentLayer` for the others."""
 
     def __init__(self, layers: Sequence[nn.Module], stage: StageView) -> None:
         super().__init__(layers)
@@ -135,7 +135,7 @@ class StageOwner:
 
 
 class StagedModel:
-    """The stage of a model that lies on several: see `runner.interfaces.Stage`.
+    """The stage of a model that lies on several: see `runner.interfaces.PipelineStage`.
 
     undone: while the whole model is on every rank; passing: while a forward pass is in this stage
     """
@@ -250,8 +250,10 @@ class StagedModel:
 
     @contextmanager
     def summon_full_params(self, inside: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-        """The whole model on every rank for as long as the block lasts; inside: joins what this stage has, if that is
-        cut. Collective on entering."""
+        """The whole model on every rank inside the block. Collective on entering.
+
+        inside: gathers this stage's parameters, if they are sharded
+        """
         kept: list[tuple[TensorSlot, Tensor]] = []
         with inside():
             self.is_whole = True
@@ -288,8 +290,10 @@ def split_layers(layers: int, count: int) -> list[range]:
 
 
 def _find_layers(model: TrainableModel) -> tuple[nn.Module, str, list[nn.Module]]:
-    """The list of a model's layers, and where it is. Raises SpecError for a model without exactly one, and for one that
-    has more before it than an embedding."""
+    """The list of a model's layers, with its name. Raises SpecError unless there is exactly one.
+
+    Also for a model that has more than an embedding before its layers.
+    """
     blocks, kind = model.transformer_blocks(), type(model.inner).__name__
     embedding = set(model.inner.get_input_embeddings().modules())
     for part in model.inner.modules():
@@ -313,8 +317,8 @@ def apply_pipeline_parallel(
 ) -> None:
     """Make of `model`, on the meta device (see `weights`), the stage that this rank of `group` has.
 
-    `apply.refuse_another` follows, when the stages have their numbers. Raises SpecError, on all ranks, for a model
-    that does not name its layers.
+    `apply.refuse_changed_model` follows, when the stages have their numbers. Raises SpecError, on all ranks, for a
+    model that does not name its layers.
     """
     model.stage = stage = StagedModel(model, borders, group, chunks, device)
     model.whole.join_context = partial(stage.summon_full_params, model.whole.join_context)

@@ -1,5 +1,6 @@
-"""The process groups of a mesh, and what passes over them: objects over gloo, sums over the device's own backend,
-hidden states and gradients between neighbouring stages.
+"""Process groups of a mesh: objects over gloo, sums over the device's backend, pipeline transfers.
+
+Hidden states and gradients travel between neighboring stages.
 
     world     ──for each set of mesh dimensions──▶ lists of ranks ──every rank creates each──▶ this rank's own group
     gradients ──end to end──▶ buckets ──all-reduce, one in flight while the next is filled──▶ back in place
@@ -47,19 +48,19 @@ class ProcessGroupCollectives:
         self.size = distributed.get_world_size(group)
 
     def all_gather(self, value: T) -> list[T]:
-        """See `Peers`."""
+        """See `RankCollectives`."""
         found: list[Any] = [None] * self.size
         with self._translate_errors("gathering"):
             distributed.all_gather_object(found, value, group=self._group)
         return found
 
     def all_gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
-        """See `Peers`."""
+        """See `RankCollectives`."""
         found = self.all_gather({name: tensor.cpu() for name, tensor in tensors.items()})
         return [{name: one[name].to(tensor.device) for name, tensor in tensors.items()} for one in found]
 
     def all_reduce_(self, tensors: Sequence[Tensor]) -> None:
-        """See `Peers`. Holds two buckets beside the tensors. What is half as precise as float32 is added in float32."""
+        """See `RankCollectives`. Holds two buckets beside the tensors; adds what is less precise in float32."""
         pending: list[tuple[Any, Tensor, Sequence[Tensor]]] = []
         with self._translate_errors("summing"):
             for bucket in buckets_by_dtype(tensors):
@@ -72,7 +73,7 @@ class ProcessGroupCollectives:
                 _copy_back(*one)
 
     def broadcast_(self, tensor: Tensor) -> None:
-        """See `Peers`. It travels in runs of signed bytes, which every backend knows."""
+        """See `RankCollectives`. It travels in runs of signed bytes, which every backend knows."""
         with self._translate_errors("handing over"):
             for run in tensor.reshape(-1).view(torch.int8).split(CHUNK_BYTES):
                 distributed.broadcast(run, group=self._group, group_src=0)
@@ -103,11 +104,11 @@ class PipelineCollectives(ProcessGroupCollectives):
         self._everyone, self._device = everyone, device
 
     def all_gather(self, value: T) -> list[T]:
-        """See `Peers`."""
+        """See `RankCollectives`."""
         return self._everyone.all_gather(value)[-self.size :]
 
     def all_gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
-        """See `Peers`; the others need not have any."""
+        """See `RankCollectives`; the others need not have any."""
         found = self.all_gather({name: tensor.cpu() for name, tensor in tensors.items()})
         return [{name: tensor.to(self._device) for name, tensor in one.items()} for one in found]
 
@@ -244,8 +245,9 @@ class StageLinks:
 
 
 def make_stage_links(families: Sequence[RankGroup], chunks: int, new_group: Callable[[list[int]], Any]) -> StageLinks:
-    """Make the groups between the stages of each of `families`, on all ranks in the same order, and return those of
-    this rank. Collective.
+    """Make the groups between the stages of each of `families`, in the same order on all ranks.
+
+    Returns those of this rank. Collective.
 
     chunks: runs of layers on each rank; with several the last stage hands on to the first
     """

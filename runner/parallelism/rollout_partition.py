@@ -1,4 +1,4 @@
-"""Sampling, rewards, environments and evaluation shared out: each rank does some, and all have everything.
+"""Sampling, rewards, environments and evaluation, partitioned over ranks; all ranks get all results.
 
     requests, groups, turns ──balanced──▶ this rank's own ──▶ the part that is wrapped ──gathered──▶ all, on every rank
 
@@ -127,7 +127,7 @@ class Rank0Sampler:
 
 
 class PartitionedReward:
-    """A reward on each rank, which scores some of the groups; what it counts as faults in a row are those of a rank."""
+    """A reward whose groups are scored by different ranks; failures in a row are counted per rank."""
 
     def __init__(self, reward: Any, peers: RankCollectives) -> None:
         self._reward, self._peers = reward, peers
@@ -171,7 +171,7 @@ class PartitionedEnvironments(EnvironmentFactory):
     peers: RankCollectives
 
     def start_episodes(self, prompts: Sequence[Prompt]) -> EnvironmentBatch:
-        """See `Environments`; all ranks begin the same episodes."""
+        """See `EnvironmentFactory`; all ranks begin the same episodes."""
         made: dict[int, Environment] = {}
 
         def work(mine: list[int]) -> list[None]:
@@ -189,7 +189,7 @@ class PartitionedEpisodes(EnvironmentBatch):
     peers: RankCollectives
 
     def step(self, turns: Sequence[tuple[int, str]]) -> list[Observation | None]:
-        """See `Partners`; all ranks hand in the same turns."""
+        """See `EnvironmentBatch`; all ranks hand in the same turns."""
         owners = [at % self.peers.size for at, _ in turns]
         return run_partitioned(self.peers, owners, lambda mine: EnvironmentBatch.step(self, [turns[i] for i in mine]))
 
@@ -208,7 +208,7 @@ class PartitionedAnswerer:
         rows: int | None = None,
         finish: StopCriterion | None = None,
     ) -> list[GreedyOutput]:
-        """The greedy answer to each prompt; all ranks ask for the same. finish: None = as the model does by itself."""
+        """The greedy answer to each prompt, the same on all ranks. finish: None = the model's own criterion."""
         options = {} if finish is None else {"finish": finish}
 
         def work(mine: list[int]) -> list[GreedyOutput]:

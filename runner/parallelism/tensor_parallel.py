@@ -75,7 +75,7 @@ class TensorParallelGroup:
         return self.mesh.size()
 
     def copy_to_region(self, tensor: Tensor) -> Tensor:
-        """A tensor that is whole on every rank, from which each goes on to something of its own."""
+        """A tensor that is whole on every rank, from which each continues to something of its own."""
         made: Tensor = tensor if self.is_whole else _CopyToRegion.apply(tensor, self.mesh.get_group())
         return made
 
@@ -115,7 +115,7 @@ class TensorParallelGroup:
 
 
 def distribute_parameters(parts: Iterable[nn.Module], slices: TensorParallelGroup, plan: SlicePlan) -> None:
-    """Every parameter of these modules, on the meta device, becomes a DTensor of its slice, or of all of it."""
+    """Make every parameter of these modules, on meta, a DTensor: a shard of it, or a replica."""
     made: dict[int, nn.Parameter] = {}
     for part in parts:
         for name, parameter in part._parameters.items():
@@ -156,7 +156,7 @@ class LocalParameterHooks:
 
 
 class VocabEmbeddingHooks(LocalParameterHooks):
-    """The same of an embedding that has a run of the ids' rows: those of other ids are added from other ranks."""
+    """Hooks of a vocabulary-parallel embedding: rows of other ids are added from other ranks."""
 
     def __init__(self, part: nn.Embedding, slices: TensorParallelGroup) -> None:
         self._padding = part.padding_idx
@@ -192,11 +192,10 @@ LAYER_PLANS = (
 
 
 def apply_tensor_parallel(model: TrainableModel, mesh: DeviceMesh, *, decide: Decide) -> None:
-    """Make of every parameter of `model`, on the meta device (see `weights`), the slice of it that this rank holds, or
-    a replica.
+    """Replace every parameter of `model`, on the meta device, by this rank's shard or a replica.
 
-    mesh: of one dimension. `apply.refuse_another` follows, when the slices have their numbers. The model's parameters
-    are other objects afterwards. Raises SpecError, on all ranks, for a model that has no such layers.
+    mesh: of one dimension. `apply.refuse_changed_model` follows, when the slices have their numbers. The model's
+    parameters are other objects afterwards. Raises SpecError, on all ranks, for a model that has no such layers.
     """
     slices, plan = TensorParallelGroup(mesh), SlicePlan()
     for layer, dims in _sliceable_layers(model.inner):

@@ -1,4 +1,4 @@
-"""Build a model on all ranks, read its weights on rank 0 only, and scatter them into each rank's shards.
+"""Build a model on all ranks, read its weights on rank 0, and scatter them into the ranks' shards.
 
     rank 0       config, weights, seed ──▶ model on the CPU ──probe results──┐
     other ranks  config ─────────────────▶ model on `meta` ◀─────────────────┘
@@ -51,10 +51,10 @@ class TensorSlot(NamedTuple):
 
 
 class WeightScatter:
-    """The parameters and buffers of a module, which has them no more: on each rank its own are on `meta` from here on.
+    """The parameters and buffers of a module, which afterwards has its own on `meta` on each rank.
 
-    everyone: the ranks, the first of which has the numbers; those of the others are dropped, if there are any.
-    Tied tensors are one, and stay so.
+    everyone: the ranks, the first of which has the values; those of the others are dropped, if there are any.
+    Tied tensors stay tied.
     """
 
     def __init__(self, module: nn.Module, world_peers: RankCollectives, device: torch.device) -> None:
@@ -77,8 +77,10 @@ class WeightScatter:
 
     @contextmanager
     def materialize(self, module: nn.Module, parts: Sequence[nn.Module]) -> Iterator[None]:
-        """Let `parts` of the module have all their numbers, on the device of every rank, while the block lasts.
-        Collective on entering."""
+        """Let `parts` of the module have their full values, on every rank's device, inside the block.
+
+        Collective on entering.
+        """
         inside = {id(holder) for part in parts for one in part.modules() for holder in (one._parameters, one._buffers)}
         borrowed = [(slot, self._names[name]) for name, slot in tensor_slots(module) if id(slot.holder) in inside]
         made = {
@@ -94,11 +96,11 @@ class WeightScatter:
                 slot.assign(self._like[name])
 
     def scatter(self, module: nn.Module, target_device: torch.device, absent: Collection[str] = ()) -> None:
-        """Give `module` what this rank holds of every tensor, once and for all: its piece of a DTensor, else all of it.
+        """Give `module` this rank's part of every tensor: its shard of a DTensor, else all of it.
 
-        home: where parameters come to lie; buffers lie on the device. elsewhere: the names of what other ranks have,
-        and this one does not. What no longer is in the module needs no name. The parameters are other objects
-        afterwards. Collective; nothing is left here.
+        target_device: where parameters are placed; buffers are on the device. absent: names of tensors that only other
+        ranks have. Tensors that are no longer in the module need no name. The parameters are other objects afterwards.
+        Collective; can be called once.
         """
         places: dict[str, list[TensorSlot]] = {}
         for name, slot in tensor_slots(module):
@@ -189,7 +191,7 @@ def load_on_rank0(make: Callable[[torch.device], M], world_peers: RankCollective
 
 
 def model_facts(model: TrainableModel) -> dict[str, str]:
-    """What a model is made of but for its numbers: classes, tensors, options, and the libraries that compute it."""
+    """What a model is made of except its values: classes, tensors, options, and library versions."""
     own = {f"module {name or 'all'}": type(part).__qualname__ for name, part in model.whole.named_modules()}
     own |= {name: f"{slot.tensor.dtype} {list(slot.tensor.shape)}" for name, slot in tensor_slots(model.whole)}
     options = model.inner.config.to_dict()

@@ -1,6 +1,6 @@
-"""What every reward's config has, and the parts of a sum, which are such configs.
+"""Options that all rewards share, and the parts of `reward=sum`.
 
-    [{name: exact, weight: 1.0, …}, …]  ──decoded──▶  (0, Part(ExactConfig, 1.0)), …  and  (key, message), …
+    [{name: exact, weight: 1.0, …}, …]  ──decoded──▶  (0, RewardComponent(ExactConfig, 1.0)), …  and  (key, message), …
 
 A problem of part 0 has the key reward.parts[0].OPTION. Knows every reward there is, those of plug-ins included,
 because each is a subclass of RewardConfig.
@@ -43,7 +43,7 @@ class RewardConfig(ComponentConfig):
         return None
 
     def required_columns(self) -> list[tuple[str, str]]:
-        """(option, column) of each column of the data that it cannot score without; nothing of the user's is run."""
+        """(option, column) of each column that it cannot score without; runs no code of the user's."""
         return []
 
     def preflight(self) -> None:

@@ -1,5 +1,7 @@
-"""What a user's code prints: the first lines are said, all of it up to a limit is kept in a file of the run folder,
-with what looks like a secret masked."""
+"""Output of a user's code: first lines are shown, all up to a limit is kept in the run folder.
+
+What looks like a secret is masked.
+"""
 
 from __future__ import annotations
 

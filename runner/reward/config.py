@@ -102,7 +102,9 @@ class LengthConfig(RewardConfig):
         ge=1,
         description="Longest answer; -1 above it, 0 up to max_length - overlong_buffer_len, a straight line between.",
     )
-    overlong_buffer_len: int | None = Field(default=None, ge=1, description="Width of the penalty's slope below max_length.")
+    overlong_buffer_len: int | None = Field(
+        default=None, ge=1, description="Width of the penalty's slope below max_length."
+    )
     target: int | None = Field(
         default=None, ge=1, description="Wanted length; 0 there, falling to -1 at no tokens and at twice the target."
     )

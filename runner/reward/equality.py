@@ -1,4 +1,4 @@
-"""Whether an answer is mathematically equal to the right one. Runs in a worker; needs math-verify, nothing of ours."""
+"""Whether an answer is mathematically equal to the right one. Runs in a worker; needs only math-verify."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _score(answer: str, right: str) -> float:
 
 
 def parse_expected(right: str) -> Any:
-    """The right answer, of which what stands after #### counts (GSM8K); without LaTeX's marks it is one formula."""
+    """The right answer: what follows #### (GSM8K) if present; without LaTeX marks it is one formula."""
     text = right.rpartition("####")[2].strip()
     if not text or any(mark in text for mark in LATEX_MARKS):
         return parse(text, parsing_timeout=None)

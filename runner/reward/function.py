@@ -1,6 +1,6 @@
-"""The user's own reward function, by TRL's convention: score(prompts, completions, **columns) -> list[float | None].
+"""A user's reward function, as in TRL: score(prompts, completions, **columns) -> list[float | None].
 
-It is called once per group, with keywords only, in processes of its own (`pool.py`).
+It is called once per group, with keywords only, in processes of its own (`worker_pool.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def build(config: FunctionConfig, *, seed: int, decide: Decide, folder: Path | None = None, **_: Any) -> GroupScorer:
-    """Start the first process. Raises SpecError if the file or the function is missing or cannot be imported.
+    """Start the first worker. Raises SpecError if the file or the function is missing or does not import.
 
     folder: where reward.log is kept, with what the function prints and full tracebacks
     """
@@ -41,10 +41,10 @@ def build(config: FunctionConfig, *, seed: int, decide: Decide, folder: Path | N
         pool.start()
     except WorkerStartError as error:
         pool.close()
-        raise SpecError([Problem("reward.path", f"{file} cannot be used: {error}; mend the file")]) from error
+        raise SpecError([Problem("reward.path", f"{file} cannot be used: {error}; fix the file")]) from error
 
     def ask(group: Group) -> GroupScores:
         given = reward_arguments(group)
         return pool.call(given, len(group), derive_seed(seed, "reward", hashlib.sha256(encode_json(given)).hexdigest()))
 
-    return GroupScorer(ask, ScoringFailures(label, config.max_failures, f"mend {file}"), pool.workers, pool.close)
+    return GroupScorer(ask, ScoringFailures(label, config.max_failures, f"fix {file}"), pool.workers, pool.close)

@@ -1,8 +1,8 @@
-"""The base of most rewards: scores one group at a time, in threads, and counts what could not be scored.
+"""The base of most rewards: scores one group at a time, in threads, and counts failures.
 
-    groups ──▶ ask(group), `workers` at a time ──▶ Scored ──▶ Faults ──▶ scores in the order of the groups
+    groups ──▶ ask(group), `workers` at a time ──▶ GroupScores ──▶ ScoringFailures ──▶ scores in order
 
-`Faults` logs each kind of failure once, counts all of them, and raises when nothing is scored any more.
+`ScoringFailures` logs each kind of failure once, counts all of them, and raises when nothing is scored any more.
 
 The factory of every reward is called with the keywords device, tokenizer, seed, decide, folder and fit, and names those
 that it needs. `fit` puts the device's own operators and attention into a transformers model.
@@ -149,7 +149,7 @@ def score_each(rate: Callable[[Completion], float]) -> Callable[[Group], GroupSc
 
 
 def require_column(completion: Completion, name: str, option: str) -> Any:
-    """The value of a column. Raises Unscorable where the row has none or nothing in it; `option` named the column."""
+    """The value of a column. Raises UnscorableError where the row has none; `option` names the column."""
     value = completion.prompt.columns.get(name)
     if value is None:
         has = ", ".join(completion.prompt.columns) or "none"

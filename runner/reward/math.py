@@ -1,4 +1,4 @@
-"""Mathematical equality by math-verify, in processes that can be killed: its own time limit makes an answer wrong."""
+"""Mathematical equality by math-verify, in processes that can be killed at a time limit."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ModelReward:
-    """Scores answers with a sequence classifier; `own` is its tokenizer where the policy's ids mean nothing to it."""
+    """Scores answers with a sequence classifier; `own`: its tokenizer, where it differs from the policy's."""
 
     def __init__(
         self, module: Any, own_tokenizer: Any, device: torch.device, batch_size: int, faults: ScoringFailures
@@ -125,7 +125,7 @@ def build(
 
 
 def completion_ids(own: Any, completion: Completion) -> list[int]:
-    """Prompt and answer in the reward model's own tokens: by its template if there are messages and it has one."""
+    """Prompt and answer in the reward model's tokens, with its template if it has one and messages exist."""
     before = completion.prompt.messages
     if before is None or not own.chat_template:
         return list(own(completion.prompt.text + completion.text)["input_ids"])

@@ -1,5 +1,7 @@
-"""Looks at a user's reward before a job starts, running nothing of it and without torch: whether the file of a function
-reads as Python and has the function, and whether a folder is a reward model, with weights that can run no code."""
+"""Checks a user's reward before a job starts, without running it and without torch.
+
+Whether a function's file parses and has the function; whether a folder is a reward model whose weights run no code.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def function_fault(file: Path, function: str) -> str | None:
 
 
 def required_columns(file: Path, function: str) -> list[str]:
-    """The columns that `function` names without a default; none where that cannot be seen (decorated, imported)."""
+    """The columns that `function` names without a default; none where that is unknown (e.g. decorated)."""
     node = dict(_bound(ast.parse(file.read_bytes(), filename=str(file)).body)).get(function)
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
         return []
@@ -57,7 +59,7 @@ def _missing(file: Path, function: str, tree: ast.Module) -> str | None:
 
 
 def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    """(name, statement) for each name that these statements bind; `*` stands for an unknown number of them."""
+    """(name, statement) for each name that these statements bind; `*` stands for any number of them."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name, node

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def reward_arguments(group: Sequence[Completion]) -> dict[str, Any]:
-    """name → one value per answer of the group. Raises DataError for a column that has the name of another argument."""
+    """name → one value per answer of the group. Raises DataError for a column named like an argument."""
     columns = dict.fromkeys(name for completion in group for name in completion.prompt.columns)
     for name in RESERVED_ARGUMENTS:
         if name in columns:

@@ -1,4 +1,4 @@
-"""Rewards that are computed from the text by a rule: exact, format, length, numeric, countdown; and none.
+"""Rewards computed from the text by a rule: exact, format, length, numeric, countdown; and none.
 
 The length is counted in tokens, the end token included:
 
@@ -118,7 +118,7 @@ def target_length_reward(length: int, target: int) -> float:
 
 
 def build_length(config: LengthConfig, **_: Any) -> GroupScorer:
-    """The reward; `problems` sees to it that there is a target, or else max_length and overlong_buffer_len."""
+    """The length reward; `problems` requires a target, or else max_length and overlong_buffer_len."""
 
     def rate(completion: Completion) -> float:
         if config.target is not None:
@@ -179,7 +179,7 @@ def _finite(text: str) -> Decimal | None:
 
 
 def evaluate_expression(expression: str) -> tuple[Fraction, list[int]] | None:
-    """The value of an expression and the numbers in it; None if it has no value. What stands after = is not read."""
+    """The value of an expression and its numbers; None without a value. Text after = is not read."""
     try:
         return evaluate(expression.partition("=")[0])
     except NotArithmetic:

@@ -1,4 +1,4 @@
-"""A weighted sum of rewards; None where one of them has no score, because a sum without it would be another reward."""
+"""A weighted sum of rewards; None where a component has no score: the sum would be another reward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESERVED_NAMES = ("mean", "std", "num_failed", "zero_variance")  # reward/… of
 
 @dataclass(frozen=True, slots=True)
 class WeightedSumReward:
-    """Σ weight · score over the parts, each a (weight, reward); `names` is what they are called, in their order."""
+    """Σ weight · score over (weight, reward) components; `names` are their names, in order."""
 
     parts: Sequence[tuple[float, Reward]]
     names: Sequence[str]
@@ -66,7 +66,7 @@ def build(config: SumConfig, *, seed: int, **common: Any) -> WeightedSumReward:
 
 
 def component_names(components: Sequence[str]) -> list[str]:
-    """What each part is called in metrics: as its component, and with its number where that says too little."""
+    """The metric name of each component: its reward's name, with its index where names repeat."""
     clear = [components.count(name) == 1 and name not in RESERVED_NAMES for name in components]
     return [name if c else f"{name}[{i}]" for i, (name, c) in enumerate(zip(components, clear, strict=True))]
 

@@ -1,4 +1,4 @@
-"""The process that runs a user's reward function. Stands alone: only the standard library, and nothing of ours.
+"""The process that runs a user's reward function. Imports only the standard library.
 
     runner ══ stdin, SIGTERM ══▶ guard ── fork ──▶ worker: imports the file, calls the function
            ◀═ socket ═════════════════════════════▶   one line of JSON per question, one per answer; the runner
@@ -42,7 +42,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(arguments: Sequence[str]) -> int:
-    """argv: the descriptors of socket and stack file, file, function, `here` if modules beside it can be imported."""
+    """argv: descriptors of socket and stack file, file, function, `here` if modules beside it may be imported."""
     descriptor, stack, path, name, where = int(arguments[0]), int(arguments[1]), *arguments[2:]
     runner = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -150,8 +150,10 @@ def run_worker(channel: socket.socket, stack: int, path: str, name: str, here: b
 
 
 def _keep_from_children(*descriptors: int) -> None:
-    """Close descriptors in each program that is executed, and turn them into /dev/null in each process that is forked:
-    what runs below the function reads no question and writes no answer."""
+    """Close descriptors in executed programs, and replace them by /dev/null in forked processes.
+
+    So what runs below the function reads no question and writes no answer.
+    """
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
@@ -168,7 +170,7 @@ def _answer(channel: socket.socket, reply: Mapping[str, Any]) -> None:
 
 
 def load_function(path: str, name: str, here: bool) -> Callable[..., Any]:
-    """Import the file as a module of its own name and return the function. Raises whatever the file raises."""
+    """Import the file as a module of its own name and return the function; raises what the file raises."""
     if here:
         sys.path.insert(0, os.path.dirname(path))
     module_name = os.path.splitext(os.path.basename(path))[0]
@@ -200,7 +202,7 @@ def call_function(function: Callable[..., Any], question: Mapping[str, Any], pat
 
 @contextmanager
 def dump_stack_before_timeout(stack: int, timeout_s: float) -> Iterator[None]:
-    """Write where the function is into the file `stack` (emptied before) at 90 % of its time: then it may hang."""
+    """Write the stack to the file `stack` (emptied before) at 90 % of the time limit: it may hang."""
     os.ftruncate(stack, 0)
     os.lseek(stack, 0, os.SEEK_SET)
     faulthandler.dump_traceback_later(timeout_s * 0.9, file=stack)
@@ -211,7 +213,7 @@ def dump_stack_before_timeout(stack: int, timeout_s: float) -> Iterator[None]:
 
 
 def innermost_frame(dump: str, path: str) -> str | None:
-    """`score.py:2 in score`: the innermost frame of the user's file in faulthandler's dump; None if there is none."""
+    """`score.py:2 in score`: the innermost frame of the user's file in faulthandler's dump; else None."""
     written = path.encode("ascii", "backslashreplace").decode()  # as faulthandler writes it
     found = re.search(rf'File "{re.escape(written)}", line (\d+) in (\S+)', dump)
     return f"{os.path.basename(path)}:{found[1]} in {found[2]}" if found else None

@@ -1,9 +1,9 @@
-"""Processes that run a function of the user's: started when needed, ended when they hang, replaced when they die.
+"""Worker processes for a user's reward function: started on demand, killed when they hang, replaced.
 
-    call ──▶ an idle worker, or a new one ──▶ answer in time            ─▶ Scored
+    call ──▶ an idle worker, or a new one ──▶ answer in time            ─▶ GroupScores
                                           ├─▶ no answer: killed          ─▶ nothing scored, said
-                                          ├─▶ it was killed (SIGKILL)    ─▶ asked once more, of a new one
-                                          └─▶ it died: buried            ─▶ nothing scored, said
+                                          ├─▶ it was killed (SIGKILL)    ─▶ one more try, with a new one
+                                          └─▶ it died: removed           ─▶ nothing scored, said
 
 See `worker.py` for what happens on the other side. The kernel names the sender of everything that arrives on the socket
 (SO_PASSCRED); what another process than the worker wrote, one that the function has forked, is dropped.
@@ -66,8 +66,7 @@ class WorkerStartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FunctionTarget:
-    """The function to run. `here`: modules that lie beside the file can be imported; env: environment variables that
-    it sees beside those of the allow-list."""
+    """The function to run. `here`: modules beside the file can be imported; env: extra variables."""
 
     file: Path
     function: str
@@ -122,7 +121,7 @@ class RewardWorker:
         return self._receive(end - time.monotonic())
 
     def hang_location(self) -> str:
-        """Where the function was shortly before its time was over: `, at FILE:LINE in FUNCTION`; empty if unknown."""
+        """Where the function was shortly before its deadline: `, at FILE:LINE in FUNCTION`; empty if unknown."""
         dump = os.pread(self._stack.fileno(), STACK_BYTES, 0).decode("ascii", errors="replace")
         self._output.append_to_file(dump.rstrip())
         place = worker.innermost_frame(dump, self._file)
@@ -157,7 +156,7 @@ class RewardWorker:
             raise WorkerStartError(answer["failed"])
 
     def _receive(self, within_s: float) -> dict[str, Any]:
-        """The worker's next message. Raises TimeoutError, EOFError at the end and where what came is no message."""
+        """The worker's next message. Raises TimeoutError, and EOFError at the end or for anything else."""
         end = time.monotonic() + within_s
         readable = select.poll()
         readable.register(self._channel, select.POLLIN)
@@ -189,8 +188,10 @@ class RewardWorker:
 
 
 def sender_of(channel: socket.socket) -> tuple[bytes, int]:
-    """What arrived next on a Unix socket with SO_PASSCRED, empty at its end, and the process that wrote it: the kernel
-    joins no bytes of two processes. 0: it is not known."""
+    """The next bytes on a Unix socket with SO_PASSCRED, empty at its end, and the writing process.
+
+    The kernel joins no bytes of two processes. Process 0: unknown.
+    """
     content, ancillary, _, _ = channel.recvmsg(READ_BYTES, socket.CMSG_SPACE(CREDENTIALS.size))
     found = [data for level, kind, data in ancillary if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS)]
     return content, CREDENTIALS.unpack(found[0])[0] if found else 0

@@ -125,7 +125,7 @@ class RunFolder:
 
     @property
     def log(self) -> Path:
-        """What was printed, with times; of a rank from 1, or a process that serves the ranks, all that it said."""
+        """The log with times; of a rank above 0, or a process that serves the ranks, its whole output."""
         if self.service:
             return self.root / f"{self.service}.log"
         return self.ranks / f"{self.rank}.log" if self.rank else self.root / "run.log"
@@ -153,7 +153,9 @@ def create_run_folder(name: str, outputs: Path = OUTPUTS) -> RunFolder:
 
 
 def make_unique(parent: Path, name: str, what: str, inside: str = ".") -> Path:
-    """Make a folder `parent`/`name`-<4 hex> with a folder `inside`, unique under concurrent starts; its absolute path.
+    """Make a folder `parent`/`name`-<4 hex> with a folder `inside`; returns its absolute path.
+
+    Unique under concurrent starts.
 
     what: what the error calls it. Raises StorageError where it cannot.
     """
@@ -173,11 +175,13 @@ def make_unique(parent: Path, name: str, what: str, inside: str = ".") -> Path:
 
 
 def claim_folder(where: Path) -> RunFolder:
-    """The folder `where` for a new run. Raises EnvironmentProblem if anything else is in it (which stays as it is),
-    StorageError if it cannot be made."""
+    """The folder `where` for a new run; a folder with other content is refused and not changed.
+
+    Raises EnvironmentProblem for one that is not empty, StorageError if it cannot be made.
+    """
     folder = RunFolder(where.absolute())
     if folder.spec.exists():
-        raise EnvironmentProblem(f"{where} holds a run; go on with it: run resume {where}; or choose another --folder")
+        raise EnvironmentProblem(f"{where} holds a run; continue it: run resume {where}; or choose another --folder")
     try:
         # a run that died before it had a spec leaves its lock, and a file that it was about to rename
         others = [p.name for p in where.iterdir() if p.name != LOCK and not p.name.startswith(fsync_io.STAGED)]
@@ -267,7 +271,7 @@ def acquire_lock(folder: RunFolder) -> int:
 
 
 def is_locked(folder: RunFolder) -> bool:
-    """Whether a living process holds the run's folder; writes nothing. Raises EnvironmentProblem if it cannot tell."""
+    """Whether a living process holds the run's folder. Raises EnvironmentProblem if that is unknown."""
     try:
         handle = os.open(folder.root / ".lock", os.O_RDONLY)
     except FileNotFoundError:

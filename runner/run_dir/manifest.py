@@ -1,4 +1,4 @@
-"""What a run was made of: code, versions, device, decisions and environment; and the masking of secrets in all of it.
+"""The manifest of a run: code, versions, device, automatic choices, environment; secrets are masked.
 
 Nothing here imports torch. `redact` is called by everything that writes what a user, a model or a library said.
 """
@@ -76,7 +76,7 @@ KEPT_PREFIX = re.compile(
 
 
 def redact(text: str) -> str:
-    """The text without anything that looks like a secret, and without the values of secret environment variables."""
+    """The text without what looks like a secret, and without values of secret environment variables."""
     for value in _secret_values():
         text = text.replace(value, MASK)
     text = SHAPES.sub(MASK, text)
@@ -84,7 +84,7 @@ def redact(text: str) -> str:
 
 
 def redact_values(value: Any) -> Any:
-    """A copy of plain data with every text redacted; a field called token, key, secret or password is masked whole."""
+    """A copy of plain data with every text redacted; fields such as token or password are masked."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):
@@ -115,9 +115,9 @@ def is_secret_name(name: str) -> bool:
 
 
 def collect_manifest(spec: Mapping[str, Any], device: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest of this process as JSON-able data, secrets masked; what could not be found out says why.
+    """The manifest of this process as JSON-able data; what could not be found out says why.
 
-    What was decided and found (`Decisions.records`) is not in it: it grows while the run goes on.
+    What was decided and found (`Decisions.records`) is not in it: it grows while the run continues.
     """
     code = code_state(Path(__file__).resolve().parents[2], below="runner")
     here = code_state(Path.cwd())

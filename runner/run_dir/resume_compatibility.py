@@ -1,7 +1,7 @@
-"""What must be equal for a run to go on from a checkpoint, and what must be for it to have the same bits.
+"""What must be equal to resume from a checkpoint, and what must be equal to get the same bits.
 
 spec (all that may not change), data, model   differ ─▶ refused
-versions, device                              differ ─▶ said: the curve goes on, but not bit for bit
+versions, device                              differ ─▶ said: the curve continues, but not bit for bit
 prompt_style                                  how `run infer` has to ask
 """
 
@@ -20,8 +20,9 @@ from runner.spec.job import JobSpec
 log = logging.getLogger("runner")
 
 PromptStyle = Literal["chat", "text"]
-# What may change when a run goes on: how long, on how many devices, how it is watched and kept; nothing that the curve
-# so far depends on. Of the sampler: where it is, how weights get there, how long it may take, how far off it may be.
+# What may change when a run continues: how long, on how many devices, how it is watched and kept; nothing that
+# the curve so far depends on. Of the sampler: its place, weight transport,
+# deadlines and tolerances.
 RESUMABLE = (
     "steps", "strict", "launch", "parallelism", "evaluation", "watch", "callbacks", "tracker", "checkpoint",
     "sampler.timeout_s", "sampler.sync_logprob_tolerance", "sampler.weight_transfer_backend", "sampler.url",
@@ -73,7 +74,7 @@ def check_spec_unchanged(spec: JobSpec, saved: Mapping[str, Any], free: Collecti
 
 
 def check_model_unchanged(origin: Mapping[str, str], saved: Mapping[str, Any], role: str = "model") -> None:
-    """Raise CheckpointError if the model that is built does not come from where that of the checkpoint did."""
+    """Raise CheckpointError if the model comes from another source than that of the checkpoint."""
     before = saved["model"]
     if changed := [name for name in sorted({*before, *origin}) if before.get(name) != origin.get(name)]:
         raise CheckpointError(
@@ -84,8 +85,10 @@ def check_model_unchanged(origin: Mapping[str, str], saved: Mapping[str, Any], r
 
 
 def check_compatible(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise DataError for other data, CheckpointError for another model; say what else differs from the checkpoint,
-    because the curve then continues, but not bit for bit."""
+    """Raise DataError for other data, CheckpointError for another model.
+
+    Other differences are printed, because the run then continues with other bits.
+    """
     if now["data"] != saved["data"]:
         raise DataError(
             "the data (or its tokenizer) changed since the checkpoint was written; "

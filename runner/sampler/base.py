@@ -1,4 +1,4 @@
-"""What every sampler has in its config; and what those that draw, and those that the job starts itself, have."""
+"""Options that all samplers share; those of samplers with sampling parameters, and of started ones."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -8,7 +8,7 @@ from runner.spec.base import ComponentConfig, Dtype
 
 Stop = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
-WeightParts = Literal["changed", "fixed", "adapter", "base"]  # as `model.published` calls them
+WeightParts = Literal["changed", "fixed", "adapter", "base"]  # as `TrainableModel.hf_tensors` calls them
 PATIENCE_S = 1500.0
 
 
@@ -37,7 +37,7 @@ class SamplerConfig(ComponentConfig):
 
     @property
     def sleep_level(self) -> int | None:
-        """What an engine beside a trainer gives up while that trains (0, 1, 2); None = the usual for the device."""
+        """vLLM's sleep level beside a trainer (0, 1, 2); None = the usual one for the device."""
         return None
 
     @property
@@ -59,8 +59,10 @@ class SamplerConfig(ComponentConfig):
         return ()
 
     def weights_dtype(self, products: Dtype) -> Dtype | None:
-        """The data type of an engine's weights, where that of the policy's matrix products is `products`; None = the
-        engine is not the job's."""
+        """The data type of an engine's weights, where the policy computes in `products`.
+
+        None = the engine does not belong to the job.
+        """
         return None
 
     def logprob_tolerance(self) -> float | None:
@@ -88,7 +90,7 @@ class SamplerConfig(ComponentConfig):
         """Raise EnvironmentProblem for what is missing on this machine."""
 
     def preflight_here(self) -> None:
-        """Raise EnvironmentProblem for what is missing where the job's processes run, on one of those machines."""
+        """Raise EnvironmentProblem for what is missing on a machine that runs the job's processes."""
 
 
 class SamplingConfig(SamplerConfig):

@@ -1,4 +1,4 @@
-"""What draws rollouts from the policy: the model itself, an engine of vLLM's, or a server that runs already."""
+"""Samplers: the model itself, a vLLM engine, or a server that runs already."""
 
 import os
 import socket
@@ -18,9 +18,10 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that it
 
 
 class VllmSamplerConfig(JobSamplerConfig):
-    """A vLLM engine draws: in each rank's process, asleep while that trains, or with launch.samplers in its own.
+    """A vLLM engine in each rank's process, asleep while that trains, or with launch.samplers in its own.
 
-    Rollouts do not repeat bit for bit; on a resume those that were used are read from a journal."""
+    Rollouts do not repeat bit for bit; a resumed run reads those that were used from a journal.
+    """
 
     factory: ClassVar[str] = "runner.sampler.vllm.build:build"
     engine: ClassVar[bool] = True
@@ -158,7 +159,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class VllmServerConfig(SamplingConfig):
-    """A server that runs already draws: vLLM, or another that speaks OpenAI's completions and gives token ids."""
+    """A server that runs already: vLLM, or another with OpenAI's completions that returns token ids."""
 
     factory: ClassVar[str] = "runner.sampler.server.build:build"
     engine: ClassVar[bool] = True
@@ -193,8 +194,11 @@ class VllmServerConfig(SamplingConfig):
         return sent[self.weight_sync]
 
     def extra_weight_copies(self) -> int:
-        """Versions that lie in this machine's memory for the server, beside those that the lag needs: an adapter is
-        copied, and the one before goes once it was read; all weights are linked, and those before go then."""
+        """Versions in this machine's memory for the server, beyond those that the lag needs.
+
+        An adapter is copied, and the one before is deleted once it was read; full weights are linked, and those before
+        are deleted then.
+        """
         return 0 if self.folder else {"none": 0, "adapter": 2, "reload": 1}[self.weight_sync]
 
     def preflight(self) -> None:
@@ -204,7 +208,7 @@ class VllmServerConfig(SamplingConfig):
             raise EnvironmentProblem(f"sampler.api_key_env: {text}")
 
     def preflight_here(self) -> None:
-        """Raise EnvironmentProblem where nobody listens: a run that has begun would wait for it, as for a restart."""
+        """Raise EnvironmentProblem where no server answers: a started run would wait for it."""
         at = urlsplit(self.url)
         try:
             port = at.port or {"http": 80, "https": 443}[at.scheme]
@@ -219,7 +223,7 @@ class VllmServerConfig(SamplingConfig):
         if job.launch.samplers:
             found.append(("launch.samplers", f"the server at {self.url} samples; type launch.samplers=0"))
         if self.sleep and job.algorithm.steps_ahead():
-            found.append(("sampler.sleep", "sampling goes on while training (algorithm.lag); leave it out"))
+            found.append(("sampler.sleep", "sampling continues while training (algorithm.lag); leave it out"))
         return [
             *found,
             *(
@@ -263,7 +267,7 @@ class NoSamplerConfig(SamplerConfig):
 
 
 class TorchSamplerConfig(JobSamplerConfig):
-    """The model itself draws, in plain PyTorch: rollouts are equal bit for bit in every run on the same machine."""
+    """The model itself, in plain PyTorch: rollouts are equal bit for bit in every run on one machine."""
 
     factory: ClassVar[str] = "runner.sampler.torch:build"
     shares_model: ClassVar[bool] = True

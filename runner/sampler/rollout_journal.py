@@ -1,11 +1,12 @@
-"""A journal of rollouts, for samplers whose draws cannot be repeated bit for bit: a resumed run learns from the very
-same ones.
+"""A journal of rollouts, so that a resumed run trains on the same ones.
+
+For samplers whose output cannot be repeated bit for bit.
 
     requests ──in the journal?──▶ the recorded rollouts ─────────────────────────────┐
                 └─ the others ──▶ sampler ──▶ appended to v<version>.jsonl, flushed ──┴─▶ rollouts, in order
 
-A line is on its way to the disk before its rollout is used, so that whatever the process learnt before it was killed is
-in the journal. What a checkpoint makes unnecessary is removed. Rank 0 keeps the journal; the others hear of it.
+A line is written before its rollout is used, so that the journal has all that a killed process has trained on. What a
+checkpoint makes unnecessary is removed. Rank 0 writes the journal and sends the rollouts to the other ranks.
 """
 
 from __future__ import annotations
@@ -111,10 +112,12 @@ class JournalPages:
         self._known = {one: page for one, page in self._known.items() if one >= version}
 
     def _drop_above(self, version: int) -> None:
-        """A request of this version is not in the journal. What was recorded later was drawn by weights that had learnt
-        from another answer to it: it is of another run, which a resume from an older checkpoint has left."""
+        """Drop the records of later versions, as a request of this one has none.
+
+        They belong to the run before it was resumed from an older checkpoint, whose weights were others.
+        """
         if later := sorted(one for one in self._known if one > version):
-            words = "journal: the rollouts of versions %d to %d are of steps that are done anew, and are removed"
+            words = "journal: the rollouts of versions %d to %d are of steps that are done again, and are removed"
             log.warning(words, later[0], later[-1])
         for one in later:
             del self._known[one]

@@ -158,7 +158,7 @@ class StopCriteria:
         return self._reason(ids[-self._tail :], len(ids), limit)
 
     def first_stop(self, ids: Sequence[int], limit: int) -> tuple[int, str] | None:
-        """How many of the ids that another drew the answer has, and why it ends there; None if it goes on."""
+        """How many of the ids that another drew the answer has, and why it ends there; None if it continues."""
         for size in range(1, len(ids) + 1):
             if reason := self._reason(ids[max(size - self._tail, 0) : size], size, limit):
                 return size, reason

@@ -1,8 +1,8 @@
-"""The sync probe: after weights were sent, a sampler scores a few fixed rows, and so did the trainer when it sent them.
+"""The sync probe: after a weight sync, samplers score fixed rows, and the scores must match the trainer's.
 
     publisher ──expect(version, log-probabilities)──▶ Probe ◀──load, score── each sampler, after every load
 
-It finds what no digest does: an engine that has the bytes and does not use them (weights tied anew, laid out anew,
+It finds what no digest does: an engine that has the bytes and does not use them (weights tied again, laid out again,
 kept under another name). That is off by nats. With bfloat16 two right ones differ, too: ids that nobody would say are
 some 0.1 off by rounding alone (measured with 12 and 24 layers, random weights, logits that spread by 2 to 3.5: 0.04 to
 0.12), and weights that are a step old are not told from that: `runner.core.tolerance` has the limits.
@@ -31,8 +31,10 @@ Scores = Sequence[Sequence[float]]  # of each row, of all ids but the first
 
 
 class SyncProbe:
-    """What samplers have to say of `rows`, by version; `last`: how far the worst one was off at its newest load, the
-    mean absolute difference of log-probabilities, in nats."""
+    """Expected scores of `rows` by version.
+
+    last: the largest mean absolute difference of log-probabilities at the newest load, in nats
+    """
 
     def __init__(self, rows: Sequence[Sequence[int]], limit: float) -> None:
         self.rows = tuple(tuple(row) for row in rows)
@@ -82,13 +84,15 @@ class SyncProbe:
         )
 
     def difference(self, engines: Sequence[Scores], version: int) -> float:
-        """The mean absolute difference to what is expected of a version, of the engine that is farthest off; infinite
-        where an answer has not the rows' shape, or is no number."""
+        """The largest mean absolute difference from the expected scores of a version, over engines.
+
+        Infinite where an answer has not the rows' shape, or is no number.
+        """
         wanted = self._expected[version]
         return max((_difference(scores, wanted) for scores in engines), default=math.inf)
 
     def _farthest(self, engines: Sequence[Scores], version: int) -> str:
-        """The one that is, in words; they come in the order of the samplers' numbers, or of the ranks beside them."""
+        """Words for the engine with the largest difference; engines come in the order of samplers or ranks."""
         if len(engines) < 2:
             return "a sampler"
         off = [_difference(scores, self._expected[version]) for scores in engines]

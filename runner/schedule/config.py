@@ -32,7 +32,7 @@ class ConstantConfig(ScheduleConfig):
 
 
 class DecayConfig(ScheduleConfig):
-    """What falling schedules have in common: the end would be reached one step after the last, which still learns."""
+    """Options of decaying schedules. The minimum would be reached one step after the last."""
 
     falls: ClassVar[bool] = True
 

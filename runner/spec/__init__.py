@@ -1,4 +1,6 @@
-"""What a user can set. A plug-in takes the config base class of its group from here; see also `runner.interfaces`.
+"""What a user can set. A plug-in takes the config base class of its group from here.
+
+See also `runner.interfaces`.
 
 Nothing here imports torch; each name is imported when it is first used, because a group's base class imports from here.
 Modules below this package are private and may change without notice.

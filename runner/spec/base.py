@@ -59,7 +59,10 @@ class ComponentConfig(Config):
 
 
 def absolute_if_local(path: str) -> str:
-    """A path that exists here as an absolute one without links (`outputs/latest` moves); a hub id stays as it is."""
+    """An absolute path without links for a path that exists here; a hub id stays as it is.
+
+    `outputs/latest` moves, so links are resolved.
+    """
     return os.path.realpath(path) if os.path.exists(path) else path
 
 

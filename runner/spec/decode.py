@@ -16,14 +16,13 @@ from typing import Any
 from pydantic import BaseModel, ValidationError, create_model
 
 from runner.core.errors import Problem, SecurityError, SpecError
-from runner.core.plugins import LEFT_OUT
+from runner.core.imports import LEFT_OUT
 from runner.spec import suggest
 from runner.spec.base import COMMAND_LINE, ComponentConfig, Config, iter_leaves, origin_of, value_at
 from runner.spec.job import CallbacksConfig, JobSpec
-from runner.spec.migrate import Job, table
 from runner.spec.registry import ENTRY_POINT_GROUP, Registry, default_registry
 from runner.spec.schema import CALLBACKS, OptionIndex, groups_of, model_schema
-from runner.spec.suggest import NO_JOB, format_value, value_complaint
+from runner.spec.suggest import NO_JOB, Job, format_value, value_complaint
 
 MISSING = "???"
 Path = tuple[str, ...]
@@ -56,8 +55,10 @@ def decode(data: Mapping[str, Any], origins: Mapping[str, str], registry: Regist
 def decode_unchecked(
     data: Mapping[str, Any], origins: Mapping[str, str], registry: Registry | None = None
 ) -> JobSpec | None:
-    """The job that `data` describes, whose parts need not fit one another, with `???` for a text that must be given;
-    None where single values are wrong, of which `decode` says all. Raises SecurityRefusal as `decode` does."""
+    """The job that `data` describes, without checks between its parts; `???` for a required text.
+
+    None where single values are wrong, which `decode` reports. Raises SecurityError as `decode` does.
+    """
     known = registry or default_registry()
     refuse_code(data, origins)
     chosen, _ = _choose(data, known)
@@ -66,7 +67,7 @@ def decode_unchecked(
 
 
 def refuse_code(data: Mapping[str, Any], origins: Mapping[str, str]) -> None:
-    """Raise SecurityRefusal if `data` names code to run, or trusts a model's code anywhere but on the command line."""
+    """Raise SecurityError if `data` names code to run, or trusts a model's code outside the command line."""
     for key, value in iter_leaves(data):
         if any(part in ("_target_", "_partial_") for part in key.split(".")) or _has_target_key(value):
             raise SecurityError(
@@ -96,7 +97,7 @@ Callbacks = tuple[tuple[str, type[ComponentConfig]], ...]
 def job_model(
     classes: tuple[tuple[str, type[ComponentConfig] | None], ...], callbacks: Callbacks = ()
 ) -> type[JobSpec]:
-    """JobSpec with each group narrowed to its chosen class; None leaves a group that could not be chosen unchecked."""
+    """JobSpec with each group narrowed to its chosen class; a group whose class is None is not checked."""
     fields: dict[str, Any] = {
         group: (Any if cls is None else cls, None if cls is None else ...) for group, cls in classes
     }
@@ -180,7 +181,7 @@ def _validate(data: Mapping[str, Any], chosen: Classes, keys: OptionIndex) -> tu
         return (whole if None not in chosen.values() else None), []
     except ValidationError as error:
         errors = [_Error.of(e["type"], e["loc"], model) for e in error.errors(include_url=False, include_input=False)]
-    unknown = [item for e in errors if e.path[-1] not in e.model.model_fields for item in _typed(e, data)]
+    unknown = [item for e in errors if e.path[-1] not in e.model.model_fields for item in _unknown_keys(e, data)]
     context = _context(data, chosen, dict(unknown)) if unknown else NO_JOB
     judged = [e for e in errors if chosen.get(e.path[0], True) is not None]
     found = [item for e in judged for item in _messages(e, data, chosen, keys, context)]
@@ -200,7 +201,7 @@ class _Error:
 
     @classmethod
     def of(cls, kind: str, loc: Sequence[int | str], model: type[BaseModel]) -> _Error:
-        """Cut pydantic's location, which goes on into unions and list items, to the option itself."""
+        """Cut pydantic's location, which continues into unions and list items, to the option itself."""
         for depth, part in enumerate(loc, 1):
             info = model.model_fields.get(str(part))
             inner = info.annotation if info else None
@@ -214,9 +215,13 @@ class _Error:
         return ".".join(self.path)
 
 
-def _typed(error: _Error, data: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The unknown keys at and below that of an error, with their values: a section as its options where the table has
-    one of them."""
+def _unknown_keys(error: _Error, data: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The unknown keys at and below that of an error, with their values.
+
+    A section is split into its options where the table of other frameworks' words has one of them.
+    """
+    from runner.spec.migrate import table
+
     value: Any = data
     for name in error.path:
         value = next(inner for key, inner in value.items() if str(key) == name)
@@ -227,6 +232,8 @@ def _typed(error: _Error, data: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def _context(data: Mapping[str, Any], chosen: Classes, unknown: Mapping[str, Any]) -> Job:
     """The job, with the defaults of its components, for the words of other frameworks in it."""
+    from runner.spec.migrate import table
+
     members = {group: cls.component_name() for group, cls in chosen.items() if cls}
     defaults = {
         f"{group}.{name}": info.default
@@ -245,7 +252,7 @@ def _messages(error: _Error, data: Mapping[str, Any], chosen: Classes, keys: Opt
         owner = cls.component_name() if cls else ""
         return [
             (key, unknown_key(section, owner, key[len(section) + 1 if section else 0 :], keys, value, context))
-            for key, value in _typed(error, data)
+            for key, value in _unknown_keys(error, data)
         ]
     if error.kind == "missing":
         return [(error.key, _must_be_given(error.key, (error.model, leaf)))]
@@ -260,8 +267,10 @@ def unknown_key(section: str, member: str, leaf: str, keys: OptionIndex, value: 
 
 
 def _with_advice(problems: list[Problem], chosen: Classes, keys: OptionIndex) -> list[Problem]:
-    """The problems; the last option that a recipe left over from another component, of the algorithm where there is
-    one, says what to do about them all."""
+    """The problems, with advice at the last option that a recipe left over from another component.
+
+    An option of the algorithm is preferred.
+    """
     left = [place for place, problem in enumerate(problems) if _left_over(problem, chosen, keys)]
     if not left:
         return problems

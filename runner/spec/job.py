@@ -108,7 +108,7 @@ class JobSpec(Config):
     callbacks: CallbacksConfig = Field(default_factory=CallbacksConfig, description="Callbacks of plug-ins, by name.")
 
     def stored_dtype(self, *, trains: bool = True) -> Dtype:
-        """The data type that a model's own weights are stored in; without `trains`, of a copy that only scores."""
+        """The data type that a model's own weights are stored in; without `trains`, of a reference model."""
         if trains and self.adapter.trains_base:
             return self.optimizer.weights_dtype
         return self.model.compute_dtype

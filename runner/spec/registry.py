@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from runner.core.errors import RunnerError
-from runner.core.plugins import load_plugins
+from runner.core.imports import load_plugins
 from runner.spec.base import ComponentConfig
 
 ENTRY_POINT_GROUP = "runner.components"
@@ -100,7 +100,7 @@ def built_in_registry() -> Registry:
 
 @cache
 def default_registry() -> Registry:
-    """Every built-in component and every installed plug-in's; one that cannot be had is left out, and named."""
+    """All built-in components and those of installed plug-ins; a broken plug-in is left out and named."""
     registry = Registry(cls.with_plugin_options() for cls in _built_in())
     for _ in load_plugins(ENTRY_POINT_GROUP, lambda point: registry.register(_load(point).with_plugin_options())):
         pass

@@ -69,7 +69,7 @@ class OptionIndex:
 
 
 def job_schema(registry: Registry | None = None) -> dict[str, Any]:
-    """JSON Schema of a whole job (spec.yaml): in each group a union of its components, discriminated by `name`."""
+    """JSON Schema of a job (spec.yaml): in each group a union of its components, discriminated by `name`."""
     known = registry or default_registry()
     fields: dict[str, Any] = {group: _union(group, known) for group in groups_of(known)}
     model = create_model("Job", __base__=JobSpec, __doc__="One run: everything that defines it.", **fields)
@@ -79,7 +79,7 @@ def job_schema(registry: Registry | None = None) -> dict[str, Any]:
 def recipe_schema(
     options: Mapping[str, list[str]], beside: Mapping[str, type[BaseModel]], registry: Registry | None = None
 ) -> dict[str, Any]:
-    """JSON Schema of a recipe: a job with anything left out, and a defaults list that picks from `options`.
+    """JSON Schema of a recipe: a job with optional parts, and a defaults list that picks from `options`.
 
     beside: sections that a recipe may have and no job has
     """
@@ -123,7 +123,7 @@ Found = tuple[str, str]  # key, message
 def with_second_models(
     data: Mapping[str, Any], origins: Mapping[str, str], registry: Registry
 ) -> tuple[dict[str, Any], dict[str, str], list[Found]]:
-    """Data and origins with each second model as the options that its owner has for it, and what is wrong with it."""
+    """Data and origins with each second model as options of its owner, and the problems with it."""
     filled, sources, found = dict(data), dict(origins), list[Found]()
     for group in groups_of(registry):
         section = data.get(group)

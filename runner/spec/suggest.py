@@ -1,5 +1,6 @@
-"""Words for what is wrong with a key: what the user probably meant (another framework's word: migrate.yaml, the same
-key elsewhere, the nearest spelling), what a field expects, what it got, and pydantic's errors as sentences.
+"""Words for a wrong key: what the user probably meant, what a field expects, and what it got.
+
+The meaning is looked up in migrate.yaml, in other sections, and by spelling.
 """
 
 from __future__ import annotations
@@ -7,11 +8,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from runner.spec import migrate
-from runner.spec.migrate import Job, Options
+# (group, member) → its option names; a group "" holds the top level, and sections that are no group have one member "".
+Options = Mapping[str, Mapping[str, Iterable[str]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is known of the job in which a word is typed."""
+
+    chosen: Mapping[str, str] = field(default_factory=dict)  # group → its member
+    data: Mapping[str, Any] = field(default_factory=dict)  # dotted key → value, of our options
+    typed: Mapping[str, Any] = field(default_factory=dict)  # dotted key → value, of the keys that are no options
+
 
 NO_JOB = Job()
 NPU_SIMULATOR = "npu_sim"
@@ -34,6 +46,8 @@ def nearest_word(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
 
 def absence_reason(group: str, wrong: str) -> str | None:
     """Why there is no such member of `group`, and what to type instead, if that is known."""
+    from runner.spec import migrate
+
     if group == "device" and re.fullmatch(r"[a-z_]+:\d+", wrong.lower()):
         return migrate.answer("device.id", None, NO_JOB, {})
     if group == "launch" and (number := re.fullmatch(r"local_?(\d+)", wrong.lower())):
@@ -43,17 +57,21 @@ def absence_reason(group: str, wrong: str) -> str | None:
 
 def suggest_name(group: str, wrong: str, known: Iterable[str]) -> str | None:
     """The member of `group` that `wrong` probably means."""
+    from runner.spec import migrate
+
     known = list(known)
     other = migrate.table().choices.get(group, {}).get(wrong.lower())
     return other if other in known else nearest_word(wrong, known)
 
 
 def suggest_key(section: str, chosen: str, wrong: str, options: Options, value: Any = None, job: Job = NO_JOB) -> str:
-    """What to say about the unknown key `section.wrong`: `type optimizer.lr=1e-5`; empty if nothing is close.
+    """Advice on the unknown key `section.wrong`, e.g. `type optimizer.lr=1e-5`; empty if none is close.
 
     `chosen` is the section's chosen member; `options` lists every option there is; `value` (None: none was typed) and
     `job` are what another framework's word is answered with.
     """
+    from runner.spec import migrate
+
     own = list(options.get(section, {}).get(chosen, ()))
     members = [member for member, names in options.get(section, {}).items() if member and wrong in set(names)]
     # Where another member has an option of that name, that one is meant.
@@ -152,6 +170,8 @@ def format_value(value: Any, bare: bool = False) -> str:
 
 def value_complaint(schema: Mapping[str, Any], key: str, value: Any) -> str:
     """What was expected and what came instead, with the remedy for a number where text is wanted."""
+    from runner.spec import migrate
+
     said = f"expected {expected_type(schema)}, got {format_value(value)}"
     few = [choice for s in schema.get("anyOf", [schema]) for choice in s.get("enum", ())]
     if isinstance(value, str) and (meant := SAME.get(value.lower())) in few:

@@ -27,12 +27,12 @@ from runner.sweep.plan import JobPlan, Plan, SweepFolder, SweepState
 from runner.sweep.results import read_results, write_files
 from runner.sweep.scheduler import Command, Scheduler
 from runner.sweep.search import Propose
-from runner.tracker.text import format_duration, labeled
+from runner.tracker.text import format_duration, labeled_line
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeSelection:
-    """Which jobs a resume runs, of those that are not done: the unfinished ones, unless `only` names others."""
+    """Which unfinished jobs a resume runs: all of them, or those that `only` names."""
 
     retry_failed: bool = False
     only: tuple[int, ...] = ()
@@ -81,7 +81,7 @@ def resume_sweep(
     command: Command | None = None,
     propose: Propose | None = None,
 ) -> int:
-    """Continue a sweep: jobs that are done never run again, and those that still run elsewhere are followed.
+    """Continue a sweep: finished jobs are not run again, jobs that still run elsewhere are followed.
 
     Raises SweepFailed, Interrupted, SpecError.
     """
@@ -111,12 +111,12 @@ def print_status(where: str) -> int:
     print(f"{display_path(folder.root)}: {_state_counts(record)}; {'running' if running else 'not running'}")
     print("\n".join([*reports.job_table(read_results(folder, plan, record)), *lines]))
     if not running and any(job.state not in FINISHED for job in record):
-        print(labeled("continue", f"run sweep resume {reports.sweep_argument(folder)}"))
+        print(labeled_line("continue", f"run sweep resume {reports.sweep_argument(folder)}"))
     return 0
 
 
 def rewrite_report(where: str) -> int:
-    """Write results.csv, results.json and report.html again, of one that died with what its jobs noted; returns 0."""
+    """Write results.csv, results.json and report.html of an interrupted sweep; returns 0."""
     folder, plan = plans.find_sweep(where)
     record = SweepState.read(folder)
     for line in () if is_locked(RunFolder(folder.root)) else _update_states(folder, record):
@@ -165,14 +165,17 @@ def refuse_changed(folder: SweepFolder, plan: Plan) -> None:
         for key in dict.fromkeys([*before, *now]):
             if now.get(key) != before.get(key) or (key in now) != (key in before):
                 was, is_now = (repr(values[key]) if key in values else "not there" for values in (before, now))
-                text = f"was {was} when the sweep began, is {is_now}; put it back, or start anew"
+                text = f"was {was} when the sweep began, is {is_now}; put it back, or start again"
                 problems.append(Problem(key, text, display_path(path)))
     if problems:
         raise SpecError(problems)
 
 
 def resource_requests(plan: Plan, options: SweepConfig, record: SweepState | None = None) -> list[ResourceRequest]:
-    """What the jobs occupy, those that a search is still to propose included; with a record, without finished ones."""
+    """Resources of the jobs, including those that a search will propose.
+
+    With a record, without finished jobs.
+    """
     later = [] if plan.search is None else [plan.search.need] * max((options.trials or 0) - len(plan.jobs), 0)
     left = [job for job in plan.jobs if record is None or record[job.index].state not in FINISHED]
     return [job.need for job in left] + later
@@ -183,8 +186,10 @@ def _state_counts(record: SweepState) -> str:
 
 
 def _update_states(folder: SweepFolder, record: SweepState) -> Iterator[str]:
-    """Take into `record`, in memory only, what became of jobs that a sweep which is gone has left; a line for each that
-    continues without it."""
+    """Read the results of jobs that an ended sweep left into `record`, in memory only.
+
+    Yields a line for each job that still runs.
+    """
     left = {index: job.identity for index, job in enumerate(record) if job.identity is not None}
     queued: Mapping[int, str] = {}
     try:

@@ -1,7 +1,7 @@
-"""The executor interface: what runs the jobs of a sweep, and what they need. `executors` has this machine, Ray, Slurm.
+"""The executor interface: it runs the jobs of a sweep. `executors` has this machine, Ray and Slurm.
 
-a new job ─▶ Executor.has_room ─▶ token in state.json ─▶ submit(need, attempt) ─▶ Job ─ poll, signal ─▶ exit code
-a resume  ─▶ identities from state.json ─▶ adopt ─▶ the Jobs that continued without their sweep
+a new job ─▶ has_room ─▶ token in state.json ─▶ submit(need, attempt) ─▶ ExecutorJob ─ poll, signal ─▶ exit code
+a resume  ─▶ identities from state.json ─▶ adopt ─▶ jobs that continued without their sweep
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class ExecutorJob(Protocol):
 
 
 class Executor(ABC):
-    """Where jobs run; a context, whose end releases what it holds. parallel: jobs at once, known after `check`."""
+    """Runs jobs; a context manager that releases its resources at the end.
+
+    parallel: number of jobs that run at once, known after `check`
+    """
 
     def __init__(self, options: SweepConfig) -> None:
         self.options = options
@@ -101,7 +104,7 @@ class Executor(ABC):
 
     @abstractmethod
     def adopt(self, left: Mapping[int, Identity], grace_s: float, say: Say) -> Mapping[int, ExecutorJob]:
-        """Jobs that the sweep before left behind, by their numbers: those that still run or have told how they ended.
+        """Take over the jobs of an earlier sweep, by index: those that still run or have reported their end.
 
         All others have ended when this returns; nothing is known of how. Called once, before the first `submit`.
         """
@@ -112,16 +115,20 @@ class Executor(ABC):
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """What a cluster says of a job that it does not run any more; wait_s: for a status file that a shared folder may
-    show late."""
+    """What a cluster reports about a job that no longer runs.
+
+    wait_s: how long to wait for a status file that a shared folder may show late
+    """
 
     reason: StopReason | None = None
     wait_s: float = 0.0
 
 
 class RemoteExecutor(Executor):
-    """Runs jobs on other machines, beside a wrapper that writes their status (`job_wrapper`); the jobs outlive the
-    sweep. `version`: changes when there may be news of them."""
+    """Runs jobs on other machines, with a wrapper that writes their status (`job_wrapper`).
+
+    Jobs continue when the sweep ends. `version` changes when there may be news of them.
+    """
 
     def __init__(self, options: SweepConfig) -> None:
         super().__init__(options)
@@ -209,12 +216,14 @@ class RemoteJob:
 
 
 def refuse_elsewhere(left: Mapping[int, Identity], on: str) -> None:
-    """Raise EnvironmentProblem for jobs that another kind of executor has: only that one knows whether they still run,
-    and a job must not run twice."""
+    """Raise EnvironmentProblem for jobs of another kind of executor.
+
+    Only that executor knows whether they still run, and a job must not run twice.
+    """
     for place in dict.fromkeys(identity["on"] for identity in left.values() if identity.get("on", on) != on):
         jobs = [str(index) for index, identity in left.items() if identity.get("on") == place]
         which = f"job{'s' if len(jobs) > 1 else ''} {', '.join(jobs)}"
-        text = f"{which} may still run where sweep.on={place} had put them; go on with sweep.on={place} first"
+        text = f"{which} may still run where sweep.on={place} had put them; continue sweep.on={place} first"
         raise EnvironmentProblem(text)
 
 
@@ -230,7 +239,7 @@ def wait_for_saving(saving: Callable[[], Sequence[int]], seconds: float, say: Sa
 
 
 def placement_text(need: ResourceRequest, devices: Sequence[str]) -> str:
-    """On what a job runs: `core 0,1`, `npu 3`; `node7`, where only its machine is known and it wants no card."""
+    """The devices of a job as text: `core 0,1`, `npu 3`; `node7` where only the machine is known."""
     names = ",".join(devices)
     return names if need.kind == "core" and not all(map(str.isdigit, devices)) else f"{need.kind} {names}".rstrip()
 

@@ -1,4 +1,4 @@
-"""Runs beside a job on the machine where that runs, which may be another than the sweep's, and writes its status file.
+"""Runs beside a job, on the job's machine, and writes its status file.
 
 python -m runner.sweep.job_wrapper [PARENT]      the attempt as JSON on stdin
 
@@ -40,7 +40,9 @@ class JobProcess(ChildProcess):
     """A job's process, in a session of its own, which is signalled as a whole; it ends with this process."""
 
     def __init__(self, attempt: JobAttempt, environment: Mapping[str, str], cores: Sequence[str] = ()) -> None:
-        """Start the attempt's command, whose output goes to the end of its log; `cores`: on which, none: on all.
+        """Start the attempt's command and append its output to its log.
+
+        cores: the cores it may use, none: all
 
         Raises StorageError where it cannot be started.
         """
@@ -55,7 +57,7 @@ class JobProcess(ChildProcess):
         self.identity: Mapping[str, int] = {"pid": found[0], "started": found[1]} if found else {}
 
     def poll(self) -> int | None:
-        """The exit code (negative: the signal that killed it), None while it runs. What it left behind is killed."""
+        """The exit code (negative: a signal), None while it runs. Remaining child processes are killed."""
         return None if self.is_running() else self.returncode
 
     def signal(self, number: int) -> None:
@@ -76,7 +78,10 @@ class SignalQueue(list[int]):
 
 
 class JobWrapper:
-    """A job's process, and the signals for it. `first`: the first signal; `reason`: a time limit, if one ended it."""
+    """A job's process and its signals.
+
+    first: the first signal; reason: a time limit, if one ended the job
+    """
 
     def __init__(
         self, attempt: JobAttempt, forwarded: Mapping[int, int], signals: SignalQueue, environment: Mapping[str, str]

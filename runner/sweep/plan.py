@@ -64,7 +64,7 @@ class SweepFolder:
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
-    """One job: what it varies, the words that make it, and the sections in which its spec is not the sweep's base."""
+    """One job: what it varies, its command-line words, and the sections that differ from the base spec."""
 
     index: int
     varied: Mapping[str, str] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A sweep as it was begun. `base` is the first job's spec; no `rankings`: one is found when results are there.
+    """The plan of a sweep. `base` is the first job's spec; without `rankings`, results decide on one.
 
     A search appends to `jobs`; nothing else of it ever changes.
     """

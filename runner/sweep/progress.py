@@ -86,7 +86,7 @@ class SweepScreen:
             self.say(line)
 
     def table(self, height: int) -> RenderableType:
-        """The live table, at most `height` lines: running jobs first, then those that failed, are done, and wait."""
+        """The live table, at most `height` lines: running, failed, finished and waiting jobs."""
         from rich.box import SIMPLE_HEAD
         from rich.console import Group
         from rich.table import Table
@@ -126,7 +126,7 @@ class SweepScreen:
 
 @dataclass(frozen=True, slots=True)
 class StepPace:
-    """Seconds per step, with all that a run does beside its steps shared out over them; and which run says so."""
+    """Seconds per step, including start and end of the run, and the run they were measured on."""
 
     seconds: float
     steps: int
@@ -148,7 +148,7 @@ def estimated_time(plan: Plan, trials: int | None, parallel: int) -> str:
 
 
 def find_earlier_run(plan: Plan, outputs: Path = OUTPUTS) -> StepPace | None:
-    """The pace of the newest run that is as a job of this sweep but for what varies; its steps are not far off."""
+    """The pace of the newest run that differs from this sweep's jobs only in what varies."""
     axes = plan.axes
     if RECIPE in axes:
         return None  # what the jobs have in common is not known by keys
@@ -170,8 +170,10 @@ def find_earlier_run(plan: Plan, outputs: Path = OUTPUTS) -> StepPace | None:
 def remaining_s(
     plan: Plan, record: SweepState, running: Mapping[int, RunningJob], trials: int | None = None
 ) -> float | None:
-    """Seconds to go: what is left of the steps, those of a search's `trials` to come included, at the pace of the jobs
-    that run and, before those have made steps, of the jobs that are done. None where there are neither."""
+    """Estimate the remaining seconds, including the `trials` that a search will propose.
+
+    Uses the pace of running jobs, or of finished jobs before those have made steps. None where there are neither.
+    """
     left = {
         job.index: _steps(plan, job.sections) - (running[job.index].metrics.step if job.index in running else 0)
         for job in plan.jobs
@@ -231,8 +233,7 @@ def _steps(plan: Plan, sections: Mapping[str, Any]) -> int:
 
 
 def _seconds(run: RunFolder) -> float | None:
-    """How long a run of this machine took that was done at its first attempt: its spec is written first, its status
-    last."""
+    """Duration of a run that finished at its first attempt: from writing its spec to its last status."""
     status, host = read_if_whole(run.status), read_if_whole(run.manifest).get("platform", {}).get("host")
     if status.get("state") != "done" or status.get("attempt") != 1 or host != socket.gethostname():
         return None
@@ -240,7 +241,7 @@ def _seconds(run: RunFolder) -> float | None:
 
 
 def _comparable(spec: Mapping[str, Any], ignored: set[str]) -> dict[str, Any]:
-    """The values of a spec that make how long it takes; paths as a run has them, its stages as a recipe has them."""
+    """The values of a spec that decide how long it takes, with upstream runs named by their recipes."""
     kept = {}
     for key, value in iter_leaves(spec):
         parts = key.split(".")

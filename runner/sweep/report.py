@@ -1,4 +1,4 @@
-"""What a sweep reports: the plan before it begins, its tables, the winner, what to do about failures; report.html."""
+"""Reports of a sweep: the plan, tables, the best job, commands for failed jobs, and report.html."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def metrics(results: Results) -> list[str]:
 
 
 def seed_means(results: Results) -> list[list[str]]:
-    """A row per setting, the best first: what it sets, its seeds, the means over them; empty where no seed varies."""
+    """One row per setting, best first: setting, seeds, means; empty where no seed varies."""
     axes = [axis for axis in results.plan.axes if axis != SEED]
     rows = [[*short_names(axes).values(), "seeds", *metrics(results)]]
     for one in aggregate_seeds(results):
@@ -121,7 +121,7 @@ def seed_table(results: Results) -> list[str]:
 
 
 def ending_lines(results: Results) -> list[str]:
-    """The tables, the winner, and for each failure what happened, where its log is, and what runs it again."""
+    """The tables, the best job, and for each failed job its error, its log and how to run it again."""
     lines = ["", *job_table(results)]
     if of_seeds := seed_table(results):
         lines += ["", *of_seeds]
@@ -135,7 +135,7 @@ def sweep_argument(folder: SweepFolder) -> str:
 
 
 def winner_lines(results: Results) -> Iterator[str]:
-    """The best job, or those that no other beats in all that counts; a line for each, none where there is none.
+    """One line for the best job, or for each job of the Pareto front; none where there is none.
 
     Jobs that are exactly as good are counted: the first of them is no better than they.
     """

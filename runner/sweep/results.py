@@ -1,4 +1,4 @@
-"""What a sweep found: one result per job, read from the jobs' own files; the best of them; seeds folded together.
+"""Results of a sweep: one per job, read from the jobs' files; the best job; means over seeds.
 
 One ranking: the best job. Several: the jobs of which none is beaten in all that counts (the Pareto front).
 """
@@ -47,7 +47,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One job and what came of it; a score per ranking, None where it never had a finite value of the metric."""
+    """One job and its result; one score per ranking, None where the metric never had a finite value."""
 
     job: JobPlan
     state: JobState
@@ -73,14 +73,13 @@ class Results:
 
     @property
     def best(self) -> Result | None:
-        """The winner, the first of equals; None with several rankings, or where no job that is done has a value."""
+        """The best job, the first of equals; None with several rankings, or where no finished job has a value."""
         front = self.pareto_front
         return front[0] if len(self.rankings) == 1 and front else None
 
     @property
     def pareto_front(self) -> list[Result]:
-        """The jobs that are done and beaten by none: no other is as good by each ranking and better by one. In the
-        order of the first ranking; of equals the first."""
+        """Finished jobs that no other job beats in all rankings, in the order of the first ranking."""
         signs = [-1.0 if ranking.mode == "max" else 1.0 for ranking in self.rankings]  # less is better then
         done = [(r, r.values) for r in self.results if r.state.state == "done" and r.values is not None]
         ranked = [(tuple(map(operator.mul, signs, values)), result) for result, values in done]
@@ -105,7 +104,7 @@ def read_results(folder: SweepFolder, plan: Plan, record: SweepState) -> Results
 
 
 def ranking_values(folder: SweepFolder, plan: Plan, index: int) -> tuple[float, ...] | None:
-    """What ranks one job, as far as it has come, by each ranking; None where one of the numbers is not there."""
+    """The current values of one job, one for each ranking; None where one of them is missing."""
     return _result(plan.jobs[index], JobState(), read_series(folder.run(index).metrics), plan.rankings).values
 
 
@@ -237,7 +236,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class SeedAggregate:
-    """Jobs that differ in their seed only, and a mean per ranking: of the `seeds` that are done and have values."""
+    """Jobs that differ in their seed only, with one mean per ranking over the finished `seeds`."""
 
     varied: Mapping[str, str]
     jobs: int
@@ -246,7 +245,7 @@ class SeedAggregate:
 
 
 def aggregate_seeds(results: Results) -> list[SeedAggregate]:
-    """The jobs that are done, seeds folded together, best by the first ranking first; empty where no seed varies."""
+    """Finished jobs with seeds averaged, best first by the first ranking; empty where no seed varies."""
     if SEED not in results.plan.axes or not results.rankings:
         return []
     grouped: dict[tuple[tuple[str, str], ...], list[Result]] = {}

@@ -61,7 +61,7 @@ class RunningJob:
 
 
 class RunningJobs(dict[int, RunningJob]):
-    """The jobs that the executor has, by their numbers: told to save and end, and killed where they do not."""
+    """The jobs that the executor runs, by index; tells them to save and end, and kills late ones."""
 
     def __init__(self, options: SweepConfig, executor: Executor, say: Say) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Retries:
 
 
 class Scheduler:
-    """One start, or one resume, of a sweep that the caller has locked; `propose` makes jobs of a search's values."""
+    """Runs or resumes a sweep that the caller has locked. `propose` makes jobs from a search's values."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Scheduler:
     @property
     def first_signal(self) -> int | None:
         """The first signal that came, None if there was none."""
-        return self._interrupts.received[0] if self._interrupts.received else None
+        return self._interrupts.stop_signals[0] if self._interrupts.stop_signals else None
 
     def adopt(self) -> None:
         """Follow the jobs of the sweep before that continue without it, and write down how the others ended.
@@ -188,7 +188,7 @@ class Scheduler:
         jobs = self._executor.adopt(left, self.options.grace_s, self.screen.say)
         for index in left:
             if index in jobs:
-                self._follow(index, jobs[index], "goes on, on")
+                self._follow(index, jobs[index], "continues, on")
             else:
                 self._finish(index, -signal.SIGTERM, StopReason("the sweep ended"), 0.0)
         self._collect()
@@ -213,7 +213,7 @@ class Scheduler:
                 self.running.end()
 
     def _submit_what_fits(self, command: Command) -> None:
-        """Submit jobs in their order; one that does not fit holds back those behind it that need the same devices."""
+        """Submit jobs in order. A job that does not fit holds back later ones that need the same devices."""
         held_back: set[str] = set()
         for index in list(self._waiting) if not self.stopped else ():
             job = self.plan.jobs[index]
@@ -226,8 +226,7 @@ class Scheduler:
             self._submit(job, command)
 
     def _propose(self) -> None:
-        """Take the next job of a search, which starts at once, where there is room and only waits between tries want
-        it."""
+        """Add the next job of a search where there is room and only retries are waiting."""
         if self._exhausted or self.stopped or not all(map(self._retries.is_waiting, self._waiting)):
             return
         assert self.trials is not None and self.plan.search is not None
@@ -318,7 +317,7 @@ class Scheduler:
         self.running.stop_all(why, number, again=self.first_signal is not None)
 
     def _forward_signals(self) -> None:
-        received = self._interrupts.received
+        received = self._interrupts.stop_signals
         if len(received) == self._forwarded:
             return
         first = self._forwarded == 0

@@ -1,9 +1,9 @@
-"""Optuna as the source of a sweep's jobs: asked for one whenever a slot is free, told what became of each.
+"""Optuna as the source of a sweep's jobs: it proposes one per free slot and receives each result.
 
     ask ─▶ values ─▶ job ─▶ running ─▶ tell: its values | pruned | failed
                               └─ report each new value ─▶ worse than the others were at this step? ─▶ stop
 
-The study is a journal in the sweep's folder, so that a search goes on where it stopped. Jobs need not know of Optuna.
+The study is a journal in the sweep's folder, so that a search continues where it stopped. Jobs need not know of Optuna.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class OptunaTrials:
         self._restore()
 
     def propose_next(self) -> JobPlan | None:
-        """The next job; None when all trials have been proposed. Raises SpecError where too many proposals are none."""
+        """The next job; None after the last trial. Raises SpecError where too many proposals are invalid."""
         if len(self._plan.jobs) >= self._count:
             return None
         index = len(self._plan.jobs)
@@ -97,7 +97,7 @@ class OptunaTrials:
         return bool(trial.should_prune())
 
     def record_end(self, index: int, state: JobState) -> None:
-        """Tell the study what became of a job. One that was interrupted goes on later, and is told then."""
+        """Tell the study what became of a job. One that was interrupted continues later, and is told then."""
         trial = self._trials.get(index)
         if trial is None or state.state not in FAILED | FINISHED:
             return
@@ -116,8 +116,10 @@ class OptunaTrials:
         self._study.tell(trial, state=told, skip_if_finished=True)
 
     def _restore(self) -> None:
-        """Find the trials of the jobs of an earlier start, and tell what a crash kept from being told; a trial that
-        never became a job is given up."""
+        """Find the trials of an earlier start and report results that a crash kept from Optuna.
+
+        A trial that never became a job is marked as failed.
+        """
         states = list(SweepState.read(self._folder)) if self._folder.state.exists() else []
         for frozen in self._study.trials:
             index = frozen.user_attrs.get(JOB)
@@ -153,8 +155,10 @@ def load_optuna(name: str | None) -> Any:
 
 
 def make_sampler(optuna: Any, name: str | None, seed: int, jobs: int) -> Any:
-    """A sampler for a study that has `jobs` jobs already: one that keeps no state of its own in the study draws anew,
-    and not what it drew when the search began."""
+    """A sampler for a study that has `jobs` jobs already.
+
+    One without a state in the study gets another seed than at the start of the search.
+    """
     kind = name or DEFAULT
     return getattr(optuna.samplers, CLASSES[kind])(seed=seed if kind == "qmc" else seed + jobs)
 

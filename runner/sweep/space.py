@@ -50,8 +50,10 @@ class Dimension:
         return len(self.values) if self.kind == "choice" else int(self.high - self.low) // self.step + 1
 
     def corners(self) -> list[Pair]:
-        """Its ends and, of real numbers, one between them, or all of its choices: what is wrong with one of them is
-        wrong with the space."""
+        """Both ends and, of real numbers, a value between them; or all choices.
+
+        A value that is wrong here is wrong in the whole space.
+        """
         if self.kind == "choice":
             return list(self.values)
         within = [self.low + (self.high - self.low) * WITHIN] if self.kind == "float" else []
@@ -75,7 +77,7 @@ class Dimension:
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """What a search varies, and how a job is made of values: one job at a time, from what those before have shown.
+    """What a search varies, and how a job is made from values, one at a time.
 
     fixed: the words that all jobs share; prefix: the options with dashes that their command needs, too
     """
@@ -110,8 +112,10 @@ class SearchSpace:
         return math.prod(size for size in sizes if size is not None)
 
     def corners(self) -> list[tuple[list[str], dict[str, str]]]:
-        """Words of jobs that together try every end and every choice, and choices together as far as they are few; and
-        what each of them varies."""
+        """Words of jobs that together try every end and every choice, with the values each of them varies.
+
+        Combinations of choices are tried as far as they are few.
+        """
         choices = [[(d, pair) for pair in d.corners()] for d in self.always if d.kind == "choice"]
         few = math.prod(map(len, choices)) <= MOST_COMBINED
         together = list(itertools.product(*choices)) if few else list(_side_by_side(choices))

@@ -1,4 +1,4 @@
-"""What a plug-in may import for its tests: one function per kind of component that fails where a contract is broken.
+"""Conformance tests for plug-ins: one function per kind of component; it fails on a broken contract.
 
 Each is called in a test with a config of the component's own class, and raises AssertionError with what is wrong:
 

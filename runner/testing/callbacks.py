@@ -22,8 +22,9 @@ SECRET = "planted-secret-5f1c2e"
 
 
 def check_callback(config: CallbackConfig, *, steps: int = 4, values: Mapping[str, float] | None = None) -> Callback:
-    """A run of so many steps with the callback, and another that is interrupted half way and resumed, end in the same
-    state; returns the callback of the first.
+    """Check that a run with the callback and one that is interrupted and resumed end in the same state.
+
+    Returns the callback of the first run.
 
     values: the numbers that each step has
     """
@@ -76,8 +77,10 @@ def _through_checkpoint(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_tracker(config: TrackerConfig) -> list[str]:
-    """The tracker takes numbers, also NaN, and samples, goes on after a resume, and writes no secret into the run's
-    folder; returns what it says at the end."""
+    """Check that the tracker takes numbers (also NaN) and samples, resumes, and writes no secret.
+
+    Returns what it says at the end.
+    """
     check_config(config)
     with tempfile.TemporaryDirectory() as root:
         folder = RunFolder(Path(root).resolve() / "outputs" / "run")
@@ -87,7 +90,8 @@ def check_tracker(config: TrackerConfig) -> list[str]:
         found = [
             path.name for path in folder.root.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()
         ]
-        require(not found, f"a secret of the spec is in {', '.join(found)}; take `redacted` from runner.interfaces")
+        files = ", ".join(found)
+        require(not found, f"a secret of the spec is in {files}; take `redact_values` from runner.interfaces")
     return lines
 
 

@@ -29,7 +29,7 @@ def require(condition: bool, text: str) -> None:
 
 
 def check_config(config: ComponentConfig) -> None:
-    """What a user can set is described, strict and readable without torch, and the factory can be imported."""
+    """Check that options are described, strict and readable without torch, and that the factory imports."""
     cls = type(config)
     group, name = getattr(cls, "group", None), cls.component_name()
     require(group in JobSpec.model_fields, f"{cls.__name__}.group is {group!r}; take a base class from runner.spec")

@@ -24,30 +24,32 @@ from runner.optimizer.config import OptimizerConfig
 from runner.run_dir.folder import RunFolder
 from runner.schedule.config import ScheduleConfig
 from runner.testing.components import build_component, build_tiny_model, check_config, require
+from runner.tracker.screen import MACHINE_METRICS
 from runner.trainer.optimizer_state import learner_state, restore_learner_state
 
-MACHINE = ("time/", "perf/", "device/")  # metrics that depend on the machine
 LOGPROBS = frozenset({"logprobs"})
 Parameters = dict[str, nn.Parameter]
 
 
 def check_schedule(config: ScheduleConfig, *, steps: int = 100) -> list[float]:
-    """The factor on the peak learning rate is a function of the step, from 0 to 1; returns it at each step."""
+    """Check that the factor on the peak learning rate is a function of the step, from 0 to 1; returns it."""
     check_config(config)
     for count in (1, steps):
         factor: Callable[[int], float] = build_component(config, steps=count)
         factors = [factor(step) for step in range(count)]
         wrong = [value for value in factors if not 0 <= value <= 1]
         require(not wrong, f"of {count} steps, factors from 0 to 1 are expected (NaN is none); got {wrong[:3]}")
-        require(max(factors) > 0, f"of {count} steps, every factor is 0, so nothing would be learnt")
+        require(max(factors) > 0, f"of {count} steps, every factor is 0, so nothing would be trained")
         backwards = [factor(step) for step in reversed(range(count))][::-1]
         require(backwards == factors, "the factor depends on what was asked before; a resumed run asks from the middle")
     return factors
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
-    """The optimizer lowers a loss, obeys the rate that the loop sets, leaves alone what has no gradient, and goes on
-    after a checkpoint with the same bits."""
+    """Check that the optimizer lowers a loss, obeys the learning rate, and resumes with the same bits.
+
+    Parameters without gradient must not change.
+    """
     check_config(config)
     config.preflight()
     parameters = _parameters()
@@ -144,7 +146,9 @@ def check_adapter(config: AdapterConfig) -> None:
 
 
 def check_algorithm(*words: str, steps: int = 3) -> list[dict[str, float]]:
-    """A job of these words, and one that is resumed from its checkpoint, learn the same; returns each step's numbers.
+    """Check that a job of these words, and one resumed from its checkpoint, train the same.
+
+    Returns each step's metrics.
 
     words: as after `run`, e.g. "+recipe=grpo_demo", "algorithm=mine"; the model is tiny, the batch small unless set
     """
@@ -167,7 +171,7 @@ def check_algorithm(*words: str, steps: int = 3) -> list[dict[str, float]]:
     whole, states = _run_job([*words, *own, f"steps={steps}"], None)
     rest, _ = _run_job([*words, *own, f"steps={steps}"], states[0])
     for step, (one, other) in enumerate(zip(whole[1:], rest, strict=True), 2):
-        names = [n for n in sorted(one.keys() | other.keys()) if not n.startswith(MACHINE)]
+        names = [n for n in sorted(one.keys() | other.keys()) if not n.startswith(MACHINE_METRICS)]
         differing = {n: (one.get(n), other.get(n)) for n in names if repr(one.get(n)) != repr(other.get(n))}  # NaN
         require(not differing, f"step {step} differs after a resume (whole, resumed): {differing}")
     return whole
@@ -197,7 +201,7 @@ def _as_checkpointed(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run_job(words: list[str], state: Mapping[str, Any] | None) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
-    """Run a job, from `state` after its first step where there is one; the numbers and states of its steps."""
+    """Run a job, from `state` after its first step where given; returns metrics and states of its steps."""
     from runner.build import build, build_store
     from runner.build.job import OutputSinks
     from runner.cli.job_builder import compose_job

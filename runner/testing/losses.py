@@ -20,8 +20,9 @@ Inputs = dict[str, Any]
 
 
 def check_loss(function: Callable[..., Any]) -> None:
-    """A function with a decorator of `runner.interfaces.losses` gives numbers of the right shape, with a gradient where
-    it has to have one, that depend on nothing but their own token, row or pair.
+    """Check shapes, gradients and independence of a function decorated by `runner.interfaces.losses`.
+
+    Its values may depend on nothing but their own token, row or pair.
 
     Of an aggregation and an advantage, only what their kind promises of each token or row.
     """

@@ -50,7 +50,7 @@ def completion(text: str, *, prompt: str = "", columns: Mapping[str, Any] | None
 def check_reward(
     config: RewardConfig, scores: Mapping[str, float | None], *, prompt: str = "", columns: Mapping[str, Any]
 ) -> None:
-    """The reward gives each text, as one sample of a prompt, its score, whenever and wherever in a group it is asked.
+    """Check that the reward scores each text alike, whenever and wherever in a group it is scored.
 
     scores: text → score, None = cannot be scored; columns: of the prompt's row
     """
@@ -105,7 +105,7 @@ def _check_missing_columns(reward: Reward, group: Sequence[Completion]) -> None:
 def check_environment(
     config: EnvironmentConfig, turns: Sequence[str], *, prompt: str = "", columns: Mapping[str, Any] | None = None
 ) -> list[Observation]:
-    """Episodes of these turns of the policy are equal and independent of one another; returns what one observes."""
+    """Check that equal turns give equal, independent episodes; returns the observations of one."""
     check_config(config)
     made = build_component(config, decide=Decisions())
     require(isinstance(made, EnvironmentFactory), f"the factory returns Environments(make, max_turns), not {made!r}")
@@ -113,7 +113,7 @@ def check_environment(
     require(made.max_turns == config.most_turns() > 1, f"{most}; they are equal, and above 1")
     asked = Prompt(tuple(prompt.encode()), prompt, columns=dict(columns or {}))
     alone = _episode(made, asked, turns)
-    require(_episode(made, asked, turns) == alone, "two episodes with the same turns differ: reset() starts anew")
+    require(_episode(made, asked, turns) == alone, "two episodes with the same turns differ: reset() starts again")
     one, two = made.start_episode(asked), made.start_episode(asked)
     for turn, said in zip(turns, alone, strict=False):
         require(one.step(turn) == said and two.step(turn) == said, "two episodes at the same time disturb one another")
@@ -134,7 +134,7 @@ def _episode(made: EnvironmentFactory, prompt: Prompt, turns: Sequence[str]) -> 
 
 
 def check_sampler(config: SamplerConfig) -> None:
-    """A sampler that needs no engine draws what it is asked for from the tiny model, and says how likely it was."""
+    """Check that a sampler without an engine samples from the tiny model and reports log-probabilities."""
     check_config(config)
     require(not config.engine and not config.served, "this check is for samplers that run the trainer's model")
     model = build_tiny_model()
@@ -169,7 +169,7 @@ def check_sampler(config: SamplerConfig) -> None:
 
 
 def check_data(config: DataConfig, kind: ItemKind = "sft", *, seed: int = 0) -> Data:
-    """Items are a function of the config, the seed and the step alone, and of their kind's type; returns the data."""
+    """Check that items depend on config, seed and step alone and have their kind's type; returns the data."""
     check_config(config)
     with tempfile.TemporaryDirectory() as folder:
         context = {"tokenizer": tiny_tokenizer(), "seed": seed, "decide": Decisions(), "cache_dir": Path(folder)}

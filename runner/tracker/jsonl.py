@@ -1,7 +1,7 @@
-"""metrics.jsonl and samples.jsonl: the truth about a run, which every other sink is replayed from.
+"""metrics.jsonl and samples.jsonl: the record of a run, from which every tracker can be replayed.
 
     log(step, metrics) ─▶ one write of one line ─▶ metrics.jsonl        {"step": 7, "train/loss": 0.5, ...}
-    cut_back(folder, step, attempt): lines after `step`, and a torn last one ─▶ attempts/<attempt>/*.jsonl
+    truncate_after(folder, step, attempt): lines after `step`, and a torn last one ─▶ attempts/<attempt>/*.jsonl
 
 A line holds numbers only, "step" (finished steps, counted from 1) first. JSON has no NaN and no infinity:
 a number that is not finite is written as null.
@@ -61,9 +61,9 @@ class JsonlTracker:
 
 
 def truncate_after(folder: RunFolder, step: int, attempt: int) -> int:
-    """Prepare both files for going on after `step`: what lies beyond moves to attempts/<attempt>/.
+    """Prepare both files for continuing after `step`: what lies beyond moves to attempts/<attempt>/.
 
-    A torn last line, or one that is not JSON, moves too. At step 0 nothing is kept, for the run begins anew. A crash
+    A torn last line, or one that is not JSON, moves too. At step 0 nothing is kept, for the run begins again. A crash
     at any moment loses nothing, and calling again is harmless. Returns the number of lines of metrics.jsonl moved.
     """
     moved = 0
@@ -81,7 +81,7 @@ def truncate_after(folder: RunFolder, step: int, attempt: int) -> int:
 
 
 def missing_steps(folder: RunFolder, step: int) -> str:
-    """What metrics.jsonl lacks of the lines 1 … `step` after `cut_back`, or has too often; empty if it is whole."""
+    """Which of the lines 1 … `step` metrics.jsonl lacks or has twice; empty if it is complete."""
     found = list(_steps(folder.metrics))
     wanted, held = range(1, step + 1), set(found)
     begins = [at for at in wanted if at not in held and (at - 1 in held or at == 1)]
@@ -192,7 +192,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _steps(path: Path) -> Iterator[int]:
-    """The step of each line. Raises RunnerError at a damaged one: `cut_back` comes first."""
+    """The step of each line. Raises RunnerError at a damaged one: `truncate_after` comes first."""
     if not path.exists():
         return
     content = path.read_text(encoding="utf-8", errors="replace")

@@ -17,7 +17,7 @@ class JsonlTail:
         self._offset = 0
 
     def lines(self) -> list[dict[str, Any]]:
-        """Whole lines that came since the last call, at most about a MiB of them; none if there is no file yet.
+        """Complete lines since the last call, at most about a MiB of them; none if there is no file yet.
 
         Raises ValueError for a line that is not JSON.
         """

@@ -32,6 +32,7 @@ Better = Literal["less", "more"]
 
 # metrics.yaml: how the metrics of a run are shown, by their names
 METRICS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("metrics.yaml").read_text(encoding="utf-8"))
+MACHINE_METRICS: tuple[str, ...] = tuple(METRICS["machine"])
 CURVES: dict[str, dict[str, Any]] = METRICS["curves"]
 EQUAL = "reward/zero_variance"  # share of the groups that teach nothing; shown where there is any
 SAMPLE_CHARACTERS = 400
@@ -104,8 +105,10 @@ class Progress:
 
 
 def sample_line(row: Mapping[str, Any]) -> str:
-    """One line of a sample: prompt → turns before the last, if any → answer (and what was expected, or its reward),
-    control characters written out."""
+    """One line of a sample: prompt → earlier turns → answer (expected answer or reward).
+
+    Control characters are escaped.
+    """
     if "prompt" not in row or "answer" not in row:
         facts = {k: format_number(v) if isinstance(v, float) else v for k, v in row.items() if v is not None}
         return _shorten("  ".join(f"{k}={v}" for k, v in facts.items()))

@@ -30,7 +30,7 @@ def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
-def labeled(word: str, text: str) -> str:
+def labeled_line(word: str, text: str) -> str:
     """A line that begins with a word of at most 8 letters, in a column of its own."""
     return f"{word:<8}  {text}"
 

@@ -28,7 +28,7 @@ from runner.core.subprocess import ChildProcess, JsonLines
 from runner.run_dir.folder import RunFolder, display_path, write_json
 from runner.run_dir.manifest import redact_values
 from runner.tracker.jsonl import NoTracker
-from runner.tracker.text import labeled
+from runner.tracker.text import labeled_line
 
 if TYPE_CHECKING:
     from runner.interfaces import Decide
@@ -68,7 +68,7 @@ def build(
 
 
 class WandbTracker:
-    """Watches over the sink: starts it again if it dies, and bounds how long the end of the run waits for it."""
+    """Supervises the sink process: restarts it if it dies, and limits the wait at the end of the run."""
 
     def __init__(self, root: Path, mode: str, deadline_s: float, console: Console, decide: Decide) -> None:
         self._root, self._mode, self._deadline_s, self._console, self._decide = root, mode, deadline_s, console, decide
@@ -173,20 +173,20 @@ class WandbTracker:
 
     def _give_up(self, reason: str) -> None:
         self._events["failed"] = {"reason": reason}
-        self._console.message(f"wandb    {reason}; the run goes on, metrics.jsonl has every number", "warning")
+        self._console.message(f"wandb    {reason}; the run continues, metrics.jsonl has every number", "warning")
 
     def _ending(self) -> str:
         opened, done = self._events.get("open"), self._events.get("done")
         if opened and done:
             where = display_path(self._root / opened["folder"])
             if opened["mode"] == "online" and done["whole"]:
-                return labeled("wandb", opened["url"])
+                return labeled_line("wandb", opened["url"])
             why = "not all was uploaded in time" if opened["mode"] == "online" else opened["mode"]
-            return labeled("upload", f"wandb sync {where}  # {why}")
+            return labeled_line("upload", f"wandb sync {where}  # {why}")
         reason = self._events.get("failed", {}).get("reason") or "the sink died"
         again = f"python -m runner.tracker.wandb_sink --replay {display_path(self._root / 'wandb' / 'sink.json')}"
         text = f"incomplete: {reason}; metrics.jsonl has every number; write it again: {again}"
-        return labeled("wandb", text)
+        return labeled_line("wandb", text)
 
 
 def _environment(root: Path, mode: str) -> dict[str, str]:

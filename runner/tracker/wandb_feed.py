@@ -1,9 +1,9 @@
-"""What the sink does with the `wandb` package: find out whether the server answers, open the run, feed it lines.
+"""What the sink process does with the `wandb` package: test the server, open the run, log lines.
 
     {"step": 7, "train/loss": 0.5}              ─▶ run.log({"train/step": 7, "train/loss": 0.5})
     {"step": 7, "prompt": ..., "answer": ...}…  ─▶ run.log({"train/step": 7, "samples": Table})
 
-W&B's own step counts calls of `log` and restarts at 0 when an offline run goes on, so every metric is
+W&B's own step counts calls of `log` and restarts at 0 when an offline run continues, so every metric is
 drawn over AXIS instead.
 """
 
@@ -23,7 +23,7 @@ INIT_S = 10.0
 
 
 def why_unreachable() -> str:
-    """Why the configured server cannot be used, or "" if it answers anything at all within CONNECT_S seconds."""
+    """Why the configured server cannot be used, or "" if it answers anything within CONNECT_S seconds."""
     import wandb
     from aiohttp import ClientError  # here, because an offline run asks nobody
 
@@ -40,7 +40,7 @@ def why_unreachable() -> str:
 
 
 def open_run(settings: Mapping[str, Any], folder: Path, mode: str, watched_pid: int) -> Any:
-    """Start or go on with the run `settings["run_id"]`; W&B's files go to <folder>/wandb/.
+    """Start or continue the run `settings["run_id"]`; W&B's files go to <folder>/wandb/.
 
     Raises whatever wandb raises, within about INIT_S seconds.
     """
@@ -90,7 +90,7 @@ def finish(run: Any, exit_code: int) -> bool:
 
 
 def move_superseded(folder: Path, run_id: str) -> None:
-    """Move earlier offline copies of this run to superseded/: the new one is written from the first line on."""
+    """Move earlier offline copies of this run to superseded/: the new copy is complete."""
     for old in folder.glob(f"offline-run-*-{run_id}"):
         (folder / "superseded").mkdir(exist_ok=True)
         os.replace(old, folder / "superseded" / old.name)

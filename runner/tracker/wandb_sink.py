@@ -1,8 +1,8 @@
 """The process that feeds W&B, so that nothing W&B does can slow or stop training.
 
-    metrics.jsonl ─┐                                                 ┌─▶ wandb/ in the run folder, or the server
-    samples.jsonl ─┴─▶ read from the first line on ─▶ Feed ─▶ wandb ─┤
-    stdin: "done" or EOF ─▶ read to the end, finish, exit            └─▶ report: JSON lines through a pipe
+    metrics.jsonl ─┐                                                ┌─▶ wandb/ in the run folder, or the server
+    samples.jsonl ─┴─▶ read from the first line on ─▶ log ─▶ wandb ─┤
+    stdin: "done" or EOF ─▶ read to the end, finish, exit           └─▶ report: JSON lines through a pipe
 
 It reads from the first line on whenever it starts, so a restarted one leaves nothing out. Whatever goes wrong
 with W&B (no key, no server, a dead or a stuck wandb-core), it starts itself once more, offline.
@@ -133,7 +133,7 @@ class WandbSink:
                 self._fail(f"not done {self._deadline_s:.0f} s after the run's end")
 
     def _run_has_ended(self) -> bool:
-        """Whether stdin is at its end, or our parent is gone while some other process still holds the pipe open."""
+        """Whether stdin is at its end, or the parent has ended while another process holds the pipe open."""
         if select.select([STDIN], [], [], LOOK_S)[0]:
             said = os.read(STDIN, 64)
             self._status += said.decode(errors="replace").strip()

@@ -1,4 +1,4 @@
-"""What hangs on the loop: evaluation, checkpoints, records of steps and rollouts, device statistics, warnings."""
+"""Callbacks: evaluation, checkpoints, records of steps and rollouts, device statistics, warnings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from runner.core.errors import RunnerError
 from runner.interfaces import Sample, State, StepResult
-from runner.tracker.log_table import eval_lines
+from runner.tracker.console import eval_lines
 
 
 class BaseCallback:
@@ -41,9 +41,9 @@ Reading = Callable[[], Mapping[str, float]]
 
 
 class DeviceStats(BaseCallback):
-    """Takes the readings every `every_s` seconds; a step that ends after that gets the numbers, the next ones do not.
+    """Reads device statistics every `every_s` seconds; the next finished step gets the numbers.
 
-    A reading that fails is said and left out from then on: a run does not end because a card cannot be watched.
+    A reader that fails is reported and not called again: a run does not end because a card cannot be read.
     """
 
     def __init__(self, readings: Sequence[Reading], every_s: float) -> None:
@@ -94,7 +94,7 @@ class ZeroVarianceWarning(BaseCallback):
         self._silent = 0
 
     def on_step(self, end: StepResult) -> None:
-        """Judge by the step's numbers; a step that learns from equal rewards (zero_variance=keep) is none of them."""
+        """Count steps in which all rewards of a group are equal, unless zero_variance=keep trains on them."""
         no_reward = "reward/mean" not in end.values and end.values.get("reward/num_failed", 0) > 0
         if not no_reward and (end.values.get("reward/zero_variance") != 1.0 or end.values["train/tokens"]):
             return
@@ -112,7 +112,7 @@ class ZeroVarianceWarning(BaseCallback):
             )
             return
         log.warning(
-            "step %d: in every group all rewards were equal (mean %.4g), so nothing was learnt%s; "
+            "step %d: in every group all rewards were equal (mean %.4g), so nothing was trained%s; "
             "look at samples.jsonl, reward, sampler.temperature",
             end.step,
             end.values["reward/mean"],
@@ -131,7 +131,7 @@ class EvaluationReport(Protocol):
 
 
 class RunEvaluation(BaseCallback):
-    """Runs `evaluate` before the first step, every `every` steps and at the end; its numbers join the step's."""
+    """Runs `evaluate` before the first step, every `every` steps and at the end, as metrics of the step."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ Save = Callable[[int, Mapping[str, float]], object]
 class SaveCheckpoints(BaseCallback):
     """Hangs last, so that every other callback's state is that of the finished step.
 
-    save: commits the state after a step; start: begins to, and training may go on; check: raises what went wrong since
+    save: commits the state after a step; start: begins to save while training continues; check: raises a failed save
     """
 
     def __init__(self, save: Save, start: Save, check: Callable[[], None], *, every: int) -> None:

@@ -1,7 +1,7 @@
 """The learner whose gradients, optimizer and weights DeepSpeed keeps; see `parallelism.zero`.
 
 Its state is that of any other learner: whole tensors by name, put together one after the other in the first rank's host
-memory, so that a run goes on under any layout.
+memory, so that a run continues under any layout.
 """
 
 from __future__ import annotations
@@ -60,8 +60,10 @@ class DeepSpeedLearner(LocalLearner):
             tensors[name] = value.to("cpu", copy=True)
 
     def load_state_dict(self, state: State) -> None:
-        """Restore what any learner's `state_dict` gave. Collective. Raises CheckpointError unless names, shapes and
-        groups are exactly this model's."""
+        """Restore the `state_dict` of any learner. Collective.
+
+        Raises CheckpointError unless names, shapes and groups are exactly this model's.
+        """
         tensors: Mapping[str, Tensor] = state["tensors"]
         with self._zero.writable_parameters():
             load_parameters(self._parameters, tensors)

@@ -1,4 +1,4 @@
-"""The learner: one trained model behind three verbs, which an algorithm calls without seeing how it is sharded.
+"""The learner: one trained model behind three methods that hide how it is sharded from algorithms.
 
     mini-batch ──dealt out──▶ a rank's micro-batches ──forward·backward──▶ gradients
                gradients ──summed over ranks──▶ ──optim_step──▶ weights, the same on every rank
@@ -52,7 +52,7 @@ log = logging.getLogger("runner")
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """What a rank tells the others of its share of a mini-batch; oversized: the sizes of what was above the budget."""
+    """Result of a rank's part of a mini-batch; oversized: sizes of units above the token budget."""
 
     total: float
     metrics: Metrics
@@ -118,10 +118,10 @@ class LocalLearner:
     def forward_backward(
         self, batch: Batch, loss: LossFn, keep: frozenset[str] = frozenset()
     ) -> tuple[Metrics, Outputs]:
-        """Add the gradient of this rank's share of a mini-batch; returns metrics and, detached, the outputs named in
-        `keep`, of all of it.
+        """Add the gradient of this rank's part of a mini-batch; returns metrics and the outputs in `keep`.
 
-        Raises TrainingDiverged, on all ranks, if the loss is not finite.
+        Outputs are detached and cover the whole mini-batch. Raises TrainingDiverged, on all ranks, if the loss is not
+        finite.
         """
         self.model.train()
         share = shard_batch(batch, self._budget, self._peers, padded=self.model.is_padded)
@@ -177,8 +177,10 @@ class LocalLearner:
         return metrics
 
     def _forward(self, micro: Batch, loss: LossFn, own: bool) -> tuple[Tensor, Loss, Outputs]:
-        """What the backward pass of a micro-batch, which is on the CPU, begins at, its loss and its outputs; of a
-        filler, whose gradient is zero, and where the model does not end, no loss."""
+        """The tensor that a micro-batch's backward pass starts at, its loss and its outputs.
+
+        No loss for a filler, whose gradient is zero, and on a stage that is not the last. `micro` is on the CPU.
+        """
         batch, learns = micro.to(self._device), own and self._stage.is_last
         if isinstance(loss, LinearLossFn):
             total, outputs = self._linear(micro, batch, loss, float(own))
@@ -191,7 +193,7 @@ class LocalLearner:
     def _linear(
         self, micro: Batch, batch: Batch, loss: LinearLossFn, factor: float = 1.0
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`TrainableModel.linear` of `factor` times the loss of a micro-batch, on the CPU, and, as `batch`, there."""
+        """`TrainableModel.linear` of `factor` times the loss; `micro` is on the CPU, `batch` on the device."""
         terms = None
         if isinstance(loss, LogitsLossFn):
             terms, batch = loss.logit_terms, replace(batch, tokens={**batch.tokens, **loss.extra_channels(batch)})
@@ -199,8 +201,7 @@ class LocalLearner:
 
     @torch.no_grad()
     def measure(self, batch: Batch, loss: LossFn) -> Outputs:
-        """What `loss` reads of the model on a batch of any size, [T] or [N] on the learner's device, without dropout:
-        the outputs that it needs, or its own terms."""
+        """Outputs or terms that `loss` needs of a batch of any size, [T] or [N], without dropout."""
         if not isinstance(loss, LogitsLossFn):
             return self.forward(batch, loss.needs)
         self.model.eval()
@@ -243,8 +244,10 @@ class LocalLearner:
         )
 
     def optim_step(self) -> Metrics:
-        """Sum over ranks, clip, step, clear. Raises TrainingDiverged, with the weights untouched, if a gradient is not
-        finite."""
+        """Sum gradients over ranks, clip, step, clear.
+
+        Raises TrainingDiverged, with the weights untouched, if a gradient is not finite.
+        """
         norm = self._step_optimizer()
         metrics = Metrics()
         metrics.add(f"{self._prefix}/grad_norm", norm)
@@ -285,8 +288,10 @@ class LocalLearner:
 
 
 def _seed_generators(seed: int, device: torch.device) -> None:
-    """As torch.manual_seed, but only where this process computes: that looks for backends which are not there, at 200
-    times the cost."""
+    """Seed like torch.manual_seed, but only the devices that this process uses.
+
+    torch.manual_seed looks for backends that are not there, at 200 times the cost.
+    """
     torch.default_generator.manual_seed(seed)
     if device.type not in ("cpu", "meta"):
         torch.get_device_module(device).manual_seed(seed)
@@ -302,7 +307,7 @@ def score_batch(
     peers: RankCollectives,
     stage: PipelineStage = SINGLE_STAGE,
 ) -> dict[str, Tensor]:
-    """The outputs named in `needs` on a batch of any size, [T] or [N] on `device`, in micro-batches of `budget`."""
+    """Outputs in `needs` of a batch of any size, [T] or [N] on `device`, in micro-batches of `budget`."""
 
     def run(micro: Batch) -> dict[str, Tensor]:
         return model.outputs(micro.to(device), needs)

@@ -73,7 +73,7 @@ class ExperienceQueue(Generic[T]):
         return {"steps": {str(step): one for step, one in encoded.items()}, "tensors": tensors}
 
     def load_state_dict(self, state: State) -> None:
-        """Take back what `state_dict` gave; `start` goes on behind it."""
+        """Take back what `state_dict` gave; `start` continues behind it."""
         for name, one in state["steps"].items():
             mine = {k.removeprefix(f"{name}/"): t for k, t in state["tensors"].items() if k.startswith(f"{name}/")}
             future: Future[T] = Future()
@@ -97,9 +97,11 @@ class ExperienceQueue(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """Everything a run needs, built; `models` holds the learners too, under their roles. `peers` run the same job, and
-    all of them stop at the same step. `flops`: of each learner's update with a batch; `peak_flops`: the most that one
-    device computes per second."""
+    """Everything that a run needs.
+
+    models: learners and frozen models by role; peers: ranks that run the same job and stop at the same step; flops: of
+    each learner's update with a batch; peak_flops: peak operations per second of one device
+    """
 
     steps: int
     device: Device
@@ -117,7 +119,7 @@ class TrainingJob:
 
 
 def run_loop(job: TrainingJob, first: int) -> None:
-    """Run steps first … steps-1 (0-based). Raises Interrupted, after the callbacks saved, when a signal arrived."""
+    """Run steps first … steps-1 (0-based). Raises Interrupted, after callbacks have saved, on a signal."""
     with ExitStack() as ends:
         ends.enter_context(job.feed)  # left last: what it still waits for may end only with what is closed
         for close in job.closing:
@@ -145,12 +147,12 @@ def _run_step(job: TrainingJob, step: int) -> StepResult:
     begin = time.perf_counter()
     experience = job.feed.take(step)
     collected = time.perf_counter()
-    metrics, tokens, learnt, flops = Metrics(), 0, 0, 0.0
+    metrics, tokens, trained_tokens, flops = Metrics(), 0, 0, 0.0
     for learner in job.learners.values():
         learner.begin_step(step)
     for batch in job.algorithm.prepare(experience, job.models):
         tokens += batch.num_tokens
-        learnt += batch.totals["tokens"]
+        trained_tokens += batch.totals["tokens"]
         for role, loss in job.algorithm.losses.items():
             metrics.merge(job.learners[role].forward_backward(batch, loss)[0])
             metrics.merge(job.learners[role].optim_step())
@@ -162,7 +164,7 @@ def _run_step(job: TrainingJob, step: int) -> StepResult:
     values = {
         **metrics.result(),
         **described,
-        "train/tokens": float(learnt),
+        "train/tokens": float(trained_tokens),
         "perf/tokens_per_s": tokens / device_s,
         "perf/model_flops": flops,
         "perf/mfu": flops / device_s / job.peak_flops,

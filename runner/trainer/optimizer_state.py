@@ -43,7 +43,7 @@ def learner_state(parameters: Parameters, optimizer: torch.optim.Optimizer) -> S
 
 
 def restore_learner_state(parameters: Parameters, optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Take back what `state_of` gave. Raises CheckpointError unless names and shapes are exactly these parameters'."""
+    """Restore a `learner_state`. Raises CheckpointError unless names and shapes are exactly the same."""
     load_parameters(parameters, state["tensors"])
     entries = _entries(parameters, state)
     own, saved = optimizer.state_dict(), state["optimizer"]["groups"]
@@ -56,7 +56,7 @@ def restore_learner_state(parameters: Parameters, optimizer: torch.optim.Optimiz
 
 
 def load_parameters(parameters: Parameters, tensors: Mapping[str, Tensor]) -> None:
-    """Copy the `param/` tensors into `parameters`. Raises CheckpointError unless names and shapes agree exactly."""
+    """Copy the `param/` tensors into `parameters`. Raises CheckpointError unless names and shapes agree."""
     saved = {name.removeprefix("param/"): t for name, t in tensors.items() if name.startswith("param/")}
     differing = sorted(saved.keys() ^ parameters.keys())
     if differing:
@@ -73,7 +73,7 @@ def load_parameters(parameters: Parameters, tensors: Mapping[str, Tensor]) -> No
 
 
 def _entries(parameters: Parameters, state: State) -> dict[str, dict[str, Any]]:
-    """What the optimizer keeps of each parameter that this rank has, and of any that the model does not know."""
+    """Optimizer state of each parameter on this rank, and of any that the model does not have."""
     elsewhere = {name for name, parameter in parameters.items() if parameter.is_meta}
     entries = {name: dict(kept) for name, kept in state["optimizer"]["values"].items() if name not in elsewhere}
     for full, tensor in state["tensors"].items():

@@ -1,5 +1,6 @@
-"""A model that only scores: a reference, a teacher, a policy with its adapter off; and one that is asked beforehand,
-whose log-probabilities are kept on disk, by what they are of: a unit's tokens and how they hang together.
+"""Frozen models that only score: a reference, a teacher, a policy with its adapter off.
+
+Precomputed log-probabilities are kept on disk, by a unit's tokens and how they are connected.
 
     before the first step   batches the run will ask for ──unknown ones──▶ the model ──▶ kept log-probabilities
     in the run              batch ──▶ kept log-probabilities                     no second model, no second pass
@@ -37,7 +38,7 @@ from runner.trainer.learner import score_batch
 
 
 class FrozenModel:
-    """Scores batches of any size without gradient; `during` holds while it does, e.g. with the adapter disabled."""
+    """Scores batches of any size without gradient, inside `during`, e.g. with the adapter disabled."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class FrozenModel:
 
 
 class PrecomputedReference(FrozenModel):
-    """Knows the logprobs of the units that it was asked to `learn`, and of those that were kept before.
+    """Knows the logprobs of the units given to `precompute`, and of those that were kept before.
 
     The model may be the one that a run trains: it is asked only before the first step.
     """
@@ -95,8 +96,10 @@ class PrecomputedReference(FrozenModel):
         everyone: RankCollectives = SINGLE_PROCESS,
         **options: Any,
     ) -> None:
-        """origin: where the model's weights come from; everyone: all ranks, each of which has what is kept; options:
-        see `FrozenModel`."""
+        """origin: source of the model's weights; everyone: all ranks, each of which has all log-probabilities.
+
+        options: see `FrozenModel`
+        """
         super().__init__(model, **options)
         self.cache, self._origin, self._everyone = kept, origin, everyone
 
@@ -122,7 +125,7 @@ class PrecomputedReference(FrozenModel):
         return len(unknown)
 
     def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
-        """logprobs, float32 [T] on the CPU. Raises RunnerError for another output, and for a unit that is not known."""
+        """logprobs, float32 [T] on the CPU. Raises RunnerError for another output, and for an unknown unit."""
         if needs != LOGPROBS:
             raise RunnerError(f"logprobs were computed beforehand, and nothing else: {', '.join(sorted(needs))}")
         try:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen2 import Qwen2Config, Qwen2ForSequenceClassification
 
 from runner.adapter import lora
-from runner.adapter.config import LoraConfig, NoAdapterConfig
+from runner.adapter.config import LoraConfig, NoAdapterConfig, train_all
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, SpecError
 from runner.model.causal_lm import CausalLM
@@ -41,7 +41,7 @@ def adapted(kind: str = "qwen2", double: bool = False, model: dict[str, Any] | N
 def test_full_trains_everything() -> None:
     model = causal("qwen2")
     model.module.requires_grad_(False)
-    assert lora.train_all(NoAdapterConfig(), model, decide=Decisions()) is model
+    assert train_all(NoAdapterConfig(), model, decide=Decisions()) is model
     assert model.trainable().keys() == dict(model.causal.named_parameters()).keys()
 
 
@@ -168,7 +168,7 @@ def over_random_weights(
 def test_an_adapter_over_random_weights_is_exported_in_a_whole_model(
     model: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """For nobody else has its base. It is said when the run begins, and the model goes on as it was."""
+    """For nobody else has its base. It is said when the run begins, and the model continues as it was."""
     said = Decisions()
     made = over_random_weights(said, model, **options)
     assert [(d.feature, d.got) for d in said.entries] == [("export", "a merged model")]
@@ -212,7 +212,8 @@ def test_the_origin_has_the_bases_weights_since_no_checkpoint_has(tmp_path: Path
     base.weights_source = WeightsSource(folder=tmp_path)
     made = lora.attach(LoraConfig(rank=4), base, decide=Decisions(strict=True))
     assert made.base_fingerprint == WeightsSource(folder=tmp_path).identity(weights=True)
-    assert base.base_fingerprint != lora.train_all(NoAdapterConfig(), causal("qwen2"), decide=Decisions()).base_fingerprint
+    other = train_all(NoAdapterConfig(), causal("qwen2"), decide=Decisions())
+    assert base.base_fingerprint != other.base_fingerprint
 
 
 def test_a_head_of_one_number_learns_in_float32_beside_the_adapter() -> None:

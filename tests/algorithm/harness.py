@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from runner.algorithm.inputs import AlgorithmInputs
 from runner.algorithm.policy.config import PolicyConfig
 from runner.algorithm.policy.optimization import PolicyOptimization, build
 from runner.core.signals import StopSignal
@@ -16,6 +15,7 @@ from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
 from runner.distributed.work_partition import SingleProcess
 from runner.interfaces import Callback, Completion, EnvironmentFactory, EvalQuestion, Observation, Prompt
+from runner.interfaces.learning import AlgorithmInputs
 from runner.model import tiny
 from runner.model.config import TinyConfig
 from runner.sampler import torch as torch_sampler
@@ -79,7 +79,7 @@ class Nods:
         pass
 
     def step(self, answer: str) -> Observation | None:
-        return Observation("tool", "go on")
+        return Observation("tool", "continue")
 
 
 def even_bytes(completion: Completion) -> float:

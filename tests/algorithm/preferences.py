@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from runner.adapter import lora
-from runner.adapter.config import LoraConfig, NoAdapterConfig
+from runner.adapter.config import LoraConfig, NoAdapterConfig, train_all
 from runner.interfaces import LabeledCompletion, PreferencePair
 from runner.model import tiny
 from runner.model.config import TinyConfig
@@ -77,7 +77,7 @@ def model(
         for number, parameter in enumerate(made.trainable().values()):  # B starts at zero, where nothing is adapted
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(number))
     else:
-        made = lora.train_all(NoAdapterConfig(), made, decide=refuse)
+        made = train_all(NoAdapterConfig(), made, decide=refuse)
     if double:
         made.module.double()
     return made

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from runner.algorithm.config import SftConfig
-from runner.algorithm.inputs import AlgorithmInputs
 from runner.algorithm.policy.config import GrpoConfig, PolicyConfig, PpoConfig
 from runner.algorithm.sft import build as build_sft
 from runner.interfaces import EnvironmentFactory, TokenizedExample
+from runner.interfaces.learning import AlgorithmInputs
 from runner.trainer.callbacks import LogStep
 from runner.trainer.loop import run_loop
 from tests.algorithm.harness import Nods, job_of

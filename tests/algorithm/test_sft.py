@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from runner.algorithm.config import CptConfig, SftConfig
-from runner.algorithm.inputs import AlgorithmInputs
 from runner.algorithm.sft import CrossEntropy, build
 from runner.core.batch import micro_batches, pack, with_totals
 from runner.interfaces import EvalQuestion, TokenizedExample
+from runner.interfaces.learning import AlgorithmInputs
 from tests.algorithm.harness import model_of
 
 ITEMS = [

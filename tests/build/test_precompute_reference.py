@@ -26,6 +26,7 @@ from runner.model import tiny
 from runner.model.config import TinyConfig
 from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
+from runner.tracker.screen import MACHINE_METRICS
 from runner.trainer.callbacks import BaseCallback
 from runner.trainer.loop import run_loop
 from runner.trainer.reference_model import PrecomputedReference
@@ -46,7 +47,6 @@ SMALL = (
 )
 CACHED = "algorithm.reference=cached"
 OWN_DATA = ("data=file", "data.max_length=256")
-VOLATILE = ("time/", "perf/", "device/")
 Row = dict[str, float]
 
 
@@ -85,7 +85,7 @@ class Attempt:
         self.built: BuiltJob = build.build(self.spec, folder, store, self.said, StopSignal(), outlets)
 
     def _keep(self, step: int, values: Mapping[str, float]) -> None:
-        self.rows.append({k: v for k, v in values.items() if not k.startswith(VOLATILE)})
+        self.rows.append({k: v for k, v in values.items() if not k.startswith(MACHINE_METRICS)})
 
     def _pass(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Samples, which nobody reads."""

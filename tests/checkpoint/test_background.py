@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: those of the step they are of, or an error in time."""
+"""Checkpoints that are written while training continues: those of the step they are of, or an error in time."""
 
 from __future__ import annotations
 

@@ -72,11 +72,11 @@ def test_stages_write_what_one_process_would_and_go_on_from_either(tmp_path: Pat
         store(tmp_path / "many", True).save(1, {"policy": learner_state(own, optimizer)}, {})
         for source in ("many", "one"):
             loaded = store(tmp_path / source, True).load(mapped=True)
-            fresh, anew = learnt(stages[rank], 0)
+            fresh, again = learnt(stages[rank], 0)
             assert loaded is not None
-            restore_learner_state(fresh, anew, loaded.state["policy"])
-            step(fresh, anew, 1)
-            store(tmp_path / source, True).save(2, {"policy": learner_state(fresh, anew)}, {})
+            restore_learner_state(fresh, again, loaded.state["policy"])
+            step(fresh, again, 1)
+            store(tmp_path / source, True).save(2, {"policy": learner_state(fresh, again)}, {})
 
     own, optimizer = learnt(WHOLE, 2)
     store(tmp_path / "one", False).save(1, {"policy": learner_state(own, optimizer)}, {})

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 
 from runner.cli.main import main
-from runner.spec.migrate import Job, Table
+from runner.spec.migrate import Job, MigrationTable
 
 HEAD = "choices: {}\nabsent: {}\nmetrics: {}\nflags: {}\ncommands: {}\npages:\n  ours:\n    about: x\n    keys:\n"
 
 
 def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
-    table = Table(HEAD + "      algorithm.old=clip: {values: {clip: algorithm.new=clipped}, to: 'algorithm.new={}'}\n")
+    table = MigrationTable(
+        HEAD + "      algorithm.old=clip: {values: {clip: algorithm.new=clipped}, to: 'algorithm.new={}'}\n"
+    )
     entry = table.find("algorithm.old")
     assert entry is not None
     assert [str(table.answers(entry, value, Job())[0]) for value in ("clip", "other")] == [

@@ -351,7 +351,10 @@ def test_a_recipe_chooses_a_second_model_and_the_command_line_beats_it(workdir: 
         ("algorithm.teacher.path=/m", "type model@algorithm.teacher=hf algorithm.teacher.path=…, or algorithm.teacher"),
         ("model@algorithm.teacher=qwen_0_6b", "no model named 'qwen_0_6b'; did you mean 'qwen3_0_6b'?"),
         ("model@algorithm.teacher=/m/x", "a path is given with algorithm.teacher=/m/x"),
-        ("model@algorithm.teacher=qwen3_0_6b algorithm.teacher.layout=padded", "not used of a model that only scores"),
+        (
+            "model@algorithm.teacher=qwen3_0_6b algorithm.teacher.batch_layout=padded",
+            "not used of a model that only scores",
+        ),
         ("model@algorithm.teacher=qwen3_0_6b algorithm.teacher.trust_remote_code=true", "not used of a model"),
         (
             "model@algorithm.teacher=qwen3_0_6b algorithm.teacher.pth=x",

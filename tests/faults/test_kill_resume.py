@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from runner.tracker.screen import MACHINE_METRICS
 from tests.command import Command
 
 SMALL = (
@@ -56,7 +57,6 @@ JOBS = {
 }
 SLOW = ("full, saved in the background", "grpo, lag 1", "opd, lag 1")
 RESUME = ("resume", "latest")
-VOLATILE = ("time/", "perf/", "device/")
 DEADLINE_S = 60.0
 
 
@@ -90,7 +90,7 @@ class Run:
     def rows(self, name: str) -> list[dict[str, Any]]:
         """A JSONL file's records without what no two runs share."""
         records = [json.loads(line) for line in (self.latest / name).read_text().splitlines()]
-        return [{k: v for k, v in record.items() if not k.startswith(VOLATILE)} for record in records]
+        return [{k: v for k, v in record.items() if not k.startswith(MACHINE_METRICS)} for record in records]
 
 
 def wait_until(happened: Callable[[], bool], process: Command) -> None:

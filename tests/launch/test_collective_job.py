@@ -39,7 +39,7 @@ def test_a_job_whose_weights_go_by_collective_is_the_same_job(tmp_path: Path) ->
     files, far = Sampled(tmp_path / "files"), Sampled(tmp_path / "far")
     files.run(*words)
     with cluster({"num_cpus": 4}) as one:
-        where = ("launch=ray", f"launch.address={one.address}", "sampler.transport=collective")
+        where = ("launch=ray", f"launch.address={one.address}", "sampler.weight_transfer_backend=collective")
         process = far.start(*words, *where, PYTHONPATH=f"{site}{os.pathsep}{ROOT}")
         wait_until(lambda: far.steps() >= 2, process)
         [note] = (far.latest / "samplers").glob("*.json")

@@ -68,10 +68,10 @@ def test_a_running_run_gets_no_export_into_its_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("status", "advice"),
     [
-        ({}, "go on with: run resume"),
+        ({}, "continue: run resume"),
         ({"state": "running"}, "if it is running, the first one comes after step 50"),
         ({"state": "failed", "exit_code": 3, "error": "bad row\nmore"}, "bad row; correct that and start a new run"),
-        ({"state": "interrupted", "exit_code": 130}, "go on with: run resume"),
+        ({"state": "interrupted", "exit_code": 130}, "continue: run resume"),
     ],
 )
 def test_a_run_without_a_checkpoint_is_answered_with_what_to_do(

@@ -381,13 +381,13 @@ def test_who_follows_a_process_whose_actor_is_dismissed_has_another_actor(
     seated: tuple[Any, Actor, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver, actor, told = seated
-    hired: list[int] = []
-    monkeypatch.setattr(driver, "_start_actor", hired.append)
+    started: list[int] = []
+    monkeypatch.setattr(driver, "_start_actor", started.append)
     driver._start(0, {})
     driver._dismiss(0)
     driver._dismiss(0)
     driver._start(0, {"role": "sampler"})
-    assert actor.asked == ["start", "end"] and hired == [0]
+    assert actor.asked == ["start", "end"] and started == [0]
     driver._collect_answers()
     assert told == [] and driver._seats[0].order == {"role": "sampler"}
 

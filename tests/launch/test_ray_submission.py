@@ -84,7 +84,7 @@ def test_what_cannot_be_is_refused_by_its_option(words: list[str], text: str) ->
 
 
 def test_a_cluster_without_launch_ray_is_refused_by_its_option() -> None:
-    with pytest.raises(SpecError, match="launch.address: not an option of launch=local; an option of launch=ray"):
+    with pytest.raises(SpecError, match=r"launch\.address: not an option of launch=local; an option of launch=ray"):
         compose_job(["+recipe=sft_demo", AT])
 
 

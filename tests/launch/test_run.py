@@ -18,10 +18,9 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from runner.tracker.screen import MACHINE_METRICS
 from tests import command
 from tests.small import JUDGED, UNJUDGED
-
-VOLATILE = ("perf/", "time/", "device/")
 
 
 def runner(cwd: Path, *arguments: str, code: int = 0, **environment: str) -> str:
@@ -32,7 +31,7 @@ def runner(cwd: Path, *arguments: str, code: int = 0, **environment: str) -> str
 def curve(run: Path) -> list[dict[str, float]]:
     """metrics.jsonl without what no two runs share."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(VOLATILE)} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(MACHINE_METRICS)} for row in rows]
 
 
 def weights(run: Path, step: int) -> bytes:

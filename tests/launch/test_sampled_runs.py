@@ -88,7 +88,7 @@ def test_a_sampler_of_its_own_that_is_killed_changes_no_bit(job: Sampled, peacef
     process, ranks, [sampler] = begun(job, *SAMPLED, SHORT)
     os.kill(sampler, signal.SIGKILL)
     assert process.wait(120) == 0, job.said()
-    assert "sampler 0 was killed (SIGKILL); it is started anew (1 of 3)" in job.said()
+    assert "sampler 0 was killed (SIGKILL); it is restarted (1 of 3)" in job.said()
     assert job.end() == peaceful.end()
     named = {name for row in job.curve() for name in row}
     assert {"sampler/utilization_percent", "sampler/resident_bytes", "sampler/queue", "rollout/staleness"} <= named
@@ -110,7 +110,7 @@ def test_a_sampler_that_is_stopped_is_replaced(job: Sampled, peaceful: Sampled) 
     process, _, [sampler] = begun(job, *SAMPLED, SHORT, "sampler.timeout_s=120")
     os.kill(sampler, signal.SIGSTOP)
     assert process.wait(200) == 0, job.said()
-    assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 40 s; it is started anew (1 of 3)" in job.said()
+    assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 40 s; it is restarted (1 of 3)" in job.said()
     assert job.end() == peaceful.end() and gone([sampler])
 
 
@@ -120,7 +120,8 @@ def test_a_job_whose_rank_is_killed_goes_on_by_itself(job: Sampled, peaceful: Sa
     os.kill(rank, signal.SIGKILL)
     assert process.wait(200) == 0, job.said()
     text = (
-        "attempt 1 ended: rank 0 of 1 was killed (SIGKILL); attempt 2 goes on from the newest checkpoint (the last one)"
+        "attempt 1 ended: rank 0 of 1 was killed (SIGKILL); "
+        "attempt 2 continues from the newest checkpoint (the last one)"
     )
     assert text in job.said()
     assert job.end() == peaceful.end() and gone([rank, *samplers])

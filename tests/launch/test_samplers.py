@@ -117,9 +117,9 @@ def test_a_sampler_that_is_lost_is_replaced_with_a_line_that_says_why(tmp_path: 
     said = run(rank="until 5", sampler_1=["kill", "fault", "quit"]).splitlines()
     assert [len(lives(tmp_path, index)) for index in range(2)] == [1, 4]
     assert [re.sub(r"see .*log", "see LOG", line) for line in said] == [
-        "warning: sampler 1 was killed (SIGKILL); it is started anew (1 of 3), and asked again",
-        "warning: sampler 1: the engine is gone; it is started anew (2 of 3), and asked again",
-        "warning: sampler 1 ended, and nobody told it to; see LOG; it is started anew (3 of 3), and asked again",
+        "warning: sampler 1 was killed (SIGKILL); it is restarted (1 of 3), and asked again",
+        "warning: sampler 1: the engine is gone; it is restarted (2 of 3), and asked again",
+        "warning: sampler 1 ended, and nobody told it to; see LOG; it is restarted (3 of 3), and asked again",
     ]
     assert all(line.removeprefix("warning: ") in (tmp_path / "run.log").read_text() for line in said)
 
@@ -130,14 +130,14 @@ def test_a_sampler_that_is_stopped_is_found_by_its_silence_and_replaced(
 ) -> None:
     monkeypatch.setattr(supervisor, "SILENT", 1.0)
     said = run("sampler.timeout_s=6", rank="until 3", sampler_0=["stop"])
-    assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 6 s; it is started anew (1 of 3)" in said
+    assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 6 s; it is restarted (1 of 3)" in said
     assert not alive([one["pid"] for one in lives(tmp_path, 0)])
 
 
 def test_one_that_is_lost_too_often_ends_the_job(tmp_path: Path, run: Callable[..., str]) -> None:
     text = ended_with(tmp_path, lambda: run("launch.max_worker_restarts=1", sampler_0=["fault", "kill"], rank="long"))
     assert text.startswith("75: sampler 0 was killed (SIGKILL)\n"), text
-    assert "it was started anew 1 times, and launch.max_worker_restarts=1; what it said: " in text
+    assert "it was restarted 1 times, and launch.max_worker_restarts=1; what it said: " in text
     assert text.endswith("continue: run resume " + str(tmp_path))
 
 
@@ -192,7 +192,8 @@ def test_what_need_not_come_again_is_tried_again_from_the_newest_checkpoint(tmp_
     assert json.loads(folder.status.read_text())["attempt"] == 4
     assert sorted(path.name for path in folder.attempts.iterdir()) == ["3", "4"]
     said = folder.log.read_text()
-    assert "attempt 2 ended: the engine is gone; attempt 3 goes on from the newest checkpoint (1 more after it)" in said
+    again = "attempt 3 continues from the newest checkpoint (1 more after it)"
+    assert f"attempt 2 ended: the engine is gone; {again}" in said
 
 
 @pytest.mark.parametrize("error", [DataError("line 7"), KeyboardInterrupt(), JobFailed("killed", 75, stopped=True)])

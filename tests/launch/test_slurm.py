@@ -30,7 +30,7 @@ STEP = {
     "SLURM_STEP_NODELIST": "here[0-1]",
 }
 DEFAULTS = {name: srun_task.DEFAULT for name in ("launch.name", "launch.devices", "launch.nodes")}
-OWN = {"name": "slurm", "devices": 1, "samplers": 0, "nodes": 1, "node": None, "address": None}
+OWN = {"name": "slurm", "devices": 1, "samplers": 0, "nodes": 1, "node_rank": None, "rdzv_endpoint": None}
 WORDS = ("+recipe=sft_demo", "launch=slurm", "parallelism=ddp", "evaluation.every=0")
 
 
@@ -66,7 +66,7 @@ def test_the_layout_is_what_slurm_says(step: None, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("node", 0, "launch.node_rank=0: Slurm says it"),
+        ("node_rank", 0, "launch.node_rank=0: Slurm says it"),
         ("nodes", 3, "launch.nodes=3: this Slurm job has 2"),
         ("partition", "big", "launch.partition: is for a job that is to be submitted, and this is one, 40"),
     ],
@@ -159,7 +159,7 @@ def test_a_slurm_that_never_answers_is_given_up_and_the_job_left_alone(
 
     monkeypatch.setattr(submission, "state_of", state_of)
     monkeypatch.setattr(submission, "SILENT_S", 0.05)
-    said = r"slurm controller, for 0.05 s now; job 17 goes on without being followed; to end it: scancel 17"
+    said = r"slurm controller, for 0.05 s now; job 17 continues without being followed; to end it: scancel 17"
     with pytest.raises(EnvironmentProblem, match=said):
         submission.follow(followed, "17", followed.slurm / "17.log")
 
@@ -235,7 +235,7 @@ def test_near_the_limit_a_recipe_that_is_run_first_saves_and_goes_on(cluster: Pa
     os.kill(slurm_stand_in_job(cluster)["pid"], signal.SIGUSR2)
     assert process.wait(DEADLINE_S) == 0, job.said()
     said = job.said()
-    assert "requeued: Slurm starts the job again" in said and "init_from: going on with +recipe=quick" in said
+    assert "requeued: Slurm starts the job again" in said and "init_from: continuing +recipe=quick" in said
     assert (slurm_stand_in_job(cluster)["starts"], job.status()["attempt"], steps(), job.steps()) == (2, 1, 16, 2)
 
 
@@ -252,7 +252,7 @@ def test_a_script_of_ones_own_is_requeued_into_the_same_folder(cluster: Path, tm
     assert process.wait(DEADLINE_S) == 75, job.said()
     assert job.status()["state"] == "interrupted" and job.status()["exit_code"] == 75
     said = job.run(*more, **own, SLURM_RESTART_COUNT="1")
-    assert "was begun by this Slurm job: going on there" in said and job.latest.resolve() == first
+    assert "was begun by this Slurm job: continuing there" in said and job.latest.resolve() == first
     assert job.steps() == 16 > before and job.status()["attempt"] == 2
 
 

@@ -153,7 +153,7 @@ def test_an_interrupted_stage_tells_how_its_job_goes_on(tmp_path: Path) -> None:
     assert said.endswith(
         "while running +recipe=sft_demo first; this job was not begun\n"
         f"continue  {typed} init_from=recipe:sft_demo evaluation.every=0 name=ab     "
-        "(+recipe=sft_demo goes on where it stopped)\n"
+        "(+recipe=sft_demo continues where it stopped)\n"
     )
     status = json.loads((found[0].parent / "status.json").read_text())
     assert status["state"] == "interrupted"
@@ -164,7 +164,7 @@ def test_an_interrupted_stage_tells_how_its_job_goes_on(tmp_path: Path) -> None:
     ("number", "code", "said", "words"),
     [
         pytest.param(signal.SIGTERM, 143, "this job was not begun", (), id="terminated"),
-        pytest.param(signal.SIGUSR2, 75, "a requeue goes on", ("launch=slurm",), id="near-the-limit"),
+        pytest.param(signal.SIGUSR2, 75, "a requeue continues", ("launch=slurm",), id="near-the-limit"),
     ],
 )
 def test_a_job_that_is_told_to_end_waits_for_its_stage_to_save(
@@ -244,7 +244,7 @@ def wait_for(path: Path, pattern: str) -> Path:
 
 @pytest.mark.slow
 def test_jobs_that_want_the_same_stage_share_it(stages: Path) -> None:
-    """Two at once: one runs it, the other waits; a third, later, takes it; it is killed once and goes on."""
+    """Two at once: one runs it, the other waits; a third, later, takes it; it is killed once and continues."""
     path = stages / "recipes" / "quick.yaml"
     path.write_text(path.read_text().replace("steps: 2", "steps: 12\ncheckpoint:\n  every: 1"))
     words = [
@@ -262,14 +262,14 @@ def test_jobs_that_want_the_same_stage_share_it(stages: Path) -> None:
     both = [subprocess.Popen(typed, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     said = [job.communicate(timeout=120)[1] for job in both]
     assert [job.returncode for job in both] == [0, 0], said
-    going_on = [line for text in said for line in text.splitlines() if "init_from: going on with +recipe=quick" in line]
+    going_on = [line for text in said for line in text.splitlines() if "init_from: continuing +recipe=quick" in line]
     taken = [line for text in said for line in text.splitlines() if "was run before, with this spec and code" in line]
     assert len(going_on) == len(taken) == 1
     [stage] = stages.glob("outputs/stages/quick/*/spec.yaml")
     rows = [json.loads(line)["step"] for line in (stage.parent / "metrics.jsonl").read_text().splitlines()]
     assert rows == list(range(1, 13)), "every step once"
     third = run(stages, *words, "optimizer.lr=1e-5")
-    assert f"taking its weights (to run it anew: rm -r {stage.parent.relative_to(stages)})" in third
+    assert f"taking its weights (to run it again: rm -r {stage.parent.relative_to(stages)})" in third
     killed.communicate()
 
 
@@ -283,7 +283,7 @@ def ranks_of(stage: Path) -> int:
 
 @pytest.mark.slow
 def test_a_stage_has_the_layout_of_its_job_and_is_the_same_under_any(stages: Path) -> None:
-    """A rank of the stage is killed; the job typed again, now on one device, goes on with it there."""
+    """A rank of the stage is killed; the job typed again, now on one device, continues it there."""
     path = stages / "recipes" / "quick.yaml"
     path.write_text(path.read_text().replace("steps: 2", "steps: 300\ncheckpoint:\n  every: 5"))
     words = ("+recipe=sft_demo", *SMALL, "init_from=recipe:quick")
@@ -300,7 +300,7 @@ def test_a_stage_has_the_layout_of_its_job_and_is_the_same_under_any(stages: Pat
     spec = stage / "spec.yaml"
     spec.write_text(spec.read_text().replace("steps: 300", f"steps: {kept + 2}"))
     again = run(stages, *words, "launch.devices=1", *SPREAD[2:])
-    assert "init_from: going on with +recipe=quick" in again
+    assert "init_from: continuing +recipe=quick" in again
     assert ranks_of(stage) == 1
     rows = [json.loads(line)["step"] for line in (stage / "metrics.jsonl").read_text().splitlines()]
     assert rows == list(range(1, kept + 3)), "every step once"

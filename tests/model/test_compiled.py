@@ -112,8 +112,9 @@ def test_a_model_that_does_not_name_its_layers_says_so(monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_without_a_compiler_it_is_an_error_that_says_what_to_install() -> None:
     program = (
-        "import torch; from runner.core.errors import EnvironmentProblem; from runner.model import checkpointing_and_compile as compiling\n"
-        "try: compiling.refuse_without_compiler(torch.device('cpu'))\n"
+        "import torch\nfrom runner.core.errors import EnvironmentProblem\n"
+        "from runner.model.checkpointing_and_compile import refuse_without_compiler\n"
+        "try: refuse_without_compiler(torch.device('cpu'))\n"
         "except EnvironmentProblem as error: print(error)"
     )
     own = {"CXX": "no-such-compiler", "PATH": "/nowhere", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -17,7 +17,7 @@ from runner.model.causal_lm import CausalLM
 from tests.model import zoo
 
 RANK = 4
-LENGTHS = (9, 20)  # of rows, of whose tokens all but the first are learnt
+LENGTHS = (9, 20)  # of rows, of whose tokens all but the first are trained on
 TOKENS, LEARNT, VOCAB = 29, 27, 300
 
 

@@ -1,4 +1,4 @@
-"""AdamW in 8 bits and Muon: they learn, and a job that is resumed goes on to the bit."""
+"""AdamW in 8 bits and Muon: they learn, and a job that is resumed continues to the bit."""
 
 from __future__ import annotations
 

@@ -16,13 +16,12 @@ from runner.core.signals import StopSignal
 from runner.interfaces import StepResult
 from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
+from runner.tracker.screen import MACHINE_METRICS
 from runner.trainer.callbacks import BaseCallback
 from runner.trainer.loop import run_loop
 from tests.parallelism.forked import ranks
 from tests.parallelism.zero_gradients import noting
 from tests.ports import free_port
-
-TIMES = ("perf/", "time/", "device/")  # what no two runs have in common
 
 
 def spec_of(words: Sequence[str], size: int = 1) -> JobSpec:
@@ -56,7 +55,7 @@ class Numbers(BaseCallback):
         self.steps: list[dict[str, float]] = []
 
     def on_step(self, end: StepResult) -> None:
-        self.steps.append({name: value for name, value in end.values.items() if not name.startswith(TIMES)})
+        self.steps.append({name: value for name, value in end.values.items() if not name.startswith(MACHINE_METRICS)})
 
 
 def played(spec: JobSpec, folder: RunFolder, place: RankInfo) -> dict[str, Any]:

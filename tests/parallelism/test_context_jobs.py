@@ -20,7 +20,7 @@ def test_two_ranks_do_what_one_process_does(name: str, style: str, workdir: Path
 @pytest.mark.parametrize("style", ["ulysses", pytest.param("ring", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", MORE)
 def test_more_jobs_on_two_ranks(name: str, style: str, workdir: Path) -> None:
-    # scores of rows that hardly differ are subtracted: what is left has few digits, and every rank rounds anew
+    # scores of rows that hardly differ are subtracted: what is left has few digits, and every rank rounds again
     bound = 2e-4 if name == "rm" else GRADIENTS
     # policy and reference are one at first: which answer of a pair is likelier, the ring's rounding says, which is
     # another for each micro-batch

@@ -58,7 +58,7 @@ def trained(
     first: int = 0,
     state: Any = None,
 ) -> dict[str, Any]:
-    """What five steps from `first` on come to, going on from `state`; with the state after them."""
+    """What five steps from `first` on come to, continuing from `state`; with the state after them."""
     model = plain.made(kind, adapter, layout)
     if change is not None:
         change(model)

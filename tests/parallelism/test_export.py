@@ -128,7 +128,8 @@ class Alive:
 
 def watched_save(rank: int, layout: str, make: Make, folder: Path) -> tuple[int, int]:
     model, alive = spread(layout, make()), Alive()
-    for place, name in ((hf_state_dict, "full_tensor"), (hf_state_dict, "revert_weight_conversion"), (export, "full_tensor")):
+    watched = ((hf_state_dict, "full_tensor"), (hf_state_dict, "revert_weight_conversion"), (export, "full_tensor"))
+    for place, name in watched:
         setattr(place, name, alive.watching(getattr(place, name)))  # in this rank's process alone
     model.save(folder if rank == 0 else None)
     return alive.peak, alive.calls

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from runner.adapter import lora
-from runner.adapter.config import LoraConfig, NoAdapterConfig
+from runner.adapter.config import LoraConfig, NoAdapterConfig, train_all
 from runner.algorithm.sft import CrossEntropy
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch, pack, row_sum, with_totals
@@ -64,7 +64,7 @@ def given(step: int) -> Batch:
 def made(kind: str, adapter: bool, layout: str) -> Any:
     model: Any = zoo.causal(kind, layout=layout, tie_word_embeddings=kind == "qwen3")
     if not adapter:
-        return lora.train_all(NoAdapterConfig(), model, decide=Decisions())
+        return train_all(NoAdapterConfig(), model, decide=Decisions())
     targets: Any = ("q_proj", "v_proj") if kind == "qwen3_moe" else "all-linear"
     model = lora.attach(LoraConfig(rank=4, targets=targets), model, decide=Decisions())
     for name, parameter in model.trainable().items():  # B = 0 would leave A without a gradient at first

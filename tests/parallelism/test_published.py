@@ -52,7 +52,7 @@ Make = Callable[[], Any]
 
 
 def adapted(kind: str, **options: Any) -> Any:
-    """A model with an adapter that has learnt."""
+    """A model with an adapter that is trainable."""
     own = {name: options.pop(name) for name in list(options) if name in LoraConfig.model_fields}
     model: Any = lora.attach(LoraConfig(**{"rank": 4, **own}), zoo.causal(kind, **options), decide=Decisions())
     for name, parameter in model.trainable().items():

@@ -10,7 +10,7 @@ from runner.reward.group_scorer import MOST_KINDS, GroupScores, ScoringFailure, 
 
 def test_the_first_of_a_kind_is_said_and_all_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "runner")
-    faults = ScoringFailures("reward=x", 100, "mend it")
+    faults = ScoringFailures("reward=x", 100, "fix it")
     for i in range(5):
         faults.record_group(GroupScores([1.0, None], (ScoringFailure("odd", f"odd number {i}"),)))
     faults.record_group(unscored_group(3, "gone", "it went"))
@@ -25,7 +25,7 @@ def test_the_first_of_a_kind_is_said_and_all_are_counted(caplog: pytest.LogCaptu
 
 
 def test_groups_without_a_score_stop_the_run_only_in_a_row() -> None:
-    faults = ScoringFailures("reward=x", 3, "mend it", EnvironmentProblem)
+    faults = ScoringFailures("reward=x", 3, "fix it", EnvironmentProblem)
     for scored in (
         unscored_group(2, "k", "m"),
         unscored_group(2, "k", "m"),
@@ -35,12 +35,12 @@ def test_groups_without_a_score_stop_the_run_only_in_a_row() -> None:
     faults.record_group(unscored_group(2, "k", "m"))
     faults.record_group(GroupScores([]))  # an empty group says nothing
     faults.record_group(unscored_group(2, "k", "m"))
-    with pytest.raises(EnvironmentProblem, match=r"reward=x: no sample of 3 groups in a row .*\n  why\n  mend it"):
+    with pytest.raises(EnvironmentProblem, match=r"reward=x: no sample of 3 groups in a row .*\n  why\n  fix it"):
         faults.record_group(unscored_group(2, "k", "why"))
 
 
 def test_a_none_that_the_reward_chose_is_no_fault_and_counts_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
-    faults = ScoringFailures("reward=x", 2, "mend it", EnvironmentProblem)
+    faults = ScoringFailures("reward=x", 2, "fix it", EnvironmentProblem)
     for _ in range(3):
         assert faults.record_group(GroupScores([None, None])) == [None, None]
         assert faults.record_group(GroupScores([None, 0.5])) == [None, 0.5]
@@ -54,7 +54,7 @@ def test_a_none_that_the_reward_chose_is_no_fault_and_counts_all_the_same(caplog
 
 
 def test_what_is_said_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    faults = ScoringFailures("reward=x", 10_000, "mend it")
+    faults = ScoringFailures("reward=x", 10_000, "fix it")
     for i in range(1000):
         faults.record_group(unscored_group(1, f"kind {i}", f"message {i}"))
     faults.close()

@@ -511,7 +511,7 @@ def test_a_function_that_scores_nothing_stops_the_run(function: Write) -> None:
         DataError, match=r"no sample of 3 groups in a row .*\n.*KeyError: 'no' \(mine.py:1 in score\)"
     ) as e:
         reward.score([GROUP] * 2)
-    assert "mend " in str(e.value) and "mine.py" in str(e.value)
+    assert "fix " in str(e.value) and "mine.py" in str(e.value)
 
 
 # --- what it prints --------------------------------------------------------------------------------------------------

@@ -257,7 +257,7 @@ def test_a_folder_of_the_users_choice_holds_one_run(workdir: Path) -> None:
     assert claimed.root == workdir / "here" / "run" and claimed.root.is_dir()
     assert claim_folder(Path("here/run")) == claimed  # one that died before it had a spec
     claimed.spec.touch()
-    with pytest.raises(EnvironmentProblem, match="go on with it: run resume here/run"):
+    with pytest.raises(EnvironmentProblem, match="continue it: run resume here/run"):
         claim_folder(Path("here/run"))
     (workdir / "papers").mkdir()
     (workdir / "papers" / "thesis.tex").write_text("mine")

@@ -1,4 +1,4 @@
-"""A run goes on from its own checkpoint only: with the spec, the data and, bit for bit, the versions of before."""
+"""A run continues from its own checkpoint only: with the spec, the data and, bit for bit, the versions of before."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def journal(folder: Path, sampler: Dice | None = None, committed: Callable[[], i
 
 
 def train(root: Path, lag: int, sampler: Dice, prunes: bool, archive: Path | None = None) -> Tensor:
-    """As the loop: what is learnt is a function of the rollouts and of what was learnt before."""
+    """As the loop: what is trained on is a function of the rollouts and of what was trained on before."""
     saved = root / "saved"
     state: dict[str, Any] = pickle.loads(saved.read_bytes()) if saved.exists() else {"step": 0, "w": torch.zeros(4)}
     weight, first = state["w"].double(), state["step"]
@@ -161,7 +161,7 @@ def test_killed_at_any_moment_it_ends_as_the_rollouts_of_its_journal_say(tmp_pat
 
 def test_without_the_journal_it_would_not(tmp_path: Path) -> None:
     found = [train(tmp_path, 0, Dice(), prunes=False) for _ in range(2)]
-    assert torch.equal(*found), "the second one learnt from the first one's"
+    assert torch.equal(*found), "the second one trained on the first one's"
     shutil.rmtree(tmp_path / "journal")
     (tmp_path / "saved").unlink()
     assert not torch.equal(found[0], train(tmp_path, 0, Dice(), prunes=False))
@@ -234,7 +234,7 @@ def test_a_torn_line_is_said_and_drawn_again(tmp_path: Path, cut: str, caplog: p
 def test_what_was_drawn_after_another_answer_is_of_another_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where the newest checkpoint is damaged, and the run goes on from one before, whose pages are gone."""
+    """As where the newest checkpoint is damaged, and the run continues from one before, whose pages are gone."""
     one = journal(tmp_path)
     for version in range(5):
         one.load_weights(None, version)
@@ -245,7 +245,7 @@ def test_what_was_drawn_after_another_answer_is_of_another_run(
         again.load_weights(None, version)
         again.sample(requests(version))
     assert sampler.asked == [request for version in (2, 3, 4) for request in requests(version)]
-    assert "the rollouts of versions 3 to 4 are of steps that are done anew" in caplog.text
+    assert "the rollouts of versions 3 to 4 are of steps that are done again" in caplog.text
 
 
 def test_what_no_checkpoint_needs_is_removed(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def test_a_dumped_spec_decodes_to_itself(group: str, cls: Any) -> None:
     section = {"name": name, **VALUES.get((group, name), needed)}
     samples = cls.needs_sampler if group == "algorithm" else group in ("sampler", "reward", "environment")
     others = dict(SAMPLING) if samples and name != "none" else {}
-    if group == "algorithm" and not cls.rewarded:
+    if group == "algorithm" and not cls.needs_reward:
         others.pop("reward", None)
     if group == "parallelism" and name != "single":
         others |= {"launch": {"devices": 4}, "model": {"name": "tiny_moe" if name == "ep" else "tiny"}}

@@ -172,7 +172,7 @@ def test_jobs_go_on_without_the_sweep_and_a_resume_takes_them_up(
     toy.SweepState.read(folder).update(2, state="waiting")  # as if the sweep had died before it saw it begin
     assert run(folder.root, "resume", names, grace_s=0.1).wait(PATIENCE_S) == 2, "another cluster started it again"
     resumed = run(folder.root, "resume", names, address=address)
-    until(lambda: "goes on, on" in folder.log.read_text())
+    until(lambda: "continues, on" in folder.log.read_text())
     (folder.run(2).root / "go").touch()
     assert resumed.wait(PATIENCE_S) == 0
     assert toy.states(folder) == ["done"] * 5 and [toy.starts(folder, index) for index in range(5)] == [1] * 5

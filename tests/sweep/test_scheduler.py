@@ -207,7 +207,7 @@ def test_what_was_handed_over_elsewhere_is_not_started_here(tmp_path: Path) -> N
     given = {"on": "ray", "token": "t", "note": str(folder.note(1))}
     SweepState.read(folder).update(1, state="running", identity=given)
     before = folder.state.read_bytes()
-    with pytest.raises(EnvironmentProblem, match=r"job 1 may still run where sweep\.on=ray had put them; go on with"):
+    with pytest.raises(EnvironmentProblem, match=r"job 1 may still run where sweep\.on=ray had put them; continue"):
         resume_here(folder, commands.ResumeSelection())
     assert folder.state.read_bytes() == before and toy.starts(folder, 1) == 1
 

@@ -1,4 +1,4 @@
-"""Searches: they find what is good, stop what is hopeless, and go on where they were killed."""
+"""Searches: they find what is good, stop what is hopeless, and continue where they were killed."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_failures_are_told_and_a_second_try_counts(tmp_path: Path) -> None:
     assert (code, toy.states(folder)) == (9, ["done", "failed"] * 2)
     assert study(folder) == ["COMPLETE", "FAIL"] * 2
     found, made = find_sweep(str(folder.root))
-    wanted, options = toy.commands.Wanted(retry_failed=True), toy.SweepConfig.model_validate(made.options)
+    wanted, options = toy.commands.ResumeSelection(retry_failed=True), toy.SweepConfig.model_validate(made.options)
     assert toy.resume_with(found, wanted, options, toy.command_of(found, ["curve"]), toy.propose) == 0
     assert sorted(study(folder)) == ["COMPLETE"] * 4 + ["FAIL"] * 2
 

@@ -82,5 +82,5 @@ def test_a_job_on_a_cluster_of_its_own_choice_is_no_job_of_a_sweep(address: str)
     with pytest.raises(SpecError) as caught:
         request_of(spec, ())
     [problem] = caught.value.problems
-    assert problem.key == "launch.rdzv_endpoint"
+    assert problem.key == "launch.address"
     assert problem.message.endswith(f"; type launch=local sweep.on=ray sweep.address={address}")

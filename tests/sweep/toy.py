@@ -109,7 +109,7 @@ def start(
 def resume(
     folder: SweepFolder, names: Sequence[str], wanted: commands.ResumeSelection | None = None, **changes: object
 ) -> int:
-    """Go on with it; the exit code."""
+    """Continue it; the exit code."""
     asked, config = wanted or commands.ResumeSelection(), SweepConfig.model_validate(changes)
     return code_of(lambda: resume_with(folder, asked, config, command_of(folder, names)))
 
@@ -129,7 +129,7 @@ def search(where: Path, names: Sequence[str], **options: object) -> tuple[SweepF
 
 
 def go_on(folder: SweepFolder, names: Sequence[str], **changes: object) -> int:
-    """Go on with a search; the exit code."""
+    """Continue a search; the exit code."""
     _, made = plan.find_sweep(str(folder.root))
     config = SweepConfig.model_validate({**made.options, **changes})
     return code_of(lambda: resume_with(folder, commands.ResumeSelection(), config, command_of(folder, names), propose))
@@ -141,7 +141,7 @@ def _start(folder: SweepFolder, made: Plan, options: SweepConfig, *others: Any) 
 
 
 def resume_with(folder: SweepFolder, wanted: commands.ResumeSelection, options: SweepConfig, *others: Any) -> int:
-    """Go on with a sweep where its options say."""
+    """Continue a sweep where its options say."""
     with make_executor(options) as executor:
         return commands.resume_sweep(*plan.find_sweep(str(folder.root)), wanted, options, executor, *others)
 

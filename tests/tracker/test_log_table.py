@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.tracker.console import Console
-from runner.tracker.log_table import COLUMNS, HEADER_EVERY, LINE_WIDTH, LogTable, sample_lines
+from runner.tracker.console import COLUMNS, HEADER_EVERY, LINE_WIDTH, Console, LogTable, sample_lines
 from runner.tracker.screen import METRICS, Progress
 
 SFT = {

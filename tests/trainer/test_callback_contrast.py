@@ -29,8 +29,8 @@ def warned(values: list[dict[str, float]], caplog: pytest.LogCaptureFixture) -> 
 def test_the_first_step_without_contrast_is_warned_of_and_each_20th_after_it(caplog: pytest.LogCaptureFixture) -> None:
     said = warned([NOTHING] * (2 * WARN_EVERY), caplog)
     assert [line.split(":")[0] for line in said] == ["step 1", f"step {1 + WARN_EVERY}"]
-    assert "all rewards were equal (mean 0.125), so nothing was learnt; look at samples.jsonl" in said[0]
-    assert f"nothing was learnt, as at {WARN_EVERY} steps before;" in said[1]
+    assert "all rewards were equal (mean 0.125), so nothing was trained; look at samples.jsonl" in said[0]
+    assert f"nothing was trained, as at {WARN_EVERY} steps before;" in said[1]
 
 
 @pytest.mark.parametrize("change", [{"train/tokens": 9.0}, {"reward/zero_variance": 0.875}], ids=str)

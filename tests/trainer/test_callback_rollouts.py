@@ -1,4 +1,4 @@
-"""Some of what each step learnt from is kept."""
+"""Some of what each step trained on is kept."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.algorithm.inputs import AlgorithmInputs
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 from runner.algorithm.preference.learning import build as build_rm
 from runner.algorithm.preference.learning import build_dpo, build_kto, pack_pairs
 from runner.core.batch import Batch
 from runner.interfaces import Outputs
+from runner.interfaces.learning import AlgorithmInputs
 from runner.trainer.evaluator import HeldOutLoss, LearnsFromItems, Remembered, shares
 from runner.trainer.reference_model import FrozenModel
 from tests.algorithm.preferences import (

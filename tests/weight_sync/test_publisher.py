@@ -40,9 +40,9 @@ def test_the_probe_allows_what_the_device_that_was_built_computes_in(tf32: bool,
     config = CudaConfig(tf32=tf32)
     device: Any = SimpleNamespace(matmul_precision=lambda dtype: config.matmul_precision(str(dtype)[len("torch.") :]))
     policy = SimpleNamespace(
-        compute_type=torch.float32,
+        compute_dtype=torch.float32,
         inner=SimpleNamespace(dtype=torch.float32),
-        bounds=lambda: SimpleNamespace(vocabulary=8),
+        limits=lambda: SimpleNamespace(vocab_size=8),
     )
     spec = compose_job(["+recipe=grpo_demo", "device=auto"]).spec
     assert _weight_sync_probe(spec, policy, device).limit == TOLERANCES["tf32" if tf32 else "float32"].logprobs
@@ -212,7 +212,7 @@ def test_a_sampler_that_says_something_else_is_loaded_once_more_and_then_refused
     publisher.publish(4)
     if wrong_loads == 2:
         with pytest.raises(
-            SamplerError, match=r"weights of version 4 were sent, twice.*sampler\.probe=0\.001"
+            SamplerError, match=r"weights of version 4 were sent, twice.*sampler\.sync_logprob_tolerance=0\.001"
         ) as error:
             publisher.load_for(4)
         assert error.value.exit_code == 75

@@ -53,7 +53,7 @@ class Episode:
         self.text, self.finish, self.version = text, rollout.finish, rollout.version
 
     def append_observation(self, observation: Observation, ids: Sequence[int]) -> None:
-        """What the environment said: context, never learnt."""
+        """What the environment said: context, never trained on."""
         self.ids += ids
         self.mask += [0.0] * len(ids)
         self.logprobs += [0.0] * len(ids)
@@ -71,7 +71,7 @@ class Episode:
         return Completion(self.prompt, own, self.text, self.finish, messages)
 
 
-# The episodes that go on, each with its number, and the turn (0-based) that is to be written → that turn of each
+# The episodes that continue, each with its number, and the turn (0-based) that is to be written → that turn of each
 WriteTurns = Callable[[Sequence[tuple[int, Episode]], int], Sequence[Rollout]]
 
 
@@ -121,7 +121,7 @@ class EpisodeRunner:
     def _step_environments(
         self, live: Sequence[tuple[int, Episode]], turn: int, partners: EnvironmentBatch
     ) -> list[tuple[int, Episode]]:
-        """The episodes that go on, having heard what their environments say."""
+        """The episodes that continue, having heard what their environments say."""
         assert self.environments is not None
         last = turn + 1 == self.environments.max_turns
         asking = [] if last else [(at, episode) for at, episode in live if episode.finish != "length"]

@@ -198,7 +198,7 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
         "rollout/length": tokens / len(drawn),
         "rollout/truncated_frac": sum(one.finish == "length" for one in drawn) / len(drawn),
         "rollout/tokens": float(tokens),
-        "rollout/max_resample_rounds": float(experience.rounds),
+        "rollout/resample_rounds": float(experience.rounds),
         "rollout/staleness": float(experience.step - oldest),
     }
 

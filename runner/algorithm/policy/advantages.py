@@ -1,11 +1,11 @@
 """Advantages: how much better a sample, or a token, is than what one could expect.
 
     rewards [N], group [N] ──▶ of whole samples [N] ──[row of each token]──▶ [T]
-    reward [N], KL [T] ──place_rewards──▶ [T] ──┬─discounted_returns──▶ [T] ──whiten──▶ [T]      REINFORCE++
+    reward [N], KL [T] ──token_level_rewards──▶ [T] ──┬─discounted_returns──▶ [T] ──whiten──▶ [T]      REINFORCE++
                                                 └─gae (values [T])────▶ advantages, returns [T]  PPO
 
 Legend: N samples, T tokens; rewards float [N] and group int64 [N] (any ids, equal for the samples of one prompt); `row`
-int64 [T] is the row of each token (0..N−1); `mask` bool [T] are the learnt tokens: the policy's own actions; values[t]
+int64 [T] is the row of each token (0..N−1); `mask` bool [T] are the trained tokens: the policy's own actions; values[t]
 = V(state before ids[t]); the reward at t is received after ids[t]. The order of the samples does not matter.
 
 *Unscored*: a reward NaN means "could not be scored". It enters no mean, no deviation and no count, and its advantage is
@@ -14,7 +14,7 @@ int64 [T] is the row of each token (0..N−1); `mask` bool [T] are the learnt to
 *No signal*: where the scored rewards of a group are all equal, or there is only one, every advantage relative to the
 group is exactly 0, without rounding. (For a group of one verl keeps the raw reward, NeMo-RL gives 0, OpenRLHF refuses.)
 
-*Masked gaps*. What comes after an action is the next learnt token of its row, over whatever a tool or an environment
+*Masked gaps*. What comes after an action is the next trained token of its row, over whatever a tool or an environment
 wrote between them, and nothing (value 0) after the last. Time advances by one per action. Values and rewards on tokens
 outside the mask are never read, and results there are 0. (verl and NeMo-RL do so too; OpenRLHF and SkyRL let a gap cut
 the recursion. On a mask without gaps all agree.)
@@ -22,8 +22,8 @@ the recursion. On a mask without gaps all agree.)
 What they are made of are sums, smallest values and successors within segments of equal ids (the row of a token, the
 group of a sample), mean, variance and whitening under a mask; without a loop and without a read-back from the device:
 
-    ids     7  7  3  7  3          numbered   1  1  0  1  0
-    values  1  2  3  4  5          sum_within 7  7  8  7  8        every value meets the sum of its own segment
+    ids     7  7  3  7  3          compact_ids  1  1  0  1  0
+    values  1  2  3  4  5          segment_sum  7  7  8  7  8        every value meets the sum of its own segment
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def batch_std(rewards: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
 
 @advantage("opo", paper="OPO 2505.23585", formula="R − length-weighted mean of the group")
 def opo(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
-    """R − Σ length·R / Σ length over the group, [N]; lengths [N] in learnt tokens, each above 0 where scored."""
+    """R − Σ length·R / Σ length over the group, [N]; lengths [N] in trained tokens, each above 0 where scored."""
     shifted, scored = _shift_by_minimum(rewards, group)
     weight = torch.where(scored, lengths, 0).to(rewards.dtype)
     total = segment_sum(weight, group)
@@ -159,7 +159,7 @@ def reinforce_pp(
     *,
     gamma: Annotated[float, Field(gt=0, le=1, description="Discount per token")] = 1.0,
 ) -> Tensor:
-    """Discounted returns, whitened over all learnt tokens, [T]."""
+    """Discounted returns, whitened over all trained tokens, [T]."""
     return whiten(discounted_returns(token_rewards, mask, row, gamma), mask)
 
 
@@ -170,7 +170,7 @@ def reinforce_pp(
     per_token=True,
 )
 def reinforce_pp_baseline(rewards: Tensor, group: Tensor, mask: Tensor, row: Tensor) -> Tensor:
-    """R − mean of the group, whitened over all learnt tokens, [T]: long answers weigh more, as in verl."""
+    """R − mean of the group, whitened over all trained tokens, [T]: long answers weigh more, as in verl."""
     return whiten(group_mean(rewards, group)[row], mask)
 
 
@@ -190,12 +190,12 @@ def _shift_by_minimum(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scored_mask(mask: Tensor, rewards: Tensor, row: Tensor) -> Tensor:
-    """The mask without the rows whose reward is NaN (unscored), bool [T]: what may be whitened and learnt."""
+    """The mask without the rows whose reward is NaN (unscored), bool [T]: what may be whitened and trained on."""
     return mask & ~rewards.isnan()[row]
 
 
 def kl_penalized_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, row: Tensor, beta: float) -> Tensor:
-    """R − beta·Σ KL over the row's learnt tokens, [N]: the penalty inside a sequence's reward (RLOO, 2402.14740).
+    """R − beta·Σ KL over the row's trained tokens, [N]: the penalty inside a sequence's reward (RLOO, 2402.14740).
 
     rewards: float [N], NaN stays NaN; kl: float [T], k1 per token.
     """
@@ -203,10 +203,10 @@ def kl_penalized_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, row: Tensor,
 
 
 def token_level_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, row: Tensor, beta: float) -> Tensor:
-    """−beta·KL on every learnt token, plus the row's reward on its last one, [T] (PPO; REINFORCE++ 2501.03262).
+    """−beta·KL on every trained token, plus the row's reward on its last one, [T] (PPO; REINFORCE++ 2501.03262).
 
     rewards: float [N]; kl: float [T], k1 per token. A row whose reward is NaN has 0 everywhere: take it out of the
-    mask with `scored_tokens`. A row without learnt tokens has no place for its reward.
+    mask with `scored_mask`. A row without trained tokens has no place for its reward.
     """
     last = next_in_segment(mask, row) == len(row)
     placed = torch.where(last, rewards[row], 0) - beta * kl
@@ -214,7 +214,7 @@ def token_level_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, row: Tensor, 
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, row: Tensor, gamma: float) -> Tensor:
-    """G_t = r_t + gamma·G at the row's next learnt token, float [T]; 0 outside the mask."""
+    """G_t = r_t + gamma·G at the row's next trained token, float [T]; 0 outside the mask."""
     total = _discounted_sum(torch.where(mask, rewards, 0), next_in_segment(mask, row), gamma)
     return torch.where(mask, total, 0)
 

@@ -1,4 +1,4 @@
-"""What a user can set of policy optimisation: grpo, ppo, opd, and by presets their kin.
+"""What a user can set of policy optimisation: grpo, ppo, opd, and by presets their variants.
 
 The knobs are orthogonal. One that a combination does not use has no value (null), and setting it is an error; null
 stands for the default that its description names. Losses, advantages, KL estimators, aggregations and corrections are
@@ -227,7 +227,7 @@ class PolicyConfig(ReferenceBasedConfig):
 
 @with_options
 class GrpoConfig(PolicyConfig):
-    """Group-relative policy optimisation (2402.03300) and its kin: no critic, advantages from the group's rewards."""
+    """Group-relative policy optimization (2402.03300) and its variants, without a critic."""
 
     factory: ClassVar[str] = "runner.algorithm.policy.optimization:build"
     name: Literal["grpo"] = "grpo"

@@ -6,7 +6,7 @@ sampler to trainer, and estimates of the KL divergence from the reference, with 
 
 Legend: T tokens; l = logprobs of the policy; o = old = the trainer's logprobs under the policy that the step began
 with; mu = sampled = those that the sampler reported; rho = exp(o − mu); f = logprobs of the reference; d = l − f; all
-float [T]; mask bool [T] are the learnt tokens; row int64 [T].
+float [T]; mask bool [T] are the trained tokens; row int64 [T].
 
 Weights are constants: without gradient. A policy loss whose ratio is taken to mu itself (o := mu) has this correction
 in it and must not be weighted again. Outside the mask rho is 1.
@@ -21,9 +21,10 @@ Estimates of KL(policy ‖ reference) per token: J. Schulman, "Approximating KL 
     k3_ratio    d at r = 1: unbiased also off-policy
     k3_plus     d: value of k3, gradient of k2
 
-Every log-ratio that is exponentiated, d in k3 and its kin too, is clamped to ±20 first, as verl and OpenRLHF do (TRL
-and NeMo-RL do not): exp(20) = 4.9e8 is finite in every dtype but float16. Beyond the clamp a token has no gradient. No
-estimate is clamped. (verl also clamps the value of k3 to ±10, OpenRLHF every estimator, slime only k3; TRL none.)
+Every log-ratio that is exponentiated, d in k3 and its variants too, is clamped to ±20 first, as verl and OpenRLHF do
+(TRL and NeMo-RL do not): exp(20) = 4.9e8 is finite in every dtype but float16. Beyond the clamp a token has no
+gradient. No estimate is clamped. (verl also clamps the value of k3 to ±10, OpenRLHF every estimator, slime only k3; TRL
+none.)
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ def token_ratio(logprobs: Tensor, old: Tensor) -> Tensor:
 
 
 def sequence_ratio(logprobs: Tensor, old: Tensor, mask: Tensor, row: Tensor) -> Tensor:
-    """The row's ratio s = exp(mean over its learnt tokens of l − o), at each of its tokens, [T]  (GSPO, 2507.18071).
+    """The row's ratio s = exp(mean over its trained tokens of l − o), at each of its tokens, [T]  (GSPO, 2507.18071).
 
-    mask: bool [T], the learnt tokens; row: int64 [T].
+    mask: bool [T], the trained tokens; row: int64 [T].
 
     In the paper's GSPO-token form, sg(s)·exp(l − sg(l)): every token has the value s and the gradient s with respect to
     its own l. Averaged over the row's tokens this is the gradient of s itself, so the aggregation must be
@@ -74,7 +75,7 @@ Level = Literal["token", "sequence"]
 def behavior_log_ratio(old: Tensor, sampled: Tensor, mask: Tensor, row: Tensor, level: Level) -> Tensor:
     """log rho, detached, [T]; 0 outside the mask.
 
-    token: o − mu.  sequence: Σ (o − mu) over the row's learnt tokens, the ratio of whole answers, at each of them.
+    token: o − mu.  sequence: Σ (o − mu) over the row's trained tokens, the ratio of whole answers, at each of them.
     """
     difference = torch.where(mask, (old - sampled).detach(), 0)
     if level == "sequence":
@@ -116,7 +117,7 @@ def decoupled_weights(log_ratio: Tensor, *, correction_max: High = math.inf) -> 
 
 
 def sampler_mismatch(old: Tensor, sampled: Tensor, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Health of the sampler, as (sum, count) over the learnt tokens; both 0-d.
+    """Health of the sampler, as (sum, count) over the trained tokens; both 0-d.
 
     logprob_diff: |o − mu|.  prob_diff: |exp(o) − exp(mu)|; fine under 0.005, a fault above 0.01 (verl's FAQ).
     """
@@ -127,14 +128,14 @@ def sampler_mismatch(old: Tensor, sampled: Tensor, mask: Tensor) -> dict[str, tu
 
 
 def affected_counts(found: ImportanceWeights, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(learnt tokens whose weight was truncated or masked, learnt tokens); both 0-d."""
+    """(trained tokens whose weight was truncated or masked, trained tokens); both 0-d."""
     return (found.affected & mask).sum(), mask.sum()
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
     """(Σw)² / (n·Σw²), 0-d: the share of the samples that the weighted ones are worth (Kish); 1 for equal weights.
 
-    weights: rho, float [T], of which the mask picks the learnt tokens. 0 if there are none.
+    weights: rho, float [T], of which the mask picks the trained tokens. 0 if there are none.
     """
     kept = torch.where(mask, weights, 0)
     worth = mask.sum() * kept.square().sum()
@@ -187,7 +188,7 @@ class KlController:
     target: float | None
 
     def observe(self, kl: float, samples: int) -> None:
-        """Take in the mean KL per token of a step that learnt from so many samples."""
+        """Take in the mean KL per token of a step that trained on so many samples."""
         if self.target is not None:
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.coefficient *= 1 + error * samples / HORIZON

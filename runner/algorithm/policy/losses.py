@@ -11,8 +11,8 @@ Every policy loss returns (loss [T], diagnostics): the bool masks [T] `clip_frac
 `clip_frac_dual`, true where a bound took effect; one that a loss does not have is left out.
 
 An aggregation gives weights w such that the step's loss is Σ w·loss, over all tokens of all ranks. `mask` [T] is 0 or
-False where nothing is learnt; a fractional value scales its token and counts as one. Weights have the mask's dtype
-where that is floating, else torch's default. `tokens`, `rows` and `groups` (prompts) count those with a learnt token
+False where nothing is trained; a fractional value scales its token and counts as one. Weights have the mask's dtype
+where that is floating, else torch's default. `tokens`, `rows` and `groups` (prompts) count those with a trained token
 over the whole optimizer step and all ranks (0 gives weights of 0): the weights carry the global denominator and nothing
 divides later. Hence a sum of parts is the loss of the whole, however rows are cut into micro-batches or spread over
 ranks, as long as no row (for `prompt_mean`, no prompt) is cut. The mean over the tokens of a micro-batch (TRL "bnpo")

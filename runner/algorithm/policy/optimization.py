@@ -11,7 +11,7 @@
 Papers: GRPO 2402.03300, PPO 1707.06347, GAE 1506.02438; each part names its own (`runner.algorithm.policy.advantages`,
 `losses`, `kl`, `importance`, `aggregation`). Legend: N rows, T tokens.
 
-The policy that the ratio is taken to, `old` (`PolicyConfig.old_from`):
+The policy that the ratio is taken to, `old` (`PolicyConfig.old_logprobs_source`):
   one update per step at lag 0     none is needed: the policy is the one that sampled
   lag ≥ 1 without a correction     what the sampler reported: the policy that sampled
   else                             computed by the trainer before the step's first update
@@ -29,7 +29,6 @@ from torch import Tensor
 
 from runner.algorithm.episodes import rollouts
 from runner.algorithm.episodes.rollouts import Experience, Group, RolloutCollector, make_experience
-from runner.algorithm.inputs import AlgorithmInputs
 from runner.algorithm.loss_registry import compute_selected, selected_function
 from runner.algorithm.policy import advantages, importance
 from runner.algorithm.policy.advantages import whiten
@@ -41,6 +40,7 @@ from runner.core.errors import TrainingDiverged
 from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.core.rng import derive_seed
 from runner.interfaces import LossFn, Model, Role, Sample, State
+from runner.interfaces.learning import AlgorithmInputs
 from runner.interfaces.losses import ImportanceWeights
 
 
@@ -124,11 +124,11 @@ class PolicyOptimization:
         self.kl.coefficient = state["kl_coef"]
 
     def _pack_groups(self, experience: Experience) -> Batch:
-        """The groups that are learnt from as one batch; `weight` is 1 on what is learnt."""
+        """The groups that are trained on as one batch; `weight` is 1 on what is trained on."""
         drop = self.config.zero_variance_policy != "keep"
-        learnt = [g for g in experience.groups if g.has_reward_variance or not drop]
-        silent = not learnt  # then the step has a gradient of zero, and not no step
-        trees = [self._tree(group, silent) for group in learnt or experience.groups[:1]]
+        kept = [g for g in experience.groups if g.has_reward_variance or not drop]
+        silent = not kept  # then the step has a gradient of zero, and not no step
+        trees = [self._tree(group, silent) for group in kept or experience.groups[:1]]
         batch = pack_trees(trees, share=self.config.share_prompts, most_tokens=self.config.micro_batch_tokens)
         prompts = batch.rows["branch"] < 0
         batch = replace(batch, rows={**batch.rows, "reward": batch.rows["reward"].masked_fill(prompts, torch.nan)})

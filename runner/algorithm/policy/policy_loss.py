@@ -1,6 +1,6 @@
 """The losses of policy optimisation as the learner takes them: the policy's surrogate, and the critic's error.
 
-    token channels   weight (aggregation with its global denominator, 0 where nothing is learnt), sampled,
+    token channels   weight (aggregation with its global denominator, 0 where nothing is trained), sampled,
                      advantages, or teacher alone
     where needed     old, reference, teacher, importance;  for the critic: values, returns
 

@@ -1,5 +1,6 @@
-"""Learning from preferences: dpo and its kin on pairs, kto on judged answers, and a reward model, a backbone with a
-head of one number that is taught which of two answers is preferred.
+"""Preference learning: DPO and its variants on pairs, KTO on labeled completions, and reward models.
+
+A reward model is a backbone with a scalar head that learns which of two answers is preferred.
 
     Pair   ──pack_pairs──▶ one tree: prompt, chosen (branch 0), rejected (branch 1); one unit, so it is never cut
     pairs  ──collect──▶ trees ──prepare──▶ + reference's logprobs ──▶ mini-batches ──▶ a loss of four log-probabilities
@@ -33,7 +34,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from runner.algorithm.inputs import AlgorithmInputs, OfflineAlgorithm
 from runner.algorithm.loss_registry import compute_selected
 from runner.algorithm.preference import losses as formulas
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
@@ -42,6 +42,7 @@ from runner.core.batch import Batch, row_sum, split_rows, with_totals
 from runner.core.metrics import Metrics
 from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.interfaces import LOGPROBS, Data, LabeledCompletion, Loss, LossFn, Model, Outputs, PreferencePair, Role
+from runner.interfaces.learning import AlgorithmInputs, OfflineAlgorithm
 from runner.interfaces.losses import PreferenceLosses
 
 CHOSEN, REJECTED = 0, 1  # the `branch` of each side
@@ -127,7 +128,7 @@ def _pair_inputs(batch: Batch, logprobs: Tensor) -> dict[str, Tensor]:
 
 
 def log_ratios(batch: Batch, logprobs: Tensor) -> Tensor:
-    """log policy − log reference of each row's learnt tokens, [N]; sums small numbers, does not subtract large."""
+    """log policy − log reference of each row's trained tokens, [N]; sums small numbers, does not subtract large."""
     return row_sum(batch, batch.tokens["weight"] * (logprobs - batch.tokens["reference"]))
 
 

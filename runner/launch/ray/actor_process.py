@@ -1,6 +1,6 @@
-"""A process of a job, as the Ray actor that stands by it on its node sees it: started, heard, signalled, killed.
+"""A process of a job that a Ray actor starts on its node: start, read output, signal, kill.
 
-actor: Child(order) ─ a thread ─▶ Member ─▶ rank, sampler
+actor: ActorProcess ─ a thread ─▶ LocalWorker ─▶ rank, sampler
        hear() ◀── what it said to its launcher, its screen (rank 0), its state, its end
 """
 
@@ -34,7 +34,7 @@ MAX_BUFFERED = 2**20  # bytes that nobody has fetched yet, at which the process 
 
 
 def worker_environment(carried: Mapping[str, str], kind: str, devices: Sequence[str], alike: int) -> dict[str, str]:
-    """The environment of a process on this node: the node's own, without what is Ray's, and what the job brought.
+    """Environment of a process on this node: the node's own without Ray's variables, and the job's.
 
     kind: of the device; devices: those that Ray has given to it; alike: processes of the job on this node
     """
@@ -45,7 +45,7 @@ def worker_environment(carried: Mapping[str, str], kind: str, devices: Sequence[
 
 
 class ActorProcess:
-    """The process. A thread of its own starts it and stands by: the kernel ends a child with the thread that made it.
+    """The process. One thread starts it and stays: the kernel ends a child with the thread that made it.
 
     environment: all but what the order adds; listener: the socket of the ranks' store, which is closed here
     """
@@ -60,7 +60,7 @@ class ActorProcess:
         threading.Thread(target=self._run_thread, name="child", daemon=True).start()
 
     def hear(self, wait_s: float) -> dict[str, Any]:
-        """What is new, after at most so many seconds: on its pipe, its screen; its state; its exit code, at last."""
+        """What is new after at most `wait_s` seconds: messages, screen output, state, and at last exit code."""
         with self._news:
             self._news.wait_for(lambda: self._code is not None or any(self._said.values()), wait_s)
             news = {name: content[:CHUNK].decode("latin-1") for name, content in self._said.items()}

@@ -1,9 +1,10 @@
-"""The attempts of launch=ray: Ray reserves, its actors start, and the same `Team` watches as on this machine: over the
-line to Ray's driver, with a `Process` for each that an actor started.
+"""The attempts of launch=ray: Ray reserves resources, actors start processes, `Supervisor` watches.
 
-                  ┌─▶ runner.launch.ray.reaper ▷ runner.launch.ray.driver ─▶ actor 0 ─▶ rank 0
-attempt ─▶ Team ──┤                                               ├▶ actor 1 ─▶ rank 1 …
-                  └◀── what they say, how they end ───────────────┴▶ actor N ─▶ sampler 0 …
+Messages go through the connection to Ray's driver, with a `WorkerProcess` for each process of an actor.
+
+                        ┌─▶ runner.launch.ray.reaper ▷ runner.launch.ray.driver ─▶ actor 0 ─▶ rank 0
+attempt ─▶ Supervisor ──┤                                                       ├▶ actor 1 ─▶ rank 1 …
+                        └◀── what they say, how they end ───────────────────────┴▶ actor N ─▶ sampler 0 …
 """
 
 from __future__ import annotations
@@ -79,8 +80,11 @@ def reserve_placement(spec: JobSpec, say: Callable[[str], None]) -> Iterator[Ray
 
 @contextmanager
 def close_after(link: RayConnection) -> Iterator[None]:
-    """End Ray after the block, which takes seconds, and a bounded time. A signal meanwhile changes nothing about how
-    the block has ended, but no other attempt follows it. Raises JobFailed for an error that one would follow."""
+    """End Ray after the block, in bounded time.
+
+    A signal meanwhile does not change how the block has ended, but no other attempt follows it. Raises JobFailed for an
+    error that another attempt would follow.
+    """
     held = SignalRecorder()
     try:
         try:
@@ -89,13 +93,13 @@ def close_after(link: RayConnection) -> Iterator[None]:
             with held.record_signals():
                 link.__exit__(None, None, None)
     except RunnerError as error:
-        if not held.received or isinstance(error, Interrupted) or is_final(error):
+        if not held.stop_signals or isinstance(error, Interrupted) or is_final(error):
             raise
         raise JobFailed(str(error), error.exit_code, stopped=True) from error
 
 
 class RayLauncher(RayConnection):
-    """Ray's driver as the `Starter` of launch=ray: each process on its seat.
+    """Ray's driver as the `WorkerLauncher` of launch=ray: each process on its seat.
 
     taken: where the seats are; free: what the cluster has left, while they are waited for; broken: why nobody answers
     any more
@@ -114,8 +118,10 @@ class RayLauncher(RayConnection):
         self._processes: dict[int, RayWorker] = {}
 
     def reserve(self, say: Callable[[str], None]) -> str:
-        """Wait for the seats; returns who sits where, for the user. Raises EnvironmentProblem where they are not free,
-        DeadlineExceeded where Ray's actors do not begin."""
+        """Wait for the resources; returns the placement as text. Raises EnvironmentProblem, DeadlineExceeded.
+
+        EnvironmentProblem where resources are not free, DeadlineExceeded where actors do not start.
+        """
         what = request_text(self._wanted)
         refuse_too_many(self._wanted, self.nodes, self.where)
         brought = forwarded_env(os.environ)
@@ -149,8 +155,7 @@ class RayLauncher(RayConnection):
         return [RankInfo(rank, self._spec.launch.world, 0, 1) for rank in range(self._spec.launch.world)]
 
     def rendezvous_address(self) -> tuple[str, int]:
-        """Where rank 0's actor listens: an address of its node, and the port. Raises EnvironmentProblem where it does
-        not say."""
+        """Address and port at which rank 0's actor listens. Raises EnvironmentProblem where it is silent."""
         self.send(do="meet", seat=0, host=LOOPBACK if self._is_one_node() else self.locations[0].node)
         self.wait_for(lambda: bool(self._met), MEET_S)
         return self._met.pop()
@@ -206,7 +211,7 @@ class RayLauncher(RayConnection):
 
 
 def _local_cluster_resources(spec: JobSpec, wanted: Sequence[Bundle]) -> dict[str, Any]:
-    """What a cluster of our own declares: what the job needs. Raises EnvironmentProblem where this machine lacks it."""
+    """Resources of a local cluster: what the job needs. Raises EnvironmentProblem where they are missing."""
     count = sum(seat.count for seat in wanted)
     kind, cards = spec.device.kind, spec.device.visible()
     if kind is CPU or cards is None:  # which any number of processes share
@@ -218,7 +223,7 @@ def _local_cluster_resources(spec: JobSpec, wanted: Sequence[Bundle]) -> dict[st
 
 
 class RayWorker:
-    """A process on another node, or below an actor on this one; see `launch.member.Process`."""
+    """A process on another node, or below an actor on this one; see `launch.worker_process.WorkerProcess`."""
 
     def __init__(self, link: RayLauncher, seat: int, order: WorkerSpec) -> None:
         self.order, self.heartbeat = order, HeartbeatReader()

@@ -1,4 +1,6 @@
-"""Ray's driver for a job, in a process of its own: Ray takes over signals, prints, and may take its process down.
+"""Ray's driver for a job, in a process of its own.
+
+Ray takes over signals, prints, and may end its process.
 
     stdin   {"do": "reserve", "seats": [[role, resource, count], …], "kind", "carried", "folder"}
             {"do": "meet", "seat", "host"} | {"do": "start", "seat", "order"}
@@ -49,7 +51,7 @@ CALLS = 4  # of an actor at a time: one waits, others signal
 
 
 class WorkerActor:
-    """The actor of one seat, on the node that Ray gave it. Pickled by value; what it runs is the node's own runner."""
+    """The actor of one worker on its node. Pickled by value; it runs the node's own installation."""
 
     def __init__(self, kind: str, resource: str) -> None:
         self._kind, self._resource = kind, resource
@@ -71,7 +73,7 @@ class WorkerActor:
         return host, self._listener.getsockname()[1]
 
     def start(self, order: dict[str, Any], carried: dict[str, str], folder: str, alike: int) -> None:
-        """Start a process. `folder`: the user's, for paths to be shown as there; `alike`: the job's on this node."""
+        """Start a process. `folder`: the user's, for display of paths; `alike`: processes on this node."""
         from runner.launch.ray.actor_process import WORKER_SPEC, ActorProcess, worker_environment
 
         if os.path.isdir(folder):
@@ -99,7 +101,7 @@ class WorkerActor:
 
 @dataclass(slots=True)
 class ActorSlot:
-    """A seat as the driver knows it. `order`: what waits for its actor; `doomed`: what sits there is to end."""
+    """One actor as the driver sees it. `order`: a start that waits for it; `doomed`: its process must end."""
 
     role: Role
     resource: str
@@ -133,7 +135,7 @@ class RayJobDriver:
             self._collect_answers()
 
     def end(self) -> None:
-        """Let go of what this job has of a cluster that goes on."""
+        """Let go of what this job has of a cluster that continues."""
         for seat in self._seats:
             if seat.actor is not None:
                 ray.kill(seat.actor)
@@ -176,7 +178,7 @@ class RayJobDriver:
         self._call_actor("meet", seat, host)
 
     def _start(self, seat: int, order: dict[str, Any]) -> None:
-        """Start a process; in place of an actor that is lost, another one is hired first."""
+        """Start a process; in place of an actor that is lost, another one is started first."""
         own = self._seats[seat]
         own.order, own.doomed = order, False
         if own.actor is None:

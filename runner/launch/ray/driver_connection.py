@@ -1,10 +1,12 @@
-"""The line to a process that speaks with Ray: Ray takes over signals, prints, and may take its process down.
+"""The connection to Ray's driver, a process of its own.
 
-Link (run, a sweep) ──requests──▶ runner.launch.ray.reaper ▷ MODULE (Ray's driver) ──events──▶ Link
+Ray takes over signals, prints, and may end its process.
+
+RayConnection ──requests──▶ runner.launch.ray.reaper ▷ MODULE (Ray's driver) ──events──▶ RayConnection
     each driver tells {"is": "ready", "nodes": [{"CPU": 2.0, "NPU": 4.0}, …]} first, or
     {"is": "refused", "why", "passes"}      passes: another attempt may end otherwise
 
-Before that it looks for the cluster itself: Ray would try for minutes. Ray is not imported here.
+It first checks that the cluster can be reached: Ray would try for minutes. Ray is not imported here.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def require_ray(option: str) -> None:
 
 
 def actor_options(resource: str, count: int) -> dict[str, Any]:
-    """How an actor asks for so much of a resource. A process on cards asks for no cores: cards are what is scarce."""
+    """Resources of an actor. A process on cards requests no cores: cards are the scarce resource."""
     if resource == "CPU":
         return {"num_cpus": count}
     return {"num_cpus": 0, **({"num_gpus": count} if resource == "GPU" else {"resources": {resource: count}})}
@@ -69,7 +71,7 @@ class RayConnection:
         self._refused, self._passes = "", False
 
     def __enter__(self) -> Self:
-        """Raises EnvironmentProblem where Ray cannot be started or reached, RankLost where its driver is killed."""
+        """Start the driver. Raises EnvironmentProblem where Ray fails, RankLost where its driver is killed."""
         if not self._is_own:
             check_reachable(self._asked["address"])
         if self._is_own:
@@ -104,8 +106,10 @@ class RayConnection:
         self._lines.send(request)
 
     def receive_events(self, wait_s: float = 0.0) -> None:
-        """Take in what the driver has said. Raises EnvironmentProblem where it has ended, RankLost where that was by a
-        signal, or because it was too slow."""
+        """Read what the driver has sent. Raises EnvironmentProblem where it has ended, RankLost by a signal.
+
+        Also RankLost where it was too slow.
+        """
         if (events := self._lines.receive(wait_s)) is None:
             why = self._refused or f"Ray's driver has ended ({self._tail() or 'it said nothing'})"
             lost = self._passes if self._refused else self._was_killed()
@@ -114,8 +118,7 @@ class RayConnection:
             self._dispatch_event(event)
 
     def wait_for(self, is_so: Callable[[], bool], seconds: float) -> None:
-        """Take in what the driver says until something is so. Raises EnvironmentProblem where it does not come,
-        RankLost where the driver is killed."""
+        """Read what the driver sends until `is_so()`. Raises EnvironmentProblem after `seconds`, RankLost."""
         end = time.monotonic() + seconds
         while not is_so():
             if time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""What a job reserves of Ray: a seat for each of its processes; refused with the arithmetic where it cannot be had.
+"""The resources that a job reserves of Ray, or a refusal that shows the arithmetic.
 
 spec ─▶ seats ─▶ refuse_too_many(nodes) ─▶ one placement group ─▶ table
 
@@ -44,7 +44,7 @@ class BundleLocation(NamedTuple):
 
 
 def bundles(spec: JobSpec) -> list[Bundle]:
-    """The ranks, the samplers, all of one resource. A process on cards asks for no cores: cards are what is scarce."""
+    """One bundle per rank and sampler. A process on cards requests no cores: cards are scarce."""
     kind = spec.device.kind
     each = spec.device.host_threads if kind is CPU else 1
     ranks = [Bundle("rank", rank, kind.resource, each) for rank in range(spec.launch.world)]
@@ -53,7 +53,7 @@ def bundles(spec: JobSpec) -> list[Bundle]:
 
 
 def refuse_too_many(wanted: Sequence[Bundle], nodes: Sequence[Mapping[str, float]], where: str) -> None:
-    """Raise EnvironmentProblem where these nodes could not hold all seats at once if nobody else were there.
+    """Raise EnvironmentProblem where these nodes could not hold all bundles even without other jobs.
 
     A sampler's seat is as large as several ranks', so that counting is exact: the larger ones go first.
     """
@@ -118,7 +118,7 @@ def placement_table(wanted: Sequence[Bundle], taken: Sequence[BundleLocation]) -
 
 
 def bundle_order(nodes: Sequence[str], roles: Iterable[Role]) -> list[int]:
-    """The order in which bundles are taken as seats, so that ranks on one node are neighbours: the fullest node first.
+    """Order of bundles in which ranks of one node are neighbors: the fullest node first.
 
     nodes, roles: of each bundle, in the order of seats; returns bundles' numbers
     """

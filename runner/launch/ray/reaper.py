@@ -1,4 +1,4 @@
-"""Starts Ray's driver, outlives it, and leaves nothing of it: Ray's agents outlive a driver that was killed.
+"""Starts Ray's driver and cleans up after it: Ray's agents outlive a driver that was killed.
 
 python -P -m runner.launch.ray.reaper MODULE ASKED        ASKED: JSON, with the folder of a cluster of its own, or null
 
@@ -27,7 +27,7 @@ SETTLE_S = 5.0  # for what clears away after dead processes
 
 
 def main(module: str, asked: str) -> int:
-    """Returns the driver's exit code, 128 + n where it was killed by signal n. SIGUSR1: the driver is killed."""
+    """Return the driver's exit code, 128 + n for signal n. SIGUSR1: the driver is killed."""
     ctypes.CDLL(None).prctl(
         PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
     )  # what the driver leaves behind stays below this process

@@ -1,5 +1,4 @@
-"""What Slurm is told and says, whoever asks: its commands, the machines and cards of a job, its own words where it
-refuses (EnvironmentProblem)."""
+"""Slurm's commands and answers: machines and cards of a job, and its reasons (EnvironmentProblem)."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def run_slurm(*command: str, stdin: str = "") -> str:
 
 
 def state_of(job: str) -> tuple[str, str] | None:
-    """A job's state and its reason; None where Slurm does not know it (any more). Raises EnvironmentProblem."""
+    """A job's state and reason; None where Slurm does not know it (any more). Raises EnvironmentProblem."""
     try:
         said = run_slurm("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r").split()
     except EnvironmentProblem as error:
@@ -67,7 +66,7 @@ def state_of(job: str) -> tuple[str, str] | None:
 
 
 def count_stage(stage: RunFolder) -> None:
-    """Have the steps of a recipe that is run first counted as steps of the Slurm job that this process is in, if any.
+    """Count the steps of an upstream run as steps of the Slurm job of this process, if any.
 
     Raises StorageError.
     """
@@ -86,8 +85,10 @@ def _stages() -> Path:
 
 
 def steps_of(run: RunFolder) -> int:
-    """Finished steps of a run, and of the recipes that this Slurm job ran first; a job that came no further since it
-    began is not worth a requeue."""
+    """Finished steps of a run, and of upstream runs in this Slurm job.
+
+    A job that made no step since it began is not requeued.
+    """
     first = _stages().read_text(encoding="utf-8").splitlines() if _stages().is_file() else []
     return sum(map(_steps_of, {run, *(RunFolder(Path(root)) for root in first)}))
 
@@ -113,7 +114,7 @@ def hosts(listed: str) -> list[str]:
 
 
 def address_of(node: str) -> str:
-    """The host's name or number by which Slurm itself finds a node: the node's name, where it has no other."""
+    """Host name or address by which Slurm finds a node: the node's name, where it has no other."""
     found = ADDRESS.search(run_slurm("scontrol", "show", "node", node))
     return found[1] if found else node
 
@@ -123,8 +124,7 @@ CARDS = r"GRES=.*?\b{name}(?::\w+)?:\d+\(IDX:([\d,-]+)\)"
 
 
 def allocated_cards(job: str, gres: str, node: str = "") -> list[int]:
-    """The numbers of the cards that a job has on a node (its only one, if none is named); empty where Slurm does not
-    number them."""
+    """Indices of a job's cards on a node (its only one, if none is named); empty without indices in Slurm."""
     command = ["scontrol", "show", "job", "--details", job]
     said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     return parse_card_numbers(_lines_of_node(said, node), gres.partition(":")[0])

@@ -1,4 +1,4 @@
-"""The script of a job that `submission` has submitted: begins the run or goes on with it, on all machines.
+"""The script of a submitted job: begins the run or resumes it, on all machines.
 
 sbatch ─▶ python -m runner.launch.slurm.job FOLDER WORDS… ─▶ srun ─▶ run resume FOLDER WORDS…, once on each machine
 
@@ -48,7 +48,7 @@ def main(root: str, words: Sequence[str]) -> int:
 
 
 def requeue(run: RunFolder, before: int) -> int:
-    """Put this job back into Slurm's queue, if the run has made more steps than it had `before`; the exit code."""
+    """Requeue this job if the run has made more steps than `before`; returns the exit code."""
     if steps_of(run) <= before:
         print("no step was made within Slurm's time limit: not requeued; raise launch.time", flush=True)
         return REQUEUE_CODE
@@ -57,7 +57,7 @@ def requeue(run: RunFolder, before: int) -> int:
     except EnvironmentProblem as error:
         print(f"not requeued: {error}", flush=True)
         return REQUEUE_CODE
-    print("requeued: Slurm starts the job again, and the run goes on from its checkpoint", flush=True)
+    print("requeued: Slurm starts the job again, and the run continues from its checkpoint", flush=True)
     return 0
 
 

@@ -1,11 +1,11 @@
-"""The machines of a Slurm job, for launch=slurm: whoever typed the command, it is one task on each of them in the end.
+"""The machines of a Slurm job, for launch=slurm: one task per machine, whoever typed the command.
 
 no Slurm job                     ─▶ submitted (`submission`)
 a job's script, or salloc's shell ─▶ srun: the same command, once on each machine
 a task of srun                   ─▶ machines, number, address, cards from Slurm's variables, as overrides
 
 What Slurm signals (SIGTERM: preempted, requeued, cancelled; SIGUSR1, SIGUSR2: what sbatch --signal asked for) makes
-the job save and end with 75: a requeue goes on in the same run folder.
+the job save and end with 75: a requeue continues in the same run folder.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SlurmTask:
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str]) -> SlurmTask | None:
-        """What Slurm's variables say; None outside a step. Raises EnvironmentProblem for several tasks on a machine."""
+        """The task of Slurm's variables; None outside a step. Raises EnvironmentProblem for two on a machine."""
         if "SLURM_JOB_ID" not in variables or not 0 <= int(variables.get("SLURM_STEP_ID", -1)) < SPECIAL_STEPS:
             return None
         machines, tasks = (int(variables[f"SLURM_STEP_NUM_{name}"]) for name in ("NODES", "TASKS"))
@@ -84,8 +84,9 @@ def is_outside_slurm(spec: JobSpec) -> bool:
 
 
 def slurm_layout(own: Mapping[str, Any], origins: Mapping[str, str], device: str) -> list[str]:
-    """What Slurm says of a job's machines, as overrides of its `launch`, whose options were set by `origins`; cards of
-    this machine that Slurm shows in no variable are shown from here on.
+    """What Slurm says of a job's machines, as overrides of `launch`, whose options came from `origins`.
+
+    Cards of this machine that Slurm shows in no variable are made visible.
 
     Raises EnvironmentProblem where an option contradicts Slurm.
     """
@@ -132,8 +133,10 @@ def _devices(own: Mapping[str, Any], origins: Mapping[str, str], cards: int | No
 
 
 def _cards(task: SlurmTask | None, gres: str | None, device: str) -> int | None:
-    """How many cards the job has on this machine; None where Slurm does not say. Shows this process its cards
-    where Slurm does not."""
+    """Number of the job's cards on this machine; None where Slurm does not say.
+
+    Makes the cards visible to this process where Slurm does not.
+    """
     kind = find_kind(device)
     if kind.gres and kind.visible and not kind.shown_by_slurm and task is not None:
         if numbers := allocated_cards(str(task.job), gres or kind.gres, task.name):
@@ -144,10 +147,10 @@ def _cards(task: SlurmTask | None, gres: str | None, device: str) -> int | None:
 
 
 def exec_srun(spec: JobSpec) -> None:
-    """In a Slurm job, but in no task of it: become srun, which runs this command on each machine. Returns elsewhere; a
-    task says there if Slurm gave it too few cores.
+    """In a Slurm job but in no task: become srun, which runs this command on each machine.
 
-    Raises EnvironmentProblem where srun is missing.
+    Returns elsewhere; a task prints a line there if Slurm gave it too few cores. Raises EnvironmentProblem where srun
+    is missing.
     """
     if spec.launch.name != NAME or "SLURM_JOB_ID" not in os.environ:
         return
@@ -162,7 +165,7 @@ def exec_srun(spec: JobSpec) -> None:
 
 
 def _say_few_cores(spec: JobSpec) -> None:
-    """Where processes on cards share cores: most clusters give a task that asks for cards alone a single one."""
+    """Warn where processes on cards share cores: most clusters give a task with cards a single core."""
     processes, cores = spec.launch.devices + spec.launch.samplers, len(os.sched_getaffinity(0))
     if spec.device.kind is not CPU and cores < processes:
         who = f"{processes} process{'' if processes == 1 else 'es'} on cards"
@@ -172,7 +175,7 @@ def _say_few_cores(spec: JobSpec) -> None:
 
 
 def srun_command(command: Sequence[str], machines: int) -> list[str]:
-    """`command` as one task on each machine of the Slurm job that this process is in, with all its cores there."""
+    """`command` as one task on each machine of this Slurm job, with all its cores there."""
     cores = os.environ.get("SLURM_CPUS_PER_TASK")  # what sbatch was told, srun has to be told again
     more = [f"--cpus-per-task={cores}"] if cores else []
     return ["srun", f"--nodes={machines}", f"--ntasks={machines}", "--cpu-bind=none", *more, *command]
@@ -187,7 +190,7 @@ def _exec(command: Sequence[str]) -> NoReturn:
 
 @contextmanager
 def handle_slurm_signals(spec: JobSpec) -> Iterator[None]:
-    """A block in which a job for Slurm ends as Slurm wants it to. Raises Preempted where it was told to end."""
+    """Handle Slurm's signals inside the block. Raises Preempted where Slurm ended the job."""
     if spec.launch.name != NAME or SlurmTask.from_environment(os.environ) is None:
         yield
         return
@@ -203,7 +206,7 @@ def as_preemption(error: Interrupted) -> Interrupted:
     """What a job that Slurm told to end says."""
     told = error.exit_code == 128 + signal.SIGTERM
     return (
-        Preempted(f"{error}\n  Slurm asked for it: exit code {REQUEUE_CODE}, a requeue goes on from there")
+        Preempted(f"{error}\n  Slurm asked for it: exit code {REQUEUE_CODE}, a requeue continues from there")
         if told
         else error
     )
@@ -223,8 +226,7 @@ def record_run_folder(folder: RunFolder) -> None:
 
 
 def requeued_folder(where: Path | None) -> Path | None:
-    """The run folder in which a requeued Slurm job goes on: `where`, or the one that it has made; None if there is
-    none."""
+    """The run folder of a requeued Slurm job: `where`, or the one that it made; None if there is none."""
     if int(os.environ.get("SLURM_RESTART_COUNT", "0")) == 0:
         return None
     kept = FOLDERS / os.environ["SLURM_JOB_ID"]

@@ -32,7 +32,7 @@ LATE_S = 10.0  # for what a job has written to come through a shared disk
 
 
 def check_submission(spec: JobSpec) -> None:
-    """Ask Slurm whether it would take the job. Raises EnvironmentProblem with what it says against it, SpecError."""
+    """Ask Slurm whether it accepts the job. Raises EnvironmentProblem with its reasons, SpecError."""
     try:
         run_slurm("sbatch", "--test-only", stdin=batch_script(spec, Path("slurm"), "true"))
     except EnvironmentProblem as error:
@@ -55,7 +55,7 @@ def refuse_queued(folder: RunFolder) -> None:
 
 
 def submit(spec: JobSpec, folder: RunFolder, words: Sequence[str]) -> int:
-    """Hand the run in `folder` to Slurm, to begin or to go on with `words`; returns 0, or as the job that is followed.
+    """Submit the run in `folder` to Slurm, to begin or resume with `words`; returns 0, or its exit code.
 
     Raises EnvironmentProblem where Slurm refuses, and what a job that is followed ends with.
     """
@@ -147,7 +147,7 @@ def follow(folder: RunFolder, job: str, log: Path) -> int:
 
 
 def _poll_states(job: str) -> Iterator[tuple[str, str] | None]:
-    """A job's state and reason, each time that Slurm is asked; the one before where it does not answer, once said.
+    """A job's state and reason at each poll; the last one where Slurm does not answer, with a message.
 
     Raises EnvironmentProblem where it does not answer for SILENT_S.
     """
@@ -167,7 +167,7 @@ def _poll_states(job: str) -> Iterator[tuple[str, str] | None]:
 
 
 def _unfollowed_text(job: str) -> str:
-    return f"job {job} goes on without being followed; to end it: scancel {job}"
+    return f"job {job} continues without being followed; to end it: scancel {job}"
 
 
 def _print_more(log: Path, at: int) -> int:

@@ -1,6 +1,6 @@
 """The sampler that asks a running server: one request per answer, so that each has a seed of its own.
 
-    requests ──batch_size at a time──▶ /v1/completions ──ids, log-probabilities──▶ checked, cut where we end answers
+    requests ──max_num_seqs at a time──▶ /v1/completions ──ids, log-probabilities──▶ checked, cut where we end answers
                                                                                           │
     the server is still the one that was given these weights?  ◀──── asked after each call┘   else: loaded, asked again
 

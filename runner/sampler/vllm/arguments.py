@@ -41,8 +41,10 @@ class EnginePlacement:
 def engine_arguments(
     config: VllmSamplerConfig, placement: EnginePlacement, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The keywords of vllm.LLM. Raises EnvironmentProblem for what vllm-ascend cannot work in, and for an adapter of a
-    rank that vLLM has no room for."""
+    """The keywords of vllm.LLM. Raises EnvironmentProblem.
+
+    For what vllm-ascend does not support, and for an adapter rank above vLLM's maximum.
+    """
     sleeps, kind = sleep_level(config, placement) > 0, find_kind(placement.device)
     own = resolve(kind.engine_options)(environment, sleeps, placement.experts) if kind.engine_options else {}
     return {
@@ -84,8 +86,10 @@ def _memory_options(config: VllmSamplerConfig, placement: EnginePlacement) -> di
 
 
 def _cpu_options(placement: EnginePlacement) -> dict[str, Any]:
-    """Prompts are taken whole: with a part of one vLLM turns the request's random stream back, and the processor's
-    cannot be (0.32: RuntimeError, CPU Generator does not use offset)."""
+    """Options for the CPU: prompts are not chunked.
+
+    vLLM rewinds a request's random generator for a part of a prompt, which a CPU generator does not support (0.32).
+    """
     return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(placement.longest, STEP_TOKENS)}
 
 

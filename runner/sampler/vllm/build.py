@@ -1,4 +1,4 @@
-"""Builds the vLLM sampler of a process: checks what is installed, writes the model's blueprint, starts the engine."""
+"""Builds the vLLM sampler of a process: checks packages, writes the model's config, starts the engine."""
 
 from __future__ import annotations
 

@@ -52,10 +52,10 @@ class VllmEngine:
         self._experts = any(self._call("knows_experts"))
 
     def load(self, weights: Mapping[str, Tensor], changed: frozenset[str] | None) -> None:
-        """Take `weights`, complete; changed: names of those that may differ from the last ones, None = all may. Where
-        none do, as of a base whose adapter comes by itself, nothing moves.
+        """Load `weights`, complete; changed: names that may differ from the last ones, None = all.
 
-        Raises EnvironmentProblem for what vLLM's model does not take or lacks, SamplerFault if old answers stay cached.
+        Nothing moves where none do, as for a base whose adapter is sent separately. Raises EnvironmentProblem for
+        tensors that vLLM's model does not take or lacks, SamplerError if old answers stay cached.
         """
         with self._translate_errors():
             self._wake("weights")
@@ -155,7 +155,7 @@ class VllmEngine:
 
 
 def device_type() -> str:
-    """What vLLM here runs on: "cpu", "cuda", "npu". Raises EnvironmentProblem where vLLM cannot be imported."""
+    """The device type of vLLM here: cpu, cuda, npu. Raises EnvironmentProblem where it does not import."""
     try:
         with preserve_process_state():
             from vllm import LLM  # noqa: F401

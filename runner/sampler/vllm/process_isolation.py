@@ -38,7 +38,7 @@ def allow_nondeterminism() -> Iterator[None]:
 
 @contextmanager
 def preserve_process_state() -> Iterator[None]:
-    """While vLLM is imported or an engine built: random states, threads and environment are afterwards as before."""
+    """Restore random states, threads and environment after vLLM is imported or an engine is built."""
     logging.getLogger("vllm").setLevel(logging.CRITICAL)  # until it reads VLLM_LOGGING_LEVEL
     environment, set_threads, threads = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
     streams = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -56,7 +56,7 @@ def preserve_process_state() -> Iterator[None]:
 
 
 def _restore(environment: dict[str, str]) -> None:
-    """All but what goes on being read: vLLM's own variables, and those of the compiler and the operators it brings."""
+    """Restore the environment, except variables that vLLM, its compiler and its operators still read."""
     for name in [name for name in os.environ if name not in environment and not name.startswith(KEPT_PREFIXES)]:
         del os.environ[name]
     os.environ.update({name: value for name, value in environment.items() if not name.startswith(KEPT_PREFIXES)})
@@ -64,9 +64,9 @@ def _restore(environment: dict[str, str]) -> None:
 
 @contextmanager
 def redirect_tempdir(folder: Path) -> Iterator[None]:
-    """While an engine is built: its temporary files and those of its workers, all their lives, are in this folder."""
+    """Put temporary files of an engine that is built inside the block, and of its workers, in this folder."""
     before, tempfile.tempdir = tempfile.tempdir, str(folder)
-    os.environ["TMPDIR"] = str(folder)  # which `moving_in` puts back
+    os.environ["TMPDIR"] = str(folder)  # which `preserve_process_state` puts back
     try:
         yield
     finally:
@@ -74,8 +74,10 @@ def redirect_tempdir(folder: Path) -> Iterator[None]:
 
 
 def free_cached_memory() -> None:
-    """Before an engine that slept takes its memory back: what torch's allocator keeps of the card for a trainer that
-    does not use it just now is given back. vLLM's own beside it runs out else (0.23; newer ones see to it)."""
+    """Return cached memory of torch's allocator to the card before an engine wakes.
+
+    vLLM's own memory runs out otherwise (0.23; newer versions free it).
+    """
     if (card := torch.accelerator.current_accelerator(check_available=True)) is not None:
         gc.collect()
         torch.get_device_module(card).empty_cache()

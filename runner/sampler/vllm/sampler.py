@@ -26,7 +26,7 @@ from runner.sampler.vllm.engine import VllmEngine
 
 
 class VllmSampler:
-    """Draws rollouts from an engine's weights, which `load` gives it. `scratch`: its folder, removed in the end."""
+    """Samples rollouts from an engine, whose weights `load` sets. `scratch`: its folder, removed at the end."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class VllmSampler:
 
         Of weights that say what `changed` since the last ones, that alone is copied; all, where this version is loaded
         once more, as something of it went wrong. Raises ValueError for None (an engine shares nobody's), else as
-        `Engine.load`.
+        `VllmEngine.load`.
         """
         if weights is None:
             raise ValueError("a vLLM engine has weights of its own")
@@ -95,8 +95,7 @@ class VllmSampler:
         return rollouts
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """See `Sampler`: of one engine. Raises ValueError for a row without an id, or that is longer than the engine's
-        rows but for one token."""
+        """See `Sampler`. Raises ValueError for an empty row, or one longer than the engine's maximum minus one."""
         from vllm import SamplingParams
 
         for row in rows:
@@ -210,7 +209,7 @@ class LoraAdapters:
         return max(config["r"], *config.get("rank_pattern", {}).values(), 0)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Let the next answers be drawn with these. vLLM reads the folder when it is first asked with the request."""
+        """Sample the next answers with these tensors. vLLM reads the folder at the first request that uses it."""
         from vllm.lora.request import LoRARequest
 
         self._count += 1  # a number of its own for each: vLLM keeps what it has read under it, and its cache too

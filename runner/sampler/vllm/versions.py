@@ -1,4 +1,4 @@
-"""Which vLLM is here, whether this project knows it, what to install where there is none, and what vllm-ascend wants.
+"""The installed vLLM, whether it is supported, what to install, and what vllm-ascend needs.
 
 0.32          runs in the tests, on the CPU
 0.23 … 0.33   are let in: 0.23 and 0.33, and vllm-ascend 0.23, were read where they are called here
@@ -80,8 +80,11 @@ ALLOCATORS = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def npu_engine_options(environment: Mapping[str, str], sleeps: bool, experts: bool) -> dict[str, Any]:
-    """What an engine on an NPU is built with beside what all are. Raises EnvironmentProblem for an environment in which
-    it would keep old weights, or refuse to sleep, and for experts that it would not find again after that."""
+    """Engine options for an NPU. Raises EnvironmentProblem.
+
+    For an environment in which it would keep old weights, or refuse to sleep, and for experts that it would not
+    find again after sleeping.
+    """
     if environment.get(LAYOUT) != "0":
         raise EnvironmentProblem(
             f"sampler=vllm: {LAYOUT}={environment.get(LAYOUT, '')!r}; new weights need the plain layout\n"

@@ -1,4 +1,4 @@
-"""Jobs on this machine: processes below this one, which end with it, each with cores, GPUs or NPUs of its own.
+"""Jobs on this machine: child processes, each with its own cores, GPUs or NPUs.
 
 CUDA_VISIBLE_DEVICES and ASCEND_RT_VISIBLE_DEVICES hand out cards (and bound what is handed out, where the user has set
 them); cores are handed out by affinity, so that jobs do not compete for them.

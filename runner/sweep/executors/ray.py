@@ -1,4 +1,4 @@
-"""Jobs on a Ray cluster, each an actor with its resources; or on a cluster of our own, which ends with the sweep.
+"""Jobs on a Ray cluster, each an actor with its resources; or on a local cluster of the sweep's own.
 
 Ray itself is in another process, `ray_driver`; what became of a job is read from its status file.
 """

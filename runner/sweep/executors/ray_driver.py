@@ -1,4 +1,6 @@
-"""Ray's driver for a sweep, in a process of its own: Ray takes over signals, prints, and may take its process down.
+"""Ray's driver for a sweep, in a process of its own.
+
+Ray takes over signals, prints, and may end its process.
 
     stdin   {"do": "start", "token", "name", "resources", "wrapper", "attempt"} | {"do": "find", "token", "name"}
             {"do": "signal", "token", "number"}                              end of file: the sweep has ended
@@ -30,7 +32,7 @@ TICK_S = 0.1
 
 
 class JobActor:
-    """The actor of one job, on the node that Ray gave it. Pickled by value: Ray's nodes need nothing of ours."""
+    """The actor of one job. It is pickled by value, so nodes need no installation of this package."""
 
     def __init__(self, wrapper: list[str], attempt: dict[str, Any]) -> None:
         import subprocess

@@ -149,14 +149,16 @@ class SlurmExecutor(RemoteExecutor):
             job.read_status()
         alive = {index for index, job in jobs.items() if self.find_end(job) is None}
         if alive:
-            say(f"Slurm still has job {', '.join(map(str, sorted(alive)))} of the sweep before: they go on")
+            say(f"Slurm still has job {', '.join(map(str, sorted(alive)))} of the sweep before: they continue")
         found = {index: job for index, job in jobs.items() if index in alive or job.has_ended}
         self.add(*found.values())
         return found
 
     def poll(self) -> None:
-        """Submit what is new, send signals, call squeue when it is time to. Raises EnvironmentProblem where Slurm
-        refuses the jobs."""
+        """Submit new jobs, send signals, and call squeue when it is due.
+
+        Raises EnvironmentProblem where Slurm refuses the jobs.
+        """
         self._submit_new()
         self._send_signals()
         if time.monotonic() < self._due or not self._arrays:
@@ -264,7 +266,10 @@ class SlurmExecutor(RemoteExecutor):
 
 
 def scancel(*arguments: str) -> None:
-    """A job that has ended by now needs no signal. Raises EnvironmentProblem where Slurm refuses anything else."""
+    """Call scancel; a job that has ended already is no error.
+
+    Raises EnvironmentProblem where Slurm refuses anything else.
+    """
     try:
         run_slurm("scancel", *arguments)
     except EnvironmentProblem as error:

@@ -1,4 +1,4 @@
-"""What runs inside a Slurm job, on its node: starts one job of a sweep, forwards signals, writes how it ended.
+"""Runs inside a Slurm job on its node: starts one job of a sweep, forwards signals, writes its status.
 
 sbatch ─▶ exec python -m runner.sweep.executors.slurm_job slurm/<token>.json GRES all|first
               └─▶ the job, or, where Slurm starts it again, what resumes it; its status in jobs/003.note.json

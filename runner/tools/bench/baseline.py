@@ -1,4 +1,4 @@
-"""The baseline: what one writes by hand for the same model and micro-batches, in plain transformers and torch.
+"""The baseline: the loop one writes by hand for the same model, in plain transformers and torch.
 
     micro-batch ──rows side by side──▶ model(ids).logits ──cross-entropy──▶ backward  …  clip, AdamW
 
@@ -25,7 +25,7 @@ from runner.spec.job import JobSpec
 
 
 class BaselineLoop:
-    """One model and its optimizer; `step` does what a step of the job does with a batch that it learnt from."""
+    """One model and its optimizer; `step` does what a step of the job does with a batch."""
 
     def __init__(self, spec: JobSpec, device: torch.device) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM

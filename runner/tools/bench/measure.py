@@ -36,14 +36,17 @@ from runner.trainer.callbacks import LogStep
 
 WARM_UP = 1  # steps that do not count
 COPIED_BYTES = {"cpu": 64 * 2**20}  # elsewhere a quarter of a GiB
-RESET_PEAK = Path("/proc/self/clear_refs")  # Linux: the largest resident set begins anew
+RESET_PEAK = Path("/proc/self/clear_refs")  # Linux: the largest resident set begins again
 
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """One case. step_s: the median; baseline_s: the baseline's step on the same tokens; peak_bytes: above what was held
-    before the case; planned_bytes: of tensors, by `run plan`; skip_reason: why there are no numbers, of the
-    job or of the baseline."""
+    """The result of one case.
+
+    step_s: the median; baseline_s: the baseline's step on the same tokens; peak_bytes: above what was held before
+    the case; planned_bytes: of tensors, by `run plan`; skip_reason: why there are no numbers, of the job or of the
+    baseline.
+    """
 
     name: str
     tokens: float = 0.0
@@ -68,8 +71,11 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpeed:
-    """What was measured of the device itself. peak: what perf/mfu is a share of; matmul_flops: by a product in the
-    precision of the first case; copy_bytes: of its memory per second, read and written."""
+    """Speed of the device itself.
+
+    peak: the reference of perf/mfu; matmul_flops: measured in the precision of the first case; copy_bytes: of its
+    memory per second, read and written.
+    """
 
     device: Mapping[str, Any]
     versions: Mapping[str, str]
@@ -106,7 +112,7 @@ def copy_bandwidth(device: Device) -> float:
 
 
 def measure_case(name: str, spec: JobSpec, folder: Path, device: Device, decide: Decisions) -> CaseResult:
-    """Run one case: the job of `spec`, whose steps but the first count, then the baseline on the same batches."""
+    """Run one case: the job of `spec`, without its first step, then the baseline on the same batches."""
     planned = estimate(spec).peak.bytes
     found = CaseResult(name, planned_bytes=planned)
     if (shortage := _shortage(planned, device)) is not None:
@@ -189,7 +195,7 @@ def _can_reset_peak(device: Device) -> bool:
 
 
 def _reset_peak(device: Device) -> None:
-    """Let the largest number of bytes held begin anew."""
+    """Let the largest number of bytes held begin again."""
     if device.torch_device.type != "cpu":
         torch.get_device_module(device.torch_device).reset_peak_memory_stats(device.torch_device)
     elif RESET_PEAK.exists():

@@ -40,8 +40,7 @@ COMMON = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A job, and the same as a baseline. rows: of a step; length: tokens of each, answers included; words: of the job,
-    beside what follows from these."""
+    """A job and its baseline. rows: per step; length: tokens per row, with answers; words: of the job."""
 
     name: str
     shape: Shape
@@ -114,9 +113,11 @@ def read_earlier(path: Path) -> dict[str, Any]:
 def run_bench(
     jobs: Sequence[tuple[Case, JobSpec, Path]], say: Callable[[str], None], save: Callable[[BenchResult], None]
 ) -> BenchResult:
-    """Measure the device, and every case with its job's spec and the folder for its files; `say` gets the table, a line
-    as soon as it is known, and `save` after each case all results so far. Raises SpecError for jobs of several
-    processes."""
+    """Measure the device, and every case with its job's spec and the folder for its files.
+
+    `say` gets each line of the table as soon as it is known, `save` all results so far after each case. Raises
+    SpecError for jobs of several processes.
+    """
     first = jobs[0][1]
     if first.launch.world > 1:
         text = f"run bench is one process, and this job is {first.launch.world}"

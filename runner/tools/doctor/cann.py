@@ -1,5 +1,4 @@
-"""Checks of CANN, its operators and ATB: what is installed, whether their environment is loaded in this shell, and what
-CANN's compiler of operators needs in Python."""
+"""Checks of CANN, its operators and ATB: installed, loaded in this shell, Python packages."""
 
 from __future__ import annotations
 
@@ -121,7 +120,7 @@ def cann_environment(machine: SystemInfo) -> CheckResult:
 
 
 def atb(machine: SystemInfo) -> CheckResult:
-    """ATB, the transformer library that vllm-ascend needs: installed, loaded, and built for torch's C++ ABI."""
+    """ATB, the transformer library of vllm-ascend: installed, loaded, and built for torch's C++ ABI."""
     usual = [f"{parent}/nnal/atb" for parent in install_folders(machine.environment)]
     folders = [folder for parent in usual for folder in machine.glob(f"{parent}/[0-9]*")]
     place = folders[0].rpartition("/")[0] if folders else usual[0]

@@ -9,7 +9,7 @@ ANY_DEVICE = "any device"  # the group of checks that every device needs
 
 
 class CheckStatus(StrEnum):
-    """ok; warning = it works and something is to be known; problem = it cannot work; unknown; skipped; bug = ours."""
+    """ok; warning = works, with a remark; problem = cannot work; unknown; skipped; bug = of this project."""
 
     OK = "ok"
     WARNING = "warning"

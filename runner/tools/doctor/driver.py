@@ -1,4 +1,4 @@
-"""Checks of an NPU's driver: device files and the right to use them, versions, what a container needs of it, logs."""
+"""Checks of an NPU's driver: device files and permissions, versions, containers, logs."""
 
 from __future__ import annotations
 

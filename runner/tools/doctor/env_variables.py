@@ -1,4 +1,4 @@
-"""Checks of environment variables: mistakes that a driver, HCCL or an allocator ignores, or ends the process over."""
+"""Checks of environment variables: mistakes that a driver, HCCL or an allocator ignores or dies of."""
 
 from __future__ import annotations
 
@@ -79,8 +79,10 @@ def choices(machine: SystemInfo) -> CheckResult:
 
 
 def visible(machine: SystemInfo, kind: Kind, count: Callable[[SystemInfo], int]) -> CheckResult:
-    """The list of visible devices against those there are: CANN drops a number it does not have, CUDA all that stands
-    behind a wrong entry, silently."""
+    """Compare the list of visible devices with the present ones.
+
+    CANN silently drops a number that does not exist, CUDA everything after a wrong entry.
+    """
     return _visible(machine, kind, count(machine))
 
 
@@ -139,7 +141,7 @@ def network(machine: SystemInfo) -> CheckResult:
 
 
 def accepts(wanted: str, interface: str) -> bool:
-    """Whether HCCL_SOCKET_IFNAME lets an interface in: `eth,enp` by beginnings, `=eth0` by name, `^…` all but these."""
+    """Whether HCCL_SOCKET_IFNAME accepts an interface: `eth,enp` by prefix, `=eth0` by name, `^…` others."""
     names = wanted.lstrip("^=").split(",")
     marks = wanted[: len(wanted) - len(wanted.lstrip("^="))]
     fits = any(interface == name if "=" in marks else interface.startswith(name) for name in names if name)

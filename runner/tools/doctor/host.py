@@ -90,7 +90,7 @@ def wandb(machine: SystemInfo) -> CheckResult:
     """The default tracker: installed, and whether its variables say other than the job will."""
     version = machine.version("wandb")
     if version is None:
-        return warning("not installed: a run goes on without it and says so", "pip install wandb, or tracker=none")
+        return warning("not installed: a run continues without it and says so", "pip install wandb, or tracker=none")
     overruled = [name for name in ("WANDB_MODE", "WANDB_DISABLED") if name in machine.environment]
     if overruled:
         named = ", ".join(f"{name}={machine.environment[name]}" for name in overruled)

@@ -1,4 +1,4 @@
-"""Checks that import torch, each in a child process: where the import fails or aborts, that is evidence."""
+"""Checks that import torch, each in a child process: an import that fails or aborts is a finding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of NVIDIA GPUs: device files, driver, what nvidia-smi says, and the CUDA that torch was built for."""
+"""Checks of NVIDIA GPUs: device files, driver, nvidia-smi, and the CUDA that torch was built for."""
 
 from __future__ import annotations
 

@@ -57,8 +57,10 @@ def torch_pair(machine: SystemInfo) -> CheckResult:
 
 
 def _torch_pair_to_install(machine: SystemInfo, torch: str) -> str:
-    """The torch and torch_npu to install: those of the CANN that is there, or, where neither it nor a torch_npu is, of
-    the one that `cann.toolkit` names; else torch_npu for the torch that is."""
+    """The torch and torch_npu to install: those of the installed CANN.
+
+    Without CANN and torch_npu, those of the CANN that `cann.toolkit` names; else torch_npu for the installed torch.
+    """
     if machine.sampler == "vllm":
         return _pip_arguments(machine, _engine_set(machine).torch_npu)
     found = find_cann(machine)
@@ -138,7 +140,7 @@ def vllm_pair(machine: SystemInfo) -> CheckResult:
 
 
 def _engine_set(machine: SystemInfo) -> VersionSet:
-    """The set of an engine: of the vllm-ascend or the CANN that is there, else the newest that this project takes."""
+    """The versions of an engine: of the installed vllm-ascend or CANN, else the newest supported ones."""
     plugin, found = machine.version("vllm-ascend"), find_cann(machine)
     if plugin is not None and (its := set_of_vllm_ascend(plugin)) is not None and its.usable:
         return its

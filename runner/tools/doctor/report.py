@@ -1,4 +1,4 @@
-"""The report: each finding as it comes, then what to do in order, then which device is ready; or all of it as JSON."""
+"""The report: each finding, then steps in order, then the devices that are ready; or all as JSON."""
 
 from __future__ import annotations
 
@@ -73,8 +73,7 @@ def exit_code(entries: Sequence[ReportEntry]) -> int:
 
 
 def steps(entries: Iterable[ReportEntry]) -> list[tuple[str, str]]:
-    """What is wrong and the line that mends it, for each problem, in the order in which to do them. What the same line
-    mends is one step."""
+    """Each problem and the line that fixes it, in order; problems with the same line are one step."""
     found: dict[str, list[str]] = {}
     for entry in entries:
         if entry.finding.verdict is CheckStatus.PROBLEM and entry.finding.remedy is not None:
@@ -82,7 +81,7 @@ def steps(entries: Iterable[ReportEntry]) -> list[tuple[str, str]]:
     return [("; ".join(dict.fromkeys(what)), line) for line, what in found.items()]
 
 
-def numbered(entries: Iterable[ReportEntry]) -> Iterator[str]:
+def numbered_steps(entries: Iterable[ReportEntry]) -> Iterator[str]:
     """The steps as a user reads them: what is wrong, and below it the line alone."""
     for number, (what, line) in enumerate(steps(entries), 1):
         yield f"  {number}. {what}"
@@ -126,9 +125,9 @@ def _wrap(text: str) -> list[str]:
 def _ending(entries: Sequence[ReportEntry], devices: Sequence[str]) -> Iterator[str]:
     found = (entry.finding for entry in entries if entry.finding.verdict is CheckStatus.WARNING)
     look = dict.fromkeys(finding.remedy for finding in found if finding.remedy is not None)
-    if mend := list(numbered(entries)):
+    if fixes := list(numbered_steps(entries)):
         yield "to do, in this order"
-        yield from (*mend, "")
+        yield from (*fixes, "")
     if look:
         yield "worth a look"
         yield from (f"  {line}" for line in look)

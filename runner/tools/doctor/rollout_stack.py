@@ -1,5 +1,7 @@
-"""Checks of what samples and what places: vLLM, its environment on an NPU, Ray. Asked for by name, what is missing is a
-problem; else it is none: sampler=torch and launch=local need neither."""
+"""Checks of vLLM, its environment on an NPU, and Ray.
+
+A missing one is a problem only if the job names it: sampler=torch and launch=local need neither.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def _install(machine: SystemInfo) -> str:
 
 
 def npu_engine(machine: SystemInfo) -> CheckResult:
-    """vllm-ascend lays weights out anew unless told not to, cannot sleep in segments that grow, nor be forked."""
+    """Settings of vllm-ascend: weight layout, sleep with expandable segments, start method of processes."""
     asked = machine.sampler == "vllm"
     if not asked and machine.version("vllm-ascend") is None:
         return skip("vllm-ascend is not installed")

@@ -87,7 +87,7 @@ IMPORTS = (imports.torch_alone, imports.torch_with_npu)
 
 
 def run_checks(machine: SystemInfo, *, trial: bool = True, debug: bool = False) -> Iterator[ReportEntry]:
-    """Every finding, in order, as it is made. A check that fails is a finding of its own and stops no other.
+    """All findings in order, as they are made. A check that fails is a finding and stops no other.
 
     For a job, torch is imported only where nothing is wrong by then: what is missing is listed in a second.
     """
@@ -97,7 +97,7 @@ def run_checks(machine: SystemInfo, *, trial: bool = True, debug: bool = False) 
             if wrong and machine.parts and look in IMPORTS:
                 found = skip("first the problems above")
             else:
-                found = _found(look, machine, debug)
+                found = _run_check(look, machine, debug)
             wrong = wrong or found.verdict is CheckStatus.PROBLEM
             yield ReportEntry(group, check, found)
 
@@ -163,7 +163,7 @@ def visible_count(machine: SystemInfo, device: str) -> int:
     return there if text is None else min(there, len([entry for entry in text.split(",") if entry.strip()]))
 
 
-def _found(look: Callable[[SystemInfo], CheckResult], machine: SystemInfo, debug: bool) -> CheckResult:
+def _run_check(look: Callable[[SystemInfo], CheckResult], machine: SystemInfo, debug: bool) -> CheckResult:
     try:
         return look(machine)
     except Exception as error:

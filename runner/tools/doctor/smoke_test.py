@@ -1,5 +1,6 @@
-"""The tiny real run, in processes of its own, a JSON line a result: `python -m runner.tools.doctor.smoke_test WHAT
-DEVICE …`
+"""A tiny real run in child processes, one JSON line per result.
+
+Usage: `python -m runner.tools.doctor.smoke_test WHAT DEVICE …`
 
     kernels npu              matmul and attention on every visible device, against float64 on the processor
     reduce npu 2             a sum over so many processes
@@ -98,7 +99,7 @@ def _matmul(device: torch.device) -> float:
 
 
 def _attention(device: torch.device) -> float:
-    """Largest error of causal attention, [2, 4, 64, 32], relative to its largest value; bfloat16 on accelerators."""
+    """Largest relative error of causal attention, [2, 4, 64, 32]; bfloat16 on accelerators."""
     import torch
 
     torch.manual_seed(0)
@@ -112,7 +113,7 @@ def _attention(device: torch.device) -> float:
 
 
 def _relative(got: Tensor, wanted: Tensor) -> float:
-    """Largest difference of two tensors [..., ...] over the largest value; infinite where one is not finite."""
+    """Largest difference of two tensors over the largest value; infinite where one is not finite."""
     error = float((got.double() - wanted).abs().max() / wanted.abs().max())
     return error if error == error else float("inf")
 

@@ -1,4 +1,4 @@
-"""The facts that checks look at: files, environment variables, installed packages, and what commands answer.
+"""The facts that checks use: files, environment variables, installed packages, command output.
 
 Nothing here imports what it describes: versions come from package metadata, and whatever may fail on import runs in a
 child process with a deadline.
@@ -30,7 +30,7 @@ IMPORT_DEADLINE_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """How a command ended; code None = it could not be started (`err` says why) or did not end in time (`late`)."""
+    """Result of a command; code None: it could not be started (`err` says why) or timed out (`late`)."""
 
     code: int | None
     out: str = ""
@@ -59,7 +59,7 @@ RunCommand = Callable[[Sequence[str], float, Mapping[str, str]], CommandResult]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemInfo:
-    """A frozen view of one machine. Tests make one from a folder of fixtures; `of_this_process` is the one in life."""
+    """A frozen view of one machine; tests build one from fixtures, `current_system` reads the real one."""
 
     wanted: str = "auto"  # the name of a device
     sampler: str | None = None  # what a job is meant to sample with, and to be launched by; None = nobody said
@@ -142,8 +142,10 @@ def trial_simulator(name: str) -> DeviceConfig | None:
 
 
 def current_system(wanted: str, **job: Any) -> SystemInfo:
-    """The machine that this process runs on, for a `job` where one is named (sampler, launch, elsewhere, parts). Each
-    command is run once, however many checks ask it."""
+    """This machine, for a `job` where one is named (sampler, launch, elsewhere, parts).
+
+    Each command is run once, however many checks need it.
+    """
     found: dict[str, Package] = {}
     for one in distributions():
         about = {key: one.metadata[key] for key in ("Name", "Version", "Requires-Python") if key in one.metadata}
@@ -168,7 +170,7 @@ def current_system(wanted: str, **job: Any) -> SystemInfo:
 
 
 def run_command(words: Sequence[str], deadline_s: float, extra: Mapping[str, str]) -> CommandResult:
-    """Run a command to its end, or kill it and all below it at its deadline or if this process is interrupted."""
+    """Run a command; kill it and its children at the deadline, or if this process is interrupted."""
     try:
         process = ChildProcess(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **extra})
     except OSError as error:

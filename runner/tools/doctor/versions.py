@@ -28,7 +28,7 @@ PACKAGES: dict[str, str] = _TABLES["compiler_packages"]  # of CANN's compiler of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSet:
-    """Versions that somebody publishes as going together; None where they name none or it is not established."""
+    """Versions that a publisher lists together; None where none is named or known."""
 
     name: str
     about: str
@@ -63,7 +63,7 @@ SETS = [VersionSet(**one) for one in _TABLES["sets"]]
 
 
 def release(version: str) -> str:
-    """X.Y.Z of a version: `2.13.0+cpu` → 2.13.0, `2.10.0.post4` → 2.10.0; the text itself where it is no version."""
+    """X.Y.Z of a version: `2.13.0+cpu` → 2.13.0, `2.10.0.post4` → 2.10.0; else the text itself."""
     try:
         return ".".join(str(part) for part in Version(version).release)
     except InvalidVersion:

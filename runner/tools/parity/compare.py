@@ -96,7 +96,7 @@ class Comparison:
         return next((gap for gap in self.gradients if gap.distance > self.bounds.gradient), None)
 
     def agrees(self, tolerance: float) -> bool:
-        """Whether the mean relative loss error is at most `tolerance` and no module or gradient beyond its bound."""
+        """Whether the mean relative loss error is within `tolerance`, and modules and gradients within bounds."""
         return self.loss_error <= tolerance and self.first_output is None and self.first_gradient is None
 
 
@@ -144,8 +144,10 @@ def refuse_other_start(recorded: Recording, here: Recording) -> None:
 
 
 def compare(recorded: Recording, here: Recording, *, sampled: bool) -> Comparison:
-    """Compare. sampled: the algorithm learns from samples, whose surrogate loss is about 0 whatever the model is; the
-    likelihood of the same samples is compared in its place."""
+    """Compare two recordings. sampled: compare likelihoods of the samples instead of losses.
+
+    The policy loss of on-policy samples is about 0 whatever the model is.
+    """
     series = "nll" if sampled else "train/loss"
     steps = tuple(
         StepGap((a[series], b[series]), (a["train/grad_norm"], b["train/grad_norm"]))
@@ -180,8 +182,10 @@ def _outputs(recorded: Recording, here: Recording) -> Iterator[TensorGap]:
 def _gradients(
     before: Mapping[str, TensorSketch], now: Mapping[str, TensorSketch], modules: Sequence[str]
 ) -> Iterator[TensorGap]:
-    """Against the order of the `modules`. Some are 0 but for rounding (a key's bias), so small ones are judged by the
-    usual one."""
+    """Compare gradients in reverse order of `modules`.
+
+    Some are 0 except for rounding (a key's bias), so small ones are compared with a typical one.
+    """
     places = {name: place for place, name in enumerate(modules)}
     usual = math.sqrt(math.fsum(one.norm**2 for one in before.values()) / max(len(before), 1))
     for name in sorted({**before, **now}, key=lambda name: _place(name, places), reverse=True):
@@ -193,7 +197,7 @@ def _gradients(
 
 
 def _place(parameter: str, places: Mapping[str, int]) -> int:
-    """That of the innermost module around a parameter which was called; the end for the head, which is not."""
+    """Index of the innermost called module around a parameter; the end for the head, which is not called."""
     owner = parameter
     while owner and owner not in places:
         owner = owner[: max(owner.rfind("."), owner.rfind("/"), 0)]

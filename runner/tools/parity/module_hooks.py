@@ -1,4 +1,4 @@
-"""Watches a learner in its first step: what goes into each module and comes out, what is predicted, every gradient.
+"""Records a learner's first step: inputs and outputs of each module, predictions, every gradient.
 
     weight/ROLE/PARAMETER     as they are before the first step
     input/ROLE/MODULE         the first tensor that it takes  ┐ of the first micro-batch, in the order in which
@@ -28,7 +28,7 @@ from runner.trainer.learner import LocalLearner
 class RecordingLearner:
     """A learner that does what the one inside does, and fills `prints` during its first step.
 
-    likelihood: Σ −logprobs of the tokens learnt in this step (of all where it learns none), and how many they were;
+    likelihood: Σ −logprobs of the tokens trained on in this step (of all where it learns none), and how many they were;
         where a loss needs logprobs
     """
 
@@ -93,9 +93,9 @@ class RecordingLearner:
         chosen = batch.tokens["weight"] != 0
         if not chosen.any():  # a step without contrast, which learns nothing
             chosen = batch.tokens["parent"] >= 0
-        learnt = logprobs.cpu().double()[chosen.cpu()]
+        trained = logprobs.cpu().double()[chosen.cpu()]
         total, count = self.likelihood
-        self.likelihood = (total - float(learnt.sum()), count + len(learnt))
+        self.likelihood = (total - float(trained.sum()), count + len(trained))
 
     @contextmanager
     def _hook_modules(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What a device computed in the first steps of a job, as a file: safetensors whose header holds the rest as JSON.
+"""A recording of a job's first steps on a device: safetensors with a JSON header.
 
     header   format · spec · made of · steps · prints (name, shape, norm) · experiences · sha256 of all
     tensors  print/N float64 [WIDTH]        experience/STEP/NAME
@@ -53,7 +53,7 @@ def sketch_tensor(tensor: Tensor) -> TensorSketch:
 
 
 def first_tensor(value: object) -> Tensor | None:
-    """The tensor that a module gives or takes: itself, or the first one of several, if it is of floating point."""
+    """The tensor that a module gives or takes: itself, or the first floating-point one of several."""
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, tuple | list):
@@ -92,7 +92,7 @@ class Recording:
 
     spec: of the job, as plain data; made: device and what it multiplies in, versions, fingerprint of the data, where
           frozen models come from
-    steps: the numbers of each step; experiences: what sampled algorithms learnt from, as `Algorithm.encode` gives it
+    steps: the numbers of each step; experiences: what sampled algorithms trained on, as `Algorithm.encode` gives it
     prints: by `KIND/ROLE/NAME`, each kind in the order in which it was computed (see
     `runner.tools.parity.module_hooks`) ended: why it has fewer steps than were asked for
     """
@@ -140,7 +140,7 @@ def write(path: Path, recording: Recording) -> None:
 
 
 def read(path: Path) -> Recording:
-    """The recording in a file. Raises EnvironmentProblem if there is none, DataError if it is not what was written."""
+    """Read a recording. Raises EnvironmentProblem if there is none, DataError if it is damaged."""
     if not path.is_file():
         raise EnvironmentProblem(f"{path}: no such file; a recording is made with: run parity --record {path}")
     try:

@@ -1,4 +1,4 @@
-"""Runs the first steps of a job under watch: without trackers, checkpoints, evaluations, a folder that stays.
+"""Runs the first steps of a job with module hooks, without trackers, checkpoints or evaluation.
 
     record    data, or sampler and reward ──▶ steps ──▶ Recording, with the experiences that were sampled
     compare   data, or the recording's experiences ──▶ the same steps ──▶ Recording
@@ -45,7 +45,7 @@ def run_recorded_steps(
     decide: Decisions,
     say: Callable[[str], None],
 ) -> Recording:
-    """Run the first `steps` steps; with `given`, on what it learnt from.
+    """Run the first `steps` steps; with `given`, on what it trained on.
 
     accept: sees what was built (no step yet) and may refuse it; with `given`, steps end where a number is not finite.
     """

@@ -1,4 +1,4 @@
-"""Records a job's first steps, or runs those of a recording again; torch is imported on the way, not before.
+"""Records a job's first steps, or replays those of a recording; imports torch late.
 
 spec ─▶ ready ─▶ environment ─▶ torch ─▶ play ─▶ Recording
 """
@@ -27,8 +27,10 @@ from runner.tools.parity.recording import Recording, write
 
 
 def record_steps(spec: JobSpec, steps: int, path: Path) -> Recording:
-    """Run the first `steps` steps and write them to `path`. Raises StorageError if it cannot be written, SpecError for
-    a job of several processes."""
+    """Run the first `steps` steps and write them to `path`. Raises StorageError, SpecError.
+
+    SpecError for a job of several processes.
+    """
     _refuse_unsupported(spec)
     recording = _run_steps(prepare_spec(spec), steps, None, lambda start: None)
     write(path, recording)
@@ -36,8 +38,10 @@ def record_steps(spec: JobSpec, steps: int, path: Path) -> Recording:
 
 
 def compare_with(recorded: Recording, spec: JobSpec, tolerance: float, show: Callable[[Sequence[str]], None]) -> None:
-    """Run the recorded steps as `spec` says, and show both. Raises SpecError, DataError or CheckpointError where they
-    cannot be compared, Disagreement where they differ."""
+    """Replay the recorded steps as `spec` says, and show both. Raises ParityError where they differ.
+
+    SpecError, DataError or CheckpointError where they cannot be compared.
+    """
     _refuse_unsupported(spec)
     spec = prepare_spec(spec)
     refuse_other_job(recorded.spec, spec)

@@ -1,8 +1,8 @@
-"""The plan of a job: what one rank holds when it holds most, by terms, with the arithmetic and the traffic of a step.
+"""The plan of a job: peak memory of one rank by terms, with the arithmetic and traffic of a step.
 
     job ──shape──▶ weights, passes ──for each stage of a pipeline──▶ terms ──the one that takes most──▶ Estimate
 
-The terms are tensors: a lower bound of what a card's own tool shows. `Band` adds what the runtime keeps and what
+The terms are tensors: a lower bound of what a card's own tool shows. `MemoryBand` adds what the runtime keeps and what
 fragmentation costs. Nothing here has been compared with a card yet, only with an allocator (benchmarks/plan.py).
 """
 
@@ -45,7 +45,7 @@ class MemoryBand:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The plan of one rank: all are alike, but for the stages of a pipeline, of which it is the one that holds most.
+    """The plan of one rank; of pipeline stages, the one with the most memory.
 
     models: role → all its weights; host: what the rank keeps in its host's memory; shelf: what lies in /dev/shm of rank
     0's machine; engine: the one that samples; samplers: the devices that only sample; sampling_s: seconds that
@@ -87,7 +87,7 @@ class Estimate:
         return max((self.band(card), self.sampler_band(card) or MemoryBand(0, 0)), key=lambda band: band.high)
 
     def fits(self, card: Card) -> bool:
-        """Whether the upper ends of the bands are within the card's memory, and an engine has room for an answer."""
+        """Whether the upper estimates are within the card's memory, and an engine has room for an answer."""
         return self.fullest_band(card).high <= card.memory and (self.engine is None or self.engine.rows > 0)
 
 
@@ -110,8 +110,10 @@ def _refuse_lost_experts(spec: JobSpec, whole: Mapping[str, ModelWeights]) -> No
 
 
 def estimate(spec: JobSpec, card: Card | None = None) -> Estimate:
-    """Plan a job; an engine takes a share of the card. Raises SpecError or EnvironmentProblem where its model's shape
-    cannot be had."""
+    """Plan a job; an engine takes a share of the card. Raises SpecError, EnvironmentProblem.
+
+    Where its model's shape is unknown.
+    """
     shape, found = architecture(spec.model)
     spread = rank_layout(spec.parallelism, spec.launch.world, shape)
     mesh = spread.mesh

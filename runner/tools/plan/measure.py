@@ -1,4 +1,4 @@
-"""How much memory the passes of one micro-batch take, found by running the job's own model on the meta device.
+"""Memory of one micro-batch's passes, measured by running the job's model on the meta device.
 
     shape ──cut to a depth──▶ model ──forward──▶ kept until the backward pass ──backward──▶ the most there ever was
 
@@ -159,7 +159,7 @@ def longest_row_tokens(spec: JobSpec) -> int:
 
 
 def micro_batch(spec: JobSpec, ranks: int = 1) -> Batch:
-    """A full micro-batch of the longest rows, or as many tokens as one of `ranks` has that share its tokens out."""
+    """A full micro-batch of the longest rows, or the tokens that one of `ranks` has of it."""
     budget = -(-spec.algorithm.micro_batch_tokens // ranks)
     row = min(longest_row_tokens(spec), budget)
     lengths = [row] * (budget // row)

@@ -69,8 +69,8 @@ class MemoryBreakdown:
 
     def host(self) -> list[MemoryTerm]:
         """What a rank keeps in its host's memory meanwhile, as far as it follows from the job's options."""
-        learnt, size = self._trained_bytes(), compute_dtype(self.spec).itemsize
-        states = learnt + self._state_bytes()
+        trainable, size = self._trained_bytes(), compute_dtype(self.spec).itemsize
+        states = trainable + self._state_bytes()
         pieces = sum(part.bytes for part in self._parts().values()) + states
         inputs = len(self.stage.layers) * self._tokens() * self.shape.get_text_config().hidden_size * size
         found = [
@@ -111,9 +111,9 @@ class MemoryBreakdown:
         versions = MemoryTerm("versions for sampling ahead", copies)
         if self.spread.offloaded:
             return [versions]
-        learnt = self._trained_bytes()
+        trainable = self._trained_bytes()
         return [
-            MemoryTerm("weights that learn", learnt),
+            MemoryTerm("trainable weights", trainable),
             MemoryTerm("weights that do not", sum(part.frozen_bytes for part in self._parts().values())),
             MemoryTerm("optimizer state", self._state_bytes()),
             versions,
@@ -148,8 +148,7 @@ class MemoryBreakdown:
         return self.passes[role].at_depth(depth, headed=self.stage.last).fullest(before)
 
     def _exchange_terms(self) -> list[MemoryTerm]:
-        """Messages that leave and arrive in a pass: of rows whose tokens are shared out, between stages, to experts if
-        they are chosen evenly."""
+        """Buffers of messages in a pass: context parallel, between stages, and to evenly chosen experts."""
         mesh, inner = self.spread.mesh, self.shape.get_text_config()
         numbers = self._tokens() * compute_dtype(self.spec).itemsize
         heads, kv = local_heads(inner, self.spread)
@@ -173,7 +172,7 @@ class MemoryBreakdown:
         return [MemoryTerm("gradients", largest), MemoryTerm("temporaries of the optimizer", beside)]
 
     def _sampling_terms(self) -> list[MemoryTerm]:
-        """What drawing rollouts takes by the model itself, whose parts are gathered for it; each rank draws a share."""
+        """Memory of sampling with the model itself, gathered for it; each rank samples a part."""
         role, whole = next(iter(self.whole.items()))
         here = 0 if self.spread.offloaded else self._parts()[role].bytes
         gathered = MemoryTerm("weights gathered from other ranks", max(0, whole.all.bytes - here))
@@ -183,7 +182,7 @@ class MemoryBreakdown:
 def frozen_model_terms(
     spec: JobSpec, shape: Any, spread: RankLayout, number: int
 ) -> tuple[list[MemoryTerm], list[str]]:
-    """Models that only score, on a rank of stage `number`, and what is not counted. shape: of what slices have."""
+    """Frozen models on a rank of stage `number`, and what is not counted. shape: of tensor shards."""
     terms, left_out = [], []
     for role, one in spec.algorithm.frozen_models().items():
         way = one.mode or ("copy" if spec.adapter.trains_base else "adapter")

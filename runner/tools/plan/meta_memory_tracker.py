@@ -21,7 +21,7 @@ from runner.core import torch_compat
 
 
 class _KeepInputs(torch.autograd.Function):
-    """Makes an empty output of `shape`, keeps its inputs and `more` float32 numbers; gradients are as the inputs."""
+    """Returns an empty output of `shape` and keeps its inputs and `more` float32 numbers for backward."""
 
     @staticmethod
     def forward(ctx: Any, shape: Sequence[int], more: int, *inputs: Tensor) -> Tensor:
@@ -60,8 +60,10 @@ class MetaOperators:
 
 
 def grouped_product(left: Tensor, right: Tensor, offs: Tensor, *_: Any) -> Tensor:
-    """[S, K] times [E, K, N] → [S, N], or, grouped along the sum, [K, S] times [S, N] with E ends → [E, K, N]; torch's
-    own knows bfloat16 only on the meta device."""
+    """[S, K] times [E, K, N] → [S, N], or, grouped along the sum, [K, S] times [S, N] → [E, K, N].
+
+    torch's own supports only bfloat16 on the meta device.
+    """
     if right.ndim == 3:
         return left.new_empty(left.shape[0], right.shape[2])
     return left.new_empty(len(offs), left.shape[0], right.shape[1])
@@ -119,7 +121,7 @@ class MetaMemoryTracker(TorchDispatchMode):
         self.enter("start")
 
     def enter(self, moment: str) -> None:
-        """A moment begins, or goes on; each has a peak of its own."""
+        """A moment begins, or continues; each has a peak of its own."""
         self._moment = moment
         self.peaks.setdefault(moment, dict(self._live))
         self.add(0, "activations")
@@ -162,8 +164,10 @@ class MetaMemoryTracker(TorchDispatchMode):
 def keep_gradients(
     parameters: Iterable[nn.Parameter], tracker: MetaMemoryTracker, parts: int, size: int
 ) -> list[RemovableHandle]:
-    """Count each parameter's gradient, from its making to the end of the pass, as the one part in `parts` that a rank
-    keeps of it, with `size` bytes a number; the whole one is let go, as sharding lets it go."""
+    """Count each parameter's gradient as this rank's shard, one of `parts`, with `size` bytes a number.
+
+    The whole gradient is released, as by sharding.
+    """
 
     def count_gradient(parameter: Tensor) -> None:
         assert parameter.grad is not None

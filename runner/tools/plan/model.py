@@ -1,4 +1,4 @@
-"""The shape of the job's model, without its weights: from a folder, the hub's cache, our own list, or the hub.
+"""The shape of the job's model, without weights: from a folder, the hub's cache, our list, or the hub.
 
 The job's own model on torch's meta device, as it would be built: shapes and data types, no numbers.
 """
@@ -48,7 +48,7 @@ def architecture(config: ModelConfig, key: str = "model") -> tuple[Any, str]:
 
 
 def published_config(path: str, revision: str | None = None) -> tuple[Any, str]:
-    """The config of a folder or hub id, and where it was found; the hub itself is asked last, because it may be far."""
+    """The config of a folder or hub id, and where it was found; the hub itself is tried last."""
     if Path(path).expanduser().exists():
         return _read(str(Path(path).expanduser()), revision, local=True), "its folder"
     try:
@@ -136,8 +136,10 @@ def sample_depths(depth: int, repeats: int) -> tuple[int, int]:
 
 
 def tensor_parallel_config(architecture: Any, slices: int) -> Any:
-    """The shape of what one rank has of a model whose layers are cut in `slices`: fewer heads, narrower feed-forward
-    layers, part of the vocabulary; experts are not cut."""
+    """The config of one rank's part of a model with tensor parallelism over `slices` ranks.
+
+    Fewer heads, narrower feed-forward layers, part of the vocabulary; experts are not split.
+    """
     shape = deepcopy(architecture)
     inner = shape.get_text_config()
     inner.head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // inner.num_attention_heads
@@ -158,7 +160,7 @@ def expert_parallel_config(architecture: Any, ranks: int) -> Any:
 
 @contextmanager
 def allow_meta_autocast() -> Iterator[None]:
-    """While automatic mixed precision may be asked of the meta device, where torch knows none; peft asks for none."""
+    """Allow autocast on the meta device inside the block: torch has none, and peft enters it."""
     known = torch.autocast
 
     def autocast_or_null(device_type: str, *more: Any, **named: Any) -> AbstractContextManager[Any]:

@@ -238,8 +238,10 @@ BRACKETS = {
 
 
 def mesh_lines(mesh: Mesh, per_node: int | None, samplers: SamplerDevices | None = None) -> Iterator[str]:
-    """A row for each stage and copy of the model, in it the parts of the copy; where experts lie; what only samples.
-    per_node: ranks of a machine, None where it is not known before somebody places them."""
+    """A row for each stage and replica of the model with its shards; the place of experts; samplers.
+
+    per_node: ranks of a machine, None where it is not known before they are placed.
+    """
     beside = f", and {samplers.devices} that only sample{'s' if samplers.devices == 1 else ''}" if samplers else ""
     yield f"mesh     {mesh}{beside}"
     if mesh.world_size > 1:

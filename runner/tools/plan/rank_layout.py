@@ -30,8 +30,7 @@ from runner.tools.plan.model import build_meta_model, decoder_layers, layer_peri
 
 @dataclass(frozen=True, slots=True)
 class MemoryTerm:
-    """A part of a phase's memory, in bytes. pooled: whether an engine takes it as one piece, of which nothing is lost
-    to fragmentation."""
+    """A part of a phase's memory, in bytes. pooled: one allocation of an engine, without fragmentation."""
 
     name: str
     bytes: int
@@ -61,7 +60,7 @@ GATHERED_AT_ONCE = 2  # layers that sharding has gathered: the one that computes
 
 @dataclass(frozen=True, slots=True)
 class StageLayout:
-    """Runs of layers that one rank of the pipeline has. runs: of each, its first layer and the one behind its last."""
+    """The layers of one pipeline rank. runs: (first layer, end) of each run of layers."""
 
     number: int
     runs: Sequence[tuple[int, int]]
@@ -100,8 +99,11 @@ class StageParts:
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """How a job lies on its ranks. pieces: in how many a stage's weights, gradients and optimizer state lie; experts:
-    the same of experts; offloaded: whether pieces wait on the host; resharded: whether layers are freed after use."""
+    """The layout of a job on its ranks.
+
+    pieces: number of FSDP shards of weights, gradients and optimizer state; experts: the same of experts;
+    offloaded: whether shards are in host memory; resharded: whether layers are freed after use.
+    """
 
     mesh: Mesh
     pieces: int
@@ -147,7 +149,7 @@ class RankLayout:
         return part.plain / self.pieces + part.experts / self.experts
 
     def gathered_part(self, weights: ModelWeights, stage: StageLayout) -> ParameterCount:
-        """What is whole for a while of a stage in pieces: what is in no layer, and some layers, or all of them."""
+        """What FSDP gathers of a stage at a time: parameters outside layers, and some or all layers."""
         if not self.is_sharded:
             return ParameterCount()
         part = self.stage_parts(weights, stage)
@@ -158,8 +160,10 @@ class RankLayout:
 
 
 def rank_layout(config: ParallelismConfig, world: int, architecture: Any) -> RankLayout:
-    """How a job with this section lies on so many ranks. Raises SpecError for sizes that do not fit a transformers
-    config, and for DeepSpeed's ways."""
+    """The layout of a job with this section over `world` ranks. Raises SpecError.
+
+    For sizes that do not fit a transformers config, and for DeepSpeed.
+    """
     if config.deepspeed:
         text = f"a plan can be made of torch's own ways, not of {config.name}; type parallelism=fsdp, or ddp"
         raise SpecError([Problem("parallelism", text)])
@@ -217,9 +221,11 @@ class ParameterCount:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """A model's parameters by where they lie: of each decoder layer, without its experts, and those; `first`: the
-    embedding; `last`: all else; `tied`: what the head shares with the embedding, and has to have where that is not;
-    `flops`: what its operations follow from."""
+    """A model's parameters by place.
+
+    Of each decoder layer, without its experts, and those; `first`: the embedding; `last`: all else; `tied`: what
+    the head shares with the embedding, and must have where that is not; `flops`: what its operations follow from.
+    """
 
     layers: tuple[ParameterCount, ...]
     experts: tuple[ParameterCount, ...]
@@ -240,7 +246,7 @@ class ModelWeights:
 
 
 def model_weights(spec: JobSpec, head: Head, architecture: Any, trains: bool = True) -> ModelWeights:
-    """The parameters of a model of the job; without `trains`, of a frozen copy. Layers that repeat are counted once."""
+    """Parameters of a model of the job; without `trains`, of a frozen copy. Repeated layers count once."""
     depth = architecture.get_text_config().num_hidden_layers
     low, high = sample_depths(depth, layer_period(architecture, False))
     model = build_meta_model(spec, head, with_depth(architecture, min(depth, high)), adapted=trains)

@@ -1,4 +1,4 @@
-"""What to change so that a job fits: one change if one is enough, cheapest first, else as many as are needed."""
+"""What to change so that a job fits: one change if one is enough, cheapest first, else several."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def suggest_low_bit_optimizers(spec: JobSpec) -> Iterator[Change]:
 
 
 def adapting(spec: JobSpec) -> Iterator[Change]:
-    """Few weights that learn."""
+    """Few trainable weights."""
     if spec.adapter.trains_base:
         changed = spec.model_copy(update={"adapter": default_registry().classes("adapter")["lora"].model_validate({})})
         yield Change("adapter=lora", changed, "another update: a low-rank one, which wants a larger optimizer.lr")

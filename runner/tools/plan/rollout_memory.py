@@ -29,8 +29,11 @@ POOL = "the engine's keys and values"
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """An engine over `cards` devices. weights, pool: bytes of one device; rows: of the longest answers with their
-    prompts, for whose keys and values the pool has room; wanted: those that are in work at once; tokens: of one."""
+    """Memory of an engine over `cards` devices.
+
+    weights, pool: bytes of one device; rows: number of longest answers with prompts whose keys and values fit the pool;
+    wanted: maximum concurrent answers; tokens: of one.
+    """
 
     cards: int
     weights: int
@@ -75,7 +78,7 @@ def torch_sampler_terms(spec: JobSpec, shape: Any, drawing: int) -> list[MemoryT
 def engine_memory(
     spec: JobSpec, shape: Any, whole: Mapping[str, ModelWeights], card: Card | None
 ) -> EngineMemory | None:
-    """The engine of a job with sampler=vllm; None for any other. On no known card it has what the answers need."""
+    """The engine of a job with sampler=vllm, else None. Without a known card it has what answers need."""
     config, size = spec.sampler, _sent_item_size(spec)
     if not config.starts_engine or size is None:
         return None
@@ -133,7 +136,7 @@ def concurrent_answers(spec: JobSpec, drawing: int) -> int:
 
 
 def token_bytes(shape: Any, size: int, slices: int = 1) -> int:
-    """Bytes of a token's keys and values on one of so many slices, whose heads are repeated where they are too few."""
+    """Bytes of a token's keys and values on one of `slices` ranks, with heads repeated where too few."""
     inner = shape.get_text_config()
     heads = lcm(inner.num_key_value_heads, slices) // slices
     return int(2 * inner.num_hidden_layers * heads * head_size(inner) * size)
@@ -145,9 +148,11 @@ def _adapter_size(spec: JobSpec, model: ModelWeights) -> int:
 
 
 def shared_memory_terms(spec: JobSpec, whole: Mapping[str, ModelWeights], spread: RankLayout) -> list[MemoryTerm]:
-    """What lies in the memory of rank 0's machine for samplers to read, or of every machine whose ranks have engines:
-    what all versions share, and as many versions as the lag, and a server, need. Nothing where they read the rank's own
-    tensors."""
+    """Weights for samplers in the memory of rank 0's machine, or of every machine with engines.
+
+    What all versions share, and as many versions as the lag, and a server, need. Nothing where samplers read the rank's
+    own tensors.
+    """
     apart, ahead = spec.launch.samplers > 0 or spec.sampler.served, spec.algorithm.steps_ahead()
     ways = spec.sampler.weights_to_send()
     by_reference = not apart and spread.mesh.world_size == spread.mesh.dp_size and not spread.is_sharded
@@ -171,8 +176,10 @@ def _sent_item_size(spec: JobSpec) -> int | None:
 
 
 def _sent_bytes(spec: JobSpec, model: ModelWeights, size: int | None, way: str | None) -> int:
-    """Bytes of what is sent in this way, None = nothing. An adapter may change all layers that it is merged into; what
-    learns, "adapter", is all of a model that has none."""
+    """Bytes of the weights that are sent in this way, None = nothing.
+
+    An adapter may change all layers that it is merged into; without one, "adapter" is the whole model.
+    """
     adapted = not spec.adapter.trains_base
     layers = sum((*model.layers, *model.experts), ParameterCount())
     parts = {
@@ -188,10 +195,11 @@ def _sent_bytes(spec: JobSpec, model: ModelWeights, size: int | None, way: str |
 
 
 def min_sampling_seconds(spec: JobSpec, whole: Mapping[str, ModelWeights], card: Card | None) -> float | None:
-    """Below this many seconds no card samples a step whose answers are all of the greatest length: every token after
-    the first reads all weights that multiply, once for the answers in work at once, and computes with each of them.
-    None where the card's figures are not known, or a server samples (Kwon et al., 2309.06180, section 2.2: reading is
-    what takes time)."""
+    """Lower bound of seconds to sample a step whose answers are all of maximum length; None if unknown.
+
+    Every token after the first reads all weights, once for concurrent answers, and computes with each of them. None
+    where the card's figures are not known, or a server samples (Kwon et al., 2309.06180, section 2.2).
+    """
     peak = peak_flops(spec, card)
     if card is None or card.bandwidth is None or peak is None or spec.sampler.served:
         return None

@@ -1,4 +1,4 @@
-"""The work of one rank in a step where every row is as long as can be: tokens, arithmetic, and bytes sent.
+"""The work of one rank in a step of maximum-length rows: tokens, arithmetic, and bytes sent.
 
 Bytes are the textbook's: an all-reduce of n bytes over p ranks sends 2·n·(p−1)/p from each, an all-gather, a
 reduce-scatter and an all-to-all n·(p−1)/p.
@@ -24,9 +24,11 @@ from runner.tools.plan.rank_layout import ModelWeights, RankLayout, StageLayout
 
 @dataclass(frozen=True, slots=True)
 class RankWork:
-    """Of one rank and step: tokens (of which cp ranks each have their share), floating-point operations of the update
-    (see `model.flops`), those that are done again, micro-batches, and bytes sent, by what for. bubble: the share of the
-    step for which a stage waits."""
+    """Work of one rank in a step.
+
+    Tokens (of which cp ranks each have a part), floating-point operations of the update (see `model.flops`), recomputed
+    ones, micro-batches, and bytes sent, by purpose. bubble: the share of the step for which a stage waits.
+    """
 
     tokens: int
     flops: float
@@ -100,7 +102,7 @@ class Traffic:
 
     @property
     def _passes(self) -> int:
-        """How often layers exchange what they do in a forward pass: forward, backward, and where recomputed again."""
+        """Number of passes in which layers exchange data: forward, backward, and recomputed forward."""
         return 3 if self.spec.model.gradient_checkpointing else 2
 
     @property
@@ -131,14 +133,19 @@ class Traffic:
         return self.cuts * moved // self.spread.mesh.ep * (further - 1) // further
 
     def _for_slices(self) -> int:
-        """Each layer's attention and feed-forward part end in an all-reduce of the hidden states, forward and backward,
-        and once more where they are recomputed (Shoeybi et al., 1909.08053, section 3)."""
+        """All-reduces of tensor parallelism (Shoeybi et al., 1909.08053, section 3).
+
+        Each layer's attention and feed-forward part end in one, forward and backward, and once more where recomputed.
+        """
         tp = self.spread.mesh.tp
         return self._layers * 2 * self._passes * 2 * self._hidden * (tp - 1) // tp
 
     def _for_rows(self) -> int:
-        """Ulysses: queries, keys, values and what attention gives, all to all, each way (2309.14509, section 3); ring:
-        keys and values to every other rank, in the backward pass again, and their gradients in float32 (2310.01889)."""
+        """Bytes of context parallelism.
+
+        Ulysses: queries, keys, values and attention outputs, all-to-all, each way (2309.14509, section 3); ring: keys
+        and values to every other rank, in the backward pass again, and their gradients in float32 (2310.01889).
+        """
         mesh = self.spread.mesh
         if mesh.cp == 1:
             return 0
@@ -169,8 +176,10 @@ def local_heads(inner: Any, spread: RankLayout) -> tuple[int, int]:
 
 
 def update_flops(spec: JobSpec, models: Iterable[ModelWeights], tokens: int) -> tuple[float, float]:
-    """Operations of the update for so many tokens in rows of the greatest length, all but each row's first of them
-    predicted; and those of what is computed again."""
+    """Operations of the update for `tokens` tokens in rows of maximum length; and those recomputed.
+
+    All tokens but each row's first are predicted.
+    """
     row = longest_row_tokens(spec)
     products, attending = _recomputed_shares(spec)
     update = again = 0.0
@@ -195,8 +204,7 @@ def _recomputed_shares(spec: JobSpec) -> tuple[float, float]:
 
 
 def peak_flops(spec: JobSpec, card: Card | None) -> float | None:
-    """The most that a card computes per second in what the job's products are computed in; None where no figure is
-    known."""
+    """Peak operations per second of a card in the job's precision; None where no figure is known."""
     return None if card is None else card.flops.get(matmul_precision(spec))
 
 

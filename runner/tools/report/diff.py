@@ -12,12 +12,12 @@ from runner.spec.base import iter_leaves
 from runner.tools.report.chart import Curve, hues
 from runner.tools.report.page import Page, TableRow, order_metrics
 from runner.tools.report.run_facts import RunFacts, Series, read_run
+from runner.tracker.screen import MACHINE_METRICS
 from runner.tracker.text import align_columns, escape_for_terminal, format_number, sparkline
 
 ABSENT = "–"
 SHORT = 12  # digits of a fingerprint
 SPARKS = 24  # columns of a curve on the screen
-OWN = ("perf/", "time/", "device/")  # what no two runs share; not compared on the screen
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,9 @@ def diff_lines(first: RunFolder, second: RunFolder) -> list[str]:
         if rows
         else ["config, code, versions, device and data are the same"]
     )
-    metrics = [name for name in order_metrics([*a.series], None) if name in b.series and not name.startswith(OWN)]
+    metrics = [
+        name for name in order_metrics([*a.series], None) if name in b.series and not name.startswith(MACHINE_METRICS)
+    ]
     if metrics:
         out += [
             "",
@@ -62,7 +64,11 @@ def diff_lines(first: RunFolder, second: RunFolder) -> list[str]:
             ),
         ]
     for name, mine, other in (("A", a, b), ("B", b, a)):
-        alone = [n for n in order_metrics([*mine.series], None) if n not in other.series and not n.startswith(OWN)]
+        alone = [
+            n
+            for n in order_metrics([*mine.series], None)
+            if n not in other.series and not n.startswith(MACHINE_METRICS)
+        ]
         out += [f"only {name}: {', '.join(alone)}"] if alone else []
     return out
 

@@ -27,7 +27,7 @@ from runner.tracker.text import format_duration, format_number
 
 HERE = Path(__file__).parent
 MOST_CHARTS = 24
-UNSHOWN = ("perf/", "time/")  # behind the others, in a report that compares
+UNSHOWN = ("perf/", "time/", "weight_sync/")  # behind the others, in a report that compares
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,14 @@ from runner.launch.slurm.commands import state_of
 from runner.run_dir.folder import RunFolder, display_path, is_latest, is_locked, read_mapping
 from runner.tracker.jsonl_tail import last_lines
 from runner.tracker.screen import METRICS
-from runner.tracker.text import count_noun, escape_for_terminal, format_bytes, format_duration, format_number, labeled
+from runner.tracker.text import (
+    count_noun,
+    escape_for_terminal,
+    format_bytes,
+    format_duration,
+    format_number,
+    labeled_line,
+)
 
 TAIL_BYTES = 2**18  # of metrics.jsonl
 RECENT = 10  # steps whose mean is the time of a step
@@ -213,21 +220,21 @@ def status_lines(run: RunStatus) -> Iterator[str]:
     folder = RunFolder(Path(run.folder))
     yield f"{display_path(folder.root)}: {_headline(run)}"
     if run.error:
-        yield labeled("error", escape_for_terminal(run.error.splitlines()[0]))
+        yield labeled_line("error", escape_for_terminal(run.error.splitlines()[0]))
     if (job := run.slurm) is not None:
-        yield labeled("slurm", f"job {job['job']}: {job['state']} ({job['reason']}); log {_path(job['log'])}")
+        yield labeled_line("slurm", f"job {job['job']}: {job['state']} ({job['reason']}); log {_path(job['log'])}")
     yield from _table(run.members)
     for about, names in LINES.items():
         if found := [key for name in names for key in run.numbers if _is_of(key, name) and _is_shown(run, key)]:
-            yield labeled(about, " · ".join(_number(run, key) for key in found))
+            yield labeled_line(about, " · ".join(_number(run, key) for key in found))
     if run.checkpoint is not None and run.checkpoint_age_s is not None:
-        yield labeled("saved", f"step {run.checkpoint}, {format_duration(run.checkpoint_age_s)} ago")
+        yield labeled_line("saved", f"step {run.checkpoint}, {format_duration(run.checkpoint_age_s)} ago")
     elif run.step:
-        yield labeled("saved", "nothing yet")
+        yield labeled_line("saved", "nothing yet")
     if run.logs:
-        yield labeled("logs", ", ".join(map(_path, run.logs)))
+        yield labeled_line("logs", ", ".join(map(_path, run.logs)))
     if run.state in GO_ON:
-        yield labeled("continue", f"run resume {'latest' if is_latest(folder) else display_path(folder.root)}")
+        yield labeled_line("continue", f"run resume {'latest' if is_latest(folder) else display_path(folder.root)}")
 
 
 def _headline(run: RunStatus) -> str:
@@ -255,8 +262,8 @@ def _table(members: list[ProcessStatus]) -> Iterator[str]:
         if member.heard_s is not None:
             said.append(f"heard {format_number(round(member.heard_s, 1))} s ago")
         if member.replaced:
-            said.append(f"started anew {count_noun(member.replaced, 'time')}")
-        yield labeled("process", f"{member.name.ljust(width)}  {place.ljust(wide)}  {', '.join(said)}")
+            said.append(f"restarted {count_noun(member.replaced, 'time')}")
+        yield labeled_line("process", f"{member.name.ljust(width)}  {place.ljust(wide)}  {', '.join(said)}")
 
 
 def _is_of(key: str, name: str) -> bool:

@@ -50,7 +50,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def curves(folder: Path) -> list[dict[str, float]]:
-    """What was learnt in each step, without times and memory."""
+    """What was trained on in each step, without times and memory."""
     kept = ("train/", "reward/", "critic/", "eval/")
     return [{name: value for name, value in line.items() if name.startswith(kept)} for line in lines(folder)]
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from runner.algorithm.config import DistillConfig
 from runner.algorithm.distillation import Distillation, build, common_vocab_logits
-from runner.algorithm.inputs import AlgorithmInputs
 from runner.build.components import build_data, build_tokenizer
 from runner.build.evaluation import build_evaluation
 from runner.cli.job_builder import compose_job
@@ -20,6 +19,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch
 from runner.core.errors import SpecError
 from runner.interfaces import EvalQuestion, Outputs, TokenizedExample
+from runner.interfaces.learning import AlgorithmInputs
 from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer
@@ -36,7 +36,7 @@ WORD = (3, 9, 27, 81, 243, 5, 25, 125)
 
 
 def row(length: int, shift: int, learnt: float = 1.0) -> TokenizedExample:
-    """Tokens of which the last two thirds are learnt."""
+    """Tokens of which the last two thirds are trained on."""
     ids = tuple(WORD[(t + shift) % len(WORD)] + shift for t in range(length))
     return TokenizedExample(ids, tuple(learnt * (t > length // 3) for t in range(length)))
 
@@ -195,7 +195,7 @@ def test_mini_batches_each_divide_by_their_own_tokens() -> None:
     batches = list(algorithm.prepare(algorithm.collect(0), {"teacher": teacher}))
     learnt = [sum(w > 0 for item in part for w in item.weights[1:]) for part in (ITEMS[:3], ITEMS[3:])]
     assert [batch.totals["tokens"] for batch in batches] == learnt
-    assert teacher.states == 0, "the teacher is asked when a micro-batch is learnt"
+    assert teacher.states == 0, "the teacher is asked when a micro-batch is trained on"
 
 
 def test_hidden_states_of_one_micro_batch_exist_at_once_in_the_teachers_data_type() -> None:

@@ -136,7 +136,7 @@ def test_the_gradient_is_the_same_whether_old_is_scored_beforehand_or_not() -> N
 
 
 def resumed(config: OpdConfig) -> tuple[TrainingJob, Any]:
-    """A job that goes on after three steps of another one, and the numbers of one left in peace."""
+    """A job that continues after three steps of another one, and the numbers of one left in peace."""
     wanted = curve_and_weights(job_of(config, steps=6, callbacks=[]), 0)
     job = job_of(config, steps=6, callbacks=[])
     stop = Stop(job, 3)

@@ -1,4 +1,4 @@
-"""Episodes of several turns: what is learnt, what is context, and that no token is made twice."""
+"""Episodes of several turns: what is trained on, what is context, and that no token is made twice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runner.algorithm.episodes import rollouts
 from runner.algorithm.episodes.episode import EpisodeRunner
 from runner.algorithm.episodes.rollouts import Experience, Group, RolloutCollector
 from runner.algorithm.policy.config import GrpoConfig
-from runner.build.components import build_extend
+from runner.build.conversations import build_extend
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem
 from runner.data.chat import Renderer

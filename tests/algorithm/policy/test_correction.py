@@ -33,7 +33,7 @@ RULES: dict[str, tuple[Rule, Callable[[float], tuple[float, bool]]]] = {
 
 
 def rho_of(ragged: Rows, old: Tensor, sampled: Tensor, level: Level) -> list[float]:
-    """The ratio of each token, 1 where nothing is learnt."""
+    """The ratio of each token, 1 where nothing is trained."""
     out = [1.0] * len(old)
     for learnt in ragged.learnt:
         ratios = {t: math.exp(old[t].item()) / math.exp(sampled[t].item()) for t in learnt}

@@ -175,7 +175,7 @@ def test_the_constant_of_dr_grpo_is_the_longest_episode() -> None:
 
 
 def test_the_numbers_of_a_step_are_of_all_that_it_drew() -> None:
-    """Groups that were replaced, and those drawn beyond what is learnt from, count as much as the others."""
+    """Groups that were replaced, and those drawn beyond what is trained on, count as much as the others."""
     config = GrpoConfig(**SMALL, zero_variance="resample", max_resample_rounds=20, group_size=2)
     job = job_of(config, rate=lambda c: float(c.ids[0] % 4 == 0))
     job.publish(0)

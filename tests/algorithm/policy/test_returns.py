@@ -21,7 +21,7 @@ FACTOR = st.sampled_from([0.0, 0.5, 0.95, 1.0])
 
 
 def gae_by_hand(ragged: Rows, rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Backwards over each row's learnt tokens, as if the others were not there."""
+    """Backwards over each row's trained tokens, as if the others were not there."""
     advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
     for learnt in ragged.learnt:
         next_value = advantage = 0.0

@@ -1,4 +1,4 @@
-"""dpo, its kin and kto: against plain Hugging Face passes and formulas in floats, and however a batch is cut."""
+"""dpo, its variants and kto: against plain Hugging Face passes and formulas in floats, and however a batch is cut."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from runner.algorithm.inputs import AlgorithmInputs
 from runner.algorithm.loss_registry import functions
 from runner.algorithm.preference.config import DpoConfig, KtoConfig
 from runner.algorithm.preference.learning import build_dpo, build_kto, mismatch_completions
 from runner.interfaces import LabeledCompletion, PreferencePair
+from runner.interfaces.learning import AlgorithmInputs
 from runner.trainer.reference_model import FrozenModel
 from tests.algorithm.preference.test_losses import ALPHA, BETA, CASES, GAMMA, LAM, SMOOTHING, sig
 from tests.algorithm.preferences import (

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from runner.algorithm.inputs import AlgorithmInputs
 from runner.algorithm.preference.config import RmConfig
 from runner.algorithm.preference.learning import build
 from runner.interfaces import PreferencePair
+from runner.interfaces.learning import AlgorithmInputs
 from tests.algorithm.preferences import (
     TOKENIZER,
     WHOLE,

@@ -412,7 +412,7 @@ def test_a_card_without_room_is_said_at_once(tmp_path: Path, shelf: Shelf, monke
     monkeypatch.setattr(pair, "PIECE_BYTES", 64 << 20)
     monkeypatch.setattr(pair, "_current", lambda _: nullcontext())
     monkeypatch.setattr(collective, "stages_on", lambda _: stages_on(torch.device("cuda:1")))
-    words = r"128 MiB on cuda:1 and as much .*: NPU out of memory\.\n.*sampler\.transport=http"
+    words = r"128 MiB on cuda:1 and as much .*: NPU out of memory\.\n.*sampler\.weight_transfer_backend=http"
     with far(tmp_path) as (_, remotes), pytest.raises(OutOfMemory, match=words):
         remotes.load_weights(shelf.get(1), 1)
 

@@ -90,7 +90,7 @@ def test_a_server_that_is_just_being_started_is_waited_for(what: str, tmp_path: 
     with served(server) as url:
         sampler = made(url, tmp_path / "own", policy, weight_sync="adapter", sleep=True, retries=10)
         moved(policy, 0.2)
-        version = shelf.put(1, policy.published("adapter"))
+        version = shelf.put(1, policy.hf_tensors("adapter"))
         if what != "load":
             sampler.load_weights(version, 1)
         if what == "wake":
@@ -167,7 +167,7 @@ def test_a_server_that_does_not_wake_at_the_end_keeps_neither_adapter_nor_folder
     policy, server = lora(), stand_in()
     with served(server) as url:
         sampler = made(url, tmp_path / "own", policy, weight_sync="adapter", folder=str(disk), sleep=True)
-        sampler.load_weights(shelf.put(1, policy.published("adapter")), 1)
+        sampler.load_weights(shelf.put(1, policy.hf_tensors("adapter")), 1)
         sampler.release_memory()
         server.broken = {"/wake_up": ["500"]}
         with pytest.raises(SamplerError, match="refuses /wake_up"):
@@ -179,7 +179,7 @@ def test_a_server_that_is_gone_is_said_goodbye_to_once(tmp_path: Path, shelf: Sh
     policy = lora()
     with served(stand_in()) as url:
         sampler = made(url, tmp_path / "own", policy, weight_sync="adapter", folder=str(disk), sleep=True)
-        sampler.load_weights(shelf.put(1, policy.published("adapter")), 1)
+        sampler.load_weights(shelf.put(1, policy.hf_tensors("adapter")), 1)
         sampler.release_memory()
     with pytest.raises(SamplerError, match="asked 1 times"):
         sampler.close()
@@ -191,7 +191,7 @@ def test_a_run_that_goes_on_removes_what_it_left_when_it_was_killed(
     sync: str, tmp_path: Path, shelf: Shelf, disk: Path
 ) -> None:
     policy = lora()
-    version = shelf.put(1, policy.published("adapter" if sync == "adapter" else "all"))
+    version = shelf.put(1, policy.hf_tensors("adapter" if sync == "adapter" else "all"))
     with served(stand_in()) as url:
         killed, resumed = (made(url, tmp_path / "own", policy, weight_sync=sync, folder=str(disk)) for _ in range(2))
         killed.load_weights(version, 1)
@@ -220,13 +220,13 @@ def test_there_is_room_for_what_the_server_has_beside_the_newest_version(
         told = "load_adapter" if sync == "adapter" else "reload"
         monkeypatch.setattr(sampler._server, told, look)
         for way in sent[1:]:
-            shelf.keep(policy.published(way))
+            shelf.keep(policy.hf_tensors(way))
         for step in (1, 2, 3):
             shelf.drop_below(step)
-            version = shelf.put(step, policy.published(sent[0]))
+            version = shelf.put(step, policy.hf_tensors(sent[0]))
             look()
             sampler.load_weights(version, step)
-    sizes = [policy.published_bytes(way) for way in sent]
+    sizes = [policy.hf_tensor_bytes(way) for way in sent]
     words = [
         "+recipe=grpo_demo",
         "sampler=vllm_server",

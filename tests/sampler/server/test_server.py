@@ -55,12 +55,12 @@ def stand_in(**options: Any) -> StandIn:
 def whole(policy: Any) -> Any:
     """The policy as a plain model, its adapter merged."""
     made = module("qwen3")
-    made.load_state_dict(dict(policy.published("all")))
+    made.load_state_dict(dict(policy.hf_tensors("all")))
     return made
 
 
 def made(url: str, own: Path, policy: Any = None, recomputed: bool = False, **options: Any) -> ServerSampler:
-    defaults = {"batch_size": 4, "max_new_tokens": 16, "retries": 3, "timeout_s": 20.0}
+    defaults = {"max_num_seqs": 4, "max_new_tokens": 16, "retries": 3, "timeout_s": 20.0}
     config = VllmServerConfig(url=url, **defaults | options)
     own.mkdir(parents=True, exist_ok=True)
     return build(config, model=policy or causal("qwen3"), decide=Decisions(), folder=own, recomputed=recomputed)
@@ -245,7 +245,7 @@ def test_loads_an_adapter_under_a_new_name_and_unloads_the_old_one(
         for step in (1, 2):
             moved(policy, 0.2)
             expected(policy, probed, step)
-            probed.load(sampler, shelf.put(step, policy.published("adapter")), step)
+            probed.load(sampler, shelf.put(step, policy.hf_tensors("adapter")), step)
             check(whole(policy), asked(), sampler.sample(asked()), temperature=1.0)
             assert list(server.adapters) == [server.bodies[-1]["model"]] and f"-v{step}-" in next(iter(server.adapters))
     assert not server.adapters
@@ -256,11 +256,11 @@ def test_on_a_shared_disk_what_does_not_change_is_copied_once(tmp_path: Path, sh
     policy = attach(LoraConfig(rank=4, alpha=16.0), causal("qwen3"), decide=Decisions())
     server, disk = stand_in(), Path(tempfile.mkdtemp(dir="/dev/shm"))
     with sampling(server, tmp_path / "own", policy, weight_sync="reload", folder=str(disk)) as sampler:
-        shelf.keep(policy.published("fixed"))
+        shelf.keep(policy.hf_tensors("fixed"))
         places = []
         for step in (1, 2):
             moved(policy, 0.2)
-            sampler.load_weights(shelf.put(step, policy.published("changed")), step)
+            sampler.load_weights(shelf.put(step, policy.hf_tensors("changed")), step)
             check(whole(policy), asked(), sampler.sample(asked()), temperature=1.0)
             places += [next(disk.rglob("fixed-0000.safetensors")).stat().st_ino]
         assert places[0] == places[1] != (shelf.folder / "fixed-0000.safetensors").stat().st_ino
@@ -289,7 +289,7 @@ def test_a_server_that_was_started_anew_is_loaded_again_and_its_answers_are_not_
     server = stand_in()
     with sampling(server, tmp_path / "own", policy, weight_sync=sync) as sampler:
         moved(policy, 0.2)
-        sampler.load_weights(shelf.put(1, policy.published("all" if sync == "reload" else "adapter")), 1)
+        sampler.load_weights(shelf.put(1, policy.hf_tensors("all" if sync == "reload" else "adapter")), 1)
         server.faults = [Fault("none-yet", 0), Fault("restart")]
         with caplog.at_level(logging.WARNING, "runner"):
             got = sampler.sample(asked())

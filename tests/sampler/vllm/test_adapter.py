@@ -39,7 +39,7 @@ def test_the_engine_follows_the_adapter(sync: str, kept: str, sent: str, tmp_pat
     policy = adapted(targets=("q_proj", "v_proj", "down_proj"), rslora=True)
     with engine(policy, tmp_path, weight_sync=sync, temperature=0.8) as sampler:
         for version in range(3):
-            sampler.load(Parts(policy, kept, sent), version)
+            sampler.load_weights(Parts(policy, kept, sent), version)
             assert score_gap(policy, sampler) < MEAN
             asked = requests()
             got = sampler.sample(asked)

@@ -18,9 +18,9 @@ from runner.sampler.vllm import versions
 from runner.sampler.vllm import versions as need
 from runner.sampler.vllm.arguments import EnginePlacement, engine_arguments, sleep_level
 from runner.sampler.vllm.build import _has_experts
+from runner.sampler.vllm.packing import has_experts, reload_all_weights
 from runner.sampler.vllm.sampler import is_adapter_tensor
 from runner.sampler.vllm.versions import LAYOUT, npu_engine_options
-from runner.sampler.vllm.packing import has_experts, reload_all_weights
 from tests.model.zoo import causal
 
 JOB = ("+recipe=grpo_demo", "sampler=vllm")
@@ -81,7 +81,7 @@ def test_experts_on_an_npu_do_not_sleep(tmp_path: Path) -> None:
 def test_there_is_room_for_an_adapter(rank: int, room: int) -> None:
     found, _ = made(rank=rank, weight_sync="adapter")
     assert (found["enable_lora"], found["max_lora_rank"], found["max_loras"]) == (True, room, 1)
-    with pytest.raises(EnvironmentProblem, match=r"sampler\.sync=merged"):
+    with pytest.raises(EnvironmentProblem, match=r"sampler\.weight_sync=merged"):
         made(rank=513, weight_sync="adapter")
 
 
@@ -121,7 +121,7 @@ def test_the_processor_is_told_what_vllm_would_do_otherwise() -> None:
 
 
 def test_workers_of_an_engine_are_no_forks_and_say_what_they_die_of() -> None:
-    """vLLM starts them anew by itself where CUDA is in use, but not where an NPU is."""
+    """vLLM starts them again by itself where CUDA is in use, but not where an NPU is."""
     for cards, method, level in ((1, None, "CRITICAL"), (2, "spawn", "ERROR")):
         spec = compose_job(
             [*JOB, f"sampler.tensor_parallel_size={cards}", f"launch.samplers={cards}", "algorithm.lag=1"]

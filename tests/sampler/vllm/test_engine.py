@@ -86,7 +86,7 @@ def test_an_engine_that_finds_no_room_is_no_bug_of_ours(made: Made) -> None:
     engine.load(WEIGHTS, None)
     engine.release()
     llm.fails = RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:62")
-    with pytest.raises(SamplerError, match=r"take its memory back: CUDA Error.*sampler\.memory"):
+    with pytest.raises(SamplerError, match=r"take its memory back: CUDA Error.*sampler\.gpu_memory_utilization"):
         engine.generate([[1]], None, None)
 
 

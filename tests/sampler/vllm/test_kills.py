@@ -1,4 +1,4 @@
-"""`kill -9` of a job that samples with vLLM: it goes on with the answers that were drawn, and nothing of it is left.
+"""`kill -9` of a job that samples with vLLM: it continues the answers that were drawn, and nothing of it is left.
 
 killed:  start ──✗  resume ──✗  resume ─────────▶ step 6   ┐
               └─ every page of the journal, kept           ├ same bytes
@@ -73,7 +73,7 @@ def killed(job: Job, at: int, kept: Kept, trail: Traces, wait_s: float, process:
 
     def reached() -> bool:
         kept.look()
-        return page.exists()  # the step's answers are being drawn, or learnt from
+        return page.exists()  # the step's answers are being drawn, or trained on
 
     wait_until(reached, process)
     time.sleep(wait_s)

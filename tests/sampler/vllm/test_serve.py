@@ -155,7 +155,7 @@ def asked() -> list[Request]:
 def whole(policy: Any) -> Any:
     """The policy as a plain model, its adapter merged."""
     made = module("qwen2", **SHAPE)
-    made.load_state_dict(dict(policy.published("all")))
+    made.load_state_dict(dict(policy.hf_tensors("all")))
     return made
 
 
@@ -190,7 +190,7 @@ def sent(sampler: ServerSampler, policy: Any, shelf: Shelf, version: int, way: s
     """Through the probe, as a run does it."""
     probe = SyncProbe.from_seed(0, 256, 1e-4)
     probe.expect(version, [plain(whole(policy), row).tolist() for row in probe.rows])
-    probe.load(sampler, shelf.put(version, policy.published(way)), version)
+    probe.load(sampler, shelf.put(version, policy.hf_tensors(way)), version)
 
 
 def test_draws_by_the_rule_and_reports_what_was_drawn_from(asking: Any) -> None:
@@ -198,7 +198,7 @@ def test_draws_by_the_rule_and_reports_what_was_drawn_from(asking: Any) -> None:
     sampler = asking(policy, **RULE)
     got = sampler.sample(asked())
     check(whole(policy), got, **RULE)
-    assert len({one.ids for one in got}) == len(got) and sampler.longest == LENGTH
+    assert len({one.ids for one in got}) == len(got) and sampler.max_model_len == LENGTH
     again = sampler.sample(asked()[::-1])[::-1]
     assert sum(a.ids == b.ids for a, b in zip(got, again, strict=True)) >= len(got) - 1  # rounding may move a draw
     [scores] = sampler.score(PROMPTS[2:])
@@ -225,7 +225,7 @@ def test_weights_read_anew_and_a_server_that_was_started_anew(asking: Any, shelf
     served.stop()
     served.start()
     check(whole(policy), sampler.sample(asked()))
-    assert sampler.measured()["resyncs"] == 1
+    assert sampler.pop_metrics()["resyncs"] == 1
 
 
 def test_what_it_refuses_is_said_in_its_words(asking: Any, shelf: Shelf) -> None:

@@ -1,4 +1,4 @@
-"""The mistakes of an NPU's environment: how each is made, and the check that has to name it with what mends it."""
+"""The mistakes of an NPU's environment: how each is made, and the check that has to name it with what fixes it."""
 
 from __future__ import annotations
 

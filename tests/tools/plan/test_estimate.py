@@ -32,7 +32,7 @@ def terms(plan: Estimate, phase: str) -> dict[str, int]:
 def test_what_a_rank_holds_of_a_sharded_model_is_its_part(compose: Any) -> None:
     alone = estimate(compose("+recipe=sft_demo", *SMALL))
     plan = estimate(compose("+recipe=sft_demo", *SMALL, "parallelism=fsdp", "launch.devices=4"))
-    for name in ("weights that learn", "optimizer state"):
+    for name in ("trainable weights", "optimizer state"):
         assert terms(plan, "update")[name] == terms(alone, "update")[name] // 4
     model = plan.models["policy"]
     assert (
@@ -289,7 +289,7 @@ def test_slices_hold_their_part_of_layers_and_logits(compose: Any) -> None:
     plan = estimate(compose("+recipe=sft_demo", *wide, "parallelism=tp", "launch.devices=2"))
     whole, own = terms(alone, "update"), terms(plan, "update")
     norms = 4 * 5 * 64  # two in each layer and one behind them, float32, whole on every rank
-    assert own["weights that learn"] == (whole["weights that learn"] + norms) // 2
+    assert own["trainable weights"] == (whole["trainable weights"] + norms) // 2
     assert own["logits"] * 2 == whole["logits"] and own["activations"] < whole["activations"]
     assert plan.models == alone.models and plan.work.flops * 2 == alone.work.flops
     assert (
@@ -305,7 +305,7 @@ def test_stages_share_out_layers_and_the_first_keeps_most_micro_batches(compose:
     plan = estimate(compose("+recipe=sft_demo", *words))
     model = plan.models["policy"]
     assert plan.stage.layers == [0, 1, 2] and plan.stage.first and not plan.stage.last
-    assert terms(plan, "update")["weights that learn"] == (model.first + model.layers[0] * 3).bytes
+    assert terms(plan, "update")["trainable weights"] == (model.first + model.layers[0] * 3).bytes
     assert "activations of micro-batches in flight" in terms(plan, "update")
     assert plan.work.bubble == 1 / (8 + 1) and plan.work.micro_batches == 8
     hidden = 8 * 64 * 64 * 4
@@ -332,13 +332,13 @@ def test_ranks_that_share_rows_hold_whole_copies_or_pieces_of_all_of_them(compos
     alone = estimate(compose("+recipe=sft_demo", *SMALL))
     shared = estimate(compose("+recipe=sft_demo", *SMALL, "parallelism=cp", "launch.devices=2"))
     whole, own = terms(alone, "update"), terms(shared, "update")
-    assert own["weights that learn"] == whole["weights that learn"]
+    assert own["trainable weights"] == whole["trainable weights"]
     assert own["activations"] < 0.6 * whole["activations"] and own["rows exchanged"] > 0
     assert shared.work.flops * 2 == alone.work.flops and shared.work.tokens == alone.work.tokens
     layers, passes, heads = 2, 2, 2 * (4 + 4) * 16 * 4  # queries, keys, values and what attention gives; bytes a token
     assert shared.work.sending["rows"] == layers * passes * heads * (shared.work.tokens // 2) // 2
     pieces = estimate(compose("+recipe=sft_demo", *SMALL, "parallelism=fsdp", "parallelism.cp=2", "launch.devices=4"))
-    assert terms(pieces, "update")["weights that learn"] == whole["weights that learn"] // 4
+    assert terms(pieces, "update")["trainable weights"] == whole["trainable weights"] // 4
 
 
 @pytest.mark.parametrize("words", ["parallelism=ep", "parallelism=fsdp parallelism.ep=2"])
@@ -347,7 +347,7 @@ def test_experts_lie_over_ranks(compose: Any, words: str) -> None:
     model, held = plan.models["policy"], terms(plan, "update")
     experts = sum(part.bytes for part in model.experts)
     plain = model.all.bytes - experts
-    assert held["weights that learn"] == experts // 4 + (plain if words == "parallelism=ep" else plain // 4)
+    assert held["trainable weights"] == experts // 4 + (plain if words == "parallelism=ep" else plain // 4)
     assert held["tokens sent to experts"] > 0
     ep = plan.mesh.ep
     assert plan.work.sending["experts"] == 2 * 2 * 2 * 2 * plan.work.tokens * 64 * 4 * (ep - 1) // ep
@@ -372,7 +372,7 @@ def test_what_waits_on_the_host_is_said(compose: Any) -> None:
     )
     more = ("model.gradient_checkpointing=true", "model.activation_offloading=true", "checkpoint.asynchronous=true")
     plan = estimate(compose("+recipe=sft_demo", *SMALL, *words, *more))
-    assert "weights that learn" not in terms(plan, "update") and terms(plan, "optimizer") == {}
+    assert "trainable weights" not in terms(plan, "update") and terms(plan, "optimizer") == {}
     learnt = plan.models["policy"].all.trained_bytes // 2
     inputs = 2 * 4096 * 64 * 4  # layers, tokens, width
     assert [term.bytes for term in plan.host] == [pytest.approx(4 * learnt, rel=0.01), inputs, 3 * learnt]

@@ -142,6 +142,15 @@ def test_a_diff_says_only_what_differs(tmp_path: Path) -> None:
 BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 
+def test_a_diff_leaves_out_what_depends_on_the_machine(tmp_path: Path) -> None:
+    a, b = a_run(tmp_path / "a"), a_run(tmp_path / "b")
+    for folder, seconds in ((a, 0.1), (b, 0.2)):
+        row = {"step": 1, "weight_sync/send_s": seconds, "time/update_s": seconds, "weight_sync/bytes": 8}
+        folder.metrics.write_text(json.dumps(row) + "\n")
+    said = "\n".join(diff.diff_lines(a, b))
+    assert "weight_sync/bytes" in said and "weight_sync/send_s" not in said and "time/update_s" not in said
+
+
 def in_a_browser(page: Path, theme: str, home: Path) -> list[dict[str, str | None]]:
     """The figures of a page as a phone's browser, dark (0) or light (1), has them; it must have no complaint."""
     assert BROWSER is not None

@@ -57,7 +57,9 @@ def test_how_far_it_is_and_how_fast(folder: RunFolder) -> None:
     assert found.numbers["eval/loss"] == (10, 0.75) and found.numbers["train/loss"] == (40, 0.025)
     said = "\n".join(status_lines(found))
     assert "running · attempt 2 · step 40 of 200 · 0.5 s a step · 01:20 left" in said
-    assert "learns    train/loss 0.025 · eval/loss 0.75 (step 10)" in said and "samples   sync/load_s 0.25" in said
+    assert (
+        "learns    train/loss 0.025 · eval/loss 0.75 (step 10)" in said and "samples   weight_sync/load_s 0.25" in said
+    )
     assert json.loads(json.dumps(found.plain()))["numbers"]["eval/loss"] == {"step": 10, "value": 0.75}
 
 
@@ -79,7 +81,7 @@ def test_on_another_machine_silence_is_what_is_known(folder: RunFolder) -> None:
     listed(folder, THERE, {**THERE, "replaced": 2, "name": "sampler 0", "role": "sampler", "step": None})
     fresh = read_run_status(folder)
     assert fresh.state == "running" and {member.state for member in fresh.members} == {"runs"}
-    assert "started anew 2 times" in "\n".join(status_lines(fresh))
+    assert "restarted 2 times" in "\n".join(status_lines(fresh))
     listed(folder, THERE, age=95)
     late = read_run_status(folder)
     assert late.state == "silent" and {member.state for member in late.members} == {"silent"}
