@@ -43,6 +43,6 @@ def build_extend(
     for role in environments.roles:
         renderer.extend((), {"role": role, "content": "observation"})
     if renderer.rewrites_history():
-        text = "the template would write earlier turns in another way than generation opens them"
+        text = "the template writes an earlier turn in another way than the last one"
         decide.record_fact("chat.template", "earlier turns stay as the policy wrote them", text)
     return renderer.extend

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jinja2 import TemplateSyntaxError
 
 from runner.core.errors import DataError, EnvironmentProblem
-from runner.data.config import ChatConfig
+from runner.data.config import TRAINING_TEMPLATES, ChatConfig
 from runner.data.control_tokens import ControlTokens, Marks, Segment, common_length
 from runner.data.conversation import CALL_FORMS, CallForm, Statement, find_missing, plain_messages, statements
 from runner.data.examples import Message, Tools, is_learnt
@@ -36,7 +36,6 @@ TrainOn = Literal["assistant", "last", "all", "completion"]  # completion: all t
 PROBE = chr(0xFFFFD)  # stands for an assistant's words
 OPENING: tuple[Message, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE})
 TEMPLATES = Path(__file__).parent / "templates"
-TRAINING_TEMPLATES = {"deepseek_r1": "<｜Assistant｜><think>"}  # name of a file in templates/ → mark of its family
 UNOPENED = (
     "the chat template opens an answer (with its generation prompt) in another way than it writes one, "
     "so prompt and answer cannot be told apart"
@@ -325,9 +324,7 @@ def load_template(name: str) -> str:
         source = file.read_text(encoding="utf-8")
         literal_text(source)
     except OSError as error:
-        named = ", ".join(TRAINING_TEMPLATES)
-        text = f"chat.template={name}: {error.strerror or error}; expected a jinja file, or one of: {named}"
-        raise DataError(text) from error
+        raise DataError(f"chat.template={name}: {error.strerror or error}") from error
     except (UnicodeDecodeError, TemplateSyntaxError) as error:
         raise DataError(f"chat.template={name}: no jinja template: {error}") from error
     return source

@@ -1,12 +1,15 @@
 """What a user can set of the data."""
 
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
+from runner.core.errors import DataError
 from runner.spec.base import ComponentConfig, Config, ItemKind, Names, Numbers, absolute_if_local
 
 MOST_DIGITS = 18  # of all numbers of a sum together: its questions are numbered in 64 bits
+TRAINING_TEMPLATES = {"deepseek_r1": "<｜Assistant｜><think>"}  # name of a file in templates/ → mark of its family
 DropPart = Literal["reasoning", "system", "tools"]  # of a conversation: thoughts, system prompts, schemas of tools
 TREE_RULES = ("error", "skip", "truncate_left")  # of data.truncation, where a prompt and its answers are apart
 
@@ -32,7 +35,19 @@ class ChatConfig(Config):
 
     def with_absolute_paths(self) -> Self:
         """The same config with the path of a template file made absolute."""
-        return self.model_copy(update={"template": self.template and absolute_if_local(self.template)})
+        file = self.template_file()
+        return self.model_copy(update={"template": absolute_if_local(str(file))}) if file else self
+
+    def template_file(self) -> Path | None:
+        """The user's own template; None for the tokenizer's and for a training template of this project."""
+        return None if self.template is None or self.template in TRAINING_TEMPLATES else Path(self.template)
+
+    def preflight(self) -> None:
+        """Raise DataError for a template that is not there; imports no tokenizer."""
+        file = self.template_file()
+        if file and not file.is_file():
+            named = ", ".join(TRAINING_TEMPLATES)
+            raise DataError(f"chat.template={file}: no such file; expected a jinja file, or one of: {named}")
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         if self.train_on == "assistant" or job.algorithm.item_kind == "sft":

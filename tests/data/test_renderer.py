@@ -214,5 +214,7 @@ def test_a_template_of_the_users(tmp_path: Any) -> None:
     path.write_text("{% for %}")
     with pytest.raises(DataError, match=r"own\.jinja: no jinja template"):
         load_template(str(path))
-    with pytest.raises(DataError, match="expected a jinja file, or one of: deepseek_r1"):
-        load_template("nothing")
+    with pytest.raises(DataError, match="no such file; expected a jinja file, or one of: deepseek_r1"):
+        ChatConfig(template="nothing").preflight()
+    ChatConfig(template="deepseek_r1").preflight()
+    assert ChatConfig(template="deepseek_r1").with_absolute_paths().template == "deepseek_r1"
