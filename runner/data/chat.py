@@ -32,7 +32,8 @@ from runner.data.jinja_sandbox import DEADLINE_S, TemplateTimeout, literal_text,
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TrainOn = Literal["assistant", "last", "all", "completion"]  # completion: all that follows the prompt, as one answer
+# completion: all that follows the prompt, as one answer
+TrainOn = Literal["assistant", "answers", "last", "all", "completion"]
 PROBE = chr(0xFFFFD)  # stands for an assistant's words
 OPENING: tuple[Message, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE})
 TEMPLATES = Path(__file__).parent / "templates"
@@ -100,7 +101,7 @@ class Renderer:
         elif train_on == "all":
             rows = [self._everything(chat)]
         else:
-            rows = self._rows(chat, with_rest=train_on == "assistant")
+            rows = self._rows(chat, train_on)
         return [_joined([piece for segment in row for piece in chat.marks.split(segment)]) for row in rows]
 
     def render_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[Segment]:
@@ -151,7 +152,7 @@ class Renderer:
         drop = self.options.drop
         kept = [i for i, m in enumerate(messages) if not ("system" in drop and m["role"] in ("system", "developer"))]
         trained = [i for i, at in enumerate(kept) if messages[at]["role"] == "assistant" and at >= context]
-        if train_on == "assistant":
+        if train_on in ("assistant", "answers"):
             trained = [i for i in trained if is_learnt(messages[kept[i]])]
         elif train_on != "completion":
             trained = trained[-1:]
@@ -202,7 +203,7 @@ class Renderer:
         self._refuse(find_missing(_of(chat, turn, turn + 1), upto[len(prefix) :]))
         return prefix, upto
 
-    def _rows(self, chat: _Chat, with_rest: bool) -> list[list[Segment]]:
+    def _rows(self, chat: _Chat, train_on: TrainOn) -> list[list[Segment]]:
         rows: list[_Row] = []
         for turn in chat.trained:
             prefix, upto = self._turn(chat, turn)
@@ -212,12 +213,13 @@ class Renderer:
                 rows.append(_Row())
             row = rows[-1]
             row.segments += self._between(prefix[len(row.text) :], follows_turn=bool(row.text))
-            row.segments += self._body(upto[len(prefix) :])
+            thoughts = _of(chat, turn, turn + 1) if train_on == "answers" else []
+            row.segments += _without_reasoning(self._body(upto[len(prefix) :]), thoughts)
             row.text, row.start, row.turn = upto, len(prefix), turn
         for row in rows:
             self._check_context(chat, row.turn, row.text[: row.start])
             rest = ""
-            if row is rows[-1] and with_rest:
+            if row is rows[-1] and train_on != "last":
                 whole = self._text(chat, len(chat.messages))
                 rest = whole[len(row.text) :] if whole.startswith(row.text) else ""
             row.segments += self._between(rest or self._closing(chat, row.turn), follows_turn=True, answer=True)
@@ -232,7 +234,8 @@ class Renderer:
         ends = [m.end() for m in self.control.special.finditer(row.text) if row.start < m.end() <= shared]
         if ends and not self.control.special.sub("", row.text[ends[-1] :]).strip():
             last = max(i for i, segment in enumerate(row.segments) if segment.learnt)
-            row.segments[last:] = [Segment(row.text[row.start : ends[-1]], learnt=True)]
+            start = sum(len(segment.text) for segment in row.segments[:last])
+            row.segments[last:] = [Segment(row.text[start : ends[-1]], learnt=True)]
             row.text = row.text[: ends[-1]]
 
     def _everything(self, chat: _Chat) -> list[Segment]:
@@ -334,6 +337,16 @@ def _of(chat: _Chat, start: int, stop: int) -> list[Statement]:
     """What the messages start … stop say; from the first one on, the names of the tools too."""
     tools = tuple(chat.tools or ()) if start == 0 else ()
     return [s for s in statements(chat.messages[:stop], tools) if s.index is None or s.index >= start]
+
+
+def _without_reasoning(turn: Sequence[Segment], said: Sequence[Statement]) -> list[Segment]:
+    """A turn of which the reasoning, and what opens it, is context."""
+    body, *rest = turn
+    ends = [
+        body.text.find(one.text) + len(one.text) for one in said if one.part == "reasoning" and one.text in body.text
+    ]
+    cut = max(ends, default=0)
+    return [Segment(body.text[:cut], learnt=False), Segment(body.text[cut:], learnt=True), *rest]
 
 
 def _joined(segments: Sequence[Segment]) -> list[Segment]:

@@ -25,9 +25,10 @@ class ChatConfig(Config):
     kwargs: dict[str, bool | int | float | str] | None = Field(
         default=None, description="Variables for the template, e.g. {enable_thinking: false}; null = none."
     )
-    train_on: Literal["assistant", "last", "all"] = Field(
+    train_on: Literal["assistant", "answers", "last", "all"] = Field(
         default="assistant",
-        description="Tokens of a conversation that sft trains on: every assistant turn, the last one, or all tokens.",
+        description="What sft trains on: every assistant turn, these without their reasoning (answers), the last turn, "
+        "or all tokens.",
     )
     drop: Annotated[tuple[DropPart, ...], Field(strict=False)] = Field(
         default=(), description="Parts of conversations to leave out because the template cannot write them."

@@ -162,6 +162,20 @@ def test_options_reach_the_template() -> None:
     assert isinstance(refused, str) and "type chat.kwargs={enable_thinking: false}" in refused
 
 
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3.5", "gpt-oss", "GLM-4.5", "Gemma-4"])
+def test_answers_are_trained_on_without_their_reasoning(name: str) -> None:
+    messages = KINDS["reasoning in history"][0]
+    rows = encode_chat(tokenizer_of(name), messages, (), ChatConfig(train_on="answers"))
+    every = encode_chat(tokenizer_of(name), messages)
+    assert not isinstance(rows, str) and not isinstance(every, str)
+    tokenizer = tokenizer_of(name)
+    for row, whole, answer in zip(rows, every, ("first answer", "second answer"), strict=True):
+        assert tokenizer.decode(row.ids) == tokenizer.decode(whole.ids)
+        [trained], [usual] = spans(tokenizer, row.ids, row.learnt), spans(tokenizer, whole.ids, whole.learnt)
+        assert answer in trained and usual.endswith(trained)
+        assert "deep thought" not in trained and "other idea" not in trained
+
+
 def test_a_short_text_is_not_found_in_another_ones_place() -> None:
     """The answer says 4 as well: that is no proof that the tool's 4 was written."""
     forgetful = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
