@@ -102,14 +102,14 @@ class Renderer:
             rows = [self._everything(chat)]
         else:
             rows = self._rows(chat, train_on)
-        return [_joined([piece for segment in row for piece in chat.marks.split(segment)]) for row in rows]
+        return [_merge_neighbors([piece for segment in row for piece in chat.marks.split(segment)]) for row in rows]
 
     def render_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[Segment]:
         """What generation sees of a conversation that the assistant is to answer. Raises RenderError."""
         chat = self._prepare(messages, tools, len(messages), "last")
         text = self._text(chat, len(chat.messages), prompt=True)
         self._check_context(chat, len(chat.messages), text)
-        return _joined(chat.marks.split(Segment(text, learnt=False)))
+        return _merge_neighbors(chat.marks.split(Segment(text, learnt=False)))
 
     def extend(self, ids: Sequence[int], message: Message) -> list[int]:
         """The ids that continue `ids`, which end with a turn of the assistant, by a message and the opening of the next
@@ -145,7 +145,10 @@ class Renderer:
     @cached_property
     def _is_open_ended(self) -> bool:
         """Whether the template writes nothing after an assistant's words: the next role's token ends the turn."""
-        return self._text(self._prepare(OPENING, (), 0, "last"), 2).endswith(PROBE)
+        try:
+            return self._text(self._prepare(OPENING, (), 0, "last"), 2).endswith(PROBE)
+        except RenderError:  # the template wants another beginning of a conversation
+            return False
 
     def _prepare(self, messages: Sequence[Message], tools: Tools, context: int, train_on: TrainOn) -> _Chat:
         """The conversation without what is dropped, its control tokens as private characters."""
@@ -200,7 +203,7 @@ class Renderer:
         prefix, upto = self._text(chat, turn, prompt=True), self._text(chat, turn + 1)
         if not upto.startswith(prefix):
             raise RenderError(UNOPENED, self._unopened_hint(chat, turn, turn + 1))
-        self._refuse(find_missing(_of(chat, turn, turn + 1), upto[len(prefix) :]))
+        self._refuse(find_missing(_statements_between(chat, turn, turn + 1), upto[len(prefix) :]))
         return prefix, upto
 
     def _rows(self, chat: _Chat, train_on: TrainOn) -> list[list[Segment]]:
@@ -213,8 +216,8 @@ class Renderer:
                 rows.append(_Row())
             row = rows[-1]
             row.segments += self._between(prefix[len(row.text) :], follows_turn=bool(row.text))
-            thoughts = _of(chat, turn, turn + 1) if train_on == "answers" else []
-            row.segments += _without_reasoning(self._body(upto[len(prefix) :]), thoughts)
+            thoughts = _statements_between(chat, turn, turn + 1) if train_on == "answers" else []
+            row.segments += _exclude_reasoning(self._body(upto[len(prefix) :]), thoughts)
             row.text, row.start, row.turn = upto, len(prefix), turn
         for row in rows:
             self._check_context(chat, row.turn, row.text[: row.start])
@@ -241,7 +244,7 @@ class Renderer:
     def _everything(self, chat: _Chat) -> list[Segment]:
         """All of the conversation; its last assistant turn apart where generation would open it so."""
         whole, turn = self._text(chat, len(chat.messages)), chat.trained[-1]
-        self._refuse(find_missing(_of(chat, 0, len(chat.messages)), whole))
+        self._refuse(find_missing(_statements_between(chat, 0, len(chat.messages)), whole))
         prefix, upto = self._text(chat, turn, prompt=True), self._text(chat, turn + 1)
         if not (upto.startswith(prefix) and whole.startswith(upto)):
             return [Segment(whole, learnt=True)]
@@ -253,7 +256,7 @@ class Renderer:
         prefix, whole = self._text(chat, chat.context, prompt=True), self._text(chat, len(chat.messages))
         if not whole.startswith(prefix):
             raise RenderError(UNOPENED, self._unopened_hint(chat, chat.context, len(chat.messages)))
-        self._refuse(find_missing(_of(chat, chat.context, len(chat.messages)), whole[len(prefix) :]))
+        self._refuse(find_missing(_statements_between(chat, chat.context, len(chat.messages)), whole[len(prefix) :]))
         self._check_context(chat, chat.context, prefix)
         body = [replace(segment, answer=segment.learnt) for segment in self._body(whole[len(prefix) :])]
         closing = self._between(self._closing(chat, len(chat.messages) - 1), follows_turn=True, answer=True)
@@ -283,7 +286,7 @@ class Renderer:
     def _check_context(self, chat: _Chat, turn: int, prefix: str) -> None:
         """Refuse a context that lacks what was said before the turn. Earlier reasoning may be left out: generation does
         not see it either."""
-        before = _of(chat, 0, turn)
+        before = _statements_between(chat, 0, turn)
         self._refuse(find_missing([s for s in before if not (s.role == "assistant" and s.part == "reasoning")], prefix))
         thoughts = [s for s in before if s.part == "reasoning" and s.index not in chat.trained]
         if find_missing(thoughts, prefix):
@@ -333,23 +336,23 @@ def load_template(name: str) -> str:
     return source
 
 
-def _of(chat: _Chat, start: int, stop: int) -> list[Statement]:
+def _statements_between(chat: _Chat, start: int, stop: int) -> list[Statement]:
     """What the messages start … stop say; from the first one on, the names of the tools too."""
     tools = tuple(chat.tools or ()) if start == 0 else ()
     return [s for s in statements(chat.messages[:stop], tools) if s.index is None or s.index >= start]
 
 
-def _without_reasoning(turn: Sequence[Segment], said: Sequence[Statement]) -> list[Segment]:
+def _exclude_reasoning(turn: Sequence[Segment], parts: Sequence[Statement]) -> list[Segment]:
     """A turn of which the reasoning, and what opens it, is context."""
     body, *rest = turn
     ends = [
-        body.text.find(one.text) + len(one.text) for one in said if one.part == "reasoning" and one.text in body.text
+        body.text.find(one.text) + len(one.text) for one in parts if one.part == "reasoning" and one.text in body.text
     ]
     cut = max(ends, default=0)
     return [Segment(body.text[:cut], learnt=False), Segment(body.text[cut:], learnt=True), *rest]
 
 
-def _joined(segments: Sequence[Segment]) -> list[Segment]:
+def _merge_neighbors(segments: Sequence[Segment]) -> list[Segment]:
     """Neighbours of the same kind made one, empty ones left out: the fewest borders."""
     found: list[Segment] = []
     for segment in segments:

@@ -65,8 +65,8 @@ class ControlTokens:
         added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
         special = {*map(str, tokenizer.all_special_tokens), *(name for name, is_special in added.items() if is_special)}
         written = literal_text(source)
-        self.special = _any_of(special)
-        self._control = _any_of({*special, *(name for name in added if name in written)})
+        self.special = _alternation(special)
+        self._control = _alternation({*special, *(name for name in added if name in written)})
         self._anchor = join_anchor(tokenizer)
 
     def mark(self, messages: Sequence[Any], tools: Any) -> tuple[list[Any], Any, Marks]:
@@ -74,8 +74,8 @@ class ControlTokens:
         if not (self._is_in(messages) or self._is_in(tools)):
             return list(messages), tools, Marks("")
         marks = Marks(json.dumps([messages, tools], ensure_ascii=False))
-        marked = [_marked(m, self.special if m["role"] in TRUSTED else self._control, marks) for m in messages]
-        return marked, _marked(tools, self.special, marks), marks
+        marked = [_mark_texts(m, self.special if m["role"] in TRUSTED else self._control, marks) for m in messages]
+        return marked, _mark_texts(tools, self.special, marks), marks
 
     def leading(self, text: str, most: int | None = None) -> str:
         """The special tokens that a text begins with, at most so many."""
@@ -113,17 +113,17 @@ def common_length(first: Sequence[object], second: Sequence[object]) -> int:
     return next(differ, min(len(first), len(second)))
 
 
-def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
+def _alternation(tokens: Collection[str]) -> re.Pattern[str]:
     """What matches any of some tokens, the longest first; nothing where there are none."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
 
 
-def _marked(value: Any, control: re.Pattern[str], marks: Marks) -> Any:
+def _mark_texts(value: Any, control: re.Pattern[str], marks: Marks) -> Any:
     if isinstance(value, str):
         return control.sub(lambda match: marks.char_of(match.group()), value)
     if isinstance(value, Mapping):
-        return {key: inner if key == "role" else _marked(inner, control, marks) for key, inner in value.items()}
-    return [_marked(inner, control, marks) for inner in value] if isinstance(value, list) else value
+        return {key: inner if key == "role" else _mark_texts(inner, control, marks) for key, inner in value.items()}
+    return [_mark_texts(inner, control, marks) for inner in value] if isinstance(value, list) else value
 
 
 def join_anchor(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:

@@ -14,12 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from runner.data.examples import Message, Tools, joined_content
+from runner.data.examples import Message, Tools, join_text_parts
 
 Part = Literal["content", "reasoning", "tool call", "tool"]
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # one text under three names
 THINK = re.compile(r"</?think>|\[/?THINK\]")  # reasoning that stands in the content
-COUNTED = 40  # a text of at most so many characters must stand there as often as it was said
+COUNTED = 40  # a text of at most so many characters must occur as often as it was made
 SHOWN = 40
 
 
@@ -62,7 +62,7 @@ def _plain_message(message: Message, without_reasoning: bool, form: CallForm) ->
     reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
     if reasoning and not without_reasoning:
         found |= {"reasoning_content": reasoning, "thinking": reasoning}
-    found["content"] = joined_content(found.get("content"))
+    found["content"] = join_text_parts(found.get("content"))
     if found.get("tool_calls"):
         found["tool_calls"] = [_plain_call(call, form.text_arguments) for call in found["tool_calls"]]
         found["content"] = found["content"] or form.content
@@ -123,16 +123,16 @@ def _tool_name(tool: Mapping[str, Any]) -> str:
     return str(function.get("name", "")) if isinstance(function, Mapping) else ""
 
 
-def find_missing(said: Sequence[Statement], text: str) -> list[Statement]:
-    """The statements that a text does not hold.
+def find_missing(expected: Sequence[Statement], text: str) -> list[Statement]:
+    """The statements that a text does not contain.
 
-    A short one has to stand there as often as it is said: the answer 4 is no proof that a tool's 4 was written.
+    A short one has to occur as often as it was made: the answer 4 is no proof that a tool's 4 was written.
     """
-    times = Counter(statement.text for statement in said if len(statement.text) <= COUNTED)
-    return [one for one in said if not _holds(text, one.text, times.get(one.text, 1))]
+    times = Counter(statement.text for statement in expected if len(statement.text) <= COUNTED)
+    return [statement for statement in expected if not _contains(text, statement.text, times.get(statement.text, 1))]
 
 
-def _holds(text: str, wanted: str, times: int) -> bool:
+def _contains(text: str, wanted: str, times: int) -> bool:
     """Whether `wanted` stands in `text` so often: as it is, as JSON, as the values of its JSON, or without regard to
     blanks."""
     if times == 1 and wanted in text:
@@ -140,7 +140,7 @@ def _holds(text: str, wanted: str, times: int) -> bool:
     forms = (wanted, json.dumps(wanted, ensure_ascii=False)[1:-1], json.dumps(wanted)[1:-1])
     if sum(text.count(form) for form in dict.fromkeys(forms)) >= times:
         return True
-    if _squeezed(text).count(_squeezed(wanted)) >= times:
+    if _without_blanks(text).count(_without_blanks(wanted)) >= times:
         return True
     if wanted[:1] in "{[":
         try:
@@ -151,5 +151,5 @@ def _holds(text: str, wanted: str, times: int) -> bool:
     return False
 
 
-def _squeezed(text: str) -> str:
+def _without_blanks(text: str) -> str:
     return "".join(text.split())

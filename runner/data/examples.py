@@ -84,7 +84,7 @@ def _message_fault(message: Message) -> str | None:
         if other is not None:
             kind = other.get("type", "no type") if isinstance(other, dict) else json_type_name(other)
             return f".content: expected parts of type text, found {kind}; only text can be trained on"
-        content = joined_content(content)
+        content = join_text_parts(content)
     if not isinstance(content, str):
         return f".content: expected text, found {json_type_name(content)}"
     if not content.strip() and role in ("user", "assistant") and not message.get("tool_calls"):
@@ -96,7 +96,7 @@ def _is_text_part(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
 
 
-def joined_content(content: Any) -> Any:
+def join_text_parts(content: Any) -> Any:
     """The text of a list of text parts; anything else as it is."""
     if not isinstance(content, list):
         return content
@@ -342,7 +342,7 @@ def _as_text(value: Any) -> str:
 
 def _last_assistant_text(messages: Sequence[Message]) -> Any:
     """What the assistant says last; messages that say nothing stay as they are."""
-    said = [joined_content(m.get("content")) for m in messages if m.get("role") == "assistant"]
+    said = [join_text_parts(m.get("content")) for m in messages if m.get("role") == "assistant"]
     texts = [text for text in said if isinstance(text, str)]
     return texts[-1] if texts else list(messages)
 

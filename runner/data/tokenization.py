@@ -158,6 +158,7 @@ class ExampleTokenizer:
 
     def _prompt_plan(self, ask: PromptExample) -> list[Segment]:
         if isinstance(ask.prompt, str):
+            self._note_special_tokens(ask.prompt)
             return [Segment(ask.prompt, learnt=False)]
         return self.renderer.render_prompt(ask.prompt, ask.tools)
 
@@ -166,9 +167,12 @@ class ExampleTokenizer:
             return [self._plain(example)]
         return self.renderer.render(example.messages, example.tools, example.context, self.train_on)
 
-    def _plain(self, example: TextExample) -> list[Segment]:
-        if any(token in text for text in (example.prompt or "", example.completion) for token in self._special_texts):
+    def _note_special_tokens(self, text: str) -> None:
+        if any(token in text for token in self._special_texts):
             self._text_notes.add("texts hold special tokens, which are encoded as these tokens")
+
+    def _plain(self, example: TextExample) -> list[Segment]:
+        self._note_special_tokens(f"{example.prompt or ''}\n{example.completion}")
         if example.prompt is None:
             if self.train_on == "last":
                 raise DataError(f"chat.train_on=last: {example.place} is plain text without turns; type assistant")
