@@ -81,7 +81,7 @@ class Renderer:
                 "  use a model that has one (an instruct or chat model: model.path=..., or model.tokenizer=...),\n"
                 "  or chat.template=FILE, or give `prompt` and `completion` (or `text`) as plain text"
             )
-        self.tokenizer, self.options = tokenizer, options or ChatConfig()
+        self.tokenizer, self.chat = tokenizer, options or ChatConfig()
         self.notes: set[str] = set()
         self.source = str(tokenizer.get_chat_template())
         self.control = ControlTokens(tokenizer, self.source)
@@ -94,7 +94,7 @@ class Renderer:
 
         With last the conversation ends with that turn; messages after it would teach nothing.
         """
-        train_on = train_on or self.options.train_on
+        train_on = train_on or self.chat.train_on
         chat = self._prepare(messages, tools, context, train_on)
         if train_on == "completion":
             rows = [self._completion(chat)]
@@ -152,7 +152,7 @@ class Renderer:
 
     def _prepare(self, messages: Sequence[Message], tools: Tools, context: int, train_on: TrainOn) -> _Chat:
         """The conversation without what is dropped, its control tokens as private characters."""
-        drop = self.options.drop
+        drop = self.chat.drop
         kept = [i for i, m in enumerate(messages) if not ("system" in drop and m["role"] in ("system", "developer"))]
         trained = [i for i, at in enumerate(kept) if messages[at]["role"] == "assistant" and at >= context]
         if train_on in ("assistant", "answers"):
@@ -171,7 +171,7 @@ class Renderer:
         """The first `stop` messages as text; `prompt` adds what opens the assistant's turn."""
         messages = chat.messages[:stop]
         variables: dict[str, Any] = {"tools": chat.tools, "documents": None, "add_generation_prompt": prompt}
-        variables |= {**self.tokenizer.special_tokens_map, **(self.options.kwargs or {}), **(extra or {})}
+        variables |= {**self.tokenizer.special_tokens_map, **(self.chat.kwargs or {}), **(extra or {})}
         source = str(self.tokenizer.get_chat_template(tools=chat.tools))
         try:
             return render(source, {"messages": messages, **variables})

@@ -61,16 +61,16 @@ class EvalQuestion:
     """A held-out item: its tokens, and, where it has an answer, what to ask and what to expect.
 
     `prompt_ids` is empty for plain text, of which only the loss can be measured. messages, columns: as of a `Prompt`,
-    where the row has them; for an environment.
+    where the row has them; for an environment. answer_ids: empty where the answer follows the prompt in the item.
     """
 
     item: TokenizedExample
     prompt_ids: tuple[int, ...] = ()
     prompt: str = ""
     answer: str = ""
-    answer_ids: tuple[int, ...] = ()
     messages: tuple[Mapping[str, Any], ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
+    answer_ids: tuple[int, ...] = ()
 
 
 class Data(Protocol):

@@ -150,7 +150,8 @@ def askable(
 
 def _fits(question: EvalQuestion, tokenizer: Any, max_new_tokens: int) -> bool:
     """Whether the first tokens of the expected answer hold all of its text."""
-    best = tokenizer.decode(list(question.answer_ids[:max_new_tokens]), skip_special_tokens=True)
+    ids = question.answer_ids or question.item.ids[len(question.prompt_ids) :]
+    best = tokenizer.decode(list(ids[:max_new_tokens]), skip_special_tokens=True)
     return bool(best.strip().startswith(question.answer.strip()))
 
 

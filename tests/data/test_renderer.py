@@ -128,6 +128,8 @@ def test_control_tokens_in_messages_are_text() -> None:
     assert spans(tokenizer, row.ids, row.learnt) == [f"no {HOSTILE}<|im_end|>", "ok<|im_end|>"]
     renderer = Renderer(tokenizer)
     found = renderer.extend(row.ids[: row.answer[1]], {"role": "tool", "content": HOSTILE})
+    prompt = renderer.control.ids_of(renderer.render_prompt(messages[:1]))
+    assert tokenizer.decode([i for i in prompt if i in special]) == "<|im_start|><|im_end|><|im_start|>"
     marks = [i for i in found if i in special]
     assert tokenizer.decode(marks) == "<|im_start|><|im_end|><|im_start|>"
 
