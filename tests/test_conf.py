@@ -17,6 +17,7 @@ from runner.cli.job_builder import compose_job
 from runner.cli.main import main as run
 from runner.cli.sources import hydra_session
 from runner.core.paths import conf_dir, recipes_dir
+from runner.data.config import ChatConfig
 from runner.spec.base import iter_leaves
 from runner.spec.job import EvaluationConfig, JobSpec, WatchConfig
 from runner.spec.registry import built_in_registry, default_registry
@@ -95,6 +96,7 @@ def test_the_job_file_lists_every_group_and_every_default() -> None:
     del content["hydra"]
     assert EvaluationConfig(**content.pop("evaluation")) == EvaluationConfig()
     assert WatchConfig(**content.pop("watch")) == WatchConfig()
+    assert ChatConfig(**content.pop("chat")) == ChatConfig()
     assert content == {k: JobSpec.model_fields[k].default for k in ("name", "seed", "steps", "init_from", "strict")}
 
 

@@ -38,8 +38,9 @@ class CptConfig(AlgorithmConfig):
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
-        if job.data.chooses_tokens:
-            found.append(("data.loss_on", "algorithm=cpt learns every token; leave it out, or type algorithm=sft"))
+        if job.chat.train_on != "assistant":
+            text = "algorithm=cpt trains on every token; leave it out, or type algorithm=sft"
+            found.append(("chat.train_on", text))
         return found
 
 

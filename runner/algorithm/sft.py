@@ -63,7 +63,7 @@ class Sft(OfflineAlgorithm):
         items = self.data.take(step, self.config.batch_size)
         if isinstance(self.config, CptConfig):
             return pack([i.ids for i in items], [[1.0] * len(i.ids) for i in items])
-        return pack([i.ids for i in items], [i.weights for i in items])
+        return pack([i.ids for i in items], [i.weights for i in items], [i.branches for i in items])
 
     def prepare(self, experience: Batch, models: Mapping[Role, Model]) -> Iterator[Batch]:
         """The batch in `mini_batches` parts, each knowing its totals."""

@@ -21,7 +21,6 @@ from runner.core.rng import derive_seed
 from runner.interfaces import (
     Data,
     Device,
-    EnvironmentFactory,
     GenerativeModel,
     Model,
     RankCollectives,
@@ -40,7 +39,6 @@ from runner.spec.registry import default_registry, resolve
 from runner.trainer.learner import LocalLearner
 
 if TYPE_CHECKING:
-    from runner.parallelism.rollout_partition import PartitionedEnvironments
     from runner.trainer.reference_model import FrozenModel
 
 log = logging.getLogger("runner")
@@ -77,18 +75,23 @@ def report_float32(spec: JobSpec, decide: Decisions) -> None:
 
 
 def build_tokenizer(spec: JobSpec) -> Any:
-    """The model's tokenizer, without the model."""
-    return resolve(type(spec.model).tokenizer_factory)(spec.model)
+    """The model's tokenizer, without the model, with the template of chat.template. Raises DataError for a file that is
+    no template."""
+    tokenizer = resolve(type(spec.model).tokenizer_factory)(spec.model)
+    if spec.chat.template is not None:
+        from runner.data.chat import load_template
+
+        tokenizer.chat_template = load_template(spec.chat.template)
+    return tokenizer
 
 
 def build_data(spec: JobSpec, tokenizer: Any, decide: Decisions) -> Data:
     """The data, read, checked and tokenised."""
-    config = spec.data
-    if spec.algorithm.loss_on_prompt and hasattr(config, "loss_on"):
-        config = config.model_copy(update={"loss_on": "all"})
-    data: Data = default_registry().factory(config)(
-        config,
+    chat = spec.chat.model_copy(update={"train_on": "all"}) if spec.algorithm.loss_on_prompt else spec.chat
+    data: Data = default_registry().factory(spec.data)(
+        spec.data,
         tokenizer=tokenizer,
+        chat=chat,
         seed=spec.seed,
         decide=decide,
         cache_dir=cache_folder(),
@@ -374,13 +377,3 @@ def build_reward(
     from runner.parallelism.rollout_partition import partition_reward
 
     return None if reward is None else partition_reward(reward, world.rollout_peers)
-
-
-def build_environments(spec: JobSpec, peers: RankCollectives, decide: Decisions) -> PartitionedEnvironments | None:
-    """The environments of the thread that has `peers`; None where answers are single turns."""
-    made: EnvironmentFactory | None = default_registry().factory(spec.environment)(spec.environment, decide=decide)
-    if made is None:
-        return None
-    from runner.parallelism.rollout_partition import PartitionedEnvironments
-
-    return PartitionedEnvironments(made.make, made.max_turns, peers)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from runner.algorithm.episodes.episode import EpisodeRunner, ObservationTemplate
+from runner.algorithm.episodes.episode import EpisodeRunner
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError
 from runner.interfaces import (
@@ -14,6 +14,7 @@ from runner.interfaces import (
     Data,
     EnvironmentFactory,
     EvalQuestion,
+    ExtendConversation,
     Model,
     StopCriterion,
     TrainableModel,
@@ -38,6 +39,7 @@ def build_evaluation(
     world: ParallelContext,
     environments: EnvironmentFactory | None,
     decide: Decisions,
+    extend: ExtendConversation | None = None,
 ) -> Callable[[], Report] | None:
     """The evaluation of the job, None where there is nothing to evaluate."""
     found: list[Callable[[], Report]] = []
@@ -56,9 +58,7 @@ def build_evaluation(
         ask = Evaluator(questions, asked, spec.evaluation.batch_size, limit, finish=finish)
         if environments is not None:  # a single answer is not what is trained on, so it has no loss
             longest = None if model.length_limit is None else model.length_limit[0]
-            converse = EpisodeRunner(
-                model.tokenizer, environments, ObservationTemplate(model.tokenizer), longest
-            ).run_greedy
+            converse = EpisodeRunner(model.tokenizer, environments, extend, longest).run_greedy
             ask = Evaluator((), asked, spec.evaluation.batch_size, limit, converse, finish)
         answerer = PartitionedAnswerer(policy, world.world_peers, partial(world.summon_full_params, model))
         found.append(lambda: ask.evaluate(learner, answerer))

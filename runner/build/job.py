@@ -20,11 +20,11 @@ from runner.build.components import (
     Models,
     build_data,
     build_device,
-    build_environments,
     build_models,
     build_reward,
     build_tokenizer,
 )
+from runner.build.conversations import build_environments, build_extend
 from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
 from runner.core.errors import CheckpointError, DataError, Problem, SpecError
@@ -159,6 +159,8 @@ def build(
     world: ParallelContext = registry.factory(spec.parallelism)(spec.parallelism, device=device, place=place)
     tokenizer = build_tokenizer(spec)
     data = _data(spec, tokenizer, world, decide)
+    environments = build_environments(spec, world.rollout_peers, decide)
+    extend = build_extend(spec, tokenizer, environments, decide)
     models = build_models(spec, tokenizer, device, world, decide)
     main, model = models.main, models.model
     reward = build_reward(spec, tokenizer, device, world, decide, folder)
@@ -167,8 +169,7 @@ def build(
         from runner.build.samplers import build_sampler
 
         sampler = build_sampler(spec, cast(GenerativeModel, model), tokenizer, device, world, decide, folder, store)
-    environments = build_environments(spec, world.rollout_peers, decide)
-    parts = AlgorithmInputs(data, tokenizer, spec.seed, decide, sampler, reward, environments, models.frozen)
+    parts = AlgorithmInputs(data, tokenizer, spec.seed, decide, sampler, reward, environments, models.frozen, extend)
     algorithm = registry.factory(spec.algorithm)(spec.algorithm, parts)
     _precompute_references(spec, models, algorithm, data, decide, outlets.say)
     publisher = None
@@ -181,7 +182,7 @@ def build(
         from runner.build.evaluation import build_evaluation
 
         spoken = environments and replace(environments, peers=world.world_peers)  # with the thread that trains
-        evaluate = build_evaluation(spec, data, main, model, algorithm, models.by_role, world, spoken, decide)
+        evaluate = build_evaluation(spec, data, main, model, algorithm, models.by_role, world, spoken, decide, extend)
     activity = DeviceStats(device.stats_readers(), spec.watch.device_stats_interval_s)
     own = _plugin_callbacks(spec, folder, model, outlets, place, decide)
     callbacks = _callbacks(spec, folder, evaluate, activity, publisher, outlets, decide, own.values())

@@ -1,4 +1,5 @@
-"""`run explain KEY`: meaning, unit, type, range, default, current value and origin; `explain loss`."""
+"""`run explain KEY`: meaning, unit, type, range, default, the value now and who set it; `run explain loss`,
+`run explain chat`."""
 
 from __future__ import annotations
 
@@ -49,6 +50,8 @@ def show(args: Namespace) -> int:
     key = keys[0]
     if key == "loss":
         return _loss(now, registry)
+    if key == "chat" and any(is_override(word) for word in args.words):
+        return _chat(now, registry)
     if key in (*groups_of(registry), *_parts(), CALLBACKS):
         with hydra_session(registry, args.config_dir) as loader:
             names = group_options(loader.get_sources(), key)
@@ -57,6 +60,8 @@ def show(args: Namespace) -> int:
         _section(key, owner, now, ())
     else:
         _key(key, now, registry)
+    if key == "chat":
+        print("\na row, token by token: run explain chat +recipe=sft_demo")
     _notes(now, registry)
     return 0
 
@@ -87,6 +92,16 @@ def _loss(now: JobDraft, registry: Registry) -> int:
         raise UsageError(f"algorithm={spec.algorithm.name} does not say what its loss is; ask whoever wrote it")
     print("\n".join(resolve(spec.algorithm.explain_fn)(spec.algorithm, spec)))
     _notes(now, registry)
+    return 0
+
+
+def _chat(now: JobDraft, registry: Registry) -> int:
+    """The first row of the job's data, token by token."""
+    spec = decode_draft(now, registry).spec
+    from runner.cli.explain_chat import explain_chat
+
+    for line in explain_chat(spec):
+        print(line)
     return 0
 
 

@@ -164,7 +164,10 @@ def infer(args: Namespace) -> int:
     from runner.launch.infer_export import prompt_ids
 
     style = loaded.prompt_style
-    asked = "prompts are plain text" if style == "text" else "prompts go through the chat template"
+    asked = "prompts are plain text"
+    if style == "chat":
+        context = loaded.tokenizer.decode(prompt_ids(loaded.tokenizer, "PROMPT", style, loaded.chat))
+        asked = f"prompts go through the chat template: {context!r}"
     step = "" if loaded.step is None else f", step {loaded.step}"
     print(f"{describe_source(source)}{step}, {asked}", file=sys.stderr)
     several = args.file is not None or len(prompts) > 1
@@ -174,7 +177,7 @@ def infer(args: Namespace) -> int:
     for prompt in prompts or _typed_prompts():
         if several:
             print(shown_as(f"> {prompt}"))
-        ids = prompt_ids(loaded.tokenizer, prompt, style)
+        ids = prompt_ids(loaded.tokenizer, prompt, style, loaded.chat)
         room = args.max_new_tokens if longest is None else min(args.max_new_tokens, longest[0] - len(ids))
         params = SamplingParams(args.temperature, args.top_p or 1.0, max_new_tokens=room, seed=args.seed or 0)
         written = False

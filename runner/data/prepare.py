@@ -18,7 +18,7 @@ import tokenizers
 import transformers
 
 from runner.core.errors import DataError
-from runner.data.config import FileConfig, SourceConfig
+from runner.data.config import ChatConfig, FileConfig, SourceConfig
 from runner.data.dataset import (
     FORMAT,
     PROMPTS_WITH_ANSWERS,
@@ -69,12 +69,13 @@ class SourcePreparation:
     decide: Decide
     cache_dir: Path
     kind: ItemKind
+    chat: ChatConfig
 
     def key(self, source: RowSource, reading: Reading) -> str:
         """sha256 of everything that the source's items depend on."""
         options = {name: getattr(self.config, name) for name in ("max_length", "truncation", "rename_columns")}
-        learnt = self.config.loss_on if reading == "sft" else None
-        return digest(source.digest(), tokenizer_digest(self.tokenizer), reading, options, learnt)
+        chat = self.chat.model_dump(mode="json", exclude={"template"} | ({"train_on"} if reading != "sft" else set()))
+        return digest(source.digest(), tokenizer_digest(self.tokenizer), reading, options, chat)
 
     def table(self, source: RowSource, reading: Reading, key: str) -> tuple[TokenizedTable, Summary]:
         """The source's table, from the cache where it is; what was found in the rows is said either way."""
@@ -96,7 +97,7 @@ class SourcePreparation:
         """Write every item of the source. Raises DataError with all that is wrong with it."""
         problems, tally = Problems(source.key, source.name), TruncationCounts()
         check = FormatCheck(problems, reading, self.config.rename_columns)
-        tokeniser = ExampleTokenizer(self.tokenizer, self.config.loss_on if reading == "sft" else "completion")
+        tokeniser = ExampleTokenizer(self.tokenizer, self.chat, None if reading == "sft" else "completion")
         limit = LengthLimit(self.config.max_length, self.config.truncation, reading)
         examples = check.examples(source.rows(problems))
         while batch := list(islice(examples, BATCH)):
@@ -133,6 +134,10 @@ class SourcePreparation:
             self._record_fact("data.truncation", self.config.truncation, f"{where}: {summary['overlong']}")
         for note in summary["notes"]:
             self.decide("data.end_token", "learnt", "not learnt", f"{where}: {note}")
+        for note in summary["chat_notes"]:
+            self._record_fact("chat", note, where)
+        if summary["branches"]:
+            self._record_fact("chat.train_on", "every assistant turn", f"{where}: {summary['branches']}")
 
     def _report_columns(self, where: str, reading: Reading, summary: Summary) -> None:
         ignored = f"not read: {', '.join(summary['ignored'])}"
@@ -171,6 +176,8 @@ def _summary(
         "several_turns": check.num_several_turns,
         "overlong": limit.report(tally),
         "notes": sorted(tokeniser.notes),
+        "chat_notes": sorted(tokeniser.chat_notes),
+        "branches": tally.branches_text(),
     }
 
 
@@ -235,6 +242,7 @@ def build(
     decide: Decide,
     cache_dir: Path,
     kind: ItemKind,
+    chat: ChatConfig | None = None,
 ) -> Data:
     """The data of the user's files. Raises DataError, StorageError."""
     training, held_out = find_sources(config.sources(), config.eval_path)
@@ -242,4 +250,5 @@ def build(
         if source.file_list.ignored:
             names = f"not read: {', '.join(f.name for f in source.file_list.ignored)}"
             decide("data.files", names, names, f"{source.key}={source.name}: no data files")
-    return build_data(SourcePreparation(config, tokenizer, decide, cache_dir, kind), training, held_out, seed)
+    prepare = SourcePreparation(config, tokenizer, decide, cache_dir, kind, chat or ChatConfig())
+    return build_data(prepare, training, held_out, seed)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import CheckpointError, DataError, EnvironmentProblem, Problem, SpecError
+from runner.data.config import ChatConfig
 from runner.device.process_setup import load_torch, set_environment
 from runner.model.hub_access import check, is_cached, is_hub_id
 from runner.model.model_folder import adapter_base, check_model_folder, is_adapter, says_plain_text
@@ -79,6 +80,7 @@ class LoadedModel:
     prompt_style: PromptStyle
     adapters: Mapping[str, str] = field(default_factory=dict)
     step: int | None = None  # of a run's checkpoint
+    chat: ChatConfig = ChatConfig()  # how a run rendered conversations
 
 
 def parse_source(
@@ -215,7 +217,9 @@ def load_source(
         raise EnvironmentProblem(
             f"{source.text}: this model scores answers; it writes none; to use it: reward=model reward.path=EXPORT"
         )
-    return LoadedModel(source.name, generative, model.tokenizer, model.tokenizer.chat_template, style, names, step)
+    return LoadedModel(
+        source.name, generative, model.tokenizer, model.tokenizer.chat_template, style, names, step, spec.chat
+    )
 
 
 def prepare_process(spec: JobSpec) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from runner.interfaces.data import Prompt
@@ -129,12 +129,21 @@ class Environment(Protocol):
     def step(self, answer: str) -> Observation | None: ...
 
 
+# The ids of a conversation that ends with the policy's turn, and a message → the ids that follow, up to the next turn.
+# Raises EnvironmentProblem if the chat template cannot write the message.
+ExtendConversation = Callable[[Sequence[int], Mapping[str, Any]], list[int]]
+
+
 @dataclass(frozen=True, slots=True)
 class EnvironmentFactory:
-    """Makes an environment for each episode, of at most `max_turns` turns of the policy."""
+    """Makes an environment for each episode, of at most `max_turns` turns of the policy.
+
+    roles: those of its observations, as far as they are known before the first one
+    """
 
     make: Callable[[], Environment]
     max_turns: int
+    roles: tuple[str, ...] = field(default=(), kw_only=True)
 
     def start_episodes(self, prompts: Sequence[Prompt]) -> EnvironmentBatch:
         """An environment for an episode of each prompt."""

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import DataError, EnvironmentProblem
-from runner.data.tokenization import bos_and_eos
+from runner.data.config import ChatConfig
+from runner.data.examples import PromptExample
+from runner.data.readers import Problems, SourceLocation
+from runner.data.tokenization import ExampleTokenizer
 from runner.inference.model_source import Checkpoint, ModelSource, load_run, load_source
 from runner.launch.export import CardFacts, CheckFolder, write_export
 from runner.launch.run_messages import ChatMarkers, plain_sample
@@ -23,20 +26,19 @@ if TYPE_CHECKING:  # it brings torch, which may be broken
     from runner.interfaces import TrainableModel
 
 
-def prompt_ids(tokenizer: Any, prompt: str, style: PromptStyle) -> list[int]:
-    """A prompt in the tokens that training showed: a user's message, or plain text after what begins every text.
+def prompt_ids(tokenizer: Any, prompt: str, style: PromptStyle, chat: ChatConfig | None = None) -> list[int]:
+    """A prompt tokenized as in training: a user's message, or plain text after the start token.
 
     Raises DataError for a plain prompt without a token.
     """
-    if style == "chat":
-        messages = [{"role": "user", "content": prompt}]
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-        return list(encoded["input_ids"])
-    begin, _ = bos_and_eos(tokenizer)
-    ids = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    said = ({"role": "user", "content": prompt},) if style == "chat" else prompt
+    problems = Problems("prompt", "what was typed")
+    asked = PromptExample(SourceLocation("prompt", 1), said)
+    [ids] = ExampleTokenizer(tokenizer, chat).encode_prompts([asked], problems)
+    problems.raise_if_any()
     if not ids:
         raise DataError("the prompt is empty; type a text to continue")
-    return ids if ids[:1] == begin[:1] else [*begin, *ids]
+    return ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,8 @@ def check_spec(spec: JobSpec, *, here: bool = False) -> JobSpec:
     here: the job's processes run on this machine, so its device and packages are checked too. Raises SpecError,
     DataError, NotReady.
     """
-    local = {name: getattr(spec, name).with_absolute_paths() for name in ("data", "model", "algorithm", "reward")}
+    parts = ("data", "chat", "model", "algorithm", "reward")
+    local = {name: getattr(spec, name).with_absolute_paths() for name in parts}
     spec = spec.model_copy(update=local)
     if spec.model.source is not None:
         from runner.inference.model_source import resolve_model_path

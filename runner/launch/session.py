@@ -111,7 +111,8 @@ class Session:
         if loaded is not None:
             built.restore(loaded.state)
             self.values = loaded.metrics
-        self.markers = ChatMarkers.from_tokenizer(built.model.tokenizer) if built.data.prompt_style == "chat" else None
+        if built.data.prompt_style == "chat":
+            self.markers = ChatMarkers.from_tokenizer(built.model.tokenizer, self.spec.chat)
         return built, first
 
     def _load(self, store: CheckpointStore, records: RunRecords, console: Console) -> LoadedCheckpoint | None:

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 from runner.adapter.config import AdapterConfig
 from runner.algorithm.config import AlgorithmConfig
 from runner.checkpoint.config import CheckpointConfig
-from runner.data.config import DataConfig
+from runner.data.config import ChatConfig, DataConfig
 from runner.device.config import DeviceConfig
 from runner.environment.config import EnvironmentConfig
 from runner.launch.config import LaunchConfig
@@ -94,6 +94,7 @@ class JobSpec(Config):
     model: ModelConfig
     adapter: AdapterConfig
     data: DataConfig
+    chat: ChatConfig = Field(default_factory=ChatConfig, description="How conversations become tokens.")
     algorithm: AlgorithmConfig
     sampler: SamplerConfig
     reward: RewardConfig

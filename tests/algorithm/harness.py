@@ -10,6 +10,7 @@ import torch
 from runner.algorithm.policy.config import PolicyConfig
 from runner.algorithm.policy.optimization import PolicyOptimization, build
 from runner.core.signals import StopSignal
+from runner.data.chat import Renderer
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
 from runner.distributed.work_partition import SingleProcess
@@ -132,7 +133,14 @@ def job_of(
     algorithm: PolicyOptimization = build(
         config,
         AlgorithmInputs(
-            Prompts(), policy.tokenizer, 3, silent, sampler, Rated(rate) if config.needs_reward else None, environments
+            Prompts(),
+            policy.tokenizer,
+            3,
+            silent,
+            sampler,
+            Rated(rate) if config.needs_reward else None,
+            environments,
+            extend=Renderer(policy.tokenizer).extend,
         ),
     )
 

@@ -14,6 +14,7 @@ from runner.core.batch import micro_batches, pack, with_totals
 from runner.core.metrics import Metrics
 from runner.interfaces import EvalQuestion, TokenizedExample
 from runner.interfaces.learning import AlgorithmInputs
+from tests.algorithm.harness import model_of
 
 ITEMS = [
     TokenizedExample((1, 2, 3), (0.0, 1.0, 1.0)),
@@ -81,6 +82,31 @@ def test_cpt_learns_every_token_and_sft_the_answers(config: type, tokens: int) -
     algorithm = build(config(batch_size=3), parts())
     (batch,) = algorithm.prepare(algorithm.collect(0), {})
     assert batch.totals == {"tokens": tokens, "rows": 3, "units": 3}
+
+
+def test_branches_of_an_item_train_as_rows_of_their_own_do() -> None:
+    """The beginning that they share is computed once; loss and gradient are those of the rows one by one."""
+    start, first, second = [257, 65, 66, 67], [68, 69, 258], [70, 71, 258]
+    joined = TokenizedExample((*start, *first, *second), (*[0.0] * 4, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0), branches=(4, 7))
+    alone = [
+        TokenizedExample((*start, *first), (*[0.0] * 4, 0.0, 1.0, 1.0)),
+        TokenizedExample((*start, *second), (*[0.0] * 4, 1.0, 1.0, 1.0)),
+    ]
+    found = []
+    for items in ([joined, ITEMS[0]], [*alone, ITEMS[0]]):
+        batch = pack([i.ids for i in items], [i.weights for i in items], [i.branches for i in items])
+        batch = with_totals(batch, batch.count())
+        model, loss = model_of(1), CrossEntropy()
+        value, _ = model.linear_loss(batch, loss.grad_weights(batch))
+        value.backward()
+        found.append((value, *(p.grad for p in model.trainable().values())))
+    assert len(found[0]) > 5
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+    batch = pack([joined.ids], [joined.weights], [joined.branches])
+    assert batch.tokens["parent"].tolist() == [-1, 0, 1, 2, 3, 4, 5, 3, 7, 8]
+    assert batch.tokens["positions"].tolist() == [0, 1, 2, 3, 4, 5, 6, 4, 5, 6]
+    assert batch.rows["unit"].tolist() == [0, 0, 0] and batch.rows["lengths"].tolist() == [4, 3, 3]
 
 
 def test_mini_batches_know_their_own_totals() -> None:

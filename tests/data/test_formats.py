@@ -93,8 +93,8 @@ BAD_FIRST = [
     ({"messages": [{"role": "user"}]}, "messages[0]: no content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: expected text, found a number"),
     (
-        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-        "messages[0].content: expected text, found a list",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}]},
+        "messages[0].content: expected parts of type text, found image; only text can be trained on",
     ),
     ({"messages": chat("", "b")}, "messages[0].content: the user's turn is empty"),
     ({"messages": chat("a", " ")}, "messages[1].content: the assistant's turn is empty"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from runner.data.examples import Reading
 from runner.data.items import LengthLimit, OverlongRule, TruncationCounts
 from runner.data.readers import Problems, SourceLocation
-from runner.data.tokenization import EncodedAnswers, EncodedExample
+from runner.data.tokenization import EncodedAnswers, EncodedExample, EncodedRows
 
 HERE = SourceLocation("a.jsonl", 7)
 
@@ -141,3 +141,33 @@ def test_a_prompt_to_be_answered_is_measured_alone(reading: Reading) -> None:
 @pytest.mark.parametrize("empty", [tree(0), tree(0, 3), tree(3, 0), tree(3, 2, 0)])
 def test_a_prompt_or_an_answer_without_a_token_is_an_error(empty: EncodedAnswers) -> None:
     assert "expected at least one" in str(cut("skip", empty, 8, "pairs")[2].error())
+
+
+def turns(*answers: int) -> EncodedRows:
+    """Rows that begin with the same 10 tokens; each has two tokens of its own and an answer of so many tokens."""
+    rows = []
+    for at, size in enumerate(answers):
+        ids = [*range(10), 100 + at, 200 + at, *[300 + at] * size]
+        rows.append(EncodedExample(HERE, ids, [0] * 12 + [1] * size, (12, 12 + size)))
+    return EncodedRows(rows)
+
+
+def test_rows_of_a_conversation_share_their_beginning_within_max_length() -> None:
+    for most, sizes in ((100, [25]), (20, [20, 15]), (15, [15, 15, 15])):
+        tally, problems = TruncationCounts(), Problems("data.path", "a.jsonl")
+        items = list(LengthLimit(most, "error").apply(turns(3, 3, 3), tally, problems))
+        assert [len(item.ids) for item in items] == sizes and not problems.count
+        assert (tally.rows, tally.items, sum(sum(item.learnt) for item in items)) == (1, len(sizes), 9)
+        first, last = items[-1].answer
+        assert items[-1].ids[first:last] == [302, 302, 302]
+        assert tally.branches_text().startswith("1 of 1 rows: the chat template rewrites earlier turns")
+        assert f"{sum(sizes) / 15:.2g} times" in tally.branches_text()
+
+
+def test_a_row_of_a_conversation_that_is_too_long_follows_the_rule() -> None:
+    tally, problems = TruncationCounts(), Problems("data.path", "a.jsonl")
+    assert [len(i.ids) for i in LengthLimit(15, "error").apply(turns(3, 9), tally, problems)] == [15]
+    assert "a.jsonl:7: 21 tokens, above data.max_length=15" in str(problems.error())
+    tally = TruncationCounts()
+    assert len(list(LengthLimit(15, "skip").apply(turns(3, 9), tally, Problems("data.path", "a")))) == 1
+    assert (tally.overlong, tally.left_out) == (1, 1)

@@ -10,6 +10,7 @@ import torch
 
 from runner.cli.job_builder import compose_job
 from runner.core.rank_info import RankInfo
+from runner.data.config import ChatConfig
 from runner.interfaces import Prompt, TokenizedExample
 from runner.launch.run_messages import ChatMarkers, data_text, example_prompt, plain_sample, ranks_text, run_facts
 from tests.data.conftest import byte_tokenizer
@@ -32,7 +33,7 @@ def test_the_last_message_is_found_in_a_rendered_prompt(template: str | None, as
     turns = [("user", "before"), ("assistant", "so"), ("user", asked)]
     messages = [{"role": role, "content": content} for role, content in turns]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    turn = ChatMarkers.from_tokenizer(tokenizer)
+    turn = ChatMarkers.from_tokenizer(tokenizer, ChatConfig())
     assert turn.user_message(prompt) == asked
     assert turn.user_message("plain text") == "plain text"
     row = {"prompt": prompt, "chosen": f"x{tokenizer.eos_token}", "margin": 0.5}

@@ -145,7 +145,7 @@ FILE = {"name": "file", "path": "x.jsonl"}
 @pytest.mark.parametrize(
     ("condition", "option"),
     [
-        ({"algorithm": {"name": "cpt"}, "data": FILE}, ("data", "loss_on", "last_assistant")),
+        ({"algorithm": {"name": "cpt"}, "data": FILE}, ("chat", "train_on", "last")),
         ({}, ("checkpoint", "best_mode", "min")),
     ],
     ids=str,

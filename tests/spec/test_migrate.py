@@ -159,7 +159,6 @@ NEEDS = {
     "model=hf": ["model.path=path"],
     "data=": ["data.path=path"],
     "data.mixture_weights=": ["data.path=[a,b]"],
-    "data.loss_on=": ["data=file", "data.path=path"],
     "data.truncation=split": ["data=file", "data.path=path", "algorithm=cpt"],
     "data.truncation=": ["data=file", "data.path=path"],
     "parallelism.pp_virtual_stages=": ["parallelism=pp", "launch.devices=2"],

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from runner.algorithm.episodes.episode import Episode, EpisodeRunner, ObservationTemplate
+from runner.algorithm.episodes.episode import Episode, EpisodeRunner
 from runner.core.rng import derive_seed
 from runner.interfaces import (
     Completion,
     EnvironmentFactory,
+    ExtendConversation,
     Prompt,
     Request,
     Reward,
@@ -128,7 +129,7 @@ class RolloutCollector:
     seed: int
     group_size: int
     environments: EnvironmentFactory | None = None
-    observation_template: ObservationTemplate | None = None
+    extend: ExtendConversation | None = None
 
     def collect_groups(self, prompts: Sequence[Prompt], step: int, round: int) -> list[Group]:
         """G answers to each prompt, scored by a reward if any; seeded by (seed, step, round, prompt, sample, turn)."""
@@ -137,7 +138,7 @@ class RolloutCollector:
         def write(live: Sequence[tuple[int, Episode]], turn: int) -> list[Rollout]:
             return self.sampler.sample([self._request(e, turn, step, round, at, player) for at, e in live])
 
-        player = EpisodeRunner(self.tokenizer, self.environments, self.observation_template, self.sampler.max_model_len)
+        player = EpisodeRunner(self.tokenizer, self.environments, self.extend, self.sampler.max_model_len)
         episodes = player.run_episodes([prompt for prompt in prompts for _ in range(size)], write)
         grouped = [episodes[at * size : (at + 1) * size] for at in range(len(prompts))]
         return [

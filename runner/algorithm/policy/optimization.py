@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from runner.algorithm.episodes import rollouts
-from runner.algorithm.episodes.episode import ObservationTemplate
 from runner.algorithm.episodes.rollouts import Experience, Group, RolloutCollector, make_experience
 from runner.algorithm.loss_registry import compute_selected, selected_function
 from runner.algorithm.policy import advantages, importance
@@ -55,10 +54,8 @@ class PolicyOptimization:
         self.temperature = parts.sampler.temperature
         most_turns = 1 if parts.environments is None else parts.environments.max_turns
         self.max_length = float(parts.sampler.max_new_tokens * most_turns)
-        turns = None if parts.environments is None else ObservationTemplate(parts.tokenizer)
-        self.collector = RolloutCollector(
-            parts.sampler, parts.reward, parts.tokenizer, parts.seed, config.group_size, parts.environments, turns
-        )
+        own = (parts.sampler, parts.reward, parts.tokenizer, parts.seed, config.group_size)
+        self.collector = RolloutCollector(*own, parts.environments, parts.extend)
         if config.kl_estimator != "none" and not config.has_kl:
             text = "algorithm.kl_coef=0: no reference model is loaded, and policy/kl is not measured"
             parts.decide.record_fact("algorithm.kl_estimator", "unused", text)
