@@ -80,7 +80,7 @@ class LoadedModel:
     prompt_style: PromptStyle
     adapters: Mapping[str, str] = field(default_factory=dict)
     step: int | None = None  # of a run's checkpoint
-    chat: ChatConfig = ChatConfig()  # how a run rendered conversations
+    chat: ChatConfig = field(default_factory=ChatConfig)  # how a run rendered conversations
 
 
 def parse_source(

@@ -21,6 +21,7 @@ import torch
 from runner.core.batch import pack
 from runner.core.errors import ParityError
 from runner.core.tolerance import tolerance_of
+from runner.data.config import ChatConfig
 from runner.interfaces import GenerativeModel
 from runner.launch.infer_export import prompt_ids
 from runner.launch.run_messages import ChatMarkers
@@ -131,14 +132,14 @@ def _begin(tokenizer: Any, prompt: str, ids: Sequence[int], style: PromptStyle) 
     return list(ids[: len(ids) - plain]) if style == "text" else []
 
 
-def run_prompts(folder: RunFolder, tokenizer: Any, style: PromptStyle) -> list[str]:
+def run_prompts(folder: RunFolder, tokenizer: Any, style: PromptStyle, chat: ChatConfig) -> list[str]:
     """Prompts of the run's own: those of its newest evaluation."""
     rows = []
     if folder.samples.is_file():
         with folder.samples.open(encoding="utf-8") as file:
             rows = [json.loads(line) for line in file if line.endswith("\n")]
     texts = [str(row["prompt"]) for row in rows if row.get("prompt")][-8 * NUM_PROMPTS :]
-    markers = ChatMarkers.from_tokenizer(tokenizer) if style == "chat" else None
+    markers = ChatMarkers.from_tokenizer(tokenizer, chat) if style == "chat" else None
     plain = [markers.user_message(text) if markers else text for text in texts]
     unique = list(dict.fromkeys(text for text in plain if text.strip()))
     return unique[-NUM_PROMPTS:] or list(FALLBACK)

@@ -74,14 +74,14 @@ def export(
         own = folder.export if checkpoint == "last" else folder.export_of(loaded.step)
         target = out or (own.with_name(f"{own.name}-merged") if merge else own)
         style = loaded.state["identity"]["prompt_style"]
-        samples = _evaluation_samples(folder, loaded.step, model.tokenizer, style)
+        samples = _evaluation_samples(folder, loaded.step, model.tokenizer, style, spec.chat)
         facts = CardFacts(loaded.step, loaded.metrics, style, samples)
-        found = write_export(model, target, spec, facts, _folder_check(model, folder, style, check))
+        found = write_export(model, target, spec, facts, _folder_check(model, folder, spec, style, check))
     return ExportResult(target, loaded.step, found)
 
 
 def _folder_check(
-    model: TrainableModel, folder: RunFolder, style: PromptStyle, wanted: bool | None
+    model: TrainableModel, folder: RunFolder, spec: JobSpec, style: PromptStyle, wanted: bool | None
 ) -> CheckFolder | None:
     from runner.interfaces import as_generative
     from runner.launch.export_check import LARGEST_CHECKED, check_export, run_prompts
@@ -90,11 +90,13 @@ def _folder_check(
     size = sum(p.numel() * p.element_size() for p in model.module.parameters())
     if wanted is False or generative is None or (wanted is None and size > LARGEST_CHECKED):
         return None
-    prompts = run_prompts(folder, model.tokenizer, style)
+    prompts = run_prompts(folder, model.tokenizer, style, spec.chat)
     return lambda written: check_export(generative, written, prompts, style)
 
 
-def _evaluation_samples(folder: RunFolder, step: int, tokenizer: Any, style: PromptStyle) -> list[Mapping[str, Any]]:
+def _evaluation_samples(
+    folder: RunFolder, step: int, tokenizer: Any, style: PromptStyle, chat: ChatConfig
+) -> list[Mapping[str, Any]]:
     """Three answers of the last evaluation until a step, in plain words."""
     if not folder.samples.is_file():
         return []
@@ -102,7 +104,7 @@ def _evaluation_samples(folder: RunFolder, step: int, tokenizer: Any, style: Pro
         rows = [json.loads(line) for line in file if line.endswith("\n")]
     rows = [row for row in rows if row.get("step", 0) <= step and "answer" in row]
     last = max((row["step"] for row in rows), default=0)
-    markers = ChatMarkers.from_tokenizer(tokenizer) if style == "chat" else None
+    markers = ChatMarkers.from_tokenizer(tokenizer, chat) if style == "chat" else None
     return [plain_sample(row, markers) for row in rows if row["step"] == last][:3]
 
 

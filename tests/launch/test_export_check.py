@@ -17,6 +17,7 @@ from runner.adapter.config import LoraConfig
 from runner.cli.main import main
 from runner.core.auto_choices import Decisions
 from runner.core.errors import ParityError
+from runner.data.config import ChatConfig
 from runner.launch.export_check import check_export, run_prompts
 from runner.model import hf
 from runner.model.config import HfConfig
@@ -92,9 +93,9 @@ def test_the_runs_own_prompts_are_asked(tmp_path: Path) -> None:
         [{"role": "user", "content": f"sort {at % 10}"}], add_generation_prompt=True, tokenize=False)}
         for at in range(20)]  # fmt: skip
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asked = run_prompts(RunFolder(tmp_path), tokenizer, "chat")
+    asked = run_prompts(RunFolder(tmp_path), tokenizer, "chat", ChatConfig())
     assert len(asked) == len(set(asked)) == 8 and all(text.startswith("sort ") for text in asked)
-    assert run_prompts(RunFolder(tmp_path / "none"), tokenizer, "chat")[0] == "Hello"
+    assert run_prompts(RunFolder(tmp_path / "none"), tokenizer, "chat", ChatConfig())[0] == "Hello"
 
 
 def test_adapters_are_combined_and_merged_as_peft_does(folders: Path, tmp_path: Path, capsys: Any) -> None:

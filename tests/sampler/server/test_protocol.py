@@ -61,7 +61,7 @@ INVALID = {
     "without an end": ({"finish": None}, "answer 0 ends with None"),
     "too few raw logprobs": (
         [ROLLOUTS[0], replace(ROLLOUTS[1], raw_logprobs=(-1.0,) * 9), ROLLOUTS[2]],
-        "answer 1 has 9 log-probabilities",
+        "cannot be read",
     ),
     "longer than its request": ([*ROLLOUTS[:2], Rollout((1,) * 3, (-1.0,) * 3, None, 1, "stop")], "answer 2 has 3"),
 }
