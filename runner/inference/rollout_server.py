@@ -266,7 +266,7 @@ def _endpoint_file(path: Path, endpoint: Endpoint) -> Iterator[None]:
 
 
 async def _follow(future: Future[bytes]) -> AsyncIterator[bytes]:
-    """A line feed each second, then the result. A client that goes before its turn comes has not asked."""
+    """A line feed each second, then the result. Work of a client that disconnects before it begins is cancelled."""
     result = asyncio.wrap_future(future)
     try:
         while not (await asyncio.wait([result], timeout=BEAT_S))[0]:

@@ -81,6 +81,7 @@ def test_sigterm_finishes_what_is_in_flight(server: Server) -> None:
     assert "SIGTERM: finishing 4 answers within 30 s" in server.printed.read_text()
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_is_a_500_and_ends_the_server(server: Server) -> None:
     answers: list[httpx.Response] = []
     thread = ask(server, LONG, answers)

@@ -298,3 +298,5 @@ def test_many_requests_at_once_are_all_answered(server: Server, http: httpx.Clie
 
     assert set(asyncio.run(ask())) == {TEXTS["thinks and calls"][:4]}
     assert metric(http, "run_requests_in_flight") == 0
+    assert metric(http, 'run_requests_total{path="/v1/completions",status="200"}') >= 200
+    assert metric(http, "run_time_to_first_token_seconds_count") >= 200

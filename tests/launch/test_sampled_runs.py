@@ -144,7 +144,7 @@ def test_one_of_two_samplers_that_stops_while_it_receives_weights_changes_no_bit
     process = job.start(*words, PYTHONPATH=f"{site}{os.pathsep}{ROOT}")
     assert process.wait(300) == 0, job.said()
     assert (site / "stopped").exists()
-    assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 30 s; it is started anew (1 of 3)" in job.said()
+    assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 30 s; it is restarted (1 of 3)" in job.said()
     assert job.end() == peaceful.end()
 
 
