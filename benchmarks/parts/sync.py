@@ -32,9 +32,9 @@ from runner.launch.ray.driver_connection import AS_LOCAL, LOOPBACK, QUIET
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.server.job_token import TOKEN
 from runner.sampler.server.pool import SamplerPool
-from runner.weight_sync.routes import Copied, Shelving
-from runner.weight_sync.shelf import Shelf
-from runner.weight_sync.shelf_folder import claim
+from runner.weight_sync.store_dir import reserve_dir
+from runner.weight_sync.transports import DeviceCopy, SharedFiles
+from runner.weight_sync.weight_store import WeightStore
 
 MEGABYTES, QUICK_MEGABYTES = 1000, 400
 WAIT_S = 60.0
@@ -61,9 +61,9 @@ def measure(at: Plan) -> dict[str, Any]:
 
 
 def _round(
-    source: Mapping[str, Tensor], own: Holding, shelf: Shelving, ends: Mapping[str, SamplerPool], version: int
+    source: Mapping[str, Tensor], own: Holding, shelf: SharedFiles, ends: Mapping[str, SamplerPool], version: int
 ) -> dict[str, float]:
-    handed = Copied(lambda: named(source), handed=True)
+    handed = DeviceCopy(lambda: named(source), by_reference=True)
     copies = {name: torch.empty_like(tensor) for name, tensor in source.items()}
     _copied(source, copies)  # so that their pages are there
     seconds = {"copy": _timed(lambda: _copied(source, copies))}
@@ -88,10 +88,10 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 @contextmanager
-def _shelf(root: Path, source: Mapping[str, Tensor]) -> Iterator[Shelving]:
+def _shelf(root: Path, source: Mapping[str, Tensor]) -> Iterator[SharedFiles]:
     root.mkdir()
-    shelf = Shelf(claim(root, 2 * sum(tensor.nbytes for tensor in source.values())))
-    route = Shelving(lambda: named(source), None, peers=SINGLE_PROCESS, shelf=shelf, source=0)
+    shelf = WeightStore(reserve_dir(root, 2 * sum(tensor.nbytes for tensor in source.values())))
+    route = SharedFiles(lambda: named(source), None, peers=SINGLE_PROCESS, store=shelf, source=0)
     try:
         yield route
     finally:

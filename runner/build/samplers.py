@@ -36,9 +36,9 @@ from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.trainer.callbacks import DeviceStats
 from runner.weight_sync.publisher import Publisher
-from runner.weight_sync.routes import Copied, Route, Shared, Shelving, Weights
-from runner.weight_sync.shelf import Shelf
-from runner.weight_sync.shelf_folder import claim
+from runner.weight_sync.store_dir import reserve_dir
+from runner.weight_sync.transports import DeviceCopy, SameModel, SharedFiles, Weights, WeightTransport
+from runner.weight_sync.weight_store import WeightStore
 
 
 def build_sampler(
@@ -113,8 +113,10 @@ def _report_episode_limit(spec: JobSpec, sampler: Sampler, decide: Decisions) ->
 
 
 def build_worker_sampler(spec: JobSpec, decide: Decisions, folder: RunFolder) -> tuple[Sampler, DeviceStats]:
-    """The sampler of a rollout server, and the stats of its device; torch's has the weights that the job begins with,
-    an engine none yet."""
+    """The sampler of a rollout server, and the reader of its device's load.
+
+    The torch sampler starts with the job's initial weights, an engine without any.
+    """
     device, tokenizer = build_device(spec, decide), build_tokenizer(spec)
     head = next(iter(spec.algorithm.trained_models().values()))  # it has the heads of the policy, whose weights it gets
     if spec.sampler.engine:  # which makes its own model of what this one says that it is
@@ -140,7 +142,7 @@ def build_publisher(
     if (
         not spec.launch.samplers and not spec.sampler.weights_to_send()
     ):  # the ranks', or of somebody who is sent nothing
-        route: Route = Copied(learner.weights) if lag and not spec.sampler.served else Shared()
+        route: WeightTransport = DeviceCopy(learner.weights) if lag and not spec.sampler.served else SameModel()
         return Publisher(route, sampler, lag, peers=world.rollout_peers)
     route = _weight_route(spec, learner, policy, world, folder)
     return Publisher(
@@ -155,18 +157,18 @@ def build_publisher(
 
 def _weight_route(
     spec: JobSpec, learner: Learner, policy: GenerativeModel, world: ParallelContext, folder: RunFolder
-) -> Route:
+) -> WeightTransport:
     place = world.place
     apart = spec.launch.samplers > 0 or spec.sampler.served  # rank 0 alone speaks to it
     pieces = policy.whole.is_sharded or world.config.deepspeed
     own = not pieces and policy.module is policy.inner  # whole here, with nothing to be merged
     if not apart and own:  # an engine in the rank, which draws while that waits
-        return Copied(partial(policy.hf_tensors, "all"), handed=True)
+        return DeviceCopy(partial(policy.hf_tensors, "all"), by_reference=True)
     first = 0 if apart else _first_rank_on_host(world)
     changed, fixed, size = _weights_to_send(spec, learner, policy, keep=place.rank == first)
-    shelf = Shelf(claim(folder.root, _shared_memory_bytes(spec, size))) if place.rank == first else None
+    store = WeightStore(reserve_dir(folder.root, _shared_memory_bytes(spec, size))) if place.rank == first else None
     source = None if apart and not place.is_rank0 else first
-    return Shelving(changed, fixed, peers=world.world_peers, shelf=shelf, source=source)
+    return SharedFiles(changed, fixed, peers=world.world_peers, store=store, source=source)
 
 
 def _shared_memory_bytes(spec: JobSpec, size: tuple[int, int]) -> int:

@@ -79,7 +79,8 @@ RESOURCE_NAMES = {
     "words after -- are prompts, whatever they look like",
     "chat": "a model (latest, a run's folder, a model's or an adapter's folder, a hub id), device=NAME",
     "serve": "latest, a run, a model's or adapter's folder, or a hub id; engine=auto|torch|vllm host= port= device=\n"
-    "max_num_seqs= grace_s= start_timeout_s= logprobs_mode=raw|processed; words after -- are options of vllm serve",
+    "max_num_seqs= grace_s= start_timeout_s= logprobs_mode=raw|processed\n"
+    "weight_updates=true; words after -- are options of vllm serve",
     "export": "latest or a run's folder, device=NAME",
     "sweep": "resume, status or report; latest or a sweep's folder; with resume: sweep.parallel=N and its like",
     "report": "latest or a run's folder",

@@ -59,6 +59,12 @@ def _seconds(value: str) -> float:
     return seconds
 
 
+def _switch(value: str) -> bool:
+    if value not in ("true", "false"):
+        raise ValueError("true or false")
+    return value == "true"
+
+
 def _text(value: str) -> str:
     if not value:
         raise ValueError("a text")
@@ -74,6 +80,7 @@ SETTINGS: dict[str, Callable[[str], Any]] = {
     "grace_s": _seconds,
     "start_timeout_s": _seconds,
     "logprobs_mode": _one_of(*LOGPROBS_MODES),
+    "weight_updates": _switch,
 }
 
 

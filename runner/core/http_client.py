@@ -76,7 +76,7 @@ class CancellableRunner:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result. Raises CancelledError."""
-        return run_coroutine(self._tracked(coroutine))
+        return run_coroutine(self._run_task(coroutine))
 
     def cancel(self) -> None:
         """Cancel what is under way, from any thread."""
@@ -85,7 +85,7 @@ class CancellableRunner:
             for task in self._tasks:
                 task.get_loop().call_soon_threadsafe(task.cancel)
 
-    async def _tracked(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    async def _run_task(self, coroutine: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
         assert task is not None
         with self._lock:

@@ -6,7 +6,7 @@ ids ─TextStream─▶ pieces of text ─ChatAnswer─▶ (reasoning | content,
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,6 +15,13 @@ THINK, END_THINK = "<think>", "</think>"
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"  # Qwen and Hermes: one JSON object between them
 PYTHON_TAG = "<|python_tag|>"  # Llama, before the JSON object of a call
 SHOWN_MARKERS = (THINK, END_THINK, TOOL_CALL, END_TOOL_CALL, PYTHON_TAG)  # also where they are special tokens
+
+
+def hidden_token_ids(tokenizer: Any, stop_token_ids: Iterable[int]) -> frozenset[int]:
+    """The special tokens, which give no text, but for those that open and close reasoning and calls."""
+    added = tokenizer.added_tokens_decoder
+    special = {*tokenizer.all_special_ids, *stop_token_ids, *(i for i, token in added.items() if token.special)}
+    return frozenset(special - {i for i, token in added.items() if str(token) in SHOWN_MARKERS})
 
 
 class TextStream:

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from runner.core.errors import DataError, DeadlineExceeded, RunnerError
@@ -124,6 +125,17 @@ class EngineClient:
         finally:
             self._scores.pop(id, None)
 
+    async def load(self, folder: Path) -> None:
+        """Load the weights of a folder. Raises DataError where the engine cannot."""
+        self._raise_failure()
+        id = f"{next(self._numbers)}"
+        self._scores[id] = asyncio.get_running_loop().create_future()
+        try:
+            await self._send({"load": {"id": id, "folder": str(folder)}})
+            await self._scores[id]
+        finally:
+            self._scores.pop(id, None)
+
     async def close(self) -> None:
         """Close the connection, which ends the engine."""
         self._watching.cancel()
@@ -138,8 +150,6 @@ class EngineClient:
         self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def _send(self, message: dict[str, Any]) -> None:
-        if not self._queues or len(self._queues) == 1:
-            self._newest = time.monotonic()
         self._write(message)
         await self._writer.drain()
 

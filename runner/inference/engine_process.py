@@ -10,19 +10,24 @@ The front end holds the other ends of stdin and stdout. This process ends when t
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, OutOfMemory, RunnerError
 from runner.core.subprocess import JsonLines
 from runner.inference.engine import Engine, GenerationRequest, SamplingParams, TokenEvent
 from runner.inference.model_source import ModelSource, load_source, parse_source
+
+if TYPE_CHECKING:
+    from runner.interfaces import TrainableModel
 
 IDLE_WAIT_S = 3600.0
 
@@ -64,17 +69,19 @@ class EngineInfo:
     step: int | None
 
 
-def run_engine(engine: Engine, lines: JsonLines) -> None:
-    """Answer requests until the front end closes the connection."""
+def run_engine(engine: Engine, lines: JsonLines, load_folder: Callable[[Path], None]) -> None:
+    """Answer requests until the front end closes the connection. load_folder: reads other weights into the model."""
     while (messages := lines.receive(IDLE_WAIT_S if engine.is_idle else 0.0)) is not None:
         for message in messages:
-            for reply in _handle_message(engine, message):
+            for reply in _handle_message(engine, message, load_folder):
                 lines.send(reply)
         if events := engine.step():
             lines.send({"events": [encode_event(event) for event in events]})
 
 
-def _handle_message(engine: Engine, message: dict[str, Any]) -> list[dict[str, Any]]:
+def _handle_message(
+    engine: Engine, message: dict[str, Any], load_folder: Callable[[Path], None]
+) -> list[dict[str, Any]]:
     """The replies to a message; a request that cannot be answered fails alone."""
     replies: list[dict[str, Any]] = []
     for one in message.get("submit", ()):
@@ -90,7 +97,29 @@ def _handle_message(engine: Engine, message: dict[str, Any]) -> list[dict[str, A
             replies.append({"scored": score["id"], "scores": [[s.logprob, s.top_logprobs] for s in scores]})
         except DataError as error:
             replies.append({"failed": score["id"], "message": str(error)})
+    if load := message.get("load"):
+        try:
+            load_folder(Path(load["folder"]))
+            replies.append({"scored": load["id"], "scores": []})
+        except (RunnerError, ValueError) as error:
+            replies.append({"failed": load["id"], "message": str(error)})
     return replies
+
+
+def _load_folder(engine: Engine, model: TrainableModel, settings: EngineSettings, folder: Path) -> None:
+    """Copy the weights of a model's folder; they count as the next version. Raises RunnerError, and ValueError where
+    they are another model's, or requests run."""
+    import torch
+
+    found = load_source(parse_source(str(folder)), device=settings.device).model.module.state_dict()
+    own = model.module.state_dict()
+    if differing := sorted(own.keys() ^ found.keys()) or [n for n, t in own.items() if t.shape != found[n].shape]:
+        text = f"the weights in {folder} are not the served model's: {len(differing)} differ, such as {differing[0]}"
+        raise ValueError(f"{text}; a model with adapters is served merged (run export --merge)")
+    engine.load_weights(None, engine.weight_version + 1)  # a merged adapter is taken out before
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(found[name])
 
 
 def encode_request(request: GenerationRequest) -> dict[str, Any]:
@@ -124,7 +153,7 @@ def decode_event(content: list[Any]) -> TokenEvent:
     return TokenEvent(id, token, logprob, raw, tuple((i, v) for i, v in tops), version, finish)
 
 
-def _load_engine(settings: EngineSettings, folder: Path) -> tuple[Engine, EngineInfo]:
+def _load_engine(settings: EngineSettings, folder: Path) -> tuple[Engine, EngineInfo, TrainableModel]:
     loaded = load_source(settings.parse(), device=settings.device, trust_remote_code=settings.trust_remote_code)
     from runner.inference.torch_engine import TorchEngine
 
@@ -142,7 +171,7 @@ def _load_engine(settings: EngineSettings, folder: Path) -> tuple[Engine, Engine
         length_limit=None if limits.length_limit is None else limits.length_limit[0],
         step=loaded.step,
     )
-    return engine, info
+    return engine, info, loaded.model
 
 
 def _run_and_report(lines: JsonLines, work: Callable[[], None]) -> int:
@@ -163,12 +192,16 @@ def _run_and_report(lines: JsonLines, work: Callable[[], None]) -> int:
 def main(settings: str) -> int:
     """Load the model and answer requests until the front end goes. Returns the exit code."""
     lines = JsonLines.to_parent()
+    log = logging.getLogger("runner")  # says what was decided, on the screen of the front end
+    log.addHandler(logging.StreamHandler())
+    log.setLevel(logging.INFO)
 
     def work() -> None:
         with tempfile.TemporaryDirectory(prefix="run-serve-") as folder:
-            engine, info = _load_engine(EngineSettings(**json.loads(settings)), Path(folder))
+            parsed = EngineSettings(**json.loads(settings))
+            engine, info, model = _load_engine(parsed, Path(folder))
             lines.send({"ready": asdict(info)})
-            run_engine(engine, lines)
+            run_engine(engine, lines, partial(_load_folder, engine, model, parsed))
             engine.close()
 
     return _run_and_report(lines, work)

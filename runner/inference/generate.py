@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from runner.core.errors import DataError
-from runner.inference.answer_text import SHOWN_MARKERS, ChatAnswer, Part, TextStream
+from runner.inference.answer_text import ChatAnswer, Part, TextStream, hidden_token_ids
 from runner.inference.chat_prompt import render_chat
 from runner.inference.engine import Engine, GenerationRequest, SamplingParams
 
@@ -24,7 +24,9 @@ def stream_answer(
     """Pieces of text of one answer, never half a character. A caller that stops listening cancels the request, and so
     does `is_stopped`, which is asked before each token. Raises DataError for a prompt that cannot be answered."""
     request = GenerationRequest(f"answer-{next(_ids)}", tuple(prompt_ids), params)
-    text = TextStream(lambda ids: str(tokenizer.decode(ids)), _hidden_ids(engine, tokenizer), params.stop)
+    text = TextStream(
+        lambda ids: str(tokenizer.decode(ids)), hidden_token_ids(tokenizer, engine.limits.stop_token_ids), params.stop
+    )
     engine.submit(request)
     try:
         finished = False
@@ -37,13 +39,6 @@ def stream_answer(
             yield rest
     finally:
         engine.cancel(request.id)
-
-
-def _hidden_ids(engine: Engine, tokenizer: Any) -> frozenset[int]:
-    """The special tokens, which give no text, but for those that open and close reasoning."""
-    added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special = {*tokenizer.all_special_ids, *engine.limits.stop_token_ids, *added}
-    return frozenset(i for i in special if str(tokenizer.convert_ids_to_tokens(i)) not in SHOWN_MARKERS)
 
 
 def never_stopped() -> bool:

@@ -56,8 +56,14 @@ def http_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def make_server(app: ASGIApp, limits: HttpLimits, *, grace_s: int | None = None) -> uvicorn.Server:
-    """A uvicorn server of `app`. grace_s: seconds that requests in flight have after SIGTERM; None = no end."""
+def make_server(
+    app: ASGIApp, limits: HttpLimits, *, grace_s: int | None = None, handles_signals: bool = True
+) -> uvicorn.Server:
+    """A uvicorn server of `app`.
+
+    grace_s: seconds that requests in flight have once it is to end; None = no bound; handles_signals: whether SIGINT
+    and SIGTERM end it, or only `should_exit`
+    """
     protocol = type("LimitedProtocol", (_LimitedProtocol,), {"limits": limits})
     config = uvicorn.Config(
         _LimitBodies(app, limits),
@@ -71,7 +77,14 @@ def make_server(app: ASGIApp, limits: HttpLimits, *, grace_s: int | None = None)
         server_header=False,
         timeout_graceful_shutdown=grace_s,
     )
-    return uvicorn.Server(config)
+    return uvicorn.Server(config) if handles_signals else _ServerWithoutSignals(config)
+
+
+class _ServerWithoutSignals(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to whoever started it."""
+        yield
 
 
 @contextmanager
@@ -99,7 +112,9 @@ class TokenCheck:
         if scope["path"] in self._open_paths or hmac.compare_digest(given, self._expected):
             await self._app(scope, receive, send)
             return
-        await error_response(401, "the token is missing or wrong", "authentication_error")(scope, receive, send)
+        text = "the token is missing or wrong; send the header Authorization: Bearer TOKEN"
+        refusal = error_response(401, text, "authentication_error", code="invalid_api_key")
+        await refusal(scope, receive, send)
 
 
 def bearer(token: str) -> str:
@@ -107,10 +122,17 @@ def bearer(token: str) -> str:
     return f"Bearer {token}"
 
 
-def error_response(status: int, message: str, kind: str = "invalid_request_error") -> JSONResponse:
-    """An error in the shape of OpenAI's API."""
-    error = {"message": message, "type": kind, "param": None, "code": status}
-    return JSONResponse({"error": error}, status)
+def error_response(
+    status: int,
+    message: str,
+    kind: str | None = None,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+) -> JSONResponse:
+    """An error in the shape of OpenAI's API. param: the field of the body that is wrong."""
+    kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code or status}}, status)
 
 
 class _LimitBodies:

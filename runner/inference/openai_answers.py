@@ -18,7 +18,7 @@ from typing import Any
 from runner.inference.answer_text import ChatAnswer, TextStream, ToolCall
 from runner.inference.engine import GenerationRequest, TokenEvent, TokenScore
 from runner.inference.openai_requests import ChatBody, CompletionBody, GenerationBody
-from runner.inference.served_model import ServedModel
+from runner.inference.served_model import ServedModel, unix_seconds
 
 Json = dict[str, Any]
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have, as in vLLM
@@ -100,7 +100,7 @@ class Completions:
         self.head: Json = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
-            "created": int(time.time()),
+            "created": unix_seconds(),
             "model": body.model,
         }
         for prompt in self.prompts:
@@ -229,7 +229,7 @@ class ChatCompletions:
         self.choices = [Choice(at, self.prompt, served.text_stream(body)) for at in range(body.n)]
         tools = bool(body.tools) and body.tool_choice == "auto"
         self.answers = [ChatAnswer(tools, self.is_thinking) for _ in params]
-        self.id, self.created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
+        self.id, self.created = f"chatcmpl-{secrets.token_hex(12)}", unix_seconds()
 
     def _head(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.body.model}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -12,18 +12,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from runner.core.errors import RunnerError
+from runner.inference.http import error_response
 from runner.inference.openai_answers import ChatCompletions, Completions, Json
-from runner.inference.openai_requests import ChatBody, CompletionBody, TokenizeBody, parse_body
+from runner.inference.openai_requests import BadRequest, ChatBody, CompletionBody, TokenizeBody, parse_body
 from runner.inference.served_model import ServedModel
 
 T = TypeVar("T")
-ReadBody = Callable[[Request], Awaitable[bytes]]
-
-
-def error_response(message: str, status: int, *, param: str | None = None, code: str | None = None) -> JSONResponse:
-    """An error in OpenAI's shape."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
 
 
 async def while_connected(served: ServedModel, request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -54,7 +48,7 @@ def event_stream(served: ServedModel, chunks: AsyncGenerator[Json, None]) -> Str
             async for chunk in chunks:
                 yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
         except RunnerError as error:
-            content = bytes(error_response(str(error), 500).body).decode()
+            content = bytes(error_response(500, str(error)).body).decode()
             yield f"data: {content}\n\n"
         except asyncio.CancelledError:
             served.cancelled += 1
@@ -66,8 +60,16 @@ def event_stream(served: ServedModel, chunks: AsyncGenerator[Json, None]) -> Str
     return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-def openai_routes(served: ServedModel, read_body: ReadBody) -> list[Route]:
-    """The routes over one model. read_body: the body of a request, within the server's bounds."""
+async def read_body(request: Request) -> bytes:
+    """The body of a request. Raises BadRequest where it is not said to be JSON: a web page of another site can send no
+    such request without the browser's asking this server first."""
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise BadRequest("the header Content-Type: application/json is needed", status=415)
+    return await request.body()
+
+
+def openai_routes(served: ServedModel) -> list[Route]:
+    """The routes over one model."""
 
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_model_json(served, name) for name in served.names]})
@@ -110,7 +112,7 @@ def openai_routes(served: ServedModel, read_body: ReadBody) -> list[Route]:
 
     async def health(request: Request) -> Response:
         if (failure := served.client.failure) is not None:
-            return error_response(str(failure), 503)
+            return error_response(503, str(failure))
         return JSONResponse({"status": "ok"})
 
     async def metrics(request: Request) -> Response:

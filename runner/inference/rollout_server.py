@@ -56,7 +56,7 @@ from runner.sampler.server.protocol import (
     endpoint_path,
     unpack_rows,
 )
-from runner.weight_sync.shelf import Shelved
+from runner.weight_sync.weight_store import StoredWeights
 
 LIMITS = HttpLimits(max_body_bytes=1 << 40, connections_per_client=256)  # a file of weights may be as large as a tensor
 log = logging.getLogger("runner")
@@ -197,7 +197,7 @@ class RolloutServer:
         if missing := [str(path) for path, found in zip(named, files, strict=True) if found is None]:
             return encode({**self._header(), "missing": missing})
         try:
-            weights = Shelved([path for path in files if path is not None], version)
+            weights = StoredWeights([path for path in files if path is not None], version)
             found = weights.digest
         except (OSError, SafetensorError) as error:
             self._drop_files(self._received)
@@ -253,8 +253,8 @@ def serve(
 @contextmanager
 def _endpoint_file(path: Path, endpoint: Endpoint) -> Iterator[None]:
     """While the block runs the endpoint file is there; a successor's stays."""
-    endpoint.write(path)
     try:
+        endpoint.write(path)  # a signal may arrive when the file is there, and this has not returned
         yield
     finally:
         try:
@@ -266,7 +266,7 @@ def _endpoint_file(path: Path, endpoint: Endpoint) -> Iterator[None]:
 
 
 async def _follow(future: Future[bytes]) -> AsyncIterator[bytes]:
-    """A line feed each second, then the result. A client that goes before its turn comes has not asked."""
+    """A line feed each second, then the result. Work of a client that disconnects before it begins is cancelled."""
     result = asyncio.wrap_future(future)
     try:
         while not (await asyncio.wait([result], timeout=BEAT_S))[0]:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from runner.core.errors import EnvironmentProblem, Interrupted
 from runner.core.subprocess import ChildProcess
 from runner.inference.engine_process import EngineInfo, EngineSettings
-from runner.inference.model_source import source_spec
+from runner.inference.model_source import ModelSource, source_spec
 
 EngineName = Literal["auto", "torch", "vllm"]
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -31,7 +31,8 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
     """engine: auto = vLLM where it is installed and the device is no CPU; grace_s: for what is in flight at a signal;
-    start_timeout_s: until vLLM answers; vllm_options: further words of `vllm serve`"""
+    start_timeout_s: until vLLM answers; weight_updates: whether a trainer with the key may replace the weights;
+    vllm_options: further words of `vllm serve`"""
 
     engine: EngineName = "auto"
     host: str = "127.0.0.1"
@@ -39,12 +40,15 @@ class ServeSettings:
     grace_s: float = 30.0
     start_timeout_s: float = 1800.0
     logprobs_mode: Literal["raw", "processed"] = "raw"
+    weight_updates: bool = False
     vllm_options: tuple[str, ...] = ()
 
     @property
     def url(self) -> str:
         """Where clients reach it."""
-        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+        from runner.inference.http import http_url
+
+        return http_url(self.host, self.port)
 
 
 def serve(model: EngineSettings, settings: ServeSettings, api_key_file: Path | None = None) -> int:
@@ -55,8 +59,14 @@ def serve(model: EngineSettings, settings: ServeSettings, api_key_file: Path | N
             f"host={settings.host}: other machines could use the model without a key; "
             "write one into a file that only you can read, and type --api-key-file FILE"
         )
+    if settings.weight_updates and api_key is None:
+        raise EnvironmentProblem(
+            "weight_updates=true: whoever reaches the server could replace its model; add --api-key-file FILE"
+        )
     source = model.parse()
-    if _choose_engine(model, settings) == "vllm":
+    if source.kind == "run":  # which run is latest is decided once
+        model = replace(model, source=source.path)
+    if _choose_engine(source, model.device, settings) == "vllm":
         from runner.inference.vllm_process import serve_vllm
 
         return serve_vllm(source, model, settings, api_key)
@@ -65,11 +75,11 @@ def serve(model: EngineSettings, settings: ServeSettings, api_key_file: Path | N
     return _serve_torch(model, settings, api_key)
 
 
-def _choose_engine(model: EngineSettings, settings: ServeSettings) -> EngineName:
+def _choose_engine(source: ModelSource, device: str | None, settings: ServeSettings) -> EngineName:
     """The engine that serves; auto says what it chose."""
     if settings.engine != "auto":
         return settings.engine
-    kind = source_spec(model.parse(), device=model.device).device.kind.name
+    kind = source_spec(source, device=device).device.kind.name
     if kind == "cpu":
         engine: EngineName = "torch"
         reason = "on the CPU"
@@ -98,21 +108,21 @@ def _read_api_key(path: Path | None) -> str | None:
 
 
 def _serve_torch(model: EngineSettings, settings: ServeSettings, api_key: str | None) -> int:
-    from runner.inference.server import bind_socket
+    from runner.inference.http import listen
 
-    bound = bind_socket(settings.host, settings.port)
+    listen(settings.host, settings.port).close()  # that it can be had is known before the model is loaded
     command = [sys.executable, "-m", "runner.inference.engine_process", json.dumps(asdict(model))]
     child = ChildProcess(command, end_signal=signal.SIGKILL, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        with bound:
-            asyncio.run(_run_server(child, bound, settings, api_key))
+        asyncio.run(_run_server(child, settings, api_key))
     finally:
         child.stop(settings.grace_s)
     return 0
 
 
-async def _run_server(child: ChildProcess, bound: Any, settings: ServeSettings, api_key: str | None) -> None:
+async def _run_server(child: ChildProcess, settings: ServeSettings, api_key: str | None) -> None:
     from runner.inference.engine_client import EngineClient
+    from runner.inference.http import listen
     from runner.inference.served_model import ServedModel
     from runner.inference.server import serve_http
 
@@ -124,8 +134,16 @@ async def _run_server(child: ChildProcess, bound: Any, settings: ServeSettings, 
         info = await _until_signal(client.wait_ready())
         tokenizer = await asyncio.to_thread(_load_tokenizer, info)
         served = ServedModel(info, tokenizer, client, settings.logprobs_mode)
-        ready = partial(_print_ready, info, replace(settings, port=bound.getsockname()[1]), api_key)
-        await serve_http(served, bound, grace_s=settings.grace_s, api_key=api_key, on_ready=ready)
+        with listen(settings.host, settings.port) as listener:
+            ready = partial(_print_ready, info, replace(settings, port=listener.getsockname()[1]), api_key)
+            await serve_http(
+                served,
+                listener,
+                grace_s=settings.grace_s,
+                api_key=api_key,
+                weight_updates=settings.weight_updates,
+                on_ready=ready,
+            )
     finally:
         await client.close()
 

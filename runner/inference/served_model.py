@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
+import psutil
+
 from runner.data.tokenization import bos_and_eos
-from runner.inference.answer_text import SHOWN_MARKERS, TextStream
+from runner.inference.answer_text import TextStream, hidden_token_ids
 from runner.inference.chat_prompt import ChatPrompt, render_chat
 from runner.inference.engine import GenerationRequest, TokenEvent
 from runner.inference.engine_client import EngineClient
@@ -23,6 +25,11 @@ LONGEST_ANSWER = 4096  # of a chat that names no max_tokens, by a model without 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # upper ends of the histograms' buckets
 
 T = TypeVar("T")
+
+
+def unix_seconds() -> int:
+    """Now, as OpenAI's `created` says it."""
+    return int(datetime.now(UTC).timestamp())
 
 
 class Histogram:
@@ -56,7 +63,7 @@ class ServedModel:
     tokenizer: Any
     client: EngineClient
     logprobs_mode: Literal["raw", "processed"] = "raw"
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int = field(default_factory=unix_seconds)
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)  # by path and status
     prompt_tokens: int = 0
     cancelled: int = 0  # requests whose client has gone
@@ -125,13 +132,12 @@ class ServedModel:
 
     def text_stream(self, body: GenerationBody) -> TextStream:
         """What makes an answer's text of its ids."""
-        shown = {i for i, token in self.tokenizer.added_tokens_decoder.items() if str(token) in SHOWN_MARKERS}
-        hidden: frozenset[int] = frozenset()
-        if body.skip_special_tokens:
-            special = set(self.tokenizer.all_special_ids) | set(self.info.stop_token_ids)
-            special |= {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-            hidden = frozenset(special - shown)
+        hidden = self._hidden_ids if body.skip_special_tokens else frozenset[int]()
         return TextStream(self.decode, hidden, body.stop, body.include_stop_str_in_output)
+
+    @cached_property
+    def _hidden_ids(self) -> frozenset[int]:
+        return hidden_token_ids(self.tokenizer, self.info.stop_token_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
@@ -159,6 +165,7 @@ class ServedModel:
             for (path, status), count in sorted(self.requests.items())
         ]
         for name, kind, value in (
+            ("process_start_time_seconds", "gauge", psutil.Process().create_time()),  # a client notices a restart
             ("run_requests_in_flight", "gauge", self.client.num_requests),
             ("run_requests_cancelled_total", "counter", self.cancelled),
             ("run_prompt_tokens_total", "counter", self.prompt_tokens),

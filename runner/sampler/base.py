@@ -1,4 +1,4 @@
-"""What every sampler has in its config, and what those that draw have."""
+"""Options that all samplers share, and those of samplers with sampling parameters."""
 
 from typing import Annotated, ClassVar, Literal
 

@@ -18,7 +18,7 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that it
 
 
 class VllmSamplerConfig(SamplingConfig):
-    """A vLLM engine draws: in each rank's process, asleep while that trains, or with launch.samplers in its own.
+    """A vLLM engine in each rank's process, asleep while that trains, or with launch.samplers in its own.
 
     Rollouts do not repeat bit for bit; a resumed run reads those that were used from a journal.
     """
@@ -158,7 +158,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class ServerSamplerConfig(SamplingConfig):
-    """A server that runs already draws: vLLM, or another that speaks OpenAI's completions and gives token ids."""
+    """A server that runs already: vLLM, run serve, or another with OpenAI's completions that returns token ids."""
 
     factory: ClassVar[str] = "runner.sampler.server.build:build"
     engine: ClassVar[bool] = True
@@ -266,7 +266,7 @@ class NoSamplerConfig(SamplerConfig):
 
 
 class TorchSamplerConfig(SamplingConfig):
-    """The model itself draws, in plain PyTorch: rollouts are equal bit for bit in every run on the same machine."""
+    """The model itself, in plain PyTorch: rollouts are equal bit for bit in every run on one machine."""
 
     factory: ClassVar[str] = "runner.sampler.torch:build"
     shares_model: ClassVar[bool] = True

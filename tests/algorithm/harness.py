@@ -23,7 +23,7 @@ from runner.trainer.learner import LocalLearner
 from runner.trainer.loop import ExperienceQueue, TrainingJob
 from runner.trainer.reference_model import FrozenModel
 from runner.weight_sync.publisher import Publisher
-from runner.weight_sync.routes import Copied, Shared
+from runner.weight_sync.transports import DeviceCopy, SameModel
 
 CPU = torch.device("cpu")
 CONFIG = TinyConfig(hidden_size=32, intermediate_size=48, layers=2, kv_heads=2)
@@ -144,7 +144,7 @@ def job_of(
     if "critic" in config.trained_models():
         learners["critic"] = learner(model_of(2, "scalar"), "critic")
     frozen = {role: FrozenModel(model_of(7), budget=64, device=CPU) for role in config.frozen_models()}
-    route = Copied(learners["policy"].weights) if config.lag else Shared()
+    route = DeviceCopy(learners["policy"].weights) if config.lag else SameModel()
     publisher = Publisher(route, sampler, config.lag)
     return TrainingJob(
         steps=steps,

@@ -81,6 +81,7 @@ def test_sigterm_finishes_what_is_in_flight(server: Server) -> None:
     assert "SIGTERM: finishing 4 answers within 30 s" in server.printed.read_text()
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_is_a_500_and_ends_the_server(server: Server) -> None:
     answers: list[httpx.Response] = []
     thread = ask(server, LONG, answers)
@@ -115,6 +116,8 @@ def test_kill_9_leaves_no_process_and_no_file(server: Server) -> None:
         (["port=x"], "port=x: a whole number from 0 to 65535 is expected"),
         (["engine=tgi"], "engine=tgi: one of auto, torch, vllm is expected"),
         (["host=0.0.0.0"], "host=0.0.0.0: other machines could use the model without a key"),
+        (["weight_updates=true"], "weight_updates=true: whoever reaches the server could replace its model"),
+        (["weight_updates=1"], "weight_updates=1: true or false is expected"),
         (["--api-key-file", "none"], "--api-key-file none: cannot be read"),
         (["engine=torch", "--", "--max-model-len"], "--max-model-len: words after -- are for engine=vllm"),
     ],

@@ -248,6 +248,7 @@ def test_what_cannot_be_answered_as_asked_is_a_400(
 def test_what_is_no_json_or_too_large_is_refused(http: httpx.Client, server: Server) -> None:
     assert http.post("completions", content=b"{", headers={"Content-Type": "application/json"}).status_code == 400
     assert http.post("completions", content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
+    assert http.post("../collective_rpc", json={}).status_code == 404  # there with weight_updates=true alone
     assert http.get("completions").status_code == 405 and http.get("nothing").status_code == 404
     nested = b"[" * 100_000
     assert http.post("completions", content=nested, headers={"Content-Type": "application/json"}).status_code == 400
@@ -297,3 +298,5 @@ def test_many_requests_at_once_are_all_answered(server: Server, http: httpx.Clie
 
     assert set(asyncio.run(ask())) == {TEXTS["thinks and calls"][:4]}
     assert metric(http, "run_requests_in_flight") == 0
+    assert metric(http, 'run_requests_total{path="/v1/completions",status="200"}') >= 200
+    assert metric(http, "run_time_to_first_token_seconds_count") >= 200

@@ -46,7 +46,7 @@ def build(
 
     folder: an empty one of its own, which it removes, for what the server has to know of the model; recomputed: what
     the server says of its own answers' log-probabilities is only compared. Raises SpecError and EnvironmentProblem
-    where this server cannot be used, SamplerFault where none answers.
+    where this server cannot be used, SamplerError where none answers.
     """
     with ExitStack() as undone:
         undone.callback(shutil.rmtree, folder, ignore_errors=True)

@@ -69,13 +69,13 @@ class OpenAiClient:
 
         until: time.monotonic() at which patience ends; again: it may be sent twice, and a status of 500 and above may
         pass; else it is sent again only where no connection was made. Raises StatusError for one that does not pass,
-        GarbledError, SamplerFault if there is no answer, EnvironmentProblem if the key is wrong.
+        GarbledError, SamplerError if there is no answer, EnvironmentProblem if the key is wrong.
         """
         content = json.dumps(body, allow_nan=False).encode()
         return _decoded(self._patiently("POST", path, content, until, again=again))
 
     def close(self) -> None:
-        """End what is under way: it raises SamplerFault at once, wherever it waits."""
+        """End what is under way: it raises SamplerError at once, wherever it waits."""
         self._closed.set()
         self._runner.cancel()
 

@@ -31,7 +31,7 @@ from runner.sampler.server.openai_protocol import RequestTemplate, ServerFingerp
 from runner.sampler.server.openai_server import OpenAiServer
 from runner.sampler.server.openai_weight_sync import NoSync, WeightSync
 from runner.sampler.server.protocol import AnswerLimits, InvalidAnswerError, check_rollout
-from runner.weight_sync.shelf import Shelved
+from runner.weight_sync.weight_store import StoredWeights
 
 log = logging.getLogger("runner")
 
@@ -68,7 +68,7 @@ class OpenAiSampler:
         self._pool = ThreadPoolExecutor(config.max_num_seqs, "sampler")
         self._naps, self._asleep = config.sleep, False
         self._version = 0
-        self._weights: Shelved | None = None
+        self._weights: StoredWeights | None = None
         self._lock, self._counts = threading.Lock(), dict.fromkeys(("tokens", "rejected", "resyncs"), 0)
         self._seconds = self._load_s = 0.0
         self._fingerprint = self._now()
@@ -81,12 +81,12 @@ class OpenAiSampler:
     def load_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
         """Bring the server to these weights; with sampler.weight_sync=none it keeps its own, which are version 0.
 
-        Raises SamplerFault if it refuses them, StorageError if they cannot be written.
+        Raises SamplerError if it refuses them, StorageError if they cannot be written.
         """
         if isinstance(self._sync, NoSync):
             return
-        if not isinstance(weights, Shelved):
-            raise ValueError("a server reads weights from files, see runner/weight_sync/shelf.py")
+        if not isinstance(weights, StoredWeights):
+            raise ValueError("a server reads weights from files, see runner/weight_sync/weight_store.py")
         begun, started = time.monotonic(), self._server.started()
         self._wake()
         self._sync.load(weights)
@@ -96,7 +96,7 @@ class OpenAiSampler:
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
         """One rollout per request, in their order.
 
-        Raises ValueError and DataError for what cannot be asked, SamplerFault for what is not answered.
+        Raises ValueError and DataError for what cannot be asked, SamplerError for what is not answered.
         """
         limits = [answer_limit(request, self.max_new_tokens, self._longest) for request in requests]
         begun = time.monotonic()

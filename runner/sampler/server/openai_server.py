@@ -22,9 +22,9 @@ from runner.sampler.server.openai_protocol import Json, parse_scores, score_requ
 STARTED = re.compile(r"^process_start_time_seconds ([0-9.eE+]+)$", re.MULTILINE)
 RESETS, RESET_WAIT_S = 20, 0.25  # of a prefix cache whose blocks are still held
 PARTING_S = 10.0  # for what can also be left undone
-ADAPTERS = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
+ADAPTERS = "vllm serve: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora; run serve: sampler.weight_sync=reload"
 ANEW = "a server on vllm-ascend (0.23) reads none anew: sampler.weight_sync=adapter there, or sampler=vllm"
-DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1, where nobody else can reach it"
+DEVELOPMENT = "vllm serve: VLLM_SERVER_DEV_MODE=1, where nobody else can reach it; run serve: weight_updates=true"
 
 
 class OpenAiServer:
@@ -32,7 +32,7 @@ class OpenAiServer:
     tells: whether it says when its process began."""
 
     def __init__(self, client: OpenAiClient, model: str | None, timeout_s: float) -> None:
-        """Ask who it is. Raises EnvironmentProblem where it has not the model, SamplerFault if it does not answer."""
+        """Ask who it is. Raises EnvironmentProblem where it has not the model, SamplerError if it does not answer."""
         self.client, self._timeout_s = client, timeout_s
         self.url = client.url
         self.version = self._version()
@@ -50,13 +50,13 @@ class OpenAiServer:
         return time.monotonic() + self._timeout_s
 
     def score(self, row: Sequence[int], model: str) -> list[float]:
-        """The log-probabilities of all ids of the row but the first. Raises InvalidError if they are none."""
+        """The log-probabilities of all ids of the row but the first. Raises InvalidAnswerError if they are none."""
         answer = self.client.post("/v1/completions", score_request(model, row), self.until())
         return parse_scores(answer, row)
 
     def started(self) -> str:
         """When its process began, "" where it does not say: another one has not the weights that this one was given.
-        One that did not say so at first is not asked again. Raises SamplerFault if it does not answer."""
+        One that did not say so at first is not asked again. Raises SamplerError if it does not answer."""
         return self._began() if self.tells else ""
 
     def check_adapters(self) -> None:
@@ -68,7 +68,7 @@ class OpenAiServer:
         self._expect("/collective_rpc", {}, DEVELOPMENT)
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """Have it read an adapter. Raises SamplerFault with its words."""
+        """Have it read an adapter. Raises SamplerError with its words."""
         self._do("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, ADAPTERS)
 
     def unload_adapter(self, name: str) -> None:
@@ -82,7 +82,7 @@ class OpenAiServer:
                 raise SamplerError(f"{self} does not unload the adapter {name}: {error}") from error
 
     def reload(self, folder: Path) -> None:
-        """Have it read all weights anew from a folder. Raises SamplerFault with its words."""
+        """Have it read all weights anew from a folder. Raises SamplerError with its words."""
         if self._at_once:
             try:
                 self._call("reload_weights", {"weights_path": str(folder)})

@@ -10,6 +10,7 @@ leaves behind. In another one a run always has the same place, and clears it bef
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import secrets
@@ -24,8 +25,9 @@ from safetensors.torch import save_file
 from runner.core.errors import SamplerError, StorageError
 from runner.core.fsync_io import error_reason
 from runner.sampler.server.openai_server import OpenAiServer
-from runner.weight_sync.shelf import Shelved
+from runner.weight_sync.weight_store import StoredWeights
 
+INDEX = "model.safetensors.index.json"  # without it transformers finds no files but model.safetensors
 log = logging.getLogger("runner")
 
 
@@ -35,7 +37,7 @@ class WeightSync(Protocol):
     @property
     def model(self) -> str: ...  # the name that requests have to give
 
-    def load(self, weights: Shelved) -> None: ...
+    def load(self, weights: StoredWeights) -> None: ...
 
     def close(self) -> None: ...  # what it has left behind is removed, as far as the server is there
 
@@ -46,7 +48,7 @@ class NoSync:
     def __init__(self, server: OpenAiServer) -> None:
         self.model = server.model
 
-    def load(self, weights: Shelved) -> None:
+    def load(self, weights: StoredWeights) -> None:
         """Nothing is sent."""
 
     def close(self) -> None:
@@ -63,7 +65,7 @@ class AdapterSync:
         self._settings = blueprint / "adapter" / "adapter_config.json"
         self.model = server.model  # until the first one is there
 
-    def load(self, weights: Shelved) -> None:
+    def load(self, weights: StoredWeights) -> None:
         """See `WeightSync`."""
         name, place = self._places.new(weights)
         with _worded(place):
@@ -99,11 +101,12 @@ class ReloadSync:
         self._server, self._places, self._blueprint = server, SyncFolders(folder, blueprint), blueprint
         self.model = server.model
 
-    def load(self, weights: Shelved) -> None:
+    def load(self, weights: StoredWeights) -> None:
         """See `WeightSync`."""
         _, place = self._places.new(weights)
         with _worded(place):
             _link(weights.files, place, self._places.newest)
+            (place / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weights.file_names}))
             for file in self._blueprint.iterdir():
                 if file.is_file():
                     shutil.copy2(file, place / file.name)
@@ -127,7 +130,7 @@ class SyncFolders:
         self._shared, self._root, self._loads = shared, Path(), 0
         self.newest: Path | None = None
 
-    def new(self, weights: Shelved) -> tuple[str, Path]:
+    def new(self, weights: StoredWeights) -> tuple[str, Path]:
         """A name that no load has had, and its folder, empty."""
         self._root = (self._shared or weights.files[0].parent) / self._of_run
         if not self._loads:

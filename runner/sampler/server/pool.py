@@ -28,7 +28,7 @@ from runner.sampler.base import SamplingConfig
 from runner.sampler.server.pool_metrics import PoolMetrics
 from runner.sampler.server.protocol import AnswerLimits, Endpoint, endpoint_path
 from runner.sampler.server.rollout_client import ServerClient, UnansweredError
-from runner.weight_sync.shelf import Shelved
+from runner.weight_sync.weight_store import StoredWeights
 
 T = TypeVar("T")
 SILENCE_S = 30.0  # after which a server that sends nothing, or takes nothing, counts as stopped or disconnected
@@ -63,7 +63,7 @@ class SamplerPool:
             )
             for at, (find, path) in enumerate(zip(endpoints, log_files, strict=True))
         ]
-        self._weights: Shelved | None = None
+        self._weights: StoredWeights | None = None
         self._longest: list[int | None] | None = None
 
     @classmethod
@@ -82,7 +82,7 @@ class SamplerPool:
 
     def load_weights(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
         """Load a version of the weights into every server. Raises SamplerError where one does not."""
-        if not isinstance(tensors, Shelved) or tensors.version != version:
+        if not isinstance(tensors, StoredWeights) or tensors.version != version:
             raise ValueError(f"rollout servers load version {version} from files, not from {tensors!r}")
         self._weights = tensors
         with self._metrics.timed("load_s"):
@@ -128,7 +128,7 @@ class SamplerPool:
         go on: they belong to the launcher, or to others."""
         self._runner.cancel()
 
-    def _held(self) -> Shelved:
+    def _held(self) -> StoredWeights:
         if self._weights is None:
             raise ValueError("the samplers have not loaded any weights yet")
         return self._weights

@@ -25,7 +25,7 @@ class PoolMetrics:
         self._reset()
 
     def pop(self) -> dict[str, float]:
-        """The numbers, which then begin anew."""
+        """The numbers, which then start from zero."""
         with self._lock:
             found = self._sums | _aggregate(self._devices.values())
             if self._seconds:

@@ -28,7 +28,7 @@ from runner.core import fsync_io
 from runner.core.bounded_text import parse_json
 from runner.core.errors import OutOfMemory, RunnerError
 from runner.interfaces import Request, Rollout
-from runner.weight_sync.shelf import FIXED
+from runner.weight_sync.weight_store import FIXED
 
 PROTOCOL = "posttrain-run rollouts 1"  # what /health says
 SAMPLE, SCORE, RELEASE, LOAD = "/rollouts/sample", "/rollouts/score", "/rollouts/release", "/weights/load"

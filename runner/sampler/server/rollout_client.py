@@ -49,7 +49,7 @@ from runner.sampler.server.protocol import (
     encode_requests,
     encode_rows,
 )
-from runner.weight_sync.shelf import Shelved
+from runner.weight_sync.weight_store import StoredWeights
 
 T = TypeVar("T")
 Scores = list[list[list[float]]]  # by engine, row and id
@@ -140,7 +140,7 @@ class ServerClient:
         found: int | None = (await self._retry(ask, deadline))["max_model_len"]
         return found
 
-    async def load(self, weights: Shelved, deadline: float) -> None:
+    async def load(self, weights: StoredWeights, deadline: float) -> None:
         """Load weights. Raises SamplerError where the server cannot, and what the sampler raised, as RunnerError."""
         for last in (False, True):
             error = await self._load_once(weights, deadline)
@@ -150,7 +150,7 @@ class ServerClient:
                 raise error
             log.warning("%s; the weights are sent again", error)
 
-    async def sample(self, requests: Sequence[Request], weights: Shelved, deadline: float) -> list[Rollout]:
+    async def sample(self, requests: Sequence[Request], weights: StoredWeights, deadline: float) -> list[Rollout]:
         """Valid answers to the requests. Raises SamplerError, and what the sampler raised, as RunnerError."""
 
         def read(reply: Reply) -> list[Rollout]:
@@ -158,7 +158,7 @@ class ServerClient:
 
         return await self._valid(SAMPLE, partial(encode_requests, requests), read, weights, deadline)
 
-    async def score(self, rows: Sequence[Sequence[int]], weights: Shelved, deadline: float) -> Scores:
+    async def score(self, rows: Sequence[Sequence[int]], weights: StoredWeights, deadline: float) -> Scores:
         """Log-probabilities by engine and row, by which the server is checked until the next version. Raises as
         `sample`."""
         read = partial(_read_scores, rows)
@@ -177,7 +177,7 @@ class ServerClient:
         verb: str,
         body: Callable[[Mapping[str, Any]], bytes],
         read: Callable[[Reply], T],
-        weights: Shelved,
+        weights: StoredWeights,
         deadline: float,
     ) -> T:
         for attempt in range(TRIES):
@@ -191,7 +191,7 @@ class ServerClient:
             log.warning("%s gave an invalid answer, which is not used: %s", self, reason)
         raise SamplerError(f"{self} gave invalid answers {TRIES} times: {reason}; look into {self._log_file}")
 
-    async def _post_under(self, verb: str, body: bytes, weights: Shelved, deadline: float) -> Reply:
+    async def _post_under(self, verb: str, body: bytes, weights: StoredWeights, deadline: float) -> Reply:
         """The reply under these weights; where the server holds others, it loads these first."""
         wrong = 0
         while True:
@@ -208,7 +208,7 @@ class ServerClient:
             log.warning("%s: it loads them again", text)
             await self._reload(weights, deadline)
 
-    async def _reload(self, weights: Shelved, deadline: float) -> None:
+    async def _reload(self, weights: StoredWeights, deadline: float) -> None:
         """Load in the middle of a version, and check that the server scores rows as it did before."""
         for _ in range(TRIES):
             await self.load(weights, deadline)
@@ -219,7 +219,7 @@ class ServerClient:
             log.warning("%s it was loaded again: it is not used", text)
         raise SamplerError(f"{text} it was loaded again, {TRIES} times (at most {DRIFT:g}); look into {self._log_file}")
 
-    async def _distance(self, weights: Shelved, deadline: float) -> float:
+    async def _distance(self, weights: StoredWeights, deadline: float) -> float:
         """How far it is from its fingerprint (mean |log-prob.|); 0 where it has none of these weights, or holds others
         again, which its next reply shows."""
         if self._fingerprint.digest != weights.digest:
@@ -236,7 +236,7 @@ class ServerClient:
         except InvalidAnswerError:
             return math.inf
 
-    async def _load_once(self, weights: Shelved, deadline: float) -> SamplerError | None:
+    async def _load_once(self, weights: StoredWeights, deadline: float) -> SamplerError | None:
         """Load; the files that the server does not see are sent to it. Returns what is worth another try."""
         try:
             files = {str(path): WeightFile.at(path) for path in weights.files}

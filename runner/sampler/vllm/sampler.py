@@ -80,7 +80,7 @@ class VllmSampler:
 
         Raises ValueError for an empty prompt, and where raw_logprobs are asked for that the engine does not report;
         DataError for a prompt that leaves no room for its answer, TrainingDiverged if logits are not finite,
-        SamplerFault if the engine is gone or answers what cannot be.
+        SamplerError if the engine is gone or answers what cannot be.
         """
         limits = [self._limit(request) for request in requests]
         begun = time.perf_counter()

@@ -27,8 +27,8 @@ from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.server import rollout_client
 from runner.sampler.server.pool import SamplerPool
 from runner.sampler.server.protocol import SAMPLE, SCORE, Array
-from runner.weight_sync.shelf import Shelf, Shelved
-from runner.weight_sync.shelf_folder import claim
+from runner.weight_sync.store_dir import reserve_dir
+from runner.weight_sync.weight_store import StoredWeights, WeightStore
 from tests.model.zoo import VOCAB, rows
 from tests.sampler.server.processes import CONFIG, DEADLINE_S, TOKEN, Process, local, samplers, until, weights
 from tests.sampler.server.proxies import edited, wire
@@ -42,9 +42,9 @@ REQUESTS = [
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Iterator[Shelf]:
+def shelf(tmp_path: Path) -> Iterator[WeightStore]:
     """A shelf of a run's, with its weights of versions 1 and 2."""
-    made = Shelf(claim(tmp_path / "run", 1 << 20, tmp_path))
+    made = WeightStore(reserve_dir(tmp_path / "run", 1 << 20, tmp_path))
     for version in (1, 2):
         made.put(version, weights(version).items())
     yield made
@@ -88,7 +88,10 @@ def in_background(work: Any) -> tuple[threading.Thread, list[Any]]:
     return thread, found
 
 
-def test_two_samplers_draw_bit_for_bit_what_this_process_draws(tmp_path: Path, shelf: Shelf) -> None:
+def test_two_samplers_draw_bit_for_bit_what_this_process_draws(
+    tmp_path: Path, shelf: WeightStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
     with samplers(tmp_path, 2), client(tmp_path, 2) as pool:
         for version in (1, 2):
             pool.load_weights(shelf.get(version), version)
@@ -100,12 +103,13 @@ def test_two_samplers_draw_bit_for_bit_what_this_process_draws(tmp_path: Path, s
         assert pool.max_model_len == local().max_model_len
         pool.release_memory()
         numbers = pool.pop_metrics()
+    assert TOKEN not in caplog.text, "the token stays out of logs"
     assert numbers.pop("tokens_per_s") > 0 and numbers.pop("load_s") > 0
     assert numbers == {"queue": 9.0, "restarts": 0.0, "resyncs": 0.0, "rejected": 0.0}
 
 
 def test_a_sampler_killed_while_it_draws_is_replaced_and_draws_the_same(
-    tmp_path: Path, shelf: Shelf, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, shelf: WeightStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate, begun = tmp_path / "gate", tmp_path / "begun"
     with samplers(tmp_path, 2, gate=gate, begun=begun) as started, client(tmp_path, 2) as pool:
@@ -126,7 +130,7 @@ def test_a_sampler_killed_while_it_draws_is_replaced_and_draws_the_same(
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["goes on", "is replaced"])
 def test_a_stopped_sampler_is_noticed_by_its_silence(
-    ending: str, tmp_path: Path, shelf: Shelf, caplog: pytest.LogCaptureFixture
+    ending: str, tmp_path: Path, shelf: WeightStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate, begun = tmp_path / "gate", tmp_path / "begun"
     with samplers(tmp_path, gate=gate, begun=begun) as started, client(tmp_path, silence_s=1.5) as pool:
@@ -149,7 +153,7 @@ def test_a_stopped_sampler_is_noticed_by_its_silence(
 
 
 @pytest.mark.parametrize("there", ["no endpoint", pytest.param("a dead one's", marks=pytest.mark.slow)])
-def test_a_sampler_that_never_answers_is_a_fault_in_time(there: str, tmp_path: Path, shelf: Shelf) -> None:
+def test_a_sampler_that_never_answers_is_a_fault_in_time(there: str, tmp_path: Path, shelf: WeightStore) -> None:
     if there == "a dead one's":
         with samplers(tmp_path) as started:
             started[0].endpoint()
@@ -166,7 +170,7 @@ def test_a_sampler_that_never_answers_is_a_fault_in_time(there: str, tmp_path: P
 
 
 @pytest.mark.slow
-def test_answers_that_wait_for_a_sampler_are_given_up_at_once(tmp_path: Path, shelf: Shelf) -> None:
+def test_answers_that_wait_for_a_sampler_are_given_up_at_once(tmp_path: Path, shelf: WeightStore) -> None:
     gate, begun = tmp_path / "gate", tmp_path / "begun"
     with samplers(tmp_path, gate=gate, begun=begun), client(tmp_path) as pool:
         pool.load_weights(shelf.get(1), 1)
@@ -182,7 +186,7 @@ def test_answers_that_wait_for_a_sampler_are_given_up_at_once(tmp_path: Path, sh
             pool.sample(REQUESTS)
 
 
-def test_an_answer_lost_on_its_way_is_not_drawn_again(tmp_path: Path, shelf: Shelf) -> None:
+def test_an_answer_lost_on_its_way_is_not_drawn_again(tmp_path: Path, shelf: WeightStore) -> None:
     begun = tmp_path / "begun"
     cuts = [(1 << 20, "cut"), (40, "cut"), (3000, "cut"), (0, "cut")]  # the load, then three questions
     with (
@@ -197,7 +201,7 @@ def test_an_answer_lost_on_its_way_is_not_drawn_again(tmp_path: Path, shelf: She
 
 
 @pytest.mark.slow
-def test_a_wire_that_goes_dead_is_left(tmp_path: Path, shelf: Shelf) -> None:
+def test_a_wire_that_goes_dead_is_left(tmp_path: Path, shelf: WeightStore) -> None:
     cuts = [(1 << 20, "cut"), (100, "dead"), (3000, "dead")]
     with (
         samplers(tmp_path) as started,
@@ -210,7 +214,7 @@ def test_a_wire_that_goes_dead_is_left(tmp_path: Path, shelf: Shelf) -> None:
 
 @pytest.mark.slow
 def test_other_weights_than_meant_are_replaced_and_their_answers_never_used(
-    tmp_path: Path, shelf: Shelf, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, shelf: WeightStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     with samplers(tmp_path), client(tmp_path) as pool, client(tmp_path) as other:
         pool.load_weights(shelf.get(1), 1)
@@ -223,7 +227,7 @@ def test_other_weights_than_meant_are_replaced_and_their_answers_never_used(
 
 @pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_replaced_sampler_says_of_fixed_rows_what_was_said_before_or_is_not_used(
-    times: int, tmp_path: Path, shelf: Shelf, caplog: pytest.LogCaptureFixture
+    times: int, tmp_path: Path, shelf: WeightStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It has the bytes that are meant, and answers with something else: no digest shows it."""
     left = [0.5] * times
@@ -256,7 +260,7 @@ def lies(path: str, header: dict[str, Any], arrays: list[Array]) -> None:
 
 
 @pytest.mark.slow
-def test_a_sampler_that_keeps_other_weights_is_a_fault(tmp_path: Path, shelf: Shelf) -> None:
+def test_a_sampler_that_keeps_other_weights_is_a_fault(tmp_path: Path, shelf: WeightStore) -> None:
     with samplers(tmp_path) as started, edited(started[0], tmp_path / "far", lies) as far, client(far) as pool:
         pool.load_weights(shelf.get(1), 1)
         with pytest.raises(SamplerError, match=r"sampler 0 .* holds version 1 \(0\).*although it loaded that"):
@@ -264,7 +268,7 @@ def test_a_sampler_that_keeps_other_weights_is_a_fault(tmp_path: Path, shelf: Sh
 
 
 @pytest.mark.slow
-def test_weights_that_changed_on_their_way_are_not_loaded(tmp_path: Path, shelf: Shelf) -> None:
+def test_weights_that_changed_on_their_way_are_not_loaded(tmp_path: Path, shelf: WeightStore) -> None:
     weights = shelf.get(1)
     path = weights.files[-1]
     content = bytearray(path.read_bytes())
@@ -290,7 +294,7 @@ def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 @pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_answers_that_cannot_be_are_asked_for_once_more(
-    times: int, lasting: Process, tmp_path: Path, shelf: Shelf
+    times: int, lasting: Process, tmp_path: Path, shelf: WeightStore
 ) -> None:
     left = [math.nan] * times
 
@@ -311,7 +315,7 @@ def test_answers_that_cannot_be_are_asked_for_once_more(
 
 
 @pytest.mark.slow
-def test_scores_that_cannot_be_are_a_fault(lasting: Process, tmp_path: Path, shelf: Shelf) -> None:
+def test_scores_that_cannot_be_are_a_fault(lasting: Process, tmp_path: Path, shelf: WeightStore) -> None:
     def ill(path: str, header: dict[str, Any], arrays: list[Array]) -> None:
         if path == SCORE:
             arrays[1][-1] = math.nan
@@ -323,13 +327,13 @@ def test_scores_that_cannot_be_are_a_fault(lasting: Process, tmp_path: Path, she
 
 
 @pytest.mark.slow
-def test_what_a_sampler_raises_keeps_its_words_and_its_code(lasting: Process, shelf: Shelf) -> None:
+def test_what_a_sampler_raises_keeps_its_words_and_its_code(lasting: Process, shelf: WeightStore) -> None:
     with client(lasting.folder) as pool:
         pool.load_weights(shelf.get(1), 1)
         with pytest.raises(RunnerError, match=r"sampler 0 \(http.*\): ValueError: .*at least one token") as raised:
             pool.sample([Request((1, 2), 1, 0, 0)])
         assert raised.value.exit_code == 1
-        wrong = Shelved(shelf.get(1).files, 1)
+        wrong = StoredWeights(shelf.get(1).files, 1)
         with pytest.raises(ValueError, match="version 2 from files"):
             pool.load_weights(wrong, 2)
         with pytest.raises(ValueError, match="from files, not from None"):
@@ -338,7 +342,7 @@ def test_what_a_sampler_raises_keeps_its_words_and_its_code(lasting: Process, sh
 
 
 @pytest.mark.slow
-def test_weights_of_another_model_are_an_error(lasting: Process, shelf: Shelf) -> None:
+def test_weights_of_another_model_are_an_error(lasting: Process, shelf: WeightStore) -> None:
     foreign = shelf.put(3, [("no.such.parameter", next(iter(weights(1).values())))])
     with client(lasting.folder) as pool:
         with pytest.raises(RunnerError, match="ValueError: these weights are not the sampler's") as raised:
@@ -352,7 +356,7 @@ def test_weights_are_sent_to_another_machine_and_held_no_longer_than_they_are_lo
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG", "runner")
-    shelf = Shelf(claim(tmp_path / "run", 1 << 20, tmp_path))
+    shelf = WeightStore(reserve_dir(tmp_path / "run", 1 << 20, tmp_path))
     fixed, *names = weights(1)
     shelf.keep([(fixed, weights(1)[fixed])])
     for version in (1, 2):
@@ -376,12 +380,12 @@ def test_weights_are_sent_to_another_machine_and_held_no_longer_than_they_are_lo
 
 @pytest.mark.slow
 def test_a_container_that_does_not_see_the_files_is_sent_them(
-    tmp_path: Path, shelf: Shelf, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, shelf: WeightStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "runner")
     with samplers(tmp_path), client(tmp_path) as pool, shelf.get(1).files[0].open("rb") as file:
         handle = os.dup2(file.fileno(), 900)  # a path that means something in this process only
-        own = Shelved([Path(f"/proc/self/fd/{handle}")], 1)
+        own = StoredWeights([Path(f"/proc/self/fd/{handle}")], 1)
         try:
             for _ in range(2):
                 pool.load_weights(own, 1)
@@ -412,7 +416,7 @@ def during_upload(to: Process, do: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_sampler_killed_while_it_is_sent_weights_is_replaced(
-    tmp_path: Path, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shelf: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with samplers(tmp_path, elsewhere=True) as started, client(tmp_path) as pool:
 
@@ -428,7 +432,7 @@ def test_a_sampler_killed_while_it_is_sent_weights_is_replaced(
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["continues", "is replaced"])
 def test_of_two_samplers_one_stopped_while_it_is_sent_weights_does_not_hold_the_other(
-    ending: str, tmp_path: Path, shelf: Shelf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ending: str, tmp_path: Path, shelf: WeightStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def health(of: Process) -> dict[str, Any]:
         with urllib.request.urlopen(
@@ -454,7 +458,7 @@ def test_of_two_samplers_one_stopped_while_it_is_sent_weights_does_not_hold_the_
 
 @pytest.mark.slow
 def test_a_byte_that_changes_on_its_way_is_noticed_and_all_of_it_is_sent_again(
-    tmp_path: Path, shelf: Shelf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, shelf: WeightStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     read, changed = http_client._file_blocks, list[bool]()
 
@@ -474,7 +478,7 @@ def test_a_byte_that_changes_on_its_way_is_noticed_and_all_of_it_is_sent_again(
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_samplers_killed_stopped_and_replaced_at_random_moments_draw_the_same(tmp_path: Path, shelf: Shelf) -> None:
+def test_samplers_killed_and_stopped_at_random_moments_draw_the_same(tmp_path: Path, shelf: WeightStore) -> None:
     moment, over = random.Random(0), threading.Event()
     wanted = {version: drawn(version, 2) for version in (1, 2)}
 

@@ -29,8 +29,8 @@ from runner.sampler.server import openai_client as client_module
 from runner.sampler.server.build import build
 from runner.sampler.server.openai_sampler import OpenAiSampler
 from runner.sampler.sync_probe import SyncProbe
-from runner.weight_sync.shelf import Shelf
-from runner.weight_sync.shelf_folder import claim
+from runner.weight_sync.store_dir import reserve_dir
+from runner.weight_sync.weight_store import WeightStore
 from tests.model.zoo import causal, module, rows
 from tests.sampler.server.standin import OTHER, V10, V11, V14, V23, V32, Fault, StandIn, Version, served
 
@@ -79,8 +79,8 @@ def sampling(server: StandIn, own: Path, policy: Any = None, **options: Any) -> 
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Iterator[Shelf]:
-    made = Shelf(claim(tmp_path / "run", 0, tmp_path))
+def shelf(tmp_path: Path) -> Iterator[WeightStore]:
+    made = WeightStore(reserve_dir(tmp_path / "run", 0, tmp_path))
     yield made
     made.close()
 
@@ -217,7 +217,7 @@ def expected(model: Any, probed: SyncProbe, version: int) -> None:
 @pytest.mark.parametrize(
     "version", [V11, *(pytest.param(one, marks=pytest.mark.slow) for one in (V14, V23)), V32], ids=str
 )
-def test_reloads_all_weights_by_what_the_version_knows(version: Version, tmp_path: Path, shelf: Shelf) -> None:
+def test_reloads_all_weights_by_what_the_version_knows(version: Version, tmp_path: Path, shelf: WeightStore) -> None:
     policy, server = causal("qwen3"), stand_in(version=version)
     with sampling(server, tmp_path / "own", policy, weight_sync="reload") as sampler:
         shelf.keep(policy.hf_tensors("fixed"))
@@ -236,7 +236,7 @@ def test_reloads_all_weights_by_what_the_version_knows(version: Version, tmp_pat
 
 @pytest.mark.parametrize("version", [pytest.param(V11, marks=pytest.mark.slow), V32], ids=str)
 def test_loads_an_adapter_under_a_new_name_and_unloads_the_old_one(
-    version: Version, tmp_path: Path, shelf: Shelf
+    version: Version, tmp_path: Path, shelf: WeightStore
 ) -> None:
     policy = attach(LoraConfig(rank=4, alpha=16.0), causal("qwen3"), decide=Decisions())
     server = stand_in(version=version)
@@ -252,7 +252,7 @@ def test_loads_an_adapter_under_a_new_name_and_unloads_the_old_one(
 
 
 @pytest.mark.slow
-def test_on_a_shared_disk_what_does_not_change_is_copied_once(tmp_path: Path, shelf: Shelf) -> None:
+def test_on_a_shared_disk_what_does_not_change_is_copied_once(tmp_path: Path, shelf: WeightStore) -> None:
     policy = attach(LoraConfig(rank=4, alpha=16.0), causal("qwen3"), decide=Decisions())
     server, disk = stand_in(), Path(tempfile.mkdtemp(dir="/dev/shm"))
     with sampling(server, tmp_path / "own", policy, weight_sync="reload", folder=str(disk)) as sampler:
@@ -269,7 +269,7 @@ def test_on_a_shared_disk_what_does_not_change_is_copied_once(tmp_path: Path, sh
 
 
 @pytest.mark.slow
-def test_weights_that_were_not_taken_are_noticed(tmp_path: Path, shelf: Shelf) -> None:
+def test_weights_that_were_not_taken_are_noticed(tmp_path: Path, shelf: WeightStore) -> None:
     policy, server = causal("qwen3"), stand_in(keeps_old_weights=True)
     with sampling(server, tmp_path / "own", policy, weight_sync="reload") as sampler:
         probed = probe(policy)
@@ -281,7 +281,7 @@ def test_weights_that_were_not_taken_are_noticed(tmp_path: Path, shelf: Shelf) -
 
 @pytest.mark.parametrize("sync", ["reload", "adapter"])
 def test_a_server_that_was_started_anew_is_loaded_again_and_its_answers_are_not_used(
-    sync: str, tmp_path: Path, shelf: Shelf, caplog: pytest.LogCaptureFixture
+    sync: str, tmp_path: Path, shelf: WeightStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy: Any = causal("qwen3")
     if sync == "adapter":
@@ -298,7 +298,7 @@ def test_a_server_that_was_started_anew_is_loaded_again_and_its_answers_are_not_
 
 
 @pytest.mark.slow
-def test_a_server_that_was_started_anew_and_takes_nothing_is_given_up(tmp_path: Path, shelf: Shelf) -> None:
+def test_a_server_that_was_started_anew_and_takes_nothing_is_given_up(tmp_path: Path, shelf: WeightStore) -> None:
     policy, server = causal("qwen3"), stand_in()
     with sampling(server, tmp_path / "own", policy, weight_sync="reload") as sampler:
         moved(policy, 0.2)
@@ -424,7 +424,7 @@ def test_sleeps_while_it_is_not_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_prompt_without_room_and_a_folder_without_rights_say_so(tmp_path: Path, shelf: Shelf) -> None:
+def test_a_prompt_without_room_and_a_folder_without_rights_say_so(tmp_path: Path, shelf: WeightStore) -> None:
     policy = causal("qwen3")
     taken = tmp_path / "taken"
     taken.write_text("a file")

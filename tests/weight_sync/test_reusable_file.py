@@ -1,4 +1,4 @@
-"""Files of the shelf that are written over: only if nobody has them, whatever the way, and with the same result."""
+"""Files of the weight store that are written over: only if nobody has them, by every way, with the same result."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from runner.weight_sync import shelf, shelf_file
-from runner.weight_sync.shelf import Shelf, Shelved
-from runner.weight_sync.shelf_file import leases, written
-from runner.weight_sync.shelf_folder import claim
+from runner.weight_sync import reusable_file, weight_store
+from runner.weight_sync.reusable_file import supports_leases, write_file
+from runner.weight_sync.store_dir import reserve_dir
 from runner.weight_sync.weight_checksum import weights_digest
+from runner.weight_sync.weight_store import StoredWeights, WeightStore
 
 DEADLINE_S = 60.0
 
 
 @pytest.fixture
-def shelved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
-    monkeypatch.setattr(shelf, "FILE_BYTES", 1000)
+def shelved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WeightStore]:
+    monkeypatch.setattr(weight_store, "FILE_BYTES", 1000)
     (tmp_path / "shm").mkdir()
-    if not leases(tmp_path):
-        pytest.skip("this disk knows no leases")
-    made = Shelf(claim(tmp_path / "run", 0, tmp_path / "shm"))
+    if not supports_leases(tmp_path):
+        pytest.skip("this disk knows no supports_leases")
+    made = WeightStore(reserve_dir(tmp_path / "run", 0, tmp_path / "shm"))
     yield made
     made.close()
 
@@ -41,27 +41,27 @@ def weights(version: int, count: int = 4) -> dict[str, Tensor]:
     return {f"t{at}": torch.full((200 + at,), float(10 * version + at)) for at in range(count)}
 
 
-def inodes(of: Shelved) -> set[int]:
+def inodes(of: StoredWeights) -> set[int]:
     return {path.stat().st_ino for path in of.files}
 
 
 @pytest.mark.parametrize("count", [4, 2, 6])
-def test_a_dropped_version_is_written_over(shelved: Shelf, count: int) -> None:
+def test_a_dropped_version_is_written_over(shelved: WeightStore, count: int) -> None:
     first = inodes(shelved.put(1, weights(1).items()))
     shelved.drop_below(2)
     second = shelved.put(2, weights(2, count).items())
     assert inodes(second) <= first if count <= 4 else inodes(second) >= first
-    assert {name: tensor.tolist() for name, tensor in Shelved(second.files, 2).items()} == {
+    assert {name: tensor.tolist() for name, tensor in StoredWeights(second.files, 2).items()} == {
         name: tensor.tolist() for name, tensor in weights(2, count).items()
     }
-    assert Shelved(second.files, 2).digest == second.digest == weights_digest(weights(2, count))
+    assert StoredWeights(second.files, 2).digest == second.digest == weights_digest(weights(2, count))
     assert len(list(shelved.folder.iterdir())) == 1 + count, "nothing else stays"
 
 
-def test_what_was_loaded_and_let_go_is_written_over(shelved: Shelf) -> None:
+def test_what_was_loaded_and_let_go_is_written_over(shelved: WeightStore) -> None:
     first = shelved.put(1, weights(1).items())
     old = inodes(first)
-    read = Shelved(first.files, 1)
+    read = StoredWeights(first.files, 1)
     loaded = {name: tensor.clone() for name, tensor in read.items() if read.digest == first.digest}
     del read
     shelved.drop_below(2)
@@ -110,7 +110,7 @@ def opened(path: Path) -> Iterator[None]:
 
 @contextmanager
 def digested(path: Path) -> Iterator[None]:
-    weights = Shelved([path], 1)
+    weights = StoredWeights([path], 1)
     digest = weights.digest
     yield
     assert weights_digest(dict(weights)) == digest, "was written over"
@@ -127,7 +127,7 @@ def linked(path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("has", [mapped, mapped_elsewhere, opened, digested, linked])
-def test_what_somebody_has_is_not_written_over(shelved: Shelf, has: Any) -> None:
+def test_what_somebody_has_is_not_written_over(shelved: WeightStore, has: Any) -> None:
     first = shelved.put(1, weights(1).items())
     old = inodes(first)
     with has(first.files[0]):
@@ -138,17 +138,17 @@ def test_what_somebody_has_is_not_written_over(shelved: Shelf, has: Any) -> None
 
 
 def test_who_comes_upon_a_file_that_is_written_waits_for_its_end(tmp_path: Path) -> None:
-    if not leases(tmp_path):
-        pytest.skip("this disk knows no leases")
+    if not supports_leases(tmp_path):
+        pytest.skip("this disk knows no supports_leases")
     path = tmp_path / "file"
     path.write_bytes(b"old")
     handle = os.open(path, os.O_RDWR)
-    assert shelf_file._leased(handle)
+    assert reusable_file._take_lease(handle)
     read: list[bytes] = []
     reader = threading.Thread(target=lambda: read.append(path.read_bytes()))
     with ExitStack() as ending:
         ending.callback(reader.join, DEADLINE_S)
-        ending.callback(shelf_file._release, handle)
+        ending.callback(reusable_file._release, handle)
         reader.start()
         reader.join(0.3)
         assert reader.is_alive() and not read  # and this process has outlived the signal that told it
@@ -162,14 +162,14 @@ def test_a_disk_whose_leases_mean_nothing_gets_new_files(
 ) -> None:
     def lease(handle: int, command: int, argument: int = 0) -> int:
         if command == fcntl.F_SETLEASE and not granted:
-            raise OSError(22, "no leases here")
+            raise OSError(22, "no supports_leases here")
         return 0  # as in a container, whose files lie in layers: what is mapped is forgotten
 
     (tmp_path / "shm").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(shelf_file.fcntl, "fcntl", lease)
-        assert not leases(tmp_path)
-        made = Shelf(claim(tmp_path / "run", 0, tmp_path / "shm"))
+        patch.setattr(reusable_file.fcntl, "fcntl", lease)
+        assert not supports_leases(tmp_path)
+        made = WeightStore(reserve_dir(tmp_path / "run", 0, tmp_path / "shm"))
         old = dict(made.put(1, weights(1).items()))
         made.drop_below(2)
         assert not any(path.suffix for path in made.folder.iterdir()), "given back at once"
@@ -180,7 +180,7 @@ def test_a_disk_whose_leases_mean_nothing_gets_new_files(
 
 def test_a_file_is_where_safetensors_itself_would_put_it(tmp_path: Path) -> None:
     tensors = {"b": torch.arange(5.0), "a": torch.tensor(2.0), "c": torch.zeros(0, 3)}
-    written(tmp_path / "file", tensors, {"runner": "changed"}, None)
+    write_file(tmp_path / "file", tensors, {"runner": "changed"}, None)
     with safe_open(tmp_path / "file", "pt") as file:
         assert {name: file.get_tensor(name).tolist() for name in file.keys()} == {  # noqa: SIM118
             name: tensor.tolist() for name, tensor in tensors.items()

@@ -4,8 +4,8 @@
                                                           v7-0000.safetensors …      those of version 7
 
 While a file is written the tensors of the next one are made, and those of a version that was dropped are written over
-(`shelf_file`). A version is always complete, so that a sampler that comes back empty needs nothing but it. Its digest
-(`digests`) says what it is.
+(`reusable_file`). A version is always complete, so that a sampler that restarts needs nothing else. Its digest
+(`weight_checksum`) identifies it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from runner.core.errors import StorageError
 from runner.core.fsync_io import error_reason, format_bytes
-from runner.weight_sync.shelf_file import leases, put_aside, written
-from runner.weight_sync.shelf_folder import Claim
+from runner.weight_sync.reusable_file import set_aside, supports_leases, write_file
+from runner.weight_sync.store_dir import ReservedDir
 from runner.weight_sync.weight_checksum import TensorDigests, combine_digests, tensor_digests
 
 FILE_BYTES = 64 * 2**20  # of a file, unless one tensor is larger
@@ -33,7 +33,7 @@ KIND, FIXED, CHANGED = "runner", "fixed", "changed"  # in a file's metadata: wha
 REMEMBERED = 4096  # files whose digests are
 
 
-class Shelved(Mapping[str, Tensor]):
+class StoredWeights(Mapping[str, Tensor]):
     """One version of the weights, all of it. A tensor is read when it is asked for, and then only mapped.
 
     digest: as it was made; None = to be computed from what the files hold, when it is first asked for
@@ -44,15 +44,15 @@ class Shelved(Mapping[str, Tensor]):
         """Reads the files' headers. Raises OSError or SafetensorError for files that are not there, or damaged."""
         self.files, self.version = tuple(files), version
         self._digest = digest
-        self._places: dict[str, Path] = {}
+        self._paths: dict[str, Path] = {}
         self._changing: list[Path] = []  # the files of this version alone
         self._mapped: dict[Path, Any] = {}  # those that were digested, so that the next to read finds their pages
         for path in self.files:
             with safe_open(path, "pt") as file:
-                self._places.update(dict.fromkeys(file.keys(), path))
+                self._paths.update(dict.fromkeys(file.keys(), path))
                 if (file.metadata() or {}).get(KIND) != FIXED:
                     self._changing.append(path)
-        self.changed = frozenset(name for name, path in self._places.items() if path in self._changing)
+        self.changed = frozenset(name for name, path in self._paths.items() if path in self._changing)
 
     @property
     def digest(self) -> str:
@@ -60,6 +60,11 @@ class Shelved(Mapping[str, Tensor]):
         if self._digest is None:
             self._digest = self.found()
         return self._digest
+
+    @property
+    def file_names(self) -> dict[str, str]:
+        """The name of each tensor's file."""
+        return {name: path.name for name, path in self._paths.items()}
 
     @property
     def num_changed_bytes(self) -> int:
@@ -81,56 +86,56 @@ class Shelved(Mapping[str, Tensor]):
         return combine_digests(known | tensor_digests({name: self[name] for name in self if name in self.changed}))
 
     def __getitem__(self, name: str) -> Tensor:
-        path = self._places[name]
+        path = self._paths[name]
         file = self._mapped.get(path) or safe_open(path, "pt")
         found: Tensor = file.get_tensor(name)
         return found
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._paths)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._paths)
 
 
-class Shelf:
+class WeightStore:
     """The versions that samplers may still ask for. `put` belongs to the thread that trains; `get` may be called from
     another one."""
 
-    def __init__(self, claim: Claim) -> None:
+    def __init__(self, reserved: ReservedDir) -> None:
         """Raises StorageError where nothing can be written."""
-        self._claim: Claim | None = claim
-        self.folder = claim.folder
+        self._reserved: ReservedDir | None = reserved
+        self.folder = reserved.folder
         self._fixed: list[Path] = []
         self._fixed_digests: TensorDigests = {}
-        self._versions: dict[int, tuple[Shelved, list[Path]]] = {}
+        self._versions: dict[int, tuple[StoredWeights, list[Path]]] = {}
         self._spare: list[Path] = []  # files that are to be written over
         self._lock = threading.Lock()
         try:
-            self._spares = leases(self.folder)
+            self._spares = supports_leases(self.folder)
         except OSError as error:
             raise self._full("to be", error) from error
 
     def keep(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Write what is the same in every version, before the first of them. Raises as `put`."""
-        self._fixed, self._fixed_digests = self._written(FIXED, tensors)
+        self._fixed, self._fixed_digests = self._write_files(FIXED, tensors)
 
-    def put(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Shelved:
+    def put(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> StoredWeights:
         """Write a version: what may have changed of it. Held meanwhile are WRITERS + 1 times FILE_BYTES, and a tensor.
 
         What is raised is raised after all tensors were taken, as others may hold pieces of them. Raises StorageError
         where there is no room, ValueError for a tensor that was said to stay the same.
         """
-        files, digests = self._written(f"v{version}", tensors)
+        files, digests = self._write_files(f"v{version}", tensors)
         if twice := digests.keys() & self._fixed_digests.keys():
             raise ValueError(f"{len(twice)} tensors were to stay the same and are in version {version}: {min(twice)}")
         whole = combine_digests({**self._fixed_digests, **digests})
-        made = Shelved([*self._fixed, *files], version, whole)
+        made = StoredWeights([*self._fixed, *files], version, whole)
         with self._lock:
             self._versions[version] = made, files
         return made
 
-    def get(self, version: int) -> Shelved:
+    def get(self, version: int) -> StoredWeights:
         """A version that was put and not dropped."""
         with self._lock:
             return self._versions[version][0]
@@ -141,17 +146,17 @@ class Shelf:
             old = [self._versions.pop(one)[1] for one in sorted(self._versions) if one < version]
         for path in [path for files in old for path in files if path.exists()]:
             if self._spares:
-                self._spare.append(put_aside(path))
+                self._spare.append(set_aside(path))
             else:
                 path.unlink()
 
     def close(self) -> None:
         """Remove everything."""
-        if self._claim is not None:
-            self._claim.release()
-            self._claim = None
+        if self._reserved is not None:
+            self._reserved.release()
+            self._reserved = None
 
-    def _written(self, stem: str, tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[Path], dict[str, bytes]]:
+    def _write_files(self, stem: str, tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[Path], dict[str, bytes]]:
         """Write tensors as files that begin with `stem`; these, and the tensors' digests."""
         rest, files, digests = iter(tensors), list[Path](), dict[str, bytes]()
         kind = {KIND: FIXED if stem == FIXED else CHANGED}
@@ -161,7 +166,7 @@ class Shelf:
                 for group in _groups(rest):
                     files.append(self.folder / f"{stem}-{len(files):04d}.safetensors")
                     spare = self._spare.pop(0) if self._spare else None
-                    pending.append(pool.submit(written, files[-1], group, kind, spare))
+                    pending.append(pool.submit(write_file, files[-1], group, kind, spare))
                     del group  # or it would be there while the next one is made
                     while len(pending) > WRITERS:
                         digests.update(pending.pop(0).result())

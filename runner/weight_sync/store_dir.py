@@ -1,7 +1,7 @@
 """Where a run's weights lie for its samplers: in the host's memory, and no longer than the run.
 
     /dev/shm/posttrain-run-<hash of the run folder's path>     where there is room
-    <run folder>/shelf/<host>                                  where there is not
+    <run folder>/weights/<host>                                  where there is not
 
 Who writes there holds the folder's lock, which the kernel frees however that process ends. So a folder that nobody
 holds is of a dead run, and whoever comes next removes it. Nothing here imports torch.
@@ -27,13 +27,13 @@ log = logging.getLogger("runner")
 
 MEMORY = Path("/dev/shm")
 PREFIX = "posttrain-run-"
-BESIDE = "shelf"  # in the run's folder
+BESIDE = "weights"  # in the run's folder
 RUN = "RUN"  # a file that says whose weights these are
 UNLOCKABLE = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP)  # of a folder on a network disk; NFS locks what is written
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ReservedDir:
     """A folder that is this process's alone; `handle` holds its lock."""
 
     folder: Path
@@ -45,28 +45,28 @@ class Claim:
         os.close(self.handle)
 
 
-def places(root: Path, memory: Path = MEMORY) -> tuple[Path, ...]:
+def store_dirs(root: Path, memory: Path = MEMORY) -> tuple[Path, ...]:
     """Every place where weights of the run in `root` may lie on this machine, in this order."""
     name = hashlib.blake2b(os.fsencode(root.absolute()), digest_size=8).hexdigest()
     return memory / f"{PREFIX}{name}", root.absolute() / BESIDE
 
 
-def clear(root: Path, memory: Path = MEMORY) -> bool:
+def remove_store_dirs(root: Path, memory: Path = MEMORY) -> bool:
     """Remove what a run has left, whose processes are all dead; whether there was anything."""
-    found = [place for place in places(root, memory) if place.exists()]
+    found = [place for place in store_dirs(root, memory) if place.exists()]
     for place in found:
         shutil.rmtree(place, ignore_errors=True)
     return bool(found)
 
 
-def claim(root: Path, need: int, memory: Path = MEMORY) -> Claim:
+def reserve_dir(root: Path, need: int, memory: Path = MEMORY) -> ReservedDir:
     """A new, empty folder for weights of the run in `root`, which take up to `need` bytes; readable for this user only.
 
     What dead runs left in the host's memory is removed first. Both that and that there is no room there are said.
     Raises EnvironmentProblem where another process has the run's folder, StorageError where there can be none.
     """
-    fast, beside = places(root, memory)
-    sweep(memory)
+    fast, beside = store_dirs(root, memory)
+    remove_stale_dirs(memory)
     free = fsync_io.free_bytes(memory) if memory.is_dir() else 0
     if free >= need and (made := _made(fast, root)) is not None:
         return made
@@ -82,7 +82,7 @@ def claim(root: Path, need: int, memory: Path = MEMORY) -> Claim:
     return made
 
 
-def sweep(memory: Path = MEMORY) -> None:
+def remove_stale_dirs(memory: Path = MEMORY) -> None:
     """Remove what dead runs of this user have left in the host's memory, and say so."""
     for path in memory.glob(f"{PREFIX}*"):
         with suppress(OSError):  # another process was faster, or it is another user's
@@ -109,7 +109,7 @@ def _remove_stale(path: Path) -> None:
             os.close(handle)
 
 
-def _made(path: Path, root: Path) -> Claim | None:
+def _made(path: Path, root: Path) -> ReservedDir | None:
     """The folder, made and locked; None where it is another user's."""
     while True:
         try:
@@ -131,7 +131,7 @@ def _made(path: Path, root: Path) -> Claim | None:
             raise EnvironmentProblem(text) from None
         if _is(path, handle):
             (path / RUN).write_bytes(os.fsencode(root.absolute()))
-            return Claim(path, handle)
+            return ReservedDir(path, handle)
         os.close(handle)
 
 

@@ -1,4 +1,4 @@
-"""A file of the shelf: written aside and renamed, over the memory of one that nobody has any more.
+"""A file of the weight store: written aside and renamed, over the memory of one that nobody has any more.
 
     new     .staging-v8-0000 ──written──▶ v8-0000.safetensors
     spare   v7-0000 ──renamed, as nobody wants it──▶ .staging-spare-… ──leased──▶ written over ──▶ v8-0000.safetensors
@@ -27,30 +27,30 @@ from runner.core.safetensors_layout import TYPES, compute_layout
 from runner.weight_sync.weight_checksum import byte_chunks, chunk_digest, tensor_digest
 
 
-def leases(folder: Path) -> bool:
+def supports_leases(folder: Path) -> bool:
     """Whether this disk can say that nobody has a file, which is tried out: some know no leases, and the layered one of
     a container grants them for what is mapped. Raises OSError."""
     path = folder / f"{STAGED}trial"
-    written(path, {"trial": torch.zeros(1)}, {}, None)
+    write_file(path, {"trial": torch.zeros(1)}, {}, None)
     handle = os.open(path, os.O_RDWR)
     try:
         with safe_open(path, "pt") as file:
             mapped = file.get_tensor("trial")
         del file  # which has it open; the tensor has it mapped
-        refused = not _leased(handle)
+        refused = not _take_lease(handle)
         del mapped
-        return refused and _leased(handle)
+        return refused and _take_lease(handle)
     finally:
         _release(handle)
         path.unlink()
 
 
-def put_aside(path: Path) -> Path:
+def set_aside(path: Path) -> Path:
     """Take its name from a file, so that nobody opens it any more; a spare."""
     return path.rename(path.with_name(f"{STAGED}spare-{path.name}"))
 
 
-def written(
+def write_file(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], spare: Path | None
 ) -> dict[str, bytes]:
     """Make a safetensors file of contiguous tensors on the CPU; their digests. `spare` is used up. Raises OSError."""
@@ -58,12 +58,12 @@ def written(
     staged = path.with_name(f"{STAGED}{path.name}")
     digests: dict[str, bytes] = {}
     try:
-        handle = _opened(staged, spare)
+        handle = _open_for_writing(staged, spare)
         try:
             _write(handle, memoryview(layout.head))
             for name in sorted(tensors, key=lambda name: layout.byte_ranges[name]):
                 digests[name] = tensor_digest(
-                    name, tensors[name], [_digested(handle, one) for one in byte_chunks(tensors[name])]
+                    name, tensors[name], [_write_and_digest(handle, one) for one in byte_chunks(tensors[name])]
                 )
             os.ftruncate(handle, len(layout.head) + layout.num_bytes)
         finally:
@@ -74,11 +74,11 @@ def written(
     return digests
 
 
-def _opened(path: Path, spare: Path | None) -> int:
+def _open_for_writing(path: Path, spare: Path | None) -> int:
     """A file to be written from its beginning: the spare one if it is nobody else's, else a new one."""
     if spare is not None:
         handle = os.open(spare, os.O_RDWR)
-        if _leased(handle):
+        if _take_lease(handle):
             spare.rename(path)
             return handle
         _release(handle)
@@ -86,7 +86,7 @@ def _opened(path: Path, spare: Path | None) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
 
 
-def _leased(handle: int) -> bool:
+def _take_lease(handle: int) -> bool:
     """Whether a file is nobody else's: true = it stays so until `_release`."""
     with suppress(OSError):  # somebody has it, or this disk knows no leases
         fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)  # which is ignored; the usual one would end this process
@@ -102,7 +102,7 @@ def _release(handle: int) -> None:
     os.close(handle)
 
 
-def _digested(handle: int, piece: memoryview) -> bytes:
+def _write_and_digest(handle: int, piece: memoryview) -> bytes:
     _write(handle, piece)
     return chunk_digest(piece)
 
