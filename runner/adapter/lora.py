@@ -71,7 +71,7 @@ def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # declared int, used as a float
         lora_dropout=config.dropout,
-        exclude_modules=_excluded(left_out, towers, model.inner),
+        exclude_modules=_excluded_module_names(left_out, towers, model.inner),
         target_modules=config.targets if isinstance(config.targets, str) else list(config.targets),
         modules_to_save=list(config.modules_to_save) or None,
         use_dora=config.dora,
@@ -106,7 +106,7 @@ def _unadaptable_linears(inner: Any, towers: Sequence[str]) -> dict[str, str]:
     return found | {name: why for name in linears if (why := refused.get(name.rpartition(".")[2]))}
 
 
-def _excluded(left_out: Collection[str], towers: Sequence[str], inner: nn.Module) -> list[str] | None:
+def _excluded_module_names(left_out: Collection[str], towers: Sequence[str], inner: nn.Module) -> list[str] | None:
     """Full names of the modules that all-linear, or a name that is also used elsewhere, does not mean."""
     inside = [name for name, _ in inner.named_modules() if name.startswith(tuple(f"{tower}." for tower in towers))]
     return sorted({*left_out, *inside}) or None

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from runner.core.errors import EnvironmentProblem, Interrupted, Problem, SpecError, StorageError
 from runner.core.signals import SignalRecorder
+from runner.inference.model_source import MODELSCOPE, resolve_model_path
 from runner.launch.run_records import TRUST_REMOTE_CODE
 from runner.launch.upstream_run import (
     UpstreamRunFailed,
@@ -43,7 +44,7 @@ def resolve_init_from(spec: JobSpec) -> JobSpec:
     if spec.init_from.startswith(RECIPE):
         where = _run_upstream(spec, spec.init_from.removeprefix(RECIPE), "init_from", own_model=False)
     else:
-        where = Path(spec.init_from).expanduser()
+        where = _locate(spec.init_from, "init_from")
     folder = _weights_folder(where, "init_from")
     if is_adapter(folder) and spec.model.source is None:
         text = f"{display_path(folder)} is an adapter, and model={spec.model.name} is not its base"
@@ -68,13 +69,13 @@ def _resolve_model(spec: JobSpec, option: str, path: str) -> str:
     key, revision = f"algorithm.{option}", f"{option.removesuffix('_path')}_revision"
     if path.startswith(RECIPE):
         where = _run_upstream(spec, path.removeprefix(RECIPE), key, own_model=True)
-    elif is_hub_id(path) and "/" not in path:
+    elif is_hub_id(path) and "/" not in path and path != "latest":
         raise SpecError([Problem(key, f"{path}: no such folder; a hub id looks like ORG/NAME")])
-    elif is_hub_id(path):
+    elif is_hub_id(path) and path != "latest" and not path.startswith(MODELSCOPE):
         print(f"{key}: no folder {path} here, so taken as a hub id", file=sys.stderr)
         return path
     else:
-        where = Path(path).expanduser()
+        where = _locate(path, key)
     if getattr(spec.algorithm, revision, None) is not None:
         raise SpecError([Problem(f"algorithm.{revision}", f"not used with {path}; it belongs to a hub id")])
     folder = _weights_folder(where, key)
@@ -84,6 +85,13 @@ def _resolve_model(spec: JobSpec, option: str, path: str) -> str:
         )
         raise SpecError([Problem(key, text)])
     return str(folder)
+
+
+def _locate(text: str, key: str) -> Path:
+    """The folder that a model's name means; `latest` and modelscope:ID as everywhere. Raises SpecError."""
+    if text == "latest" or text.startswith(MODELSCOPE):
+        return Path(resolve_model_path(text, key))
+    return Path(text).expanduser()
 
 
 def _weights_folder(where: Path, key: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import re
@@ -9,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -63,6 +65,11 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_went(conversation: Convers
     assert conversation.messages == before
 
 
+def own_terminal() -> None:
+    """Make standard input the controlling terminal of this session, so that Ctrl-C sends SIGINT."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 class Terminal:
     """A command in a pseudo-terminal of its own."""
 
@@ -76,7 +83,7 @@ class Terminal:
             stderr=other,
             env=environment,
             start_new_session=True,
-            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+            preexec_fn=own_terminal,
         )
         os.close(other)
         self.shown = ""

@@ -47,6 +47,7 @@ def adapted(folders: Path) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_an_adapter_and_its_merge_answer_like_the_run_and_one_disturbed_weight_does_not(
     folders: Path, tmp_path: Path
 ) -> None:
