@@ -18,6 +18,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError, UnsupportedModelError
 from runner.core.paths import cache_folder
 from runner.core.rng import derive_seed
+from runner.distributed.work_partition import run_on_rank0
 from runner.interfaces import (
     Data,
     Device,
@@ -37,7 +38,6 @@ from runner.run_dir.folder import RunFolder
 from runner.spec.base import Dtype, Head
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry, resolve
-from runner.spec.suggest import nearest_word
 from runner.trainer.learner import LocalLearner
 
 if TYPE_CHECKING:
@@ -347,32 +347,16 @@ def build_models(spec: JobSpec, tokenizer: Any, device: Device, world: ParallelC
     return Models(learners, frozen, model, {role: one.flops for role, one in made.items()})
 
 
-def refuse_missing_columns(spec: JobSpec, data: Data) -> None:
-    """Raise SpecError for a column that the reward needs and no row has, before the model is loaded."""
-    if not spec.algorithm.needs_sampler:
-        return
-    missing = [(key, name) for key, name in spec.reward.required_columns() if name not in data.columns]
-    if not missing:
-        return
-    sole = next(iter(data.columns)) if len(data.columns) == len(missing) == 1 else "NAME"
-    text = f"no row of the data has a column '{{}}'; columns for rewards: {', '.join(sorted(data.columns)) or 'none'}"
-    advice = [_column_advice(spec, key, name, nearest_word(name, data.columns) or sole) for key, name in missing]
-    problems = [(key, f"{text.format(name)}; {say}") for (key, name), say in zip(missing, advice, strict=True)]
-    raise SpecError([Problem(key, message) for key, message in problems])
-
-
-def _column_advice(spec: JobSpec, key: str, name: str, meant: str) -> str:
-    """What to do about a column that is not there; a function names its columns itself."""
-    if not key.endswith(".path"):
-        return f"type {key}={meant}"
-    renaming = f", or the column: 'data.rename_columns={{{meant}: {name}}}'" if spec.data.renames_columns else ""
-    return f"rename the argument{renaming}"
-
-
 def build_reward(
-    spec: JobSpec, tokenizer: Any, device: Device, world: ParallelContext, decide: Decisions, folder: RunFolder
+    spec: JobSpec,
+    tokenizer: Any,
+    device: Device,
+    world: ParallelContext,
+    decide: Decisions,
+    folder: RunFolder,
+    data: Data,
 ) -> Reward | None:
-    """The reward; user code keeps its log in the run's folder."""
+    """The reward, tried on rows of the data; user code keeps its log in the run's folder."""
     if not spec.algorithm.needs_sampler:
         return None
     reward: Reward | None = default_registry().factory(spec.reward)(
@@ -384,9 +368,13 @@ def build_reward(
         folder=folder.root,
         fit=device_op_installer(device, decide),
     )
+    if reward is None:
+        return None
     from runner.parallelism.rollout_partition import partition_reward
+    from runner.reward.trial import ROWS, try_reward
 
-    return None if reward is None else partition_reward(reward, world.rollout_peers)
+    run_on_rank0(world.world_peers, lambda: try_reward(reward, data.take(0, ROWS), tokenizer, decide))
+    return partition_reward(reward, world.rollout_peers)
 
 
 def build_environments(spec: JobSpec, peers: RankCollectives, decide: Decisions) -> PartitionedEnvironments | None:

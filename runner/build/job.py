@@ -24,11 +24,10 @@ from runner.build.components import (
     build_models,
     build_reward,
     build_tokenizer,
-    refuse_missing_columns,
 )
 from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
-from runner.core.errors import CheckpointError, DataError
+from runner.core.errors import CheckpointError, DataError, Problem, SpecError
 from runner.core.rank_info import RankInfo
 from runner.core.signals import StopSignal
 from runner.device.base import peak_flops
@@ -40,6 +39,7 @@ from runner.run_dir.folder import RunFolder
 from runner.run_dir.resume_compatibility import check_compatible, run_identity
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
+from runner.spec.suggest import nearest_word
 from runner.trainer.callbacks import (
     DeviceStats,
     EvaluationReport,
@@ -159,9 +159,11 @@ def build(
     world: ParallelContext = registry.factory(spec.parallelism)(spec.parallelism, device=device, place=place)
     tokenizer = build_tokenizer(spec)
     data = _data(spec, tokenizer, world, decide)
+    given = (spec, tokenizer, device, world, decide, folder, data)
+    reward = None if spec.reward.runs_model else build_reward(*given)  # tried before the model is loaded
     models = build_models(spec, tokenizer, device, world, decide)
     main, model = models.main, models.model
-    reward = build_reward(spec, tokenizer, device, world, decide, folder)
+    reward = build_reward(*given) if spec.reward.runs_model else reward
     sampler = None
     if spec.algorithm.needs_sampler:
         from runner.build.samplers import build_sampler
@@ -282,6 +284,28 @@ def _plugin_callbacks(
     return {f"callback.{name}": default_registry().factory(config)(config, **context) for name, config in chosen}
 
 
+def refuse_missing_columns(spec: JobSpec, data: Data) -> None:
+    """Raise SpecError for a column that the reward needs and no row has, before the model is loaded."""
+    if not spec.algorithm.needs_sampler:
+        return
+    missing = [(key, name) for key, name in spec.reward.required_columns() if name not in data.columns]
+    if not missing:
+        return
+    sole = next(iter(data.columns)) if len(data.columns) == len(missing) == 1 else "NAME"
+    text = f"no row of the data has a column '{{}}'; columns for rewards: {', '.join(sorted(data.columns)) or 'none'}"
+    advice = [_column_advice(spec, key, name, nearest_word(name, data.columns) or sole) for key, name in missing]
+    problems = [(key, f"{text.format(name)}; {say}") for (key, name), say in zip(missing, advice, strict=True)]
+    raise SpecError([Problem(key, message) for key, message in problems])
+
+
+def _column_advice(spec: JobSpec, key: str, name: str, meant: str) -> str:
+    """What to do about a column that is not there; a function names its columns itself."""
+    if not key.endswith(".path"):
+        return f"type {key}={meant}"
+    renaming = f", or the column: 'data.rename_columns={{{meant}: {name}}}'" if spec.data.renames_columns else ""
+    return f"rename the argument{renaming}"
+
+
 def _callbacks(
     spec: JobSpec,
     folder: RunFolder,
@@ -309,5 +333,11 @@ def _callbacks(
 
 def _evaluation(spec: JobSpec, evaluate: Callable[[], EvaluationReport], outlets: OutputSinks) -> RunEvaluation:
     wanted = spec.evaluation
-    sinks = {"record": outlets.samples, "log_first": outlets.log_first, "say": outlets.say}
-    return RunEvaluation(evaluate, every=wanted.every, keep=wanted.samples, **sinks)
+    return RunEvaluation(
+        evaluate,
+        every=wanted.every,
+        keep=wanted.samples,
+        record=outlets.samples,
+        log_first=outlets.log_first,
+        say=outlets.say,
+    )
