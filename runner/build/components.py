@@ -18,6 +18,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError, UnsupportedModelError
 from runner.core.paths import cache_folder
 from runner.core.rng import derive_seed
+from runner.distributed.work_partition import run_on_rank0
 from runner.interfaces import (
     Data,
     Device,
@@ -360,9 +361,15 @@ def build_models(spec: JobSpec, tokenizer: Any, device: Device, world: ParallelC
 
 
 def build_reward(
-    spec: JobSpec, tokenizer: Any, device: Device, world: ParallelContext, decide: Decisions, folder: RunFolder
+    spec: JobSpec,
+    tokenizer: Any,
+    device: Device,
+    world: ParallelContext,
+    decide: Decisions,
+    folder: RunFolder,
+    data: Data,
 ) -> Reward | None:
-    """The reward; user code keeps its log in the run's folder."""
+    """The reward, tried on rows of the data; user code keeps its log in the run's folder."""
     if not spec.algorithm.needs_sampler:
         return None
     reward: Reward | None = default_registry().factory(spec.reward)(
@@ -374,6 +381,10 @@ def build_reward(
         folder=folder.root,
         fit=device_op_installer(device, decide),
     )
+    if reward is None:
+        return None
     from runner.parallelism.rollout_partition import partition_reward
+    from runner.reward.trial import ROWS, try_reward
 
-    return None if reward is None else partition_reward(reward, world.rollout_peers)
+    run_on_rank0(world.world_peers, lambda: try_reward(reward, data.take(0, ROWS), tokenizer, decide))
+    return partition_reward(reward, world.rollout_peers)

@@ -161,9 +161,11 @@ def build(
     data = _data(spec, tokenizer, world, decide)
     environments = build_environments(spec, world.rollout_peers, decide)
     extend = build_extend(spec, tokenizer, environments, decide)
+    given = (spec, tokenizer, device, world, decide, folder, data)
+    reward = None if spec.reward.runs_model else build_reward(*given)  # tried before the model is loaded
     models = build_models(spec, tokenizer, device, world, decide)
     main, model = models.main, models.model
-    reward = build_reward(spec, tokenizer, device, world, decide, folder)
+    reward = build_reward(*given) if spec.reward.runs_model else reward
     sampler = None
     if spec.algorithm.needs_sampler:
         from runner.build.samplers import build_sampler
@@ -306,6 +308,28 @@ def _plugin_callbacks(
     context = {"folder": folder, "model": model, "say": outlets.say, "is_rank0": place.is_rank0, "decide": decide}
     chosen = spec.callbacks.by_name.items()
     return {f"callback.{name}": default_registry().factory(config)(config, **context) for name, config in chosen}
+
+
+def refuse_missing_columns(spec: JobSpec, data: Data) -> None:
+    """Raise SpecError for a column that the reward needs and no row has, before the model is loaded."""
+    if not spec.algorithm.needs_sampler:
+        return
+    missing = [(key, name) for key, name in spec.reward.required_columns() if name not in data.columns]
+    if not missing:
+        return
+    sole = next(iter(data.columns)) if len(data.columns) == len(missing) == 1 else "NAME"
+    text = f"no row of the data has a column '{{}}'; columns for rewards: {', '.join(sorted(data.columns)) or 'none'}"
+    advice = [_column_advice(spec, key, name, nearest_word(name, data.columns) or sole) for key, name in missing]
+    problems = [(key, f"{text.format(name)}; {say}") for (key, name), say in zip(missing, advice, strict=True)]
+    raise SpecError([Problem(key, message) for key, message in problems])
+
+
+def _column_advice(spec: JobSpec, key: str, name: str, meant: str) -> str:
+    """What to do about a column that is not there; a function names its columns itself."""
+    if not key.endswith(".path"):
+        return f"type {key}={meant}"
+    renaming = f", or the column: 'data.rename_columns={{{meant}: {name}}}'" if spec.data.renames_columns else ""
+    return f"rename the argument{renaming}"
 
 
 def _callbacks(

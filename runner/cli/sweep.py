@@ -22,8 +22,9 @@ from runner.spec import suggest
 from runner.spec.job import JobSpec
 from runner.sweep import commands, plan
 from runner.sweep.commands import make_executor
-from runner.sweep.config import SweepConfig
+from runner.sweep.config import SweepConfig, as_tuple
 from runner.sweep.executor import Cards, request_of
+from runner.sweep.metric_check import metric_problems
 from runner.sweep.plan import JobPlan, Plan, Ranking, SweepFolder
 from runner.sweep.search import Propose, load_optuna, search_problems
 from runner.sweep.space import SearchSpace
@@ -45,6 +46,8 @@ def start_sweep(args: Namespace) -> int:
     if options.on == "local":
         for one in {repr(spec.device): spec for spec in specs}.values():
             one.device.preflight()
+    if problems := metric_problems(as_tuple(options.metric), specs):
+        raise SpecError(problems)
     if options.search:
         _refuse_search(expansion, options)
     with make_executor(options) as executor:
