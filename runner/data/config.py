@@ -186,12 +186,12 @@ class SourceConfig(DataConfig):
 
 
 class FileConfig(SourceConfig):
-    """Files of the user's: JSONL, JSON, CSV, Parquet, or a folder of them."""
+    """Local files: JSONL, JSON, CSV, TSV, text, Parquet, Arrow, or a folder of them."""
 
     factory: ClassVar[str] = "runner.data.prepare:build"
     name: Literal["file"] = "file"
     path: str | Annotated[Names, Field(min_length=1)] = Field(
-        description="A file or folder, or a list of them (a mixture)."
+        description="A file, a folder, a data set saved with save_to_disk, or a list of them (a mixture)."
     )
     eval_path: str | None = Field(default=None, description="Held-out file or folder; null = no evaluation.")
 

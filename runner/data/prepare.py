@@ -32,7 +32,8 @@ from runner.data.dataset import (
     load_or_build,
 )
 from runner.data.examples import Reading, held_out_reading
-from runner.data.formats import FormatCheck, find_sources
+from runner.data.files import find_sources
+from runner.data.formats import FormatCheck
 from runner.data.items import LengthLimit, TruncationCounts
 from runner.data.readers import Problems, Row
 from runner.data.sampling_order import ItemOrder, ProportionalOrder, RefillOrders, WeightedMixture
@@ -121,7 +122,8 @@ class SourcePreparation:
     def _report_source(self, source: RowSource, reading: Reading, summary: Summary) -> None:
         """Format, counts, and what was left out or could not be had."""
         where = f"{source.key}={source.name}"
-        self._record_fact("data.format", summary["format"], f"{where}: {summary['counts']}")
+        made_of = f", messages made of {', '.join(summary['converted'])}" if summary["converted"] else ""
+        self._record_fact("data.format", summary["format"], f"{where}: {summary['counts']}{made_of}")
         self._report_columns(where, reading, summary)
         if summary["alike"]:
             left_out = f"{summary['alike']} left out"
@@ -166,6 +168,7 @@ def _summary(
         "counts": str(tally),
         "renamed": sorted(check.renaming.seen),
         "ignored": sorted(check.ignored),
+        "converted": sorted(check.converted),
         "given": sorted(check.reward_columns),
         "alike": check.num_identical_pairs,
         "several_turns": check.num_several_turns,
@@ -240,6 +243,6 @@ def build(
     training, held_out = find_sources(config.sources(), config.eval_path)
     for source in [*training, *([held_out] if held_out else [])]:
         if source.file_list.ignored:
-            names = f"not read: {', '.join(f.name for f in source.file_list.ignored)}"
-            decide("data.files", names, names, f"{source.key}={source.name}: no data files")
+            names = f"not read: {', '.join(source.file_list.ignored)}"
+            decide("data.files", names, names, f"{source.key}={source.name}")
     return build_data(SourcePreparation(config, tokenizer, decide, cache_dir, kind), training, held_out, seed)
