@@ -137,8 +137,15 @@ class FormatCheck:
     are the same; num_several_turns: rows whose answers are more than one message
     """
 
-    def __init__(self, problems: Problems, reading: Reading, columns: Mapping[str, str] | None = None) -> None:
-        self.problems, self.reading = problems, reading
+    def __init__(
+        self,
+        problems: Problems,
+        reading: Reading,
+        columns: Mapping[str, str] | None = None,
+        keep: Callable[[Format, Row], bool] = lambda form, row: True,
+    ) -> None:
+        """`keep`: whether a row becomes an example; the others are only looked at."""
+        self.problems, self.reading, self.keep = problems, reading, keep
         self.renaming = Renaming(columns)
         self.format: Format | None = None
         self.first: SourceLocation | None = None
@@ -156,7 +163,10 @@ class FormatCheck:
                 self.problems.add_fault(row.place, _unknown(row.value, self.reading))
                 return
             try:
-                row = self._select_columns(self.format, self._convert(self.format, row))
+                row = self._convert(self.format, row)
+                if not self.keep(self.format, row):
+                    continue
+                row = self._select_columns(self.format, row)
                 example = self._example(self.format, row)
             except RowError as fault:
                 said = f" (read as {self.format.conversion.name})" if self.format.conversion else ""
