@@ -9,6 +9,7 @@ Data comes before the model, so that a mistake in it is found before gigabytes a
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from runner.build.components import (
 )
 from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
-from runner.core.errors import CheckpointError, DataError
+from runner.core.errors import CheckpointError, DataError, Problem, SpecError
 from runner.core.rank_info import RankInfo
 from runner.core.signals import StopSignal
 from runner.device.base import peak_flops
@@ -113,6 +114,7 @@ class BuiltJob:
     identity: Mapping[str, Any]
     data: Data
     world: ParallelContext
+    spec: JobSpec  # with the steps that `epochs` came to
     callbacks: Mapping[str, Callback] = field(default_factory=dict)  # of plug-ins, by the names of their sections
 
     def save(self, step: int, values: Mapping[str, float]) -> Path:
@@ -158,6 +160,7 @@ def build(
     world: ParallelContext = registry.factory(spec.parallelism)(spec.parallelism, device=device, place=place)
     tokenizer = build_tokenizer(spec)
     data = _data(spec, tokenizer, world, decide)
+    spec = resolve_epochs(spec, len(data), decide)
     models = build_models(spec, tokenizer, device, world, decide)
     main, model = models.main, models.model
     reward = build_reward(spec, tokenizer, device, world, decide, folder)
@@ -199,7 +202,7 @@ def build(
         peak_flops=peak_flops(device, model.compute_dtype, decide).flops,
         closing=(activity.close, store.close, *(one.close for one in (reward, publisher, sampler) if one is not None)),
     )
-    built = BuiltJob(job, model, store, _sections(job), _identity(spec, data, models, world), data, world, own)
+    built = BuiltJob(job, model, store, _sections(job), _identity(spec, data, models, world), data, world, spec, own)
     callbacks.append(_checkpoint_callback(spec, built))
     return built
 
@@ -210,6 +213,22 @@ def _data(spec: JobSpec, tokenizer: Any, world: ParallelContext, decide: Decisio
     refuse_different_data(data, world.world_peers)
     refuse_missing_columns(spec, data)
     return data
+
+
+def resolve_epochs(spec: JobSpec, items: int, decide: Decisions) -> JobSpec:
+    """The spec with the steps of `epochs` passes over `items` items, rounded up, and without `epochs`.
+
+    Raises SpecError where the schedule does not fit these steps.
+    """
+    if spec.epochs is None:
+        return spec
+    per_step = spec.algorithm.batch_size
+    steps = math.ceil(spec.epochs * items / per_step)
+    resolved = spec.model_copy(update={"steps": steps, "epochs": None})
+    if problems := resolved.schedule.problems(resolved):
+        raise SpecError([Problem(key, text, f"epochs={spec.epochs:g}") for key, text in problems])
+    decide.record_fact("steps", str(steps), f"epochs={spec.epochs:g} of {items} items, {per_step} per step")
+    return resolved
 
 
 def _precompute_references(

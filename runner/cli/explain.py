@@ -32,6 +32,7 @@ UNITS = {
     "max_length": "tokens",
     "max_positions": "tokens",
     "steps": "steps",
+    "epochs": "passes over the items",
     "every": "steps",
 }
 

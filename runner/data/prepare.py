@@ -167,7 +167,8 @@ class SourcePreparation:
         where, reading = portion.where, portion.reading
         made_of = f", messages made of {', '.join(summary['converted'])}" if summary["converted"] else ""
         self._record_fact("data.format", summary["format"], f"{where}: {summary['counts']}{made_of}")
-        self._report_columns(where, reading, summary)
+        if not (portion.held_out and reading == self.kind):  # the columns of the training rows, said with these
+            self._report_columns(where, reading, summary)
         if summary["alike"]:
             left_out = f"{summary['alike']} left out"
             self.decide("data.pairs", "all", left_out, f"{where}: pairs whose chosen and rejected are the same")

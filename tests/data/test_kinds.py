@@ -325,8 +325,8 @@ def test_holdout_splits_every_row_to_one_side_and_no_prompt_to_both(
 
 def test_holdout_of_several_sources_takes_from_each(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
     decide = Decisions(strict=True)
-    paths = tuple(jsonl([{"text": f"{name}{i}"} for i in range(size)], name) for name, size in (("a", 80), ("b", 20)))
-    paths = tuple(Path(p).rename(f"{p}.jsonl") and f"{p}.jsonl" for p in paths)
+    sizes = {"a": 80, "b": 20}
+    paths = tuple(jsonl([{"text": f"{name}{i}"} for i in range(size)], f"{name}.jsonl") for name, size in sizes.items())
     found = data(tokenizer, tmp_path, "sft", decide, path=paths, holdout=0.1, max_eval_examples=5)
     assert (len(found), [len(table) for table in found.tables]) == (90, [72, 18])
     assert found.evaluation is not None
