@@ -147,6 +147,8 @@ class SourcePreparation:
             self._refuse_split(check)
             encoded = encode(tokeniser, batch, problems)
             write([piece.record() for row in encoded for piece in limit.apply(row, tally, problems)])
+        if hint := limit.way_out(tally):
+            problems.add_hint(hint)
         problems.raise_if_any()
         if not tally.items:
             why = limit.report(tally) or (

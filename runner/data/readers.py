@@ -61,7 +61,11 @@ class Problems:
         if len(self._shown) < MAX_SHOWN:
             self._shown.append(f"{place}: {message}")
         if hint:
-            self._hints[hint] = None
+            self.add_hint(hint)
+
+    def add_hint(self, hint: str) -> None:
+        """What to type, shown once below all faults."""
+        self._hints[hint] = None
 
     def error(self) -> DataError:
         """All of it as one error."""
