@@ -58,7 +58,8 @@ class Conversion:
         """
         dialogue = self.read(value)
         rest = {name: content for name, content in value.items() if name not in dialogue.used}
-        return {**rest, **_columns(dialogue.messages, rest, reading)}, dialogue.used, dialogue.unread
+        columns = _columns(dialogue, rest, reading)
+        return {**rest, **columns}, dialogue.used, dialogue.unread
 
 
 def find_conversion(value: Mapping[str, Any], reading: Reading) -> Conversion | None:
@@ -70,28 +71,40 @@ def find_conversion(value: Mapping[str, Any], reading: Reading) -> Conversion | 
     return next((conversion for conversion in CONVERSIONS if conversion.matches(value, reading)), None)
 
 
-def _columns(messages: list[dict[str, Any]], rest: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
+def _columns(dialogue: Dialogue, rest: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
     """The columns of a conversation for what the algorithm learns from."""
+    messages = dialogue.messages
     if reading == "sft":
         return {"messages": messages}
     if reading == "pairs":
-        return {"prompt": messages, **{name: _answer(rest[name], name) for name in BESIDE["pairs"] if name in rest}}
+        return {
+            "prompt": messages,
+            **{name: _answer(rest[name], name, dialogue) for name in BESIDE["pairs"] if name in rest},
+        }
     answered = bool(messages) and messages[-1]["role"] == "assistant"
     prompt, last = (messages[:-1], messages[-1]) if answered else (messages, None)
     if reading == "judged":
         return {"prompt": prompt, "completion": [last] if last else []}
-    return {"prompt": prompt} | ({"answer": last["content"]} if last and "answer" not in rest else {})
+    if last is None:
+        return {"prompt": prompt}
+    if "answer" in rest or "tool_calls" in last:
+        what = "is a tool call" if "tool_calls" in last else "and the column answer are two answers"
+        raise RowError(f"the last turn {what}; give the prompt as `prompt` and what rewards need in columns of its own")
+    return {"prompt": prompt, "answer": last["content"]}
 
 
-def _answer(value: Any, column: str) -> Any:
+def _answer(value: Any, column: str, dialogue: Dialogue) -> Any:
     """An answer of a pair as messages: text, one turn in either spelling, or a list of turns as it is."""
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}]
     if isinstance(value, dict):
-        return [_message(value, column, set()) if "from" in value else value]
-    if is_messages(value) and any("from" in turn for turn in value):
-        return [_message(turn, f"{column}[{number}]", set()) for number, turn in enumerate(value)]
-    return value
+        value = [value]
+    if not is_messages(value) or not any("from" in turn for turn in value):
+        return value
+    unread: set[str] = set()
+    messages = [_message(turn, f"{column}[{number}]", unread) for number, turn in enumerate(value)]
+    dialogue.unread |= {f"{column}[].{key}" for key in unread}
+    return messages
 
 
 def _turns_column(value: Mapping[str, Any]) -> str | None:

@@ -92,8 +92,9 @@ def test_pairs_labels_and_prompts_are_made_of_the_same_rows() -> None:
     ]
     assert found.ignored == {"id"}
     turns = {"chosen": {"from": "gpt", "value": "4"}, "rejected": {"from": "gpt", "value": "5"}}
-    [pair], _, message = check("pairs", {"conversations": SHAREGPT["conversations"][:2], **turns})
-    assert message == ""
+    turns["chosen"]["score"] = "9"
+    [pair], found, message = check("pairs", {"conversations": SHAREGPT["conversations"][:2], **turns})
+    assert (message, found.ignored) == ("", {"chosen[].score"})
     assert list(pair.answers[1].messages) == chat("2+2?", "5", system="be brief")
     [judged], _, message = check("judged", {**ALPACA, "label": False})
     assert message == "" and (list(judged.answers[0].messages), judged.facts) == (ADDED, {"good": False})
@@ -157,3 +158,10 @@ def test_a_file_trains_on_the_same_tokens_in_each_format(
     assert "ShareGPT → messages" in said(decide, "data.format")[0]
     assert "messages made of conversations" in said(decide, "data.format")[0]
     assert "not read: conversations[].markdown, id" in said(decide, "data.rename_columns")[0]
+
+
+def test_an_answer_that_would_be_lost_is_refused() -> None:
+    assert "the last turn and the column answer are two answers" in check("prompts", {**ALPACA, "answer": "5"})[2]
+    call = {"from": "function_call", "value": '{"name": "add", "arguments": {}}'}
+    row = {"conversations": [SHAREGPT["conversations"][1], call]}
+    assert "the last turn is a tool call; give the prompt as `prompt`" in check("prompts", row)[2]
