@@ -97,7 +97,9 @@ def test_the_job_file_lists_every_group_and_every_default() -> None:
     assert EvaluationConfig(**content.pop("evaluation")) == EvaluationConfig()
     assert WatchConfig(**content.pop("watch")) == WatchConfig()
     assert ChatConfig(**content.pop("chat")) == ChatConfig()
-    assert content == {k: JobSpec.model_fields[k].default for k in ("name", "seed", "steps", "init_from", "strict")}
+    assert content == {
+        k: JobSpec.model_fields[k].default for k in ("name", "seed", "steps", "epochs", "init_from", "strict")
+    }
 
 
 @pytest.mark.parametrize("model", [JobSpec, EvaluationConfig, WatchConfig])

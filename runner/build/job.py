@@ -9,6 +9,7 @@ Data comes before the model, so that a mistake in it is found before gigabytes a
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -114,6 +115,7 @@ class BuiltJob:
     identity: Mapping[str, Any]
     data: Data
     world: ParallelContext
+    spec: JobSpec  # with the steps that `epochs` came to
     callbacks: Mapping[str, Callback] = field(default_factory=dict)  # of plug-ins, by the names of their sections
 
     def save(self, step: int, values: Mapping[str, float]) -> Path:
@@ -159,6 +161,7 @@ def build(
     world: ParallelContext = registry.factory(spec.parallelism)(spec.parallelism, device=device, place=place)
     tokenizer = build_tokenizer(spec)
     data = _data(spec, tokenizer, world, decide)
+    spec = resolve_epochs(spec, len(data), decide)
     environments = build_environments(spec, world.rollout_peers, decide)
     extend = build_extend(spec, tokenizer, environments, decide)
     given = (spec, tokenizer, device, world, decide, folder, data)
@@ -203,7 +206,7 @@ def build(
         peak_flops=peak_flops(device, model.compute_dtype, decide).flops,
         closing=(activity.close, store.close, *(one.close for one in (reward, publisher, sampler) if one is not None)),
     )
-    built = BuiltJob(job, model, store, _sections(job), _identity(spec, data, models, world), data, world, own)
+    built = BuiltJob(job, model, store, _sections(job), _identity(spec, data, models, world), data, world, spec, own)
     callbacks.append(_checkpoint_callback(spec, built))
     return built
 
@@ -219,26 +222,20 @@ def _data(spec: JobSpec, tokenizer: Any, world: ParallelContext, decide: Decisio
     return data
 
 
-def refuse_missing_columns(spec: JobSpec, data: Data) -> None:
-    """Raise SpecError for a column that the reward needs and no row has, before the model is loaded."""
-    if not spec.algorithm.needs_sampler:
-        return
-    missing = [(key, name) for key, name in spec.reward.required_columns() if name not in data.columns]
-    if not missing:
-        return
-    sole = next(iter(data.columns)) if len(data.columns) == len(missing) == 1 else "NAME"
-    text = f"no row of the data has a column '{{}}'; columns for rewards: {', '.join(sorted(data.columns)) or 'none'}"
-    advice = [_column_advice(spec, key, name, nearest_word(name, data.columns) or sole) for key, name in missing]
-    problems = [(key, f"{text.format(name)}; {say}") for (key, name), say in zip(missing, advice, strict=True)]
-    raise SpecError([Problem(key, message) for key, message in problems])
+def resolve_epochs(spec: JobSpec, items: int, decide: Decisions) -> JobSpec:
+    """The spec with the steps of `epochs` passes over `items` items, rounded up, and without `epochs`.
 
-
-def _column_advice(spec: JobSpec, key: str, name: str, meant: str) -> str:
-    """What to do about a column that is not there; a function names its columns itself."""
-    if not key.endswith(".path"):
-        return f"type {key}={meant}"
-    renaming = f", or the column: 'data.rename_columns={{{meant}: {name}}}'" if spec.data.renames_columns else ""
-    return f"rename the argument{renaming}"
+    Raises SpecError where the schedule does not fit these steps.
+    """
+    if spec.epochs is None:
+        return spec
+    per_step = spec.algorithm.batch_size
+    steps = math.ceil(spec.epochs * items / per_step)
+    resolved = spec.model_copy(update={"steps": steps, "epochs": None})
+    if problems := resolved.schedule.problems(resolved):
+        raise SpecError([Problem(key, text, f"epochs={spec.epochs:g}") for key, text in problems])
+    decide.record_fact("steps", str(steps), f"epochs={spec.epochs:g} of {items} items, {per_step} per step")
+    return resolved
 
 
 def _precompute_references(

@@ -33,6 +33,7 @@ UNITS = {
     "max_length": "tokens",
     "max_positions": "tokens",
     "steps": "steps",
+    "epochs": "passes over the items",
     "every": "steps",
 }
 

@@ -168,6 +168,12 @@ class SourceConfig(DataConfig):
     rename_columns: dict[str, str] | None = Field(
         default=None, description="Columns to rename, {old: new}, e.g. {question: prompt}; null = none."
     )
+    holdout: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Fraction of the rows held out for evaluation, e.g. 0.05, chosen by their contents; null = none.",
+    )
     max_eval_examples: int | None = Field(
         default=256, ge=1, description="Most held-out items used per evaluation; null = all."
     )
@@ -181,8 +187,23 @@ class SourceConfig(DataConfig):
         """The places the training items come from."""
         raise NotImplementedError
 
+    def eval_option(self) -> str | None:
+        """The option that names held-out rows of their own, with its value; None if it is not set."""
+        raise NotImplementedError
+
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        return [*self._weights_problems(), *self._columns_problems(), *self._kind_problems(job.algorithm)]
+        return [
+            *self._holdout_problems(),
+            *self._weights_problems(),
+            *self._columns_problems(),
+            *self._kind_problems(job.algorithm),
+        ]
+
+    def _holdout_problems(self) -> list[tuple[str, str]]:
+        other = self.eval_option()
+        if self.holdout is None or other is None:
+            return []
+        return [("data.holdout", f"{self.holdout:g}, and {other} names the held-out rows; leave one of them out")]
 
     def _weights_problems(self) -> list[tuple[str, str]]:
         if self.mixture_weights is None:
@@ -217,12 +238,12 @@ class SourceConfig(DataConfig):
 
 
 class FileConfig(SourceConfig):
-    """Files of the user's: JSONL, JSON, CSV, Parquet, or a folder of them."""
+    """Local files: JSONL, JSON, CSV, TSV, text, Parquet, Arrow, or a folder of them."""
 
     factory: ClassVar[str] = "runner.data.prepare:build"
     name: Literal["file"] = "file"
     path: str | Annotated[Names, Field(min_length=1)] = Field(
-        description="A file or folder, or a list of them (a mixture)."
+        description="A file, a folder, a data set saved with save_to_disk, or a list of them (a mixture)."
     )
     eval_path: str | None = Field(default=None, description="Held-out file or folder; null = no evaluation.")
 
@@ -244,6 +265,9 @@ class FileConfig(SourceConfig):
         from runner.data.formats import validate_files
 
         validate_files(self.sources(), self.eval_path, kind, self.rename_columns)
+
+    def eval_option(self) -> str | None:
+        return None if self.eval_path is None else f"data.eval_path={self.eval_path}"
 
     def sources(self) -> tuple[str, ...]:
         return (self.path,) if isinstance(self.path, str) else self.path
@@ -268,6 +292,9 @@ class HubConfig(SourceConfig):
 
     def sources(self) -> tuple[str, ...]:
         return (self.path,) if isinstance(self.path, str) else self.path
+
+    def eval_option(self) -> str | None:
+        return None if self.eval_split is None else f"data.eval_split={self.eval_split}"
 
 
 COMPONENTS = (DemoConfig, FileConfig, HubConfig)

@@ -14,8 +14,9 @@ import datasets  # type: ignore[import-untyped]
 from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.config import ChatConfig, HubConfig
 from runner.data.dataset import sha256
+from runner.data.files import without_nulls
 from runner.data.prepare import SourcePreparation, build_data
-from runner.data.readers import Problems, Row, SourceLocation, without_nulls
+from runner.data.readers import Problems, Row, SourceLocation
 from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:

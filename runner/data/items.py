@@ -99,7 +99,8 @@ class LengthLimit:
         elif length <= self.max_length:
             yield _count_item(row, tally)
         elif self.rule == "error":
-            problems.add_fault(row.place, f"{length} tokens, above data.max_length={self.max_length}", self._way_out())
+            tally.overlong += 1
+            problems.add_fault(row.place, f"{length} tokens, above data.max_length={self.max_length}")
         else:
             yield from self._truncate(row, length, tally)
 
@@ -160,13 +161,14 @@ class LengthLimit:
             pieces = [_slice(row, at, at + self.max_length) for at in range(0, length - 1, self.max_length - 1)]
         return [piece for piece in pieces if any(piece.learnt)]
 
-    def _way_out(self) -> str:
-        if self.reading != "sft":
-            return "raise data.max_length, or set data.truncation to skip or truncate_left (of the prompt)"
-        return (
-            "raise data.max_length, or set data.truncation to skip, truncate_left, truncate_right (or "
-            "split: plain text)"
-        )
+    def way_out(self, tally: TruncationCounts) -> str:
+        """What to type where rows are refused because of their length, counted to the end; empty if none is."""
+        if self.rule != "error" or not tally.overlong:
+            return ""
+        cut = "skip, truncate_left or truncate_right (split: of plain text)"
+        rules = cut if self.reading == "sft" else "skip or truncate_left (of the prompt)"
+        rows = "1 row is" if tally.overlong == 1 else f"{tally.overlong} of {tally.rows} rows are"
+        return f"{rows} too long; type data.max_length={tally.longest} to keep all, or data.truncation={rules}"
 
     def report(self, tally: TruncationCounts) -> str:
         """What the rule did, in words; empty if no row was too long."""

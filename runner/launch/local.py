@@ -21,9 +21,16 @@ from typing import TYPE_CHECKING, Any
 from runner.core.errors import EnvironmentProblem, Interrupted, Problem, RunnerError, SpecError
 from runner.core.rank_info import RankInfo, without_rank_variables
 from runner.launch import torchrun
-from runner.launch.base import ExternalLaunchConfig
 from runner.launch.preflight import mask_secrets, preflights, refuse_unready
-from runner.launch.run_records import TRUST_REMOTE_CODE, archive_attempt, is_upstream_run, status_of, write_yaml
+from runner.launch.run_records import (
+    TRUST_REMOTE_CODE,
+    archive_attempt,
+    is_upstream_run,
+    spec_to_write,
+    status_of,
+    write_spec,
+    write_yaml,
+)
 from runner.launch.session import Session, run_argument
 from runner.run_dir.folder import (
     RunFolder,
@@ -128,7 +135,7 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
     """Resume a run; `spec` is `before` with overrides. A finished run is left alone, with a message."""
     spec = mask_secrets(spec, dict.fromkeys((word.partition("=")[0] for word in typed), COMMAND_LINE))
     refuse_other_job(before, spec)
-    if read_status(folder).get("state") == "done" and spec.steps <= before.steps:
+    if read_status(folder).get("state") == "done" and spec.steps <= before.steps and spec.epochs is None:
         more = f"run resume {display_path(folder.root)} steps={before.steps * 2}"
         refuse_ignored_changes(before, spec_to_write(spec), more)
         print(f"{display_path(folder.root)}: finished after {before.steps} steps; to continue: {more}")
@@ -169,23 +176,6 @@ def _note_longer_schedule(before: JobSpec, spec: JobSpec) -> None:
     if spec.steps != before.steps and spec.schedule.falls:
         moved = f"schedule={spec.schedule.name} now ends at step {spec.steps} and not {before.steps}"
         print(f"note: {moved}: the learning rate rises again, unlike in one run of that length", file=sys.stderr)
-
-
-def write_spec(folder: RunFolder, spec: JobSpec) -> None:
-    """Write spec.yaml: every value filled in, fit for `run --spec`."""
-    write_yaml(
-        folder.spec,
-        spec_to_write(spec).model_dump(mode="json"),
-        head=f"# The resolved job spec. Run it again: run --spec {display_path(folder.spec)}\n",
-    )
-
-
-def spec_to_write(spec: JobSpec) -> JobSpec:
-    """The spec without what its processes are told again whenever they are started."""
-    if not isinstance(spec.launch, ExternalLaunchConfig):
-        return spec
-    launch = spec.launch.model_copy(update={"node_rank": None, "rdzv_endpoint": None})
-    return spec.model_copy(update={"launch": launch})
 
 
 def refuse_other_job(before: JobSpec, spec: JobSpec) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from runner.core.auto_choices import Decisions
-from runner.core.errors import DeadlineExceeded, OutOfMemory, RankLost
+from runner.core.errors import DeadlineExceeded, OutOfMemory, Problem, RankLost, SpecError
 from runner.core.imports import import_frozen
 from runner.core.rank_info import RankInfo, is_connection_loss, is_timeout
 from runner.core.signals import StopSignal
@@ -34,7 +34,7 @@ from runner.launch.run_messages import (
     ranks_text,
     run_facts,
 )
-from runner.launch.run_records import NullRecords, RunRecords, is_upstream_run
+from runner.launch.run_records import NullRecords, RunRecords, is_upstream_run, write_spec
 from runner.run_dir.folder import RunFolder, display_path, is_latest
 from runner.run_dir.resume_compatibility import check_spec_unchanged
 from runner.spec.job import JobSpec
@@ -108,12 +108,24 @@ class Session:
         outlets = self._sinks(build.OutputSinks, records, console)
         built = build.build(self.spec, self.folder, store, records.decide, self.stop, outlets, self.place)
         build.refuse_different_steps(first, built.world.world_peers)
+        self._keep_resolved_steps(built.spec, first, records)
         if loaded is not None:
             built.restore(loaded.state)
             self.values = loaded.metrics
         if built.data.prompt_style == "chat":
             self.markers = ChatMarkers.from_tokenizer(built.model.tokenizer, self.spec.chat)
         return built, first
+
+    def _keep_resolved_steps(self, spec: JobSpec, first: int, records: RunRecords) -> None:
+        """Write the steps that `epochs` came to into spec.yaml, so that the run resumes with them."""
+        if self.spec.epochs is None:
+            return
+        if spec.steps < first:
+            text = f"{self.spec.epochs:g} come to {spec.steps} steps, and {first} are done; a run can only get longer"
+            raise SpecError([Problem("epochs", text)])
+        self.spec = records.spec = spec
+        if self.place.is_rank0:
+            write_spec(self.folder, spec)
 
     def _load(self, store: CheckpointStore, records: RunRecords, console: Console) -> LoadedCheckpoint | None:
         """The newest whole checkpoint, if this is a resume; what was written after it is cut away and kept."""

@@ -24,7 +24,7 @@ PromptStyle = Literal["chat", "text"]
 # the curve so far depends on. Of the sampler: its place, weight transport,
 # deadlines and tolerances.
 RESUMABLE = (
-    "steps", "strict", "launch", "parallelism", "evaluation", "watch", "callbacks", "tracker", "checkpoint",
+    "steps", "epochs", "strict", "launch", "parallelism", "evaluation", "watch", "callbacks", "tracker", "checkpoint",
     "sampler.timeout_s", "sampler.sync_logprob_tolerance", "sampler.url",
     "sampler.api_key_env", "sampler.folder", "sampler.retries",
 )  # fmt: skip

@@ -46,6 +46,9 @@ def decode(data: Mapping[str, Any], origins: Mapping[str, str], registry: Regist
     if job is not None:
         job = _with_device_defaults(job)
         found += _contradictions(job)
+        typed = [key for key in ("epochs", "steps") if origins.get(key) == COMMAND_LINE]
+        if job.epochs is not None and len(typed) == 2:
+            found.append(("epochs", f"{job.epochs:g}, and steps={job.steps} is typed too; leave one of them out"))
     if found:
         raise SpecError(_with_advice(with_origins(found, origins), chosen, keys))
     assert job is not None  # no problem was found

@@ -295,3 +295,17 @@ def test_content_that_the_template_does_not_write_is_refused(tmp_path: Path, jso
         data(byte_tokenizer(), tmp_path, path=path)
     found = data(byte_tokenizer(), tmp_path, path=path, chat_options=ChatConfig(drop=("reasoning",)))
     assert len(found) == 2
+
+
+def test_rows_that_are_too_long_are_named_with_the_value_that_keeps_them(
+    tokenizer: Any, tmp_path: Path, jsonl: Jsonl
+) -> None:
+    path = jsonl([{"text": "a" * size} for size in (3, 9, 30, 8)])
+    with pytest.raises(DataError) as caught:
+        data(tokenizer, tmp_path, path=path, max_length=8)
+    lines = str(caught.value).splitlines()
+    assert [line.rpartition("rows.jsonl")[2] for line in lines[1:4]] == [
+        f":{row}: {length} tokens, above data.max_length=8" for row, length in ((2, 10), (3, 31), (4, 9))
+    ]
+    assert "3 of 4 rows are too long; type data.max_length=31 to keep all, or data.truncation=skip" in lines[4]
+    assert len(data(tokenizer, tmp_path, path=path, max_length=31)) == 4

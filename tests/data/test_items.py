@@ -35,10 +35,14 @@ def test_what_fits_stays_as_it_is(rule: OverlongRule) -> None:
 
 
 def test_error_names_row_and_length_and_what_to_do() -> None:
-    items, _, problems = apply("error", row(9), 8)
+    items, tally, problems = apply("error", row(9), 8)
     assert items == []
     assert "a.jsonl:7: 9 tokens, above data.max_length=8" in str(problems.error())
-    assert "data.truncation to skip" in str(problems.error())
+    assert LengthLimit(8, "error").way_out(tally) == (
+        "1 row is too long; type data.max_length=9 to keep all, or data.truncation=skip, truncate_left or "
+        "truncate_right (split: of plain text)"
+    )
+    assert LengthLimit(8, "skip").way_out(tally) == ""
 
 
 def test_skip_leaves_out_and_counts() -> None:
@@ -107,9 +111,13 @@ def test_a_pair_is_as_long_as_its_prompt_and_longer_answer() -> None:
     items, tally, _ = cut("error", tree(4, 2, 6), 10, "pairs")
     assert items == [tree(4, 2, 6)]
     assert (tally.longest, tally.tokens, tally.learnt) == (10, 12, 8)
-    message = str(cut("error", tree(4, 2, 6), 9, "pairs")[2].error())
-    assert "a.jsonl:7: 10 tokens, above data.max_length=9" in message
-    assert "set data.truncation to skip or truncate_left (of the prompt)" in message
+    _, tally, problems = cut("error", tree(4, 2, 6), 9, "pairs")
+    assert "a.jsonl:7: 10 tokens, above data.max_length=9" in str(problems.error())
+    assert (
+        LengthLimit(9, "error", "pairs")
+        .way_out(tally)
+        .endswith("data.truncation=skip or truncate_left (of the prompt)")
+    )
 
 
 @given(st.integers(1, 20), st.lists(st.integers(1, 20), min_size=1, max_size=2), st.integers(2, 30))
