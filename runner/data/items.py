@@ -49,7 +49,7 @@ class TruncationCounts:
     left_out: int = 0  # rows skipped, or cut so far that nothing to learn was left
 
     def __str__(self) -> str:
-        learnt = f", {self.learnt} of them learnt" if self.learnt else ""
+        learnt = f", {self.learnt} of them trained on" if self.learnt else ""
         return f"{self.items} items, {self.tokens} tokens{learnt}; longest row {self.longest}"
 
     def count_row(self, length: int) -> None:
