@@ -125,7 +125,7 @@ def _read_sharegpt(value: Mapping[str, Any]) -> Dialogue:
     system = _system(value)
     if system and turns and turns[0]["role"] == "system":
         raise RowError(f"a column system and a system turn in {column}; expected one of them")
-    return Dialogue([*system, *turns], (column, *_present(value, "system")), {f"{column}[].{key}" for key in unread})
+    return Dialogue([*system, *turns], (column, *_columns_in(value, "system")), {f"{column}[].{key}" for key in unread})
 
 
 def _message(turn: Message, where: str, unread: set[str]) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _exchange(value: Mapping[str, Any], question: str, answer: str, asked: tuple
     messages = [*_system(value), *_history(value), {"role": "user", "content": question}]
     if answer in value:
         messages.append({"role": "assistant", "content": value[answer]})
-    return Dialogue(messages, _present(value, *asked, answer, "system", "history"))
+    return Dialogue(messages, _columns_in(value, *asked, answer, "system", "history"))
 
 
 def _history(value: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -206,7 +206,7 @@ def _text(value: Mapping[str, Any], column: str) -> str:
     return text
 
 
-def _present(value: Mapping[str, Any], *columns: str) -> tuple[str, ...]:
+def _columns_in(value: Mapping[str, Any], *columns: str) -> tuple[str, ...]:
     return tuple(name for name in columns if name in value)
 
 

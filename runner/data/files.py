@@ -52,7 +52,7 @@ def find_files(path: str, key: str = "data.path") -> FileList:
         raise DataError(f"{key}={path}: no such file or folder{_nearest(root)}")
     if not root.is_dir():
         if reader_of(root) is None:
-            raise DataError(f"{key}={path}: unsupported file type; expected {_expected()}, or a folder of them")
+            raise DataError(f"{key}={path}: unsupported file type; expected {_supported_types()}, or a folder of them")
         return FileList((root,))
     if (root / SPLITS).is_file():
         return _saved_splits(root, key)
@@ -62,7 +62,7 @@ def find_files(path: str, key: str = "data.path") -> FileList:
     files = [f for f in found if reader_of(f) is not None]
     rows = [f for f in files if not _is_text(f)] or files
     if not rows:
-        raise DataError(f"{key}={path}: the folder holds no data file; expected {_expected()}")
+        raise DataError(f"{key}={path}: the folder holds no data file; expected {_supported_types()}")
     return FileList(tuple(rows), tuple(f.name for f in found if f not in rows))
 
 
@@ -200,7 +200,7 @@ def _is_text(file: Path) -> bool:
     return reader_of(file) is read_text
 
 
-def _expected() -> str:
+def _supported_types() -> str:
     return f"{', '.join(TEXT_READERS)} (each also .gz), {', '.join(ARROW_READERS)}"
 
 

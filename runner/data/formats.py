@@ -160,7 +160,7 @@ class FormatCheck:
             if self.format is None:
                 self.format, self.first = detect_format(row.value, self.reading), row.place
             if self.format is None:
-                self.problems.add_fault(row.place, _unknown(row.value, self.reading))
+                self.problems.add_fault(row.place, _unknown_format(row.value, self.reading))
                 return
             try:
                 row = self._convert(self.format, row)
@@ -246,7 +246,7 @@ def _columns(value: Mapping[str, Any]) -> str:
     return ", ".join(map(str, value)) or "no column"
 
 
-def _unknown(value: Mapping[str, Any], reading: Reading) -> str:
+def _unknown_format(value: Mapping[str, Any], reading: Reading) -> str:
     return f"{NEEDS[reading]}; found {_columns(value)}{_hint(value, reading)}"
 
 

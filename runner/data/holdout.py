@@ -39,7 +39,7 @@ class Holdout:
     read_keys: Callable[[], set[int]]
 
     @cached_property
-    def threshold(self) -> int:
+    def cutoff_key(self) -> int:
         """The largest key that is held out. Raises DataError where no row would be left to train on."""
         keys = sorted(self.read_keys())
         count = max(1, round(self.fraction * len(keys)))
@@ -52,4 +52,4 @@ class Holdout:
 
     def is_held_out(self, form: Format, row: Row) -> bool:
         """Whether the row is for evaluation."""
-        return row_key(form, row) <= self.threshold
+        return row_key(form, row) <= self.cutoff_key

@@ -52,7 +52,7 @@ class TruncationCounts:
     branched_tokens: int = 0  # of these rows as they are trained on
 
     def __str__(self) -> str:
-        learnt = f", {self.learnt} of them learnt" if self.learnt else ""
+        learnt = f", {self.learnt} of them trained on" if self.learnt else ""
         return f"{self.items} items, {self.tokens} tokens{learnt}; longest row {self.longest}"
 
     def branches_text(self) -> str:
