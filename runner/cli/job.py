@@ -18,10 +18,21 @@ import yaml
 
 from runner.cli.args import UsageError, is_override
 from runner.cli.config_sources import GROUP
-from runner.cli.job_builder import SPEC, ComposedJob, ExtraWords, JobDraft, compose_job, no_extra_words, re_decode
+from runner.cli.job_builder import (
+    SPEC,
+    ComposedJob,
+    ExtraWords,
+    JobDraft,
+    compose_job,
+    draft,
+    no_extra_words,
+    re_decode,
+)
 from runner.cli.overrides import TRUST
-from runner.core.errors import NotReady
+from runner.core.errors import NotReady, Problem, RunnerError, SpecError
 from runner.core.rank_info import VARIABLES
+from runner.spec.base import origin_of
+from runner.spec.decode import decode_unchecked
 from runner.spec.job import JobSpec
 
 if TYPE_CHECKING:
@@ -65,7 +76,10 @@ def _explain_environment_problem(job: ComposedJob, command: Sequence[str]) -> It
 
 
 def _start(args: Namespace, words: Sequence[str]) -> int:
-    job = compose_from_args(args, words, _slurm_overrides)
+    try:
+        job = compose_from_args(args, words, _slurm_overrides)
+    except SpecError as error:
+        raise SpecError([*error.problems, *_machine_problems(args, words, error)]) from error
     from runner.launch import local
 
     if not job.spec.launch.queued:
@@ -80,6 +94,28 @@ def _start(args: Namespace, words: Sequence[str]) -> int:
     with srun_task.handle_slurm_signals(job.spec), _explain_environment_problem(job, _again(args, words, job)):
         srun_task.exec_srun(job.spec)
         return local.start_run(job.spec, job.overrides, job.origins, args.folder)
+
+
+def _machine_problems(args: Namespace, words: Sequence[str], error: SpecError) -> list[Problem]:
+    """What this machine lacks for the parts of a wrong job that are not wrong themselves."""
+    wrong = {problem.key.partition(".")[0] for problem in error.problems}
+    if args.spec or wrong & {"", GROUP}:  # a job that is only partly known
+        return []
+    drafted = draft(words, args.config_dir)
+    spec = None if drafted.unsure else decode_unchecked(drafted.data, drafted.origins)
+    if spec is None:
+        return []
+    from runner.launch.preflight import preflights
+
+    found: dict[str, Problem] = {}
+    for part, check in preflights(spec, here=spec.launch.here):
+        if part in wrong | found.keys():
+            continue
+        try:
+            check()
+        except RunnerError as lack:
+            found[part] = Problem(part, str(lack), origin_of(part, drafted.origins))
+    return list(found.values())
 
 
 def _again(args: Namespace, words: Sequence[str], job: ComposedJob) -> list[str]:

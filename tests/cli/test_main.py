@@ -66,6 +66,15 @@ def test_answers_need_no_torch_and_leave_no_folder(words: list[str], code: int, 
     assert list(workdir.iterdir()) == []
 
 
+def test_what_the_machine_lacks_is_named_with_the_mistakes(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lacks = "device=npu"  # a device that no test machine has
+    code, _, err = in_process(
+        ["+recipe=grpo_demo", "algorithm.group_size=1", "steps=-1", "optimizer.lr=-1", lacks], capsys
+    )
+    assert code == 2 and "the job spec has 4 problems" in err
+    assert all(key in err for key in ("steps: ", "optimizer.lr: ", "algorithm.group_size: ", "device: device=npu"))
+
+
 def test_python_m_runner_is_the_command(workdir: Path) -> None:
     command = [sys.executable, "-m", "runner", "--version"]
     result = subprocess.run(
