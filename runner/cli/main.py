@@ -109,7 +109,10 @@ def _completing(words: list[str]) -> list[str]:
 
 def _print_error(message: str) -> None:
     red = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    print(("\033[31merror:\033[0m " if red else "error: ") + escape_controls(message), file=sys.stderr)
+    from runner.run_dir.manifest import redact  # here, because only an error needs it
+
+    text = escape_controls(redact(message))  # in a sweep or a queue, the screen is a file
+    print(("\033[31merror:\033[0m " if red else "error: ") + text, file=sys.stderr)
 
 
 def _our_bug(error: Exception, debug: bool) -> str:
