@@ -200,6 +200,48 @@ class FunctionConfig(FallibleConfig, PooledConfig):
         return [("reward.path", name) for name in required_columns(self.file, self.function)]
 
 
+class CodeConfig(ColumnConfig, ExtractConfig, PooledConfig):
+    """1 where the Python code of the answer passes the tests of a column, run in a sandbox; else 0."""
+
+    factory: ClassVar[str] = "runner.reward.code:build"
+    name: Literal["code"] = "code"
+    column: str = Field(
+        default="tests",
+        min_length=1,
+        description="Column of the tests: Python code, a list of it, or {inputs: [...], outputs: [...]}.",
+    )
+    extract: str | None = Field(
+        default=r"```(?:python|py)?[^\S\n]*\n(.*?)```",
+        description="Regular expression with one group: its last match is the code; null = the whole text.",
+    )
+    url: str | None = Field(
+        default=None,
+        description="Address of a SandboxFusion service that runs the code; null = a sandbox of bubblewrap here.",
+    )
+    workers: int = Field(default=1, ge=1, description="Groups that are scored at the same time.")
+    timeout_s: float = Field(
+        default=10.0, gt=0, description="Seconds for one run of code; one that takes longer fails."
+    )
+    memory_bytes: int = Field(default=1 << 30, ge=1 << 26, description="Most memory of one process of the code.")
+    output_bytes: int = Field(default=1 << 20, ge=1, description="Longest output, and largest file, of the code.")
+    processes: int = Field(default=16, ge=1, description="Most processes and threads of the code; not for a service.")
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        wrong = None if self.url is None else address_problem(self.url)
+        return super().problems(job) + ([] if wrong is None else [("reward.url", wrong)])
+
+    def preflight(self) -> None:
+        """Raise EnvironmentProblem where no sandbox can be made."""
+        from runner.reward.code import sandbox_problem
+
+        if (reason := sandbox_problem(self)) is not None:
+            raise EnvironmentProblem(
+                f"reward=code cannot make a sandbox here: {reason}\n"
+                "  install bubblewrap 0.8 or newer (apt install bubblewrap), and allow user namespaces;\n"
+                "  or run the code elsewhere: reward.url=http://HOST:PORT of a SandboxFusion service (docs/rewards.md)"
+            )
+
+
 class HttpConfig(FallibleConfig):
     """A service that gets answers by HTTP POST and returns their scores."""
 
@@ -316,6 +358,7 @@ COMPONENTS = (
     LengthConfig,
     MathConfig,
     CountdownConfig,
+    CodeConfig,
     FunctionConfig,
     HttpConfig,
     ModelRewardConfig,
