@@ -34,6 +34,7 @@ from runner.core.rank_info import VARIABLES
 from runner.spec.base import origin_of
 from runner.spec.decode import decode_unchecked
 from runner.spec.job import JobSpec
+from runner.tracker.text import print_text
 
 if TYPE_CHECKING:
     from runner.run_dir.folder import RunFolder
@@ -89,7 +90,7 @@ def _start(args: Namespace, words: Sequence[str]) -> int:
     from runner.run_dir.folder import display_path
 
     if (before := srun_task.requeued_folder(args.folder)) is not None:
-        print(f"requeued {display_path(before)} was begun by this Slurm job: continuing there", file=sys.stderr)
+        print_text(f"requeued {display_path(before)} was begun by this Slurm job: continuing there", file=sys.stderr)
         return _continue_run(str(before), _trust(words))
     with srun_task.handle_slurm_signals(job.spec), _explain_environment_problem(job, _again(args, words, job)):
         srun_task.exec_srun(job.spec)
@@ -141,7 +142,7 @@ def compose_from_args(args: Namespace, words: Sequence[str], more: ExtraWords = 
     spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
     job = re_decode(spec, *where) if spec else compose_job(*where)
     for note in job.notes:
-        print(note, file=sys.stderr)
+        print_text(note, file=sys.stderr)
     return job
 
 
@@ -194,7 +195,7 @@ def infer(args: Namespace) -> int:
     model, loaded = infer_export.load_model(folder, composed.spec, args.checkpoint)
     style = loaded.state["identity"]["prompt_style"]
     asked = "asked as plain text, like the data" if style == "text" else "asked through the chat template"
-    print(f"{display_path(folder.root)}, step {loaded.step}, {asked}", file=sys.stderr)
+    print_text(f"{display_path(folder.root)}, step {loaded.step}, {asked}", file=sys.stderr)
     several = args.file is not None or len(prompts) > 1
     settings = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
     shown_as = escape_controls if sys.stdout.isatty() else str  # a terminal obeys what a model or a file says
@@ -226,8 +227,8 @@ def export(args: Namespace) -> int:
     kind = (
         "a PEFT adapter (--merge writes a whole model)" if infer_export.is_adapter(target) else "a Hugging Face folder"
     )
-    print(f"{display_path(folder.root)}, step {step}: {kind}", file=sys.stderr)
-    print(display_path(target))
+    print_text(f"{display_path(folder.root)}, step {step}: {kind}", file=sys.stderr)
+    print_text(display_path(target))
     return 0
 
 
@@ -265,7 +266,9 @@ def _resolve_run(args: Namespace) -> tuple[RunFolder, list[str], ComposedJob]:
 
         failed = read_status(passed_over).get("state") == "failed"
         why = "failed before its first checkpoint" if failed else "has no checkpoint yet"
-        print(f"latest: {display_path(passed_over.root)} {why}; taking the newest run that has one", file=sys.stderr)
+        print_text(
+            f"latest: {display_path(passed_over.root)} {why}; taking the newest run that has one", file=sys.stderr
+        )
     return folder, [*words, *args.literal], re_decode(folder.spec, settings)
 
 

@@ -16,7 +16,7 @@ from runner import __version__
 from runner.cli.args import UsageError, parse, plugin_verb
 from runner.core.errors import Interrupted, RunnerError
 from runner.core.imports import import_frozen, plugin_warnings
-from runner.tracker.text import escape_controls
+from runner.tracker.text import print_text
 
 HANDLERS = {
     "run": "runner.cli.job:run",
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run_verb(words)
     except Interrupted as stop:  # what the user wanted, and no error
-        print(escape_controls(str(stop)), file=sys.stderr)
+        print_text(str(stop), file=sys.stderr)
         return stop.exit_code
     except RunnerError as error:
         if debug:
@@ -76,7 +76,7 @@ def _run_verb(words: list[str]) -> int:
         return _dispatch(_parse(completing))
     finally:
         for text in () if "--shell-completion" in completing else plugin_warnings():  # a shell asks at every tab
-            print(f"warning: {escape_controls(str(text))}", file=sys.stderr)
+            print_text(f"warning: {text}", file=sys.stderr)
 
 
 def _parse(words: list[str]) -> Namespace:
@@ -93,7 +93,7 @@ def _parse(words: list[str]) -> Namespace:
 
 def _dispatch(args: Namespace) -> int:
     if args.version:
-        print(f"run {__version__}")
+        print_text(f"run {__version__}")
         return 0
     chosen = "help" if args.help else "complete" if args.shell_completion else args.verb
     module, _, name = HANDLERS[chosen].partition(":")
@@ -111,8 +111,8 @@ def _print_error(message: str) -> None:
     red = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     from runner.run_dir.manifest import redact  # here, because only an error needs it
 
-    text = escape_controls(redact(message))  # in a sweep or a queue, the screen is a file
-    print(("\033[31merror:\033[0m " if red else "error: ") + text, file=sys.stderr)
+    print("\033[31merror:\033[0m " if red else "error: ", end="", file=sys.stderr)
+    print_text(redact(message), file=sys.stderr)  # in a sweep or a queue, the screen is a file
 
 
 def _our_bug(error: Exception, debug: bool) -> str:

@@ -30,6 +30,7 @@ from runner.sweep.executor import Cards, request_of
 from runner.sweep.plan import JobPlan, Plan, Ranking, SweepFolder
 from runner.sweep.search import Propose, load_optuna, search_problems
 from runner.sweep.space import SearchSpace
+from runner.tracker.text import print_text
 
 
 def start_sweep(args: Namespace) -> int:
@@ -38,7 +39,7 @@ def start_sweep(args: Namespace) -> int:
         raise UsageError("--folder is for one run; a sweep makes its own folder below outputs/sweeps/")
     expansion = expand(args.words, args.config_dir, args.spec and _spec_file(args.spec))
     for note in expansion.notes:
-        print(note, file=sys.stderr)
+        print_text(note, file=sys.stderr)
     if args.cfg:
         documents = [member.composed.data for member in expansion.members]
         print(yaml.safe_dump_all(documents, sort_keys=False, allow_unicode=True, explicit_start=True), end="")

@@ -13,6 +13,7 @@ from runner.core.errors import EnvironmentProblem, NotReady, RunnerError, Securi
 from runner.run_dir.manifest import redact
 from runner.spec.base import origin_of
 from runner.spec.job import JobSpec
+from runner.tracker.text import print_text
 
 TEXTS = "tracker"
 
@@ -62,7 +63,7 @@ def mask_secrets(spec: JobSpec, origins: Mapping[str, str], noted: set[str] | No
                 f"{f'  [{who}]' if who else ''}"
             )
         if key not in noted:
-            print(f"note: {key} holds what looks like a secret: masked", file=sys.stderr)
+            print_text(f"note: {key} holds what looks like a secret: masked", file=sys.stderr)
         noted.add(key)
     if not found:
         return spec
