@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from runner import __version__
 from runner.cli.args import UsageError, parse, plugin_verb
-from runner.core.errors import Interrupted, RunnerError
+from runner.core.errors import EnvironmentProblem, Interrupted, RunnerError
 from runner.core.imports import import_frozen, plugin_warnings
 from runner.tracker.text import print_text
 
@@ -69,6 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_verb(words: list[str]) -> int:
     """Run a verb of ours or of a plug-in, and name the plug-ins that were left out."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise EnvironmentProblem("the current folder was deleted; change to another one: cd FOLDER") from error
     completing = _completing(words)
     try:
         if (verb := plugin_verb(words)) is not None:
