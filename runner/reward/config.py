@@ -9,14 +9,16 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_serializer
 
-from runner.core.errors import EnvironmentProblem, Problem, SpecError
+from runner.core.errors import EnvironmentProblem, Problem, RunnerError, SpecError
 from runner.reward.base import (
     PooledConfig,
+    collect_errors,
     component_record,
     decode_components,
     dump_components,
     prefix_error_keys,
     prefix_keys,
+    raise_collected,
     require_components,
 )
 from runner.reward.base import RewardConfig as RewardConfig
@@ -331,16 +333,12 @@ class SumConfig(RewardConfig):
         return [entry for i, part in enumerate(parts) for entry in prefix_keys(part.config.required_columns(), i)]
 
     def preflight(self) -> None:
-        """Raise SpecError with what is wrong with all parts; another error of a part as it is."""
-        found: list[Problem] = []
+        """Raise what is wrong with all parts, as one error."""
+        errors: list[RunnerError] = []
         for i, part in enumerate(require_components(self.parts)):
-            try:
-                with prefix_error_keys(i):
-                    part.config.preflight()
-            except SpecError as error:
-                found += error.problems
-        if found:
-            raise SpecError(found)
+            with collect_errors(errors), prefix_error_keys(i):
+                part.config.preflight()
+        raise_collected(errors)
 
 
 def _pattern_problems(field: str, pattern: str | None, groups: int | None = None) -> list[tuple[str, str]]:
