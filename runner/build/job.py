@@ -204,7 +204,12 @@ def build(
         stop=stop,
         flops={role: one.batch_flops for role, one in models.flops.items()},
         peak_flops=peak_flops(device, model.compute_dtype, decide).flops,
-        closing=(activity.close, store.close, *(one.close for one in (reward, publisher, sampler) if one is not None)),
+        closing=(
+            *(one.close for one in callbacks if isinstance(one, HangWatch)),  # closed last: closing may hang, too
+            activity.close,
+            store.close,
+            *(one.close for one in (reward, publisher, sampler) if one is not None),
+        ),
     )
     built = BuiltJob(job, model, store, _sections(job), _identity(spec, data, models, world), data, world, spec, own)
     callbacks.append(_checkpoint_callback(spec, built))

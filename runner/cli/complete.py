@@ -26,6 +26,7 @@ from runner.cli.sources import group_options, hydra_session
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.spec.schema import CALLBACKS, MODEL, groups_of, model_schema, second_model_keys, sections
+from runner.tracker.text import print_text
 
 COMMANDS = ("install", "uninstall", "query")
 NAMING = (
@@ -58,7 +59,7 @@ def answer(args: Namespace) -> int:
         found += _second_model_options(line.split(" ")[-1], group_options(sources, MODEL)) + _plugin_loss_options(
             line.split(" ")[-1]
         )
-    print(("\n" if shell == "fish" else " ").join(sorted(set(found))))
+    print_text(("\n" if shell == "fish" else " ").join(sorted(set(found))))
     return 0
 
 

@@ -25,6 +25,7 @@ from runner.spec.job import CallbacksConfig, JobSpec
 from runner.spec.registry import Registry, default_registry, resolve
 from runner.spec.schema import CALLBACKS, OptionIndex, groups_of, model_schema, sections
 from runner.spec.suggest import TYPES, allowed_values
+from runner.tracker.text import print_text
 
 # Units by the end of a key's name; a field may also say `json_schema_extra={"unit": …}`.
 UNITS = {
@@ -70,11 +71,11 @@ def show(args: Namespace) -> int:
 def _notes(now: JobDraft, registry: Registry) -> None:
     """What was chosen for the user, and what is wrong with the job that is explained."""
     for note in now.notes:
-        print(f"\nnote: {note}")
+        print_text(f"\nnote: {note}")
     try:
         decode_draft(now, registry)
     except SpecError as error:
-        print(f"\nnote: {error}")
+        print_text(f"\nnote: {error}")
 
 
 def _groups_in_words(words: Sequence[str], registry: Registry) -> list[str]:
@@ -91,7 +92,7 @@ def _loss(now: JobDraft, registry: Registry) -> int:
     spec = spec or decode_draft(now, registry).spec  # which says what is wrong
     if spec.algorithm.explain_fn is None:
         raise UsageError(f"algorithm={spec.algorithm.name} does not say what its loss is; ask whoever wrote it")
-    print("\n".join(resolve(spec.algorithm.explain_fn)(spec.algorithm, spec)))
+    print_text("\n".join(resolve(spec.algorithm.explain_fn)(spec.algorithm, spec)))
     _notes(now, registry)
     return 0
 
@@ -129,13 +130,13 @@ def _owner(section: str, now: JobDraft, registry: Registry) -> type[BaseModel] |
 def _section(section: str, owner: type[BaseModel] | None, now: JobDraft, names: Sequence[str]) -> None:
     if owner is not None:
         chosen = f"={now.data[section]['name']}" if names and section != CALLBACKS else ""
-        print(f"{section}{chosen}: {' '.join((owner.__doc__ or '').split())}")
+        print_text(f"{section}{chosen}: {' '.join((owner.__doc__ or '').split())}")
     if names:
-        print(f"  choose with {section}=NAME: {', '.join(names)}")
+        print_text(f"  choose with {section}=NAME: {', '.join(names)}")
     for name, info in owner.model_fields.items() if owner else ():
         if name != "name" or not issubclass(owner or JobSpec, ComponentConfig):
             value = _now(f"{section}.{name}", info, now)
-            print(f"  {section}.{name}={value}\n      {info.description}")
+            print_text(f"  {section}.{name}={value}\n      {info.description}")
 
 
 def _key(key: str, now: JobDraft, registry: Registry) -> None:
@@ -157,9 +158,9 @@ def _key(key: str, now: JobDraft, registry: Registry) -> None:
         if group == CALLBACKS and name not in now.data.get(CALLBACKS, {}):
             standing = [("now", f"not used: choose it with {CALLBACKS}={name}")]
     for label, text in [*_facts(key, leaf, owner), *standing]:
-        print(f"{label.ljust(9)}{text}")
+        print_text(f"{label.ljust(9)}{text}")
     for function in _functions(owner, leaf):
-        print(f"  {leaf}={function.name}   {function.formula}   ({function.paper})")
+        print_text(f"  {leaf}={function.name}   {function.formula}   ({function.paper})")
 
 
 def _hint(section: str, leaf: str, registry: Registry) -> str:

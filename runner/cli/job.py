@@ -19,11 +19,23 @@ import yaml
 
 from runner.cli.args import UsageError, is_override
 from runner.cli.config_sources import GROUP
-from runner.cli.job_builder import SPEC, ComposedJob, ExtraWords, JobDraft, compose_job, no_extra_words, re_decode
+from runner.cli.job_builder import (
+    SPEC,
+    ComposedJob,
+    ExtraWords,
+    JobDraft,
+    compose_job,
+    draft,
+    no_extra_words,
+    re_decode,
+)
 from runner.cli.overrides import TRUST
-from runner.core.errors import EnvironmentProblem, NotReady
+from runner.core.errors import EnvironmentProblem, NotReady, Problem, RunnerError, SpecError
 from runner.core.rank_info import VARIABLES
+from runner.spec.base import origin_of
+from runner.spec.decode import decode_unchecked
 from runner.spec.job import JobSpec
+from runner.tracker.text import print_text
 
 if TYPE_CHECKING:
     from runner.inference.model_source import ModelSource
@@ -66,7 +78,10 @@ def _explain_environment_problem(job: ComposedJob, command: Sequence[str]) -> It
 
 
 def _start(args: Namespace, words: Sequence[str]) -> int:
-    job = compose_from_args(args, words, _slurm_overrides)
+    try:
+        job = compose_from_args(args, words, _slurm_overrides)
+    except SpecError as error:
+        raise SpecError([*error.problems, *_machine_problems(args, words, error)]) from error
     from runner.launch import local
 
     if not job.spec.launch.queued:
@@ -76,11 +91,33 @@ def _start(args: Namespace, words: Sequence[str]) -> int:
     from runner.run_dir.folder import display_path
 
     if (before := srun_task.requeued_folder(args.folder)) is not None:
-        print(f"requeued {display_path(before)} was begun by this Slurm job: continuing there", file=sys.stderr)
+        print_text(f"requeued {display_path(before)} was begun by this Slurm job: continuing there", file=sys.stderr)
         return _continue_run(str(before), _trust(words))
     with srun_task.handle_slurm_signals(job.spec), _explain_environment_problem(job, _again(args, words, job)):
         srun_task.exec_srun(job.spec)
         return local.start_run(job.spec, job.overrides, job.origins, args.folder)
+
+
+def _machine_problems(args: Namespace, words: Sequence[str], error: SpecError) -> list[Problem]:
+    """What this machine lacks for the parts of a wrong job that are not wrong themselves."""
+    wrong = {problem.key.partition(".")[0] for problem in error.problems}
+    if args.spec or wrong & {"", GROUP}:  # a job that is only partly known
+        return []
+    drafted = draft(words, args.config_dir)
+    spec = None if drafted.unsure else decode_unchecked(drafted.data, drafted.origins)
+    if spec is None:
+        return []
+    from runner.launch.preflight import preflights
+
+    found: dict[str, Problem] = {}
+    for part, check in preflights(spec, here=spec.launch.here):
+        if part in wrong | found.keys():
+            continue
+        try:
+            check()
+        except RunnerError as lack:
+            found[part] = Problem(part, str(lack), origin_of(part, drafted.origins))
+    return list(found.values())
 
 
 def _again(args: Namespace, words: Sequence[str], job: ComposedJob) -> list[str]:
@@ -106,7 +143,7 @@ def compose_from_args(args: Namespace, words: Sequence[str], more: ExtraWords = 
     spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
     job = re_decode(spec, *where) if spec else compose_job(*where)
     for note in job.notes:
-        print(note, file=sys.stderr)
+        print_text(note, file=sys.stderr)
     return job
 
 
@@ -169,7 +206,7 @@ def infer(args: Namespace) -> int:
         context = loaded.tokenizer.decode(prompt_ids(loaded.tokenizer, "PROMPT", style, loaded.chat))
         asked = f"prompts go through the chat template: {context!r}"
     step = "" if loaded.step is None else f", step {loaded.step}"
-    print(f"{describe_source(source)}{step}, {asked}", file=sys.stderr)
+    print_text(f"{describe_source(source)}{step}, {asked}", file=sys.stderr)
     several = args.file is not None or len(prompts) > 1
     engine = TorchEngine(loaded.model, decide=Decisions(), max_num_seqs=1)
     longest = engine.limits.length_limit
@@ -233,10 +270,10 @@ def export(args: Namespace) -> int:
         infer_export.combine_adapters(source, target, args.combine, weights, density, args.merge, **settings)
     whole = not infer_export.is_adapter(target)
     kind = "a Hugging Face folder" if whole else "a PEFT adapter (--merge writes a whole model)"
-    print(f"{what}: {kind}", file=sys.stderr)
+    print_text(f"{what}: {kind}", file=sys.stderr)
     if whole:
         print(_other_formats(target), file=sys.stderr)
-    print(display_path(target))
+    print_text(display_path(target))
     if args.push:
         print(infer_export.push(target, args.push))
     return 0

@@ -47,7 +47,7 @@ from runner.spec.base import COMMAND_LINE
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.tracker.console import Console
-from runner.tracker.text import labeled_line
+from runner.tracker.text import labeled_line, print_text
 
 if TYPE_CHECKING:  # most jobs are one process, which needs nothing of what starts several
     from runner.launch.multi_node import PeerNodes
@@ -138,7 +138,7 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
     if read_status(folder).get("state") == "done" and spec.steps <= before.steps and spec.epochs is None:
         more = f"run resume {display_path(folder.root)} steps={before.steps * 2}"
         refuse_ignored_changes(before, spec_to_write(spec), more)
-        print(f"{display_path(folder.root)}: finished after {before.steps} steps; to continue: {more}")
+        print_text(f"{display_path(folder.root)}: finished after {before.steps} steps; to continue: {more}")
         return 0
     from runner.launch.slurm import srun_task, submission
 
@@ -175,7 +175,7 @@ def _note_longer_schedule(before: JobSpec, spec: JobSpec) -> None:
     """Say that more steps change a decaying schedule: the curve differs from that of one longer run."""
     if spec.steps != before.steps and spec.schedule.falls:
         moved = f"schedule={spec.schedule.name} now ends at step {spec.steps} and not {before.steps}"
-        print(f"note: {moved}: the learning rate rises again, unlike in one run of that length", file=sys.stderr)
+        print_text(f"note: {moved}: the learning rate rises again, unlike in one run of that length", file=sys.stderr)
 
 
 def refuse_other_job(before: JobSpec, spec: JobSpec) -> None:

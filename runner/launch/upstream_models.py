@@ -32,6 +32,7 @@ from runner.model.hub_access import is_hub_id
 from runner.model.model_folder import TOKENIZERS, adapter_base, check_model_folder, has_tokenizer, is_adapter
 from runner.run_dir.folder import RunFolder, display_path, read_mapping
 from runner.spec.job import RECIPE, JobSpec
+from runner.tracker.text import print_text
 
 
 def resolve_init_from(spec: JobSpec) -> JobSpec:
@@ -72,7 +73,7 @@ def _resolve_model(spec: JobSpec, option: str, path: str) -> str:
     elif is_hub_id(path) and "/" not in path and path != "latest":
         raise SpecError([Problem(key, f"{path}: no such folder; a hub id looks like ORG/NAME")])
     elif is_hub_id(path) and path != "latest" and not path.startswith(MODELSCOPE):
-        print(f"{key}: no folder {path} here, so taken as a hub id", file=sys.stderr)
+        print_text(f"{key}: no folder {path} here, so taken as a hub id", file=sys.stderr)
         return path
     else:
         where = _locate(path, key)
@@ -119,7 +120,7 @@ def _run_upstream(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> P
     with _lock_upstream_run(folder, f"{key}: +recipe={recipe}") as lock:
         if _is_done(folder):
             again = f"(to run it again: rm -r {display_path(folder.root)})"
-            print(
+            print_text(
                 f"{key}: +recipe={recipe} was run before, with this spec and code: taking its weights {again}",
                 file=sys.stderr,
             )
@@ -137,10 +138,10 @@ def _layout_of(recipe: str, key: str, words: Sequence[str], spec: JobSpec) -> li
     layout, why_not = layout_words(words, spec.model_dump(mode="json"))
     said = f"{key}: +recipe={recipe} runs"
     if why_not:
-        print(f"{said} as one process, as this job's layout is not for it:\n{why_not}", file=sys.stderr)
+        print_text(f"{said} as one process, as this job's layout is not for it:\n{why_not}", file=sys.stderr)
     elif spec.launch.machines > 1:
         wait = "the others wait for it, parallelism.timeout_s at most"
-        print(f"{said} on this machine's devices; {wait}", file=sys.stderr)
+        print_text(f"{said} on this machine's devices; {wait}", file=sys.stderr)
     return layout
 
 
@@ -153,7 +154,9 @@ def _run(
     what = "its own model" if own_model else "this job's model"
     begun = folder.spec.is_file()
     verb = "continuing" if begun else "running"
-    print(f"{key}: {verb} +recipe={recipe} first, on {what} ({display_path(folder.root)})", file=sys.stderr, flush=True)
+    print_text(
+        f"{key}: {verb} +recipe={recipe} first, on {what} ({display_path(folder.root)})", file=sys.stderr, flush=True
+    )
     trust = [word for word in words if word == TRUST_REMOTE_CODE]
     typed = ["resume", str(folder.root), *trust] if begun else [*words, "--folder", str(folder.root)]
     typed += layout
@@ -200,7 +203,7 @@ def _lock_upstream_run(folder: RunFolder, whose: str) -> Iterator[int]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(
+            print_text(
                 f"{whose} is being run by another job; waiting for it ({display_path(folder.root)})",
                 file=sys.stderr,
                 flush=True,

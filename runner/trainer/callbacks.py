@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from runner.core.errors import RunnerError
 from runner.interfaces import Sample, State, StepResult
@@ -211,6 +211,7 @@ class HangWatch(BaseCallback):
 
     def __init__(self, path: Path, hang_timeout_s: float) -> None:
         self._path, self._stall_s = path, hang_timeout_s
+        self._file: TextIO | None = None
 
     def on_start(self, step: int) -> None:
         self._file = self._path.open("w")
@@ -219,13 +220,19 @@ class HangWatch(BaseCallback):
     def on_step(self, end: StepResult) -> None:
         self._arm()
 
-    def on_end(self) -> None:
+    def close(self) -> None:
+        """Stop the timer, also where the run failed."""
         faulthandler.cancel_dump_traceback_later()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+    def on_end(self) -> None:
+        self.close()
         if self._path.stat().st_size == 0:
             self._path.unlink()
 
     def _arm(self) -> None:
+        assert self._file is not None  # on_start has opened it
         faulthandler.dump_traceback_later(self._stall_s, repeat=True, file=self._file)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -64,6 +65,15 @@ def test_answers_need_no_torch_and_leave_no_folder(words: list[str], code: int, 
     result = in_subprocess(*words, cwd=workdir)
     assert (result.returncode, "Traceback" in result.stderr) == (code, False), result.stderr
     assert list(workdir.iterdir()) == []
+
+
+def test_what_the_machine_lacks_is_named_with_the_mistakes(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lacks = "device=npu"  # a device that no test machine has
+    code, _, err = in_process(
+        ["+recipe=grpo_demo", "algorithm.group_size=1", "steps=-1", "optimizer.lr=-1", lacks], capsys
+    )
+    assert code == 2 and "the job spec has 4 problems" in err
+    assert all(key in err for key in ("steps: ", "optimizer.lr: ", "algorithm.group_size: ", "device: device=npu"))
 
 
 def test_python_m_runner_is_the_command(workdir: Path) -> None:
@@ -343,3 +353,40 @@ def test_no_name_steers_the_terminal(workdir: Path, capsys: pytest.CaptureFixtur
             assert main(words) == 2
         said = "".join(capsys.readouterr())
         assert "owned" in said and "\x1b" not in said and "\x07" not in said, words
+
+
+def test_no_name_of_a_file_or_a_recipe_steers_the_terminal(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    title = "\x1b]0;owned\x07"
+    Path("recipes").mkdir()
+    Path("recipes", f"x{title}.yaml").write_text(f"# One.{title}\ndefaults: [sft_demo]\nsteps: 3\n")
+    Path("outputs", f"run{title}").mkdir(parents=True)
+    recipe = f"+recipe=recipes/x{title}.yaml"
+    for words in (
+        ["list", "recipe"],
+        ["help", "recipes"],
+        [recipe, "--info", "defaults"],
+        ["report", f"outputs/run{title}"],
+    ):
+        with suppress(SystemExit):
+            main(words)
+        said = "".join(capsys.readouterr())
+        assert "owned" in said and "\x1b" not in said and "\x07" not in said, words
+
+
+def test_all_that_is_printed_has_its_control_characters_written_out() -> None:
+    """Each print is of a literal, JSON or YAML, or text that `runner.tracker.text` has escaped."""
+    escape = {"dumps", "safe_dump", "safe_dump_all", "escape_controls", "shown_as"}
+
+    def is_safe(node: ast.expr) -> bool:
+        if isinstance(node, ast.Call):
+            return ast.unparse(node.func).rpartition(".")[2] in escape
+        if isinstance(node, ast.IfExp):
+            return is_safe(node.body) and is_safe(node.orelse)
+        return isinstance(node, ast.Constant) or ast.unparse(node).isupper()  # a constant of the module
+
+    found = []
+    for path in (*ROOT.glob("runner/cli/*.py"), *ROOT.glob("runner/launch/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and not all(map(is_safe, node.args)):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
