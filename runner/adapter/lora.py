@@ -116,21 +116,30 @@ def _refused_names(inner: Any, names: set[str]) -> dict[str, str]:
     """The last parts of module names that no adapter can be at in this architecture, and why: peft refuses them, or the
     model reads their weights without calling them. None where the architecture cannot be made without numbers, so that
     peft itself says it of the model."""
-    import peft
-
     if (blank := _blank_copy(inner)) is None:
         return {}
     called = {name.rpartition(".")[2] for name in _called_modules(blank)}
     found = dict.fromkeys(names - called, "the model reads its weights without calling it") if called else {}
-    for name in sorted(names):
-        settings = peft.LoraConfig(r=1, target_modules=[name])
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                peft.inject_adapter_in_model(settings, blank, f"trial_{name}", low_cpu_mem_usage=True)
-        except ValueError as error:
-            found[name] = str(error)
-        vars(blank).pop("peft_config", None)  # or the next one would be a second adapter
+    if _peft_objection(blank, sorted(names - found.keys())) is None:  # together: some are targets only with others
+        return found
+    for name in sorted(names - found.keys()):
+        if (objection := _peft_objection(_blank_copy(inner), [name])) is not None:
+            found[name] = objection
     return found
+
+
+def _peft_objection(blank: Any, names: list[str]) -> str | None:
+    """What peft says against these targets in a model, which is changed by the trial; None = nothing."""
+    import peft
+
+    if not names:
+        return None
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            peft.inject_adapter_in_model(peft.LoraConfig(r=1, target_modules=names), blank, low_cpu_mem_usage=True)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _blank_copy(inner: Any) -> Any:

@@ -347,7 +347,8 @@ def resolve_model_path(path: str, key: str, base: str | None = None) -> str:
     """The folder or hub id that `path`, the value of the option `key`, means: a run is its export, a model of
     ModelScope is downloaded. Raises SpecError where there is none, and what a damaged folder raises."""
     try:
-        source = fetch_source(parse_source(path, base=base))
+        source = parse_source(path, base=base)
+        source = fetch_source(source) if source.kind == "modelscope" else source  # of the hub: a job's preflight
     except EnvironmentProblem as error:
         raise SpecError([Problem(key, str(error))]) from error
     if source.kind == "hub" and not source.adapters:

@@ -22,7 +22,6 @@ def test_a_hub_id_is_said_to_be_taken_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("runner.inference.model_source.check", lambda path: None)
     assert resolve_model_path("owner/name", "model.path") == "owner/name"
     assert capsys.readouterr().err == "model.path: no folder owner/name here, so taken as a hub id\n"
 
