@@ -99,25 +99,25 @@ def _start(args: Namespace, words: Sequence[str]) -> int:
 
 
 def _machine_problems(args: Namespace, words: Sequence[str], error: SpecError) -> list[Problem]:
-    """What this machine lacks for the parts of a wrong job that are not wrong themselves."""
+    """What this machine lacks for the device and the sampler of a wrong job, where these are not wrong themselves.
+
+    Nothing that asks a network: the answer to a mistake does not wait for that.
+    """
     wrong = {problem.key.partition(".")[0] for problem in error.problems}
     if args.spec or wrong & {"", GROUP}:  # a job that is only partly known
         return []
     drafted = draft(words, args.config_dir)
     spec = None if drafted.unsure else decode_unchecked(drafted.data, drafted.origins)
-    if spec is None:
+    if spec is None or not spec.launch.here:
         return []
-    from runner.launch.preflight import preflights
-
-    found: dict[str, Problem] = {}
-    for part, check in preflights(spec, here=spec.launch.here):
-        if part in wrong | found.keys():
-            continue
+    found = []
+    for part, check in (("device", spec.device.preflight), ("sampler", spec.sampler.preflight_here)):
         try:
             check()
         except RunnerError as lack:
-            found[part] = Problem(part, str(lack), origin_of(part, drafted.origins))
-    return list(found.values())
+            if part not in wrong:
+                found.append(Problem(part, str(lack), origin_of(part, drafted.origins)))
+    return found
 
 
 def _again(args: Namespace, words: Sequence[str], job: ComposedJob) -> list[str]:

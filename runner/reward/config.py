@@ -239,8 +239,8 @@ class CodeConfig(ColumnConfig, ExtractConfig, PooledConfig):
         if (reason := sandbox_problem(self)) is not None:
             raise EnvironmentProblem(
                 f"reward=code cannot make a sandbox here: {reason}\n"
-                "  install bubblewrap 0.8 or newer (apt install bubblewrap), and allow user namespaces;\n"
-                "  or run the code elsewhere: reward.url=http://HOST:PORT of a SandboxFusion service (docs/rewards.md)"
+                "  apt install bubblewrap  # 0.8 or newer; user namespaces must be allowed\n"
+                "  or reward.url=http://HOST:PORT of a SandboxFusion service (docs/rewards.md)"
             )
 
 
