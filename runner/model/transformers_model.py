@@ -67,8 +67,7 @@ class TransformersModel:
         decide: Decide,
         source: WeightsSource | None = None,
     ) -> None:
-        """Look at the model and decide how it runs. `module` is on its device; `seed` is that
-        of its initial weights, adapters included."""
+        """Choose how the model runs. `module` is on its device; `seed`: of its initial weights and adapters."""
         self.module = module
         self.whole = FsdpRoot(module)
         self.inner: Any = module
@@ -254,10 +253,8 @@ class TransformersModel:
     def save(self, folder: Path | None) -> None:
         """Write a Hugging Face folder (safetensors, configs, tokenizer) or a PEFT adapter folder.
 
-        An adapter folder if `module` is a peft model whose base exists elsewhere. Does not change the model. Raises
-        RunnerError if the files cannot hold all that is trainable. Of a sharded model all ranks are needed: one gives
-        the folder, the others None. Host memory holds one tensor after the other, or those of the adapter; the whole
-        model if the adapter is merged.
+        An adapter folder if `module` is a peft model whose base exists elsewhere. Raises RunnerError if the files lack
+        numbers that are trainable. Of a sharded model all ranks are needed: one gives the folder, the others None.
         """
         # where another than torch keeps the pieces
         with nullcontext() if self.whole.is_sharded else self.summon_full_params():
@@ -276,9 +273,8 @@ class TransformersModel:
     ) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors of a part (see `hf_state_dict`), named as in a Hugging Face or PEFT folder.
 
-        Floating-point numbers as `dtype`, None = the base's own. Collective: all ranks iterate, and those without
-        `keep` get nothing. A tensor may be the model's own memory. Raises SpecError, at the first one, for an adapter
-        that cannot be merged.
+        Collective: all ranks iterate, and those without `keep` get nothing. dtype: of floating-point numbers, None = that
+        of the base. Raises SpecError, at the first tensor, for an adapter that cannot be merged.
         """
         if subset not in ("base", "adapter") and self.module is not self.inner:
             self._refuse_tied_ends()
@@ -295,10 +291,7 @@ class TransformersModel:
         return HfStateDict(self.module, self.inner)
 
     def save_configs(self, folder: Path) -> None:
-        """Write what `save` writes except weights, of the merged model: configs and tokenizer. Raises OSError.
-
-        The adapter's config goes into a folder of its own, `adapter`, or the model would be taken for one.
-        """
+        """Write the merged model's configs and tokenizer; an adapter's config into `adapter`. Raises OSError."""
         hf_state_dict.write_configs(self._hf_state_dict.converter.model, folder)
         with no_progress_bar():
             self.tokenizer.save_pretrained(folder)
