@@ -156,9 +156,8 @@ def build(
     place: RankInfo = SINGLE_RANK,
 ) -> BuiltJob:
     """Build everything that `spec` names, on the rank at `place`; all ranks do, in step with one another."""
-    registry = default_registry()
     device = build_device(spec, decide)
-    world: ParallelContext = registry.factory(spec.parallelism)(spec.parallelism, device=device, place=place)
+    world: ParallelContext = default_registry().factory(spec.parallelism)(spec.parallelism, device=device, place=place)
     tokenizer = build_tokenizer(spec)
     data = _data(spec, tokenizer, world, decide)
     spec = resolve_epochs(spec, len(data), decide)
@@ -175,7 +174,7 @@ def build(
 
         sampler = build_sampler(spec, cast(GenerativeModel, model), tokenizer, device, world, decide, folder, store)
     parts = AlgorithmInputs(data, tokenizer, spec.seed, decide, sampler, reward, environments, models.frozen, extend)
-    algorithm = registry.factory(spec.algorithm)(spec.algorithm, parts)
+    algorithm = default_registry().factory(spec.algorithm)(spec.algorithm, parts)
     _precompute_references(spec, models, algorithm, data, decide, outlets.say)
     publisher = None
     if sampler is not None:
