@@ -108,7 +108,7 @@ def test_whoever_is_killed_nothing_is_left(victim: str, tmp_path: Path) -> None:
 def test_six_and_two_npus_are_reserved_and_printed_and_then_it_is_the_ranks_that_refuse(
     npus: Cluster, tmp_path: Path
 ) -> None:
-    said = Job(tmp_path).run("+recipe=grpo_npu", f"launch.rdzv_endpoint={npus.address}", code=2)
+    said = Job(tmp_path).run("+recipe=grpo_npu", f"launch.address={npus.address}", code=2)
     assert "8 NPUs (6 to train, 2 to sample) in one placement group" in said
     assert "NPU 0, 1, 2, 3, 4" in said and "samplers" in said
     assert "this machine is not ready for an Ascend NPU" in said, "of the ranks' machines, which said it once"
@@ -116,7 +116,7 @@ def test_six_and_two_npus_are_reserved_and_printed_and_then_it_is_the_ranks_that
 
 
 def test_what_cannot_be_placed_is_refused_at_once(npus: Cluster, tmp_path: Path) -> None:
-    at = f"launch.rdzv_endpoint={npus.address}"
+    at = f"launch.address={npus.address}"
     said = Job(tmp_path).run("+recipe=grpo_npu", at, "launch.devices=7", code=2)
     had = f"wants 9 NPUs (7 to train, 2 to sample), and Ray at {npus.address} has 8 NPUs on 2 nodes"
     assert any(f"{had} ({nodes})" in said for nodes in ("5 + 3", "3 + 5")), "in Ray's order"
@@ -129,7 +129,7 @@ def test_what_cannot_be_placed_is_refused_at_once(npus: Cluster, tmp_path: Path)
 def test_a_full_object_store_is_no_matter_and_a_node_that_is_lost_is_said(npus: Cluster, tmp_path: Path) -> None:
     """Nothing of a job goes through the store. The last test of this cluster: it loses a node."""
     job = Job(tmp_path)
-    on_both = ("device.threads=3", f"launch.rdzv_endpoint={npus.address}")  # four cores each: one rank each
+    on_both = ("device.threads=3", f"launch.address={npus.address}")  # four cores each: one rank each
     process = job.start(*LONG, *on_both)
     wait_until(lambda: job.steps() >= 2, process)
     npus.fill_store()

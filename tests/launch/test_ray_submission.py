@@ -104,7 +104,7 @@ def test_a_real_cluster_runs_the_answer(tmp_path: Path) -> None:
     job.run(*words)
     with head() as cluster:
         one = Job(tmp_path, "submitted.txt")
-        at = (f"launch.rdzv_endpoint={cluster.address}", "--folder", str(tmp_path / "shared"))
+        at = (f"launch.address={cluster.address}", "--folder", str(tmp_path / "shared"))
         said = one.run(*words, "launch=ray", *at, code=2)
         command = shlex.split(next(line for line in said.splitlines() if "ray job submit" in line))
         ray = [sys.executable, "-P", "-m", "ray.scripts.scripts", *command[1:]]
