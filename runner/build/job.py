@@ -9,7 +9,7 @@ Data comes before the model, so that a mistake in it is found before gigabytes a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -184,6 +184,7 @@ def build(
     activity = DeviceStats(device.stats_readers(), spec.watch.device_stats_interval_s)
     own = _plugin_callbacks(spec, folder, model, outlets, place, decide)
     callbacks = _callbacks(spec, folder, evaluate, activity, publisher, outlets, decide, own.values())
+    ends = tuple(one.close for one in (reward, publisher, sampler) if one is not None)
     job = TrainingJob(
         steps=spec.steps,
         device=device,
@@ -197,12 +198,7 @@ def build(
         stop=stop,
         flops={role: one.batch_flops for role, one in models.flops.items()},
         peak_flops=peak_flops(device, model.compute_dtype, decide).flops,
-        closing=(
-            *(one.close for one in callbacks if isinstance(one, HangWatch)),  # closed last: closing may hang, too
-            activity.close,
-            store.close,
-            *(one.close for one in (reward, publisher, sampler) if one is not None),
-        ),
+        closing=(*_hang_timers(callbacks), activity.close, store.close, *ends),  # in reverse: closing may hang, too
     )
     built = BuiltJob(job, model, store, _sections(job), _identity(spec, data, models, world), data, world, own)
     callbacks.append(_checkpoint_callback(spec, built))
@@ -230,6 +226,11 @@ def _precompute_references(
 def _sections(job: TrainingJob) -> dict[str, Any]:
     """What a checkpoint holds the state of."""
     return {**job.learners, "algorithm": job.algorithm, "feed": job.feed}
+
+
+def _hang_timers(callbacks: Iterable[Callback]) -> Iterator[Callable[[], None]]:
+    """What stops the timer of each HangWatch."""
+    return (one.close for one in callbacks if isinstance(one, HangWatch))
 
 
 def _checkpoint_callback(spec: JobSpec, built: BuiltJob) -> SaveCheckpoints:
