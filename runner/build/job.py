@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -33,7 +33,17 @@ from runner.core.rank_info import RankInfo
 from runner.core.signals import StopSignal
 from runner.device.base import peak_flops
 from runner.distributed.work_partition import run_on_rank0
-from runner.interfaces import Algorithm, Callback, Data, GenerativeModel, RankCollectives, State, TrainableModel
+from runner.interfaces import (
+    Algorithm,
+    Callback,
+    Data,
+    Device,
+    GenerativeModel,
+    RankCollectives,
+    Sampler,
+    State,
+    TrainableModel,
+)
 from runner.interfaces.learning import AlgorithmInputs
 from runner.parallelism.parallel_context import ParallelContext
 from runner.run_dir.folder import RunFolder
@@ -168,19 +178,11 @@ def build(
     models = build_models(spec, tokenizer, device, world, decide)
     main, model = models.main, models.model
     reward = build_reward(*given) if spec.reward.runs_model else reward
-    sampler = None
-    if spec.algorithm.needs_sampler:
-        from runner.build.samplers import build_sampler
-
-        sampler = build_sampler(spec, cast(GenerativeModel, model), tokenizer, device, world, decide, folder, store)
+    sampler = _sampler(spec, model, tokenizer, device, world, decide, folder, store)
     parts = AlgorithmInputs(data, tokenizer, spec.seed, decide, sampler, reward, environments, models.frozen, extend)
     algorithm = default_registry().factory(spec.algorithm)(spec.algorithm, parts)
     _precompute_references(spec, models, algorithm, data, decide, outlets.say)
-    publisher = None
-    if sampler is not None:
-        from runner.build.samplers import build_publisher
-
-        publisher = build_publisher(spec, folder, sampler, main, cast(GenerativeModel, model), world)
+    publisher = _publisher(spec, folder, sampler, models, world)
     evaluate = None
     if spec.evaluation.every:
         from runner.build.evaluation import build_evaluation
@@ -190,6 +192,7 @@ def build(
     activity = DeviceStats(device.stats_readers(), spec.watch.device_stats_interval_s)
     own = _plugin_callbacks(spec, folder, model, outlets, place, decide)
     callbacks = _callbacks(spec, folder, evaluate, activity, publisher, outlets, decide, own.values())
+    ends = tuple(one.close for one in (reward, publisher, sampler) if one is not None)
     job = TrainingJob(
         steps=spec.steps,
         device=device,
@@ -203,16 +206,40 @@ def build(
         stop=stop,
         flops={role: one.batch_flops for role, one in models.flops.items()},
         peak_flops=peak_flops(device, model.compute_dtype, decide).flops,
-        closing=(
-            *(one.close for one in callbacks if isinstance(one, HangWatch)),  # closed last: closing may hang, too
-            activity.close,
-            store.close,
-            *(one.close for one in (reward, publisher, sampler) if one is not None),
-        ),
+        closing=(*_hang_timers(callbacks), activity.close, store.close, *ends),  # in reverse: closing may hang, too
     )
     built = BuiltJob(job, model, store, _sections(job), _identity(spec, data, models, world), data, world, spec, own)
     callbacks.append(_checkpoint_callback(spec, built))
     return built
+
+
+def _sampler(
+    spec: JobSpec,
+    model: TrainableModel,
+    tokenizer: Any,
+    device: Device,
+    world: ParallelContext,
+    decide: Decisions,
+    folder: RunFolder,
+    store: CheckpointStore,
+) -> Sampler | None:
+    """The sampler; None for an algorithm that samples nothing."""
+    if not spec.algorithm.needs_sampler:
+        return None
+    from runner.build.samplers import build_sampler
+
+    return build_sampler(spec, cast(GenerativeModel, model), tokenizer, device, world, decide, folder, store)
+
+
+def _publisher(
+    spec: JobSpec, folder: RunFolder, sampler: Sampler | None, models: Models, world: ParallelContext
+) -> Publisher | None:
+    """What sends weights to the sampler, if there is one."""
+    if sampler is None:
+        return None
+    from runner.build.samplers import build_publisher
+
+    return build_publisher(spec, folder, sampler, models.main, cast(GenerativeModel, models.model), world)
 
 
 def _data(spec: JobSpec, tokenizer: Any, world: ParallelContext, decide: Decisions) -> Data:
@@ -255,6 +282,11 @@ def _precompute_references(
 def _sections(job: TrainingJob) -> dict[str, Any]:
     """What a checkpoint holds the state of."""
     return {**job.learners, "algorithm": job.algorithm, "feed": job.feed}
+
+
+def _hang_timers(callbacks: Iterable[Callback]) -> Iterator[Callable[[], None]]:
+    """What stops the timer of each HangWatch."""
+    return (one.close for one in callbacks if isinstance(one, HangWatch))
 
 
 def _checkpoint_callback(spec: JobSpec, built: BuiltJob) -> SaveCheckpoints:
