@@ -37,7 +37,6 @@ from runner.interfaces import (
     Algorithm,
     Callback,
     Data,
-    Device,
     GenerativeModel,
     RankCollectives,
     Sampler,
@@ -213,22 +212,13 @@ def build(
     return built
 
 
-def _sampler(
-    spec: JobSpec,
-    model: TrainableModel,
-    tokenizer: Any,
-    device: Device,
-    world: ParallelContext,
-    decide: Decisions,
-    folder: RunFolder,
-    store: CheckpointStore,
-) -> Sampler | None:
-    """The sampler; None for an algorithm that samples nothing."""
+def _sampler(spec: JobSpec, model: TrainableModel, *given: Any) -> Sampler | None:
+    """The sampler (see `build_sampler`); None for an algorithm that samples nothing."""
     if not spec.algorithm.needs_sampler:
         return None
     from runner.build.samplers import build_sampler
 
-    return build_sampler(spec, cast(GenerativeModel, model), tokenizer, device, world, decide, folder, store)
+    return build_sampler(spec, cast(GenerativeModel, model), *given)
 
 
 def _publisher(

@@ -8,6 +8,7 @@ from argparse import Namespace
 from runner.cli.args import UsageError
 from runner.cli.job import check_sampling, describe_source, resolve_source
 from runner.core.errors import EnvironmentProblem
+from runner.tracker.text import print_text
 
 
 def run(args: Namespace) -> int:
@@ -31,7 +32,7 @@ def run(args: Namespace) -> int:
     from runner.inference.torch_engine import TorchEngine
 
     step = "" if loaded.step is None else f", step {loaded.step}"
-    print(f"{describe_source(source)}{step}; /help lists the commands", file=sys.stderr)
+    print_text(f"{describe_source(source)}{step}; /help lists the commands", file=sys.stderr)
     if loaded.prompt_style == "text":
         print("it was trained on plain text, so that a chat is new to it", file=sys.stderr)
     sampling = {"temperature": args.temperature, "top_p": args.top_p or 1.0, "seed": args.seed or 0}

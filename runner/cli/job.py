@@ -260,7 +260,7 @@ def export(args: Namespace) -> int:
         )
         target, what = done.folder, f"{describe_source(source)}, step {done.step}"
         checked = f"check    {done.check}" if done.check else "check    none (--check compares the folder with the run)"
-        print(checked, file=sys.stderr)
+        print_text(checked, file=sys.stderr)
     else:
         from runner.launch import infer_export
 
@@ -272,10 +272,10 @@ def export(args: Namespace) -> int:
     kind = "a Hugging Face folder" if whole else "a PEFT adapter (--merge writes a whole model)"
     print_text(f"{what}: {kind}", file=sys.stderr)
     if whole:
-        print(_other_formats(target), file=sys.stderr)
+        print_text(_other_formats(target), file=sys.stderr)
     print_text(display_path(target))
     if args.push:
-        print(infer_export.push(target, args.push))
+        print_text(infer_export.push(target, args.push))
     return 0
 
 

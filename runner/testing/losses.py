@@ -117,6 +117,7 @@ def _check_kl_estimator(one: Registration) -> None:
     logprobs = (-_normal(10).abs() - 0.1).requires_grad_()
     reference = (logprobs + 0.5 * _normal(10, seed=1)).detach()
     inputs: Inputs = {"logprobs": logprobs, "reference_logprobs": reference, "ratio": torch.ones(10)}
+    inputs |= {"max_log_ratio": 20.0}
     made = _call_registered(one, inputs)
     require(_is_tensor(made, 10) and bool(made.isfinite().all()), f"{one.name} returns a finite [T]; got {made!r}")
     zero = _call_registered(one, inputs | {"reference_logprobs": logprobs.detach()})

@@ -14,7 +14,7 @@ from runner.core.batch import micro_batches, pack, with_totals
 from runner.core.metrics import Metrics
 from runner.interfaces import EvalQuestion, TokenizedExample
 from runner.interfaces.learning import AlgorithmInputs
-from tests.algorithm.harness import model_of
+from tests.algorithm.harness import make_model
 
 ITEMS = [
     TokenizedExample((1, 2, 3), (0.0, 1.0, 1.0)),
@@ -96,7 +96,7 @@ def test_branches_of_an_item_train_as_rows_of_their_own_do() -> None:
     for items in ([joined, ITEMS[0]], [*alone, ITEMS[0]]):
         batch = pack([i.ids for i in items], [i.weights for i in items], [i.branches for i in items])
         batch = with_totals(batch, batch.count())
-        model, loss = model_of(1), CrossEntropy()
+        model, loss = make_model(1), CrossEntropy()
         value, _ = model.linear_loss(batch, loss.grad_weights(batch))
         value.backward()
         found.append((value, *(p.grad for p in model.trainable().values())))

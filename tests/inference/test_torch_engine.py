@@ -96,9 +96,9 @@ def test_a_model_without_a_growing_cache_serves_in_waves(monkeypatch: pytest.Mon
 
 def test_sampled_tokens_and_logprobs_are_those_of_the_sampler() -> None:
     model, prompts = causal("qwen2"), rows((3, 9, 17))
-    sampler = TorchSampler(TorchSamplerConfig(temperature=0.7, top_p=0.9), model, decide=Decisions())
+    sampler = TorchSampler(TorchSamplerConfig(temperature=1.0, top_p=0.9), model, decide=Decisions())
     asked = [Request(tuple(p), seed=at, max_new_tokens=20, group=at, raw=True) for at, p in enumerate(prompts)]
-    params = [SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=20, seed=at) for at in range(3)]
+    params = [SamplingParams(temperature=1.0, top_p=0.9, max_new_tokens=20, seed=at) for at in range(3)]
     requests = [GenerationRequest(str(at), tuple(p), params[at]) for at, p in enumerate(prompts)]
     found = run(engine(model), requests)
     for at, rollout in enumerate(sampler.sample(asked)):
