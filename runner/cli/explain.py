@@ -103,7 +103,7 @@ def _chat(now: JobDraft, registry: Registry) -> int:
     from runner.cli.explain_chat import explain_chat
 
     for line in explain_chat(spec):
-        print(line)
+        print_text(line)
     return 0
 
 
