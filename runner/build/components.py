@@ -18,6 +18,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError, UnsupportedModelError
 from runner.core.paths import cache_folder
 from runner.core.rng import derive_seed
+from runner.data.config import DataConfig
 from runner.interfaces import (
     Data,
     Device,
@@ -34,14 +35,14 @@ from runner.model.initial_weights import DTYPES, InstallFusedOps
 from runner.model.transformers_model import TransformersModel
 from runner.parallelism.parallel_context import ParallelContext
 from runner.run_dir.folder import RunFolder
-from runner.spec.base import Dtype, Head
+from runner.spec.base import Dtype, Head, ItemKind
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry, resolve
 from runner.spec.suggest import nearest_word
 from runner.trainer.learner import LocalLearner
 
 if TYPE_CHECKING:
-    from runner.parallelism.rollout_partition import PartitionedEnvironments
+    from runner.parallelism.rollout_partition import PartitionedEnvironments, PartitionedReward
     from runner.trainer.reference_model import FrozenModel
 
 log = logging.getLogger("runner")
@@ -82,9 +83,11 @@ def build_tokenizer(spec: JobSpec) -> Any:
     return resolve(type(spec.model).tokenizer_factory)(spec.model)
 
 
-def build_data(spec: JobSpec, tokenizer: Any, decide: Decisions) -> Data:
-    """The data, read, checked and tokenised."""
-    config = spec.data
+def build_data(
+    spec: JobSpec, tokenizer: Any, decide: Decisions, config: DataConfig | None = None, kind: ItemKind | None = None
+) -> Data:
+    """The data, read, checked and tokenised: of the job, or of `config` as items of `kind`."""
+    config = config or spec.data
     if spec.algorithm.loss_on_prompt and hasattr(config, "loss_on"):
         config = config.model_copy(update={"loss_on": "all"})
     data: Data = default_registry().factory(config)(
@@ -93,7 +96,7 @@ def build_data(spec: JobSpec, tokenizer: Any, decide: Decisions) -> Data:
         seed=spec.seed,
         decide=decide,
         cache_dir=cache_folder(),
-        kind=spec.algorithm.item_kind,
+        kind=kind or spec.algorithm.item_kind,
     )
     return data
 
@@ -349,8 +352,6 @@ def build_models(spec: JobSpec, tokenizer: Any, device: Device, world: ParallelC
 
 def refuse_missing_columns(spec: JobSpec, data: Data) -> None:
     """Raise SpecError for a column that the reward needs and no row has, before the model is loaded."""
-    if not spec.algorithm.needs_sampler:
-        return
     missing = [(key, name) for key, name in spec.reward.required_columns() if name not in data.columns]
     if not missing:
         return
@@ -370,11 +371,9 @@ def _column_advice(spec: JobSpec, key: str, name: str, meant: str) -> str:
 
 
 def build_reward(
-    spec: JobSpec, tokenizer: Any, device: Device, world: ParallelContext, decide: Decisions, folder: RunFolder
-) -> Reward | None:
-    """The reward; user code keeps its log in the run's folder."""
-    if not spec.algorithm.needs_sampler:
-        return None
+    spec: JobSpec, tokenizer: Any, device: Device, peers: RankCollectives, decide: Decisions, folder: RunFolder
+) -> PartitionedReward | None:
+    """The job's reward, for the thread that has `peers`; user code keeps its log in the run's folder."""
     reward: Reward | None = default_registry().factory(spec.reward)(
         spec.reward,
         device=device.torch_device,
@@ -386,7 +385,7 @@ def build_reward(
     )
     from runner.parallelism.rollout_partition import partition_reward
 
-    return None if reward is None else partition_reward(reward, world.rollout_peers)
+    return None if reward is None else partition_reward(reward, peers)
 
 
 def build_environments(spec: JobSpec, peers: RankCollectives, decide: Decisions) -> PartitionedEnvironments | None:

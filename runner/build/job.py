@@ -33,7 +33,7 @@ from runner.core.rank_info import RankInfo
 from runner.core.signals import StopSignal
 from runner.device.base import peak_flops
 from runner.distributed.work_partition import run_on_rank0
-from runner.interfaces import Algorithm, Callback, Data, GenerativeModel, RankCollectives, State, TrainableModel
+from runner.interfaces import Algorithm, Callback, Data, GenerativeModel, RankCollectives, Reward, State, TrainableModel
 from runner.interfaces.learning import AlgorithmInputs
 from runner.parallelism.parallel_context import ParallelContext
 from runner.run_dir.folder import RunFolder
@@ -160,7 +160,7 @@ def build(
     data = _data(spec, tokenizer, world, decide)
     models = build_models(spec, tokenizer, device, world, decide)
     main, model = models.main, models.model
-    reward = build_reward(spec, tokenizer, device, world, decide, folder)
+    reward = build_reward(spec, tokenizer, device, world.rollout_peers, decide, folder)
     sampler = None
     if spec.algorithm.needs_sampler:
         from runner.build.samplers import build_sampler
@@ -175,12 +175,21 @@ def build(
         from runner.build.samplers import build_publisher
 
         publisher = build_publisher(spec, folder, sampler, main, cast(GenerativeModel, model), world)
-    evaluate = None
+    evaluate, judges = None, list[Reward]()
     if spec.evaluation.every:
         from runner.build.evaluation import build_evaluation
 
+        def make_reward(of: JobSpec) -> Reward | None:
+            """One for the thread that trains, with a state of its own: evaluation leaves no trace in training."""
+            if reward is not None and of.reward == spec.reward and spec.reward.uses_device_model():
+                return reward.with_peers(world.world_peers)  # the model has no state, and a second one costs memory
+            made = build_reward(of, tokenizer, device, world.world_peers, decide, folder)
+            judges.extend([] if made is None else [made])
+            return made
+
         spoken = environments and replace(environments, peers=world.world_peers)  # with the thread that trains
-        evaluate = build_evaluation(spec, data, main, model, algorithm, models.by_role, world, spoken, decide)
+        roles = models.by_role
+        evaluate = build_evaluation(spec, data, main, model, algorithm, roles, world, spoken, decide, make_reward)
     activity = DeviceStats(device.stats_readers(), spec.watch.device_stats_interval_s)
     own = _plugin_callbacks(spec, folder, model, outlets, place, decide)
     callbacks = _callbacks(spec, folder, evaluate, activity, publisher, outlets, decide, own.values())
@@ -197,7 +206,7 @@ def build(
         stop=stop,
         flops={role: one.batch_flops for role, one in models.flops.items()},
         peak_flops=peak_flops(device, model.compute_dtype, decide).flops,
-        closing=(activity.close, store.close, *(one.close for one in (reward, publisher, sampler) if one is not None)),
+        closing=(activity.close, store.close, *(one.close for one in (*judges, reward, publisher, sampler) if one)),
     )
     built = BuiltJob(job, model, store, _sections(job), _identity(spec, data, models, world), data, world, own)
     callbacks.append(_checkpoint_callback(spec, built))
@@ -308,4 +317,5 @@ def _callbacks(
 
 def _evaluation(spec: JobSpec, evaluate: Callable[[], EvaluationReport], outlets: OutputSinks) -> RunEvaluation:
     wanted = spec.evaluation
-    return RunEvaluation(evaluate, every=wanted.every, keep=wanted.samples, record=outlets.samples, say=outlets.say)
+    keep = wanted.logged_samples * (1 + len(wanted.sets))
+    return RunEvaluation(evaluate, every=wanted.every, keep=keep, record=outlets.samples, say=outlets.say)

@@ -113,8 +113,8 @@ def check_spec(spec: JobSpec, *, here: bool = False) -> JobSpec:
     here: the job's processes run on this machine, so its device and packages are checked too. Raises SpecError,
     DataError, NotReady.
     """
-    local = {name: getattr(spec, name).with_absolute_paths() for name in ("data", "model", "algorithm", "reward")}
-    spec = spec.model_copy(update=local)
+    local = ("data", "model", "algorithm", "reward", "evaluation")
+    spec = spec.model_copy(update={name: getattr(spec, name).with_absolute_paths() for name in local})
     if spec.model.source is not None:
         from runner.model.hub_access import check_path
 
