@@ -13,7 +13,7 @@ from runner.cli.main import main
 from runner.core.errors import SpecError
 from tests.small import TINY
 
-SHORT = (*TINY[1:], "algorithm.batch_size=4", "steps=2", "checkpoint.every=0", "evaluation.max_new_tokens=4")
+SHORT = (*TINY[2:], "algorithm.batch_size=4", "steps=2", "checkpoint.every=0", "evaluation.max_new_tokens=4")
 SAMPLED = ("sampler=torch", "sampler.max_new_tokens=4", "algorithm.group_size=2", "reward=length", "reward.target=3")
 ALGORITHMS = {
     "sft": ("algorithm=sft", "adapter=lora", "adapter.dropout=0.2"),
@@ -56,7 +56,7 @@ def test_training_is_bit_for_bit_the_same_with_evaluation_and_without(algorithm:
 
 
 def test_held_out_rewards_are_measured_without_being_asked_for(workdir: Path) -> None:
-    steps, _ = run(*ALGORITHMS["grpo"], "evaluation.every=2", "reward=exact", "~reward.target")
+    steps, _ = run("algorithm=grpo", *SAMPLED[:3], "reward=exact", "evaluation.every=2")
     last = steps[-1]
     assert last["eval/reward/mean"] == last["eval/exact_match"] == last["eval/mean@1"], "greedy answers, scored by both"
     assert last["eval/reward/num_failed"] == 0 and 0 <= last["eval/truncated_frac"] <= 1
@@ -82,7 +82,9 @@ REFUSED = {
         "evaluation.sets.a={reward: {name: numeric, toleranse: 1}}",
     ),
     "evaluation.sets.a.samples: expected an integer at least 0, got -1": ("evaluation.sets.a={samples: -1}",),
-    "evaluation.sets.a.data.held_out": ("evaluation.sets.a={data: {name: demo, digits: 2, held_out: 900}}",),
+    "evaluation.sets.a.data.items: 4000 and data.held_out=900 are more": (
+        "evaluation.sets.a={data: {name: demo, digits: 2, held_out: 900}}",
+    ),
     "evaluation.sets.reward: cannot be a set's name": ("evaluation.sets.reward={samples: 1}",),
     "evaluation.temperature: a greedy answer has no temperature": ("evaluation.temperature=0.5",),
     "evaluation.sets: never measured, because evaluation.every=0": ("evaluation.every=0", "evaluation.sets.a={}"),
@@ -92,14 +94,14 @@ REFUSED = {
 @pytest.mark.parametrize("text", REFUSED)
 def test_it_is_refused_before_anything_is_built(text: str, workdir: Path) -> None:
     with pytest.raises(SpecError) as error:
-        compose_job(["+recipe=sft_demo", "checkpoint.best=null", *REFUSED[text]])
+        compose_job(["algorithm=sft", *REFUSED[text]])
     assert text in str(error.value)
 
 
 @pytest.mark.parametrize("metric", ["eval/pass@4", "eval/mean@4", "eval/hard/reward/mean", "eval/hard/exact_match"])
 def test_a_metric_that_the_job_has_chooses_the_best_checkpoint(metric: str, workdir: Path) -> None:
     words = ("evaluation.samples=4", "evaluation.sets.hard={reward: {name: exact}}")
-    assert compose_job(["+recipe=sft_demo", *words, f"checkpoint.best={metric}"]).spec.checkpoint.best == metric
+    assert compose_job(["algorithm=sft", *words, f"checkpoint.best={metric}"]).spec.checkpoint.best == metric
 
 
 def test_rows_of_a_file_are_a_set(workdir: Path) -> None:
