@@ -14,7 +14,7 @@ from runner.core.errors import SpecError
 from tests.small import TINY
 
 SHORT = (*TINY[2:], "algorithm.batch_size=4", "steps=2", "checkpoint.every=0", "evaluation.max_new_tokens=4")
-SAMPLED = ("sampler=torch", "sampler.max_new_tokens=4", "algorithm.group_size=2", "reward=length", "reward.target=3")
+SAMPLED = ("sampler=torch", "sampler.max_new_tokens=4", "algorithm.group_size=4", "reward=rehearsal")
 ALGORITHMS = {
     "sft": ("algorithm=sft", "adapter=lora", "adapter.dropout=0.2"),
     "dpo": ("algorithm=dpo",),
@@ -25,9 +25,9 @@ ALGORITHMS = {
 MEASURED = (
     "evaluation.every=1",
     "evaluation.samples=2",
-    "evaluation.sets.hard={data: {name: demo, digits: 6, held_out: 5}, reward: {name: numeric}, max_new_tokens: 4}",
+    "evaluation.sets.hard={data: {name: demo, digits: 6, held_out: 5}, reward: {name: numeric}, max_new_tokens: 8}",
 )
-OF_TIME = ("time/", "perf/", "eval/", "device/")
+OF_TIME = ("time/", "perf/", "eval/", "device/", "weight_sync/")
 
 
 def run(*words: str) -> tuple[list[dict[str, Any]], bytes]:
@@ -50,6 +50,7 @@ def test_training_is_bit_for_bit_the_same_with_evaluation_and_without(algorithm:
     off, same = run(*ALGORITHMS[algorithm], "evaluation.every=0")
     assert without_times(on) == without_times(off) and weights == same
     last = on[-1]
+    assert last["train/grad_norm"] > 0
     assert {"eval/mean@2", "eval/pass@2", "eval/pass@2_ci_low", "eval/exact_match", "eval/length"} <= last.keys()
     assert {"eval/hard/reward/mean", "eval/hard/mean@1", "eval/hard/exact_match"} <= last.keys()
     assert ("eval/reward/mean" in last) == (algorithm in ("grpo", "ahead", "ppo"))
