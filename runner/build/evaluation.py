@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,6 @@ from runner.interfaces import (
 )
 from runner.parallelism.parallel_context import ParallelContext
 from runner.parallelism.rollout_partition import PartitionedAnswerer, PartitionedSampler
-from runner.reward.config import RewardConfig
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.sampling import StopCriteria
 from runner.sampler.torch import TorchSampler
@@ -71,7 +70,9 @@ def build_evaluation(
     answers = None if policy is None else AnswerParts(spec, policy, world, decide, make_reward)
     if questions and answers is not None:
         own += _own_answers(spec, questions, answers, learner, environments)
-    sets = [] if answers is None else [_set_answers(one, answers, environments) for one in _sets(spec)]
+    sets = (
+        [] if answers is None else [_set_answers(one, answers, environments) for one in spec.evaluation.decoded_sets()]
+    )
     if answers is None and spec.evaluation.sets:
         text = f"algorithm={spec.algorithm.name} trains a model that gives no answers; leave it out"
         raise SpecError([Problem("evaluation.sets", text)])
@@ -189,20 +190,10 @@ def _own_answers(
     return found
 
 
-def _sets(spec: JobSpec) -> list[EvaluationSet]:
-    """The named sets, with the job's data type for models that score."""
-    decoded = spec.evaluation.decoded_sets()
-    return [
-        replace(one, components={**one.components, "reward": reward.with_dtype(spec.model.compute_dtype)})
-        if isinstance(reward := one.components.get("reward"), RewardConfig)
-        else one
-        for one in decoded
-    ]
-
-
 def _set_answers(one: EvaluationSet, answers: AnswerParts, environments: EnvironmentFactory | None) -> Evaluation:
     """Of a named set, with its own components and otherwise the job's."""
     spec = answers.spec.model_copy(update=dict(one.components))
+    spec = spec.model_copy(update={"reward": spec.reward.with_dtype(spec.model.compute_dtype)})
     with prefix_set_errors(one.name):
         config = spec.data.as_held_out() if "data" in one.components else spec.data
         data = build_data(spec, answers.policy.tokenizer, answers.decide, config, "prompts")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,7 +34,17 @@ from runner.core.rank_info import RankInfo
 from runner.core.signals import StopSignal
 from runner.device.base import peak_flops
 from runner.distributed.work_partition import run_on_rank0
-from runner.interfaces import Algorithm, Callback, Data, GenerativeModel, RankCollectives, Reward, State, TrainableModel
+from runner.interfaces import (
+    Algorithm,
+    Callback,
+    Data,
+    Device,
+    GenerativeModel,
+    RankCollectives,
+    Reward,
+    State,
+    TrainableModel,
+)
 from runner.interfaces.learning import AlgorithmInputs
 from runner.parallelism.parallel_context import ParallelContext
 from runner.run_dir.folder import RunFolder
@@ -54,6 +65,7 @@ from runner.trainer.callbacks import (
 from runner.trainer.loop import ExperienceQueue, TrainingJob
 
 if TYPE_CHECKING:
+    from runner.parallelism.rollout_partition import PartitionedEnvironments, PartitionedReward
     from runner.weight_sync.publisher import Publisher
 
 
@@ -175,21 +187,9 @@ def build(
         from runner.build.samplers import build_publisher
 
         publisher = build_publisher(spec, folder, sampler, main, cast(GenerativeModel, model), world)
-    evaluate, judges = None, list[Reward]()
-    if spec.evaluation.every:
-        from runner.build.evaluation import build_evaluation
-
-        def make_reward(of: JobSpec) -> Reward | None:
-            """One for the thread that trains, with a state of its own: evaluation leaves no trace in training."""
-            if reward is not None and of.reward == spec.reward and spec.reward.uses_device_model():
-                return reward.with_peers(world.world_peers)  # the model has no state, and a second one costs memory
-            made = build_reward(of, tokenizer, device, world.world_peers, decide, folder)
-            judges.extend([] if made is None else [made])
-            return made
-
-        spoken = environments and replace(environments, peers=world.world_peers)  # with the thread that trains
-        roles = models.by_role
-        evaluate = build_evaluation(spec, data, main, model, algorithm, roles, world, spoken, decide, make_reward)
+    judges: list[Reward] = []  # of the evaluation
+    rewards = partial(_evaluation_reward, spec, tokenizer, device, world, decide, folder, reward, judges)
+    evaluate = _build_evaluation(spec, data, models, algorithm, world, environments, decide, rewards)
     activity = DeviceStats(device.stats_readers(), spec.watch.device_stats_interval_s)
     own = _plugin_callbacks(spec, folder, model, outlets, place, decide)
     callbacks = _callbacks(spec, folder, evaluate, activity, publisher, outlets, decide, own.values())
@@ -206,7 +206,11 @@ def build(
         stop=stop,
         flops={role: one.batch_flops for role, one in models.flops.items()},
         peak_flops=peak_flops(device, model.compute_dtype, decide).flops,
-        closing=(activity.close, store.close, *(one.close for one in (*judges, reward, publisher, sampler) if one)),
+        closing=(
+            activity.close,
+            store.close,
+            *(one.close for one in (*judges, reward, publisher, sampler) if one is not None),
+        ),
     )
     built = BuiltJob(job, model, store, _sections(job), _identity(spec, data, models, world), data, world, own)
     callbacks.append(_checkpoint_callback(spec, built))
@@ -219,6 +223,49 @@ def _data(spec: JobSpec, tokenizer: Any, world: ParallelContext, decide: Decisio
     refuse_different_data(data, world.world_peers)
     refuse_missing_columns(spec, data)
     return data
+
+
+def _build_evaluation(
+    spec: JobSpec,
+    data: Data,
+    models: Models,
+    algorithm: Algorithm,
+    world: ParallelContext,
+    environments: PartitionedEnvironments | None,
+    decide: Decisions,
+    make_reward: Callable[[JobSpec], Reward | None],
+) -> Callable[[], EvaluationReport] | None:
+    """What evaluates, in the thread that trains; None where nothing does."""
+    if not spec.evaluation.every:
+        return None
+    from runner.build.evaluation import build_evaluation
+
+    here = environments and replace(environments, peers=world.world_peers)
+    main, model, roles = models.main, models.model, models.by_role
+    return build_evaluation(spec, data, main, model, algorithm, roles, world, here, decide, make_reward)
+
+
+def _evaluation_reward(
+    spec: JobSpec,
+    tokenizer: Any,
+    device: Device,
+    world: ParallelContext,
+    decide: Decisions,
+    folder: RunFolder,
+    reward: PartitionedReward | None,
+    built: list[Reward],
+    of: JobSpec,
+) -> Reward | None:
+    """The reward of job or set `of`, with a state of its own: evaluation leaves no trace in training.
+
+    A reward model is shared with the job, as it has no state and a second one costs memory. built: gets each new one
+    """
+    if reward is not None and of.reward == spec.reward and spec.reward.uses_device_model():
+        return reward.with_peers(world.world_peers)
+    made = build_reward(of, tokenizer, device, world.world_peers, decide, folder)
+    if made is not None:
+        built.append(made)
+    return made
 
 
 def _precompute_references(

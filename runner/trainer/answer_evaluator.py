@@ -141,14 +141,14 @@ class AnswerEvaluator:
                 "prompt": question.prompt,
                 **({"turns": list(group.samples[number].history)} if group.samples[number].history else {}),
                 "answer": group.samples[number].text,
-                **_judgement(question, group.samples[number], self.collector.reward is not None),
+                **_score_record(question, group.samples[number], self.collector.reward is not None),
             }
             for number in range(self.collector.group_size)
             for question, group in zip(self.questions, groups, strict=True)
         ]
 
 
-def _judgement(question: EvalQuestion, sample: RolloutSample, rewarded: bool) -> Mapping[str, Any]:
+def _score_record(question: EvalQuestion, sample: RolloutSample, rewarded: bool) -> Mapping[str, Any]:
     """What is known of an answer: expected answer, whether it is equal, reward, why it ended."""
     return {
         **({"expected": question.answer, "exact": _is_exact(question, sample)} if question.answer else {}),

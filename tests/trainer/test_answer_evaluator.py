@@ -14,7 +14,13 @@ from runner.core.errors import SpecError
 from tests.small import TINY
 
 SHORT = (*TINY[2:], "algorithm.batch_size=4", "steps=2", "checkpoint.every=0", "evaluation.max_new_tokens=4")
-SAMPLED = ("sampler=torch", "sampler.max_new_tokens=4", "algorithm.group_size=4", "reward=rehearsal")
+SAMPLED = (
+    "sampler=torch",
+    "sampler.max_new_tokens=4",
+    "algorithm.group_size=4",
+    "reward=format",
+    r"reward.pattern='.*\w.*'",
+)
 ALGORITHMS = {
     "sft": ("algorithm=sft", "adapter=lora", "adapter.dropout=0.2"),
     "dpo": ("algorithm=dpo",),
